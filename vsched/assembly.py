@@ -518,7 +518,7 @@ def host_share(config: Config, plan: WorkerGroupPlan) -> HostShare:
     )
 
 
-def kv_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> Sizing:
+def create_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> Sizing:
     """Create the negotiation of the generate groups' KV cache sizes."""
     layout = arena_layout(config, info)
     host = [

@@ -47,9 +47,9 @@ from vsched.assembly import (
     adapter_table,
     arena_layout,
     as_served,
+    create_sizing,
     engine_memory,
     inspect_checkpoint,
-    kv_sizing,
     make_worker_groups,
     media_settings,
     memory_in_use,
@@ -150,7 +150,7 @@ class Engine:
         """Start all parts; release those already started if a later one fails."""
         config, info, environment = self.config, self.info, self._environment
         drafts = verifies_drafts(config, info, self._policies)
-        self._sizing = kv_sizing(config, info, self._policies)
+        self._sizing = create_sizing(config, info, self._policies)
         async with contextlib.AsyncExitStack() as started:
             arena = Arena.create(arena_layout(config, info))
             started.callback(arena.close)

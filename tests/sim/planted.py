@@ -64,7 +64,7 @@ PLANTS = (
     ),
     Plant(
         "a cache view pinning its buffer",
-        "vsched.worker.kv_sizing:KvSizing._tear_down",
+        "vsched.worker.kv_builder:KvBuilder._tear_down",
         "worker.drop_kv()",
         "pass",
     ),

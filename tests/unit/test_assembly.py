@@ -13,8 +13,8 @@ from vsched.assembly import (
     arena_layout,
     as_served,
     check_parallel,
+    create_sizing,
     inspect_checkpoint,
-    kv_sizing,
     leader_deadlines,
     memory_in_use,
     rank_kv_bytes_per_token,
@@ -78,7 +78,7 @@ def test_model_of_text_alone_is_served_without_anything_for_images() -> None:
     assert layout.total_bytes == 0
     limits = scheduler_limits(config, info, policies, blocks=7)
     assert (limits.encoders, limits.pages) == (0, 0)
-    assert not kv_sizing(config, info, policies)._more
+    assert not create_sizing(config, info, policies)._more
     arena = Arena.create(layout)
     assert (arena.pixels.nbytes, arena.embeddings.size) == (0, 0)
     arena.close()
@@ -165,7 +165,7 @@ def test_leaders_are_told_when_periodic_work_is_due(set_: str, hooks_s: float | 
 
 def test_ranks_without_heads_of_their_own_keep_the_whole_kv_cache() -> None:
     config, info = config_of(*TWO_BY_TWO), msgspec.structs.replace(INFO, shares_kv=False)
-    sizing = kv_sizing(config, info, resolve_policies(config))
+    sizing = create_sizing(config, info, resolve_policies(config))
     assert sizing._view.bytes_per_token == INFO.kv_bytes_per_token
 
 
@@ -182,7 +182,9 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
     finally:
         arena.close()
     assert {spec.info.kv_bytes_per_token for spec in specs} == {INFO.kv_bytes_per_token // 2}
-    assert kv_sizing(config, INFO, policies)._view.bytes_per_token == INFO.kv_bytes_per_token // 2
+    assert (
+        create_sizing(config, INFO, policies)._view.bytes_per_token == INFO.kv_bytes_per_token // 2
+    )
     statistics = {
         "encode": {"pages_total": 0, "pages_free": 0, "pages_evictable": 0},
         "generate": {"blocks_held": 3},
@@ -217,13 +219,13 @@ def test_model_with_a_state_has_a_prefix_cache_where_there_are_snapshots(
     plan = worker_group_plans(config, info, policies)[-1]
     assert plan.generate is not None
     assert plan.generate.settings.state_snapshots == plan.generate.limits.state_snapshots == places
-    assert kv_sizing(config, info, policies)._view.state_bytes == (8 + places) * 9
+    assert create_sizing(config, info, policies)._view.state_bytes == (8 + places) * 9
 
 
 def test_model_with_a_state_has_room_for_all_slots() -> None:
     config, info = config_of("generate.slots=8"), msgspec.structs.replace(INFO, state_bytes=1 << 20)
     policies = resolve_policies(config)
-    assert kv_sizing(config, info, policies)._view.state_bytes == 16 << 20
+    assert create_sizing(config, info, policies)._view.state_bytes == 16 << 20
     plan = worker_group_plans(config, info, policies)[-1]
     assert plan.generate is not None
     assert plan.generate.settings.slots == 8
@@ -271,7 +273,7 @@ def test_swap_memory_is_places_for_blocks_of_each_rank(sets: tuple[str, ...]) ->
     plan = worker_group_plans(config, INFO, policies)[-1]
     assert plan.generate is not None
     assert plan.generate.limits.swap_blocks == places
-    lines = [line for line in kv_sizing(config, INFO, policies)._more if line.line == "swap"]
+    lines = [line for line in create_sizing(config, INFO, policies)._more if line.line == "swap"]
     assert [line.bytes for line in lines] == [places * block_bytes] * replicas**2
     assert {line.pool for line in lines} == {"host"}
     assert len({line.owner for line in lines}) == len(lines)
@@ -281,7 +283,7 @@ def test_swap_memory_is_none_by_default() -> None:
     config = config_of()
     policies = resolve_policies(config)
     assert scheduler_limits(config, INFO, policies, blocks=9).swap_blocks == 0
-    assert not [line for line in kv_sizing(config, INFO, policies)._more if line.line == "swap"]
+    assert not [line for line in create_sizing(config, INFO, policies)._more if line.line == "swap"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from vsched.aio.replicas.rank_environment import rank_environment
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import StepLimits
 from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.language import LanguageWorker
@@ -44,7 +44,7 @@ def test_carry_out_returns_the_memory_and_proves_it(
 ) -> None:
     """A dropped cache is no longer resident; the next one takes its place."""
     worker, info = load_language(checkpoints(size))
-    sizing = KvSizing(worker, info, LOAD, image=IMAGE)
+    sizing = KvBuilder(worker, info, LOAD, image=IMAGE)
     order = SizeKv(tokens_of(info, 64 * MIB), profile=True, headroom_bytes=0, probe=True)
     first = sizing.carry_out(order)
     second = sizing.carry_out(SizeKv(16, profile=True, headroom_bytes=0))
@@ -56,7 +56,7 @@ def test_carry_out_returns_the_memory_and_proves_it(
 def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Callable[[str], Path]) -> None:
     """A view of one layer is enough."""
     worker, info = load_language(checkpoints("nano25"))
-    sizing = KvSizing(worker, info, LOAD)
+    sizing = KvBuilder(worker, info, LOAD)
     sizing.carry_out(SizeKv(tokens_of(info, 32 * MIB), profile=False, headroom_bytes=0))
     cache = worker._cache
     assert cache is not None
@@ -72,7 +72,7 @@ def test_carry_out_holds_the_canary_over_real_steps(
 ) -> None:
     """Resident while the steps run."""
     worker, info = load_language(checkpoints("nano25"))
-    sizing = KvSizing(worker, info, LOAD)
+    sizing = KvBuilder(worker, info, LOAD)
     sizing.carry_out(SizeKv(1024, profile=True, headroom_bytes=0))
     seen = []
     step = worker.step
@@ -146,18 +146,18 @@ limit_process_memory(4 << 30, keys="encode.memory_limit")
 from vsched_workers.plugin import plugin
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import StepLimits
 from vsched_workers.families.qwen_image import image_plan
 MIB = 1 << 20
 info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)
 worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
 load = StepLimits(slots=8, batch_tokens=512, chunk_tokens=64, context_tokens=2048, block_size=16)
-sizing = KvSizing(worker, info, load, image=image_plan((1, 8, 8), merge=2, patch=1, channels=1))
+sizing = KvBuilder(worker, info, load, image=image_plan((1, 8, 8), merge=2, patch=1, channels=1))
 tokens = 32 * MIB // info.kv_bytes_per_token // 16 * 16
 # A first, small run: what compiles itself when it is first called does not survive a lack of memory.
 small = StepLimits(slots=8, batch_tokens=64, chunk_tokens=16, context_tokens=64, block_size=16)
-KvSizing(worker, info, small).carry_out(SizeKv(64, profile=True, headroom_bytes=0, probe=True))
+KvBuilder(worker, info, small).carry_out(SizeKv(64, profile=True, headroom_bytes=0, probe=True))
 worker.drop_kv()
 for room in map(int, sys.argv[3:]):  # MiB above what was held before: the run fails, then the cache, then everything
     held = status_bytes("VmData")
@@ -180,7 +180,7 @@ def test_kv_cache_is_touched_where_no_thread_can_start(
         raise RuntimeError("can't start new thread")
 
     worker, info = load_language(checkpoints("nano25"))
-    sizing = KvSizing(worker, info, LOAD)
+    sizing = KvBuilder(worker, info, LOAD)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert sizing.carry_out(SizeKv(1024, profile=True, headroom_bytes=0)).outcome == "fits"
 

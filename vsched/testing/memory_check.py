@@ -11,7 +11,7 @@ from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import KvNegotiation
 from vsched.policy import MemoryPolicy, Reservation
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.testing.model_ranks.kv_sizing import KvSizingRank, load_view, negotiate, random_group
+from vsched.testing.model_ranks.sizing_rank import KvSizingRank, load_view, negotiate, random_group
 
 ROOMY_BYTES = 1 << 40
 """Size of a device on which every policy should find a size."""

@@ -24,7 +24,7 @@ from vsched.worker.contract import (
 from vsched.worker.drafting.model import DraftModel, DraftWorker
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
-from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.member import EncodeExecutor, GenerateExecutor, Link, Member, RankHost
 from vsched.worker.profiling_run import StepLimits, image_for
 from vsched.worker.reserve import reserve_encoder
@@ -49,7 +49,7 @@ class KvCacheOrders(Generic[Link]):
     """
 
     def __init__(
-        self, member: Member[Link], sizing: KvSizing, *, on_accepted: Callable[[int], None]
+        self, member: Member[Link], sizing: KvBuilder, *, on_accepted: Callable[[int], None]
     ) -> None:
         self.member = member
         self._sizing = sizing
@@ -143,7 +143,7 @@ class RankLoading(Generic[Link]):
         # Before memory is measured: the tokens of a large vocabulary take some.
         grammars = plugin.load_grammars(spec.info) if isinstance(plugin, ConstrainsOutput) else None
         image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
-        sizing = KvSizing(
+        sizing = KvBuilder(
             worker,
             spec.info,
             role.limits,

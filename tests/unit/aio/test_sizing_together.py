@@ -16,7 +16,7 @@ from vsched.memory import LedgerLine
 from vsched.policy import MemoryPolicy, MemoryView
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.wire import Sized, SizeKv
-from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.kv_builder import KvBuilder
 from vsched_policies.memory import AutoProfile, Pinned
 
 NAMES = ("generate-0", "generate-1", "generate-2")
@@ -53,7 +53,7 @@ class Group:
         self.device = device
         self.memory = SharedMemory(device)
         self.worker = MeasuredGenerator(self.memory, row_bytes=row_bytes)
-        self.sizing = KvSizing(self.worker, model_info(), LOAD, collect=lambda: None)
+        self.sizing = KvBuilder(self.worker, model_info(), LOAD, collect=lambda: None)
         self.loaded = Roll([self.sizing.measure()])
         self.orders: list[SizeKv] = []
         self.votes: list[Sized] = []

@@ -19,7 +19,7 @@ from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import Batch, ImagePlan, Sampled
-from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import (
     StepLimits,
     beside_decodes,
@@ -171,7 +171,7 @@ def test_profiling_run_computes_all_rows_with_an_adapter_where_there_may_be_any(
             return super().step(batch)
 
     worker = Adapted(SimulatedMemory(1024 * MIB))
-    sizing = KvSizing(worker, model_info(), LOAD)
+    sizing = KvBuilder(worker, model_info(), LOAD)
     measured = sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0, probe=True)).memory
     assert measured.adapter_bytes == 8
     assert seen

@@ -20,7 +20,7 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.policy import RankMemory, Reservation
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
-from vsched.worker import kv_sizing as sizing
+from vsched.worker import kv_builder as sizing
 from vsched.worker import memory, profiling_run
 from vsched.worker import reserve as reserve_module
 from vsched.worker.contract import EncodeJob, ImagePlan, WorkerSettings
@@ -244,7 +244,7 @@ def test_reserve_warns_without_a_builder(caplog: pytest.LogCaptureFixture) -> No
         ("vsched_workers.memory.worst_case", "vsched.worker.reserve"),
         (
             "vsched_workers.memory.out_of_memory",
-            "vsched.worker.kv_sizing",
+            "vsched.worker.kv_builder",
             "vsched.worker.profiling_run",
         ),
     ],

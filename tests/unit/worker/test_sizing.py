@@ -14,15 +14,15 @@ from tests.unit.worker.device_fakes import (
 )
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.wire import Sized, SizeKv
-from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.kv_builder import KvBuilder
 
 PROBE = SizeKv(4096, profile=True, headroom_bytes=0, probe=True)
 BUILD = SizeKv(8192, profile=True, headroom_bytes=16 * MIB)
 
 
-def sizing_on(total_bytes: int = 256 * MIB) -> tuple[KvSizing, MeasuredGenerator]:
+def sizing_on(total_bytes: int = 256 * MIB) -> tuple[KvBuilder, MeasuredGenerator]:
     worker = MeasuredGenerator(SimulatedMemory(total_bytes))
-    return KvSizing(worker, model_info(), LOAD, rank=3), worker
+    return KvBuilder(worker, model_info(), LOAD, rank=3), worker
 
 
 def test_carry_out_measures_an_attempt() -> None:
@@ -44,7 +44,7 @@ def test_carry_out_counts_the_states_of_all_slots() -> None:
     """They are allocated and freed with the KV cache, and are not part of its bytes."""
     info = msgspec.structs.replace(model_info(), state_bytes=MIB)
     worker = MeasuredGenerator(SimulatedMemory(256 * MIB), state_bytes=LOAD.slots * MIB)
-    sizing = KvSizing(worker, info, LOAD)
+    sizing = KvBuilder(worker, info, LOAD)
     assert sizing.measure().state_bytes == 0
     memory = sizing.carry_out(PROBE).memory
     assert (memory.kv_bytes, memory.state_bytes) == (4096 * KV_BYTES, LOAD.slots * MIB)
@@ -178,9 +178,9 @@ class Sharing(MeasuredGenerator):
         self.events.append("abort")
 
 
-def sharing_on(total_bytes: int) -> tuple[KvSizing, Sharing]:
+def sharing_on(total_bytes: int) -> tuple[KvBuilder, Sharing]:
     worker = Sharing(SimulatedMemory(total_bytes))
-    return KvSizing(worker, model_info(), LOAD), worker
+    return KvBuilder(worker, model_info(), LOAD), worker
 
 
 def test_carry_out_tells_peers_that_it_failed() -> None:

@@ -19,7 +19,7 @@ from vsched.errors import CheckpointError
 from vsched.wire import SizeKv
 from vsched.worker.capabilities import ServesAdapters
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import StepLimits
 from vsched_workers.adapters.files import WEIGHTS_FILE
 
@@ -160,7 +160,7 @@ def test_the_profiling_run_proves_steps_with_an_adapter_in_all_rows(tmp_path: Pa
         str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
     )
     limits = StepLimits(slots=2, batch_tokens=32, chunk_tokens=16, context_tokens=64, block_size=4)
-    sizing = KvSizing(stage.generator, stage.info, limits)
+    sizing = KvBuilder(stage.generator, stage.info, limits)
     sized = sizing.carry_out(SizeKv(256, profile=True, headroom_bytes=0))
     assert sized.outcome == "fits", sized.message
     worker = adapter_worker(stage)

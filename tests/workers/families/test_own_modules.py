@@ -201,7 +201,7 @@ RANK = """
 import sys
 from vsched.types import ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import StepLimits, image_for
 from vsched.worker.reserve import reserve_encoder
 from vsched.worker.spec import EncodeRole
@@ -217,7 +217,7 @@ for dtype in ("float32", "bfloat16"):
     limits = StepLimits(slots=4, batch_tokens=64, chunk_tokens=32, context_tokens=256, block_size=16)
     image = image_for(plugin, info, limits, pixels_max=1 << 20)
     worker = plugin.load_generator(info, settings, lambda *_: None)
-    sized = KvSizing(worker, info, limits, image=image).carry_out(SizeKv(512, True, 0))
+    sized = KvBuilder(worker, info, limits, image=image).carry_out(SizeKv(512, True, 0))
     assert sized.outcome == "fits", sized
 print([name for name in ("transformers", "huggingface_hub", "torch._dynamo") if name in sys.modules])
 """

@@ -26,7 +26,7 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.wire import SizeKv
 from vsched.worker.capabilities import CollectiveWorker
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import StepLimits
 from vsched_workers import language
 from vsched_workers.backends.reference.collectives import GlooCollectives
@@ -351,7 +351,7 @@ def size_with_faults(settings: WorkerSettings, path: str) -> list[tuple[str, str
     stage = on_rank.load(settings, path)
     load = StepLimits(slots=4, batch_tokens=64, chunk_tokens=32, context_tokens=128, block_size=4)
     worker: Any = stage.generator
-    sizing = KvSizing(
+    sizing = KvBuilder(
         worker, worker._info, load, image=image_plan((1, 4, 4), merge=2, patch=1, channels=1)
     )
     order = SizeKv(256, profile=True, headroom_bytes=1 << 16, probe=True)

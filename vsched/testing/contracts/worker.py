@@ -37,7 +37,7 @@ from vsched.worker.contract import (
     view_arrays,
 )
 from vsched.worker.encode_rank import EncodeRank
-from vsched.worker.kv_sizing import KvSizing
+from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.memory import DeviceMemory
 from vsched.worker.profiling_run import StepLimits
 
@@ -380,7 +380,7 @@ def _check_loaded(worker: EncodeWorker | GenerateWorker, protocol: type, method:
 
 def _check_memory(worker: GenerateWorker, info: ModelInfo, load: StepLimits, blocks: int) -> None:
     """Build KV caches as the engine does when it searches for their size: each is proved and dropped."""
-    sizing = KvSizing(worker, info, load)
+    sizing = KvBuilder(worker, info, load)
     least = blocks * load.block_size
     tokens = max(least, LEAK_BYTES // info.kv_bytes_per_token // load.block_size * load.block_size)
     huge = HUGE_BYTES // info.kv_bytes_per_token // load.block_size * load.block_size
@@ -398,7 +398,7 @@ def _check_memory(worker: GenerateWorker, info: ModelInfo, load: StepLimits, blo
     worker.drop_kv()
 
 
-def _carry_out(sizing: KvSizing, order: SizeKv, outcome: str) -> None:
+def _carry_out(sizing: KvBuilder, order: SizeKv, outcome: str) -> None:
     """Build a KV cache and check the outcome."""
     size = f"with a KV cache of {order.tokens} tokens and headroom of {order.headroom_bytes} bytes"
     try:

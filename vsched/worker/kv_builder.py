@@ -1,8 +1,7 @@
-"""Carries out the orders by which an engine finds the size of the KV cache.
+"""Builds KV caches in a generate rank, as the engine orders while it looks for their size.
 
-A rank decides nothing here: it builds what it is told to, runs the hardest steps over it, and says how that went and
-what it measured. Each order starts by taking down what the one before it left, and by proving that the memory came
-back: what a stray reference keeps would be missing from every later attempt, and no smaller cache would help.
+Each order starts by tearing down the previous cache, and by checking that its memory was released: memory that a stray
+reference keeps would be missing from every later attempt, and no smaller cache would help.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from vsched.worker.memory import KV_REMEDY, measure_rank, memory_errors
 from vsched.worker.profiling_run import StepLimits, run_profile
 
 LEAK_SLACK_BYTES = 1 << 20
-"""Less than this is not called a leak: small allocations share pages with others."""
+"""Memory that may stay without being a leak: small allocations share pages with others."""
 
 
-class KvSizing:
+class KvBuilder:
     """The KV cache of one generate rank, until it is accepted; with a draft model, the caches of both.
 
     Attributes:
-        blocks: Blocks of the KV cache that stands; 0 when none does.
+        blocks: Number of blocks of the current KV cache; 0 without one.
     """
 
     def __init__(
@@ -44,11 +43,13 @@ class KvSizing:
         draft: DraftWorker | None = None,
         collect: Callable[[], object] = gc.collect,
     ) -> None:
-        """Prepare; the weights are loaded. `image` is what the rows of the profiling run carry, None for text alone.
+        """Prepare; the weights are loaded.
 
-        `draft` has a KV cache of as many blocks, and a profiling run of its own: its steps are among those of a step.
+        `image` fills the rows of the profiling run, None for text alone. `draft` has a KV cache of as many blocks, and
+        a profiling run of its own.
         """
         self.blocks = 0
+        self._workers = [worker] if draft is None else [worker, draft.worker]
         self._draft = draft
         self._collect = collect
         self._worker = worker
@@ -60,26 +61,26 @@ class KvSizing:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV cache that stands."""
+        """Bytes of the current KV cache."""
         draft = 0 if self._draft is None else self._draft.info.kv_bytes_per_token
         return self.blocks * self._limits.block_size * (self._info.kv_bytes_per_token + draft)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all slots and of snapshots, which stand with the KV cache."""
+        """Bytes of the states of all slots and of snapshots, which are built with the KV cache."""
         count = self._limits.slots + self._limits.state_snapshots
         return count * self._info.state_bytes if self.blocks else 0
 
     def measure(self) -> RankMemory:
-        """Return what is held and what is free: after loading, this is what the memory policy starts from."""
+        """Measure held and free memory; after loading, the memory policy starts from this."""
         self._collect()
         self._memory.release()
-        return self._measured(peak_bytes=0, released_bytes=0)
+        return self._measured()
 
     def carry_out(self, order: SizeKv) -> Sized:
-        """Take down what stood; build the KV cache that is ordered, and do the profiling run while headroom is held.
+        """Tear down the current KV cache, build the ordered one, and run the largest steps while headroom is held.
 
-        What was built stands afterwards, whatever the outcome, until the next order; the headroom does not.
+        The new cache remains until the next order, whatever the outcome; the headroom does not.
         """
         if order.renew:
             self._abort()
@@ -92,12 +93,11 @@ class KvSizing:
                 limit=f"at least {expected}",
                 remedy="mend the worker plug-in, which keeps a reference to the cache",
             )
-            memory = self._measured(peak_bytes=0, released_bytes=released)
+            memory = self._measured(released_bytes=released)
             self._abort()
             return Sized(outcome="leak", message=message, memory=memory)
         if not order.tokens:
-            memory = self._measured(peak_bytes=0, released_bytes=released)
-            return Sized(outcome="fits", message="", memory=memory)
+            return Sized(outcome="fits", message="", memory=self._measured(released_bytes=released))
         self._memory.reset_peak()
         doing = "building the KV cache"
         try:
@@ -109,32 +109,30 @@ class KvSizing:
                 if order.profile:
                     with memory_errors(doing, remedy=KV_REMEDY):
                         self._run_profile(probe=order.probe)
-                return Sized(outcome="fits", message="", memory=self._attempted(released))
+                memory = self._measured(peak_bytes=self._memory.peak(), released_bytes=released)
+                return Sized(outcome="fits", message="", memory=memory)
         except DeviceOutOfMemory as error:
-            # Its text alone is kept: the traceback holds on to what the failing step had taken.
+            # Only its text is kept: the traceback refers to the memory of the failed step.
             message = f"{doing} of {order.tokens} tokens: {error}"
         self._abort()
-        return Sized(outcome="out_of_memory", message=message, memory=self._attempted(released))
+        memory = self._measured(peak_bytes=self._memory.peak(), released_bytes=released)
+        return Sized(outcome="out_of_memory", message=message, memory=memory)
 
     def settle(self) -> None:
-        """The KV cache that stands is accepted."""
+        """Note that the current KV cache is accepted."""
         self._memory.settle()
 
     def _abort(self) -> None:
-        """Have the steps of peers fail, too: they may wait for this rank in one."""
+        """Make the steps of peers fail, too: they may wait for this rank in one."""
         for worker in self._workers:
             if isinstance(worker, CollectiveWorker):
                 worker.abort()
 
-    @property
-    def _workers(self) -> list[GenerateWorker]:
-        return [self._worker] if self._draft is None else [self._worker, self._draft.worker]
-
     def _tear_down(self) -> int:
-        """Drop what stands; return the bytes that came back.
+        """Drop graphs and KV caches; return the number of released bytes.
 
-        Order: captured graphs point into the request state and the cache, request state into the cache. The requests
-        of the profiling run went with its rank.
+        In this order: captured graphs point into the request state and the cache, request state into the cache. The
+        requests of the profiling run were dropped with its rank.
         """
         self._collect()
         before = self._memory.allocated()
@@ -177,10 +175,7 @@ class KvSizing:
             own = msgspec.structs.replace(limits, context_tokens=context)
             run_profile(worker, info, own, blocks=self.blocks, image=None)
 
-    def _attempted(self, released_bytes: int) -> RankMemory:
-        return self._measured(peak_bytes=self._memory.peak(), released_bytes=released_bytes)
-
-    def _measured(self, *, peak_bytes: int, released_bytes: int) -> RankMemory:
+    def _measured(self, *, peak_bytes: int = 0, released_bytes: int = 0) -> RankMemory:
         measured = measure_rank(
             self._memory,
             rank=self._rank,
