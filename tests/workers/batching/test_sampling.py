@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.workers.batching.special_rows import OPTIONS, sequence, special
@@ -146,6 +146,7 @@ def test_filters_keep_the_likely(options: dict[str, Any], allowed: set[int]) -> 
     top_k=st.sampled_from([0, 2, 40]),
     levels=st.sampled_from([2, 10**6]),
 )
+@example(seed=313, size=3, top_p=0.75, top_k=40, levels=10**6)
 @REPEATABLE
 def test_filters_equal_the_full_sort(
     seed: int, size: int, top_p: float, top_k: int, levels: int

@@ -420,7 +420,7 @@ def limit_row(
     bracket = low, high, np.inf, 0.0
     value, ties = _limit(count, wanted - before, bracket, row, floor, buffers)
     if value == np.float32(-np.inf):
-        weigh(top, scale, floor, buffers)
+        weigh(top, scale, np.float32(0.0), buffers)
         return value, len(buffers.values)
     last = 0
     for index in range(count):
