@@ -1,7 +1,6 @@
-"""Policies propose; this is where a bad proposal is caught.
+"""Calls of policies: their answers are validated, and replaced by a default after a failure.
 
-A policy that raises, or proposes something impossible, is counted and reported with its input, and the kernel's own
-default decides in its place. Serving goes on.
+An exception or an invalid answer is counted and reported with the input of the call, and serving continues.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ SHED_STATUS = (429, 503)
 RETRY_AFTER_MAX_S = 24 * 3600
 TEXT_CHARACTERS_MAX = 500
 COUNT_MAX = 2**31 - 1
-"""Largest count in an answer: what the messages to ranks and the records can hold."""
+"""Maximum count in an answer; messages to ranks and records have 32-bit counts."""
 TIME_MAX_NS = 2**63 - 1
 
 
 class OrderState(msgspec.Struct):
-    """The state of a `GuardedOrder`; `policy` is that of the policy's order, and `given_up` says that it has none."""
+    """The state of a `GuardedOrder`, and of the policy's order, unless that has failed (`given_up`)."""
 
     released: list[bytes]
     given_up: bool
@@ -72,10 +71,10 @@ class OrderState(msgspec.Struct):
 
 
 def _ask(seat: PolicySeat[Any], view: object, read: Callable[[Any], Answer]) -> Answer | None:
-    """Ask the policy of a seat and read its answer; return None if either fails: the default decides.
+    """Call the policy of a seat and read its answer; return None after a failure, so that the default decides.
 
-    `read` validates the answer and copies it to built-in types. It may not look at the view: a policy that forces its
-    way past a frozen struct could have changed it.
+    `read` validates the answer and copies it to built-in types. It must not use the view, which a policy could have
+    changed by force.
     """
     try:
         answer = read(seat.ask(view))
@@ -103,7 +102,7 @@ def _index(answer: SupportsIndex, *, count: int) -> int:
 
 
 def _indices(answer: Iterable[SupportsIndex], *, count: int) -> list[int]:
-    """Return indices into `count` entries; at most as many, for an iterator may be endless."""
+    """Return indices into `count` entries, at most as many: an iterator may be endless."""
     if type(answer) is not list:
         answer = islice(answer, count + 1)
     indices = [whole(one) for one in answer]
@@ -128,7 +127,7 @@ def _distinct(answer: Iterable[SupportsIndex], *, count: int) -> Sequence[int]:
 def ask_admission(
     seat: PolicySeat[RequestPolicy], view: AdmissionView, *, hold_max_ns: int = HOLD_MAX_NS
 ) -> Admission:
-    """Return the policy's admission, or all entries in queue order where it fails."""
+    """Return the entries to admit; by default all, in queue order."""
     waiting, entries_free = view.waiting, view.entries_free
     idle, now_ns = view.running == 0, view.now_ns
 
@@ -158,7 +157,7 @@ PASSED_OVER = "one that was passed over for too long goes first"
 
 
 def put_first(indices: Sequence[int], overdue: int) -> Sequence[int]:
-    """Return indices with an overdue one first, if one behind it in the queue would go before it."""
+    """Return indices with an overdue one first, unless all before it are ahead in the queue."""
     for index in indices:
         if index == overdue:
             break
@@ -168,7 +167,7 @@ def put_first(indices: Sequence[int], overdue: int) -> Sequence[int]:
 
 
 def _hold(answer: SupportsIndex, now_ns: int, arrived_ns: int, most_ns: int) -> int:
-    """Return the time until which something is held that arrived at a time."""
+    """Return the end of a hold, given the time of arrival."""
     until_ns = whole(answer)
     if until_ns <= now_ns:
         raise ValueError(f"the end of the hold, {until_ns}, is not after now, {now_ns}")
@@ -178,7 +177,7 @@ def _hold(answer: SupportsIndex, now_ns: int, arrived_ns: int, most_ns: int) -> 
 
 
 def ask_encoding(seat: PolicySeat[ImagePolicy], view: EncodingView) -> list[int]:
-    """Return indices of the items to encode now: those the chunk needs, and what the policy adds."""
+    """Return indices of the items to encode now: those that the chunk needs, and those that the policy adds."""
     count, needed = len(view.items), list(view.needed)
     missing = {index for index in needed if not view.items[index].ready}
     chosen = _ask(seat, view, lambda answer: _indices(answer, count=count))
@@ -190,7 +189,7 @@ def ask_encoding(seat: PolicySeat[ImagePolicy], view: EncodingView) -> list[int]
 
 
 def ask_preemption(seat: PolicySeat[RequestPolicy], view: PreemptionView) -> Preemption:
-    """Return the victim and the manner; where the policy fails, the youngest is recomputed."""
+    """Return the victim and the manner; by default the youngest is recomputed."""
     count = len(view.running)
 
     def read(answer: int | Preemption) -> Preemption:
@@ -204,7 +203,7 @@ def ask_preemption(seat: PolicySeat[RequestPolicy], view: PreemptionView) -> Pre
 
 
 def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
-    """Return what may be drafted for a request, or nothing any more where the policy fails."""
+    """Return the draft grant of a request; by default none."""
 
     def read(answer: Draft) -> Draft:
         return Draft(
@@ -218,7 +217,7 @@ def ask_drafting(seat: PolicySeat[DraftingPolicy], view: DraftingView) -> Draft:
 
 
 def ask_step(seat: PolicySeat[RequestPolicy], view: StepView) -> StepShares:
-    """Return who advances in a step and by how much, or all in order where the policy fails."""
+    """Return the requests to prefill in a step, and their shares; by default all in order."""
     count = len(view.prefilling)
 
     def read(answer: StepShares) -> StepShares:
@@ -238,7 +237,7 @@ def ask_step(seat: PolicySeat[RequestPolicy], view: StepView) -> StepShares:
 def ask_routing(
     seat: PolicySeat[RoutingPolicy], view: RoutingView, default: Callable[[], int]
 ) -> int:
-    """Return the index of a replica; where the policy fails, the default."""
+    """Return the index of a replica."""
     count = len(view.replicas)
     found = _ask(seat, view, lambda answer: _index(answer, count=count))
     return default() if found is None else found
@@ -247,7 +246,7 @@ def ask_routing(
 def ask_front_door(
     seat: PolicySeat[RequestPolicy], view: FrontDoorView, *, hold_max_ns: int = HOLD_MAX_NS
 ) -> FrontDoorAnswer:
-    """Return whether a request comes in; where the policy fails, it does."""
+    """Return the answer for an arrived request; by default it is admitted."""
     now_ns, arrived_ns = view.now_ns, view.request.arrived_ns
 
     def read(answer: object) -> FrontDoorAnswer:
@@ -272,7 +271,7 @@ def ask_front_door(
 
 
 def _text(answer: str) -> str:
-    """Return a text as a plain str, which a record can hold; raise if UTF-8 cannot encode it."""
+    """Return a text as a plain str for records; raise if UTF-8 cannot encode it."""
     text = str.encode(answer).decode()
     if not 1 <= len(text) <= TEXT_CHARACTERS_MAX:
         raise ValueError(f"a text of {len(text)} characters, not 1 to {TEXT_CHARACTERS_MAX}")
@@ -286,7 +285,7 @@ def ask_dispatch(
     free: Mapping[int, int],
     encoding: int,
 ) -> Dispatch:
-    """Return the group of the next batch, and its images; where the policy fails, `fewest(free)` and all images.
+    """Return the group of the next batch, and its images; by default `fewest(free)` and all images.
 
     `free` are the groups without a batch, each with the requests that get no token while it works. While no image is
     being encoded (`encoding` is 0), the answer must start a batch.
@@ -309,19 +308,19 @@ def ask_dispatch(
 
 
 def fewest(counts: Mapping[int, int]) -> int:
-    """Return the first of the keys with the least count."""
+    """Return the first key with the lowest count."""
     return min(counts, key=counts.__getitem__)
 
 
 def ask_reclaim(seat: PolicySeat[ImagePolicy], view: ReclaimView) -> list[int]:
-    """Return which ready embeddings give way, in this order; where the policy fails, all, the youngest first."""
+    """Return the ready embeddings to preempt, in order; by default all, youngest first."""
     count = len(view.ready)
     found = _ask(seat, view, lambda answer: list(_distinct(answer, count=count)))
     return list(range(count - 1, -1, -1)) if found is None else found
 
 
 def ask_insertion(seat: PolicySeat[CachePolicy], view: InsertionView) -> int:
-    """Return how many of the first blocks of a request are kept, or all where the policy fails."""
+    """Return the number of leading blocks to keep in the prefix cache; by default all."""
     count, found = len(view.hashes), view.found
     kept = _ask(seat, view, lambda answer: _index(answer, count=count + 1))
     if kept is None:
@@ -332,9 +331,9 @@ def ask_insertion(seat: PolicySeat[CachePolicy], view: InsertionView) -> int:
 
 
 class GuardedOrder(Restorable, Generic[Key]):
-    """An eviction order whose every answer is checked; where it fails, least recently released goes first.
+    """An eviction order with validated answers; after a failure, the least recently released key is evicted first.
 
-    The set of evictable keys is kept here too, in order of release, so that nothing is lost with a broken order.
+    It has the evictable keys, too, in order of release, so that none is lost with a failed order.
     """
 
     def __init__(self, policy: CachePolicy, faults: PolicyFaults) -> None:
@@ -352,11 +351,11 @@ class GuardedOrder(Restorable, Generic[Key]):
             self._give_up(error)
 
     def add(self, key: Key, size: int) -> bool:
-        """Take an entry; False where the policy keeps nothing."""
+        """Add a key; return False if the policy does not keep it."""
         return not self.add_all((key,), size)
 
     def add_all(self, keys: Sequence[Key], size: int = 1) -> list[Key]:
-        """Take entries of this size each, one after the other; return those that the policy does not keep."""
+        """Add keys of this size each, in order; return those that the policy does not keep."""
         refused: list[Key] = []
         order, rest = self._order, iter(keys)
         if order is not None:
@@ -374,7 +373,7 @@ class GuardedOrder(Restorable, Generic[Key]):
         return refused
 
     def reuse(self, key: Key) -> None:
-        """Take an entry out because it is in use again."""
+        """Remove a key that is in use again."""
         del self._released[key]
         order = self._order
         if order is not None:
@@ -384,7 +383,7 @@ class GuardedOrder(Restorable, Generic[Key]):
                 self._give_up(error)
 
     def drop(self, key: Key) -> None:
-        """Take an entry out because it left the cache."""
+        """Remove a key that left the cache."""
         del self._released[key]
         order = self._order
         if order is not None:
@@ -394,7 +393,7 @@ class GuardedOrder(Restorable, Generic[Key]):
                 self._give_up(error)
 
     def take_victims(self, count: int) -> list[Key]:
-        """Take the next entries to go out of the order; they are always among those that were added."""
+        """Remove and return the next keys to evict, always among those in the order."""
         victims: list[Key] = []
         order = self._order
         if order is not None:
@@ -421,7 +420,7 @@ class GuardedOrder(Restorable, Generic[Key]):
             self._policy, "build_order", error, f"{len(self._released)} evictable entries"
         )
         self._order = None
-        # From now on its first key is asked for again and again: a plain dict would pass over all that were removed.
+        # Its first key is removed again and again: a plain dict would iterate over all removed ones.
         self._released = OrderedDict(self._released)
 
     def __len__(self) -> int:
@@ -432,10 +431,10 @@ class GuardedOrder(Restorable, Generic[Key]):
 
     @property
     def state(self: GuardedOrder[bytes]) -> Saved[OrderState]:
-        """The state, of an order of `bytes`.
+        """The state.
 
         Raises:
-            RecordError: When the policy's order cannot tell its own, or it is not of plain values.
+            RecordError: If the policy's order has no state of plain values.
         """
         return OrderState(list(self._released), self._order is None, self._policy_state())
 

@@ -1,9 +1,8 @@
-"""The waiting queue of a stage: first come, first served, with put-front built into the order.
+"""The waiting queue of a stage, in order of arrival.
 
-An entry keeps its order number for life. A request that is preempted or recovered comes back with its old number, so
-it stands before everything that arrived after it, and several of them stand in their original order. "Put front" is
-therefore not a second operation that callers could forget or misorder, and a policy that refuses an entry changes
-nothing: it was never taken out.
+An entry keeps its order number. A request that is preempted or recovered returns with its old number, so it is ahead of
+all later arrivals, and several of them are in their original order. So there is no operation to put an entry at the
+front, which callers could forget or misorder. Entries that a policy does not admit stay in the queue.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from vsched.policy import WaitingEntry
 
 
 class Ordered(Protocol):
-    """Something with a place in a queue, and what an admission policy sees of it."""
+    """An entry with a place in a queue, and its view for admission policies."""
 
     @property
     def order(self) -> tuple[int, int]: ...
@@ -32,12 +31,12 @@ Waiting = TypeVar("Waiting", bound=Ordered)
 
 
 class OrderedQueue(Restorable, Generic[Waiting]):
-    """Entries sorted by order number; inserting at the back is the common case and cheap.
+    """Entries sorted by order number; appending is the common case, and cheap.
 
     Attributes:
-        entries: The entries, front first; read only, and the same object for life.
-        passed_longest_ns: The longest time that an entry was seen to be passed over.
-        hold_until_ns: Until when the admission policy holds all of them back; None where it does not.
+        entries: The entries in order, read only; always the same object.
+        passed_longest_ns: The longest time that an entry was passed over.
+        hold_until_ns: End of a hold of the admission policy on all entries; None without one.
     """
 
     hold_until_ns: Saved[int | None] = None
@@ -48,21 +47,21 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         self._entries: list[Waiting] = []
         self._orders: list[tuple[int, int]] = []
         self._views: list[WaitingEntry] = []
-        # When each of the first entries was first passed over; none of the others ever was.
+        # Times at which the first entries were first passed over; the others never were.
         self._passed = []
         self.entries: Sequence[Waiting] = self._entries
 
     def shown(self) -> tuple[WaitingEntry, ...]:
-        """Return what policies see of the entries; a tuple, so that no policy can change the queue."""
+        """Return the views of the entries, as a tuple, which policies cannot change."""
         return tuple(self._views)
 
     def held_until(self, now_ns: int) -> int | None:
-        """Return until when the entries are still held back; None when they are not."""
+        """Return the end of the current hold; None without one."""
         until_ns = self.hold_until_ns
         return until_ns if until_ns is not None and until_ns > now_ns else None
 
     def put_new(self, entry: Waiting) -> None:
-        """Insert an entry that the admission policy has not seen: it may find it worth going now."""
+        """Insert a new entry, and end the hold, since the policy may admit it at once."""
         self.put(entry)
         self.hold_until_ns = None
 
@@ -82,7 +81,7 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         self._views.insert(index, entry.view)
 
     def remove(self, entry: Waiting, *, chosen_ns: int | None = None) -> None:
-        """Take an entry out; it must be in. If it was chosen, at a time, those ahead of it are passed over."""
+        """Remove an entry; it must be in the queue. If a policy chose it, those ahead of it are passed over."""
         index, passed = bisect_left(self._orders, entry.order), self._passed
         assert self._entries[index] is entry, "the queue's order was broken"
         if index and chosen_ns is not None:
@@ -94,7 +93,7 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         del self._entries[index], self._orders[index], self._views[index]
 
     def overdue(self, now_ns: int, most_ns: int) -> int | None:
-        """Return the index of the entry that has been passed over longest, if for longer than `most_ns`."""
+        """Return the index of the entry that was passed over longest, if for more than `most_ns`."""
         if not self._passed:
             return None
         since_ns = min(self._passed)
@@ -102,7 +101,7 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         return self._passed.index(since_ns) if since_ns + most_ns <= now_ns else None
 
     def renew_view(self, entry: Waiting) -> None:
-        """Show policies an entry as it is now."""
+        """Update the view of an entry."""
         self._views[bisect_left(self._orders, entry.order)] = entry.view
 
     def __contains__(self, entry: Waiting) -> bool:
@@ -117,7 +116,7 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
 
 class Holds:
-    """Which queues are held back, and until when; it costs what is held, however many queues there are."""
+    """The ends of holds of all queues; its cost grows with the number of holds, not of queues."""
 
     def __init__(self, queues: Sequence[OrderedQueue[Any]]) -> None:
         self._queues = queues
@@ -125,24 +124,24 @@ class Holds:
         self._ends: list[tuple[int, int]] = []
 
     def note(self, index: int, now_ns: int) -> None:
-        """Look at a queue whose admission policy may have been asked."""
+        """Note the hold of a queue, if any, after its policy may have been called."""
         until_ns = self._queues[index].held_until(now_ns)
         if until_ns is not None and until_ns != self._noted[index]:
             self._noted[index] = until_ns
             heappush(self._ends, (until_ns, index))
 
     def take_ended(self, now_ns: int) -> list[int]:
-        """Return the queues whose holds have ended since this was last asked."""
+        """Return the queues whose holds have ended since the last call."""
         ends, ended = self._ends, []
         while ends and ends[0][0] <= now_ns:
             ended.append(self._pop())
         return ended
 
     def first_end(self) -> int | None:
-        """Return when the first hold ends; None while nothing is held."""
+        """Return the end of the first hold; None without one."""
         ends = self._ends
         while ends and self._queues[ends[0][1]].hold_until_ns != ends[0][0]:
-            self._pop()  # what came since may go at once
+            self._pop()  # a new entry ended it
         return ends[0][0] if ends else None
 
     def _pop(self) -> int:

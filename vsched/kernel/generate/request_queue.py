@@ -11,7 +11,7 @@ from vsched.policy import WaitingEntry
 
 
 class ReadyEntry:
-    """A waiting request, and what an admission policy sees of it."""
+    """A waiting request, and its view for admission policies."""
 
     __slots__ = ("order", "state", "view")
 
