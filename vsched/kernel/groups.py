@@ -98,7 +98,7 @@ class DirtyGroups:
         return self._marked[index]
 
 
-class Loaded(Protocol):
+class LoadedGroup(Protocol):
     """A generate group, as `Loads` needs it."""
 
     @property
@@ -121,7 +121,7 @@ class Loads:
         slots_total: The number of slots that requests hold.
     """
 
-    def __init__(self, groups: Sequence[Loaded]) -> None:
+    def __init__(self, groups: Sequence[LoadedGroup]) -> None:
         self._groups = groups
         self.tokens = [0] * len(groups)
         self.open = [False] * len(groups)

@@ -46,7 +46,7 @@ from vsched.kernel.events import (
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
-from vsched.kernel.generate.step_budget import PlannedStep
+from vsched.kernel.generate.step_budget import PlanResult
 from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_seats import Ask, PolicySeats
@@ -371,7 +371,7 @@ class Scheduler(SnapshotRoot):
 
     def _plan_generate(
         self, group: GenerateGroup, commands: list[Command], now_ns: int
-    ) -> PlannedStep:
+    ) -> PlanResult:
         """Append the next step of a group, if it has one, and return its plan."""
         planned = group.plan(now_ns)
         self._loads.change(group.index)

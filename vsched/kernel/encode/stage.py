@@ -37,7 +37,7 @@ ATTEMPTS_MAX = 2
 """Attempts after which an item fails; errors in a batch of its own and losses of the group count."""
 
 
-class Host(Protocol):
+class HostingGroup(Protocol):
     """The generate group in the processes of an encode group, which runs no step while that encodes."""
 
     @property
@@ -123,7 +123,7 @@ class DispatchedGroup(msgspec.Struct, frozen=True, eq=False):
     """View of an encode group for dispatch policies, with the generate group of the same processes, if any."""
 
     _group: EncodeGroup
-    _host: Host | None
+    _host: HostingGroup | None
 
     @property
     def free(self) -> bool:
@@ -208,7 +208,7 @@ class EncodeStage(Restorable):
 
     # --- batches ---
 
-    def set_hosts(self, hosts: Mapping[str, Host]) -> None:
+    def set_hosts(self, hosts: Mapping[str, HostingGroup]) -> None:
         """Set the generate group in the processes of each encode group, by name."""
         self._hosts = hosts
         self._views = [DispatchedGroup(one, hosts.get(one.name)) for one in self.groups]

@@ -37,8 +37,8 @@ from vsched.kernel.generate.running import RunningSet, order_of
 from vsched.kernel.generate.state_snapshots import StateSnapshots
 from vsched.kernel.generate.step_budget import (
     NOTHING_PLANNED,
-    PlannedStep,
-    StepPlan,
+    PlanResult,
+    StepBuilder,
     StepTimeModel,
 )
 from vsched.kernel.generate.step_shares import prefill_shares
@@ -196,7 +196,7 @@ class GenerateGroup(Group):
 
     # --- planning ---
 
-    def plan(self, now_ns: int) -> PlannedStep:
+    def plan(self, now_ns: int) -> PlanResult:
         """Plan the next step."""
         in_flight = self._in_flight
         out = in_flight.planned - in_flight.done
@@ -219,18 +219,18 @@ class GenerateGroup(Group):
         sent = self._send(step, decodes, grown, plan) if decodes or chunks else None
         if sent is None:  # a policy may decide otherwise in the next call
             more = bool(able) or self.queue.may_join(now_ns)
-        return PlannedStep(sent, self._take_requeued(), prefilled, more)
+        return PlanResult(sent, self._take_requeued(), prefilled, more)
 
     def _able(self) -> Sequence[RequestState]:
         """Return the requests that can be prefilled, oldest first; others wait for their embeddings."""
         return [s for s in self._running.prefilling_in_order() if self.can_start(s, s.computed)]
 
-    def _fill(self, step: int, able: Sequence[RequestState], now_ns: int) -> StepPlan:
+    def _fill(self, step: int, able: Sequence[RequestState], now_ns: int) -> StepBuilder:
         """Share the budget of a step among prefilling requests, then among joining ones."""
         running, joins = self._running, bool(self.queue.entries) and not self.queue.blocked
         rows = len(running.decoding) + self._drafts.tokens
         budget = self.step_times.start_step(self._limits.batch_tokens - rows, decodes=rows)
-        plan = StepPlan(step, budget)
+        plan = StepBuilder(step, budget)
         if able or (joins and budget.time_ns is not None):
             shares = prefill_shares(
                 self._step,
@@ -258,7 +258,7 @@ class GenerateGroup(Group):
         return requeued
 
     def _send(
-        self, step: int, decodes: int, grown: list[int], plan: StepPlan | None = None
+        self, step: int, decodes: int, grown: list[int], plan: StepBuilder | None = None
     ) -> GenerateDecision:
         """Note a step as in flight, and return its decision; without a plan, it has decodes only."""
         self.step_times.note(step, decodes, plan.budget if plan is not None else None)
@@ -325,7 +325,7 @@ class GenerateGroup(Group):
                 return False
         return True
 
-    def _chunk(self, state: RequestState, stop: int, plan: StepPlan, now_ns: int) -> None:
+    def _chunk(self, state: RequestState, stop: int, plan: StepBuilder, now_ns: int) -> None:
         """Add the next chunk of a prefilling request to a step; it ends at `stop`, and may be empty."""
         start, step = state.computed, plan.step
         if stop <= start:
@@ -349,7 +349,7 @@ class GenerateGroup(Group):
             self._in_flight.note_first(step, state.number)
             self._drafts.began(state, step, now_ns)
 
-    def _admit(self, plan: StepPlan, now_ns: int) -> None:
+    def _admit(self, plan: StepBuilder, now_ns: int) -> None:
         """Let waiting requests join, as the admission policy, slots and blocks allow."""
         queue, running = self.queue, self._running
         if queue.held_until(now_ns) is not None:
@@ -410,7 +410,7 @@ class GenerateGroup(Group):
         runs = helped is not None and helped.slot >= 0
         return None if overdue is None or overdue >= count or runs else overdue
 
-    def _join(self, state: RequestState, plan: StepPlan, now_ns: int) -> None:
+    def _join(self, state: RequestState, plan: StepBuilder, now_ns: int) -> None:
         """Give a request a slot, blocks for all its known tokens, and its first chunk, if there is room."""
         budget = plan.budget
         found = self._cached_blocks(state)

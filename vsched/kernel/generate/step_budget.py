@@ -203,7 +203,7 @@ def pairs_of(start: int, tokens: int) -> float:
 
 
 @dataclass(slots=True)
-class StepPlan:
+class StepBuilder:
     """A step that is being planned."""
 
     step: int
@@ -214,7 +214,7 @@ class StepPlan:
     prefilled: list[RequestState] = field(default_factory=list)
 
 
-class PlannedStep(msgspec.Struct, frozen=True):
+class PlanResult(msgspec.Struct, frozen=True):
     """Result of planning a step.
 
     Attributes:
@@ -231,4 +231,4 @@ class PlannedStep(msgspec.Struct, frozen=True):
     more: bool = False
 
 
-NOTHING_PLANNED = PlannedStep()
+NOTHING_PLANNED = PlanResult()
