@@ -1,4 +1,4 @@
-"""Compilation of kernels in child processes before a model is loaded: each needed kernel once, failures are harmless."""
+"""Compilation of kernels in child processes before a model is loaded: each needed one once; failures are harmless."""
 
 from __future__ import annotations
 

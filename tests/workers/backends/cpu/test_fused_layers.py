@@ -273,7 +273,7 @@ def test_filled_adds_blocks_and_a_rest() -> None:
 def test_last_layer_attends_for_rows_that_are_asked_for(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The middle of a prompt yields no token: the last layer writes its keys and values and computes nothing further."""
+    """The middle of a prompt yields no token: the last layer writes keys and values and computes nothing further."""
     stage = stages("nano25", "auto", "bfloat16")
     generator: Any = stage.generator
     attended: dict[int, list[int]] = {}
