@@ -103,7 +103,7 @@ FLOAT_PRODUCT = np.dtype(
         ("given", np.int64),
         ("inputs", np.int64),
         ("weight_at", np.int64),
-        ("half_bytes", np.int64),
+        ("nibbles", np.int64),
         ("block", np.int64),
         ("group", np.int64),
         ("scale_bytes", np.int64),
@@ -306,7 +306,7 @@ def _of_floats(
     many = 1 if rows > FEW_ROWS_MAX else 0
     _multiply_floats(
         kernel, pool, tag, tag, tag, many, rows_at, rows, product.given, product.inputs,
-        product.weight_at, product.half_bytes, sizes, product.scales_at, product.offsets_at,
+        product.weight_at, product.nibbles, sizes, product.scales_at, product.offsets_at,
         product.outputs, _bias_of(product), out_at, product.centre,
     )  # fmt: skip
 

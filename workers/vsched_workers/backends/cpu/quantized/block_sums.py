@@ -88,19 +88,19 @@ class BlockSums:
 
     def __init__(self, builder: Any, kind: Any, tag: Any) -> None:
         self._builder, self._writer = builder, InstructionWriter(builder)
-        self._four = kind is numba.types.uint8
+        self._is_int4 = kind is numba.types.uint8
         self._pairs = tag is numba.types.int16
         self._native = tag is numba.types.int8
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights of a panel's block."""
-        return ROW_BLOCK * PANEL // (2 if self._four else 1)
+        return ROW_BLOCK * PANEL // (2 if self._is_int4 else 1)
 
     @property
     def centred(self) -> bool:
         """Whether the accumulators need a zero-point correction."""
-        return self._four or not self._pairs
+        return self._is_int4 or not self._pairs
 
     def sums(
         self,
@@ -115,35 +115,35 @@ class BlockSums:
         `first` are the initial values of each row, or None. The same number of bytes is prefetched from `ahead_at`
         on.
         """
-        short = self._pairs and self._four
+        short = self._pairs and self._is_int4
         found: list[Any] = [None if short else each for each in first for _ in vectors]
-        words = 2 if self._four else 1
+        words = 2 if self._is_int4 else 1
         for step in range(ROW_BLOCK // (4 * words)):
             places = [4 * (step * PANEL + OUTPUTS * each) for each in vectors]
             for place in places if ahead_at is not None else ():
                 if place % LINE == 0:
                     at = self._builder.add(ahead_at, ir.Constant(LONG, place))
                     self._writer.prefetch(at, locality=2)
-            weights = [self._halves(self._load(weight_at, place, _BYTES)) for place in places]
+            weights = [self._operands(self._load(weight_at, place, _BYTES)) for place in places]
             for row, at in enumerate(rows_at):
                 inputs = [self._row(at, 4 * (words * step + each)) for each in range(words)]
-                for place, halves in enumerate(weights, row * len(vectors)):
-                    for given, half in zip(inputs, halves, strict=True):
-                        found[place] = self._add(found[place], half, given)
+                for place, operands in enumerate(weights, row * len(vectors)):
+                    for given, operand in zip(inputs, operands, strict=True):
+                        found[place] = self._add(found[place], operand, given)
         if not short:
             return found
         starts = [each for each in first for _ in vectors]
         longs = [self._of_shorts(each) for each in found]
         return [self._builder.add(*each) for each in zip(longs, starts, strict=True)]
 
-    def _halves(self, loaded: Any) -> tuple[Any, ...]:
+    def _operands(self, loaded: Any) -> tuple[Any, ...]:
         """Split a vector of weights into operands: low and high nibbles for int4, otherwise all.
 
         Each operand is a pair of unsigned weights and their original signed values, or None if the sign is not
         needed.
         """
         builder = self._builder
-        if self._four:
+        if self._is_int4:
             four, mask = constant_vector(_SHORTS, 4), constant_vector(_BYTES, 15)
             shifted = builder.lshr(builder.bitcast(loaded, _SHORTS), four)
             upper = builder.and_(builder.bitcast(shifted, _BYTES), mask)
@@ -159,9 +159,9 @@ class BlockSums:
         word = self._load(at, place, WORD)
         return self._builder.bitcast(in_every_lane(self._builder, word, OUTPUTS), _BYTES)
 
-    def _add(self, total: Any, half: tuple[Any, Any], inputs: Any) -> Any:
+    def _add(self, total: Any, operand: tuple[Any, Any], inputs: Any) -> Any:
         """Emit the addition of products to a total; a total of None is zero."""
-        builder, (weights, signs) = self._builder, half
+        builder, (weights, signs) = self._builder, operand
         if self._pairs:
             name = "avx2.pmadd.ub.sw" if _BITS == 256 else "avx512.pmaddubs.w.512"
             inputs = inputs if signs is None else self._signed(inputs, signs)

@@ -83,7 +83,7 @@ _LEAST_BITS = int(np.float32(1e-30).view(np.int32))
 """Bits of the float32 below which the maximum of a block counts as zero."""
 
 _SINGLE = ir.FloatType()
-_HALVES = ir.VectorType(ir.HalfType(), OUTPUTS)
+_FLOAT16S = ir.VectorType(ir.HalfType(), OUTPUTS)
 
 
 @emits(numba.void, None, None, None, *[numba.intp] * 14)
@@ -281,7 +281,7 @@ class _Pass:
         builder, size = self._builder, self._scale_bytes
         at = builder.add(at, ir.Constant(LONG, vector * OUTPUTS * size))
         if size == 2:
-            return builder.fpext(self._writer.load(at, _HALVES, 2), FLOATS)
+            return builder.fpext(self._writer.load(at, _FLOAT16S, 2), FLOATS)
         return self._writer.load(at, FLOATS, 4)
 
 

@@ -106,17 +106,17 @@ KINDS: Mapping[str, npt.NDArray[Any]] = {
 FP8_FACTOR = 256.0
 """FP8 (e4m3) is read as the float16 with the same bits, shifted: scales must be multiplied by this factor."""
 
-OF_BF16: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
-OF_FLOAT32: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
+BF16_ROWS: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
+FLOAT32_ROWS: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
 """Dtype tags of activations and results."""
 
-HALF: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
-SINGLE: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
+FLOAT16_SCALES: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
+FLOAT32_SCALES: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
 """Dtype tags of scales: float16 and float32."""
 
 _BYTES = ir.VectorType(BYTE, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
-_HALVES = ir.VectorType(ir.HalfType(), LANES)
+_FLOAT16S = ir.VectorType(ir.HalfType(), LANES)
 
 
 def _all(kind: Any, value: int) -> Any:
@@ -132,7 +132,7 @@ class Reader:
         self._kind = kind
 
     @property
-    def half_bytes(self) -> int:
+    def nibbles(self) -> int:
         """Number of half bytes (nibbles) per weight."""
         sizes = {numba.types.uint8: 1, numba.types.uint16: 4, numba.types.float32: 8}
         return sizes.get(self._kind, 2)
@@ -154,7 +154,7 @@ class Reader:
 
     def load(self, at: Any, vector: int) -> Any:
         """Emit the load of one vector of the panel, with `read_together` inputs, the first one at `at`."""
-        size = LANES * self.half_bytes * self.read_together // 2
+        size = LANES * self.nibbles * self.read_together // 2
         kinds = {
             numba.types.float32: FLOATS,
             numba.types.uint16: _SHORTS,
@@ -179,7 +179,7 @@ class Reader:
         shorts = builder.zext(loaded, _SHORTS)
         size = builder.shl(builder.and_(shorts, _all(_SHORTS, 0x7F)), _all(_SHORTS, 7))
         sign = builder.shl(builder.and_(shorts, _all(_SHORTS, 0x80)), _all(_SHORTS, 8))
-        return builder.fpext(builder.bitcast(builder.or_(size, sign), _HALVES), FLOATS)
+        return builder.fpext(builder.bitcast(builder.or_(size, sign), _FLOAT16S), FLOATS)
 
     def _load(self, at: Any, place: int, kind: Any) -> Any:
         return self._writer.load(self._builder.add(at, ir.Constant(LONG, place)), kind, 1)
@@ -190,7 +190,7 @@ def scale_vector(builder: Any, kind: Any, at: Any, vector: int) -> Any:
     writer, half = InstructionWriter(builder), kind is numba.types.uint16
     place = builder.add(at, ir.Constant(LONG, vector * LANES * (2 if half else 4)))
     if half:
-        return builder.fpext(writer.load(place, _HALVES, 2), FLOATS)
+        return builder.fpext(writer.load(place, _FLOAT16S, 2), FLOATS)
     return writer.load(place, FLOATS, 4)
 
 
@@ -261,12 +261,12 @@ def _sum_inputs(
     count = len(initial) // len(vectors)
     loop = Loop(builder, initial)
     step, unrolled = reader.read_together, reader.unrolled
-    at = writer.advance(weight_at, loop.index, unrolled * PANEL * reader.half_bytes // 2)
+    at = writer.advance(weight_at, loop.index, unrolled * PANEL * reader.nibbles // 2)
     inputs_at = writer.advance(rows_at, loop.index, 4 * unrolled)
     added = list(loop.carried)
     _fetch_ahead(builder, reader, loop.index, (ahead_at, ahead_bytes), vectors)
     for first in range(0, unrolled, step):
-        here = builder.add(at, ir.Constant(LONG, first * PANEL * reader.half_bytes // 2))
+        here = builder.add(at, ir.Constant(LONG, first * PANEL * reader.nibbles // 2))
         loaded = [reader.load(here, vector) for vector in vectors]
         for index in range(step):
             places = [
@@ -290,9 +290,7 @@ def _fetch_ahead(
     writer, (ahead_at, ahead_bytes) = InstructionWriter(builder), ahead
     ahead_bytes = builder.mul(ahead_bytes, ir.Constant(LONG, reader.unrolled // _UNROLLED))
     at = builder.add(ahead_at, builder.mul(index, ahead_bytes))
-    lines = (
-        1 if reader.is_wide else max(reader.unrolled * PANEL * reader.half_bytes // 2 // LINE, 1)
-    )
+    lines = 1 if reader.is_wide else max(reader.unrolled * PANEL * reader.nibbles // 2 // LINE, 1)
     for line in range(lines * vectors.start // _VECTORS, lines * vectors.stop // _VECTORS):
         further = builder.sdiv(
             builder.mul(ahead_bytes, ir.Constant(LONG, line)), ir.Constant(LONG, lines)
@@ -330,7 +328,7 @@ def _widen(builder: Any, kind: Any, weight_at: Any, inputs: Any, out_at: Any) ->
     """Write the weights of some inputs of a panel as float32, [inputs, PANEL]."""
     writer, reader = InstructionWriter(builder), Reader(builder, kind)
     loop, step = Loop(builder, []), reader.read_together
-    at = writer.advance(weight_at, loop.index, step * PANEL * reader.half_bytes // 2)
+    at = writer.advance(weight_at, loop.index, step * PANEL * reader.nibbles // 2)
     target = writer.advance(out_at, loop.index, step * PANEL * 4)
     for vector in range(_VECTORS):
         loaded = reader.load(at, vector)
@@ -361,7 +359,7 @@ def _multiply_part(
     start: int,
     stop: int,
     weight_at: int,
-    half_bytes: int,
+    nibbles: int,
     ahead_at: int,
     passes: Any,
     sizes: Any,
@@ -389,7 +387,7 @@ def _multiply_part(
                 scale_kind[0],
                 count,
                 rows.ctypes.data + first * _ROW_BYTES + 4 * (at - start),
-                weight_at + (at - start) * PANEL * half_bytes // 2,
+                weight_at + (at - start) * PANEL * nibbles // 2,
                 min(block, stop - at),
                 scales_at + scale,
                 offsets_at + scale if offsets_at else 0,
@@ -411,7 +409,7 @@ def _multiply_panel(
     rows: Any,
     inputs: int,
     weight_at: int,
-    half_bytes: int,
+    nibbles: int,
     sizes: Any,
     scales_at: int,
     offsets_at: int,
@@ -422,7 +420,7 @@ def _multiply_panel(
 ) -> None:
     """Multiply all rows by a panel, part by part; with `many`, each part is `widened` into the cache first."""
     length = BLOCK // sizes[0] * sizes[0]
-    input_bytes = PANEL * half_bytes // 2
+    input_bytes = PANEL * nibbles // 2
     passes = _passes_of(rows.shape[1], input_bytes)
     for part in range(len(rows)):
         start = part * length
@@ -437,7 +435,7 @@ def _multiply_panel(
             )  # fmt: skip
         else:
             _multiply_part(
-                kind, scale_kind, rows[part], start, stop, at, half_bytes, ahead_at,
+                kind, scale_kind, rows[part], start, stop, at, nibbles, ahead_at,
                 passes, sizes, scales_at, offsets_at, sums, totals, centre,
             )  # fmt: skip
 
@@ -513,7 +511,7 @@ def _multiply_panels(
     taken: Any,
     inputs: int,
     weight_at: int,
-    half_bytes: int,
+    nibbles: int,
     sizes: Any,
     scales_at: int,
     offsets_at: int,
@@ -527,7 +525,7 @@ def _multiply_panels(
     tag, kind, scale_kind = tags
     rows, group, scale_bytes = taken.shape[1], sizes[1], sizes[2]
     groups = (inputs + group - 1) // group
-    panel_bytes = inputs * PANEL * half_bytes // 2
+    panel_bytes = inputs * PANEL * nibbles // 2
     totals = np.empty((rows, PANEL), dtype=np.float32)
     widened = np.empty((BLOCK, PANEL), dtype=np.float32)
     for panel in range(first, stop):
@@ -538,7 +536,7 @@ def _multiply_panels(
                 totals[row, index] = bias[column + index]
         scale = groups * panel * PANEL * scale_bytes
         _multiply_panel(
-            kind, scale_kind, many, taken, inputs, weight_at + panel * panel_bytes, half_bytes,
+            kind, scale_kind, many, taken, inputs, weight_at + panel * panel_bytes, nibbles,
             sizes, scales_at + scale, offsets_at + scale if offsets_at else 0, sums, totals,
             widened, centre,
         )  # fmt: skip
@@ -558,7 +556,7 @@ def multiply(
     given: int,
     inputs: int,
     weight_at: int,
-    half_bytes: int,
+    nibbles: int,
     sizes: Any,
     scales_at: int,
     offsets_at: int,
@@ -582,7 +580,7 @@ def multiply(
     sums = np.ascontiguousarray(by_row.T)
     panels = (outputs + PANEL - 1) // PANEL
     work = (
-        (tag, kind, scale_kind), many, taken, inputs, weight_at, half_bytes, sizes, scales_at,
+        (tag, kind, scale_kind), many, taken, inputs, weight_at, nibbles, sizes, scales_at,
         offsets_at, outputs, bias, out_at, sums, centre,
     )  # fmt: skip
     spread(pool, panels, panels_together(rows, inputs), _multiply_panels, work)

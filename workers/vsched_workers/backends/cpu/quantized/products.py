@@ -23,16 +23,16 @@ from vsched_workers.backends.cpu.quantized.block_sums import (
 )
 from vsched_workers.backends.cpu.quantized.integers import multiply_whole
 from vsched_workers.backends.cpu.quantized.kernel import (
+    BF16_ROWS,
     BLOCK,
     FEW_ROWS_MAX,
+    FLOAT16_SCALES,
+    FLOAT32_ROWS,
+    FLOAT32_SCALES,
     FP8_FACTOR,
-    HALF,
     INPUTS,
     KINDS,
-    OF_BF16,
-    OF_FLOAT32,
     PANEL,
-    SINGLE,
     multiply,
 )
 from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN, multiply_widened
@@ -111,7 +111,7 @@ class QuantizedProduct:
         self._centre = np.float32(INT4_CENTRE if weight.kind == "int4" else 0)
         pool = pool_of(threads)
         half = self._scales.dtype == torch.float16
-        tags = KINDS[weight.kind], HALF if half else SINGLE
+        tags = KINDS[weight.kind], FLOAT16_SCALES if half else FLOAT32_SCALES
         self.kernel: Any
         self.tags: tuple[npt.NDArray[Any], ...]
         self.record: tuple[Any, ...]
@@ -135,7 +135,7 @@ class QuantizedProduct:
         """Return the kernel with int8 activations."""
         self.kernel = multiply_whole
         sizes, addresses = self._sizes(ROW_BLOCK), self._addresses()
-        self.tags = (OF_BF16, *tags, instructions())
+        self.tags = (BF16_ROWS, *tags, instructions())
         self.record = (self._given, addresses[0], *sizes, *addresses[1:], *self._results())
         return self._by_blocks(multiply_whole, pool, tags, sizes)
 
@@ -143,19 +143,19 @@ class QuantizedProduct:
         """Return the kernel that widens weights."""
         self.kernel = multiply
         sizes = (_block_of(self._group), self._group, self._scales.itemsize if scaled else 0)
-        half_bytes = 1 if self._kind == "int4" else 2 * self._panels.itemsize
+        nibbles = 1 if self._kind == "int4" else 2 * self._panels.itemsize
         addresses = self._addresses()
         inputs = self._given, self._inputs
-        self.tags = (OF_BF16, *tags)
+        self.tags = (BF16_ROWS, *tags)
         self.record = (
-            *(*inputs, addresses[0], half_bytes, *sizes, *addresses[1:]),
+            *(*inputs, addresses[0], nibbles, *sizes, *addresses[1:]),
             *(*self._results(), self._centre),
         )
 
         def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
             multiply(
                 pool, row_tag, *tags, int(count > FEW_ROWS_MAX), rows_at, count, self._given,
-                self._inputs, addresses[0], half_bytes, sizes, addresses[1], addresses[2], outputs,
+                self._inputs, addresses[0], nibbles, sizes, addresses[1], addresses[2], outputs,
                 self._bias, result_at, self._centre,
             )  # fmt: skip
 
@@ -212,7 +212,7 @@ class QuantizedProduct:
         widened = None if singles or count < self.many_rows_min else self._widened
         multiply = widened or self._multiply
         multiply(
-            OF_FLOAT32 if singles else OF_BF16,
+            FLOAT32_ROWS if singles else BF16_ROWS,
             rows.data_ptr(),
             count,
             at_most(self.shape[0], self._enough),

@@ -87,9 +87,9 @@ def _widen_group(
     scale_at: Any,
     offset_at: Any,
     out_at: Any,
-    half_bytes: Any,
+    half_panel_bytes: Any,
 ) -> None:
-    """Dequantize a group's weights of a panel to bfloat16, into two half-panels that begin `half_bytes` apart.
+    """Dequantize a group's weights of a panel to bfloat16, into two half-panels that begin `half_panel_bytes` apart.
 
     `offset_at` is 0 if there are no offsets.
 
@@ -100,7 +100,7 @@ def _widen_group(
     for has_offsets in cases(builder, given, (0, 1)):
         one = _Widening(builder, kind, scale_kind)
         grids = (scale_at, offset_at) if has_offsets else (scale_at,)
-        one.write(inputs, weight_at, grids, (out_at, half_bytes))
+        one.write(inputs, weight_at, grids, (out_at, half_panel_bytes))
 
 
 class _Widening:
@@ -131,7 +131,7 @@ class _Widening:
         if len(grids) > 1:
             offsets = [scale_vector(builder, self._scale_kind, grids[1], each) for each in vectors]
             added = [builder.fadd(*pair) for pair in zip(added, offsets, strict=True)]
-        loop, bytes_each = Loop(builder, []), PANEL * reader.half_bytes // 2
+        loop, bytes_each = Loop(builder, []), PANEL * reader.nibbles // 2
         at = writer.advance(weight_at, loop.index, reader.unrolled * bytes_each)
         target = writer.advance(out[0], loop.index, reader.unrolled // 2 * PAIR_BYTES)
         for line in range(0, reader.unrolled * bytes_each, LINE):
@@ -227,8 +227,8 @@ def _multiply_panels(
     configure_tiles(rows)
     parts = parts_of(rows, given, stop - first, 2)
     room = np.empty(max(parts.sums_bytes * parts.together, PASS_BYTES) + LINE, dtype=np.uint8)
-    half_bytes = parts.size * STEP_BYTES
-    widened = np.empty(2 * half_bytes + LINE, dtype=np.uint8)
+    half_panel_bytes = parts.size * STEP_BYTES
+    widened = np.empty(2 * half_panel_bytes + LINE, dtype=np.uint8)
     for turn in range((stop - first) * parts.number):
         piece, index, kept = turn_of(turn, stop - first, parts)
         panel = first + piece
@@ -241,17 +241,17 @@ def _multiply_panels(
             _widen_group(
                 kind[0], scale_kind[0], count,
                 weight_at + panel * panel_bytes + at * (panel_bytes // inputs),
-                scales_at + grid, offsets_at + grid if offsets_at else 0, to_at, half_bytes,
+                scales_at + grid, offsets_at + grid if offsets_at else 0, to_at, half_panel_bytes,
             )  # fmt: skip
             at += count
             to_at += count // 2 * PAIR_BYTES
         missing = (behind * STEP_INPUTS - at) * HALF
         # All outputs of the last panel may be in its first half-panel.
         for half in range(min(2, (outputs - panel * PANEL + HALF - 1) // HALF)):
-            bf16_array(to_at + half * half_bytes, missing)[:] = np.uint16(0)
+            bf16_array(to_at + half * half_panel_bytes, missing)[:] = np.uint16(0)
             multiply_half(
                 FLOAT32, 2 * panel + half, rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES,
-                behind - start, next_line(widened) + half * half_bytes, 0, outputs, bias_at, out_at,
+                behind - start, next_line(widened) + half * half_panel_bytes, 0, outputs, bias_at, out_at,
                 next_line(room) + kept * parts.sums_bytes + half * (parts.sums_bytes // 2),
                 start == 0, behind == parts.steps, 0, 0,
             )  # fmt: skip
