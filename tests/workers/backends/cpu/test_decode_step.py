@@ -26,7 +26,7 @@ from vsched.worker.contract import Batch, SequenceState, WorkerSettings
 from vsched_workers.adapters.rows import NOBODY, PassRows
 from vsched_workers.backends.cpu import language_layers, products
 from vsched_workers.backends.cpu.decode_step.angles import TABLE_POSITIONS
-from vsched_workers.backends.cpu.decode_step.kernel import FLOATS, PANELS, WHOLE_NUMBERS
+from vsched_workers.backends.cpu.decode_step.kernel import FLOATS, INT8_ACTIVATIONS, PANELS
 from vsched_workers.backends.cpu.decode_step.whole_step import fits
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
@@ -67,10 +67,13 @@ They cover positions on three axes, norms of heads and of all heads at once, bia
 soft-capping, sliding windows, rope frequencies by layer kind, and factors.
 """
 FORMATS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
-    "int8": (WHOLE_NUMBERS, {"weights": "int8", "activations": "int8"}),
-    "int8 32": (WHOLE_NUMBERS, {"weights": "int8", "weights_group": 32, "activations": "int8"}),
-    "int4": (WHOLE_NUMBERS, {"weights": "int4", "activations": "int8"}),
-    "int4 128": (WHOLE_NUMBERS, {"weights": "int4", "weights_group": 128, "activations": "int8"}),
+    "int8": (INT8_ACTIVATIONS, {"weights": "int8", "activations": "int8"}),
+    "int8 32": (INT8_ACTIVATIONS, {"weights": "int8", "weights_group": 32, "activations": "int8"}),
+    "int4": (INT8_ACTIVATIONS, {"weights": "int4", "activations": "int8"}),
+    "int4 128": (
+        INT8_ACTIVATIONS,
+        {"weights": "int4", "weights_group": 128, "activations": "int8"},
+    ),
     "int4 16": (FLOATS, {"weights": "int4", "weights_group": 16, "activations": "int8"}),
     "int8, float rows": (FLOATS, {"weights": "int8", "activations": "float"}),
     "int4, float rows": (FLOATS, {"weights": "int4", "activations": "float"}),
@@ -255,7 +258,7 @@ def test_one_call_has_the_bits_of_many_where_formats_mix(
 
     monkeypatch.setattr(Quantizer, "linear", linear)
     worker = load(checkpoint("tiny25"), threads=threads, weights="int4", activations="int8")
-    assert kinds_of(worker) == {WHOLE_NUMBERS, FLOATS, *[PANELS] * runs_here()}
+    assert kinds_of(worker) == {INT8_ACTIVATIONS, FLOATS, *[PANELS] * runs_here()}
     check(worker, monkeypatch)
 
 

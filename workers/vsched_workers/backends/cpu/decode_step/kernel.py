@@ -57,10 +57,10 @@ of all key heads. `adds_plainly`, `norms_all_heads` and `factor` (of the residua
 the address of the thread pool's state.
 """
 
-PANELS, WHOLE_NUMBERS, FLOATS = 0, 1, 2
+PANELS, INT8_ACTIVATIONS, FLOATS = 0, 1, 2
 """Kinds of products, by their kernels.
 
-`PANELS`: `gemm.multiply` or `tiles.kernel.multiply_in_tiles`. `WHOLE_NUMBERS`: `integers.multiply_whole`, optionally
+`PANELS`: `gemm.multiply` or `tiles.kernel.multiply_in_tiles`. `INT8_ACTIVATIONS`: `integers.multiply_int8`, optionally
 with `quantized.widened.multiply_widened` for many rows. `FLOATS`: `quantized.kernel.multiply`.
 """
 
@@ -81,14 +81,14 @@ PANEL_PRODUCT = np.dtype(
 )
 """Arguments of `gemm.multiply` and `tiles.kernel.multiply_in_tiles`."""
 
-WHOLE_PRODUCT = np.dtype(
+INT8_PRODUCT = np.dtype(
     [
         ("given", np.int64),
         ("weight_at", np.int64),
         ("panel_bytes", np.int64),
         ("blocks", np.int64),
         ("group_blocks", np.int64),
-        ("grid_bytes", np.int64),
+        ("scale_row_bytes", np.int64),
         ("vectors", np.int64),
         ("scales_at", np.int64),
         ("offsets_at", np.int64),
@@ -96,7 +96,7 @@ WHOLE_PRODUCT = np.dtype(
         ("bias_at", np.int64),
     ]
 )
-"""Arguments of `integers.multiply_whole` (int8 activations), `sizes` one by one."""
+"""Arguments of `integers.multiply_int8` (int8 activations), `sizes` one by one."""
 
 FLOAT_PRODUCT = np.dtype(
     [
@@ -111,7 +111,7 @@ FLOAT_PRODUCT = np.dtype(
         ("offsets_at", np.int64),
         ("outputs", np.int64),
         ("bias_at", np.int64),
-        ("centre", np.float32),
+        ("zero_point", np.float32),
     ]
 )
 """Arguments of `quantized.kernel.multiply` (dequantized weights), `sizes` one by one."""
@@ -139,7 +139,7 @@ CALL_ADD_NORM = KernelCall(_LONG, _LONG, _LONG, _LONG, _LONG, _SINGLE, _LONG, _L
 CALL_ADD_NORMED = KernelCall(_LONG, _LONG, _LONG, _NORMS, _SINGLE, _NORMS, _LONG, _LONG, _LONG)
 CALL_NORM_PARTS = KernelCall(_LONG, _LONG, _LONG, _LONG, _NORMS, _LONG)
 CALL_PANELS = KernelCall(_LONG, None, *[_LONG] * 7)
-CALL_WHOLE = KernelCall(
+CALL_INT8 = KernelCall(
     *(_LONG, None, None, None, None, *[_LONG] * 4, numba.types.UniTuple(_LONG, 5)),
     *(*[_LONG] * 3, _BIAS, _LONG),
 )
@@ -164,7 +164,7 @@ CALL_DECODE = KernelCall(
 )
 _add_norm, _add_normed = CALL_ADD_NORM.call, CALL_ADD_NORMED.call
 _norm_parts, _multiply_panels = CALL_NORM_PARTS.call, CALL_PANELS.call
-_multiply_whole, _multiply_floats = CALL_WHOLE.call, CALL_FLOATS.call
+_multiply_int8, _multiply_floats = CALL_INT8.call, CALL_FLOATS.call
 _activate, _decode = CALL_ACTIVATION.call, CALL_DECODE.call
 
 
@@ -175,9 +175,9 @@ class Tables(NamedTuple):
         model: `MODEL`, [1].
         products: `PRODUCT`, [layers, 5], in the order of `PRODUCTS`.
         multiply: Addresses of kernels for few and for many rows, and the minimum of many, int64 [formats, 3].
-        of_panels: `PANEL_PRODUCT`: bfloat16 weights, on processors that multiply bfloat16.
-        of_whole: `WHOLE_PRODUCT`: int8 and int4 weights with int8 activations.
-        of_floats: `FLOAT_PRODUCT`: weights that are dequantized or widened.
+        panel_products: `PANEL_PRODUCT`: bfloat16 weights, on processors that multiply bfloat16.
+        int8_products: `INT8_PRODUCT`: int8 and int4 weights with int8 activations.
+        float_products: `FLOAT_PRODUCT`: weights that are dequantized or widened.
         norms: `NORM`, [4 * layers + 1], in the order of `NORMS`.
         head_norms: `NORM`, [2 * layers]: norms over all query heads, and over all key heads.
         heads: `HEADS`, [layers].
@@ -187,9 +187,9 @@ class Tables(NamedTuple):
     model: npt.NDArray[Any]
     products: npt.NDArray[Any]
     multiply: npt.NDArray[np.int64]
-    of_panels: npt.NDArray[Any]
-    of_whole: npt.NDArray[Any]
-    of_floats: npt.NDArray[Any]
+    panel_products: npt.NDArray[Any]
+    int8_products: npt.NDArray[Any]
+    float_products: npt.NDArray[Any]
     norms: npt.NDArray[Any]
     head_norms: npt.NDArray[Any]
     heads: npt.NDArray[Any]
@@ -264,15 +264,15 @@ def _product(tag: Any, tables: Tables, place: Any, rows_at: int, rows: int, out_
     kernel = tables.multiply[product.kernel, MANY if many else FEW]
     pool = 0 if product.weights * passes < ALONE_MAX else tables.model[0].pool
     if product.kind == PANELS:
-        _of_panels(kernel, pool, tag, tables.of_panels[product.place], rows_at, rows, out_at)
-    elif product.kind == WHOLE_NUMBERS:
-        _of_whole(kernel, pool, tag, tables.of_whole[product.place], rows_at, rows, out_at)
+        _call_panels(kernel, pool, tag, tables.panel_products[product.place], rows_at, rows, out_at)
+    elif product.kind == INT8_ACTIVATIONS:
+        _call_int8(kernel, pool, tag, tables.int8_products[product.place], rows_at, rows, out_at)
     else:
-        _of_floats(kernel, pool, tag, tables.of_floats[product.place], rows_at, rows, out_at)
+        _call_floats(kernel, pool, tag, tables.float_products[product.place], rows_at, rows, out_at)
 
 
 @compiled()
-def _of_panels(
+def _call_panels(
     kernel: int, pool: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
 ) -> None:
     _multiply_panels(
@@ -282,24 +282,24 @@ def _of_panels(
 
 
 @compiled()
-def _of_whole(
+def _call_int8(
     kernel: int, pool: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
 ) -> None:
     sizes = (
         product.panel_bytes,
         product.blocks,
         product.group_blocks,
-        product.grid_bytes,
+        product.scale_row_bytes,
         product.vectors,
     )
-    _multiply_whole(
+    _multiply_int8(
         kernel, pool, tag, tag, tag, tag, rows_at, rows, product.given, product.weight_at, sizes,
         product.scales_at, product.offsets_at, product.outputs, _bias_of(product), out_at,
     )  # fmt: skip
 
 
 @compiled()
-def _of_floats(
+def _call_floats(
     kernel: int, pool: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
 ) -> None:
     sizes = product.block, product.group, product.scale_bytes
@@ -307,7 +307,7 @@ def _of_floats(
     _multiply_floats(
         kernel, pool, tag, tag, tag, many, rows_at, rows, product.given, product.inputs,
         product.weight_at, product.nibbles, sizes, product.scales_at, product.offsets_at,
-        product.outputs, _bias_of(product), out_at, product.centre,
+        product.outputs, _bias_of(product), out_at, product.zero_point,
     )  # fmt: skip
 
 

@@ -18,16 +18,16 @@ from vsched_workers.backends.cpu.decode_step.kernel import (
     CALL_ADD_NORMED,
     CALL_DECODE,
     CALL_FLOATS,
+    CALL_INT8,
     CALL_NORM_PARTS,
     CALL_PANELS,
-    CALL_WHOLE,
     FLOAT_PRODUCT,
     FLOATS,
+    INT8_PRODUCT,
     MODEL,
     PANEL_PRODUCT,
     PRODUCT,
     PRODUCTS,
-    WHOLE_PRODUCT,
     DecodeRows,
     Places,
     Tables,
@@ -41,7 +41,7 @@ from vsched_workers.backends.cpu.kernels.norm import NORM, add_norm, add_normed,
 from vsched_workers.backends.cpu.kernels.rope import HEADS
 from vsched_workers.backends.cpu.products import PanelProduct
 from vsched_workers.backends.cpu.quantized import kernel as floats
-from vsched_workers.backends.cpu.quantized.integers import multiply_whole
+from vsched_workers.backends.cpu.quantized.integers import multiply_int8
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.tiles.kernel import multiply_in_tiles
@@ -86,10 +86,10 @@ class _Kind(NamedTuple):
 
 _KINDS = (
     _Kind((gemm.multiply, multiply_in_tiles), CALL_PANELS, PANEL_PRODUCT),
-    _Kind((multiply_whole,), CALL_WHOLE, WHOLE_PRODUCT),
+    _Kind((multiply_int8,), CALL_INT8, INT8_PRODUCT),
     _Kind((floats.multiply,), CALL_FLOATS, FLOAT_PRODUCT),
 )
-"""In the order of `kernel.PANELS`, `WHOLE_NUMBERS` and `FLOATS`."""
+"""In the order of `kernel.PANELS`, `INT8_ACTIVATIONS` and `FLOATS`."""
 
 _Product = PanelProduct | QuantizedProduct
 _Table = npt.NDArray[Any]
@@ -233,15 +233,15 @@ def _tables_of(
         weights = product.shape[0] * product.shape[1]
         rows.append((kind, len(records[kind]), formats[called], weights))
         records[kind].append(product.record)
-    of_panels, of_whole, of_floats = (
+    panel_products, int8_products, float_products = (
         np.array(found, dtype=kind.record) for kind, found in zip(_KINDS, records, strict=True)
     )
     return (
         np.array(rows, dtype=PRODUCT).reshape(layers, len(PRODUCTS)),
         np.array(addresses, dtype=np.int64).reshape(-1, 3),
-        of_panels,
-        of_whole,
-        of_floats,
+        panel_products,
+        int8_products,
+        float_products,
     )
 
 

@@ -98,7 +98,7 @@ class BlockSums:
         return ROW_BLOCK * PANEL // (2 if self._is_int4 else 1)
 
     @property
-    def centred(self) -> bool:
+    def has_correction(self) -> bool:
         """Whether the accumulators need a zero-point correction."""
         return self._is_int4 or not self._pairs
 

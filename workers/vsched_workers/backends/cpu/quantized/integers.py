@@ -1,7 +1,7 @@
 """GEMM of a quantized weight with dynamic int8 activation quantization, in blocks of inputs.
 
     s[r, b] = max_(i in b) |rows[r, i]| / 127,   n[r, i] = round(rows[r, i] / s[r, b])
-    out[r, o] = bias[o] + sum_b s[r, b] * (scale[g, o] * sum_(i in b) n[r, i] * (q[o, i] - centre)
+    out[r, o] = bias[o] + sum_b s[r, b] * (scale[g, o] * sum_(i in b) n[r, i] * (q[o, i] - z)
                                            + offset[g, o] * sum_(i in b) n[r, i])
 
 A block b has `ROW_BLOCK` inputs and lies within one group g of the weight. The int32 accumulators of a block are
@@ -12,10 +12,10 @@ whatever other rows are in the batch: one decode row, a prefill chunk, or all ro
 the operand format of byte dot products (`block_sums.py`). Quantized activations are int8 [rows, inputs], with 8 bytes
 per block:
 
-  facts [rows, blocks, 2]:   float32 scale s[r, b]  |  int32 zero-point correction, -centre * sum_(i in b) n[r, i]
+  row_scales [rows, blocks, 2]:   float32 scale s[r, b]  |  int32 zero-point correction, -z * sum_(i in b) n[r, i]
 
 The correction is the initial value of the block's accumulators, since weights enter the dot product as unsigned bytes
-(centre 128 for int8, 8 for int4).
+(z is 128 for int8, 8 for int4).
 
 **Order.** A panel is multiplied chunk by chunk. A chunk stays in the L1 cache for the passes of a few rows each, and
 each pass prefetches its share of the next chunk into the L2 cache. So memory reads overlap with the products.
@@ -101,8 +101,8 @@ def _multiply_pass(
     offset_at: Any,
     rows_at: Any,
     row_bytes: Any,
-    facts_at: Any,
-    fact_bytes: Any,
+    row_scales_at: Any,
+    row_scale_bytes: Any,
     totals_at: Any,
     ahead_at: Any,
     lines: Any,
@@ -110,7 +110,7 @@ def _multiply_pass(
     """Multiply 1 to `PASS_ROWS` rows by a chunk of a panel and add to their accumulators [rows, PANEL].
 
     The chunk has `blocks` blocks, of which `together` share a group of the weight. `parts` is the number of vectors
-    of a panel. `facts_at` points to scale and zero-point correction of each block, 8 bytes. `offset_at` is 0 if there
+    of a panel. `row_scales_at` points to scale and zero-point correction of each block, 8 bytes. `offset_at` is 0 if there
     are no offsets. `lines` lines per block are prefetched into the L2 cache, from `ahead_at` on.
 
     Emits one variant for each number of rows, with and without offsets.
@@ -123,7 +123,7 @@ def _multiply_pass(
             (blocks, together, parts),
             (weight_at, scale_at, offset_at),
             (rows_at, row_bytes),
-            (facts_at, fact_bytes),
+            (row_scales_at, row_scale_bytes),
             totals_at,
             (ahead_at, lines),
         )
@@ -157,7 +157,7 @@ class _Pass:
         sizes: tuple[Any, Any, Any],
         weight: tuple[Any, Any, Any],
         rows: tuple[Any, Any],
-        facts: tuple[Any, Any],
+        row_scales: tuple[Any, Any],
         totals_at: Any,
         ahead: tuple[Any, Any],
     ) -> None:
@@ -170,8 +170,8 @@ class _Pass:
         begin = writer.advance(weight[0], part.index, 4 * width)
         begins = [writer.advance(at, part.index, size * width) for at in weight[1:]]
         outer = Loop(builder, self._totals(here))
-        grids = [writer.advance(at, outer.index, size * PANEL) for at in begins]
-        self._fetch_scales(grids, size * width)
+        scales_at = [writer.advance(at, outer.index, size * PANEL) for at in begins]
+        self._fetch_scales(scales_at, size * width)
         first = builder.mul(outer.index, together)
         rest = builder.sub(blocks, first)
         last = builder.icmp_signed("<", rest, together)
@@ -189,8 +189,8 @@ class _Pass:
             inner.carried,
             at,
             self._of_rows(rows, block, ROW_BLOCK),
-            self._of_rows(facts, block, 8),
-            grids,
+            self._of_rows(row_scales, block, 8),
+            scales_at,
         )
         inner.end(totals, builder.select(last, rest, together))
         rounded = builder.add(blocks, builder.sub(together, ir.Constant(LONG, 1)))
@@ -210,8 +210,8 @@ class _Pass:
         self._writer.prefetch(self._writer.advance(at, loop.index, LINE), locality=2)
         loop.end([], lines)
 
-    def _fetch_scales(self, grids: Sequence[Any], count: int) -> None:
-        for at in grids if self._has_offsets else grids[:1]:
+    def _fetch_scales(self, scales_at: Sequence[Any], count: int) -> None:
+        for at in scales_at if self._has_offsets else scales_at[:1]:
             for place in range(0, count, LINE):
                 ahead_at = self._builder.add(at, ir.Constant(LONG, _SCALES_AHEAD + place))
                 self._writer.prefetch(ahead_at, locality=2)
@@ -221,28 +221,30 @@ class _Pass:
         given: Sequence[Any],
         weight_at: Sequence[Any],
         rows_at: Sequence[Any],
-        facts_at: Sequence[Any],
-        grids: Sequence[Any],
+        row_scales_at: Sequence[Any],
+        scales_at: Sequence[Any],
     ) -> list[Any]:
         """Emit the products with some vectors of a block; returns the updated totals.
 
         `weight_at` is the address of the weights, optionally followed by the address to prefetch.
         """
         builder, writer, vectors = self._builder, self._writer, range(self._together)
-        taken = [writer.load(builder.add(at, ir.Constant(LONG, 4)), WORD, 4) for at in facts_at]
+        taken = [
+            writer.load(builder.add(at, ir.Constant(LONG, 4)), WORD, 4) for at in row_scales_at
+        ]
         first = [in_every_lane(builder, each, OUTPUTS) for each in taken]
-        first = first if self._dots.centred else [None] * self._count
+        first = first if self._dots.has_correction else [None] * self._count
         sums, totals = (
             self._dots.sums(weight_at[0], vectors, rows_at, first, *weight_at[1:]),
             list(given),
         )
-        for row, fact_at in enumerate(facts_at):
-            factor = in_every_lane(builder, writer.load(fact_at, _SINGLE, 4), OUTPUTS)
+        for row, row_scale_at in enumerate(row_scales_at):
+            factor = in_every_lane(builder, writer.load(row_scale_at, _SINGLE, 4), OUTPUTS)
             for at, vector in enumerate(vectors, row * self._together):
-                scale = builder.fmul(self._grid(grids[0], vector), factor)
+                scale = builder.fmul(self._load_scale(scales_at[0], vector), factor)
                 totals[at] = self._fused(builder.sitofp(sums[at], FLOATS), scale, totals[at])
                 if self._has_offsets:
-                    offset = builder.fmul(self._grid(grids[1], vector), factor)
+                    offset = builder.fmul(self._load_scale(scales_at[1], vector), factor)
                     of_row = in_every_lane(builder, self._sum(taken[row]), OUTPUTS)
                     totals[at] = self._fused(of_row, offset, totals[at])
         return totals
@@ -277,7 +279,7 @@ class _Pass:
         """Emit one * other + total as one FMA, so that LLVM contracts it the same way for any number of rows."""
         return call_llvm(self._builder, f"llvm.fma.v{OUTPUTS}f32", FLOATS, one, other, total)
 
-    def _grid(self, at: Any, vector: int) -> Any:
+    def _load_scale(self, at: Any, vector: int) -> Any:
         builder, size = self._builder, self._scale_bytes
         at = builder.add(at, ir.Constant(LONG, vector * OUTPUTS * size))
         if size == 2:
@@ -290,14 +292,14 @@ _WORDS = ir.VectorType(WORD, ROW_BLOCK)
 
 
 @emits(numba.void, None, None, *[numba.intp] * 4)
-def _round_blocks(
+def _quantize_blocks(
     builder: Any,
     row_kind: Any,
     kind: Any,
     row_at: Any,
     blocks: Any,
     out_at: Any,
-    facts_at: Any,
+    row_scales_at: Any,
 ) -> None:
     """Quantize whole blocks of a row to int8; write values, and scale and zero-point correction of each block."""
     writer = InstructionWriter(builder)
@@ -328,21 +330,21 @@ def _round_blocks(
     total = call_llvm(builder, f"llvm.vector.reduce.add.v{ROW_BLOCK}i32", WORD, numbers)
     out = writer.advance(out_at, loop.index, ROW_BLOCK)
     writer.store(builder.trunc(numbers, ir.VectorType(BYTE, ROW_BLOCK)), out, 1)
-    centre = ir.Constant(WORD, -8 if kind is numba.types.uint8 else -128)
-    facts = writer.advance(facts_at, loop.index, 8)
-    writer.store(scale, facts, 4)
-    writer.store(builder.mul(total, centre), builder.add(facts, ir.Constant(LONG, 4)), 4)
+    zero_point = ir.Constant(WORD, -8 if kind is numba.types.uint8 else -128)
+    row_scales = writer.advance(row_scales_at, loop.index, 8)
+    writer.store(scale, row_scales, 4)
+    writer.store(builder.mul(total, zero_point), builder.add(row_scales, ir.Constant(LONG, 4)), 4)
     loop.end([], blocks)
 
 
 @compiled()
-def _round_row(
-    row_tag: Any, kind: Any, row_at: int, given: int, out_at: int, facts_at: int
+def _quantize_row(
+    row_tag: Any, kind: Any, row_at: int, given: int, out_at: int, row_scales_at: int
 ) -> None:
     """Quantize a row of `given` inputs to int8; the last block is padded with zeros."""
     whole = given // ROW_BLOCK
     if whole:
-        _round_blocks(row_tag[0], kind[0], row_at, whole, out_at, facts_at)
+        _quantize_blocks(row_tag[0], kind[0], row_at, whole, out_at, row_scales_at)
     rest = given - whole * ROW_BLOCK
     if rest:
         last = np.zeros(ROW_BLOCK, dtype=row_tag.dtype)
@@ -354,9 +356,9 @@ def _round_row(
             values = bf16_array(row_at + 2 * whole * ROW_BLOCK, rest)
             for index in range(rest):
                 last[index] = values[index]
-        _round_blocks(
+        _quantize_blocks(
             row_tag[0], kind[0], last.ctypes.data, 1, out_at + whole * ROW_BLOCK,
-            facts_at + 8 * whole,
+            row_scales_at + 8 * whole,
         )  # fmt: skip
 
 
@@ -367,7 +369,7 @@ def _multiply_panels(
     tags: Any,
     rows_at: int,
     row_bytes: int,
-    facts: Any,
+    row_scales: Any,
     weight_at: int,
     sizes: Any,
     scales_at: int,
@@ -378,13 +380,13 @@ def _multiply_panels(
 ) -> None:
     """Multiply all rows by the panels `first` to `stop`."""
     row_tag, kind, scale_kind, tag = tags
-    panel_bytes, blocks, together, grid_bytes, vectors = sizes
+    panel_bytes, blocks, together, scale_row_bytes, vectors = sizes
     groups = (blocks + together - 1) // together
     block_bytes = panel_bytes // blocks
     chunk = max(_CHUNK_BYTES // block_bytes, 1)
     # A chunk is a whole number of groups, or part of one group.
     chunk = chunk // together * together if together <= chunk else chunk
-    rows = len(facts)
+    rows = len(row_scales)
     totals = np.empty((rows, PANEL), dtype=np.float32)
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
     share = (block_bytes // LINE + passes - 1) // passes
@@ -399,7 +401,7 @@ def _multiply_panels(
             if together > chunk:
                 count = min(count, (group + 1) * together - start)
             here = weight_at + panel * panel_bytes + start * block_bytes
-            at = (groups * panel + group) * grid_bytes
+            at = (groups * panel + group) * scale_row_bytes
             row = 0
             for index in range(passes):
                 count_rows = (rows - row) // (passes - index)
@@ -409,7 +411,7 @@ def _multiply_panels(
                     kind[0], scale_kind[0], tag[0], count_rows, count, together, vectors, here,
                     scales_at + at, offsets_at + at if offsets_at else 0,
                     rows_at + row * row_bytes + start * ROW_BLOCK, row_bytes,
-                    facts.ctypes.data + row * facts.strides[0] + 8 * start, facts.strides[0],
+                    row_scales.ctypes.data + row * row_scales.strides[0] + 8 * start, row_scales.strides[0],
                     totals.ctypes.data + row * PANEL * 4,
                     here + _AHEAD + fetched * count * LINE if fetches else here,
                     share if fetches else 0,
@@ -423,18 +425,25 @@ def _multiply_panels(
 
 
 @compiled()
-def _round_rows(
-    first: int, stop: int, row_tag: Any, kind: Any, rows_at: int, given: int, taken: Any, facts: Any
+def _quantize_rows(
+    first: int,
+    stop: int,
+    row_tag: Any,
+    kind: Any,
+    rows_at: int,
+    given: int,
+    taken: Any,
+    row_scales: Any,
 ) -> None:
     for row in range(first, stop):
-        _round_row(
+        _quantize_row(
             row_tag, kind, rows_at + row * given * row_tag.itemsize, given,
-            taken[row].ctypes.data, facts[row].ctypes.data,
+            taken[row].ctypes.data, row_scales[row].ctypes.data,
         )  # fmt: skip
 
 
 @compiled()
-def multiply_whole(
+def multiply_int8(
     pool: int,
     row_tag: Any,
     kind: Any,
@@ -459,11 +468,13 @@ def multiply_whole(
     """
     row_bytes = sizes[1] * ROW_BLOCK
     taken = np.empty((rows, row_bytes), dtype=np.int8)
-    facts = np.empty((rows, 2 * sizes[1]), dtype=np.float32)
-    spread(pool, rows, OWN_ROWS_MAX, _round_rows, (row_tag, kind, rows_at, given, taken, facts))
+    row_scales = np.empty((rows, 2 * sizes[1]), dtype=np.float32)
+    spread(
+        pool, rows, OWN_ROWS_MAX, _quantize_rows, (row_tag, kind, rows_at, given, taken, row_scales)
+    )
     panels = (outputs + PANEL - 1) // PANEL
     work = (
-        (row_tag, kind, scale_kind, tag), taken.ctypes.data, row_bytes, facts,
+        (row_tag, kind, scale_kind, tag), taken.ctypes.data, row_bytes, row_scales,
         weight_at, sizes, scales_at, offsets_at, outputs, bias, out_at,
     )  # fmt: skip
     spread(pool, panels, panels_together(rows, given) * _INT8_PANELS, _multiply_panels, work)

@@ -1,10 +1,10 @@
 """GEMM of float activations and a quantized weight, dequantized in registers, or for many rows once into the cache.
 
-    out[r, o] = bias[o] + sum_g scale[g, o] * (sum_(i in g) rows[r, i] * (q[o, i] - centre)) + offset[g, o] * sum[r, g]
+    out[r, o] = bias[o] + sum_g scale[g, o] * (sum_(i in g) rows[r, i] * (q[o, i] - z)) + offset[g, o] * sum[r, g]
 
-`scale` and `offset` belong to a group g of inputs (`offset`, of asymmetric formats, is minus scale times zero
-point); sum[r, g] is the sum of a row's inputs in group g. Accumulators are float32; the result is float32 or rounded
-to bfloat16.
+`scale` and `offset` belong to a group g of inputs, and z is the zero point of the packed format. (`offset`, of
+asymmetric formats, is minus scale times their own zero point.) sum[r, g] is the sum of a row's inputs in group g.
+Accumulators are float32; the result is float32 or rounded to bfloat16.
 
 **Packing.** A weight [out, in] is packed into panels of `PANEL` outputs, [out / PANEL, in, PANEL], in one of the
 types of `KINDS`:
@@ -18,7 +18,7 @@ types of `KINDS`:
 
   fp8, bfloat16, float32   one value per output and input                          [out / PANEL, in, PANEL]
 
-`integers.py` reads int8 and int4 in the same layout. For int4 `centre` is 8, the zero point of the unsigned values;
+`integers.py` reads int8 and int4 in the same layout. For int4 z is 8, the zero point of the unsigned values;
 it is subtracted once per block, not from each value. Scales and offsets are packed into panels of the same width,
 [out / PANEL, groups, PANEL], as float32 or float16. Outputs are padded with zeros to whole panels, inputs to a
 multiple of `INPUTS`.
@@ -214,7 +214,7 @@ def _multiply_block(
     totals_at: Any,
     ahead_at: Any,
     ahead_bytes: Any,
-    centre: Any,
+    zero_point: Any,
 ) -> None:
     """Multiply 1 to `PASS_ROWS` rows by a block of a panel and add to their accumulators in memory.
 
@@ -223,7 +223,7 @@ def _multiply_block(
     `offset_at` is 0 if there are no offsets. Memory from `ahead_at` on is prefetched, `ahead_bytes` per `_UNROLLED`
     inputs.
 
-    Emits one unrolled loop for each number of rows, with and without offsets. Register accumulators start at -centre
+    Emits one unrolled loop for each number of rows, with and without offsets. Register accumulators start at -zero_point
     * sum, which subtracts the zero point from all weights of the block.
     """
     writer = InstructionWriter(builder)
@@ -240,7 +240,7 @@ def _multiply_block(
             vectors = range(first, first + together.step)
             initial: list[Any] = []
             for of_row in sums:
-                start = writer.broadcast(builder.fneg(builder.fmul(of_row, centre)))
+                start = writer.broadcast(builder.fneg(builder.fmul(of_row, zero_point)))
                 initial += [start] * len(vectors)
             places = rows_at, weight_at, inputs, ahead_at, ahead_bytes
             added = _sum_inputs(builder, kind, places, vectors, initial)
@@ -367,7 +367,7 @@ def _multiply_part(
     offsets_at: int,
     sums: Any,
     totals: Any,
-    centre: float,
+    zero_point: float,
 ) -> None:
     """Multiply all rows by the inputs `start` to `stop` of a panel, which begin at `weight_at`.
 
@@ -395,7 +395,7 @@ def _multiply_part(
                 totals.ctypes.data + first * PANEL * 4,
                 ahead_at + (index * (stop - start) + at - start) // _UNROLLED * ahead_bytes,
                 ahead_bytes,
-                centre,
+                zero_point,
             )
             at += block
         first += count
@@ -416,7 +416,7 @@ def _multiply_panel(
     sums: Any,
     totals: Any,
     widened: Any,
-    centre: float,
+    zero_point: float,
 ) -> None:
     """Multiply all rows by a panel, part by part; with `many`, each part is `widened` into the cache first."""
     length = BLOCK // sizes[0] * sizes[0]
@@ -431,12 +431,12 @@ def _multiply_panel(
             _widen(kind[0], at, stop - start, widened.ctypes.data)
             _multiply_part(
                 _FLOAT32, scale_kind, rows[part], start, stop, widened.ctypes.data, 8,
-                ahead_at, passes, sizes, scales_at, offsets_at, sums, totals, centre,
+                ahead_at, passes, sizes, scales_at, offsets_at, sums, totals, zero_point,
             )  # fmt: skip
         else:
             _multiply_part(
                 kind, scale_kind, rows[part], start, stop, at, nibbles, ahead_at,
-                passes, sizes, scales_at, offsets_at, sums, totals, centre,
+                passes, sizes, scales_at, offsets_at, sums, totals, zero_point,
             )  # fmt: skip
 
 
@@ -492,13 +492,13 @@ def _read_rows(
     rows_at: int,
     given: int,
     block: int,
-    taken: Any,
+    packed_rows: Any,
     by_row: Any,
 ) -> None:
     rows_bytes = len(by_row) * _ROW_BYTES
     for row in range(first, stop):
         row_at = rows_at + row * given * tag.itemsize
-        parts_at = taken.ctypes.data + row * _ROW_BYTES
+        parts_at = packed_rows.ctypes.data + row * _ROW_BYTES
         _read_row(tag, row_at, given, block, parts_at, rows_bytes, by_row[row])
 
 
@@ -508,7 +508,7 @@ def _multiply_panels(
     stop: int,
     tags: Any,
     many: int,
-    taken: Any,
+    packed_rows: Any,
     inputs: int,
     weight_at: int,
     nibbles: int,
@@ -519,11 +519,11 @@ def _multiply_panels(
     bias: Any,
     out_at: int,
     sums: Any,
-    centre: float,
+    zero_point: float,
 ) -> None:
     """Multiply all rows by the panels `first` to `stop`."""
     tag, kind, scale_kind = tags
-    rows, group, scale_bytes = taken.shape[1], sizes[1], sizes[2]
+    rows, group, scale_bytes = packed_rows.shape[1], sizes[1], sizes[2]
     groups = (inputs + group - 1) // group
     panel_bytes = inputs * PANEL * nibbles // 2
     totals = np.empty((rows, PANEL), dtype=np.float32)
@@ -536,9 +536,9 @@ def _multiply_panels(
                 totals[row, index] = bias[column + index]
         scale = groups * panel * PANEL * scale_bytes
         _multiply_panel(
-            kind, scale_kind, many, taken, inputs, weight_at + panel * panel_bytes, nibbles,
+            kind, scale_kind, many, packed_rows, inputs, weight_at + panel * panel_bytes, nibbles,
             sizes, scales_at + scale, offsets_at + scale if offsets_at else 0, sums, totals,
-            widened, centre,
+            widened, zero_point,
         )  # fmt: skip
         count = min(PANEL, outputs - column)
         write_rows(tag, totals, out_at + column * tag.itemsize, outputs, count)
@@ -563,7 +563,7 @@ def multiply(
     outputs: int,
     bias: Any,
     out_at: int,
-    centre: float,
+    zero_point: float,
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
@@ -572,15 +572,15 @@ def multiply(
     """
     block = sizes[0]
     length = BLOCK // block * block
-    taken = np.empty(((inputs + length - 1) // length, rows, BLOCK), dtype=np.float32)
+    packed_rows = np.empty(((inputs + length - 1) // length, rows, BLOCK), dtype=np.float32)
     blocks = (inputs + block - 1) // block
     by_row = np.empty((rows, blocks), dtype=np.float32)
-    read = tag, rows_at, given, block, taken, by_row
+    read = tag, rows_at, given, block, packed_rows, by_row
     spread(pool, rows, rows_together(inputs), _read_rows, read)
     sums = np.ascontiguousarray(by_row.T)
     panels = (outputs + PANEL - 1) // PANEL
     work = (
-        (tag, kind, scale_kind), many, taken, inputs, weight_at, nibbles, sizes, scales_at,
-        offsets_at, outputs, bias, out_at, sums, centre,
+        (tag, kind, scale_kind), many, packed_rows, inputs, weight_at, nibbles, sizes, scales_at,
+        offsets_at, outputs, bias, out_at, sums, zero_point,
     )  # fmt: skip
     spread(pool, panels, panels_together(rows, inputs), _multiply_panels, work)

@@ -21,7 +21,7 @@ from vsched_workers.backends.cpu.quantized.block_sums import (
     VECTORS,
     instructions,
 )
-from vsched_workers.backends.cpu.quantized.integers import multiply_whole
+from vsched_workers.backends.cpu.quantized.integers import multiply_int8
 from vsched_workers.backends.cpu.quantized.kernel import (
     BF16_ROWS,
     BLOCK,
@@ -59,7 +59,7 @@ class QuantizedProduct:
         step_rows_max: Maximum rows that one call of a compiled step may multiply.
         block_rows: Maximum rows worth multiplying at once.
         size_bytes: Bytes of the padded weight, including its scales.
-        kernel: Kernel for few rows: `multiply_whole`, or `multiply` of `kernel.py`.
+        kernel: Kernel for few rows: `multiply_int8`, or `multiply` of `kernel.py`.
         many_rows_kernel: Kernel for at least `many_rows_min` rows of bfloat16: `multiply_widened`, or None.
         many_rows_min: Minimum rows of that kernel.
         tags: Dtype tags that select the compiled variant for bfloat16 rows.
@@ -93,13 +93,11 @@ class QuantizedProduct:
         self._inputs = -(-self._given // multiple) * multiple
         group = self._inputs if whole else weight.group
         assert not group % INPUTS, "groups must be multiples of INPUTS"
-        self._panels = _in_panels(weight, self._inputs)
+        self._panels = _pack_values(weight, self._inputs)
         factor = FP8_FACTOR if weight.kind == "fp8" else 1.0
         unscaled = weight.kind in {"bfloat16", "float32"}
-        self._scales = (
-            torch.ones(1, 1, PANEL) if unscaled else _grid_in_panels(weight.scales, factor)
-        )
-        self._offsets = None if weight.offsets is None else _grid_in_panels(weight.offsets)
+        self._scales = torch.ones(1, 1, PANEL) if unscaled else _pack_scales(weight.scales, factor)
+        self._offsets = None if weight.offsets is None else _pack_scales(weight.offsets)
         self.size_bytes = self._panels.nbytes + self._scales.nbytes
         for more in (self._offsets, self._order):
             self.size_bytes += 0 if more is None else more.nbytes
@@ -108,7 +106,7 @@ class QuantizedProduct:
         if bias is not None:
             padded[:outputs] = bias
         self._bias, self._enough = padded.numpy(), threads * PANEL
-        self._centre = np.float32(INT4_CENTRE if weight.kind == "int4" else 0)
+        self._zero_point = np.float32(INT4_CENTRE if weight.kind == "int4" else 0)
         pool = pool_of(threads)
         half = self._scales.dtype == torch.float16
         tags = KINDS[weight.kind], FLOAT16_SCALES if half else FLOAT32_SCALES
@@ -116,30 +114,30 @@ class QuantizedProduct:
         self.tags: tuple[npt.NDArray[Any], ...]
         self.record: tuple[Any, ...]
         self._multiply = (
-            self._whole_numbers(pool, tags)
+            self._int8_kernel(pool, tags)
             if fits and int8_rows
-            else self._floats(pool, tags, scaled=not unscaled)
+            else self._float_kernel(pool, tags, scaled=not unscaled)
         )
         self._widened: Kernel | None = None
         self.many_rows_kernel: Any = None
         self.many_rows_min = self.step_rows_max = sys.maxsize
         self.block_rows = FEW_ROWS[-1]
         if tiles and not unscaled:
-            self._widened = self._in_tiles(pool, tags)
+            self._widened = self._tiles_kernel(pool, tags)
             self.many_rows_kernel, self.many_rows_min = multiply_widened, ROWS_MIN
             self.block_rows = block_rows(*self.shape)
             if self.kernel is multiply:
                 self.step_rows_max = ROWS_MIN - 1
 
-    def _whole_numbers(self, pool: int, tags: Sequence[Any]) -> Kernel:
+    def _int8_kernel(self, pool: int, tags: Sequence[Any]) -> Kernel:
         """Return the kernel with int8 activations."""
-        self.kernel = multiply_whole
+        self.kernel = multiply_int8
         sizes, addresses = self._sizes(ROW_BLOCK), self._addresses()
         self.tags = (BF16_ROWS, *tags, instructions())
         self.record = (self._given, addresses[0], *sizes, *addresses[1:], *self._results())
-        return self._by_blocks(multiply_whole, pool, tags, sizes)
+        return self._by_blocks(multiply_int8, pool, tags, sizes)
 
-    def _floats(self, pool: int, tags: Sequence[Any], *, scaled: bool) -> Kernel:
+    def _float_kernel(self, pool: int, tags: Sequence[Any], *, scaled: bool) -> Kernel:
         """Return the kernel that widens weights."""
         self.kernel = multiply
         sizes = (_block_of(self._group), self._group, self._scales.itemsize if scaled else 0)
@@ -149,19 +147,19 @@ class QuantizedProduct:
         self.tags = (BF16_ROWS, *tags)
         self.record = (
             *(*inputs, addresses[0], nibbles, *sizes, *addresses[1:]),
-            *(*self._results(), self._centre),
+            *(*self._results(), self._zero_point),
         )
 
         def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
             multiply(
                 pool, row_tag, *tags, int(count > FEW_ROWS_MAX), rows_at, count, self._given,
                 self._inputs, addresses[0], nibbles, sizes, addresses[1], addresses[2], outputs,
-                self._bias, result_at, self._centre,
+                self._bias, result_at, self._zero_point,
             )  # fmt: skip
 
         return call
 
-    def _in_tiles(self, pool: int, tags: Sequence[Any]) -> Kernel:
+    def _tiles_kernel(self, pool: int, tags: Sequence[Any]) -> Kernel:
         """Return the kernel that dequantizes weights to bfloat16 and multiplies many rows in tiles."""
         assert has_tiles(), "the process must have permission for tiles"
         unit = ROW_BLOCK if self._group % ROW_BLOCK == self._inputs % ROW_BLOCK == 0 else INPUTS
@@ -235,7 +233,7 @@ class QuantizedProduct:
         values = values.flatten(1)[:, : self._given]
         if self._kind == "fp8":
             values, scales = values.view(torch.float8_e4m3fn), scales / FP8_FACTOR
-        rows = (values.float() - float(self._centre)) * scales
+        rows = (values.float() - float(self._zero_point)) * scales
         return (rows if offsets is None else rows + offsets[:, groups]).to(self._dtype)
 
 
@@ -278,7 +276,7 @@ def _unscaled(weight: torch.Tensor) -> QuantizedWeight:
     )
 
 
-def _in_panels(weight: QuantizedWeight, inputs: int) -> torch.Tensor:
+def _pack_values(weight: QuantizedWeight, inputs: int) -> torch.Tensor:
     """Pack the values of a weight into panels.
 
       int8 [out, in], PANEL outputs            panel [in / 4, PANEL, 4]
@@ -287,7 +285,7 @@ def _in_panels(weight: QuantizedWeight, inputs: int) -> torch.Tensor:
       o0    a   b   c   d   e                  i0 .. i3    | a  b  c  d |   | p  q  r  s |
       o1    p   q   r   s   t           ->     i4 .. i7    | e  ..      |   | t  ..      |
 
-    int4 has the same layout with words of eight inputs (`_eights`); other formats have one value in place of a word.
+    int4 has the same layout with words of eight inputs (`_pack_int4`); other formats have one value in place of a word.
     """
     outputs, _ = weight.shape
     panels, values = -(-outputs // PANEL), weight.values
@@ -301,14 +299,14 @@ def _in_panels(weight: QuantizedWeight, inputs: int) -> torch.Tensor:
         filling = (0, columns - bits.shape[1], 0, -len(bits) % PANEL)
         padded = functional.pad(bits, filling).view(values.dtype).unflatten(0, (-1, PANEL))
         if weight.kind == "int4":
-            padded = _eights(padded)
+            padded = _pack_int4(padded)
         if quads:
             padded = padded.unflatten(2, (-1, 4))
         made[first : first + step] = padded.transpose(1, 2).flatten(1)
     return made
 
 
-def _eights(pairs: torch.Tensor) -> torch.Tensor:
+def _pack_int4(pairs: torch.Tensor) -> torch.Tensor:
     """Repack bytes of two neighbouring inputs, [..., in / 2], into words of eight.
 
       given:   byte j         high: input 2 j + 1    low: input 2 j
@@ -322,9 +320,9 @@ def _eights(pairs: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def _grid_in_panels(grid: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+def _pack_scales(scales: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     """Pack scales or offsets [out, groups] into panels, [out / PANEL, groups, PANEL]."""
-    grid = grid.float() * factor if factor != 1.0 else grid
-    padded: Any = functional.pad(grid, (0, 0, 0, -len(grid) % PANEL))
+    scales = scales.float() * factor if factor != 1.0 else scales
+    padded: Any = functional.pad(scales, (0, 0, 0, -len(scales) % PANEL))
     panels = padded.unflatten(0, (-1, PANEL)).transpose(1, 2)
     return room_for_weights(panels.shape, panels.dtype).copy_(panels)

@@ -1,6 +1,6 @@
 """AMX GEMM of many rows and a quantized weight: a panel, or a part of it, is dequantized to bfloat16 first.
 
-    out[r, o] = bias[o] + sum_i rows[r, i] * bfloat16(scale[g, o] * (q[o, i] - centre) + offset[g, o])
+    out[r, o] = bias[o] + sum_i rows[r, i] * bfloat16(scale[g, o] * (q[o, i] - z) + offset[g, o])
 
 Activations stay bfloat16. AMX multiplies bytes twice as fast, but each group of inputs has its own scales, so
 accumulators would have to leave their tiles after each group, which costs more than it saves. From `ROWS_MIN` rows
@@ -14,7 +14,7 @@ float32 whose exponent is that of a power of two:
 
   scale * q = scale * x - scale * 2^e
 
-This is exact: a float16 has 11 bits, and 2^e with a centre at most 13, so the products have 24 bits, and the sum is
+This is exact: a float16 has 11 bits, and 2^e with a zero point at most 13, so the products have 24 bits, and the sum is
 rounded once. It takes half the instructions of a conversion.
 """
 
@@ -99,8 +99,8 @@ def _widen_group(
     given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
     for has_offsets in cases(builder, given, (0, 1)):
         one = _Widening(builder, kind, scale_kind)
-        grids = (scale_at, offset_at) if has_offsets else (scale_at,)
-        one.write(inputs, weight_at, grids, (out_at, half_panel_bytes))
+        scales_at = (scale_at, offset_at) if has_offsets else (scale_at,)
+        one.write(inputs, weight_at, scales_at, (out_at, half_panel_bytes))
 
 
 class _Widening:
@@ -112,24 +112,26 @@ class _Widening:
         self._kind, self._scale_kind = kind, scale_kind
 
     def write(
-        self, inputs: Any, weight_at: Any, grids: Sequence[Any], out: tuple[Any, Any]
+        self, inputs: Any, weight_at: Any, scales_at: Sequence[Any], out: tuple[Any, Any]
     ) -> None:
         """Emit the loop over a group's inputs."""
         builder, writer, reader = self._builder, self._writer, self._reader
         vectors = range(_VECTORS)
-        scales = [scale_vector(builder, self._scale_kind, grids[0], each) for each in vectors]
+        scales = [scale_vector(builder, self._scale_kind, scales_at[0], each) for each in vectors]
         whole = self._kind in (numba.types.int8, numba.types.uint8)
-        direct = whole and self._scale_kind is numba.types.uint16 and len(grids) == 1
+        direct = whole and self._scale_kind is numba.types.uint16 and len(scales_at) == 1
         if direct:
             bases = {
                 to: [builder.fmul(scale, _floats(-self._zero(to))) for scale in scales]
                 for to in {to for _, to in self._moves()}
             }
         else:
-            centre = INT4_CENTRE if self._kind is numba.types.uint8 else 0
-            added = [builder.fmul(scale, _floats(-centre)) for scale in scales]
-        if len(grids) > 1:
-            offsets = [scale_vector(builder, self._scale_kind, grids[1], each) for each in vectors]
+            zero_point = INT4_CENTRE if self._kind is numba.types.uint8 else 0
+            added = [builder.fmul(scale, _floats(-zero_point)) for scale in scales]
+        if len(scales_at) > 1:
+            offsets = [
+                scale_vector(builder, self._scale_kind, scales_at[1], each) for each in vectors
+            ]
             added = [builder.fadd(*pair) for pair in zip(added, offsets, strict=True)]
         loop, bytes_each = Loop(builder, []), PANEL * reader.nibbles // 2
         at = writer.advance(weight_at, loop.index, reader.unrolled * bytes_each)
@@ -163,7 +165,7 @@ class _Widening:
         return [(0, 8), (8, 8), (16, 16), (24, 12), (4, 12), (12, 12), (20, 8), (28, 16)]
 
     def _zero(self, to: int) -> int:
-        """Value of the float32 built from an input of zero: a power of two plus the centre."""
+        """Value of the float32 built from an input of zero: a power of two plus the zero point."""
         return (1 << 23 - to) + (128 if self._kind is numba.types.int8 else INT4_CENTRE)
 
     def _number(self, loaded: Any, place: int, to: int) -> Any:
@@ -220,7 +222,7 @@ def _multiply_panels(
 ) -> None:
     """Multiply all rows by the panels `first` to `stop`."""
     kind, scale_kind = tags
-    panel_bytes, blocks, blocks_of_group, grid_bytes, _ = sizes
+    panel_bytes, blocks, blocks_of_group, scale_row_bytes, _ = sizes
     inputs = panel_bytes // PANEL * _weights_of_a_byte(kind[0])
     group = inputs // blocks * blocks_of_group
     groups = (blocks + blocks_of_group - 1) // blocks_of_group
@@ -237,11 +239,11 @@ def _multiply_panels(
         to_at = next_line(widened)
         while at < until:
             count = min((at // group + 1) * group, until) - at
-            grid = (groups * panel + at // group) * grid_bytes
+            scales_offset = (groups * panel + at // group) * scale_row_bytes
             _widen_group(
                 kind[0], scale_kind[0], count,
                 weight_at + panel * panel_bytes + at * (panel_bytes // inputs),
-                scales_at + grid, offsets_at + grid if offsets_at else 0, to_at, half_panel_bytes,
+                scales_at + scales_offset, offsets_at + scales_offset if offsets_at else 0, to_at, half_panel_bytes,
             )  # fmt: skip
             at += count
             to_at += count // 2 * PAIR_BYTES
@@ -278,14 +280,14 @@ def multiply_widened(
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
-    Same arguments as `integers.multiply_whole`, but rows are bfloat16, and blocks may have any size.
+    Same arguments as `integers.multiply_int8`, but rows are bfloat16, and blocks may have any size.
     """
-    taken = np.empty(laid_out_bytes(rows, given) + LINE, dtype=np.uint8)
-    spread(pool, rows, OWN_ROWS_MAX, lay_out_rows, (rows_at, given, next_line(taken)))
+    packed_rows = np.empty(laid_out_bytes(rows, given) + LINE, dtype=np.uint8)
+    spread(pool, rows, OWN_ROWS_MAX, lay_out_rows, (rows_at, given, next_line(packed_rows)))
     panels = (outputs + PANEL - 1) // PANEL
     work = (
-        (kind, scale_kind), rows, next_line(taken), given, weight_at, sizes, scales_at, offsets_at,
+        (kind, scale_kind), rows, next_line(packed_rows), given, weight_at, sizes, scales_at, offsets_at,
         outputs, bias.ctypes.data, out_at,
     )  # fmt: skip
     spread(pool, panels, halves_together(rows, given, panels, 2), _multiply_panels, work)
-    taken[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above
+    packed_rows[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above
