@@ -70,12 +70,14 @@ def products_of(
     group: int,
     threads: int,
     *,
-    int8_rows: bool = False,
+    int8_activations: bool = False,
     tiles: bool = False,
 ) -> tuple[list[Rows], int]:
     """Return copies of a product, and the size of one in bytes."""
     made = weight if kind == "bfloat16" else quantize(weight, kind, group=group)
-    make = functools.partial(panel_product, threads=threads, int8_rows=int8_rows, tiles=tiles)
+    make = functools.partial(
+        panel_product, threads=threads, int8_activations=int8_activations, tiles=tiles
+    )
     first = PackedWeight(made, None, make_custom=make)
     copies = max(IN_TURN_BYTES // first.size_bytes, 1)
     return [first, *(PackedWeight(made, None, make_custom=make) for _ in range(1, copies))], (
@@ -124,11 +126,11 @@ def products_table(threads: int, repeats: int) -> Table:
         weight = torch.randn(outputs, inputs).bfloat16()
         made = {f"{k}, {g}" if g else k: products_of(weight, k, g, threads) for k, g in FORMATS}
         for kind, group in FORMATS[1:]:
-            found = products_of(weight, kind, group, threads, int8_rows=True)
+            found = products_of(weight, kind, group, threads, int8_activations=True)
             made[f"{kind}, {group}, rows int8"] = found
             if has_tiles():
                 made[f"{kind}, {group}, by default"] = products_of(
-                    weight, kind, group, threads, int8_rows=True, tiles=True
+                    weight, kind, group, threads, int8_activations=True, tiles=True
                 )
         base: dict[int, float] = {}
         for name, (products, size) in (made | torch_products(weight)).items():
@@ -157,7 +159,7 @@ def rows_table(threads: int, repeats: int) -> Table:
     for inputs, outputs in SHAPES:
         weight = torch.randn(outputs, inputs).bfloat16()
         made = [
-            products_of(weight, *kind, threads, int8_rows=True, tiles=has_tiles())[0]
+            products_of(weight, *kind, threads, int8_activations=True, tiles=has_tiles())[0]
             for kind in kinds
         ]
         for count in ALL_ROWS:

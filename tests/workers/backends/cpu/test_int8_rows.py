@@ -31,7 +31,7 @@ from vsched_workers.backends.cpu.quantized.block_sums import (
 )
 from vsched_workers.backends.cpu.quantized.integers import OWN_ROWS_MAX, PASS_ROWS
 from vsched_workers.backends.cpu.quantized.kernel import PANEL
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, makes_int8_rows
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, quantizes_activations
 from vsched_workers.quantized.weights import QuantizedWeight
 
 pytestmark = pytest.mark.slow  # kernels are compiled
@@ -58,7 +58,7 @@ def plain_product(weight: QuantizedWeight, rows: torch.Tensor) -> torch.Tensor:
 
 def product_with(tag: Any, monkeypatch: pytest.MonkeyPatch, *given: Any) -> QuantizedProduct:
     monkeypatch.setattr(products, "instructions", lambda: tag)
-    return QuantizedProduct(*given, threads=1, int8_rows=True)
+    return QuantizedProduct(*given, threads=1, int8_activations=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -66,7 +66,7 @@ def product_with(tag: Any, monkeypatch: pytest.MonkeyPatch, *given: Any) -> Quan
 def test_product_equals_a_plain_one_of_the_same_numbers(kind: str, shape: tuple[int, int]) -> None:
     """One row, a pass, rows for one thread and more: a row has the same bits in all of them."""
     weight, bias = weight_of(kind, *shape), drawn(shape[0], seed=3)
-    product = QuantizedProduct(weight, bias, threads=1, int8_rows=True)
+    product = QuantizedProduct(weight, bias, threads=1, int8_activations=True)
     rows = drawn(ROWS, shape[1])
     found = product(rows)
     wanted = (plain_product(weight, rows) + bias).float()
@@ -99,7 +99,7 @@ def test_the_largest_numbers_do_not_overflow(kind: str, sign: int) -> None:
     ones = torch.ones(PANEL, 1, dtype=torch.float16)
     weight = QuantizedWeight(kind, values, ones, 64, 64, torch.bfloat16)
     rows = torch.full((2, 64), 127.0 * sign)
-    found = QuantizedProduct(weight, None, threads=1, int8_rows=True)(rows)
+    found = QuantizedProduct(weight, None, threads=1, int8_activations=True)(rows)
     assert torch.equal(found, rows @ weight.dequantized().T)
 
 
@@ -109,7 +109,7 @@ def test_products_of_whole_numbers_are_exact_on_all_threads() -> None:
     weight = dataclasses.replace(weight, scales=torch.full_like(weight.scales, 0.25))
     rows = torch.randint(-126, 127, (2, ROWS, 128), generator=torch.Generator().manual_seed(4))
     rows[..., ::ROW_BLOCK] = 127
-    product = QuantizedProduct(weight, None, threads=2, int8_rows=True)
+    product = QuantizedProduct(weight, None, threads=2, int8_activations=True)
     wanted = rows.float() @ weight.dequantized().T
     assert torch.equal(product(rows.float()), wanted)
     assert torch.equal(product(rows.bfloat16()), wanted.bfloat16())
@@ -119,7 +119,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none() -> None:
     weight, bias = weight_of("int4 32", PANEL, 64), drawn(PANEL)
     rows = drawn(4, 64)
     rows[0], rows[1, 40], rows[2, 3] = 0.0, torch.nan, torch.inf
-    found = QuantizedProduct(weight, bias, threads=1, int8_rows=True)(rows)
+    found = QuantizedProduct(weight, bias, threads=1, int8_activations=True)(rows)
     assert torch.equal(found[0], bias)
     assert not found[1:3].isfinite().any()
     assert found[3].isfinite().all()
@@ -127,7 +127,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none() -> None:
 
 def test_rows_stay_floats_where_groups_are_not_of_whole_blocks() -> None:
     weight, rows = weight_of("int4 48", PANEL, 96), drawn(2, 96)
-    found = QuantizedProduct(weight, None, threads=1, int8_rows=True)(rows)
+    found = QuantizedProduct(weight, None, threads=1, int8_activations=True)(rows)
     assert torch.equal(found, QuantizedProduct(weight, None, threads=1)(rows))
 
 
@@ -165,14 +165,14 @@ def test_rows_are_made_into_8_bits_as_asked_for(
     activations: str, dtype: torch.dtype, *, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "instructions", lambda: VNNI)
-    assert makes_int8_rows(activations, dtype) is wanted
+    assert quantizes_activations(activations, dtype) is wanted
 
 
 def test_rows_stay_floats_by_themselves_without_instructions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(products, "instructions", lambda: PLAIN)
-    assert not makes_int8_rows("auto", torch.bfloat16)
+    assert not quantizes_activations("auto", torch.bfloat16)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -31,7 +31,7 @@ from vsched_workers.backends.cpu.prefill_choice import choose_prefill
 from vsched_workers.backends.cpu.products import deterministic_product, panel_product
 from vsched_workers.backends.cpu.quantized.products import (
     QuantizedProduct,
-    makes_int8_rows,
+    quantizes_activations,
     widens_in_tiles,
 )
 from vsched_workers.backends.cpu.row_sampler import draw_compiled
@@ -72,7 +72,7 @@ class CpuBackend(ReferenceBackend):
         self._make_plain = functools.partial(
             make_product,
             threads=settings.threads,
-            int8_rows=makes_int8_rows(settings.activations, dtype),
+            int8_activations=quantizes_activations(settings.activations, dtype),
             tiles=widens_in_tiles(settings, dtype),
         )
         self._quantizer: Quantizer[QuantizedProduct] | None = None

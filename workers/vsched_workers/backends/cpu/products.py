@@ -110,17 +110,19 @@ def panel_product(
     bias: torch.Tensor | None,
     *,
     threads: int,
-    int8_rows: bool = False,
+    int8_activations: bool = False,
     tiles: bool = False,
 ) -> CustomProduct | None:
     """Return the product by a weight, of which it packs a copy.
 
     Returns None if torch's own product is to be preferred: with an odd number of inputs, too much padding, or a
-    processor without suitable instructions. `int8_rows` and `tiles` are as in `QuantizedProduct`; bfloat16 weights
+    processor without suitable instructions. `int8_activations` and `tiles` are as in `QuantizedProduct`; bfloat16 weights
     use tiles whenever the processor has them.
     """
     if isinstance(weight, QuantizedWeight) or not packs(weight.dtype):
-        return QuantizedProduct(weight, bias, threads=threads, int8_rows=int8_rows, tiles=tiles)
+        return QuantizedProduct(
+            weight, bias, threads=threads, int8_activations=int8_activations, tiles=tiles
+        )
     outputs, inputs = weight.shape
     in_tiles = has_tiles()
     width = HALF if in_tiles else PANEL
@@ -134,7 +136,7 @@ def deterministic_product(
     bias: torch.Tensor | None,
     *,
     threads: int,
-    int8_rows: bool = False,
+    int8_activations: bool = False,
     tiles: bool = False,
 ) -> CustomProduct:
     """Return a product with one kernel for any number of rows, even if another would be faster.
@@ -145,7 +147,7 @@ def deterministic_product(
         ConfigError: The weight has an odd number of inputs.
     """
     if isinstance(weight, QuantizedWeight):
-        return QuantizedProduct(weight, bias, threads=threads, int8_rows=int8_rows)
+        return QuantizedProduct(weight, bias, threads=threads, int8_activations=int8_activations)
     if weight.shape[1] % 2:
         raise ConfigError(
             f"model.deterministic: a weight has {weight.shape[1]} inputs, an odd number. Remedy: set it to false."

@@ -262,7 +262,9 @@ def _panels(threads: int) -> Any:
 
 
 def _whole_numbers(threads: int) -> Any:
-    return QuantizedProduct(weight_of("int4 32", 1000, 544), None, threads=threads, int8_rows=True)
+    return QuantizedProduct(
+        weight_of("int4 32", 1000, 544), None, threads=threads, int8_activations=True
+    )
 
 
 def _widened(threads: int) -> Any:

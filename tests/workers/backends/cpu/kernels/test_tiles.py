@@ -234,7 +234,7 @@ def test_weights_are_widened_exactly_and_rounded_once(
 def test_few_rows_keep_their_kernel_and_8_bits_their_word() -> None:
     weight = weight_of("int8 32", 64, 64)
     few, tiled = (
-        QuantizedProduct(weight, None, threads=1, int8_rows=True, tiles=each)
+        QuantizedProduct(weight, None, threads=1, int8_activations=True, tiles=each)
         for each in (False, True)
     )
     rows = drawn(ROWS_MIN, 64).bfloat16()

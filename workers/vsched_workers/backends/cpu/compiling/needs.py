@@ -32,7 +32,7 @@ from vsched_workers.backends.cpu.prefill_attention import fits
 from vsched_workers.backends.cpu.products import panel_product
 from vsched_workers.backends.cpu.quantized.products import (
     QuantizedProduct,
-    makes_int8_rows,
+    quantizes_activations,
     widens_in_tiles,
 )
 from vsched_workers.backends.cpu.tiles import attention
@@ -154,7 +154,7 @@ def _product_needs(
     settings: WorkerSettings, dtype: torch.dtype, kinds: Sequence[str]
 ) -> Iterator[Need]:
     """Yield the kernels of products with activations of a type, for quantized weights of these kinds and others."""
-    activations = "int8" if makes_int8_rows(settings.activations, dtype) else "float"
+    activations = "int8" if quantizes_activations(settings.activations, dtype) else "float"
     for kind in dict.fromkeys(kinds):
         yield needs("product", _word(dtype), kind, activations)
         yield from _tiles_needs(settings, dtype, kind)
@@ -206,8 +206,8 @@ def _load_product(rows: str, kind: str, activations: str = "float") -> None:
     weight: QuantizedWeight | torch.Tensor = torch.zeros(1, _INPUTS, dtype=dtype)
     if kind in {"int8", "int4", "fp8"}:
         weight = _quantized_zeros(kind, dtype)
-    int8_rows = activations == "int8"
-    product = QuantizedProduct(weight, None, threads=1, int8_rows=int8_rows)
+    int8_activations = activations == "int8"
+    product = QuantizedProduct(weight, None, threads=1, int8_activations=int8_activations)
     product(torch.zeros(1, _INPUTS, dtype=dtype))
 
 

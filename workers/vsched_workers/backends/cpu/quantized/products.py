@@ -73,12 +73,12 @@ class QuantizedProduct:
         bias: torch.Tensor | None,
         *,
         threads: int,
-        int8_rows: bool = False,
+        int8_activations: bool = False,
         tiles: bool = False,
     ) -> None:
         """Take a weight [out, in], quantized or bfloat16, and pack a copy.
 
-        With `int8_rows` activations are quantized to int8 if the weight is an integer format. With `tiles` many rows
+        With `int8_activations` activations are quantized to int8 if the weight is an integer format. With `tiles` many rows
         of bfloat16 are multiplied in tiles.
         """
         weight = weight if isinstance(weight, QuantizedWeight) else _unscaled(weight)
@@ -115,7 +115,7 @@ class QuantizedProduct:
         self.record: tuple[Any, ...]
         self._multiply = (
             self._int8_kernel(pool, tags)
-            if fits and int8_rows
+            if fits and int8_activations
             else self._float_kernel(pool, tags, scaled=not unscaled)
         )
         self._widened: Kernel | None = None
@@ -237,7 +237,7 @@ class QuantizedProduct:
         return (rows if offsets is None else rows + offsets[:, groups]).to(self._dtype)
 
 
-def makes_int8_rows(activations: str, dtype: torch.dtype) -> bool:
+def quantizes_activations(activations: str, dtype: torch.dtype) -> bool:
     """Return True if activations of a type are quantized to int8 under a configuration: `auto`, `float` or `int8`.
 
     `auto` never quantizes float32: users choose float32 for tokens that do not depend on the batch, and a difference
