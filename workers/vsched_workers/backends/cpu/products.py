@@ -116,8 +116,8 @@ def panel_product(
     """Return the product by a weight, of which it packs a copy.
 
     Returns None if torch's own product is to be preferred: with an odd number of inputs, too much padding, or a
-    processor without suitable instructions. `int8_activations` and `tiles` are as in `QuantizedProduct`; bfloat16 weights
-    use tiles whenever the processor has them.
+    processor without suitable instructions. `int8_activations` and `tiles` are as in `QuantizedProduct`; bfloat16
+    weights use tiles whenever the processor has them.
     """
     if isinstance(weight, QuantizedWeight) or not packs(weight.dtype):
         return QuantizedProduct(

@@ -110,8 +110,8 @@ def _multiply_pass(
     """Multiply 1 to `PASS_ROWS` rows by a chunk of a panel and add to their accumulators [rows, PANEL].
 
     The chunk has `blocks` blocks, of which `together` share a group of the weight. `parts` is the number of vectors
-    of a panel. `row_scales_at` points to scale and zero-point correction of each block, 8 bytes. `offset_at` is 0 if there
-    are no offsets. `lines` lines per block are prefetched into the L2 cache, from `ahead_at` on.
+    of a panel. `row_scales_at` points to scale and zero-point correction of each block, 8 bytes. `offset_at` is 0 if
+    there are no offsets. `lines` lines per block are prefetched into the L2 cache, from `ahead_at` on.
 
     Emits one variant for each number of rows, with and without offsets.
     """

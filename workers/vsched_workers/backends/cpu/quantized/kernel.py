@@ -223,8 +223,8 @@ def _multiply_block(
     `offset_at` is 0 if there are no offsets. Memory from `ahead_at` on is prefetched, `ahead_bytes` per `_UNROLLED`
     inputs.
 
-    Emits one unrolled loop for each number of rows, with and without offsets. Register accumulators start at -zero_point
-    * sum, which subtracts the zero point from all weights of the block.
+    Emits one unrolled loop for each number of rows, with and without offsets. Register accumulators start at
+    -zero_point * sum, which subtracts the zero point from all weights of the block.
     """
     writer = InstructionWriter(builder)
     given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)

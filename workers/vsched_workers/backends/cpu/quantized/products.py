@@ -78,8 +78,8 @@ class QuantizedProduct:
     ) -> None:
         """Take a weight [out, in], quantized or bfloat16, and pack a copy.
 
-        With `int8_activations` activations are quantized to int8 if the weight is an integer format. With `tiles` many rows
-        of bfloat16 are multiplied in tiles.
+        With `int8_activations` activations are quantized to int8 if the weight is an integer format. With `tiles`
+        many rows of bfloat16 are multiplied in tiles.
         """
         weight = weight if isinstance(weight, QuantizedWeight) else _unscaled(weight)
         self.shape = weight.shape
