@@ -86,7 +86,7 @@ def test_adapters_change_fused_answers_and_leave_no_trace(tmp_path: Path) -> Non
     assert isinstance(layer.qkv, HeldProduct)
     for number in (1, 2, 3):
         worker.remove_adapter(number)
-    for name in ("qkv", "output", "gate", "up", "down"):
+    for name in ("qkv", "o_proj", "gate", "up", "down"):
         assert type(getattr(layer, name)) is type(getattr(before, name))
     assert answers([0]) == found[:1]
 

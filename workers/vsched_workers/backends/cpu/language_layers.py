@@ -85,23 +85,23 @@ class _Layer:
     """A layer: its products, norms and sizes.
 
     Attributes:
-        norm: `input_layernorm`, the norm before attention.
-        attended: Norm of the attention output before the residual add, if the model has one.
-        middle: Norm before the MLP: Llama's `post_attention_layernorm`, Gemma's `pre_feedforward_layernorm`.
-        fed: Norm of the MLP output before the residual add, Gemma's `post_feedforward_layernorm`, if the model has
-            one.
+        input_layernorm: Norm before attention.
+        attention_output_norm: Norm of the attention output before the residual add, if any: Gemma's
+            `post_attention_layernorm`.
+        post_attention_layernorm: Norm before the MLP, named as in Llama; Gemma's `pre_feedforward_layernorm`.
+        mlp_output_norm: Norm of the MLP output before the residual add, Gemma's `post_feedforward_layernorm`, if any.
         head_norms: `q_norm` and `k_norm`.
     """
 
     qkv: Product
-    output: Product
+    o_proj: Product
     gate: Product
     up: Product
     down: Product
-    norm: Norm
-    attended: Norm
-    middle: Norm
-    fed: Norm
+    input_layernorm: Norm
+    attention_output_norm: Norm
+    post_attention_layernorm: Norm
+    mlp_output_norm: Norm
     head_norms: tuple[Norm, Norm]
     heads: npt.NDArray[Any]
     attention: MergedAttention
@@ -254,7 +254,7 @@ class FusedLanguage:
         layers = self._layers
         if len(self._model.layers) < len(layers):  # a profiling run uses a subset of layers
             layers = [self._by_module[layer] for layer in self._model.layers]
-        norms = [*(layer.norm for layer in layers), self._last]
+        norms = [*(layer.input_layernorm for layer in layers), self._last]
         select = torch.from_numpy(wanted) if len(wanted) < count else None
         self._add_norm(rows, norms[0])
         for index, (layer, following) in enumerate(zip(layers, norms[1:], strict=True)):
@@ -424,11 +424,13 @@ class FusedLanguage:
         """Run the rest of a layer, from the attention output to the input norms of the following layer."""
         for block in rows.blocks:
             self._tell_rows(rows, block)
-            delta = layer.output(block.attended)
-            self._add_norm_block(block, delta, layer.attended, layer.middle)
+            delta = layer.o_proj(block.attended)
+            self._add_norm_block(
+                block, delta, layer.attention_output_norm, layer.post_attention_layernorm
+            )
             gate, up = layer.gate(block.normed), layer.up(block.normed)
             self._gated(self._pool, gate.data_ptr(), up.data_ptr(), *gate.shape)
-            self._add_norm_block(block, layer.down(gate), layer.fed, following)
+            self._add_norm_block(block, layer.down(gate), layer.mlp_output_norm, following)
 
     def _tell_rows(self, rows: StepRows, block: RowBlock) -> None:
         """Select the rows of the next products, if any row has an adapter."""
@@ -513,14 +515,14 @@ def _layer_of(
     alone = [0, 0] if decoder.norms_all_heads else [each.record_at for each in of_heads]
     return _Layer(
         qkv=product_of(attention.qkv_proj),
-        output=product_of(attention.o_proj),
+        o_proj=product_of(attention.o_proj),
         gate=product_of(feed_forward.gate_proj),
         up=product_of(feed_forward.up_proj),
         down=product_of(feed_forward.down_proj),
-        norm=norm_named(norms.before_attention),
-        attended=norm_named(norms.after_attention),
-        middle=norm_named(norms.before_feed_forward),
-        fed=norm_named(norms.after_feed_forward),
+        input_layernorm=norm_named(norms.before_attention),
+        attention_output_norm=norm_named(norms.after_attention),
+        post_attention_layernorm=norm_named(norms.before_feed_forward),
+        mlp_output_norm=norm_named(norms.after_feed_forward),
         head_norms=(of_heads[0], of_heads[1]),
         heads=heads_of(
             attention.heads,

@@ -116,10 +116,15 @@ FLOAT_PRODUCT = np.dtype(
 )
 """Arguments of `quantized.kernel.multiply` (dequantized weights), `sizes` one by one."""
 
-PRODUCTS = QKV, OUTPUT, GATE, UP, DOWN = 0, 1, 2, 3, 4
+PRODUCTS = QKV, O_PROJ, GATE, UP, DOWN = 0, 1, 2, 3, 4
 """Products of a layer, by their column in the table."""
 
-NORMS = BEFORE_ATTENTION, AFTER_ATTENTION, BEFORE_FEED_FORWARD, AFTER_FEED_FORWARD = 0, 1, 2, 3
+NORMS = INPUT_LAYERNORM, ATTENTION_OUTPUT_NORM, POST_ATTENTION_LAYERNORM, MLP_OUTPUT_NORM = (
+    0,
+    1,
+    2,
+    3,
+)
 """Norms of a layer, by their index among its norms. The norm of the model follows those of the last layer."""
 
 KERNELS = ADD_NORM, NORM_PARTS, ACTIVATION, DECODE = 0, 1, 2, 3
@@ -319,7 +324,7 @@ def _bias_of(product: Any) -> Any:
 
 
 @compiled()
-def _add(
+def _add_residual(
     kernels: Any, tables: Tables, at: Places, rows: int, delta_at: int, added: int, norm: int
 ) -> None:
     """Add `delta_at`, normed by the norm `added`, to the hidden states, and write their norms by the norm `norm`."""
@@ -405,7 +410,7 @@ def run_layers(
     """
     count = len(rows.slots)
     model = tables.model[0]
-    _add(kernels, tables, at, count, 0, 0, 0)
+    _add_residual(kernels, tables, at, count, 0, 0, 0)
     for layer in range(len(tables.heads)):
         _product(tag, tables, (layer, QKV), at.normed, count, at.wide)
         if model.norms_all_heads:
@@ -427,12 +432,20 @@ def run_layers(
             score_tag,
         )
         norm = len(NORMS) * layer
-        _product(tag, tables, (layer, OUTPUT), at.attended, count, at.other)
-        _add(
-            kernels, tables, at, count, at.other, norm + AFTER_ATTENTION, norm + BEFORE_FEED_FORWARD
+        _product(tag, tables, (layer, O_PROJ), at.attended, count, at.other)
+        _add_residual(
+            kernels,
+            tables,
+            at,
+            count,
+            at.other,
+            norm + ATTENTION_OUTPUT_NORM,
+            norm + POST_ATTENTION_LAYERNORM,
         )
         _product(tag, tables, (layer, GATE), at.normed, count, at.wide)
         _product(tag, tables, (layer, UP), at.normed, count, at.other)
         _activate(kernels[ACTIVATION], model.pool, at.wide, at.other, count, model.inner)
         _product(tag, tables, (layer, DOWN), at.wide, count, at.other)
-        _add(kernels, tables, at, count, at.other, norm + AFTER_FEED_FORWARD, norm + len(NORMS))
+        _add_residual(
+            kernels, tables, at, count, at.other, norm + MLP_OUTPUT_NORM, norm + len(NORMS)
+        )

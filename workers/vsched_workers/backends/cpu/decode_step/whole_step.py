@@ -121,7 +121,14 @@ class WholeStep:
             *(traits.adds_plainly, traits.norms_all_heads, traits.factor, self._pool),
         )
         norms = [
-            norm for each in layers for norm in (each.norm, each.attended, each.middle, each.fed)
+            norm
+            for each in layers
+            for norm in (
+                each.input_layernorm,
+                each.attention_output_norm,
+                each.post_attention_layernorm,
+                each.mlp_output_norm,
+            )
         ]
         self._tables = Tables(
             np.array([model], dtype=MODEL),
@@ -271,7 +278,7 @@ def _addresses(traits: Traits) -> npt.NDArray[np.int64]:
 
 
 def _products(layer: Any) -> tuple[Any, ...]:
-    return layer.qkv, layer.output, layer.gate, layer.up, layer.down
+    return layer.qkv, layer.o_proj, layer.gate, layer.up, layer.down
 
 
 def _own(product: Any) -> _Product | None:

@@ -38,7 +38,7 @@ def layer_places(
             places[own] = [place_of(qkv, cuts.get(f"{own}.weight"), first=first, outputs=outputs)]
             first += outputs
         for own, attribute, module in (
-            (of_attention + decoder.output, "output", attention.o_proj),
+            (of_attention + decoder.output, "o_proj", attention.o_proj),
             (of_feed_forward + decoder.down, "down", feed_forward.down_proj),
         ):
             carrier = carrier_of(layer, attribute, module)
