@@ -501,7 +501,7 @@ def _in_chunks(
 def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the_cpu_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operand_choice, "runs_here", lambda: False)
+    monkeypatch.setattr(operand_choice, "supports_bf16", lambda: False)
     monkeypatch.setattr(operand_choice, "packs", lambda _: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is tiled_attention.prefill
@@ -515,7 +515,7 @@ def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the
 def test_custom_prefill_is_chosen_where_it_pays_or_onednn_has_no_product(
     has_product: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operand_choice, "runs_here", lambda: has_product)
+    monkeypatch.setattr(operand_choice, "supports_bf16", lambda: has_product)
     monkeypatch.setattr(operand_choice, "packs", lambda _: has_product)
     assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_attention.prefill
     assert choose_patches(2, 16) is prefill_attention.attend_patches

@@ -187,13 +187,13 @@ def test_attention_of_many_rows_is_needed_as_it_is_chosen(monkeypatch: pytest.Mo
         }
         return found & {"attention in tiles", "prefill attention", "softmax"}
 
-    monkeypatch.setattr(needs_module, "attends_here", lambda: True)
+    monkeypatch.setattr(needs_module, "supports_attention", lambda: True)
     for has_tiles, kernel in ((True, "attention in tiles"), (False, "prefill attention")):
         monkeypatch.setattr(needs_module, "has_tiles", lambda has=has_tiles: has)
         assert of() == {kernel}
         assert of(20) == {kernel, "softmax"}
         assert of(deterministic=True) == set()
-    monkeypatch.setattr(needs_module, "attends_here", lambda: False)
+    monkeypatch.setattr(needs_module, "supports_attention", lambda: False)
     assert of() == {"softmax"}
 
 
@@ -214,7 +214,7 @@ def test_a_step_in_one_call_is_needed_where_products_are_our_own(
     assert whole in of(["int4"], activations="int8")
     assert whole not in of(weights="int4", activations="float")
     for has_dot, has_onednn in ((True, True), (False, True), (False, False)):
-        monkeypatch.setattr(needs_module, "runs_here", lambda has_dot=has_dot: has_dot)
+        monkeypatch.setattr(needs_module, "supports_bf16", lambda has_dot=has_dot: has_dot)
         monkeypatch.setattr(needs_module, "packs", lambda _, has=has_onednn: has)
         assert has_step() == (has_dot or not has_onednn)
         assert (needs("product of panels") in of()) == has_dot

@@ -26,11 +26,11 @@ from vsched.worker.contract import Batch, SequenceState, WorkerSettings
 from vsched_workers.adapters.rows import NOBODY, PassRows
 from vsched_workers.backends.cpu import language_layers, products
 from vsched_workers.backends.cpu.decode_step.angles import TABLE_POSITIONS
+from vsched_workers.backends.cpu.decode_step.compiled_step import fits
 from vsched_workers.backends.cpu.decode_step.kernel import FLOATS, INT8_ACTIVATIONS, PANELS
-from vsched_workers.backends.cpu.decode_step.whole_step import fits
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
-from vsched_workers.backends.cpu.operand_choice import runs_here
+from vsched_workers.backends.cpu.operand_choice import supports_bf16
 from vsched_workers.backends.cpu.products import panel_product
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.reference.packed_weights import PackedWeight, packs
@@ -43,7 +43,7 @@ from vsched_workers.quantized.model import Quantizer
 from vsched_workers.quantized.weights import quantize
 
 needs_own = pytest.mark.skipif(
-    not runs_here() and packs(torch.bfloat16), reason="oneDNN multiplies bfloat16 here"
+    not supports_bf16() and packs(torch.bfloat16), reason="oneDNN multiplies bfloat16 here"
 )
 
 BLOCK = 16
@@ -174,13 +174,13 @@ def step(worker: Any, batch: Batch) -> tuple[list[int], torch.Tensor, list[torch
 
 def check(worker: Any, monkeypatch: pytest.MonkeyPatch, *, delta: int = 0) -> None:
     """Check that steps with various numbers of rows are one call, with the bits of the separate calls."""
-    whole = worker._layers._whole_step
+    whole = worker._layers._compiled_step
     spy = mock.Mock(wraps=whole, rows_max=whole.rows_max, inner=whole.inner)
     for rows in sorted({min(each, whole.rows_max) for each in (1, 2, 7, 17, ROWS_MAX)}):
         batch = batch_of(rows, delta=delta)
         found = []
         for chosen in (None, spy):
-            monkeypatch.setattr(worker._layers, "_whole_step", chosen)
+            monkeypatch.setattr(worker._layers, "_compiled_step", chosen)
             found.append(step(worker, batch))
         (tokens, hidden, cache), other = found
         assert spy.call_count == 1
@@ -193,7 +193,7 @@ def check(worker: Any, monkeypatch: pytest.MonkeyPatch, *, delta: int = 0) -> No
 
 def kinds_of(worker: Any) -> set[int]:
     """Return the kinds of products in the layers of a model."""
-    return {*worker._layers._whole_step._tables.products["kind"].flatten().tolist()}
+    return {*worker._layers._compiled_step._tables.products["kind"].flatten().tolist()}
 
 
 @needs_own
@@ -258,7 +258,7 @@ def test_one_call_has_the_bits_of_many_where_formats_mix(
 
     monkeypatch.setattr(Quantizer, "linear", linear)
     worker = load(checkpoint("tiny25"), threads=threads, weights="int4", activations="int8")
-    assert kinds_of(worker) == {INT8_ACTIVATIONS, FLOATS, *[PANELS] * runs_here()}
+    assert kinds_of(worker) == {INT8_ACTIVATIONS, FLOATS, *[PANELS] * supports_bf16()}
     check(worker, monkeypatch)
 
 
@@ -308,13 +308,13 @@ def test_other_steps_go_layer_by_layer(
     """Steps with chunks, adapters, too many rows, a subset of layers, or other block sizes."""
     stage = Stage.load(checkpoint("tiny25"), attention="auto", dtype="bfloat16")
     worker: Any = stage.generator
-    whole = worker._layers._whole_step
+    whole = worker._layers._compiled_step
     spy = mock.Mock(wraps=whole, rows_max=whole.rows_max, inner=whole.inner)
-    monkeypatch.setattr(worker._layers, "_whole_step", spy)
+    monkeypatch.setattr(worker._layers, "_compiled_step", spy)
     Driver(stage, chunk=20).run([Question("Say something.", count=4)])
     assert not spy.called, "scores of blocks of 4 are not those that it was compiled for"
     worker = load(checkpoint("tiny25"))
-    monkeypatch.setattr(worker._layers, "_whole_step", spy)
+    monkeypatch.setattr(worker._layers, "_compiled_step", spy)
     with worker.first_layers(1):
         worker.step(batch_of(2))
     with monkeypatch.context() as patch:
@@ -332,7 +332,7 @@ def test_other_steps_go_layer_by_layer(
 def test_deterministic_models_have_no_such_step(checkpoint: Callable[[str], str]) -> None:
     """Their rows use another attention kernel."""
     worker = load(checkpoint("tiny25"), deterministic=True)
-    assert worker._layers._whole_step is None
+    assert worker._layers._compiled_step is None
 
 
 def test_a_kernel_is_told_its_parameters_by_one_signature() -> None:

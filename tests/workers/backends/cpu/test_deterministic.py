@@ -299,7 +299,7 @@ def test_logits_differ_without_it(load: Load, monkeypatch: pytest.MonkeyPatch) -
 def test_a_choice_of_operands_is_kept_for_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operand_choice, "runs_here", lambda: True)
+    monkeypatch.setattr(operand_choice, "supports_bf16", lambda: True)
     monkeypatch.setattr(operand_choice, "choice_file", lambda: tmp_path / "operand")
     answers = iter([True, False])
     monkeypatch.setattr(operand_choice, "_float32_is_faster", lambda: next(answers))

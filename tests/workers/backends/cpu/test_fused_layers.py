@@ -25,7 +25,7 @@ from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
 from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
-from vsched_workers.backends.cpu.operand_choice import runs_here
+from vsched_workers.backends.cpu.operand_choice import supports_bf16
 from vsched_workers.backends.cpu.quantized.kernel import INPUTS, PANEL
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
@@ -169,7 +169,7 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not runs_here(), reason="oneDNN multiplies all rows on this processor")
+@pytest.mark.skipif(not supports_bf16(), reason="oneDNN multiplies all rows on this processor")
 @pytest.mark.parametrize(
     "chosen",
     [

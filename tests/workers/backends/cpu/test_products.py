@@ -16,7 +16,7 @@ pytest.importorskip("numba")
 
 from vsched_workers.backends.cpu import operand_choice, products
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
-from vsched_workers.backends.cpu.operand_choice import operand, runs_here
+from vsched_workers.backends.cpu.operand_choice import operand, supports_bf16
 from vsched_workers.backends.cpu.products import (
     PanelProduct,
     panel_product,
@@ -31,7 +31,7 @@ from vsched_workers.backends.reference.packed_weights import (
 
 pytestmark = [
     pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs no bfloat16 here"),
-    pytest.mark.skipif(not runs_here(), reason="oneDNN multiplies all rows on this processor"),
+    pytest.mark.skipif(not supports_bf16(), reason="oneDNN multiplies all rows on this processor"),
     pytest.mark.slow,
 ]
 

@@ -25,7 +25,7 @@ def shares_of(rows: int, kv_heads: int, threads: int) -> int:
     return kv_heads if threads > 1 and rows < TASKS_MIN * threads else 1
 
 
-def kept_heads(kv_dtype: torch.dtype, *, slots: int) -> npt.NDArray[Any]:
+def sample_cache(kv_dtype: torch.dtype, *, slots: int) -> npt.NDArray[Any]:
     """Return zero keys of a cache with a head dimension of two, for compilation."""
     cache = KvCache(
         [KvShape(1, 2, 2)], blocks=slots, block_size=1, dtype=kv_dtype, allocate=torch.zeros
@@ -44,7 +44,7 @@ class NumbaDecode:
 
     def warm_up(self) -> None:
         """Compile ahead of the first request."""
-        cached = kept_heads(self._kv_dtype, slots=2)
+        cached = sample_cache(self._kv_dtype, slots=2)
         query = np.zeros((1, 1, 2), dtype=np.float32)
         decode_queries(
             self._pool,

@@ -39,8 +39,8 @@ from vsched_workers.batching.paged_attention import PatchKernel
 from vsched_workers.families.encoder import ENCODERS, Encoder
 from vsched_workers.parallel.slicing import Cut
 
-TRIED_ROWS = 5
-TRIED_WITHIN = 1e-3
+VERIFIED_ROWS = 5
+VERIFIED_WITHIN = 1e-3
 """Maximum deviation from the reference, as a share of the maximum value: float32, with another order of sums."""
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
@@ -54,33 +54,33 @@ ACTIVATIONS: Sequence[tuple[_Function, Any]] = (
 
 
 @dataclass(frozen=True)
-class MadeLayer:
+class RecognizedLayer:
     """A layer of a recognized architecture, and the kernel of its activation."""
 
     layer: Any
-    make: Encoder
+    encoder: Encoder
     activation: Any
 
 
-def merge_encoders(model: nn.Module) -> list[MadeLayer]:
+def merge_encoders(model: nn.Module) -> list[RecognizedLayer]:
     """Find the layers below a module that can be fused, merge their QKV projections, and return them.
 
     Afterwards the linear layers are packed, then `fuse_encoders` fuses the layers.
     """
     found = []
     for layers in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
-        made = _made_of(list(layers))
-        for layer in layers if made else ():
-            assert made is not None
-            make, kernel = made
-            attention: Any = getattr(layer, make.attention)
-            setattr(layer, make.attention, MergedEncoderAttention(attention, make))
-            found.append(MadeLayer(layer, make, kernel))
+        recognized = _recognize(list(layers))
+        for layer in layers if recognized else ():
+            assert recognized is not None
+            encoder, kernel = recognized
+            attention: Any = getattr(layer, encoder.attention)
+            setattr(layer, encoder.attention, MergedEncoderAttention(attention, encoder))
+            found.append(RecognizedLayer(layer, encoder, kernel))
     return found
 
 
 def fuse_encoders(
-    layers: Sequence[MadeLayer], threads: int, *, deterministic: bool = False
+    layers: Sequence[RecognizedLayer], threads: int, *, deterministic: bool = False
 ) -> None:
     """Replace the `forward` of layers whose linear layers are packed."""
     if not layers:
@@ -90,7 +90,7 @@ def fuse_encoders(
         activation.warm_up(kernel)
     kernels: dict[tuple[int, int], PatchKernel] = {}
     for each in layers:
-        attention = getattr(each.layer, each.make.attention)
+        attention = getattr(each.layer, each.encoder.attention)
         heads = attention.heads, attention.head_dim
         if heads not in kernels:
             kernels[heads] = choose_patches(*heads, deterministic=deterministic)
@@ -100,9 +100,9 @@ def fuse_encoders(
 class MergedEncoderAttention(nn.Module):
     """Attention of one layer with merged QKV projections, and heads padded to whole vectors."""
 
-    def __init__(self, attention: Any, make: Encoder) -> None:
+    def __init__(self, attention: Any, encoder: Encoder) -> None:
         super().__init__()
-        linears = [getattr(attention, name) for name in make.qkv]
+        linears = [getattr(attention, name) for name in encoder.qkv]
         self.heads: int = attention.num_heads
         size: int = linears[0].out_features // self.heads
         self.size = size
@@ -111,28 +111,28 @@ class MergedEncoderAttention(nn.Module):
         padded = [_padded_outputs(each, self.heads, self.head_dim) for each in linears]
         self.qkv: nn.Module = merged(padded)
         self.output: nn.Module = _padded_inputs(
-            getattr(attention, make.output), self.heads, self.head_dim
+            getattr(attention, encoder.output), self.heads, self.head_dim
         )
 
 
 class FusedEncoderLayer:
     """Fused `forward` of a layer, with the same arguments and result as transformers' own."""
 
-    def __init__(self, made: MadeLayer, threads: int, attend: PatchKernel) -> None:
+    def __init__(self, recognized: RecognizedLayer, threads: int, attend: PatchKernel) -> None:
         """Take a layer with packed linear layers."""
-        layer, make = made.layer, made.make
-        self._made = made
+        layer, encoder = recognized.layer, recognized.encoder
+        self._recognized = recognized
         self._pool = pool_of(threads)
         self._attend = attend
-        self._activation = made.activation
-        attention: MergedEncoderAttention = getattr(layer, make.attention)
+        self._activation = recognized.activation
+        attention: MergedEncoderAttention = getattr(layer, encoder.attention)
         self._attention = attention
         self._qkv, self._output = product_of(attention.qkv), product_of(attention.output)
         self._sizes = BlockSizes.of(layer)
-        inner = getattr(layer, make.inner)
-        self._first, self._second = (product_of(getattr(inner, name)) for name in make.linears)
-        self._norms = [_LayerNorm.of(getattr(layer, name)) for name in make.norms]
-        scales = [getattr(layer, name) for name in make.scales] or [None, None]
+        inner = getattr(layer, encoder.inner)
+        self._first, self._second = (product_of(getattr(inner, name)) for name in encoder.linears)
+        self._norms = [_LayerNorm.of(getattr(layer, name)) for name in encoder.norms]
+        scales = [getattr(layer, name) for name in encoder.scales] or [None, None]
         self._scales_at = [0 if scale is None else scale.data_ptr() for scale in scales]
         self._kept = scales
 
@@ -156,12 +156,16 @@ class FusedEncoderLayer:
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
         """Return the positions of adapters; see `Fused`. Matrices are padded as the weights are."""
-        made, make, attention = self._made.layer, self._made.make, self._attention
-        inner = getattr(made, make.inner)
-        held = zip(make.linears, ("_first", "_second"), strict=True)
+        layer, encoder, attention = (
+            self._recognized.layer,
+            self._recognized.encoder,
+            self._attention,
+        )
+        inner = getattr(layer, encoder.inner)
+        held = zip(encoder.linears, ("_first", "_second"), strict=True)
         places = held_places(
             self,
-            f"{within}{make.inner}.",
+            f"{within}{encoder.inner}.",
             cuts,
             {name: (attribute, getattr(inner, name)) for name, attribute in held},
         )
@@ -169,11 +173,11 @@ class FusedEncoderLayer:
         output = carrier_of(self, "_output", attention.output)
         padded, plain = attention.heads * attention.head_dim, attention.heads * attention.size
         pad = functools.partial(_padded_heads, heads=attention.heads, head_dim=attention.head_dim)
-        for index, name in enumerate(make.qkv):
+        for index, name in enumerate(encoder.qkv):
             place = LayerPlace(qkv, qkv.inputs, plain, index * padded, up=pad)
-            places[f"{within}{make.attention}.{name}"] = [place]
+            places[f"{within}{encoder.attention}.{name}"] = [place]
         place = LayerPlace(output, plain, output.outputs, down=lambda down: pad(down.T).T)
-        places[f"{within}{make.attention}.{make.output}"] = [place]
+        places[f"{within}{encoder.attention}.{encoder.output}"] = [place]
         return places
 
     def _attended(
@@ -237,23 +241,25 @@ class _LayerNorm:
         return cls(module.weight.data_ptr(), module.bias.data_ptr(), np.float32(module.eps))
 
 
-def _made_of(layers: Sequence[Any]) -> tuple[Encoder, Any] | None:
+def _recognize(layers: Sequence[Any]) -> tuple[Encoder, Any] | None:
     """Return the architecture of layers, and the kernel of their activation; None if unknown."""
-    for make in ENCODERS if layers else ():
-        if not all(type(each) is type(layers[0]) and _has_modules(each, make) for each in layers):
+    for encoder in ENCODERS if layers else ():
+        if not all(
+            type(each) is type(layers[0]) and _has_modules(each, encoder) for each in layers
+        ):
             continue
-        kernel = _activation_of(getattr(getattr(layers[0], make.inner), make.activation))
-        if kernel is not None and _computes(layers[0], make):
-            return make, kernel
+        kernel = _activation_of(getattr(getattr(layers[0], encoder.inner), encoder.activation))
+        if kernel is not None and _matches_reference(layers[0], encoder):
+            return encoder, kernel
     return None
 
 
-def _has_modules(layer: Any, make: Encoder) -> bool:
-    attention, inner = (getattr(layer, name, None) for name in (make.attention, make.inner))
-    linears: list[Any] = [getattr(attention, name, None) for name in (*make.qkv, make.output)]
-    linears += [getattr(inner, name, None) for name in make.linears]
-    norms = [getattr(layer, name, None) for name in make.norms]
-    scales = [getattr(layer, name, None) for name in make.scales]
+def _has_modules(layer: Any, encoder: Encoder) -> bool:
+    attention, inner = (getattr(layer, name, None) for name in (encoder.attention, encoder.inner))
+    linears: list[Any] = [getattr(attention, name, None) for name in (*encoder.qkv, encoder.output)]
+    linears += [getattr(inner, name, None) for name in encoder.linears]
+    norms = [getattr(layer, name, None) for name in encoder.norms]
+    scales = [getattr(layer, name, None) for name in encoder.scales]
     heads: int = getattr(attention, "num_heads", 0)
     return (
         all(type(each) is nn.Linear for each in linears)
@@ -264,53 +270,53 @@ def _has_modules(layer: Any, make: Encoder) -> bool:
         and all(type(each) is nn.LayerNorm and each.bias is not None for each in norms)
         and all(isinstance(each, torch.Tensor) for each in scales)
         and {each.dtype for each in layer.parameters()} == {torch.bfloat16}
-        and isinstance(getattr(inner, make.activation, None), nn.Module)
+        and isinstance(getattr(inner, encoder.activation, None), nn.Module)
     )
 
 
 def _activation_of(module: nn.Module) -> Any:
     ramp = torch.linspace(-6, 6, 200)
-    made = module(ramp)
+    result = module(ramp)
     for function, kernel in ACTIVATIONS:
-        if torch.allclose(function(ramp), made, atol=1e-5, rtol=1e-4):
+        if torch.allclose(function(ramp), result, atol=1e-5, rtol=1e-4):
             return kernel
     return None
 
 
 @torch.inference_mode()
-def _computes(layer: Any, make: Encoder) -> bool:
+def _matches_reference(layer: Any, encoder: Encoder) -> bool:
     """Return True if a layer matches the reference computation of its architecture."""
     twin = copy.deepcopy(layer).float()
-    width = getattr(layer, make.norms[0]).weight.shape[0]
+    width = getattr(layer, encoder.norms[0]).weight.shape[0]
     chance = torch.Generator().manual_seed(0)
-    rows = torch.randn(2, TRIED_ROWS, width, generator=chance)
+    rows = torch.randn(2, VERIFIED_ROWS, width, generator=chance)
     takes_mask = "attention_mask" in inspect.signature(twin.forward).parameters
     try:
-        made = twin(rows.clone(), attention_mask=None) if takes_mask else twin(rows.clone())
+        result = twin(rows.clone(), attention_mask=None) if takes_mask else twin(rows.clone())
     except (TypeError, ValueError, AttributeError, RuntimeError):
         return False  # requires further arguments, such as angles
-    if not isinstance(made, torch.Tensor) or made.shape != rows.shape:
+    if not isinstance(result, torch.Tensor) or result.shape != rows.shape:
         return False
-    apart = (made - _written_out(twin, make, rows)).abs().max()
-    return bool(apart < TRIED_WITHIN * made.abs().max())
+    apart = (result - _reference_forward(twin, encoder, rows)).abs().max()
+    return bool(apart < VERIFIED_WITHIN * result.abs().max())
 
 
-def _written_out(layer: Any, make: Encoder, rows: torch.Tensor) -> torch.Tensor:
-    attention, inner = getattr(layer, make.attention), getattr(layer, make.inner)
-    first, second = (getattr(layer, name) for name in make.norms)
-    scales = [getattr(layer, name) for name in make.scales] or [1.0, 1.0]
+def _reference_forward(layer: Any, encoder: Encoder, rows: torch.Tensor) -> torch.Tensor:
+    attention, inner = getattr(layer, encoder.attention), getattr(layer, encoder.inner)
+    first, second = (getattr(layer, name) for name in encoder.norms)
+    scales = [getattr(layer, name) for name in encoder.scales] or [1.0, 1.0]
     normed = first(rows)
     query, key, value = (
         getattr(attention, name)(normed).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
-        for name in make.qkv
+        for name in encoder.qkv
     )
     attended = functional.scaled_dot_product_attention(query, key, value)
-    attended = getattr(attention, make.output)(attended.transpose(1, 2).flatten(2))
+    attended = getattr(attention, encoder.output)(attended.transpose(1, 2).flatten(2))
     rows = rows + scales[0] * attended
-    linears = [getattr(inner, name) for name in make.linears]
-    wide = getattr(inner, make.activation)(linears[0](second(rows)))
-    made: torch.Tensor = rows + scales[1] * linears[1](wide)
-    return made
+    linears = [getattr(inner, name) for name in encoder.linears]
+    wide = getattr(inner, encoder.activation)(linears[0](second(rows)))
+    result: torch.Tensor = rows + scales[1] * linears[1](wide)
+    return result
 
 
 def _padded_outputs(linear: nn.Linear, heads: int, head_dim: int) -> nn.Linear:

@@ -98,8 +98,8 @@ def _sources() -> str:
 @functools.cache
 def processor() -> str:
     """Digest of the processor model and features, for which compiled code is specific."""
-    told = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
-    return hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
+    described = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    return hashlib.blake2b(described.encode(), digest_size=6).hexdigest()
 
 
 @functools.cache
@@ -157,8 +157,8 @@ class _KernelCache(caching.FunctionCache):
     def __init__(self, function: Any) -> None:
         super().__init__(function)
         # Stored code contains the name of its module, so a moved file must not match.
-        told = f"{function.__module__} {_content_of(inspect.getfile(function))}"
-        source = _digest(told.encode()).hex()
+        described = f"{function.__module__} {_content_of(inspect.getfile(function))}"
+        source = _digest(described.encode()).hex()
         files: Any = _Files(Path(self.cache_path), f"{self._impl.filename_base}-{source}")
         self._cache_file = files
 
@@ -187,7 +187,7 @@ class _Files(caching.IndexDataCacheFile):
             with self._open_for_write(str(file)) as opened:
                 opened.write(content + _digest(content))
         except OSError as error:
-            _tell_once(str(self._folder), str(error))
+            _warn_once(str(self._folder), str(error))
 
     def flush(self) -> None:
         for file in self._folder.glob(f"{self._name}.*"):
@@ -202,7 +202,7 @@ def _digest(data: bytes) -> bytes:
 
 
 @functools.cache
-def _tell_once(folder: str, why: str) -> None:
+def _warn_once(folder: str, why: str) -> None:
     logger.warning(
         "compiled kernels cannot be stored in %s, and are compiled again at each start: %s",
         folder,

@@ -27,9 +27,9 @@ from torch.nn import functional
 from vsched_workers.adapters.places import LayerPlace
 from vsched_workers.adapters.rows import AdapterPass
 from vsched_workers.backends.base import Product
-from vsched_workers.backends.cpu.decode_attention import kept_heads, shares_of
+from vsched_workers.backends.cpu.decode_attention import sample_cache, shares_of
 from vsched_workers.backends.cpu.decode_step.angles import StepAngles, arrays_of, unrotated
-from vsched_workers.backends.cpu.decode_step.whole_step import Traits, WholeStep, fits
+from vsched_workers.backends.cpu.decode_step.compiled_step import CompiledStep, Traits, fits
 from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels import (
     activation,
@@ -126,7 +126,7 @@ class _StepAttention:
         parts: Decode rows and prefill rows of each block.
         rule: Rule for the scores of chunks: sliding window (if shorter than a context), soft-capping, or none of both
             if the kernel by rule serves all layers. None if the kernel without a rule is used.
-        room: Buffer for the heads of prefill rows, [heads + 2 * kv heads, rows, head_dim].
+        heads_buffer: Buffer for the heads of prefill rows, [heads + 2 * kv heads, rows, head_dim].
         decode: Decode kernel, bound to one thread or all.
         decode_threads: Threads of the decode kernel.
         rope: Kernel for the heads of prefill rows, bound to one thread or all.
@@ -135,7 +135,7 @@ class _StepAttention:
 
     parts: list[tuple[_Part | None, _Part | None]]
     rule: ScoreRule | None
-    room: torch.Tensor
+    heads_buffer: torch.Tensor
     decode: Any
     decode_threads: int
     rope: Any
@@ -194,10 +194,10 @@ class FusedLanguage:
         self._rows_factor = decoder.rows_factor(model.config)
         self._gated = GATED[decoder.activation(model.config)]
         self._sizes = BlockSizes.of(model)
-        self._whole_step: WholeStep | None = None
+        self._compiled_step: CompiledStep | None = None
         self._rules_all = False
         self._pool = pool_of(threads)
-        cached = kept_heads(kv_dtype, slots=1)
+        cached = sample_cache(kv_dtype, slots=1)
         self._kept = cached.dtype
         norm.warm_up()
         rope.warm_up(cached)
@@ -212,7 +212,7 @@ class FusedLanguage:
         self._prefill_by_rule, self._rules_all = choose_ruled_prefill(head_dim)
         tag = score_tag(head_dim, USUAL_BLOCK, self._kept)
         decode_attention.warm_up(tag, cached)
-        self._whole_step = self._make_whole_step(cached, tag)
+        self._compiled_step = self._make_compiled_step(cached, tag)
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
         """Return the positions of adapters; see `Fused`."""
@@ -243,8 +243,8 @@ class FusedLanguage:
             levels = list(images.levels[1:])
         if self._rows_factor != 1.0:
             hidden *= self._rows_factor
-        if self._is_whole(step, images, count):
-            return self._run_whole(hidden, positions, step)
+        if self._is_compiled(step, images, count):
+            return self._run_compiled(hidden, positions, step)
         first = self._layers[0].attention
         attended = room_for(hidden, len(hidden), first.heads * first.head_dim)
         rows = StepRows(hidden, attended, count, self._sizes)
@@ -273,7 +273,7 @@ class FusedLanguage:
                 self._add_norm(rows, following)
         return rows.normed if select is None else rows.normed[select]
 
-    def _make_whole_step(self, cached: Any, tag: npt.NDArray[Any]) -> WholeStep | None:
+    def _make_compiled_step(self, cached: Any, tag: npt.NDArray[Any]) -> CompiledStep | None:
         """Return the compiled decode step, or None if the layers do not support it."""
         if not fits(self._layers):
             return None
@@ -287,29 +287,29 @@ class FusedLanguage:
             tag,
         )
         angles = StepAngles(self._kinds, self._angles, axes=self._decoder.axes)
-        return WholeStep(self._layers, self._last, traits, angles)
+        return CompiledStep(self._layers, self._last, traits, angles)
 
-    def _is_whole(self, step: PagedStep, images: Images | None, count: int) -> bool:
+    def _is_compiled(self, step: PagedStep, images: Images | None, count: int) -> bool:
         """Return True if a step can be one call: only decode rows, no adapters, all layers."""
         return (
-            self._whole_step is not None
+            self._compiled_step is not None
             and images is None
-            and 0 < count == step.decode_rows <= self._whole_step.rows_max
+            and 0 < count == step.decode_rows <= self._compiled_step.rows_max
             and self.passes.rows is None
             and len(self._model.layers) == len(self._layers)
             and step.cache.block_size % USUAL_BLOCK == 0
             and not is_sparse()
         )
 
-    def _run_whole(
+    def _run_compiled(
         self, hidden: torch.Tensor, positions: torch.Tensor, step: PagedStep
     ) -> torch.Tensor:
         """Run decode rows through all layers in one call."""
-        assert self._whole_step is not None, "checked by `_is_whole`"
+        assert self._compiled_step is not None, "checked by `_is_compiled`"
         attention = self._layers[0].attention
         seen = int(step.contexts.sum()) * attention.heads * attention.head_dim
         many = self._threads > 1 and seen >= DECODE_VALUES_MIN
-        return self._whole_step(hidden, positions, step, attends_together=many)
+        return self._compiled_step(hidden, positions, step, attends_together=many)
 
     def _prepare_attention(
         self, rows: StepRows, angles: Mapping[str, tuple[Bf16Array, Bf16Array]], step: PagedStep
@@ -327,14 +327,14 @@ class FusedLanguage:
             ruled = cut or self._score_bound is not None or self._rules_all
             window = kind.window if cut else None
             prefilled = rows.count - step.decode_rows
-            room = room_for(rows.hidden, written, prefilled, attention.head_dim)
+            heads_buffer = room_for(rows.hidden, written, prefilled, attention.head_dim)
             turned = angles[kind.frequencies]
             turned = turned if kind.rotates else unrotated(turned)
             found.append(
                 _StepAttention(
                     parts=_parts(rows, turned, step, self._threads),
                     rule=ScoreRule(attention.scaling, window, self._score_bound) if ruled else None,
-                    room=room,
+                    heads_buffer=heads_buffer,
                     decode=functools.partial(kernel, pool),
                     decode_threads=self._threads if many else 1,
                     rope=functools.partial(rope_prefill, self._pool),
@@ -358,7 +358,7 @@ class FusedLanguage:
         attention = layer.attention
         keys, values = step.cache.arrays[attention.index]
         for block, (decoding, prefilling) in zip(rows.blocks, given.parts, strict=True):
-            self._tell_rows(rows, block)
+            self._select_rows(rows, block)
             qkv = layer.qkv(block.normed)
             qkv_at = qkv.data_ptr()
             if self._norms_all_heads:
@@ -386,8 +386,8 @@ class FusedLanguage:
                 place = (prefilling.start - step.decode_rows) * attention.head_dim * qkv.itemsize
                 given.rope(
                     qkv_at + skipped,
-                    given.room.data_ptr() + place,
-                    given.room.shape[1],
+                    given.heads_buffer.data_ptr() + place,
+                    given.heads_buffer.shape[1],
                     layer.heads,
                     prefilling.rows,
                     keys,
@@ -405,7 +405,7 @@ class FusedLanguage:
         segments: Sequence[Segment],
     ) -> None:
         """Attend for prefill rows, whose heads are in the buffer."""
-        queries, keys, values = given.room.split(
+        queries, keys, values = given.heads_buffer.split(
             (attention.heads, attention.kv_heads, attention.kv_heads)
         )
         for segment in segments:
@@ -423,7 +423,7 @@ class FusedLanguage:
     def _feed_forward(self, layer: _Layer, rows: StepRows, following: Norm) -> None:
         """Run the rest of a layer, from the attention output to the input norms of the following layer."""
         for block in rows.blocks:
-            self._tell_rows(rows, block)
+            self._select_rows(rows, block)
             delta = layer.o_proj(block.attended)
             self._add_norm_block(
                 block, delta, layer.attention_output_norm, layer.post_attention_layernorm
@@ -432,7 +432,7 @@ class FusedLanguage:
             self._gated(self._pool, gate.data_ptr(), up.data_ptr(), *gate.shape)
             self._add_norm_block(block, layer.down(gate), layer.mlp_output_norm, following)
 
-    def _tell_rows(self, rows: StepRows, block: RowBlock) -> None:
+    def _select_rows(self, rows: StepRows, block: RowBlock) -> None:
         """Select the rows of the next products, if any row has an adapter."""
         if rows.adapted is not None:
             self.passes.call = rows.adapted.part(block.start, block.stop)

@@ -30,20 +30,20 @@ FLOAT32_SHARE_MAX = 0.9
 _PAIRS, _REPEATS, _ROUNDS = 64, 300, 8
 
 
-def runs_here() -> bool:
+def supports_bf16() -> bool:
     """Return True if custom kernels can multiply bfloat16, which requires VDPBF16PS."""
     return has_bf16_dot()
 
 
-def attends_here() -> bool:
+def supports_attention() -> bool:
     """Return True if a custom kernel computes attention of many rows: with VDPBF16PS, or if oneDNN lacks bfloat16."""
-    return runs_here() or not packs(torch.bfloat16)
+    return supports_bf16() or not packs(torch.bfloat16)
 
 
 @functools.cache
 def operand() -> npt.NDArray[Any]:
     """Return the dtype tag, `BF16` or `FLOAT32`, of the faster operands on this processor."""
-    if not runs_here():
+    if not supports_bf16():
         return FLOAT32
     file = choice_file()
     kept = "" if file is None else _read(file)

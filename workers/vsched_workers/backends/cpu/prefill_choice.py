@@ -35,7 +35,7 @@ class RuledPrefillKernel(Protocol):
 
 def choose_prefill() -> PrefillKernel:
     """Return the kernel for prefill chunks."""
-    return prefill_attention.prefill if _custom_pays() else tiled_attention.prefill
+    return prefill_attention.prefill if _uses_custom_kernel() else tiled_attention.prefill
 
 
 def choose_ruled_prefill(head_dim: int) -> tuple[RuledPrefillKernel, bool]:
@@ -43,7 +43,7 @@ def choose_ruled_prefill(head_dim: int) -> tuple[RuledPrefillKernel, bool]:
 
     Also returns True if the kernel serves all layers, False if only layers with sliding windows or soft-capping.
     """
-    if _custom_pays() and prefill_attention.fits(head_dim):
+    if _uses_custom_kernel() and prefill_attention.fits(head_dim):
         return prefill_attention.prefill_by_rule, True
     return _prefill_by_torch, False
 
@@ -68,19 +68,19 @@ def choose_patches(heads: int, head_dim: int, *, deterministic: bool = False) ->
         prefill_attention.warm_up(tiles=False)
         attend = prefill_attention.attend_patches
         return functools.partial(attend, tiles=False)
-    if prefill_attention.fits(head_dim) and _custom_pays():
+    if prefill_attention.fits(head_dim) and _uses_custom_kernel():
         return prefill_attention.attend_patches
     softmax.warm_up()
     tiled_attention.warm_up_patches(heads, head_dim)
     return tiled_attention.attend_patches
 
 
-def _custom_pays() -> bool:
+def _uses_custom_kernel() -> bool:
     """Return True if the custom kernel is used for many bfloat16 rows, False for oneDNN; compile the chosen one.
 
     The custom kernel leaves chunks with other head dimensions to oneDNN; the profiling run compiles for them.
     """
-    if not operand_choice.attends_here():
+    if not operand_choice.supports_attention():
         softmax.warm_up()
         return False
     prefill_attention.warm_up()

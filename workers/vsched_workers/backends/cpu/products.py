@@ -18,7 +18,7 @@ from vsched.errors import ConfigError
 from vsched_workers.backends.cpu.kernels.bf16 import BF16
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, multiply
 from vsched_workers.backends.cpu.kernels.simd import LINE
-from vsched_workers.backends.cpu.operand_choice import operand, runs_here
+from vsched_workers.backends.cpu.operand_choice import operand, supports_bf16
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.tiles.kernel import HALF, block_rows, has_tiles, multiply_in_tiles
@@ -126,7 +126,7 @@ def panel_product(
     outputs, inputs = weight.shape
     in_tiles = has_tiles()
     width = HALF if in_tiles else PANEL
-    if inputs % 2 or not runs_here() or -outputs % width > PADDING_SHARE_MAX * outputs:
+    if inputs % 2 or not supports_bf16() or -outputs % width > PADDING_SHARE_MAX * outputs:
         return None
     return PanelProduct(*_pack(weight, width), weight.shape, bias, threads, tiles=in_tiles)
 

@@ -33,10 +33,10 @@ class ThreadPool:
     def __init__(self) -> None:
         """Start with one thread, the calling one."""
         size = layout.RANGES_AT + THREADS_MAX * layout.LINE
-        room = np.zeros(size + layout.LINE, dtype=np.uint8)
-        skipped = -room.ctypes.data % layout.LINE
-        self._words: Any = room[skipped : skipped + size].view(np.int64)
-        self.state_at: int = room.ctypes.data + skipped
+        buffer = np.zeros(size + layout.LINE, dtype=np.uint8)
+        skipped = -buffer.ctypes.data % layout.LINE
+        self._words: Any = buffer[skipped : skipped + size].view(np.int64)
+        self.state_at: int = buffer.ctypes.data + skipped
         self.threads = 1
         self._others: list[threading.Thread] = []
         self._choice: ThreadChoice | None = None

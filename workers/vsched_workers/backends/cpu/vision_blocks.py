@@ -149,7 +149,7 @@ class FusedBlock(nn.Module):
         half = angles[0].shape[1] // 2
         # Both halves of a head are rotated by the same angles.
         cos, sin = (each[:, :half].float().contiguous().numpy() for each in angles)
-        room = hidden.new_empty(3 * heads, count, 2 * half)
+        heads_buffer = hidden.new_empty(3 * heads, count, 2 * half)
         for part in self._sizes.parts(len(hidden)):
             rows = hidden[part]
             normed = torch.empty_like(rows)
@@ -158,9 +158,9 @@ class FusedBlock(nn.Module):
             start_at = qkv.data_ptr() - part.start * qkv.shape[1] * qkv.itemsize
             stop = part.start + len(rows)
             rope_patches(
-                *(self._pool, start_at, part.start, stop, heads, cos, sin, room.data_ptr())
+                *(self._pool, start_at, part.start, stop, heads, cos, sin, heads_buffer.data_ptr())
             )
-        query, key, value = room.split(heads)
+        query, key, value = heads_buffer.split(heads)
         attended = hidden.new_empty(count, heads, 2 * half)
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
         start = 0

@@ -21,7 +21,7 @@ from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gel
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import add_layer_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
-from vsched_workers.backends.cpu.operand_choice import attends_here
+from vsched_workers.backends.cpu.operand_choice import supports_attention
 from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
 from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
 from vsched_workers.batching.paged_attention import Segment, context_slots
@@ -134,7 +134,7 @@ def test_prefill_by_rule_is_that_of_torch(
 
 def test_plain_layers_attend_by_the_same_kernel_where_it_is_the_fastest() -> None:
     ruled, plain_too = choose_ruled_prefill(HEAD_DIM)
-    assert plain_too is attends_here()
+    assert plain_too is supports_attention()
     assert (ruled is prefill_attention.prefill_by_rule) is plain_too
     assert choose_ruled_prefill(HEAD_DIM + 4)[1] is False, "no whole vectors"
 

@@ -70,8 +70,8 @@ def missing(wanted: Sequence[Need], folder: Path) -> list[Need]:
 
 def mark_of(need: Need, folder: Path) -> Path:
     """Return the marker file of a kernel that is in a folder, for this processor."""
-    told = repr((tuple(need), processor(), content_key(KERNEL_FILES)))
-    return folder / f"compiled-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"
+    described = repr((tuple(need), processor(), content_key(KERNEL_FILES)))
+    return folder / f"compiled-{hashlib.blake2b(described.encode(), digest_size=8).hexdigest()}"
 
 
 def at_once(count: int) -> int:
@@ -87,14 +87,14 @@ def expected_s(wanted: Sequence[Need], processes: int) -> float:
 
 def _wait_for(lock: IO[str], progress: Progress) -> None:
     """Wait while another process compiles: it may compile the same kernels, and cores are shared."""
-    deadline_s, told = time.monotonic() + LOCK_S, False
+    deadline_s, reported = time.monotonic() + LOCK_S, False
     while time.monotonic() < deadline_s:
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        if not told:
+        if not reported:
             progress("waiting for another process that compiles kernels", 0.0)
-            told = True
+            reported = True
         time.sleep(_POLL_S)
 
 

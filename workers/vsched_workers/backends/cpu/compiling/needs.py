@@ -11,9 +11,9 @@ import torch
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.decode_attention import (
     NumbaDecode,
-    kept_heads,
+    sample_cache,
 )
-from vsched_workers.backends.cpu.decode_step import whole_step
+from vsched_workers.backends.cpu.decode_step import compiled_step
 from vsched_workers.backends.cpu.kernels import (
     activation,
     decode_attention,
@@ -27,7 +27,7 @@ from vsched_workers.backends.cpu.kernels import (
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.language_layers import GATED, USUAL_BLOCK
 from vsched_workers.backends.cpu.low_rank import kernel as low_rank
-from vsched_workers.backends.cpu.operand_choice import attends_here, operand, runs_here
+from vsched_workers.backends.cpu.operand_choice import operand, supports_attention, supports_bf16
 from vsched_workers.backends.cpu.prefill_attention import fits
 from vsched_workers.backends.cpu.products import panel_product
 from vsched_workers.backends.cpu.quantized.products import (
@@ -116,10 +116,10 @@ def language_needs(
     if settings.deterministic:
         yield needs("attention of panels")
         return
-    cached = kept_heads(kv_dtype, slots=1)
+    cached = sample_cache(kv_dtype, slots=1)
     tag = decode_attention.score_tag(head_dim(config), USUAL_BLOCK, cached.dtype)
     yield needs("decode attention", _operand_word(tag), kept)
-    if (runs_here() or made or kinds or not packs(dtype)) and settings.ranks == 1:
+    if (supports_bf16() or made or kinds or not packs(dtype)) and settings.ranks == 1:
         yield needs("decode step", _operand_word(tag), kept)
 
 
@@ -140,9 +140,9 @@ def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Ite
 
 def _many_rows_needs(head_dim: int, *, deterministic: bool = False) -> Iterator[Need]:
     """Yield the kernels of bfloat16 attention with many rows, of chunks or images; see `prefill_choice`."""
-    if not attends_here() or not fits(head_dim):
+    if not supports_attention() or not fits(head_dim):
         yield needs("softmax")
-    if not attends_here():
+    if not supports_attention():
         return
     if has_tiles() and not deterministic:
         yield needs("attention in tiles")
@@ -161,7 +161,7 @@ def _product_needs(
     # In a quantized model, unquantized weights use the same kind of product, in float32 as well.
     if not packs(dtype) and (kinds or dtype == torch.bfloat16):
         yield needs("product", _word(dtype), _word(dtype))
-    if dtype == torch.bfloat16 and runs_here():
+    if dtype == torch.bfloat16 and supports_bf16():
         yield needs("product of panels")
 
 
@@ -184,17 +184,17 @@ def _name(kernel: Any) -> str:
 
 
 def _load_rope(kept: str) -> None:
-    rope.warm_up(kept_heads(getattr(torch, kept), slots=1))
+    rope.warm_up(sample_cache(getattr(torch, kept), slots=1))
 
 
 def _load_decode(word: str, kept: str) -> None:
-    cached = kept_heads(getattr(torch, kept), slots=1)
+    cached = sample_cache(getattr(torch, kept), slots=1)
     decode_attention.warm_up(_OPERANDS[word], cached)
 
 
 def _load_step(of_scores: str, kept: str) -> None:
-    cached = kept_heads(getattr(torch, kept), slots=1)
-    whole_step.compile_for(_OPERANDS[of_scores], cached)
+    cached = sample_cache(getattr(torch, kept), slots=1)
+    compiled_step.compile_for(_OPERANDS[of_scores], cached)
 
 
 def _load_decode_of_modules(kept: str) -> None:

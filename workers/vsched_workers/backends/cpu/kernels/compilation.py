@@ -131,6 +131,8 @@ class KernelCall:
             *(f"given_{place}" for place, _ in enumerate(self._parameters)),
         ]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        told: Any = definition
-        told.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        described: Any = definition
+        described.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, kind) for name in names]
+        )
         return numba.extending.intrinsic(definition)

@@ -26,9 +26,9 @@ from vsched_workers.backends.cpu.kernels.decode_attention_float import RowContex
 from vsched_workers.backends.cpu.kernels.rope import (
     RopeRows,
     heads_of,
-    keep_head,
     no_rows,
     rope_head,
+    write_head,
 )
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
@@ -90,8 +90,8 @@ def _write_row(
     for kv_head in range(kv_first, kv_stop):
         at = row_at + (heads.queries + kv_head) * size
         rope_head(at, turned.ctypes.data, rows, row, heads.key_norm_at, heads)
-        keep_head(turned.ctypes.data, keys, slot, kv_head)
-        keep_head(at + kv_heads * size, values, slot, kv_head)
+        write_head(turned.ctypes.data, keys, slot, kv_head)
+        write_head(at + kv_heads * size, values, slot, kv_head)
 
 
 @compiled()

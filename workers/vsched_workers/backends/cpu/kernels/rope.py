@@ -144,14 +144,14 @@ def rope_head(
         upper_out[index] = narrow(through_bf16(second * cos) + through_bf16(first * sin))
 
 
-def keep_head(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
+def write_head(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
     """Write a bfloat16 head to its cache slot; the memory at the address becomes the value read back from the cache."""
     raise NotImplementedError
 
 
-@numba.extending.overload(keep_head, inline="always")
-def _choose_keep(head_at: Any, cached: Any, slot: Any, kv_head: Any) -> Any:
-    chosen = _keep_int8 if cached.dtype == numba.int8 else _keep_bf16
+@numba.extending.overload(write_head, inline="always")
+def _choose_write(head_at: Any, cached: Any, slot: Any, kv_head: Any) -> Any:
+    chosen = _write_int8 if cached.dtype == numba.int8 else _write_bf16
 
     def keep(head_at: Any, cached: Any, slot: Any, kv_head: Any) -> None:
         chosen(head_at, cached, slot, kv_head)
@@ -160,13 +160,13 @@ def _choose_keep(head_at: Any, cached: Any, slot: Any, kv_head: Any) -> Any:
 
 
 @compiled()
-def _keep_bf16(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
+def _write_bf16(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
     _, kv_heads, head_dim = cached.shape
     copy(head_at, cached.ctypes.data + (slot * kv_heads + kv_head) * 2 * head_dim, head_dim)
 
 
 @compiled()
-def _keep_int8(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
+def _write_int8(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
     """Same result to the bit as the torch version in `batching/kv_cache.py`."""
     _, kv_heads, width = cached.shape
     head_dim = width - KV_SCALE_BYTES
@@ -210,10 +210,10 @@ def _rope_row(
     for head in range(kv_heads):
         to = target_at + head * head_bytes
         rope_head(source_at + head * size, to, rows, row, heads.key_norm_at, heads)
-        keep_head(to, keys, rows.slots[row], head)
+        write_head(to, keys, rows.slots[row], head)
         to += kv_heads * head_bytes
         copy(source_at + (kv_heads + head) * size, to, head_dim)
-        keep_head(to, values, rows.slots[row], head)
+        write_head(to, values, rows.slots[row], head)
 
 
 @compiled()

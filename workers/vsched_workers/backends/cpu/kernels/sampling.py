@@ -123,15 +123,15 @@ def uniform(seed: Any, position: Any) -> Any:
 
 
 @compiled(**INNER)
-def _penalise(ask: Any, entry: int, buffers: Buffers) -> None:
-    tokens = ask.tokens[ask.starts[entry] : ask.starts[entry + 1]]
+def _apply_penalties(params: Any, entry: int, buffers: Buffers) -> None:
+    tokens = params.tokens[params.starts[entry] : params.starts[entry + 1]]
     values, counts, outputs = buffers.values, buffers.counts, buffers.outputs
     for index in range(len(tokens)):
         if tokens[index] >= len(values):
             continue  # the lm_head may be narrower than the embedding
         counts[tokens[index]] = 1
-        outputs[tokens[index]] += 1 if index >= ask.prompts[entry] else 0
-    repetition = ask.repetition[entry]
+        outputs[tokens[index]] += 1 if index >= params.prompts[entry] else 0
+    repetition = params.repetition[entry]
     for index in range(len(tokens)):
         token = tokens[index]
         if token >= len(values) or counts[token] == 0:
@@ -139,24 +139,24 @@ def _penalise(ask: Any, entry: int, buffers: Buffers) -> None:
         value, times = values[token], outputs[token]
         value = value / repetition if value > 0 else value * repetition
         if times > 0:
-            value -= ask.presence[entry] + ask.frequency[entry] * np.float32(times)
+            value -= params.presence[entry] + params.frequency[entry] * np.float32(times)
         values[token] = value
         counts[token] = 0
         outputs[token] = 0
 
 
 @compiled(**INNER)
-def _is_adjusted(ask: Any, entry: int) -> Any:
-    history = ask.starts[entry + 1] - ask.starts[entry]
+def _is_adjusted(params: Any, entry: int) -> Any:
+    history = params.starts[entry + 1] - params.starts[entry]
     return (
         history > 0
-        or ask.bias_starts[entry + 1] > ask.bias_starts[entry]
-        or ask.mask_of[entry] >= 0
+        or params.bias_starts[entry + 1] > params.bias_starts[entry]
+        or params.mask_of[entry] >= 0
     )
 
 
 @compiled(**INNER)
-def _forbid(words: Any, values: Any) -> None:
+def _apply_mask(words: Any, values: Any) -> None:
     """Set the logits of forbidden tokens to -inf, 32 at a time: most words of a mask allow all or none."""
     for index in range(-(-len(values) // 32)):
         word = words[index] if index < len(words) else np.uint32(0)
@@ -173,13 +173,13 @@ def _forbid(words: Any, values: Any) -> None:
 
 
 @compiled(**INNER)
-def _adjust(ask: Any, entry: int, buffers: Buffers) -> None:
+def _adjust(params: Any, entry: int, buffers: Buffers) -> None:
     values = buffers.values
-    _penalise(ask, entry, buffers)
-    for index in range(ask.bias_starts[entry], ask.bias_starts[entry + 1]):
-        values[ask.biased[index]] += ask.bias[index]
-    if ask.mask_of[entry] >= 0:
-        _forbid(ask.mask[ask.mask_of[entry]], values)
+    _apply_penalties(params, entry, buffers)
+    for index in range(params.bias_starts[entry], params.bias_starts[entry + 1]):
+        values[params.biased[index]] += params.bias[index]
+    if params.mask_of[entry] >= 0:
+        _apply_mask(params.mask[params.mask_of[entry]], values)
 
 
 @compiled(**INNER)
@@ -273,7 +273,7 @@ def _sum_kept(kept: Any, weight_min: Any, buffers: Buffers) -> Any:
 
 
 @compiled(**INNER)
-def _forget(kept: Any, buffers: Buffers) -> None:
+def _drop_others(kept: Any, buffers: Buffers) -> None:
     """Set the logits of all other tokens to -inf and their weights to 0."""
     least, last_tie = kept
     for index in range(len(buffers.values)):
@@ -303,38 +303,38 @@ def _pick_from_list(count: int, uniform: Any, weight_min: Any, buffers: Buffers)
 
 @compiled(**INNER)
 def _draw_from_list(
-    ask: Any, entry: int, head: Any, uniform: Any, scale: Any, top: Any, buffers: Buffers
+    params: Any, entry: int, head: Any, uniform: Any, scale: Any, top: Any, buffers: Buffers
 ) -> Any:
     """Draw from the short list that top-k keeps: no other token needs a weight."""
     count, low = head
     weigh_list(count, top, scale, np.float32(1.0), buffers)
-    wanted = np.float64(ask.top_k[entry])
+    wanted = np.float64(params.top_k[entry])
     count = limit_list(count, wanted, low, top, scale, np.float32(1.0), buffers)
     weigh_list(count, top, scale, np.float32(0.0), buffers)
-    if ask.top_p[entry] < 1.0:
+    if params.top_p[entry] < 1.0:
         total = 0.0
         for place in range(count):
             total += np.float64(buffers.list_weights[place])
-        wanted = ask.top_p[entry] * total
+        wanted = params.top_p[entry] * total
         count = limit_list(count, wanted, low, top, scale, np.float32(0.0), buffers)
-    return _pick_from_list(count, uniform, np.float32(ask.min_p[entry]), buffers)
+    return _pick_from_list(count, uniform, np.float32(params.min_p[entry]), buffers)
 
 
 @compiled(**INNER)
-def _draw(ask: Any, entry: int, top: Any, coarse: Any, buffers: Buffers) -> Any:
+def _draw(params: Any, entry: int, top: Any, coarse: Any, buffers: Buffers) -> Any:
     """Draw the token of a row; its logits and maxima are in the buffers."""
-    number = uniform(ask.key[entry, 0], ask.key[entry, 1])
-    scale = np.float32(ask.inverse_temperature[entry] * np.float64(LOG2_E))
-    top_k, top_p, min_p = ask.top_k[entry], ask.top_p[entry], np.float32(ask.min_p[entry])
+    number = uniform(params.key[entry, 0], params.key[entry, 1])
+    scale = np.float32(params.inverse_temperature[entry] * np.float64(LOG2_E))
+    top_k, top_p, min_p = params.top_k[entry], params.top_p[entry], np.float32(params.min_p[entry])
     if 0 < top_k <= len(buffers.tops) // 2:
         head = list_head(top_k, top, scale, buffers)
-        return _draw_from_list(ask, entry, head, number, scale, top, buffers)
+        return _draw_from_list(params, entry, head, number, scale, top, buffers)
     everything = (np.float32(-np.inf), len(buffers.values))
     all_weigh = top_p < 1.0 or top_k > 0
     total = weigh(top, scale, np.float32(0.0) if all_weigh else min_p, buffers)
     if 0 < top_k < len(buffers.values):
         kept = limit_row(np.float64(top_k), total, top, scale, np.float32(1.0), coarse, buffers)
-        _forget(kept, buffers)
+        _drop_others(kept, buffers)
         _find_tops(buffers)
         total = _sum_kept(everything, np.float32(0.0), buffers)
     kept = everything
@@ -355,7 +355,7 @@ def _draw(ask: Any, entry: int, top: Any, coarse: Any, buffers: Buffers) -> Any:
 
 @compiled(**EXACT)
 def draw_rows(
-    halves: Any, singles: Any, ask: Any, buffers: Buffers, out: Any, highest: Any
+    halves: Any, singles: Any, params: Any, buffers: Buffers, out: Any, highest: Any
 ) -> None:
     """Draw a token for each requested row.
 
@@ -363,17 +363,17 @@ def draw_rows(
     int32 and highest float32 [requested rows]. Nothing is drawn for a row whose `highest` is not finite.
     """
     coarse = np.float32(1 / 128 if len(halves) else 0.0)
-    for entry in range(len(ask.row)):
-        row = ask.row[entry]
+    for entry in range(len(params.row)):
+        row = params.row[entry]
         top = _fill(halves[row], buffers) if len(halves) else _fill(singles[row], buffers)
-        if _is_adjusted(ask, entry):
-            _adjust(ask, entry, buffers)
+        if _is_adjusted(params, entry):
+            _adjust(params, entry, buffers)
             top = _find_tops(buffers)
         highest[entry] = top
-        if ask.inverse_temperature[entry] == 0.0:
+        if params.inverse_temperature[entry] == 0.0:
             out[entry] = _first(top, buffers)
         elif abs(top) < np.float32(np.inf):
-            out[entry] = _draw(ask, entry, top, coarse, buffers)
+            out[entry] = _draw(params, entry, top, coarse, buffers)
         else:
             out[entry] = 0
 

@@ -139,5 +139,5 @@ def add_low_rank(
 
 def warm_up() -> None:
     """Compile the kernel ahead of the first step with an adapter."""
-    nobody: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-    add_low_rank(0, 0, 0, 0, 0, nobody, nobody, np.zeros((1, 1), dtype=PART))
+    none: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+    add_low_rank(0, 0, 0, 0, 0, none, none, np.zeros((1, 1), dtype=PART))

@@ -228,7 +228,7 @@ def _multiply_panels(
     groups = (blocks + blocks_of_group - 1) // blocks_of_group
     configure_tiles(rows)
     parts = parts_of(rows, given, stop - first, 2)
-    room = np.empty(max(parts.sums_bytes * parts.together, PASS_BYTES) + LINE, dtype=np.uint8)
+    buffer = np.empty(max(parts.sums_bytes * parts.together, PASS_BYTES) + LINE, dtype=np.uint8)
     half_panel_bytes = parts.size * STEP_BYTES
     widened = np.empty(2 * half_panel_bytes + LINE, dtype=np.uint8)
     for turn in range((stop - first) * parts.number):
@@ -254,7 +254,7 @@ def _multiply_panels(
             multiply_half(
                 FLOAT32, 2 * panel + half, rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES,
                 behind - start, next_line(widened) + half * half_panel_bytes, 0, outputs, bias_at, out_at,
-                next_line(room) + kept * parts.sums_bytes + half * (parts.sums_bytes // 2),
+                next_line(buffer) + kept * parts.sums_bytes + half * (parts.sums_bytes // 2),
                 start == 0, behind == parts.steps, 0, 0,
             )  # fmt: skip
     release_tiles()

@@ -95,7 +95,7 @@ _Product = PanelProduct | QuantizedProduct
 _Table = npt.NDArray[Any]
 
 
-class WholeStep:
+class CompiledStep:
     """Runs steps of decode rows through layers whose products all use this package's kernels.
 
     Attributes:
@@ -159,9 +159,9 @@ class WholeStep:
         count = len(hidden)
         normed = torch.empty_like(hidden)
         widths = [_whole_lines(count * each) for each in (self._queries, self._wide, self._other)]
-        room = hidden.new_empty(sum(widths))
-        room_at = room.data_ptr()
-        wide_at = room_at + 2 * widths[0]
+        buffer = hidden.new_empty(sum(widths))
+        buffer_at = buffer.data_ptr()
+        wide_at = buffer_at + 2 * widths[0]
         threads = self._traits.threads if attends_together else 1
         rows = DecodeRows(
             *self._angles(positions),
@@ -171,7 +171,9 @@ class WholeStep:
             shares_of(count, self._kv_heads, threads),
             self._pool if attends_together else 0,
         )
-        at = Places(hidden.data_ptr(), normed.data_ptr(), room_at, wide_at, wide_at + 2 * widths[1])
+        at = Places(
+            hidden.data_ptr(), normed.data_ptr(), buffer_at, wide_at, wide_at + 2 * widths[1]
+        )
         run_layers(
             self._addresses,
             BF16,
