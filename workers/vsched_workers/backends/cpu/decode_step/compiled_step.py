@@ -21,9 +21,7 @@ from vsched_workers.backends.cpu.decode_step.kernel import (
     CALL_INT8,
     CALL_NORM_PARTS,
     CALL_PANELS,
-    FLOAT_PRODUCT,
     FLOATS,
-    INT8_PRODUCT,
     MODEL,
     PANEL_PRODUCT,
     PRODUCT,
@@ -86,8 +84,8 @@ class _Kind(NamedTuple):
 
 _KINDS = (
     _Kind((gemm.multiply, multiply_in_tiles), CALL_PANELS, PANEL_PRODUCT),
-    _Kind((multiply_int8,), CALL_INT8, INT8_PRODUCT),
-    _Kind((floats.multiply,), CALL_FLOATS, FLOAT_PRODUCT),
+    _Kind((multiply_int8,), CALL_INT8, floats.INT8_PRODUCT),
+    _Kind((floats.multiply,), CALL_FLOATS, floats.FLOAT_PRODUCT),
 )
 """In the order of `kernel.PANELS`, `INT8_ACTIVATIONS` and `FLOATS`."""
 

@@ -30,13 +30,15 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.backends.cpu.kernels.bf16 import float32_array
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
 from vsched_workers.backends.cpu.kernels.gemm import PASS_ROWS
 from vsched_workers.backends.cpu.kernels.norm import NORM
 from vsched_workers.backends.cpu.kernels.rope import HEADS, RopeRows, no_rows
-from vsched_workers.backends.cpu.quantized.kernel import FEW_ROWS_MAX
-from vsched_workers.backends.cpu.quantized.kernel import PANEL as QUANTIZED_PANEL
+from vsched_workers.backends.cpu.quantized.kernel import (
+    FEW_ROWS_MAX,
+    FLOAT_PRODUCT,
+    INT8_PRODUCT,
+)
 
 MODEL = np.dtype(
     [
@@ -81,41 +83,6 @@ PANEL_PRODUCT = np.dtype(
 )
 """Arguments of `gemm.multiply` and `tiles.kernel.multiply_in_tiles`."""
 
-INT8_PRODUCT = np.dtype(
-    [
-        ("given", np.int64),
-        ("weight_at", np.int64),
-        ("panel_bytes", np.int64),
-        ("blocks", np.int64),
-        ("group_blocks", np.int64),
-        ("scale_row_bytes", np.int64),
-        ("vectors", np.int64),
-        ("scales_at", np.int64),
-        ("offsets_at", np.int64),
-        ("outputs", np.int64),
-        ("bias_at", np.int64),
-    ]
-)
-"""Arguments of `integers.multiply_int8` (int8 activations), `sizes` one by one."""
-
-FLOAT_PRODUCT = np.dtype(
-    [
-        ("given", np.int64),
-        ("inputs", np.int64),
-        ("weight_at", np.int64),
-        ("nibbles", np.int64),
-        ("block", np.int64),
-        ("group", np.int64),
-        ("scale_bytes", np.int64),
-        ("scales_at", np.int64),
-        ("offsets_at", np.int64),
-        ("outputs", np.int64),
-        ("bias_at", np.int64),
-        ("zero_point", np.float32),
-    ]
-)
-"""Arguments of `quantized.kernel.multiply` (dequantized weights), `sizes` one by one."""
-
 PRODUCTS = QKV, O_PROJ, GATE, UP, DOWN = 0, 1, 2, 3, 4
 """Products of a layer, by their column in the table."""
 
@@ -138,20 +105,15 @@ ALONE_MAX = 1 << 18
 
 _LONG, _SINGLE = numba.int64, numba.float32
 _NORMS = numba.typeof(np.empty(1, dtype=NORM))
-_BIAS = numba.typeof(np.empty(1, dtype=np.float32))
+_INT8_WEIGHT = numba.typeof(np.empty(1, dtype=INT8_PRODUCT))
+_FLOAT_WEIGHT = numba.typeof(np.empty(1, dtype=FLOAT_PRODUCT))
 
 CALL_ADD_NORM = KernelCall(_LONG, _LONG, _LONG, _LONG, _LONG, _SINGLE, _LONG, _LONG)
 CALL_ADD_NORMED = KernelCall(_LONG, _LONG, _LONG, _NORMS, _SINGLE, _NORMS, _LONG, _LONG, _LONG)
 CALL_NORM_PARTS = KernelCall(_LONG, _LONG, _LONG, _LONG, _NORMS, _LONG)
 CALL_PANELS = KernelCall(_LONG, None, *[_LONG] * 7)
-CALL_INT8 = KernelCall(
-    *(_LONG, None, None, None, None, *[_LONG] * 4, numba.types.UniTuple(_LONG, 5)),
-    *(*[_LONG] * 3, _BIAS, _LONG),
-)
-CALL_FLOATS = KernelCall(
-    *(_LONG, None, None, None, *[_LONG] * 7, numba.types.UniTuple(_LONG, 3)),
-    *(*[_LONG] * 3, _BIAS, _LONG, _SINGLE),
-)
+CALL_INT8 = KernelCall(_LONG, None, None, None, None, _INT8_WEIGHT, *[_LONG] * 4)
+CALL_FLOATS = KernelCall(_LONG, None, None, None, _LONG, _FLOAT_WEIGHT, *[_LONG] * 4)
 CALL_ACTIVATION = KernelCall(*[_LONG] * 5)
 CALL_DECODE = KernelCall(
     _LONG,
@@ -269,58 +231,21 @@ def _product(tag: Any, tables: Tables, place: Any, rows_at: int, rows: int, out_
     kernel = tables.multiply[product.kernel, MANY if many else FEW]
     pool = 0 if product.weights * passes < ALONE_MAX else tables.model[0].pool
     if product.kind == PANELS:
-        _call_panels(kernel, pool, tag, tables.panel_products[product.place], rows_at, rows, out_at)
+        panels = tables.panel_products[product.place]
+        _multiply_panels(
+            kernel, pool, tag, rows_at, rows, panels.pairs, panels.weight_at,
+            panels.outputs, panels.bias_at, out_at,
+        )  # fmt: skip
     elif product.kind == INT8_ACTIVATIONS:
-        _call_int8(kernel, pool, tag, tables.int8_products[product.place], rows_at, rows, out_at)
+        int8 = tables.int8_products[product.place : product.place + 1]
+        outputs = int8[0].outputs
+        _multiply_int8(kernel, pool, tag, tag, tag, tag, int8, rows_at, rows, outputs, out_at)
     else:
-        _call_floats(kernel, pool, tag, tables.float_products[product.place], rows_at, rows, out_at)
-
-
-@compiled()
-def _call_panels(
-    kernel: int, pool: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
-) -> None:
-    _multiply_panels(
-        kernel, pool, tag, rows_at, rows, product.pairs, product.weight_at,
-        product.outputs, product.bias_at, out_at,
-    )  # fmt: skip
-
-
-@compiled()
-def _call_int8(
-    kernel: int, pool: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
-) -> None:
-    sizes = (
-        product.panel_bytes,
-        product.blocks,
-        product.group_blocks,
-        product.scale_row_bytes,
-        product.vectors,
-    )
-    _multiply_int8(
-        kernel, pool, tag, tag, tag, tag, rows_at, rows, product.given, product.weight_at, sizes,
-        product.scales_at, product.offsets_at, product.outputs, _bias_of(product), out_at,
-    )  # fmt: skip
-
-
-@compiled()
-def _call_floats(
-    kernel: int, pool: int, tag: Any, product: Any, rows_at: int, rows: int, out_at: int
-) -> None:
-    sizes = product.block, product.group, product.scale_bytes
-    many = 1 if rows > FEW_ROWS_MAX else 0
-    _multiply_floats(
-        kernel, pool, tag, tag, tag, many, rows_at, rows, product.given, product.inputs,
-        product.weight_at, product.nibbles, sizes, product.scales_at, product.offsets_at,
-        product.outputs, _bias_of(product), out_at, product.zero_point,
-    )  # fmt: skip
-
-
-@compiled()
-def _bias_of(product: Any) -> Any:
-    """View the bias, which is padded to whole panels, as an array."""
-    panels = (product.outputs + QUANTIZED_PANEL - 1) // QUANTIZED_PANEL
-    return float32_array(product.bias_at, panels * QUANTIZED_PANEL)
+        floats = tables.float_products[product.place : product.place + 1]
+        outputs, widens = floats[0].outputs, 1 if rows > FEW_ROWS_MAX else 0
+        _multiply_floats(
+            kernel, pool, tag, tag, tag, widens, floats, rows_at, rows, outputs, out_at
+        )
 
 
 @compiled()

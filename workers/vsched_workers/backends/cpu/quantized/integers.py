@@ -370,17 +370,14 @@ def _multiply_panels(
     rows_at: int,
     row_bytes: int,
     row_scales: Any,
-    weight_at: int,
-    sizes: Any,
-    scales_at: int,
-    offsets_at: int,
+    weight: Any,
     outputs: int,
-    bias: Any,
     out_at: int,
 ) -> None:
     """Multiply all rows by the panels `first` to `stop`."""
-    row_tag, kind, scale_kind, tag = tags
-    panel_bytes, blocks, together, scale_row_bytes, vectors = sizes
+    (row_tag, kind, scale_kind, tag), product = tags, weight[0]
+    panel_bytes, blocks, together = product.panel_bytes, product.blocks, product.group_blocks
+    weight_at, offsets_at, vectors = product.weight_at, product.offsets_at, product.vectors
     groups = (blocks + together - 1) // together
     block_bytes = panel_bytes // blocks
     chunk = max(_CHUNK_BYTES // block_bytes, 1)
@@ -393,7 +390,7 @@ def _multiply_panels(
     end_at = weight_at + (outputs + PANEL - 1) // PANEL * panel_bytes - _AHEAD
     for panel in range(first, stop):
         column = panel * PANEL
-        totals[:] = bias[column : column + PANEL]
+        totals[:] = float32_array(product.bias_at + 4 * column, PANEL)
         start = 0
         while start < blocks:
             group = start // together
@@ -401,7 +398,7 @@ def _multiply_panels(
             if together > chunk:
                 count = min(count, (group + 1) * together - start)
             here = weight_at + panel * panel_bytes + start * block_bytes
-            at = (groups * panel + group) * scale_row_bytes
+            at = (groups * panel + group) * product.scale_row_bytes
             row = 0
             for index in range(passes):
                 count_rows = (rows - row) // (passes - index)
@@ -409,7 +406,7 @@ def _multiply_panels(
                 fetches = here < end_at and fetched * LINE < block_bytes
                 _multiply_pass(
                     kind[0], scale_kind[0], tag[0], count_rows, count, together, vectors, here,
-                    scales_at + at, offsets_at + at if offsets_at else 0,
+                    product.scales_at + at, offsets_at + at if offsets_at else 0,
                     rows_at + row * row_bytes + start * ROW_BLOCK, row_bytes,
                     row_scales.ctypes.data + row * row_scales.strides[0] + 8 * start, row_scales.strides[0],
                     totals.ctypes.data + row * PANEL * 4,
@@ -449,33 +446,25 @@ def multiply_int8(
     kind: Any,
     scale_kind: Any,
     tag: Any,
+    weight: Any,
     rows_at: int,
     rows: int,
-    given: int,
-    weight_at: int,
-    sizes: Any,
-    scales_at: int,
-    offsets_at: int,
     outputs: int,
-    bias: Any,
     out_at: int,
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
-    Shape: rows [rows, given] and out [rows, outputs], of the type of `row_tag`; bias float32 [padded outputs].
-    `sizes` are bytes of a panel, blocks of a panel, blocks of a group, bytes of a panel's scales of a group, vectors
-    of a panel.
+    Shape: rows [rows, given inputs] and out [rows, outputs], of the type of `row_tag`; weight `INT8_PRODUCT` [1].
+    `outputs` are all of the weight's, or in a sparse run fewer.
     """
-    row_bytes = sizes[1] * ROW_BLOCK
+    given, blocks = weight[0].given, weight[0].blocks
+    row_bytes = blocks * ROW_BLOCK
     taken = np.empty((rows, row_bytes), dtype=np.int8)
-    row_scales = np.empty((rows, 2 * sizes[1]), dtype=np.float32)
-    spread(
-        pool, rows, OWN_ROWS_MAX, _quantize_rows, (row_tag, kind, rows_at, given, taken, row_scales)
-    )
+    row_scales = np.empty((rows, 2 * blocks), dtype=np.float32)
+    quantized = row_tag, kind, rows_at, given, taken, row_scales
+    spread(pool, rows, OWN_ROWS_MAX, _quantize_rows, quantized)
     panels = (outputs + PANEL - 1) // PANEL
-    work = (
-        (row_tag, kind, scale_kind, tag), taken.ctypes.data, row_bytes, row_scales,
-        weight_at, sizes, scales_at, offsets_at, outputs, bias, out_at,
-    )  # fmt: skip
+    tags = row_tag, kind, scale_kind, tag
+    work = tags, taken.ctypes.data, row_bytes, row_scales, weight, outputs, out_at
     spread(pool, panels, panels_together(rows, given) * _INT8_PANELS, _multiply_panels, work)
     taken[0, 0] = np.int8(0)  # keeps the buffer alive: only its address is used above

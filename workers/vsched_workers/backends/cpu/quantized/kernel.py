@@ -45,7 +45,7 @@ bits whatever other rows are in the batch. A group of more than `BLOCK` inputs i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -117,6 +117,70 @@ FLOAT32_SCALES: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
 _BYTES = ir.VectorType(BYTE, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _FLOAT16S = ir.VectorType(ir.HalfType(), LANES)
+
+FLOAT_PRODUCT = np.dtype(
+    [
+        ("given", np.int64),
+        ("inputs", np.int64),
+        ("weight_at", np.int64),
+        ("nibbles", np.int64),
+        ("block", np.int64),
+        ("group", np.int64),
+        ("scale_bytes", np.int64),
+        ("scales_at", np.int64),
+        ("offsets_at", np.int64),
+        ("outputs", np.int64),
+        ("bias_at", np.int64),
+        ("zero_point", np.float32),
+    ]
+)
+"""A packed weight for `multiply`, an array of one record.
+
+`given` inputs are padded to `inputs`; a weight has `nibbles` half bytes, a block and a group `block` and `group`
+inputs, a scale `scale_bytes`, 0 if all inputs share the scale 1. `offsets_at` is 0 if there are no offsets. The bias is
+float32, padded to whole panels.
+"""
+
+INT8_PRODUCT = np.dtype(
+    [
+        ("given", np.int64),
+        ("weight_at", np.int64),
+        ("panel_bytes", np.int64),
+        ("blocks", np.int64),
+        ("group_blocks", np.int64),
+        ("scale_row_bytes", np.int64),
+        ("vectors", np.int64),
+        ("scales_at", np.int64),
+        ("offsets_at", np.int64),
+        ("outputs", np.int64),
+        ("bias_at", np.int64),
+    ]
+)
+"""A packed weight for `integers.multiply_int8` and `widened.multiply_widened`, an array of one record.
+
+A panel has `panel_bytes` in `blocks` blocks of inputs and in `vectors` vectors; a group has `group_blocks` blocks, and
+a panel's scales of one group have `scale_row_bytes`. The rest is as in `FLOAT_PRODUCT`.
+"""
+
+
+class _Panel(NamedTuple):
+    """A panel of a weight, and the accumulators of all rows.
+
+    Attributes:
+        weight_at: Address of its weights.
+        scales_at: Address of its scales.
+        offsets_at: Address of its offsets; 0 if there are none.
+        sums: Sums of inputs, float32 [blocks, rows].
+        totals: Accumulators, float32 [rows, PANEL].
+        widened: Buffer for the widened weights of a part, float32 [BLOCK, PANEL].
+    """
+
+    weight_at: int
+    scales_at: int
+    offsets_at: int
+    sums: npt.NDArray[np.float32]
+    totals: npt.NDArray[np.float32]
+    widened: npt.NDArray[np.float32]
 
 
 def _all(kind: Any, value: int) -> Any:
@@ -355,27 +419,25 @@ def _passes_of(rows: int, input_bytes: int) -> Any:
 def _multiply_part(
     kind: Any,
     scale_kind: Any,
+    product: Any,
+    panel: _Panel,
+    passes: Any,
     rows: Any,
     start: int,
     stop: int,
     weight_at: int,
     nibbles: int,
     ahead_at: int,
-    passes: Any,
-    sizes: Any,
-    scales_at: int,
-    offsets_at: int,
-    sums: Any,
-    totals: Any,
-    zero_point: float,
 ) -> None:
     """Multiply all rows by the inputs `start` to `stop` of a panel, which begin at `weight_at`.
 
     Shape: rows [rows, BLOCK], for these inputs. The next part is at `ahead_at`; each pass prefetches its share of it.
     For `passes` see `_passes_of`.
     """
-    block, group, scale_bytes = sizes
+    block, group, scale_bytes = product.block, product.group, product.scale_bytes
     number, least, larger, ahead_bytes = passes
+    sums, totals, offsets_at = panel.sums, panel.totals, panel.offsets_at
+    zero_point = product.zero_point
     first = 0
     for index in range(number):
         count = least + int(index < larger)
@@ -389,7 +451,7 @@ def _multiply_part(
                 rows.ctypes.data + first * _ROW_BYTES + 4 * (at - start),
                 weight_at + (at - start) * PANEL * nibbles // 2,
                 min(block, stop - at),
-                scales_at + scale,
+                panel.scales_at + scale,
                 offsets_at + scale if offsets_at else 0,
                 sums.ctypes.data + at // block * sums.strides[0] + 4 * first,
                 totals.ctypes.data + first * PANEL * 4,
@@ -403,40 +465,28 @@ def _multiply_part(
 
 @compiled()
 def _multiply_panel(
-    kind: Any,
-    scale_kind: Any,
-    many: int,
-    rows: Any,
-    inputs: int,
-    weight_at: int,
-    nibbles: int,
-    sizes: Any,
-    scales_at: int,
-    offsets_at: int,
-    sums: Any,
-    totals: Any,
-    widened: Any,
-    zero_point: float,
+    kind: Any, scale_kind: Any, many: int, product: Any, panel: _Panel, rows: Any
 ) -> None:
-    """Multiply all rows by a panel, part by part; with `many`, each part is `widened` into the cache first."""
-    length = BLOCK // sizes[0] * sizes[0]
-    input_bytes = PANEL * nibbles // 2
+    """Multiply all rows by a panel, part by part; with `many`, each part is widened into the cache first."""
+    length = BLOCK // product.block * product.block
+    input_bytes = PANEL * product.nibbles // 2
     passes = _passes_of(rows.shape[1], input_bytes)
     for part in range(len(rows)):
         start = part * length
-        stop = min(start + length, inputs)
-        at = weight_at + start * input_bytes
+        stop = min(start + length, product.inputs)
+        at = panel.weight_at + start * input_bytes
         ahead_at = at + (stop - start) * input_bytes
         if many:
-            _widen(kind[0], at, stop - start, widened.ctypes.data)
+            widened_at = panel.widened.ctypes.data
+            _widen(kind[0], at, stop - start, widened_at)
             _multiply_part(
-                _FLOAT32, scale_kind, rows[part], start, stop, widened.ctypes.data, 8,
-                ahead_at, passes, sizes, scales_at, offsets_at, sums, totals, zero_point,
+                _FLOAT32, scale_kind, product, panel, passes, rows[part], start, stop,
+                widened_at, 8, ahead_at,
             )  # fmt: skip
         else:
             _multiply_part(
-                kind, scale_kind, rows[part], start, stop, at, nibbles, ahead_at,
-                passes, sizes, scales_at, offsets_at, sums, totals, zero_point,
+                kind, scale_kind, product, panel, passes, rows[part], start, stop,
+                at, product.nibbles, ahead_at,
             )  # fmt: skip
 
 
@@ -508,38 +558,36 @@ def _multiply_panels(
     stop: int,
     tags: Any,
     many: int,
+    weight: Any,
     packed_rows: Any,
-    inputs: int,
-    weight_at: int,
-    nibbles: int,
-    sizes: Any,
-    scales_at: int,
-    offsets_at: int,
-    outputs: int,
-    bias: Any,
-    out_at: int,
     sums: Any,
-    zero_point: float,
+    outputs: int,
+    out_at: int,
 ) -> None:
     """Multiply all rows by the panels `first` to `stop`."""
-    tag, kind, scale_kind = tags
-    rows, group, scale_bytes = packed_rows.shape[1], sizes[1], sizes[2]
-    groups = (inputs + group - 1) // group
-    panel_bytes = inputs * PANEL * nibbles // 2
+    (tag, kind, scale_kind), product = tags, weight[0]
+    rows = packed_rows.shape[1]
+    groups = (product.inputs + product.group - 1) // product.group
+    panel_bytes = product.inputs * PANEL * product.nibbles // 2
     totals = np.empty((rows, PANEL), dtype=np.float32)
     widened = np.empty((BLOCK, PANEL), dtype=np.float32)
-    for panel in range(first, stop):
-        column = panel * PANEL
+    for index in range(first, stop):
+        column = index * PANEL
         # A slice assignment checks shapes, and its error message takes seconds to compile.
+        bias = float32_array(product.bias_at + 4 * column, PANEL)
         for row in range(rows):
-            for index in range(PANEL):
-                totals[row, index] = bias[column + index]
-        scale = groups * panel * PANEL * scale_bytes
-        _multiply_panel(
-            kind, scale_kind, many, packed_rows, inputs, weight_at + panel * panel_bytes, nibbles,
-            sizes, scales_at + scale, offsets_at + scale if offsets_at else 0, sums, totals,
-            widened, zero_point,
-        )  # fmt: skip
+            for place in range(PANEL):
+                totals[row, place] = bias[place]
+        scale = groups * column * product.scale_bytes
+        panel = _Panel(
+            product.weight_at + index * panel_bytes,
+            product.scales_at + scale,
+            product.offsets_at + scale if product.offsets_at else 0,
+            sums,
+            totals,
+            widened,
+        )
+        _multiply_panel(kind, scale_kind, many, product, panel, packed_rows)
         count = min(PANEL, outputs - column)
         write_rows(tag, totals, out_at + column * tag.itemsize, outputs, count)
 
@@ -551,36 +599,25 @@ def multiply(
     kind: Any,
     scale_kind: Any,
     many: int,
+    weight: Any,
     rows_at: int,
     rows: int,
-    given: int,
-    inputs: int,
-    weight_at: int,
-    nibbles: int,
-    sizes: Any,
-    scales_at: int,
-    offsets_at: int,
     outputs: int,
-    bias: Any,
     out_at: int,
-    zero_point: float,
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
-    Shape: rows [rows, given] and out [rows, outputs], of the type of `tag`; `inputs` is `given`, padded; bias float32
-    [padded outputs]. `sizes` are inputs of a block, inputs of a group, and bytes of a scale.
+    Shape: rows [rows, given inputs] and out [rows, outputs], of the type of `tag`; weight `FLOAT_PRODUCT` [1].
+    `outputs` are those of the weight, or in a sparse run fewer. With `many`, weights are widened once for all rows.
     """
-    block = sizes[0]
+    inputs, block = weight[0].inputs, weight[0].block
     length = BLOCK // block * block
     packed_rows = np.empty(((inputs + length - 1) // length, rows, BLOCK), dtype=np.float32)
     blocks = (inputs + block - 1) // block
     by_row = np.empty((rows, blocks), dtype=np.float32)
-    read = tag, rows_at, given, block, packed_rows, by_row
+    read = tag, rows_at, weight[0].given, block, packed_rows, by_row
     spread(pool, rows, rows_together(inputs), _read_rows, read)
     sums = np.ascontiguousarray(by_row.T)
     panels = (outputs + PANEL - 1) // PANEL
-    work = (
-        (tag, kind, scale_kind), many, packed_rows, inputs, weight_at, nibbles, sizes, scales_at,
-        offsets_at, outputs, bias, out_at, sums, zero_point,
-    )  # fmt: skip
+    work = (tag, kind, scale_kind), many, weight, packed_rows, sums, outputs, out_at
     spread(pool, panels, panels_together(rows, inputs), _multiply_panels, work)

@@ -29,8 +29,10 @@ from vsched_workers.backends.cpu.quantized.kernel import (
     FLOAT16_SCALES,
     FLOAT32_ROWS,
     FLOAT32_SCALES,
+    FLOAT_PRODUCT,
     FP8_FACTOR,
     INPUTS,
+    INT8_PRODUCT,
     KINDS,
     PANEL,
     multiply,
@@ -63,7 +65,7 @@ class QuantizedProduct:
         many_rows_kernel: Kernel for at least `many_rows_min` rows of bfloat16: `multiply_widened`, or None.
         many_rows_min: Minimum rows of that kernel.
         tags: Dtype tags that select the compiled variant for bfloat16 rows.
-        record: Arguments that describe the weight, one by one, with the bias as its address.
+        record: Values of `INT8_PRODUCT` or `FLOAT_PRODUCT` that describe the weight.
         has_order: Whether inputs are permuted first.
     """
 
@@ -132,10 +134,9 @@ class QuantizedProduct:
     def _int8_kernel(self, pool: int, tags: Sequence[Any]) -> Kernel:
         """Return the kernel with int8 activations."""
         self.kernel = multiply_int8
-        sizes, addresses = self._sizes(ROW_BLOCK), self._addresses()
         self.tags = (BF16_ROWS, *tags, instructions())
-        self.record = (self._given, addresses[0], *sizes, *addresses[1:], *self._results())
-        return self._by_blocks(multiply_int8, pool, tags, sizes)
+        self.record = self._int8_record(ROW_BLOCK)
+        return self._by_blocks(multiply_int8, pool, tags, self.record)
 
     def _float_kernel(self, pool: int, tags: Sequence[Any], *, scaled: bool) -> Kernel:
         """Return the kernel that widens weights."""
@@ -143,19 +144,16 @@ class QuantizedProduct:
         sizes = (_block_of(self._group), self._group, self._scales.itemsize if scaled else 0)
         nibbles = 1 if self._kind == "int4" else 2 * self._panels.itemsize
         addresses = self._addresses()
-        inputs = self._given, self._inputs
         self.tags = (BF16_ROWS, *tags)
         self.record = (
-            *(*inputs, addresses[0], nibbles, *sizes, *addresses[1:]),
+            *(self._given, self._inputs, addresses[0], nibbles, *sizes, *addresses[1:]),
             *(*self._results(), self._zero_point),
         )
+        weight = np.array([self.record], dtype=FLOAT_PRODUCT)
 
         def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
-            multiply(
-                pool, row_tag, *tags, int(count > FEW_ROWS_MAX), rows_at, count, self._given,
-                self._inputs, addresses[0], nibbles, sizes, addresses[1], addresses[2], outputs,
-                self._bias, result_at, self._zero_point,
-            )  # fmt: skip
+            many = int(count > FEW_ROWS_MAX)
+            multiply(pool, row_tag, *tags, many, weight, rows_at, count, outputs, result_at)
 
         return call
 
@@ -163,32 +161,31 @@ class QuantizedProduct:
         """Return the kernel that dequantizes weights to bfloat16 and multiplies many rows in tiles."""
         assert has_tiles(), "the process must have permission for tiles"
         unit = ROW_BLOCK if self._group % ROW_BLOCK == self._inputs % ROW_BLOCK == 0 else INPUTS
-        return self._by_blocks(multiply_widened, pool, tags, self._sizes(unit))
+        return self._by_blocks(multiply_widened, pool, tags, self._int8_record(unit))
 
     def _by_blocks(
-        self, kernel: Any, pool: int, tags: Sequence[Any], sizes: tuple[int, ...]
+        self, kernel: Any, pool: int, tags: Sequence[Any], record: tuple[Any, ...]
     ) -> Kernel:
-        """Bind the weight's arguments to a kernel that works on blocks of inputs."""
-        tag, addresses = instructions(), self._addresses()
+        """Bind the weight to a kernel that works on blocks of inputs."""
+        tag, weight = instructions(), np.array([record], dtype=INT8_PRODUCT)
 
         def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
             # Positional arguments: numba takes microseconds to sort keyword arguments.
-            kernel(
-                pool, row_tag, *tags, tag, rows_at, count, self._given, addresses[0], sizes,
-                addresses[1], addresses[2], outputs, self._bias, result_at,
-            )  # fmt: skip
+            kernel(pool, row_tag, *tags, tag, weight, rows_at, count, outputs, result_at)
 
         return call
 
-    def _sizes(self, block: int) -> tuple[int, int, int, int, int]:
-        """Bytes of a panel, its blocks, blocks of a group, bytes of its scales of a group, vectors of a panel."""
-        return (
+    def _int8_record(self, block: int) -> tuple[int, ...]:
+        """Return the record of the weight (`INT8_PRODUCT`) with blocks of this number of inputs."""
+        addresses = self._addresses()
+        sizes = (
             self._panels[0].nbytes,
             self._inputs // block,
             self._group // block,
             self._scales[0, 0].nbytes,
             VECTORS,
         )
+        return (self._given, addresses[0], *sizes, *addresses[1:], *self._results())
 
     def _addresses(self) -> tuple[int, int, int]:
         offsets_at = 0 if self._offsets is None else self._offsets.data_ptr()

@@ -211,18 +211,15 @@ def _multiply_panels(
     tags: Any,
     rows: int,
     rows_at: int,
-    given: int,
-    weight_at: int,
-    sizes: Any,
-    scales_at: int,
-    offsets_at: int,
+    weight: Any,
     outputs: int,
-    bias_at: int,
     out_at: int,
 ) -> None:
     """Multiply all rows by the panels `first` to `stop`."""
-    kind, scale_kind = tags
-    panel_bytes, blocks, blocks_of_group, scale_row_bytes, _ = sizes
+    (kind, scale_kind), product = tags, weight[0]
+    panel_bytes, blocks, blocks_of_group = product.panel_bytes, product.blocks, product.group_blocks
+    weight_at, scales_at, offsets_at = product.weight_at, product.scales_at, product.offsets_at
+    given, bias_at, scale_row_bytes = product.given, product.bias_at, product.scale_row_bytes
     inputs = panel_bytes // PANEL * _weights_of_a_byte(kind[0])
     group = inputs // blocks * blocks_of_group
     groups = (blocks + blocks_of_group - 1) // blocks_of_group
@@ -267,27 +264,20 @@ def multiply_widened(
     kind: Any,
     scale_kind: Any,
     _tag: Any,
+    weight: Any,
     rows_at: int,
     rows: int,
-    given: int,
-    weight_at: int,
-    sizes: Any,
-    scales_at: int,
-    offsets_at: int,
     outputs: int,
-    bias: Any,
     out_at: int,
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
     Same arguments as `integers.multiply_int8`, but rows are bfloat16, and blocks may have any size.
     """
+    given = weight[0].given
     packed_rows = np.empty(laid_out_bytes(rows, given) + LINE, dtype=np.uint8)
     spread(pool, rows, OWN_ROWS_MAX, lay_out_rows, (rows_at, given, next_line(packed_rows)))
     panels = (outputs + PANEL - 1) // PANEL
-    work = (
-        (kind, scale_kind), rows, next_line(packed_rows), given, weight_at, sizes, scales_at, offsets_at,
-        outputs, bias.ctypes.data, out_at,
-    )  # fmt: skip
+    work = (kind, scale_kind), rows, next_line(packed_rows), weight, outputs, out_at
     spread(pool, panels, halves_together(rows, given, panels, 2), _multiply_panels, work)
     packed_rows[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above
