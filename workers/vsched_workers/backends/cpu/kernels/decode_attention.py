@@ -13,7 +13,7 @@ A task is a row, or a row's share of the KV heads if there are too few rows for 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -71,21 +71,30 @@ def _choose(tag: Any, query_at: Any, context: Any, scaling: Any, summed: Any) ->
     return attend
 
 
+class _Decode(NamedTuple):
+    """Arguments of `decode`, and whether keys and values are already in the cache (`is_written`)."""
+
+    qkv_at: int
+    out_at: int
+    heads: npt.NDArray[Any]
+    rows: RopeRows
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+    tables: npt.NDArray[np.int32]
+    contexts: npt.NDArray[np.int32]
+    block_size: int
+    shares: int
+    is_written: int
+    tag: npt.NDArray[Any]
+
+
 @compiled()
-def _write_row(
-    qkv_at: int,
-    heads: Any,
-    rows: RopeRows,
-    row: int,
-    keys: Any,
-    values: Any,
-    kv_first: int,
-    kv_stop: int,
-) -> None:
+def _write_row(given: _Decode, row: int, kv_first: int, kv_stop: int) -> None:
     """Write a row's keys and values of some KV heads into the cache."""
+    heads, rows, keys, values = given.heads[0], given.rows, given.keys, given.values
     kv_heads, head_dim = keys.shape[1], 2 * rows.cos.shape[1]
     slot, size = rows.slots[row], 2 * head_dim
-    row_at = qkv_at + row * (heads.queries + 2 * kv_heads) * size
+    row_at = given.qkv_at + row * (heads.queries + 2 * kv_heads) * size
     turned = np.empty(head_dim, dtype=np.uint16)
     for kv_head in range(kv_first, kv_stop):
         at = row_at + (heads.queries + kv_head) * size
@@ -107,28 +116,21 @@ def _sees_another(rows: RopeRows, tables: Any, contexts: Any, block_size: int) -
 
 
 @compiled()
-def _decode_task(
-    qkv_at: int,
-    out_at: int,
-    heads: Any,
-    rows: RopeRows,
-    row: int,
-    context: RowContext,
-    tag: Any,
-) -> None:
+def _decode_task(given: _Decode, row: int, context: RowContext) -> None:
     """Attend for the queries of a row that share some of the KV heads."""
+    heads, rows = given.heads[0], given.rows
     kv_heads, head_dim = context.keys.shape[1], 2 * rows.cos.shape[1]
     size, group = 2 * head_dim, heads.queries // kv_heads
-    row_at = qkv_at + row * (heads.queries + 2 * kv_heads) * size
+    row_at = given.qkv_at + row * (heads.queries + 2 * kv_heads) * size
     first, count = context.kv_first * group, (context.kv_stop - context.kv_first) * group
     summed = np.zeros((count, head_dim), dtype=np.float32)
     # Rotated queries use the space of the output.
     row_at += first * size
-    to = out_at + (row * heads.queries + first) * size
+    to = given.out_at + (row * heads.queries + first) * size
     for head in range(count):
         source_at = row_at + head * size
         rope_head(source_at, to + head * size, rows, row, heads.query_norm_at, heads)
-    _attend_row(tag, to, context, heads.scaling, summed)
+    _attend_row(given.tag, to, context, heads.scaling, summed)
     for head in range(count):
         out = bf16_array(to + head * size, head_dim)
         for index in range(head_dim):
@@ -136,33 +138,19 @@ def _decode_task(
 
 
 @compiled()
-def _decode_tasks(
-    begin: int,
-    stop: int,
-    qkv_at: int,
-    out_at: int,
-    heads: Any,
-    rows: RopeRows,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    contexts: Any,
-    block_size: int,
-    shares: int,
-    is_written: bool,
-    tag: Any,
-) -> None:
+def _decode_tasks(begin: int, stop: int, given: _Decode) -> None:
     """Attend for shares of rows; see `decode`."""
-    size = keys.shape[1] // shares
-    window, softcap = heads[0].window, heads[0].softcap
+    contexts, block_size, shares = given.contexts, given.block_size, given.shares
+    size = given.keys.shape[1] // shares
+    window, softcap = given.heads[0].window, given.heads[0].softcap
     for task in range(begin, stop):
         row, kv_first = task // shares, task % shares * size
         unseen = contexts[row] - window if 0 < window < contexts[row] else 0
         skipped = unseen // block_size
         context = RowContext(
-            keys,
-            values,
-            tables[row][skipped:],
+            given.keys,
+            given.values,
+            given.tables[row][skipped:],
             unseen - skipped * block_size,
             contexts[row] - skipped * block_size,
             block_size,
@@ -170,9 +158,9 @@ def _decode_tasks(
             kv_first + size,
             softcap,
         )
-        if not is_written:
-            _write_row(qkv_at, heads[0], rows, row, keys, values, kv_first, kv_first + size)
-        _decode_task(qkv_at, out_at, heads[0], rows, row, context, tag)
+        if not given.is_written:
+            _write_row(given, row, kv_first, kv_first + size)
+        _decode_task(given, row, context)
 
 
 @compiled()
@@ -211,11 +199,8 @@ def decode(
         tag: Dtype tag for scores (`score_tag`).
     """
     count, kv_heads = len(rows.slots), keys.shape[1]
-    is_written = _sees_another(rows, tables, contexts, block_size)
-    if is_written:
-        for row in range(count):
-            _write_row(qkv_at, heads[0], rows, row, keys, values, 0, kv_heads)
-    work = (
+    is_written = 1 if _sees_another(rows, tables, contexts, block_size) else 0
+    given = _Decode(
         qkv_at,
         out_at,
         heads,
@@ -229,7 +214,24 @@ def decode(
         is_written,
         tag,
     )
-    spread(pool, count * shares, 1, _decode_tasks, work)
+    if is_written:
+        for row in range(count):
+            _write_row(given, row, 0, kv_heads)
+    spread(pool, count * shares, 1, _decode_tasks, (given,))
+
+
+class _Queries(NamedTuple):
+    """Arguments of `decode_queries`."""
+
+    query: npt.NDArray[np.float32]
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+    tables: npt.NDArray[np.int32]
+    contexts: npt.NDArray[np.int32]
+    block_size: int
+    scaling: np.float32
+    shares: int
+    out: npt.NDArray[np.float32]
 
 
 @compiled()
@@ -248,35 +250,24 @@ def _attend_task(query: Any, row: int, context: RowContext, scaling: Any, out: A
 
 
 @compiled()
-def _attend_tasks(
-    begin: int,
-    stop: int,
-    query: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    contexts: Any,
-    block_size: int,
-    scaling: Any,
-    shares: int,
-    out: Any,
-) -> None:
+def _attend_tasks(begin: int, stop: int, given: _Queries) -> None:
     """Attend for shares of rows; see `decode_queries`."""
-    size = keys.shape[1] // shares
+    shares = given.shares
+    size = given.keys.shape[1] // shares
     for task in range(begin, stop):
         row, first = task // shares, task % shares * size
         context = RowContext(
-            keys,
-            values,
-            tables[row],
+            given.keys,
+            given.values,
+            given.tables[row],
             0,
-            contexts[row],
-            block_size,
+            given.contexts[row],
+            given.block_size,
             first,
             first + size,
             np.float32(0.0),
         )
-        _attend_task(query, row, context, scaling, out)
+        _attend_task(given.query, row, context, given.scaling, given.out)
 
 
 @compiled()
@@ -297,8 +288,8 @@ def decode_queries(
     Shape: query, out float32 [rows, heads, head_dim]; keys, values float32, bfloat16 or int8 [slots, kv heads, width
     of a head]; tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as in `decode`.
     """
-    given = query, keys, values, tables, contexts, block_size, scaling, shares, out
-    spread(pool, query.shape[0] * shares, 1, _attend_tasks, given)
+    given = _Queries(query, keys, values, tables, contexts, block_size, scaling, shares, out)
+    spread(pool, query.shape[0] * shares, 1, _attend_tasks, (given,))
 
 
 def warm_up(tag: npt.NDArray[Any], cached: npt.NDArray[Any]) -> None:

@@ -29,10 +29,11 @@ A task is a run of rows for one KV head: consecutive rows of a sequence, as in a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E, bf16_array, exp2, larger, narrow
@@ -266,29 +267,32 @@ def _combine(weights: Any, pairs: int, offsets: Any, values_at: int, summed: Any
         column += vectors * LANES
 
 
+class _Rows(NamedTuple):
+    """Arguments of `attend_rows`."""
+
+    qkv_at: int
+    out_at: int
+    heads: npt.NDArray[Any]
+    rows: RopeRows
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+    tables: npt.NDArray[np.int32]
+    contexts: npt.NDArray[np.int32]
+    block_size: int
+
+
 @compiled()
-def _attend_run(
-    qkv_at: int,
-    out_at: int,
-    heads: Any,
-    rows: RopeRows,
-    first: int,
-    stop: int,
-    kv_head: int,
-    keys: Any,
-    values: Any,
-    table: Any,
-    context: int,
-    block_size: int,
-) -> None:
-    """Attend for a run of rows, with the queries of one KV head; the first row sees `context` tokens."""
+def _attend_run(given: _Rows, first: int, stop: int, kv_head: int) -> None:
+    """Attend for a run of rows, `first` to `stop`, with the queries of one KV head."""
+    heads, rows, keys = given.heads[0], given.rows, given.keys
+    table, context, block_size = given.tables[first], given.contexts[first], given.block_size
     kv_heads, head_dim = keys.shape[1], keys.shape[2]
     size, group = 2 * head_dim, heads.queries // kv_heads
     row_bytes = (heads.queries + 2 * kv_heads) * size
     queries = np.empty(((stop - first) * group, head_dim), dtype=np.uint16)
     for query in range(len(queries)):
         row, head = first + query // group, kv_head * group + query % group
-        source_at = qkv_at + row * row_bytes + head * size
+        source_at = given.qkv_at + row * row_bytes + head * size
         to_at = queries.ctypes.data + query * size
         rope_head(source_at, to_at, rows, row, heads.query_norm_at, heads)
     length = context + stop - first - 1
@@ -305,55 +309,27 @@ def _attend_run(
         seen = context + query // group
         totals[query] = _softmax(scores[query], weights[query], seen, width, factor)
     summed = np.empty((len(queries), head_dim), dtype=np.float32)
-    _combine(weights, width // 2, offsets, values.ctypes.data, summed)
+    _combine(weights, width // 2, offsets, given.values.ctypes.data, summed)
     for query in range(len(queries)):
         row, head = first + query // group, kv_head * group + query % group
-        out = bf16_array(out_at + (row * heads.queries + head) * size, head_dim)
+        out = bf16_array(given.out_at + (row * heads.queries + head) * size, head_dim)
         of_query, share = summed[query], np.float32(1.0) / totals[query]
         for index in range(head_dim):
             out[index] = narrow(of_query[index] * share)
 
 
 @compiled()
-def _write_rows(
-    begin: int, stop: int, qkv_at: int, heads: Any, rows: RopeRows, keys: Any, values: Any
-) -> None:
+def _write_rows(begin: int, stop: int, given: _Rows) -> None:
     for row in range(begin, stop):
-        _write_row(qkv_at, heads[0], rows, row, keys, values)
+        _write_row(given.qkv_at, given.heads[0], given.rows, row, given.keys, given.values)
 
 
 @compiled()
-def _attend_runs(
-    begin: int,
-    stop: int,
-    runs: Any,
-    qkv_at: int,
-    out_at: int,
-    heads: Any,
-    rows: RopeRows,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    contexts: Any,
-    block_size: int,
-) -> None:
-    kv_heads = keys.shape[1]
+def _attend_runs(begin: int, stop: int, runs: Any, given: _Rows) -> None:
+    kv_heads = given.keys.shape[1]
     for task in range(begin, stop):
         first, behind = runs[task // kv_heads]
-        _attend_run(
-            qkv_at,
-            out_at,
-            heads[0],
-            rows,
-            first,
-            behind,
-            task % kv_heads,
-            keys,
-            values,
-            tables[first],
-            contexts[first],
-            block_size,
-        )
+        _attend_run(given, first, behind, task % kv_heads)
 
 
 @compiled()
@@ -374,11 +350,11 @@ def attend_rows(
     A row may see tokens of earlier rows. Arguments as in `decode_attention.decode`, but a row with a context of 0
     does not attend; `block_size` and the head dimension are multiples of 16.
     """
-    spread(pool, len(rows.slots), 4, _write_rows, (qkv_at, heads, rows, keys, values))
+    given = _Rows(qkv_at, out_at, heads, rows, keys, values, tables, contexts, block_size)
+    spread(pool, len(rows.slots), 4, _write_rows, (given,))
     kv_heads = keys.shape[1]
     runs = _runs(tables, contexts, block_size, max(RUN_QUERIES * kv_heads // heads[0].queries, 1))
-    given = runs, qkv_at, out_at, heads, rows, keys, values, tables, contexts, block_size
-    spread(pool, len(runs) * kv_heads, 1, _attend_runs, given)
+    spread(pool, len(runs) * kv_heads, 1, _attend_runs, (runs, given))
 
 
 def warm_up() -> None:
