@@ -47,13 +47,19 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         self._entries: list[Waiting] = []
         self._orders: list[tuple[int, int]] = []
         self._views: list[WaitingEntry] = []
-        # Times at which the first entries were first passed over; the others never were.
+        # Times at which the first entries were first passed over, `NEVER` for `_spared` of them; the others never were.
         self._passed = []
+        self._spared = 0
+        self._oldest_ns = NEVER
         self.entries: Sequence[Waiting] = self._entries
 
     def shown(self) -> tuple[WaitingEntry, ...]:
         """Return the views of the entries, as a tuple, which policies cannot change."""
         return tuple(self._views)
+
+    def rebuild(self) -> None:
+        self._spared = self._passed.count(NEVER)
+        self._oldest_ns = min(self._passed, default=NEVER)
 
     def held_until(self, now_ns: int) -> int | None:
         """Return the end of the current hold; None without one."""
@@ -76,6 +82,7 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         index = bisect_left(self._orders, order)
         if index < len(self._passed):
             self._passed.insert(index, NEVER)
+            self._spared += 1
         self._entries.insert(index, entry)
         self._orders.insert(index, order)
         self._views.insert(index, entry.view)
@@ -85,18 +92,24 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         index, passed = bisect_left(self._orders, entry.order), self._passed
         assert self._entries[index] is entry, "the queue's order was broken"
         if index and chosen_ns is not None:
-            if NEVER in passed[:index]:
+            if self._spared:
                 passed[:index] = [min(since_ns, chosen_ns) for since_ns in passed[:index]]
+                self._spared = passed.count(NEVER)
             passed += [chosen_ns] * (index - len(passed))
+            self._oldest_ns = min(self._oldest_ns, chosen_ns)
         if index < len(passed):
-            del passed[index]
+            since_ns = passed.pop(index)
+            if since_ns == NEVER:
+                self._spared -= 1
+            elif since_ns == self._oldest_ns:
+                self._oldest_ns = min(passed, default=NEVER)
         del self._entries[index], self._orders[index], self._views[index]
 
     def overdue(self, now_ns: int, most_ns: int) -> int | None:
         """Return the index of the entry that was passed over longest, if for more than `most_ns`."""
-        if not self._passed:
+        since_ns = self._oldest_ns
+        if since_ns == NEVER:
             return None
-        since_ns = min(self._passed)
         self.passed_longest_ns = max(self.passed_longest_ns, now_ns - since_ns)
         return self._passed.index(since_ns) if since_ns + most_ns <= now_ns else None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,6 +13,7 @@ from vsched.kernel import SchedulerLimits
 from vsched.kernel.policy_calls import put_first
 from vsched.kernel.scheduler import Scheduler
 from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
+from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.policy import (
     Admission,
     AdmissionView,
@@ -36,6 +38,7 @@ from vsched.policy import (
     RoutingView,
     StepShares,
     StepView,
+    WaitingEntry,
 )
 from vsched.testing import ModelCluster, default_policies, make_request
 
@@ -115,6 +118,39 @@ def test_first_come_first_served_passes_nobody_over() -> None:
     statistics = cluster.kernel.statistics()
     assert statistics["policy_overruled"] == {}
     assert statistics["passed_over_s"] == {"encode": 0.0, "generate": 0.0}
+
+
+class Waiting(NamedTuple):
+    order: tuple[int, int]
+    view: WaitingEntry = WaitingEntry(tokens=1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_queue_notes_since_when_each_entry_is_passed_over(seed: int) -> None:
+    """Entries come at any place and leave, chosen or not, as in a dictionary of times."""
+    rng = random.Random(seed)
+    queue: OrderedQueue[Waiting] = OrderedQueue()
+    since: dict[Waiting, int] = {}
+    for now_ns in range(1, 300):
+        if rng.random() < 0.55 or not queue:
+            entry = Waiting((rng.randrange(200), now_ns))
+            queue.put(entry)
+            since[entry] = 0
+        else:
+            entry = rng.choice(queue.entries)
+            chosen = rng.random() < 0.7
+            queue.remove(entry, chosen_ns=now_ns if chosen else None)
+            del since[entry]
+            for other in since if chosen else ():
+                if other.order < entry.order:
+                    since[other] = since[other] or now_ns
+        oldest = min((at for at in since.values() if at), default=None)
+        for most_ns in (0, 40):
+            late = oldest is not None and oldest + most_ns <= now_ns
+            found = queue.overdue(now_ns, most_ns)
+            assert late == (found is not None)
+            assert found is None or since[queue.entries[found]] == oldest
+        assert queue.shown() == tuple(entry.view for entry in queue)
 
 
 def test_put_first_moves_only_what_is_passed_over() -> None:
