@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -81,7 +82,7 @@ def allocations_after_load(policy: MemoryPolicy, count: int) -> int:
 
 
 def phases(policy: MemoryPolicy, ranks: Sequence[KvSizingRank], number: int) -> list[str]:
-    """Let an allocation after loading fail in each of these ranks, and return the phases they reported."""
+    """Let an allocation after loading fail in each of these ranks, and return the failed attempts."""
     everybody = group()
     for rank in ranks:
         everybody[rank.rank] = rank
@@ -94,7 +95,11 @@ def phases(policy: MemoryPolicy, ranks: Sequence[KvSizingRank], number: int) -> 
     else:
         assert isinstance(ended.error, DeviceOutOfMemory)
         assert all(knob in str(ended.error) for knob in KNOBS)
-    return [each.message for each in ended.attempts if each.outcome == "out_of_memory"]
+    return [
+        f"{each.message} ({each.action})"
+        for each in ended.attempts
+        if each.outcome == "out_of_memory"
+    ]
 
 
 @pytest.mark.parametrize("policy", [AUTO, PINNED], ids=["auto-profile", "pinned"])
@@ -108,9 +113,10 @@ def test_sizing_survives_each_allocation_failing(policy: MemoryPolicy, failing: 
         assert message.startswith(f"rank {failing[0]}")
         told.append(message)
     actions = ("probe", "build") if isinstance(policy, AutoProfile) else ("build",)
-    parts = [f"{action}: {part}" for action in actions for part in ("kv", "profiling run")]
-    for part in [*parts, "build: headroom"]:
-        assert any(part in message for message in told), f"nothing failed in {part}"
+    parts = ("building the KV cache", "running the hardest steps")
+    for action, part in [*itertools.product(actions, parts), ("build", "holding headroom")]:
+        found = [one for one in told if part in one and one.endswith(f"({action})")]
+        assert found, f"nothing failed in a {action} while {part}"
 
 
 @REPEATABLE

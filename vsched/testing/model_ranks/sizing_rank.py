@@ -1,24 +1,27 @@
-"""A model rank that executes the orders of a `KvNegotiation` on simulated memory, and a driver for groups.
+"""A rank that executes the orders of a `KvNegotiation` on simulated memory, and a driver for groups.
 
-It allocates like a real rank: weights once, the KV cache layer by layer, and a profiling run that
-allocates and frees activations of many sizes. It measures the same quantities as a real rank.
+Orders are carried out by the real `KvBuilder`. Only the model is simulated: it allocates weights once, the KV cache
+layer by layer, and in the profiling run activations of many sizes.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
-from vsched.errors import DeviceOutOfMemory
 from vsched.memory import Accepted, KvNegotiation
-from vsched.policy import AttemptOutcome, Build, MemoryView, Probe, RankMemory
+from vsched.policy import Build, MemoryView, Probe, RankMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.wire import Sized
+from vsched.sim.ranks.stand_in_workers import StandInGenerator, stand_in_info
+from vsched.wire import Sized, SizeKv
+from vsched.worker.kv_builder import KvBuilder
+from vsched.worker.profiling_run import StepLimits
 
 _LAYERS = 4
+_LIMITS = StepLimits(slots=1, batch_tokens=1, chunk_tokens=1, context_tokens=1, block_size=1)
 
 
 @dataclass
@@ -29,7 +32,6 @@ class KvSizingRank:
         activations: Allocation sizes of the profiling run, in order; every second one is freed at
             once.
         leaks: Whether a reference to each KV cache remains, so that teardown does not free it.
-        phase: Current phase, for tests that inject failures.
     """
 
     memory: SimulatedMemory
@@ -38,9 +40,6 @@ class KvSizingRank:
     activations: Sequence[int] = (12 << 20, 3 << 20)
     bytes_per_token: int = 8192
     leaks: bool = False
-    phase: str = "new"
-    _kv: list[int] = field(default_factory=list)
-    _kv_bytes: int = 0
 
     def load(self) -> RankMemory:
         """Allocate the weights and measure.
@@ -48,49 +47,18 @@ class KvSizingRank:
         Raises:
             DeviceOutOfMemory: When they do not fit.
         """
-        self.phase = "load"
-        for size in self.weights:
-            self.memory.allocate(size)
-        return self.measure(released_bytes=0)
+        self._builder = _SimulatedBuilder(self)
+        return self._builder.measure()
 
     def carry_out(self, order: Probe | Build) -> Sized:
         """Tear down the old cache, build, hold the headroom, profile, measure; report the outcome."""
-        action = "probe" if isinstance(order, Probe) else "build"
-        profile = isinstance(order, Probe) or order.profile
-        headroom_bytes = order.headroom_bytes if isinstance(order, Build) else 0
-        old_bytes, released_bytes = self._kv_bytes, self.tear_down()
-        self.memory.reset_peak()
-        outcome: AttemptOutcome = "fits"
-        message = ""
-        if released_bytes < old_bytes:
-            message = f"{released_bytes} of {old_bytes} bytes came back"
-            return Sized(
-                outcome="leak", message=message, memory=self.measure(released_bytes=released_bytes)
-            )
-        try:
-            self.phase = f"{action}: kv"
-            self._build(order.tokens)
-            self.phase = f"{action}: headroom"
-            with self.memory.hold(headroom_bytes):
-                if profile:
-                    self.phase = f"{action}: profiling run"
-                    self.profile()
-                measured = self.measure(released_bytes=released_bytes)
-        except DeviceOutOfMemory as error:
-            outcome, message = "out_of_memory", f"{self.phase}: {error}"
-            measured = self.measure(released_bytes=released_bytes)
-        return Sized(outcome=outcome, message=message, memory=measured)
+        if isinstance(order, Probe):
+            order = Build(order.tokens)
+        return self._builder.carry_out(SizeKv(order.tokens, order.profile, order.headroom_bytes))
 
-    def tear_down(self) -> int:
-        """Free the KV cache and the allocator's cache; return the number of freed bytes."""
-        self.phase = "teardown"
-        before_bytes = self.memory.allocated()
-        if not self.leaks:
-            for handle in self._kv:
-                self.memory.free(handle)
-        self._kv, self._kv_bytes = [], 0
-        self.memory.release()
-        return before_bytes - self.memory.allocated()
+    def tear_down(self) -> None:
+        """Free the KV cache and the allocator's cache."""
+        self._builder.carry_out(SizeKv(0, profile=False, headroom_bytes=0))
 
     def profile(self) -> None:
         """Run the largest step.
@@ -110,26 +78,40 @@ class KvSizingRank:
             for handle in held:
                 self.memory.free(handle)
 
-    def measure(self, *, released_bytes: int) -> RankMemory:
-        """Return a rank's measurement of its device."""
-        return RankMemory(
-            rank=self.rank,
-            pool=self.memory.pool,
-            total_bytes=self.memory.total(),
-            available_bytes=self.memory.available(),
-            reserved_bytes=self.memory.reserved(),
-            weights_bytes=sum(self.weights),
-            peak_bytes=self.memory.peak(),
-            kv_bytes=self._kv_bytes,
-            released_bytes=released_bytes,
-        )
 
-    def _build(self, tokens: int) -> None:
-        size = tokens * self.bytes_per_token
+class _LayeredGenerator(StandInGenerator):
+    """A model whose weights and KV cache are several allocations."""
+
+    def __init__(self, rank: KvSizingRank) -> None:
+        super().__init__(rank.memory, kv_bytes_per_token=rank.bytes_per_token)
+        self._rank = rank
+        for size in rank.weights:
+            self.memory.allocate(size)
+        self._weights_bytes = sum(rank.weights)
+
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
+        size = blocks * block_size * self._kv_bytes_per_token
         for layer in range(_LAYERS):
             share = size // _LAYERS + (size % _LAYERS if layer == 0 else 0)
             self._kv.append(self.memory.allocate(share))
-            self._kv_bytes += share
+
+    def drop_kv(self) -> None:
+        if self._rank.leaks:
+            self._kv = []
+        super().drop_kv()
+
+
+class _SimulatedBuilder(KvBuilder):
+    """The real one with the profiling run of the simulated model."""
+
+    def __init__(self, rank: KvSizingRank) -> None:
+        info = stand_in_info(kv_bytes_per_token=rank.bytes_per_token)
+        worker = _LayeredGenerator(rank)
+        super().__init__(worker, info, _LIMITS, rank=rank.rank, collect=lambda: None)
+        self._profile = rank.profile
+
+    def _run_profile(self, *, probe: bool) -> None:
+        self._profile()
 
 
 def load_view(ranks: Sequence[KvSizingRank], **changes: int) -> MemoryView:
