@@ -313,7 +313,7 @@ def _report_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
             failure = "".join(text for name, text in failures if name.split(",")[0] == policy)
             typer.echo(
                 f"{failure}error: {outcome.label}: {policy} failed {count:,} times, and the default decided "
-                "in its place. Remedy: fix the policy; a traceback above is of its first failure of a type.",
+                "in its place. Remedy: fix the policy; see the traceback of its first failure above.",
                 err=True,
             )
     if any(outcome.figures.policy_faults for outcome in outcomes):
