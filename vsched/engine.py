@@ -59,6 +59,7 @@ from vsched.assembly import (
 )
 from vsched.config import Config, plain_config, resolve_policies
 from vsched.errors import ConfigError, RequestRefused
+from vsched.kernel.events import Arrived
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.media.pixels import PixelStore
@@ -343,29 +344,37 @@ class Engine:
             hold = parts.adapters.hold(adapter) if adapter else None
             if hold is not None:
                 given.callback(hold.release)
-            coming = parts.admit_and_prepare(
-                asked, partial(prepare, parts), images=images, answers=len(request_ids)
-            )
-            prepared, arrival_id = await parts.shell.preparations.run(request_ids[0], coming)
-            given.callback(prepared.lease.release)
-            given.callback(parts.shell.arrivals.leave, arrival_id)
-            # Accepted before a drain, it is served: the engine's state is not checked again.
-            return submit_answers(
-                parts.shell,
-                msgspec.structs.replace(
-                    asked, prompt_token_ids=prepared.token_ids, items=prepared.items
-                ),
-                request_ids,
-                arrival_id=arrival_id,
-                info=self.info,
-                prompt_logprobs_max=self.config.server.prompt_logprobs_max,
-                make_answer=make_answer,
-                hold=hold,
-                give_back=given.close,
-                on_timeline=self._recent.append,
-                preprocess_ms=(time.perf_counter() - received_s) * 1e3,
-                begun=begun,
-            )
+            with parts.shell.arrivals.begin(request_ids[0]) as arrival:
+                await arrival.admit(
+                    Arrived(
+                        arrival.arrival_id,
+                        asked.tenant,
+                        asked.priority,
+                        asked.ttft_target_ms,
+                        images=images,
+                        answers=len(request_ids),
+                        outputs_max=asked.sampling.max_tokens,
+                    )
+                )
+                prepared = await prepare(parts)
+                given.callback(prepared.lease.release)
+                # Accepted before a drain, it is served: the engine's state is not checked again.
+                return submit_answers(
+                    parts.shell,
+                    msgspec.structs.replace(
+                        asked, prompt_token_ids=prepared.token_ids, items=prepared.items
+                    ),
+                    request_ids,
+                    arrival=arrival,
+                    info=self.info,
+                    prompt_logprobs_max=self.config.server.prompt_logprobs_max,
+                    make_answer=make_answer,
+                    hold=hold,
+                    give_back=given.close,
+                    on_timeline=self._recent.append,
+                    preprocess_ms=(time.perf_counter() - received_s) * 1e3,
+                    begun=begun,
+                )
         except BaseException:
             given.close()
             raise
@@ -385,8 +394,8 @@ class Engine:
             RequestRefused: If `generate` would refuse it.
         """
         parts = self._serving()
-        coming = parts.media.prepare(checked_prompt(prompt), checked_images(images))
-        prepared = await parts.shell.preparations.run("tokenize", coming)
+        with parts.shell.arrivals.begin("tokenize"):
+            prepared = await parts.media.prepare(checked_prompt(prompt), checked_images(images))
         prepared.lease.release()
         return prepared.token_ids
 

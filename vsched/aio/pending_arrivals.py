@@ -1,75 +1,154 @@
-"""Requests that wait for the decision of the front-door policy, in the shell."""
+"""Requests between their arrival and their submission to the kernel.
+
+They wait for the decision of the arrival policy, or their images and prompts are being prepared. Until its tokens are
+known, a request belongs to no group, and the task that prepares it is its only state. So it is counted and interrupted
+here, with the same error that a request waiting in the kernel gets.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
-import msgspec
-
-from vsched.errors import RequestRefused
+from vsched.errors import RequestRefused, VschedError
 from vsched.kernel.commands import AdmitArrival, RejectArrival
 from vsched.kernel.events import Arrived, Event, Withdrawn
 
 REDIRECT = 307
-"""Status of a redirect: the client repeats the request with its method and body."""
+"""HTTP status of a redirect that keeps method and body."""
+
+
+class PendingArrival:
+    """A request that is not submitted yet; see `PendingArrivals.begin`.
+
+    Attributes:
+        arrival_id: Its id in the kernel, unique among all arrivals.
+        failure: The error with which it was interrupted.
+    """
+
+    def __init__(
+        self,
+        arrivals: PendingArrivals,
+        arrival_id: int,
+        request_id: str,
+        task: asyncio.Task[object],
+    ) -> None:
+        self.arrival_id = arrival_id
+        self.request_id = request_id
+        self.failure: VschedError | None = None
+        self._arrivals = arrivals
+        self._task = task
+        self._expected = False
+        self._decision: asyncio.Future[RejectArrival | None] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+    async def admit(self, event: Arrived) -> None:
+        """Ask the kernel to admit the request; `event` has its `arrival_id`.
+
+        Blocks: while the policy holds the request, at most a minute.
+
+        Raises:
+            RequestRefused: When the policy sheds or redirects it.
+        """
+        self._expected = True
+        self._arrivals.handle(event)
+        decision = self._decision
+        rejected = decision.result() if decision.done() else await decision
+        if rejected is not None:
+            self._expected = False
+            raise rejection_error(rejected)
+
+    def decide(self, command: AdmitArrival | RejectArrival) -> None:
+        """Take the kernel's decision."""
+        if not self._decision.done():
+            self._decision.set_result(command if isinstance(command, RejectArrival) else None)
+
+    def interrupt(self, failure: VschedError) -> None:
+        """End the request with an error, even if what it waits for is ready by now."""
+        self.failure = failure
+        self._task.cancel()
+        self._arrivals.remove(self.arrival_id)
+
+    def submitted(self) -> int:
+        """Remove the request, because it is submitted now; return its id if it was admitted, else 0."""
+        self._arrivals.remove(self.arrival_id)
+        expected, self._expected = self._expected, False
+        return self.arrival_id if expected else 0
+
+    def leave(self) -> None:
+        """Remove the request, and withdraw it from the kernel if that expects its submission."""
+        if arrival_id := self.submitted():
+            self._arrivals.handle(Withdrawn(arrival_id))
 
 
 class PendingArrivals:
-    """Sends arrivals and withdrawals to the kernel, and waits for its answers."""
+    """The requests that are not submitted yet, oldest first; `handle` passes events to the kernel."""
 
-    def __init__(self, handle: Callable[[Event], None]) -> None:
-        self._handle = handle
+    def __init__(self, handle: Callable[[Event], None] = lambda _event: None) -> None:
+        self.handle = handle
+        self._live: dict[int, PendingArrival] = {}
         self._last = 0
-        self._asked: dict[int, asyncio.Future[RejectArrival | None]] = {}
-        self._inside: set[int] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
-    async def enter(self, arrival: Arrived) -> int:
-        """Wait until a request is admitted; return its arrival id, which replaces that of `arrival`.
+    def __len__(self) -> int:
+        return len(self._live)
 
-        The caller must call `submitted` or `leave` with it.
+    @contextlib.contextmanager
+    def begin(self, request_id: str) -> Iterator[PendingArrival]:
+        """Register a request of the current task until it is submitted or the context is left.
 
-        Blocks: while the policy holds the request, up to a minute.
-
-        Raises:
-            RequestRefused: If it is shed or redirected.
+        If the request is interrupted, the context raises that error in place of the task's cancellation.
         """
+        task = asyncio.current_task()
+        assert task is not None
         self._last += 1
-        arrival_id = self._last
-        self._asked[arrival_id] = asked = asyncio.get_running_loop().create_future()
-        self._inside.add(arrival_id)
+        arrival = self._live[self._last] = PendingArrival(self, self._last, request_id, task)
+        self._idle.clear()
+        cancelling = task.cancelling()
         try:
-            self._handle(msgspec.structs.replace(arrival, arrival_id=arrival_id))
-            rejected = asked.result() if asked.done() else await asked
-        except BaseException:
-            self.leave(arrival_id)
-            raise
+            yield arrival
+        except asyncio.CancelledError:
+            # The client may have cancelled the task as well; that cancellation has to go on.
+            if arrival.failure is None or task.uncancel() > cancelling:
+                raise
+            raise arrival.failure from None
         finally:
-            del self._asked[arrival_id]
-        if rejected is not None:
-            self._inside.discard(arrival_id)
-            raise rejection_error(rejected)
-        return arrival_id
+            arrival.leave()
 
-    def answer(self, command: AdmitArrival | RejectArrival) -> None:
-        """Take an answer from the kernel."""
-        asked = self._asked.get(command.arrival_id)
-        if asked is not None and not asked.done():
-            asked.set_result(command if isinstance(command, RejectArrival) else None)
+    def decide(self, command: AdmitArrival | RejectArrival) -> None:
+        """Pass the kernel's decision about a request to it."""
+        arrival = self._live.get(command.arrival_id)
+        if arrival is not None:
+            arrival.decide(command)
 
-    def submitted(self, arrival_id: int) -> None:
-        """Note that a request is submitted, which ends its arrival."""
-        self._inside.discard(arrival_id)
+    def interrupt(self, failure: VschedError) -> None:
+        """End all requests with this error; afterwards none is counted."""
+        for arrival in list(self._live.values()):
+            arrival.interrupt(failure)
 
-    def leave(self, arrival_id: int) -> None:
-        """Withdraw a request, unless it is submitted."""
-        if arrival_id in self._inside:
-            self._inside.discard(arrival_id)
-            self._handle(Withdrawn(arrival_id))
+    def remove(self, arrival_id: int) -> None:
+        """Stop counting a request."""
+        self._live.pop(arrival_id, None)
+        if not self._live:
+            self._idle.set()
+
+    def request_ids(self) -> list[str]:
+        """Return the ids of the requests, oldest first."""
+        return [arrival.request_id for arrival in self._live.values()]
+
+    async def wait_idle(self) -> None:
+        """Wait until there are no requests.
+
+        Blocks: without limit; wrap it in `asyncio.timeout`.
+        """
+        await self._idle.wait()
 
 
 def rejection_error(command: RejectArrival) -> RequestRefused:
-    """Return the error for the client of a rejected request."""
+    """Return the client's error for a request that the arrival policy sheds or redirects."""
     if command.base_url:
         base = command.base_url.rstrip("/")
         return RequestRefused(

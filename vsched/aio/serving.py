@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -14,6 +14,7 @@ from vsched.aio.adapters.table import AdapterHold, AdapterTable, with_adapter
 from vsched.aio.answers import LastEnd, further_answers
 from vsched.aio.draft_checks import check_vocabulary
 from vsched.aio.grammar_checks import GrammarChecks
+from vsched.aio.pending_arrivals import PendingArrival
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.request_bounds import (
     check_numbers,
@@ -26,7 +27,6 @@ from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.sink import Answering, AnswerSink, interrupt_all
 from vsched.aio.streams.stream import StopScope, TokenStream
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
-from vsched.kernel.events import Arrived
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.record.left import Begun
@@ -72,38 +72,6 @@ class RunningParts:
         await self.grammars.check(sampling)
         return await self.media.prepare(prompt, images, cache_salt)
 
-    async def admit_and_prepare(
-        self,
-        asked: Request,
-        prepare: Callable[[], Awaitable[PreparedRequest]],
-        *,
-        images: int,
-        answers: int,
-    ) -> tuple[PreparedRequest, int]:
-        """Wait until the request is admitted, then prepare it; return the prepared request and its arrival id.
-
-        `asked` is the request without prompt and images.
-
-        Raises:
-            RequestRefused: If the request is rejected, or cannot be prepared.
-        """
-        sampling = asked.sampling
-        arrival = Arrived(
-            0,
-            asked.tenant,
-            asked.priority,
-            asked.ttft_target_ms,
-            images=images,
-            answers=answers,
-            outputs_max=sampling.max_tokens,
-        )
-        arrival_id = await self.shell.arrivals.enter(arrival)
-        try:
-            return await prepare(), arrival_id
-        except BaseException:
-            self.shell.arrivals.leave(arrival_id)
-            raise
-
     async def stop(self, *, grace_s: float) -> None:
         """End every request and every rank, then give back threads, sockets and memory.
 
@@ -128,7 +96,7 @@ def submit_answers(
     request: Request,
     request_ids: Sequence[str],
     *,
-    arrival_id: int,
+    arrival: PendingArrival,
     info: ModelInfo,
     prompt_logprobs_max: int,
     make_answer: Callable[[Answering], Sink],
@@ -140,7 +108,7 @@ def submit_answers(
 ) -> list[Sink]:
     """Submit a request with a choice for each id, and return the stream of each choice.
 
-    `arrival_id` is from its admission. When a choice ends, `on_timeline` gets its timeline. After the last one,
+    When a choice ends, `on_timeline` gets its timeline. After the last one,
     `give_back` frees their resources. The first choice continues one that was `begun`; its stream has all of it.
 
     Raises:
@@ -188,7 +156,7 @@ def submit_answers(
         stop_token_ids,
         generations[0],
         with_streams,
-        arrival_id=arrival_id,
+        arrival=arrival,
         emitted=emitted,
     )
     for token_id in emitted:  # once it is accepted: they may hold a stop string, which ends it

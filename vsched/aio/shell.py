@@ -15,9 +15,8 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from vsched.aio.adapters.orders import AdapterOrders
-from vsched.aio.pending_arrivals import PendingArrivals
+from vsched.aio.pending_arrivals import PendingArrival, PendingArrivals
 from vsched.aio.policy_times import PolicyTimes
-from vsched.aio.preparations import Preparations
 from vsched.aio.refusals import refusal_error
 from vsched.aio.replicas.administration import GroupAdministration
 from vsched.aio.replicas.groups import ServedGroups
@@ -137,9 +136,8 @@ class Shell:
     Attributes:
         administration: What an operator does with one group.
         adapters: What all ranks of a stage have of adapters.
-        arrivals: Requests that wait for admission.
-        preparations: Requests that were accepted and will be submitted once they are prepared.
-        given_up: Why nothing is served any more; empty while it is.
+        arrivals: Requests that are not submitted yet.
+        given_up: Why nothing is served any more; empty while requests are served.
     """
 
     def __init__(
@@ -167,8 +165,7 @@ class Shell:
         self._failures_logged = 0
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
         self.arrivals = PendingArrivals(self._take_arrival)
-        self.preparations = Preparations()
-        self._arriving: dict[str, AnswerSink] = {}
+        self._submitting: dict[str, AnswerSink] = {}
         self._refused: Refuse | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = False
@@ -220,25 +217,25 @@ class Shell:
         generation: AnswerSink,
         further: Mapping[FurtherAnswer, AnswerSink] = MappingProxyType({}),
         *,
-        arrival_id: int = 0,
+        arrival: PendingArrival | None = None,
         emitted: tuple[int, ...] = (),
     ) -> None:
-        """Hand a request to the kernel; its tokens and its end go to `generation`, those of more answers to `further`.
+        """Submit a request to the kernel; its output goes to `generation`, that of further choices to `further`.
 
-        `arrival_id` is from its admission, 0 without one. `emitted` are tokens that it has already.
+        `emitted` are tokens that it has already.
 
         Raises:
             RequestRefused: When the kernel refuses it, or no group is left to serve it.
         """
         if self.given_up:
             raise self._unavailable()
-        # It gets its id once it is accepted: a refused one may carry the id of another that runs.
-        self._arriving = {request.request_id: generation}
-        self._arriving.update((each.request_id, stream) for each, stream in further.items())
+        # Not in the table before the kernel accepts it: a refused request may have the id of another that runs.
+        self._submitting = {request.request_id: generation}
+        self._submitting.update((each.request_id, stream) for each, stream in further.items())
         self._refused = None
-        self.arrivals.submitted(arrival_id)
+        arrival_id = arrival.submitted() if arrival is not None else 0
         self.handle(Submitted(request, stop_token_ids, tuple(further), arrival_id, emitted))
-        self._arriving = {}
+        self._submitting = {}
         if self.given_up:
             raise self._unavailable()
         refused = self._take_refused()
@@ -258,11 +255,11 @@ class Shell:
         return refusal_error(Refuse("", RefusalCode.GIVEN_UP, reason=self.given_up))
 
     async def wait_idle(self) -> None:
-        """Wait until no request is live or in preparation, while no new ones come.
+        """Wait until no request is live or in preparation; new requests extend the wait.
 
         Blocks: without limit; wrap it in `asyncio.timeout`.
         """
-        await self.preparations.wait_idle()
+        await self.arrivals.wait_idle()
         await self._streams.wait_idle()
 
     def end(self, request_id: str, reason: FinishReason) -> None:
@@ -276,7 +273,7 @@ class Shell:
         self._interrupt(Cleared())
 
     def _interrupt(self, event: Cleared) -> None:
-        self.preparations.interrupt(failure_of(event.message, code=event.code))
+        self.arrivals.interrupt(failure_of(event.message, code=event.code))
         self.handle(event)
 
     # --- events and commands ---
@@ -303,6 +300,8 @@ class Shell:
                     # Also what the scheduler failed on: a replay fails there, too. Last, for it may take a moment.
                     if self._record is not None:
                         self._record.note(due, now_ns, commands)
+                if self._kernel.given_up:
+                    self._give_up(self._kernel.given_up)
         except Exception:
             logger.exception("the scheduler failed; every request is ended")
             self._give_up("the scheduler failed")
@@ -313,7 +312,7 @@ class Shell:
     def _give_up(self, reason: str) -> None:
         """Serve nothing more: every stream gets its end, and the ranks are stopped."""
         self.given_up = reason
-        self.preparations.interrupt(failure_of(reason, code="given_up"))
+        self.arrivals.interrupt(failure_of(reason, code="given_up"))
         self._streams.fail_all(reason, code="given_up")
         if not self._stopping:
             self._ending = self._loop.create_task(self._end_worker_groups())
@@ -334,9 +333,9 @@ class Shell:
                 case Finish():
                     self._streams.finish(command)
                 case Accept(request_id, number):
-                    self._streams.add(number, self._arriving[request_id])
+                    self._streams.add(number, self._submitting[request_id])
                 case AdmitArrival() | RejectArrival():
-                    self.arrivals.answer(command)
+                    self.arrivals.decide(command)
                 case Refuse():
                     self._refused = command
                 case SetTimer(deadline_ns):
@@ -425,13 +424,10 @@ class Shell:
                 self.administration.back(group)
 
     def _retire(self, supervisor: Supervisor, failure: GroupFailure) -> None:
-        """A worker group will not come back: others of its stages take its requests, if there are any."""
+        """Report groups that will not come back; the kernel gives up if it was the last of a stage."""
         groups = self._groups.supervised_by(supervisor)
         for group in groups:
             group.retired = failure
-        if self._groups.gone_stage():
-            self._give_up(f"{supervisor.names} could not be restarted")
-            return
         for group in groups:
             self.handle(GroupRetired(group.name, failure))
 
@@ -462,7 +458,7 @@ class Shell:
 
     def explain(self, request_id: str) -> str:
         """Return where a request is and why, in words."""
-        if request_id in self.preparations.request_ids():
+        if request_id in self.arrivals.request_ids():
             return IN_PREPARATION
         return self._kernel.explain(request_id)
 
@@ -476,11 +472,11 @@ class Shell:
         kernel = self._kernel.statistics()
         ids = self._streams.request_ids(LIVE_SHOWN_MAX)
         live = [{"request_id": one, "state": self._kernel.explain(one)} for one in ids]
-        arriving = self.preparations.request_ids()[: LIVE_SHOWN_MAX - len(live)]
+        arriving = self.arrivals.request_ids()[: LIVE_SHOWN_MAX - len(live)]
         live += [{"request_id": one, "state": IN_PREPARATION} for one in arriving]
         return {
             **kernel,
-            "waiting": kernel["waiting"] + len(self.preparations),
+            "waiting": kernel["waiting"] + len(self.arrivals),
             "ranks": self._worker_groups.memory(),
             "threads": self._worker_groups.threads(),
             "policy_calls": self._policy_times.statistics(),

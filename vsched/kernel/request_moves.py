@@ -356,6 +356,11 @@ class RequestMoves(Restorable):
             for state in list(self._table.live.values())
         ]
 
+    @property
+    def given_up(self) -> str:
+        """Why no request can be served any more; empty while some can."""
+        return self._given_up
+
     def give_up(self, reason: str, now_ns: int) -> list[Command]:
         """End all requests, and refuse new ones: no group is left to serve them."""
         self._given_up = reason

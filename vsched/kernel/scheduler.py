@@ -299,7 +299,8 @@ class Scheduler(SnapshotRoot):
         commands: list[Command] = [Notice(f"{event.group} is given up: {event.failure}")]
         generators_gone = all(one.retired for one in self.generators)
         if generators_gone or self.encode.gone:
-            commands += moves.give_up(str(event.failure), now_ns)
+            names = " and ".join(event.failure.groups)
+            commands += moves.give_up(f"{names} could not be restarted", now_ns)
         elif isinstance(group, GenerateGroup):
             for state in moves.requests_of(group):
                 probe("kernel.retired_with_requests")
@@ -470,6 +471,11 @@ class Scheduler(SnapshotRoot):
         """Return the phase of a request; None for an unknown one."""
         state = self._table.find(request_id)
         return None if state is None else state.phase
+
+    @property
+    def given_up(self) -> str:
+        """Why no request can be served any more; empty while some can."""
+        return self._moves.given_up
 
     def explain(self, request_id: str) -> str:
         """Return the phase of a request and its reason, in words; empty for an unknown one."""

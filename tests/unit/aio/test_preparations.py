@@ -11,7 +11,7 @@ import pytest
 
 from tests.patience import patience
 from tests.unit.aio.ranks import ShellHarness, Text
-from vsched.aio.preparations import Preparations
+from vsched.aio.pending_arrivals import PendingArrivals
 from vsched.aio.streams.generation import Generation
 from vsched.engine import Engine
 from vsched.errors import RequestFailed
@@ -170,24 +170,29 @@ async def test_drain_serves_requests_in_preparation(played: ShellHarness) -> Non
 
 async def test_a_client_that_leaves_as_all_are_interrupted_is_gone() -> None:
     """An interruption at the same time does not swallow the task's own cancellation."""
-    preparations, never = Preparations(), asyncio.Event()
-    task = asyncio.create_task(preparations.run("r", never.wait()))
+    arrivals = PendingArrivals()
+
+    async def prepare() -> None:
+        with arrivals.begin("r"):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(prepare())
     await asyncio.sleep(0)
-    preparations.interrupt(RequestFailed("cleared", code="cleared", status=503))
-    assert (len(preparations), preparations.request_ids()) == (0, [])
+    arrivals.interrupt(RequestFailed("cleared", code="cleared", status=503))
+    assert (len(arrivals), arrivals.request_ids()) == (0, [])
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await preparations.wait_idle()
+    await arrivals.wait_idle()
 
 
 async def test_an_interrupted_caller_can_go_on() -> None:
     """Only the preparation was interrupted, not the task that asked for it."""
-    preparations = Preparations()
+    arrivals = PendingArrivals()
 
     async def caller() -> int:
-        with pytest.raises(RequestFailed):
-            await preparations.run("r", asyncio.Event().wait())
+        with pytest.raises(RequestFailed), arrivals.begin("r"):
+            await asyncio.Event().wait()
         task = asyncio.current_task()
         assert task is not None
         await asyncio.sleep(0)
@@ -195,5 +200,5 @@ async def test_an_interrupted_caller_can_go_on() -> None:
 
     task = asyncio.create_task(caller())
     await asyncio.sleep(0)
-    preparations.interrupt(RequestFailed("cleared", code="cleared", status=503))
+    arrivals.interrupt(RequestFailed("cleared", code="cleared", status=503))
     assert await task == 0

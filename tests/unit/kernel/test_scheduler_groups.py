@@ -222,7 +222,8 @@ def test_last_retired_group_ends_everything(stage: str) -> None:
     cluster.submit(text("late"))
     refusal = refusal_error(cluster.refused["late"])
     assert (refusal.code, refusal.status) == ("given_up", 503)
-    assert "it would not start. Remedy: restart the server" in refusal.message
+    assert f"{stage}-1 could not be restarted. Remedy: restart the server" in refusal.message
+    assert cluster.kernel.given_up == f"{stage}-1 could not be restarted"
 
 
 def test_planned_loss_blames_nobody_and_gives_everything_away() -> None:

@@ -128,13 +128,6 @@ class ServedGroups(Mapping[str, ServedGroup]):
         """Return whether every group serves."""
         return all(group.state == "up" for group in self._groups.values())
 
-    def gone_stage(self) -> str:
-        """Name a stage none of whose groups may come back; empty while there is no such stage."""
-        stages = dict.fromkeys(group.stage for group in self._groups.values())
-        return next(
-            (stage for stage in stages if all(group.retired for group in self.of_stage(stage))), ""
-        )
-
     def busy_ms(self) -> dict[str, float]:
         """Return the time that ranks computed, by stage, and by group where a stage has several."""
         spent: dict[str, float] = {}

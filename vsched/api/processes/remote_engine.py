@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vsched.aio.grammar_checks import GrammarChecks, grammar_processes
-from vsched.aio.preparations import Preparations
+from vsched.aio.pending_arrivals import PendingArrivals
 from vsched.aio.request_bounds import check_stop_tokens, prompts_untold
 from vsched.aio.serving import load_front_end, token_stream
 from vsched.aio.streams.prompt_report import PromptReport
@@ -55,7 +55,7 @@ class _Pending:
         self.prompt_token_ids: list[int] = []
         self.entered: asyncio.Future[None] = loop.create_future()
         self.accepted: asyncio.Future[list[TokenStream]] = loop.create_future()
-        self.preparing = Preparations()
+        self.preparing = PendingArrivals()
         self.refused = False
 
     def refuse(self, error: RequestRefused | RequestFailed) -> None:
@@ -251,8 +251,8 @@ class RemoteEngine:
         self._box.put(Arrive(number, asked, pending.request_ids, len(images), adapter, begun))
         try:
             await pending.entered
-            preparing = self._prepare(pending, number, prompt, images)
-            await pending.preparing.run(asked.request_id, preparing)
+            with pending.preparing.begin(asked.request_id):
+                await self._prepare(pending, number, prompt, images)
             return await pending.accepted
         except BaseException:
             self._pending.pop(number, None)
