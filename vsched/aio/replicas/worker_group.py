@@ -10,9 +10,9 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ from vsched.worker.shares import threads_of
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 STOP_GRACE_S = 5.0
 STARTING = "starting processes and importing libraries"
 """The first report of progress of a group, before its ranks have said anything."""
@@ -109,25 +110,15 @@ class WorkerGroup:
             spec, on_exit = self._spec(rank, secret), self._exit_handler(rank)
             process = host.launch(spec, threads=self._threads, on_exit=on_exit)
             self._processes.append(process)
-        loop = asyncio.get_running_loop()
-        stages = [loop.create_task(self._bring_up(name)) for name in self.groups]
-        lost = loop.create_task(self._lost.wait())
         try:
-            async with asyncio.timeout(self._deadlines.ready_s):
-                await first_failure([*stages, lost], until=stages)
-        except TimeoutError:
-            self._failure = self._not_ready()
-        finally:
-            for task in (lost, *stages):
-                task.cancel()
-            # Awaited, or else the log complains that nobody asked how they ended.
-            outcomes = await asyncio.gather(*stages, return_exceptions=True)
-            await asyncio.gather(lost, return_exceptions=True)
-        failures = [one for one in outcomes if isinstance(one, Exception)]
-        if self._failure is not None or failures:
-            error = startup_error(self._failure) if self._failure is not None else failures[0]
+            async with asyncio.timeout(self._deadlines.ready_s) as deadline:
+                await all_or_first_error(map(self._bring_up, self.groups), self._raise_loss())
+        except Exception as error:  # noqa: BLE001 - whatever it was, the ranks are stopped
+            if deadline.expired():
+                self._failure = self._not_ready()
+            failed = error if self._failure is None else startup_error(self._failure)
             await self.stop(grace_s=0)
-            raise self._with_settings(error)
+            raise self._with_settings(failed) from None
         self._up = True
         return {name: self._leaders[name].ready.result() for name in self.groups}
 
@@ -153,6 +144,11 @@ class WorkerGroup:
         else:
             await self._sizing.lead(group, leader)
         await asyncio.shield(leader.ready)
+
+    async def _raise_loss(self) -> NoReturn:
+        await self._lost.wait()
+        assert self._failure is not None, "set before the event"
+        raise startup_error(self._failure)
 
     def _not_ready(self) -> GroupFailure:
         waiting_for = self._sizing.waited_for(self.groups)
@@ -297,12 +293,16 @@ def rank_device(device: str, index: int) -> str:
     return f"{kind}:{int(first or 0) + index}" if kind == "cuda" else device
 
 
-async def first_failure(
-    tasks: Sequence[asyncio.Task[Any]], *, until: Sequence[asyncio.Task[Any]]
-) -> None:
-    """Wait until one of the tasks ends by itself that is not in `until`, one fails, or all of `until` are done."""
-    pending = set(tasks)
-    while not all(task.done() for task in until):
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        if any(task not in until or task.exception() is not None for task in done):
-            return
+async def all_or_first_error(
+    works: Iterable[Coroutine[Any, Any, Result]], watch: Coroutine[Any, Any, NoReturn]
+) -> list[Result]:
+    """Run coroutines concurrently and return their results; the first error, also that of `watch`, cancels the rest."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watch)
+            tasks = [group.create_task(work) for work in works]
+            await asyncio.wait(tasks)
+            watching.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

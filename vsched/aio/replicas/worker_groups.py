@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from vsched.aio.replicas.supervisor import Reports
-from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents, first_failure
+from vsched.aio.replicas.worker_group import (
+    WorkerGroup,
+    WorkerGroupEvents,
+    all_or_first_error,
+)
 from vsched.errors import StartFailedError
 from vsched.failures import GroupFailure
 from vsched.types import stage_of
@@ -74,28 +78,19 @@ class WorkerGroups:
         Raises:
             CheckpointError, DeviceOutOfMemory, GroupLostError: When a worker group cannot start; the others stop.
         """
-        loop = asyncio.get_running_loop()
-        starts = [loop.create_task(worker_group.start()) for worker_group in self._all]
-        lost = loop.create_task(self._lost.wait())
+        starts = [worker_group.start() for worker_group in self._all]
         try:
-            # One that fails ends the others: they may be waiting for what it will never tell.
-            await first_failure([*starts, lost], until=starts)
-        finally:
-            for task in (lost, *starts):
-                task.cancel()
-            outcomes = await asyncio.gather(*starts, return_exceptions=True)
-            await asyncio.gather(lost, return_exceptions=True)
-        errors = [one for one in outcomes if isinstance(one, Exception)]
-        if self._failure is not None:
-            errors.append(StartFailedError(self._failure))
-        if errors:
+            # An error ends all: the others may wait for a report that never comes.
+            started = await all_or_first_error(starts, self._raise_loss())
+        except Exception:
             await self.stop(grace_s=0)
-            raise errors[0]
-        reports: Reports = {}
-        for outcome in outcomes:
-            assert isinstance(outcome, dict)
-            reports.update(outcome)
-        return reports
+            raise
+        return {group: ready for reports in started for group, ready in reports.items()}
+
+    async def _raise_loss(self) -> NoReturn:
+        await self._lost.wait()
+        assert self._failure is not None, "set before the event"
+        raise StartFailedError(self._failure)
 
     async def stop(self, *, grace_s: float) -> None:
         """Stop all worker groups.
