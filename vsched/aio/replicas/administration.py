@@ -1,8 +1,8 @@
-"""What an operator does with one group while the others serve: drain it, restart its worker group, give it work again.
+"""Administration of single groups while the others serve: drain, restart and resume.
 
-A group is *drained* to look at its device, say, and resumed. A *restart* drains all groups of the worker group first,
-then replaces its ranks. The last group of a stage that is up can be restarted, since its requests wait for its
-return, but not drained: they would wait for an operator.
+A group is drained for maintenance of its device, for example, and resumed afterwards. A restart drains all groups of
+the worker group, then replaces its ranks. The last group of a stage that is up can be restarted, because its requests
+wait for its return, but not drained: they would wait for an operator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupAdministration:
-    """Drains, restarts and resumes groups; `drain_s` bounds each drain."""
+    """Drains, restarts and resumes groups; `drain_s` limits the time of each drain."""
 
     def __init__(
         self, groups: ServedGroups, handle: Callable[[Event], None], *, drain_s: float
@@ -33,12 +33,12 @@ class GroupAdministration:
         self._restarting: set[str] = set()
 
     async def drain(self, name: str) -> bool:
-        """Give a group nothing new, and wait until nothing runs there; return whether that came in time.
+        """Give a group no new requests, and wait until it is idle; return True if that happened in time.
 
-        Blocks: up to the deadline for draining. After it, the group goes on draining.
+        Blocks: up to the deadline for draining; the group continues to drain afterwards.
 
         Raises:
-            RequestRefused: When there is no such group, it is not up, or it is the last of its stage that is.
+            RequestRefused: When there is no such group, it is not up, or it is the last of its stage that is up.
         """
         group = self._known(name)
         self._check_state(group, "drain", "up", "draining")
@@ -56,14 +56,14 @@ class GroupAdministration:
         return group.drain_wanted and group.drained.is_set()  # it may have been resumed
 
     async def restart(self, name: str) -> bool:
-        """Replace the ranks of a group, once it is drained or the deadline has passed; return whether it is back.
+        """Replace the ranks of a group after it is drained, or after the deadline; return True if it is up again.
 
-        What still runs then goes on after the restart, as after any loss. A group that was retired starts again.
+        Requests that still run then continue after the restart, as after any loss. A retired group starts again.
 
-        Blocks: up to the deadline for draining, then as long as a worker group has to come back.
+        Blocks: up to the deadline for draining, then as long as a worker group may take to restart.
 
         Raises:
-            RequestRefused: When there is no such group, or it is coming back already.
+            RequestRefused: When there is no such group, or it is restarting already.
         """
         supervisor = self._known(name).supervisor
         groups = self._groups.supervised_by(supervisor)
@@ -90,7 +90,7 @@ class GroupAdministration:
         return all(group.state == "up" for group in groups)
 
     async def _drain_all(self, groups: list[ServedGroup]) -> None:
-        """Let what runs on a worker group end, within the deadline; the encoder last: running requests need it."""
+        """Drain all groups of a worker group within the deadline; the encoder last, since running requests need it."""
         names = [group.name for group in groups]
         self._restarting.update(names)
         try:
@@ -108,13 +108,13 @@ class GroupAdministration:
         finally:
             self._restarting.difference_update(names)
         for group in groups:
-            group.drain_wanted = False  # it comes back with new ranks, and takes work
+            group.drain_wanted = False  # it takes requests after the restart
 
     def resume(self, name: str) -> None:
-        """Give a drained or draining group work again.
+        """Give requests to a drained or draining group again.
 
         Raises:
-            RequestRefused: When there is no such group, or nobody drained it.
+            RequestRefused: When there is no such group, or it was not drained.
         """
         group = self._known(name)
         if not group.drain_wanted or name in self._restarting or group.retired:
@@ -124,7 +124,7 @@ class GroupAdministration:
         self._end_drain(group)
 
     def back(self, group: ServedGroup) -> None:
-        """A lost group serves again; one that is to be drained goes on draining."""
+        """Handle the return of a lost group; a group that is to be drained continues to drain."""
         if group.drain_wanted:
             probe("administration.drain_outlives_loss")
             self._handle(Drain(group.name))
@@ -154,7 +154,7 @@ class GroupAdministration:
 
     def _end_drain(self, group: ServedGroup) -> None:
         group.drain_wanted = False
-        group.drained.set()  # nobody need wait for it any more
+        group.drained.set()  # ends a waiting `drain`
         if not group.down:
             self._handle(Resume(group.name))
 

@@ -1,7 +1,7 @@
-"""Starts what takes longest of a start, the imports of ranks, before the engine's own are done.
+"""Starts the imports of ranks, the longest part of a start, before the engine's own imports are done.
 
-The command line does so as soon as it knows its configuration; the other imports of the engine's process, which take
-about a second of a core, go on beside it. It is for a process that is to be the server's alone, as `forgo_models` is.
+The command line calls this as soon as it has read its configuration; the engine's other imports, about a second on one
+core, run concurrently. Only for a process that runs nothing but the server, as with `forgo_models`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def early_fork_servers(
     config: Config, idle: IdleForkServer | None = None
 ) -> Iterator[Mapping[frozenset[str], ForkServer]]:
-    """Begin the fork server of a configuration's ranks, for a launcher to take over; it is gone when the context ends.
+    """Start the fork server of a configuration's ranks, for a launcher to take over; leaving the context ends it.
 
-    It begins as `idle`, which the caller ends. None if ranks are not forked, or their imports are not known yet; the
-    engine reports the reason.
+    Its process is `idle`, if given, which the caller ends. Empty if ranks are not forked, or their imports are unknown
+    because of an error, which the engine reports.
     """
     servers: dict[frozenset[str], ForkServer] = {}
     with suppress(VschedError):
@@ -47,10 +47,10 @@ def early_fork_servers(
 
 
 def _modules(config: Config) -> frozenset[str]:
-    """Return what the ranks of the generate stage import; those of the other stage most often import the same.
+    """Return the imports of ranks of the generate stage; those of the encode stage are usually the same.
 
     Raises:
-        VschedError: When there is no such plug-in, or no checkpoint that can be served.
+        VschedError: When the plug-in does not exist, or the checkpoint cannot be served.
     """
     section = config.generate
     if not config.model.path or not section.on_cpu or config.cluster.elsewhere:

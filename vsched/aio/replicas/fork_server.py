@@ -1,4 +1,4 @@
-"""The engine's end of the fork server: it starts the server, starts it anew when it dies, and orders processes."""
+"""The engine's side of the fork server: starts it, restarts it when it dies, and requests processes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from vsched.fork_server import HELLO, ForkOrder, Imports
 
 logger = logging.getLogger(__name__)
 PRELOADED = ("vsched.transport.pulse", "vsched.transport.zmq_link", "vsched.worker.loading")
-"""What every rank imports, whatever its worker."""
+"""Modules that every rank imports, with any worker."""
 IMPORT_S = 60.0
-"""How long the server may do nothing while it imports."""
+"""Limit on idle time of the server while it imports."""
 FORK_S = 10.0
-"""How long it may do nothing until it is heard, once it has imported, and while it forks."""
+"""Limit on idle time before a reply, after the imports and during a fork."""
 WORK_S = 120.0
-"""Most seconds of a processor until it is heard: imports take 4, and a fork some thousandths."""
+"""Limit on CPU time before a reply: imports take 4 s, and a fork some milliseconds."""
 _IDLE_PARTS = 4
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ForkServerLostError(Exception):
-    """The fork server died, or does not answer."""
+    """The fork server died or does not respond."""
 
 
 class IdleForkServer(NamedTuple):
-    """A fork server's process that has not been told what to import for the ranks of a plug-in."""
+    """A fork server's process that has not received the list of modules to import."""
 
     process: subprocess.Popen[bytes]
     orders: socket.socket
@@ -52,24 +52,24 @@ class IdleForkServer(NamedTuple):
 
 
 def start_idle(environment: Mapping[str, str]) -> IdleForkServer:
-    """Start the process of a fork server, which imports what every rank needs."""
+    """Start the process of a fork server, which imports `PRELOADED`."""
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     orders.setblocking(False)
     with theirs:
         number = theirs.fileno()
-        process = subprocess.Popen(  # noqa: S603 - the engine's own words
+        process = subprocess.Popen(  # noqa: S603 - no outside input
             [sys.executable, "-m", "vsched.fork_server", str(number), *PRELOADED],
             stdin=subprocess.DEVNULL,
             pass_fds=(number,),
             env=environment,
-            start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
+            start_new_session=True,  # a terminal's Ctrl-C must reach only the engine
         )
     return IdleForkServer(process, orders)
 
 
 @contextmanager
 def idle_fork_server() -> Iterator[IdleForkServer]:
-    """Start the process of a fork server before the configuration is known; it has ended when the context ends."""
+    """Start the process of a fork server before the configuration is known; leaving the context ends it."""
     idle = start_idle(rank_environment(1))
     try:
         yield idle
@@ -78,11 +78,11 @@ def idle_fork_server() -> Iterator[IdleForkServer]:
 
 
 class ForkServer:
-    """A process that has imported `modules`, and forks others; it ends with the engine, however that ends.
+    """A process that has imported `modules` and forks ranks; it ends with the engine, even if that is killed.
 
-    One that dies while it is idle is replaced at once, so that the next loss of a rank finds it. One that dies while it
-    imports is not, until somebody asks again. It may be begun before there is an event loop; it is watched from the
-    first order on.
+    If it dies while idle, it is replaced at once, to be ready for the next restart of a rank. If it dies during its
+    imports, it is replaced at the next request. It may be started before the event loop, and is watched from the first
+    request on.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ForkServer:
         environment: Mapping[str, str],
         idle: IdleForkServer | None = None,
     ) -> None:
-        """Prepare; it starts when a process is first asked for, or is begun: as `idle`, the first time."""
+        """Create a server that starts at the first request or with `begin`; its first process is `idle`, if given."""
         self._imports = Imports(modules, dict(environment))
         self._idle = idle
         self._process: subprocess.Popen[bytes] | None = None
@@ -101,17 +101,17 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The process id; 0 while it does not run."""
+        """The process id; 0 while it is not running."""
         return self._process.pid if self._process is not None else 0
 
     async def open(self) -> socket.socket:
-        """Return a channel for one order, once the server has imported everything; the caller closes it.
+        """Return a channel for one order after the server's imports are done; the caller closes it.
 
-        Blocks: while the server works, for `WORK_S` of a processor at most, and for `IMPORT_S` or, when it has
-        imported, `FORK_S` while it does not; may be cancelled.
+        Blocks: at most `WORK_S` of the server's CPU time, or `IMPORT_S` (`FORK_S` after the imports) of its idle time;
+        may be cancelled.
 
         Raises:
-            ForkServerLostError: When it dies meanwhile, or does not answer; it is killed then.
+            ForkServerLostError: When the server dies or does not respond; it is killed then.
         """
         if self._process is None or self._process.poll() is not None:
             self._forget()
@@ -139,12 +139,12 @@ class ForkServer:
     async def fork(
         self, channel: socket.socket, order: ForkOrder, descriptors: Sequence[int]
     ) -> int:
-        """Return the id of a new process, a child of this one, which has these descriptors.
+        """Fork a process with these descriptors, as a child of this process, and return its id.
 
-        Blocks: as `open` does when the server has imported. Whoever cancels it loses the process.
+        Blocks: as `open` after the imports. Cancelling it leaks the process.
 
         Raises:
-            ForkServerLostError: When the server does not answer; it is killed then.
+            ForkServerLostError: When the server does not respond; it is killed then.
         """
         try:
             with _adopting_orphans():
@@ -157,17 +157,17 @@ class ForkServer:
         return int.from_bytes(pid, "little")
 
     async def _hear(self, channel: socket.socket, idle_s: float) -> bytes:
-        """Return what the server says next; one that does nothing for `idle_s`, or works for too long, is killed.
+        """Return the server's next message; kill the server if it is idle for `idle_s` or exceeds its CPU time.
 
-        A machine with more to do than it has cores may let it wait for minutes: it is not replaced while it works,
-        since another one would begin all over.
+        On an overloaded machine it may take minutes: it is not replaced while it makes progress, since a new one would
+        start from the beginning.
         """
         began_s = worked_s = self._worked_s()
         idle = 0
-        # Not cancelled and begun again, which could lose what was just heard.
+        # One task: cancelling and restarting it could lose a message.
         said = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(channel, len(HELLO)))
         try:
-            # In parts: a stop of the whole machine, of any length, ends one part only.
+            # In parts: a suspension of the whole machine, however long, ends only one of them.
             while not (await asyncio.wait({said}, timeout=idle_s / _IDLE_PARTS))[0]:
                 before_s, worked_s = worked_s, self._worked_s()
                 idle = idle + 1 if worked_s == before_s else 0
@@ -179,7 +179,7 @@ class ForkServer:
             await asyncio.wait({said})
 
     def _kill_silent(self, idle_s: float) -> NoReturn:
-        """End a server that did nothing for so long, or, where that is 0, worked for too long."""
+        """Kill a server that was idle for `idle_s`, or exceeded its CPU time if `idle_s` is 0."""
         if self._process is not None:
             self._process.kill()
         raise ForkServerLostError(
@@ -189,7 +189,7 @@ class ForkServer:
         )
 
     def _worked_s(self) -> float:
-        """Return the seconds of a processor that the server has had; 0 where it is gone."""
+        """Return the CPU time of the server in seconds; 0 if it has ended."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
         except OSError:
@@ -198,17 +198,17 @@ class ForkServer:
         return (int(user) + int(system)) * _TICK_S
 
     def close(self) -> None:
-        """End the server; nobody waits for a process any more."""
+        """End the server; no request is pending any more."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
         self._forget()
 
     def begin(self) -> None:
-        """Start the process, which imports from now on."""
+        """Start the process and its imports."""
         idle, self._idle = self._idle, None
         self._process, self._orders = idle or start_idle(self._imports.environment)
-        with suppress(ConnectionError):  # it died: `open` finds out
+        with suppress(ConnectionError):  # it died: `open` detects that
             self._orders.send(msgspec.json.encode(self._imports))
         self._imported = False
 
@@ -248,7 +248,7 @@ _adopting_lock = threading.Lock()
 
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Be the parent of descendants whose parents end; several engines of a process may want that at a time."""
+    """Become the parent of orphaned descendants; counted, because several engines in a process may need it at once."""
     _count_adopters(1)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The groups that a shell serves with: which worker group each belongs to, and how it is."""
+"""The groups of a shell: the worker group and the state of each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class ServedGroup:
     """One replica of a stage.
 
     Attributes:
-        down: Its ranks are not there, or not in use yet.
-        drain_wanted: An operator wants it to take nothing new; this outlives a loss.
-        leader: Of the ranks that serve now; it takes the kernel's decisions.
-        drained: Set once nothing runs there any more.
-        retired: Why it will not come back; None while it may.
+        down: Whether its ranks are lost, or not in use yet.
+        drain_wanted: Whether an operator drains it; kept across a loss.
+        leader: The leader of the current ranks, which gets the kernel's decisions.
+        drained: Set when nothing runs in the group.
+        retired: Why it will not be restarted; None while it may be.
     """
 
     def __init__(self, name: str, supervisor: Supervisor) -> None:
@@ -36,13 +36,13 @@ class ServedGroup:
         self.busy_ns = 0
 
     def back(self) -> None:
-        """Its ranks are new ones."""
+        """Use the ranks of a restart."""
         self.leader = self.supervisor.worker_group.leader(self.name)
         self.down = False
 
     @property
     def sizing(self) -> bool:
-        """Whether the KV cache of its new ranks is being sized."""
+        """True while the KV cache of its new ranks is being sized."""
         return self.down and self.supervisor.worker_group.leader(self.name).sizing
 
     @property
@@ -55,7 +55,7 @@ class ServedGroup:
         return "draining" if self.drain_wanted else "up"
 
     def row(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what an operator sees; `figures` are the kernel's numbers of this group's stage."""
+        """Return the operator's view of the group; `figures` are the kernel's statistics of its stage."""
         worker_group, loss = self.supervisor.worker_group, self.supervisor.last_loss
         memory = worker_group.memory().get(self.name, {})
         late, threads = worker_group.kernels_late(self.name), worker_group.threads()
@@ -82,7 +82,7 @@ class ServedGroup:
         }
 
     def _work(self, figures: Mapping[str, Any]) -> dict[str, int]:
-        """Return what runs and waits: requests of a generate group, items of an encode group, which share one line."""
+        """Return running and waiting requests, or items of an encode group; waiting items are those of the stage."""
         own = figures.get("groups", {}).get(self.name, {})
         if self.stage == "encode":
             waiting = figures.get("waiting_items", 0)
@@ -92,7 +92,7 @@ class ServedGroup:
 
 
 def _told(loss: LastLoss) -> dict[str, str]:
-    """Return a loss as an operator sees it."""
+    """Return the operator's view of a loss."""
     when = dt.datetime.fromtimestamp(loss.at_s, dt.UTC).isoformat()
     return {"kind": type(loss.failure).__name__, "reason": str(loss.failure), "at": when}
 
@@ -121,15 +121,15 @@ class ServedGroups(Mapping[str, ServedGroup]):
         return [group for group in self._groups.values() if group.stage == stage]
 
     def supervised_by(self, supervisor: Supervisor) -> list[ServedGroup]:
-        """Return the groups that a supervisor brings back together."""
+        """Return the groups of a supervisor's worker group."""
         return [group for group in self._groups.values() if group.supervisor is supervisor]
 
     def all_up(self) -> bool:
-        """Return whether every group serves."""
+        """Return True if every group is up."""
         return all(group.state == "up" for group in self._groups.values())
 
     def busy_ms(self) -> dict[str, float]:
-        """Return the time that ranks computed, by stage, and by group where a stage has several."""
+        """Return the compute time of ranks by stage, and by group if a stage has several."""
         spent: dict[str, float] = {}
         for group in self._groups.values():
             spent[group.stage] = spent.get(group.stage, 0.0) + group.busy_ns / 1e6

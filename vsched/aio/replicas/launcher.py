@@ -1,7 +1,7 @@
-"""Where ranks come from, and how their leaders reach them: as processes of this host, by default.
+"""Starts ranks and connects them to their leaders; by default they are processes of this host.
 
-A host is where the ranks of a worker group run: it has a folder for their sockets, and their arena. What depends on
-that is filled in there (`at_home`), so a worker group says the same to every host.
+The ranks of a worker group run on a host, which has a folder for their sockets, and their arena. The parts of a rank's
+specification that depend on the host are filled in there (`at_home`), so a worker group sends the same to every host.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ from vsched.worker.registry import load_worker
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
 OnExit = Callable[[int], None]
-"""Called once, on the event loop, with the exit code of a rank that has ended."""
+"""Called once, on the event loop, with the exit code of a rank."""
 
 
 class LaunchedRank(Protocol):
-    """A rank that was started."""
+    """A started rank."""
 
     @property
     def pid(self) -> int: ...
 
     async def end(self, *, grace_s: float) -> None:
-        """Wait for the rank to end; kill it when it has not after the grace."""
+        """Wait for the rank to end; kill it after the grace period."""
         ...
 
 
 class Host(Protocol):
-    """Where the ranks of one start of a worker group run.
+    """The place of the ranks of one start of a worker group.
 
     Attributes:
-        name: Of the host, for people; empty for the engine's own.
+        name: Name for messages; empty for the engine's host.
     """
 
     @property
     def name(self) -> str: ...
 
     def open_link(self, group: str, on_frame: OnFrame) -> LeaderEnd:
-        """Return the leader's end of a group, to which its ranks can connect; `on_frame` gets what they say."""
+        """Return the leader's end of a group, to which its ranks connect; `on_frame` gets their frames."""
         ...
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> LaunchedRank:
-        """Start a rank, without waiting for it; its folder, arena and addresses are the host's to say."""
+        """Start a rank without waiting for it; the host fills in its folder, arena and addresses."""
         ...
 
     def close(self) -> None:
-        """Give back what links and ranks met in; every rank has ended."""
+        """Release the resources of links and ranks; all ranks have ended."""
         ...
 
 
 class Launcher(Protocol):
-    """Says where worker groups run.
+    """Chooses the hosts of worker groups.
 
     Attributes:
-        run_dir: A folder of the engine's own host, gone when the launcher is closed.
+        run_dir: A folder on the engine's host, removed when the launcher is closed.
     """
 
     @property
@@ -84,14 +84,14 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back; every rank has ended."""
+        """Release everything; all ranks have ended."""
         ...
 
 
 class LocalLauncher:
-    """Ranks as child processes, and ZeroMQ over sockets in a folder of this host.
+    """Ranks as child processes, connected by ZeroMQ over sockets in a folder of this host.
 
-    Ranks whose plug-ins say what may be imported for them are forked from a process that has done so.
+    Ranks of plug-ins that allow it are forked from a process with their modules imported.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class LocalLauncher:
         forked: bool = True,
         begun: Mapping[frozenset[str], ForkServer] | None = None,
     ) -> None:
-        """Prepare; without a folder, one is made in the directory for temporary files.
+        """Create a launcher; without `run_dir`, a temporary folder is created.
 
-        `command` are the arguments with which the interpreter becomes a rank. Without `forked`, each rank is a new
-        process. `begun` are fork servers by what they import, which this launcher takes over.
+        `command` are the interpreter's arguments to run a rank. Without `forked`, each rank is a new interpreter.
+        `begun` are started fork servers, by their imports, which this launcher takes over.
 
         Raises:
-            ConfigError: When the path of that would be too long for a socket's address.
+            ConfigError: When the path of a new folder is too long for a socket's address.
         """
         self.run_dir = run_dir or make_socket_folder()
         self._command = command
@@ -127,12 +127,12 @@ class LocalLauncher:
 
     def open_link(self, address: str, on_frame: OnFrame) -> LeaderLink:
         """Bind a socket."""
-        # A long-lived server's folder may have been swept from the temporary directory.
+        # Temporary files of a long-running server may have been cleaned up.
         os.makedirs(self.run_dir, mode=0o700, exist_ok=True)
         return LeaderLink(self._context, address, on_frame)
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
-        """Start a process that has been told everything."""
+        """Start a process with a complete specification."""
         return RankProcess(
             spec,
             environment=rank_environment(threads),
@@ -142,7 +142,7 @@ class LocalLauncher:
         )
 
     def _fork_server(self, modules: frozenset[str]) -> ForkServer | None:
-        """Return the one that has imported these; None where that is nothing."""
+        """Return the fork server with these imports; None for no imports."""
         if modules and modules not in self._fork_servers:
             self._fork_servers[modules] = make_fork_server(modules)
         return self._fork_servers.get(modules)
@@ -163,7 +163,7 @@ class LocalHost:
     def __init__(
         self, launcher: LocalLauncher, groups: Sequence[str], arena: Arena, start: int
     ) -> None:
-        """Prepare the `start`-th start of these groups."""
+        """Prepare start number `start` of these groups."""
         self._launcher = launcher
         self._groups = groups
         self._arena = arena
@@ -182,21 +182,21 @@ class LocalHost:
         return self._launcher.launch(spec, threads=threads, on_exit=on_exit)
 
     def close(self) -> None:
-        """There is nothing to give back: leaders close their links."""
+        """No-op: leaders close their links."""
 
 
 def link_address(run_dir: str, group: str, start: int) -> str:
-    """Return where the leader of a group listens in its `start`-th start."""
+    """Return the address of a group's leader in start number `start`."""
     return f"ipc://{Path(run_dir) / f'{group}-{start}'}"
 
 
 def at_home(
     spec: RankSpec, groups: Sequence[str], *, run_dir: str, arena_fd: int, start: int
 ) -> RankSpec:
-    """Return a specification with what its host says: folder, arena, and where leaders and peers are met.
+    """Fill in the host's part of a specification: folder, arena, and the addresses of leaders and peers.
 
-    Ranks that share a model meet at a place that no earlier start has used: what it left there would be taken for this
-    one's.
+    Ranks that share a model use a new rendezvous for each start, because files of an earlier start would be mistaken
+    for those of this one.
     """
     changes: dict[str, Any] = {}
     for group in groups:
@@ -212,20 +212,20 @@ def at_home(
 
 
 def make_fork_server(modules: frozenset[str], *, idle: IdleForkServer | None = None) -> ForkServer:
-    """Return a fork server for ranks that import these, which begins as `idle`; otherwise it has not started."""
-    # With one thread, or libraries would start others as they are imported; ranks set their own number.
+    """Return a fork server with these imports, whose first process is `idle`; without one it has not started."""
+    # One thread, because libraries start their threads when they are imported; ranks set their own number.
     environment = rank_environment(1)
     return ForkServer(sorted(modules), environment, idle)
 
 
 def forkable_modules(spec: RankSpec) -> frozenset[str]:
-    """Return what may be imported before a rank is forked; empty where one of its roles needs a new process."""
+    """Return the modules to import before a rank is forked; empty if one of its roles needs a new process."""
     roles = [role for role in (spec.encode, spec.generate) if role is not None]
     return modules_of(spec.info, [(role.plugin, role.settings.device) for role in roles])
 
 
 def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> frozenset[str]:
-    """Return what may be imported for roles, each a plug-in's name and a device; empty where one allows nothing."""
+    """Return the modules to import for roles (plug-in name and device); empty if one allows no imports."""
     modules: set[str] = set()
     for name, device in roles:
         plugin = load_worker(name)

@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 RANK_COMMAND = ("-m", "vsched.rank")
 
 TOLD_CODES = (1, 2)
-"""A rank that ends with one of these has sent why."""
+"""Exit codes of ranks that have sent a report with the reason."""
 LAST_WORD_S = 1.0
-"""How long its exit waits for that last word, which says more and may come later where the machine is busy."""
+"""Delay of reporting such an exit: the report is more precise, and may arrive later on a busy machine."""
 
 
 class RankProcess:
-    """One running rank; `on_exit(code)` is called once, on the event loop, when it ends by itself.
+    """A rank's process; `on_exit(code)` is called once, on the event loop, when it ends by itself.
 
-    A fork server forks it; without one, or when that is lost, it is a new interpreter.
+    It is forked by a fork server, or a new interpreter if there is none or the server is lost.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RankProcess:
         command: Sequence[str],
         fork_server: ForkServer | None = None,
     ) -> None:
-        """Start it in an environment, that of `rank_environment`; `command` are the arguments of the interpreter."""
+        """Start it with an environment from `rank_environment`; `command` are the arguments of the interpreter."""
         self._spec = spec
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
@@ -75,16 +75,16 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The process id; 0 while the process is not there yet."""
+        """The process id; 0 before the process exists."""
         return self._pid
 
     def _spawn(self, stdin: int, environment: Mapping[str, str], command: Sequence[str]) -> None:
-        process = subprocess.Popen(  # noqa: S603 - the engine's own words
+        process = subprocess.Popen(  # noqa: S603 - no outside input
             [sys.executable, *command],
             stdin=stdin,
             pass_fds=(self._spec.arena_fd,),
             env=environment,
-            start_new_session=True,  # a terminal's Ctrl-C is for the engine alone
+            start_new_session=True,  # a terminal's Ctrl-C must reach only the engine
         )
         self._started(process.pid, process.wait)
 
@@ -108,7 +108,7 @@ class RankProcess:
 
     def _started(self, pid: int, wait: Callable[[], int]) -> None:
         self._pid, self._wait = pid, wait
-        with contextlib.suppress(BrokenPipeError):  # it is gone already; its exit says so
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; `_reap` reports that
             self._lifeline.write(msgspec.json.encode(self._spec) + b"\n")
             self._lifeline.flush()
         self._pidfd = os.pidfd_open(pid)
@@ -131,11 +131,11 @@ class RankProcess:
             self._on_exit(code)
 
     async def end(self, *, grace_s: float) -> None:
-        """Wait for the process to end; kill it when it has not after the grace.
+        """Wait for the process to end; kill it after the grace period.
 
-        An exit that waits for its last word is told no more.
+        An exit that waits for the rank's report is not reported any more.
 
-        Blocks: at most the grace, the moment that the system takes to kill, and that of a fork that is under way.
+        Blocks: at most the grace period, plus the time of a pending fork and of killing.
         """
         self._ending = True
         if self._telling is not None:
@@ -144,19 +144,19 @@ class RankProcess:
             if not self._ordered:
                 self._forking.cancel()
             await asyncio.wait([self._forking])
-        if self._wait is None:  # there was no process, or none could be started
+        if self._wait is None:  # no process was started
             self._lifeline.close()
             return
         try:
             async with asyncio.timeout(grace_s):
                 await asyncio.shield(self._exited)
         except TimeoutError:
-            os.kill(self._pid, signal.SIGKILL)  # nobody has waited for it: the number is its own
+            os.kill(self._pid, signal.SIGKILL)  # not reaped yet, so the id cannot be reused
             await asyncio.shield(self._exited)
 
 
 def _exit_code(pid: int) -> int:
-    """Wait for a child that has ended; 0 where somebody else has, as `subprocess` says then."""
+    """Reap a child that has ended; 0 if it was reaped already, as in `subprocess`."""
     try:
         _, status = os.waitpid(pid, 0)
     except ChildProcessError:

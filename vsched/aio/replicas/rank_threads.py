@@ -1,4 +1,4 @@
-"""The number of threads that each rank of a worker group computes with."""
+"""Number of compute threads in use by each rank of a worker group."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from vsched.wire import ThreadsInUse
 
 LASTS_S = 5.0
-"""How long a change lasts before it is logged: a neighbour that is gone sooner is not worth a line."""
+"""A change is logged only after this time, so that short-lived other programs cause no log lines."""
 
 logger = logging.getLogger(__name__)
 
 
 class RankThreads:
-    """What the ranks of one start last reported of their threads; a change that lasts is logged once.
+    """The last thread report of each rank of one start; a lasting change is logged once.
 
     Attributes:
         in_use: The last report of each rank.
@@ -28,7 +28,7 @@ class RankThreads:
         self._timers: dict[int, asyncio.TimerHandle] = {}
 
     def take(self, rank: int, report: ThreadsInUse) -> None:
-        """Take the report of a rank. Groups that share a process report the same number twice."""
+        """Take the report of a rank; groups in one process report the same number twice."""
         if report == self.in_use.get(rank):
             return
         self.in_use[rank] = report
@@ -38,7 +38,7 @@ class RankThreads:
             self._timers[rank] = loop.call_later(LASTS_S, self._log, rank, report)
 
     def close(self) -> None:
-        """Log nothing more."""
+        """Stop logging."""
         for rank in list(self._timers):
             self._cancel(rank)
 

@@ -1,6 +1,6 @@
-"""How a worker group that was lost comes back: at once, then after ever longer pauses, then not at all.
+"""Restarts of a lost worker group: at once, then after increasing pauses, then never.
 
-Every worker group has a supervisor of its own, so the losses of one never delay another.
+Each worker group has its own supervisor, so losses of one never delay another.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from vsched.wire import Ready
 
 logger = logging.getLogger(__name__)
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
-"""Pauses before attempts to bring a lost worker group back; after the last, it stays away."""
+"""Pauses before restart attempts; after the last attempt the worker group is given up."""
 LOSSES_WINDOW_S = 60.0
 LOSSES_MAX = len(RESTART_DELAYS_S) + 1
-"""Losses within the window skip the shorter pauses; after this many the worker group is not brought back."""
+"""Losses within the window skip the shorter pauses; after this many the worker group is given up."""
 Reports = dict[str, list[Ready]]
 
 
 class LastLoss(msgspec.Struct, frozen=True):
-    """The last time that a worker group went, and why; `at_s` counts from 1970."""
+    """The last loss of a worker group; `at_s` is a Unix time."""
 
     failure: GroupFailure
     at_s: float
 
 
 class Supervisor:
-    """Brings one worker group back, as often as it is lost.
+    """Restarts one worker group after each loss.
 
-    `check(reports)` raises when ranks that are up cannot be used; `on_back` or `on_failed(failure)`
-    is called once at the end of each restart.
+    `check(reports)` raises if the new ranks cannot be used. At the end of each restart `on_back` or
+    `on_failed(failure)` is called once.
 
     Attributes:
-        restarts: How often the worker group came back.
-        losses: How often it was lost by itself, by the kind of failure.
-        last_loss: None while there was none.
+        restarts: Number of successful restarts.
+        losses: Number of unplanned losses by kind of failure.
+        last_loss: None before the first.
     """
 
     def __init__(
@@ -71,40 +71,40 @@ class Supervisor:
 
     @property
     def names(self) -> str:
-        """The groups of the worker group, for people."""
+        """The groups of the worker group, for messages."""
         return " and ".join(self.worker_group.groups)
 
     def note_loss(self, failure: GroupFailure) -> None:
-        """The worker group is gone by itself: one more such loss in the window lengthens the next pause."""
+        """Count an unplanned loss; each in the window lengthens the next pause."""
         self.last_loss = LastLoss(failure, time.time())
         self.losses[type(failure).__name__] += 1
         self._losses_s.append(self._loop.time())
         self._grace_s = 0.0
 
     def note_restart(self, failure: GroupFailure) -> None:
-        """The worker group is to be replaced on purpose: that is no loss, and its ranks may end by themselves."""
+        """Note a planned restart: it does not count as a loss, and ranks get the grace period."""
         self.last_loss = LastLoss(failure, time.time())
         self._grace_s = STOP_GRACE_S
 
     def reset_backoff(self) -> None:
-        """Somebody has looked after the worker group: what was lost before counts no more."""
+        """Forget earlier losses, because an operator has intervened."""
         self._losses_s.clear()
 
     def restart(self) -> None:
-        """Bring the worker group back; once, though each of its groups may ask for it."""
+        """Start a restart, unless one is in progress: each of its groups may request it."""
         if self._task is None:
             self._settled.clear()
             self._task = self._loop.create_task(self._restart())
 
     async def wait_settled(self) -> None:
-        """Wait until no restart is under way, however it ended.
+        """Wait until no restart is in progress, whether it succeeded or not.
 
         Blocks: up to all pauses and as many starts.
         """
         await self._settled.wait()
 
     async def end(self) -> None:
-        """Give up a restart that is under way."""
+        """Cancel a restart in progress."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -119,7 +119,7 @@ class Supervisor:
             try:
                 await self.worker_group.stop(grace_s=self._grace_s)
                 self._check(await self.worker_group.start())
-            except Exception as error:  # noqa: BLE001 - whatever it was, the next attempt may do
+            except Exception as error:  # noqa: BLE001 - the next attempt may succeed
                 probe("supervisor.start_failed")
                 logger.warning("%s did not come back: %s", self.names, error)
                 failure = failure_of(error, groups)
@@ -129,7 +129,7 @@ class Supervisor:
             self._finish()
             self._on_back()
             return
-        # The last attempt may have left ranks that cannot be used.
+        # The last attempt may have left unusable ranks.
         await self.worker_group.stop(grace_s=0)
         probe("supervisor.given_up")
         logger.error("%s: could not be restarted", self.names)
@@ -137,11 +137,11 @@ class Supervisor:
         self._on_failed(failure)
 
     def _finish(self) -> None:
-        """Before the callbacks: what they cause may lose the worker group again, and begin the next restart."""
+        """Reset the state before the callbacks, whose effects may lose the worker group and restart it again."""
         self._task = None
         self._settled.set()
 
     def _recent_losses(self) -> int:
-        """Return how many losses, the last one included, came in quick succession."""
+        """Return the number of losses within the window."""
         since_s = self._loop.time() - LOSSES_WINDOW_S
         return sum(1 for lost_s in self._losses_s if lost_s >= since_s)

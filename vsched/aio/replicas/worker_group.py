@@ -1,7 +1,7 @@
-"""The processes of one replica: they start, fail and stop together, and take no other replica with them.
+"""The processes of one replica: they start, fail and stop together, independently of other replicas.
 
-With `placement = "separate"` each group has a worker group of its own, so a lost encoder leaves the generate ranks
-alone. With `"together"` one worker group serves an encode and a generate group, in the same processes.
+With `placement = "separate"` each group has its own worker group, so the loss of an encoder does not affect generate
+ranks. With `"together"` one worker group serves an encode and a generate group in the same processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 STOP_GRACE_S = 5.0
 STARTING = "starting processes and importing libraries"
-"""The first report of progress of a group, before its ranks have said anything."""
+"""First progress message of a group, before its ranks have sent any."""
 
 
 class WorkerGroupEvents(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,10 +44,9 @@ class WorkerGroupEvents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerGroup:
-    """The ranks of one replica: of `groups`, which `template` has roles for.
+    """The ranks of one replica, which serve `groups` with the roles in `template`.
 
-    What differs between ranks and between starts is filled into the template: numbers, secret, devices. What depends on
-    the host that they start on, its launcher's host fills in.
+    Rank numbers, secret and devices are filled into the template for each rank and start; the host fills in the rest.
     """
 
     def __init__(
@@ -85,13 +84,13 @@ class WorkerGroup:
         self._doing = ""
 
     async def start(self) -> dict[str, list[Ready]]:
-        """Start all ranks in parallel and wait until every one is ready.
+        """Start all ranks in parallel and wait until all are ready; return their reports by group.
 
         Blocks: up to `deadlines.ready_s`.
 
         Raises:
-            CheckpointError, ConfigError, DeviceOutOfMemory: When a rank says so.
-            DeviceOutOfMemory, MemoryLeak, PolicyError: When no size of the KV cache will do.
+            CheckpointError, ConfigError, DeviceOutOfMemory: When a rank reports it.
+            DeviceOutOfMemory, MemoryLeak, PolicyError: When no size of the KV cache works.
             GroupLostError: When a rank exits otherwise, or is not ready in time.
         """
         self._failure = None
@@ -105,7 +104,7 @@ class WorkerGroup:
         self._threads_in_use = RankThreads(self.groups)
         self._leaders = {name: self._lead(host, name, secret, liveness) for name in self.groups}
         self._processes = []
-        # One by one: should a later one fail, `stop` ends the others.
+        # One by one: if a launch fails, `stop` ends the earlier ones.
         for rank in range(self._ranks):
             spec, on_exit = self._spec(rank, secret), self._exit_handler(rank)
             process = host.launch(spec, threads=self._threads, on_exit=on_exit)
@@ -123,7 +122,7 @@ class WorkerGroup:
         return {name: self._leaders[name].ready.result() for name in self.groups}
 
     def _with_settings(self, error: Exception) -> Exception:
-        """Name both limits where they add up: who ran out of memory knows that of its own stage only."""
+        """Name both memory limits if a process has both stages: the error knows only that of its stage."""
         template = self._template
         both = template.encode is not None and template.generate is not None
         if not (both and template.memory_limit_bytes and isinstance(error, DeviceOutOfMemory)):
@@ -137,7 +136,7 @@ class WorkerGroup:
         )
 
     async def _bring_up(self, group: str) -> None:
-        """See a group through to its readiness."""
+        """Size a group and wait until its ranks are ready."""
         leader = self._leaders[group]
         if stage_of(group) == "encode":
             await self._sizing.publish(group, leader)
@@ -155,17 +154,17 @@ class WorkerGroup:
         return NotReady(tuple(self.groups), self._deadlines.ready_s, waiting_for)
 
     def leader(self, group: str) -> Leader:
-        """Return the leader of a group since the last start; one that is being lost drops decisions."""
+        """Return the leader of a group in the latest start; a leader of a lost group drops decisions."""
         return self._leaders[group]
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """Stop all ranks.
 
-        Blocks: at most the grace; then ranks are killed.
+        Blocks: at most the grace period; then ranks are killed.
         """
         self._stopping = True
         if not self._up:
-            grace_s = 0  # ranks that load do not listen, and those of a lost worker group are not worth a wait
+            grace_s = 0  # ranks that load do not read orders, and ranks of a lost group cannot be trusted to stop
         self._up = False
         for leader in self._leaders.values():
             if grace_s > 0:
@@ -187,24 +186,24 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks, as far as there are processes."""
+        """Process ids of the ranks that have a process."""
         return [process.pid for process in self._processes if process.pid]
 
     def memory(self) -> dict[str, dict[int, dict[str, int]]]:
-        """Return what the ranks last said of their memory, by group and rank, in bytes."""
+        """Return the ranks' last memory reports by group and rank, in bytes."""
         return {name: dict(leader.memory) for name, leader in self._leaders.items()}
 
     def kernels_late(self, group: str) -> dict[int, int]:
-        """Return how many kernels each rank of a group compiled, or read from disk, since it was ready."""
+        """Return the number of kernels that each rank of a group compiled or loaded after it was ready."""
         leader = self._leaders.get(group)
         return dict(leader.kernels_late) if leader else {}
 
     def threads(self) -> dict[int, ThreadsInUse]:
-        """Return the number of threads that each rank computes with; without ranks that do not report it."""
+        """Return the threads in use by each rank that reports them."""
         return dict(self._threads_in_use.in_use)
 
     def heartbeats(self, group: str) -> dict[str, int]:
-        """Return how many heartbeats this incarnation was sent, and how many it was not though they were due."""
+        """Return the number of heartbeats sent and missed since the latest start."""
         leader = self._leaders.get(group)
         sent, missed = (leader.heartbeats, leader.heartbeats_missed) if leader else (0, 0)
         return {"sent": sent, "missed": missed}
@@ -242,7 +241,7 @@ class WorkerGroup:
         return msgspec.structs.replace(template, rank=rank, secret=secret, name=name, **changes)
 
     def _with_share(self, role: EncodeRole, group: str, rank: int) -> EncodeRole:
-        """Return a role that keeps what was reserved at the first start, and measures nothing."""
+        """Return a role with the reservation of the first start, so that it is not measured again."""
         kept_bytes = self._sizing.reserved_bytes(group, rank)
         return (
             role if kept_bytes is None else msgspec.structs.replace(role, reserved_bytes=kept_bytes)
@@ -262,7 +261,7 @@ class WorkerGroup:
             if not self._up:
                 limit_bytes, keys = self._template.memory_limit_bytes, self._template.memory_keys
                 if self._host is not None and self._host.name and self._template.share.memory:
-                    limit_bytes = 0  # that host has another
+                    limit_bytes = 0  # that host has its own limit
                 failure = msgspec.structs.replace(
                     failure,
                     doing=self._doing,
@@ -277,18 +276,18 @@ class WorkerGroup:
         self._lose(HostLost(tuple(self.groups), host, what))
 
     def _lose(self, failure: GroupFailure) -> None:
-        """All groups of the worker group go down together; the first failure is the one to tell."""
+        """Report the loss of all groups; only the first failure counts."""
         if self._stopping or self._failure is not None:
             return
         self._failure = failure
         self._lost.set()
-        if self._up:  # else `start` is still waiting, and raises
+        if self._up:  # otherwise `start` is waiting, and raises it
             logger.error("lost: %s", failure)
             self._events.on_lost(self.groups, failure)
 
 
 def rank_device(device: str, index: int) -> str:
-    """Return the device `index` places behind this one; only `cuda` has several."""
+    """Return the device `index` after this one; only `cuda` has several."""
     kind, _, first = device.partition(":")
     return f"{kind}:{int(first or 0) + index}" if kind == "cuda" else device
 

@@ -1,4 +1,4 @@
-"""All worker groups of a server: they start in parallel, or none does."""
+"""All worker groups of a server; the failure of one ends the start of all."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ WorkerGroupFactory = Callable[[WorkerGroupEvents], Sequence[WorkerGroup]]
 
 
 class WorkerGroupListener(Protocol):
-    """Is told what the ranks of worker groups do, once all have started."""
+    """Receives results and losses of worker groups after all have started."""
 
     def on_result(self, group: str, result: GenerateResult | EncodeResult) -> None:
-        """Take the result of a step."""
+        """Handle the result of a step."""
         ...
 
     def on_lost(self, groups: Sequence[str], failure: GroupFailure) -> None:
-        """The groups of a worker group are gone."""
+        """Handle the loss of a worker group's groups."""
         ...
 
 
 class WorkerGroups:
     """The worker groups, in order.
 
-    Until somebody listens, they are starting: the loss of one that was ready ends the start of all.
+    Until there is a listener, they are starting: the loss of a group that was ready ends the start of all.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WorkerGroups:
         return iter(self._all)
 
     def listen(self, listener: WorkerGroupListener) -> None:
-        """Tell somebody of results and losses from now on."""
+        """Report results and losses to `listener` from now on."""
         self._listener = listener
 
     def _on_result(self, group: str, result: GenerateResult | EncodeResult) -> None:
@@ -95,7 +95,7 @@ class WorkerGroups:
     async def stop(self, *, grace_s: float) -> None:
         """Stop all worker groups.
 
-        Blocks: at most the grace; then ranks are killed.
+        Blocks: at most the grace period; then ranks are killed.
         """
         await asyncio.gather(*(worker_group.stop(grace_s=grace_s) for worker_group in self._all))
 
@@ -105,7 +105,7 @@ class WorkerGroups:
         return [pid for worker_group in self._all for pid in worker_group.pids]
 
     def memory(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return what ranks said of their memory, by group and rank, in bytes."""
+        """Return the ranks' last memory reports by group and rank, in bytes."""
         return {
             group: {str(rank): dict(fields) for rank, fields in ranks.items()}
             for worker_group in self._all
@@ -113,7 +113,7 @@ class WorkerGroups:
         }
 
     def threads(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return the number of threads that ranks compute with, and have, by group and rank."""
+        """Return the number of active and of all compute threads, by group and rank."""
         return {
             group: {
                 str(rank): {"active": threads.active, "total": threads.total}
@@ -125,7 +125,7 @@ class WorkerGroups:
 
 
 def smallest_cache(reports: Reports) -> int:
-    """Return the KV blocks of the smallest generate group; 0 where there is none among them."""
+    """Return the KV blocks of the smallest generate group; 0 without generate groups."""
     sizes = [
         ready.kv_blocks
         for group, ranks in reports.items()
