@@ -1,4 +1,4 @@
-"""Whether drafts can be had as they are configured: ranks that verify them, and a model that drafts."""
+"""Checks of the speculative-decoding configuration: ranks that verify draft tokens, and a draft model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from vsched.worker.registry import load_worker
 
 logger = logging.getLogger(__name__)
 SAMPLES = 1000
-"""So many tokens of two vocabularies are compared, spread over all."""
+"""Number of tokens compared between two vocabularies, evenly spread."""
 
 
 def verifies_drafts(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> bool:
-    """Return whether ranks can verify drafted tokens; where they cannot, `generate.drafting` is never asked.
+    """Return True if ranks can verify draft tokens; otherwise `generate.drafting` is never called.
 
     Raises:
-        ConfigError: When they cannot, and the policy drafts for a request that is held to nothing; or when it asks for
-            a draft model, and there is none.
+        ConfigError: When ranks cannot, and the policy drafts for a request without a grammar; or when the policy uses a
+            draft model, and none is configured.
     """
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
     device = config.generate.device
@@ -65,17 +65,17 @@ def verifies_drafts(config: Config, info: ModelInfo, policies: ConfiguredPolicie
 
 
 def inspect_draft(config: Config, plugin: WorkerPlugin, info: ModelInfo) -> ModelInfo | None:
-    """Return the facts of the draft model, as far as it drafts for this one: of text alone; None where none is set.
+    """Return the text part of the configured draft model; None if there is none.
 
     Raises:
-        CheckpointError: When there is no checkpoint, or as many ranks cannot share it.
-        ConfigError: When it cannot draft.
+        CheckpointError: When the checkpoint does not exist, or does not support the number of ranks.
+        ConfigError: When it cannot be used as a draft model.
     """
     path, generate = config.generate.draft_model, config.generate
     if not path:
         return None
     draft = plugin.inspect(path, dtype=config.model.dtype, item_tokens_max=0).text_alone
-    # It is told of a prompt chunk by chunk, whatever its tokens would see of each other: a guess may be a little worse.
+    # It reads prompts in chunks, even with bidirectional attention in the prompt: guesses may be slightly worse.
     draft = msgspec.structs.replace(draft, prompt_atomic=False, item_atomic=False)
     if generate.tensor_parallel > 1:
         plugin.check_parallel(draft, stage="generate", ranks=generate.tensor_parallel)
@@ -95,10 +95,10 @@ def inspect_draft(config: Config, plugin: WorkerPlugin, info: ModelInfo) -> Mode
 
 
 def check_vocabulary(info: ModelInfo, own: Preprocessor, other: Preprocessor) -> None:
-    """Check that a draft model has the vocabulary of the model that it drafts for; sizes may differ by padding.
+    """Check that a draft model has the target model's vocabulary; sizes may differ by padding.
 
     Raises:
-        ConfigError: When a token means something else to it.
+        ConfigError: When a token differs.
     """
     size = min(own.info.vocab_size, other.info.vocab_size)
     for token in range(0, size, max(size // SAMPLES, 1)):

@@ -1,4 +1,4 @@
-"""What an engine finds around it: a clock, threads, a network, and a launcher of ranks."""
+"""The environment of an engine: clock, threads, network, and launcher of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def local_launcher(
     forked: bool = True,
     begun: Mapping[frozenset[str], ForkServer] | None = None,
 ) -> LocalLauncher:
-    """Return what starts ranks as processes of this host; see `LocalLauncher`."""
+    """Return a launcher for ranks as processes of this host; see `LocalLauncher`."""
     del config  # `Environment.make_launcher` gives it
     return LocalLauncher(command=command, forked=forked, begun=begun)
 
@@ -42,7 +42,7 @@ def local_launcher(
 def make_launcher(
     config: Config, *, begun: Mapping[frozenset[str], ForkServer] | None = None
 ) -> Launcher:
-    """Return what starts ranks where the configuration says: on this host, or on others, too.
+    """Return a launcher for the configured hosts.
 
     Raises:
         ConfigError: When the key file of other hosts cannot be read, or Ray cannot be reached.
@@ -56,7 +56,7 @@ def make_launcher(
 
 
 def placed(config: Config, own: Launcher, *, ray: RayCalls | None = None) -> PlacedLauncher:
-    """Return what starts ranks on the hosts of a cluster."""
+    """Return a launcher for the hosts of a cluster."""
     cluster = config.cluster
     hosts: dict[str, Connect] = {}
     with contextlib.ExitStack() as opened:
@@ -86,7 +86,7 @@ def placed_on(
     close: Callable[[], None] = lambda: None,
     window_bytes: int = WINDOW_BYTES,
 ) -> PlacedLauncher:
-    """Return what starts ranks on these hosts, as the configuration says."""
+    """Return a launcher for these hosts, with the configured placement and timeouts."""
     cluster, deadlines = config.cluster, config.deadlines
     patience = Patience(
         alive_s=deadlines.heartbeat_s,
@@ -108,15 +108,15 @@ def placed_on(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The world of an engine; the defaults are those of a server, a simulation hands in its own.
+    """The environment of an engine; the defaults are those of a server, and a simulation passes its own.
 
     Attributes:
-        make_launcher: Asked once, with the configuration; what it returns starts the ranks of all worker_groups.
+        make_launcher: Called once; returns the launcher of all worker groups.
         make_grammar_checker: Returns the grammar checker; None if the plug-in has no grammars.
-        make_media: Returns what prepares requests, with threads and a network to fetch images from.
-        open_record: Returns the record of a kernel, None to keep none.
+        make_media: Returns the pipeline that prepares requests, with its threads and network.
+        open_record: Returns the record of a kernel, or None to keep none.
         now_ns: The kernel's clock.
-        make_queue_clock: Asked once on the event loop's thread; returns the clock of its waits for a core, in ns.
+        make_queue_clock: Called once on the event loop's thread; returns the clock of its waits for a core, in ns.
     """
 
     make_launcher: Callable[[Config], Launcher] = make_launcher

@@ -217,7 +217,7 @@ class GrammarChecks:
 
 
 def _check_bounds(sampling: SamplingParams) -> None:
-    """Refuse what cannot be bounded, or what could leave no token to draw."""
+    """Refuse oversized grammars, and parameters that could forbid every token together with a grammar."""
     size = len(sampling.grammar.encode())
     if size > GRAMMAR_BYTES_MAX:
         message = limit_message(

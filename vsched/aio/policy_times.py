@@ -1,11 +1,10 @@
-"""How long calls of policies take, on the shell's clock.
+"""Timing of policy calls, by the shell's clock.
 
-The kernel has no clock, and a time must not change what it decides unless an event says so. So calls are timed from
-outside, and what comes of it is an event: a policy that is over its budget again and again is replaced by the default,
-in a record as well as in the server.
+The kernel has no clock, and times may change its decisions only by events. So calls are timed from outside, and a
+policy that exceeds its budget repeatedly is replaced by the default with an event, which a record contains as well.
 
-Time in which the thread waited for a core does not count: on a busy machine, or under a control group's quota, a quick
-policy would be replaced for good because of a neighbour. Time in which a policy sleeps or waits for a file counts.
+Time in which the thread waited for a core does not count: on a busy machine, or under a control group's quota, a fast
+policy would be replaced because of other programs. Time in which a policy sleeps or waits for a file counts.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from vsched.kernel.events import Event, PolicyReplaced
 
 logger = logging.getLogger(__name__)
 LATEST_CALLS = 100
-"""Slow calls count for as long as they are among so many."""
+"""Slow calls count while they are among this many latest calls."""
 Ask = Callable[[Any], Any]
 
 
 class QueueClock:
-    """The time in ns that the thread that made it, ready to run, has waited for a core.
+    """The total time in ns that the thread which created it was runnable and waited for a core.
 
-    It stands still if the kernel keeps no such statistics.
+    Constant if the operating system keeps no such statistics.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,7 @@ class QueueClock:
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
 
     def __call__(self) -> int:
-        """Return it."""
+        """Return the time in ns."""
         return int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
 
     def __del__(self) -> None:
@@ -48,7 +47,7 @@ class QueueClock:
 
 
 class _SeatTimes:
-    """The calls of one seat; `latest_slow` has the numbers of the latest slow ones."""
+    """Calls of one seat; `latest_slow` has the numbers of the latest slow calls."""
 
     __slots__ = ("calls", "latest_slow", "longest_ns", "slow", "told", "total_ns")
 
@@ -59,7 +58,7 @@ class _SeatTimes:
 
 
 class PolicyTimes:
-    """Times the calls of policies, by the name of the seat where they are asked."""
+    """Times the calls of policies by seat."""
 
     def __init__(
         self,
@@ -70,9 +69,9 @@ class PolicyTimes:
         handle: Callable[[Event], None],
         queued_ns: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Replace a policy once more than `slow_max` of its latest calls took over `budget_ms`; 0: never.
+        """Replace a policy once more than `slow_max` of its latest calls took over `budget_ms`; with 0, never.
 
-        `queued_ns` is the clock of `QueueClock`.
+        `queued_ns` is a `QueueClock`.
         """
         self._budget_ns = int(budget_ms * 1e6)
         self._slow_max = slow_max
@@ -82,7 +81,7 @@ class PolicyTimes:
         self._seats: dict[str, _SeatTimes] = {}
 
     def watch(self, seat: str, ask: Ask) -> Ask:
-        """Return what asks a policy and takes its time."""
+        """Wrap a policy call with a timer."""
         self._seats[seat] = times = _SeatTimes(self._slow_max)
         now_ns, queued_ns = self._now_ns, self._queued_ns
         budget_ns = self._budget_ns or 1 << 62
@@ -106,7 +105,7 @@ class PolicyTimes:
         return timed
 
     def _note_slow(self, seat: str, times: _SeatTimes, took_ns: int) -> None:
-        """Count a call, and tell of every first, second, fourth and so on; a slow policy must not flood the log."""
+        """Count a slow call, and log the first, second, fourth and so on, so that they do not flood the log."""
         times.slow += 1
         times.latest_slow.append(times.calls)
         message = limit_message(
@@ -124,7 +123,7 @@ class PolicyTimes:
             self._handle(PolicyReplaced(seat, message))
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """Return for each seat how many calls there were, their time, the longest, and how many were slow."""
+        """Return for each seat the number of calls, their total and longest time, and the number of slow calls."""
         return {
             seat: {
                 "calls": times.calls,

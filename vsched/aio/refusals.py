@@ -1,4 +1,4 @@
-"""The words for a refusal of the kernel: every client, over HTTP or in Python, reads these."""
+"""Error messages for the kernel's refusals, for clients over HTTP and in Python."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ STATUS = {
     RefusalCode.DUPLICATE_ID: 409,
     RefusalCode.GIVEN_UP: 503,
 }
-"""The HTTP status of refusals that are not the client's mistake, which are 400."""
+"""HTTP status of refusals that are not client errors; client errors have 400."""
 RETRY_AFTER_S = {RefusalCode.QUEUE_FULL: 1}
 
 
 def refusal_error(refuse: Refuse) -> RequestRefused:
-    """Return the error that a client gets for a refusal: what happened, the value, the limit, the remedy."""
+    """Return the client's error for a refusal: the problem, the value, the limit, the remedy."""
     code = refuse.code
     return RequestRefused(
         _message(refuse),
@@ -35,7 +35,7 @@ def _message(refuse: Refuse) -> str:
 
 
 def _words(refuse: Refuse) -> tuple[str, object, object, str]:
-    """Return what happened, the value, the limit and the remedy."""
+    """Return the problem, the value, the limit and the remedy."""
     value, setting, detail = refuse.value, refuse.setting, refuse.detail
     tokens = f"{refuse.limit} tokens"
     match refuse.code:

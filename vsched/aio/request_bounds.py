@@ -1,4 +1,4 @@
-"""Numbers that no rank must ever see: checked once, where HTTP clients and library users meet."""
+"""Checks of request parameters, common to HTTP clients and library users."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def request_of(request_id: str, fields: dict[str, Any]) -> Request:
 
 
 def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_size: int) -> None:
-    """Check token ids and sampling parameters against what the wire and the model can take.
+    """Check token ids and sampling parameters against the limits of the wire format and the model.
 
     Raises:
         RequestRefused: With the value and the limit.
@@ -113,10 +113,10 @@ def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_s
 
 
 def check_stop_tokens(asked: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
-    """Return the stop tokens of a request, in order: those it asks for and the checkpoint's own.
+    """Return the stop tokens of a request and of the checkpoint, sorted.
 
     Raises:
-        RequestRefused: When they are too many.
+        RequestRefused: When there are too many.
     """
     stops = tuple(sorted({*asked, *own}))
     if len(stops) > STOP_TOKENS_MAX:
@@ -131,10 +131,10 @@ def check_stop_tokens(asked: Sequence[int], own: Sequence[int]) -> tuple[int, ..
 
 
 def check_prompt_values(count: int, limit: int) -> None:
-    """Check how many log-probabilities of its prompt a request asks for: one a token, and its alternatives.
+    """Check the number of requested prompt log-probabilities: one per token, plus its alternatives.
 
     Raises:
-        RequestRefused: When they are too many to be kept and sent.
+        RequestRefused: When there are too many to keep and send.
     """
     if count > limit:
         message = limit_message(
@@ -147,7 +147,7 @@ def check_prompt_values(count: int, limit: int) -> None:
 
 
 def prompts_untold() -> RequestRefused:
-    """Return the refusal where ranks cannot tell of prompts."""
+    """Return the error for workers that do not compute prompt log-probabilities."""
     return RequestRefused(
         "log-probabilities of prompt tokens are not available: the worker plug-in of this model cannot tell them. "
         "Remedy: send neither prompt_logprobs nor echo with logprobs.",

@@ -1,8 +1,8 @@
-"""How much of an encode batch ranks do in a time slice, where the same processes have steps of a generate group to run.
+"""Number of encoder layers per time slice, if the processes of an encode group also run steps of a generate group.
 
-The kernel says how long a time slice may take. Ranks know layers only. What one takes is learned from those that were
-reported, for each token of the batch: the dearest time slice of a batch counts until it is done. Where dear layers come
-late (full attention behind windows), the time slice that meets them first may be longer than it should.
+The kernel limits the duration of a time slice; ranks count layers. The time per layer and token is learned from the
+reported slices: within a batch the slowest slice counts. If slow layers come late (full attention after windowed
+attention), the first slice with them may take longer than the limit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class EncodeSlices:
     """The time slices of one encode group.
 
     Attributes:
-        open: Whether a batch is out that is encoded in time slices.
-        busy_ns: How long its time slices took so far.
+        open: Whether a batch in flight is encoded in time slices.
+        busy_ns: Total time of its slices so far.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class EncodeSlices:
         self._layer_ns = 0.0
 
     def begin(self, decision: EncodeDecision) -> EncodeDecision:
-        """Return a batch as it is sent: with the layers of its first time slice."""
+        """Return a batch with the number of layers of its first time slice."""
         self._time_slice_ns = decision.time_slice_ns
         self._tokens = sum(task.tokens for task in decision.tasks if not task.encoded)
         self.open = bool(self._time_slice_ns and self._tokens)
@@ -37,19 +37,19 @@ class EncodeSlices:
         return msgspec.structs.replace(decision, layers=self._layers()) if self.open else decision
 
     def go_on(self, paused: Paused) -> int:
-        """Return the layers of the next time slice."""
+        """Return the number of layers of the next time slice."""
         layer_ns = paused.busy_ns / paused.layers / self._tokens
         self._layer_ns = max(layer_ns, self._layer_ns) if self.busy_ns else layer_ns
         self.busy_ns += paused.busy_ns
         return self._layers()
 
     def end(self) -> bool:
-        """The first rank is done with the batch; return whether it is encoded in time slices."""
+        """Note the end of the batch; return True if it was encoded in time slices."""
         was_open, self.open = self.open, False
         return was_open
 
     def _layers(self) -> int:
-        """Return how many layers fit: one at least, and before any was timed no more."""
+        """Return the number of layers that fit, at least one; one before the first measurement."""
         if not self._layer_ns:
             return 1
         return max(1, int(self._time_slice_ns / (self._layer_ns * self._tokens)))

@@ -1,8 +1,7 @@
-"""What the ranks of a group owe their leader, and since when: the one place that knows what is late.
+"""Detection of failed ranks: the answers that each rank has to send, and since when.
 
-Every step and every hook that is sent is owed an answer by each rank, in the order of the log. A rank's process shows
-that it runs by a pulse of its own, so one that was stopped is found while a step is out, and one whose step is merely
-long is not taken for it.
+Every rank answers every step and hook, in the order of the log. A rank's process also sends heartbeats from a thread of
+its own, so a stopped process is detected during a step, and is not confused with a long step.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from vsched.wire import Turns
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """How long to wait for ranks, in seconds; see the configuration section of the same name.
+    """Timeouts for ranks, in seconds; see the configuration section of the same name.
 
-    `hooks_s` stands for the interval of every periodic hook, 0 for none but what ranks ask for; None leaves it to the
-    worker.
+    `hooks_s` replaces the interval of every periodic hook; with 0, hooks run only on request of a rank, and with None
+    the worker's intervals apply.
     """
 
     ready_s: float
@@ -32,9 +31,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningClock:
-    """Time in which this process ran, for judging others: a stop of the whole machine is no silence of a rank.
+    """Running time of this process, by which timeouts are measured.
 
-    A suspended VM, a frozen container or a starved engine wakes up before the ranks that stood still with it are heard.
+    After a suspended VM, frozen container or starved engine resumes, time passes before the frames of ranks that were
+    suspended with it are read; they must not count as silent.
     """
 
     def __init__(self) -> None:
@@ -42,24 +42,24 @@ class RunningClock:
         self._ran_s = 0.0
 
     def look(self, now_s: float, gap_max_s: float) -> float:
-        """Return the running time in seconds at `now_s`; a gap between two looks counts as `gap_max_s` at most."""
+        """Return the running time at `now_s` in seconds; a gap since the last call counts as at most `gap_max_s`."""
         self._ran_s += min(max(now_s - self._looked_s, 0.0), gap_max_s)
         self._looked_s = now_s
         return self._ran_s
 
 
 class ProcessLiveness:
-    """What is known of the rank processes; shared by the leaders of the same processes.
+    """Liveness of rank processes, shared by the leaders of the same processes.
 
-    A process that serves two groups follows one log at a time: what either leader hears proves that it does, and while
-    it owes either of them a step, that step's deadline is the one that counts.
+    A process that serves two groups follows one log at a time: a message to either leader proves that it runs, and
+    while it has to answer a step of either, only the deadline of that step counts.
 
     Attributes:
         turns: Orders the steps of all logs that these processes follow.
-        clock: The time by which they are judged.
-        heard_s: When a rank's log follower was last heard.
-        pulse_s: When anything of its process was.
-        owing: Answers that a rank owes to all its leaders.
+        clock: The clock for their timeouts.
+        heard_s: Time of the last message of a rank's log follower.
+        pulse_s: Time of the last message of a rank's process.
+        owing: Number of outstanding answers of a rank to all its leaders.
     """
 
     def __init__(self) -> None:
@@ -70,14 +70,14 @@ class ProcessLiveness:
         self.owing: Counter[int] = Counter()
 
     def hear(self, rank: int, now_s: float, *, follows: bool) -> None:
-        """Take note of a sign of life; `follows` says that it comes from what follows the log."""
+        """Note a message of a rank; `follows` is True if its log follower sent it."""
         self.pulse_s[rank] = now_s
         if follows:
             self.heard_s[rank] = now_s
 
 
 class PendingAck(NamedTuple):
-    """A step, or the hook that stands at this place of the log, and since when the rank could be at work on it."""
+    """A step, or the hook at this position of the log, and the earliest time at which the rank could start it."""
 
     number: int
     hook: str
@@ -85,7 +85,7 @@ class PendingAck(NamedTuple):
 
 
 class FailureDetector:
-    """What each rank of one group owes, oldest first."""
+    """The outstanding answers of each rank of one group, oldest first."""
 
     def __init__(
         self, group: str, ranks: int, deadlines: Deadlines, liveness: ProcessLiveness
@@ -96,17 +96,17 @@ class FailureDetector:
         self._pending: list[deque[PendingAck]] = [deque() for _ in range(ranks)]
 
     def expect(self, number: int, now_s: float, *, hook: str = "") -> None:
-        """Every rank owes an answer more."""
+        """Expect one more answer of every rank."""
         for rank, owed in enumerate(self._pending):
             owed.append(PendingAck(number, hook, now_s))
             self._liveness.owing[rank] += 1
 
     def due(self, rank: int) -> PendingAck | None:
-        """Return what a rank has to answer next."""
+        """Return the next answer expected of a rank."""
         return self._pending[rank][0] if self._pending[rank] else None
 
     def answered(self, rank: int, now_s: float) -> None:
-        """A rank has answered what was due; the next began when that was done."""
+        """Note the expected answer of a rank; the rank started the next step or hook after it."""
         owed = self._pending[rank]
         owed.popleft()
         self._liveness.owing[rank] -= 1
@@ -114,13 +114,13 @@ class FailureDetector:
             owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
 
     def renew(self, number: int, now_s: float) -> None:
-        """A step has paused, and goes on: its time runs from now."""
+        """Restart the timeout of a step that paused and continues."""
         for owed in self._pending:
             if owed and not owed[0].hook and owed[0].number == number:
                 owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
 
     def failure(self, now_s: float) -> GroupFailure | None:
-        """Return which rank is late, or silent, for too long; None when none is."""
+        """Return the failure of a rank that is late or silent for too long; None if there is none."""
         limits, liveness = self._deadlines, self._liveness
         silent_s = limits.rank_timeout_s + limits.heartbeat_s
         for rank, owed in enumerate(self._pending):
@@ -139,15 +139,15 @@ class FailureDetector:
         return None
 
     def backlog(self) -> RankBacklogged | None:
-        """Return a rank that is further behind than its queue is long."""
+        """Return the failure of a rank with more outstanding answers than its queue holds; None if there is none."""
         behind = (rank for rank, owed in enumerate(self._pending) if len(owed) > QUEUE_MAX)
         return next((RankBacklogged(self._groups, rank) for rank in behind), None)
 
 
 class ResultComparison:
-    """Compares what the other ranks say of a step with what the first says, whoever speaks first.
+    """Compares the digests of a step's result from all ranks with that of the first rank, in any order of arrival.
 
-    Each rank answers in the order of the log and is given up when it is too far behind, so what is kept is bounded.
+    Ranks answer in the order of the log and are given up if they are too far behind, so the memory is bounded.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -155,7 +155,7 @@ class ResultComparison:
         self._said: dict[int, dict[int, bytes]] = {}
 
     def add(self, rank: int, step: int, check: bytes) -> int | None:
-        """Take what a rank says; return a rank that says something else than the first."""
+        """Add the digest of a rank; return a rank whose digest differs from the first rank's."""
         said = self._said.setdefault(step, {})
         said[rank] = check
         if len(said) == self._ranks:

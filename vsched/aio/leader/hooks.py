@@ -1,19 +1,19 @@
-"""When the periodic collective work of a group is due."""
+"""Schedule of the periodic collective work of a group."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 HOOK_GAP_S = 1.0
-"""Least time from one run of a hook to another that a rank asks for: it is never part of an iteration."""
+"""Minimum time between runs of a hook on request of ranks, so that it is not part of every step."""
 
 
 class HookTimes:
     """The hooks of one group.
 
-    One is due when its interval has passed since it last ended and there were steps in between: nothing changes while a
-    group is idle, so then nothing is to be done. Or when a rank has asked for it; an interval of 0 means only then.
-    `override_s` stands for every other interval.
+    A hook is due when its interval has passed since its last run and there were steps in between, because nothing
+    changes while a group is idle, or when a rank requests it; with an interval of 0 only then. `override_s` replaces
+    all other intervals.
     """
 
     def __init__(
@@ -30,14 +30,14 @@ class HookTimes:
         self._out: set[str] = set()
 
     def stepped(self) -> None:
-        """A step was sent."""
+        """Note that a step was sent."""
         self._worked.update(self._intervals)
 
     def ask(self, name: str) -> bool:
-        """A rank wants a hook; False when there is none of this name."""
+        """Request a hook; return False if there is none of this name."""
         if name not in self._intervals:
             return False
-        if name not in self._out:  # the run that is out is what was asked for
+        if name not in self._out:  # a run in progress satisfies the request
             self._asked.add(name)
         return True
 
@@ -62,6 +62,6 @@ class HookTimes:
         return now_s - (self._start_s if ended_s is None else ended_s) >= interval_s
 
     def done(self, name: str, now_s: float) -> None:
-        """A hook has run."""
+        """Note the end of a run."""
         self._out.discard(name)
         self._ended_s[name] = now_s

@@ -1,11 +1,11 @@
-"""The deciding side of one group: its log, its link to the ranks, its heartbeat and its deadlines.
+"""The leader of one group: its decision log, its link to the ranks, heartbeats and deadlines.
 
-One timer serves all of it, due a little less than one interval after the last entry was sent. When it fires, the leader
-sends a heartbeat if nothing was sent meanwhile, and asks the failure detector whether a rank is late. So a gap is
-never longer than one interval, whatever the leader was doing.
+One timer is due slightly less than a heartbeat interval after the last entry was sent. When it fires, the leader sends
+a heartbeat if nothing was sent in between, and checks for late ranks. So the gap between entries never exceeds one
+interval.
 
-The first rank speaks for the group: its results are taken at once. What the others computed is compared with it when
-they say so; a difference is the end of the group.
+Results of the first rank are used at once. The other ranks send digests of their results, which are compared with the
+first rank's; if one differs, the group is lost.
 """
 
 from __future__ import annotations
@@ -74,21 +74,21 @@ from vsched.wire import (
 __all__ = ["Deadlines", "Leader", "ProcessLiveness"]
 
 EARLY = 0.9
-"""A heartbeat goes out after this part of the interval: timers fire late, and what was sent has a way to go."""
+"""Heartbeats are sent after this part of the interval, to allow for late timers and transfer times."""
 
 GAP_INTERVALS = 2
-"""Heartbeat intervals that count at most between two looks at the clock: what is longer, this process stood still."""
+"""Maximum gap between two readings of the clock, in heartbeat intervals; in a longer gap this process was suspended."""
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
 PEER_REPORT_S = 0.5
-"""How long the report of another rank is waited for, when one says that it misses it."""
+"""Time to wait for the report of a failed rank after another rank reports its loss."""
 
 
 class _Gather(Generic[Answer]):
-    """One answer of each rank; `complete` holds them, by rank, once there is none left to wait for."""
+    """Collects one answer of each rank; `complete` is done with all of them, by rank."""
 
     def __init__(self, ranks: int) -> None:
         loop = asyncio.get_running_loop()
@@ -97,7 +97,7 @@ class _Gather(Generic[Answer]):
         self._answers: dict[int, Answer] = {}
 
     def answer(self, rank: int, answer: Answer) -> None:
-        """Take the answer of a rank; the first counts."""
+        """Add the answer of a rank; only its first counts."""
         self._answers.setdefault(rank, answer)
         if len(self._answers) == self._ranks and not self.complete.done():
             self.complete.set_result([self._answers[rank] for rank in range(self._ranks)])
@@ -106,14 +106,14 @@ class _Gather(Generic[Answer]):
 class Leader:
     """Leads the ranks of one group.
 
-    `on_result` gets each step's result once; `on_lost` is called once, with the failure, when the group cannot go on.
+    `on_result` gets the result of each step. `on_lost` is called once, with the failure, when the group is lost.
     `on_threads` gets a rank's number of threads when it changes.
 
     Attributes:
-        memory: What each rank last said of its memory, in bytes by name.
-        kernels_late: How many kernels each rank compiled, or read from disk, since it was ready.
-        heartbeats: How many were sent.
-        heartbeats_missed: Intervals in which the ranks heard nothing at all, since this process did not come to it.
+        memory: Last memory report of each rank, in bytes by name.
+        kernels_late: Number of kernels that each rank compiled or loaded after it was ready.
+        heartbeats: Number of heartbeats sent.
+        heartbeats_missed: Number of intervals in which nothing was sent, because this process did not run.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Leader:
     # --- sending ---
 
     def decide(self, decision: Decision) -> None:
-        """Append a decision to the log and send it to every rank."""
+        """Append a decision to the log, and send it to every rank."""
         self._run_hooks()
         self._hooks.stepped()
         self._detector.expect(decision.step, self._running_s())
@@ -181,7 +181,7 @@ class Leader:
             self.lose(backlog)
 
     def _run_hooks(self) -> None:
-        """Have every rank do the periodic work that is due, unless a step is done in part."""
+        """Have every rank run the hooks that are due, unless a step is in the middle of its time slices."""
         if self._slices.open:
             return
         for name in self._hooks.take_due(self._loop.time()):
@@ -189,9 +189,9 @@ class Leader:
             self._detector.expect(self._log.seq, self._running_s(), hook=name)
 
     async def size(self, order: SizeKv) -> list[Sized]:
-        """Have every rank carry out an order about its KV cache; return the votes of all, by rank.
+        """Have every rank execute an order about its KV cache; return the votes of all, by rank.
 
-        Blocks: as long as the slowest takes; whoever waits for the ranks to be ready has the deadline.
+        Blocks: until the slowest rank has; the deadline for readiness applies.
         """
         self._votes = _Gather[Sized](self._ranks)
         self._append(msgspec.structs.replace(order, renew=self._disagreed))
@@ -202,9 +202,9 @@ class Leader:
         return votes
 
     def change_adapters(self, entry: AddAdapter | RemoveAdapter) -> asyncio.Future[list[str]]:
-        """Have every rank add an adapter, or take one away; return why a rank could not, by rank, empty where it could.
+        """Have every rank add or remove an adapter; the result has each rank's error, empty on success.
 
-        The future is cancelled when the group is lost first; a rank that does not answer in time is the end of it.
+        The future is cancelled if the group is lost first; a rank that does not answer in time loses the group.
         """
         changed = _Gather[str](self._ranks)
         if self._over:
@@ -219,7 +219,7 @@ class Leader:
         return changed.complete
 
     def accept(self, blocks: int) -> None:
-        """Tell the ranks to serve with the KV cache that stands."""
+        """Tell the ranks to serve with their current KV cache."""
         self._append(AcceptKv(blocks))
 
     def stop(self) -> None:
@@ -239,12 +239,12 @@ class Leader:
         self._link.carry(entry)
         for rank in range(self._ranks):
             if not self._link.send(rank, frame):
-                self._link.read()  # its last word may lie there, and tell more
+                self._link.read()  # its last report may say why
                 self.lose(RankUnreachable(self._groups, rank))
                 return
 
     def close(self) -> None:
-        """Stop leading: no more callbacks."""
+        """Stop; no callback is called any more."""
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -253,12 +253,12 @@ class Leader:
         self._link.close()
 
     def hear_out(self) -> None:
-        """Read what lies there of a rank that has ended: its last word tells more than its exit code."""
+        """Read the last report of a rank that has ended, which says more than its exit code."""
         if not self._over:
             self._link.read()
 
     def lose(self, failure: GroupFailure) -> None:
-        """Give the group up."""
+        """Report the loss of the group, once."""
         if not self._over:
             self._over = True
             for change in self._changes.values():
@@ -266,15 +266,15 @@ class Leader:
             self._on_lost(failure)
 
     def refuse(self, rank: int, what: str) -> None:
-        """Give the group up because of what a rank sent."""
+        """Lose the group because of an invalid report of a rank."""
         self.lose(ReportRefused(self._groups, rank, what))
 
     @property
     def sizing(self) -> bool:
-        """Whether its ranks have loaded, and their KV cache is not accepted yet."""
+        """True while the KV cache of loaded ranks is being sized."""
         return self.loaded.complete.done() and not self.ready.done()
 
-    # --- hearing ---
+    # --- receiving ---
 
     def _on_frame(self, identity: bytes, frame: bytes) -> None:
         pulse = identity in self._pulses
@@ -329,13 +329,13 @@ class Leader:
                 self._votes.answer(rank, report)
             case Ready():
                 self._take_ready(rank, report)
-            case _:  # of the peer's life, which is noted already
+            case _:  # signs of life only, which are noted already
                 pass
 
     def _take_failure(self, rank: int, report: RankFailed) -> None:
         failure = RankStopped(self._groups, rank, report.kind, report.error, report.message)
         if report.kind is ErrorKind.PEER_LOST:
-            # The report of a rank that misses another one does not count at once: the other's is on its way.
+            # The report of the lost rank itself may still arrive, and says more.
             self._loop.call_later(PEER_REPORT_S, self.lose, failure)
         else:
             self.lose(failure)
@@ -352,7 +352,7 @@ class Leader:
             self._begin()
 
     def _begin(self) -> None:
-        """All ranks are ready: from now on they owe answers, however early they were."""
+        """Start timeouts and hooks, when all ranks are ready."""
         first = self._ready[0]
         for rank, one in self._ready.items():
             if (one.kv_blocks, one.hooks) != (first.kv_blocks, first.hooks):
@@ -370,7 +370,7 @@ class Leader:
         self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
 
     def _take_answer(self, rank: int, answer: GenerateResult | EncodeResult | StepCheck) -> None:
-        """Take what a rank says of the step that it has to answer next."""
+        """Handle the answer of a rank to the step that is expected next."""
         wanted: type = GenerateResult if stage_of(self.name) == "generate" else EncodeResult
         due = self._detector.due(rank)
         if due is None or due.hook or not isinstance(answer, StepCheck if rank else wanted):
@@ -402,11 +402,11 @@ class Leader:
     def _end_slices(self, result: EncodeResult) -> None:
         was_open = self._slices.end()
         if was_open and result.failure and self._ranks > 1:
-            # Others may wait for their next part: they go on, and fail where they miss this rank.
+            # Other ranks may wait for their next slice: they continue, and fail where they need this rank.
             self._append(Continue(result.step, 0))
 
     def _take_pause(self, rank: int, paused: Paused) -> None:
-        """Have an encode step go on, after the steps of the other group that were sent meanwhile."""
+        """Continue an encode step, after the steps of the generate group that were sent in between."""
         due = self._detector.due(rank)
         expected = self._slices.open and due is not None and due.number == paused.step
         if rank or paused.layers < 1 or not expected:
@@ -439,7 +439,7 @@ class Leader:
             del self._changes[seq]
 
     def _running_s(self) -> float:
-        """Return the time by which ranks are judged: only that in which this process ran."""
+        """Return the clock of all timeouts, which counts only the running time of this process."""
         gap_max_s = GAP_INTERVALS * self._deadlines.heartbeat_s
         return self._liveness.clock.look(self._loop.time(), gap_max_s)
 

@@ -1,4 +1,4 @@
-"""What a leader needs of the links to its ranks."""
+"""Interface of a leader's links to its ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class LeaderEnd(Protocol):
     """The leader's end of the links to the ranks of one group; see `vsched.transport.zmq_link.LeaderLink`."""
 
     def carry(self, entry: LogEntry) -> None:
-        """Take note of an entry whose frames are sent next: what it reads of the arena has to be there before."""
+        """Prepare for an entry whose frames are sent next: the arena bytes that it reads must arrive before it."""
         ...
 
     def send(self, rank: int, frame: bytes) -> bool:
-        """Queue a frame for a rank, never waiting; return False when it is gone or backlogged."""
+        """Queue a frame for a rank, without waiting; return False if it is gone or backlogged."""
         ...
 
     def read(self) -> None:
-        """Take everything that has come."""
+        """Handle all frames that have arrived."""
         ...
 
     def close(self) -> None:
-        """Stop listening and drop what is queued."""
+        """Stop receiving and drop queued frames."""
         ...
