@@ -1,4 +1,4 @@
-"""What an engine serves with while it runs, and how a prepared request becomes the streams of its answers."""
+"""The parts of a running engine, and the submission of prepared requests."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ FrontEnd = tuple[Preprocessor, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningParts:
-    """What an engine has from the end of its start to its stop.
+    """The parts of an engine between its start and its stop.
 
     Attributes:
-        tells_prompts: Whether ranks can tell the log-probabilities of prompt tokens.
+        tells_prompts: Whether ranks can report the log-probabilities of prompt tokens.
     """
 
     arena: Arena
@@ -62,10 +62,10 @@ class RunningParts:
         cache_salt: str,
         sampling: SamplingParams,
     ) -> PreparedRequest:
-        """Check the grammar of a request and what it asks of its prompt, then prepare prompt and images.
+        """Check prompt log-probabilities and grammar of a request, then prepare its prompt and images.
 
         Raises:
-            RequestRefused: When one of them cannot be accepted.
+            RequestRefused: When one of these is not acceptable.
         """
         if sampling.prompt_logprobs is not None and not self.tells_prompts:
             raise prompts_untold()
@@ -73,15 +73,15 @@ class RunningParts:
         return await self.media.prepare(prompt, images, cache_salt)
 
     async def stop(self, *, grace_s: float) -> None:
-        """End every request and every rank, then give back threads, sockets and memory.
+        """End all requests and ranks, then release threads, sockets and memory.
 
-        Blocks: at most the grace, after which ranks are killed, and what threads are busy with.
+        Blocks: at most the grace period, after which ranks are killed, and until busy threads are done.
         """
         self.adapters.close()
         try:
             await self.shell.stop(grace_s=grace_s)
         finally:
-            # It waits for the images being processed: in a thread, so that the loop goes on.
+            # In a thread, because it waits for images that are being processed.
             await asyncio.to_thread(self.media.close)
             self.grammars.close()
             self.launcher.close()
@@ -159,7 +159,7 @@ def submit_answers(
         arrival=arrival,
         emitted=emitted,
     )
-    for token_id in emitted:  # once it is accepted: they may hold a stop string, which ends it
+    for token_id in emitted:  # after acceptance: a stop string among them ends the choice
         generations[0].push(token_id, None)
     return generations
 
@@ -170,7 +170,7 @@ def token_stream(
     *,
     make_stop_scope: Callable[[], StopScope] | None = None,
 ) -> TokenStream:
-    """Return what makes text of the tokens of an answer."""
+    """Return the stream that converts the tokens of a choice to text."""
     sampling = answering.sampling
     stop_scope = make_stop_scope() if make_stop_scope is not None and sampling.stop else None
     return TokenStream(
@@ -191,7 +191,7 @@ def token_stream(
 
 
 def _with_length(sampling: SamplingParams, shell: Shell, *, prompt_tokens: int) -> SamplingParams:
-    """Return the parameters with the length that 0 tokens stand for."""
+    """Return the parameters with `max_tokens` 0 replaced by the remaining context."""
     if sampling.prompt_only:
         return msgspec.structs.replace(sampling, max_tokens=1, min_tokens=0)
     if sampling.max_tokens:

@@ -1,7 +1,7 @@
-"""The shell: a kernel, the worker groups that carry its decisions out, and the streams of its requests.
+"""The shell: a kernel, the worker groups that execute its decisions, and the streams of its requests.
 
-Everything here runs on the event loop, and nothing between an event and the effects of its commands awaits. An event
-that arises while commands are carried out (a stop string found in a token, say) waits until they are.
+Everything runs on the event loop, without `await` between an event and the effects of its commands. Events that occur
+while commands are executed, such as a stop string found in a token, are queued until they are done.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ from vsched.wire import EncodeResult, GenerateResult
 
 logger = logging.getLogger(__name__)
 NO_RESULT = GenerateResult(0, b"", b"", [], [], 0)
-"""What comes with events that speak of no tokens."""
+"""The result of events without tokens."""
 LIVE_SHOWN_MAX = 100
-"""Live requests that statistics explain, oldest first."""
+"""Maximum number of live requests in the statistics, oldest first."""
 IN_PREPARATION = "it waits at the front door, or its prompt and images are being prepared"
 
 
 class Recorder(Protocol):
-    """Keeps what the kernel heard and decided; it never raises."""
+    """Records events and commands of the kernel; never raises."""
 
     def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
-        """Keep one event and its commands."""
+        """Record one event and its commands."""
         ...
 
     def close(self) -> None:
-        """Keep nothing more."""
+        """Stop recording."""
         ...
 
 
@@ -97,12 +97,12 @@ async def start_shell(
     now_ns: Callable[[], int] = time.monotonic_ns,
     queued_ns: Callable[[], int] = lambda: 0,
 ) -> Shell:
-    """Start all worker groups in parallel, wait until they are ready, and return the shell that serves with them.
+    """Start all worker groups in parallel, wait until they are ready, and return a shell that serves with them.
 
-    A policy of which more than `slow_calls_max` calls of the latest take over `call_budget_ms` is replaced; 0: none is.
-    `limits` gives the kernel's limits for a number of KV blocks of the smallest generate group. `record` opens the
-    record of a kernel, if there is to be one. `now_ns` is the kernel's clock; a simulation hands in its own. (An event
-    loop's clock may be as coarse as a millisecond.) `queued_ns` is that of `QueueClock`, for the times of policies.
+    A policy is replaced when more than `slow_calls_max` of its latest calls took over `call_budget_ms`; with 0, never.
+    `limits` returns the kernel's limits for the number of KV blocks of the smallest generate group. `record` opens the
+    record of a kernel, or returns None. `now_ns` is the kernel's clock (an event loop's clock may be as coarse as a
+    millisecond), and `queued_ns` a `QueueClock` for the timing of policies.
 
     Blocks: up to the deadline for readiness.
 
@@ -131,11 +131,11 @@ async def start_shell(
 
 
 class Shell:
-    """Serves requests with several encode and generate groups, which one kernel schedules.
+    """Serves requests with encode and generate groups, which one kernel schedules.
 
     Attributes:
-        administration: What an operator does with one group.
-        adapters: What all ranks of a stage have of adapters.
+        administration: Operator actions on single groups.
+        adapters: The adapters of the ranks.
         arrivals: Requests that are not submitted yet.
         given_up: Why nothing is served any more; empty while requests are served.
     """
@@ -150,7 +150,7 @@ class Shell:
         record: Recorder | None,
         now_ns: Callable[[], int],
     ) -> None:
-        """Serve with worker groups that have started; see `start_shell`."""
+        """Serve with started worker groups; see `start_shell`."""
         self._now_ns = now_ns
         self._worker_groups = worker_groups
         self._kernel = kernel
@@ -182,7 +182,7 @@ class Shell:
         return supervisor
 
     def time_policies(self, budget_ms: float, slow_max: int, queued_ns: Callable[[], int]) -> None:
-        """Time the calls of policies, and replace one of which too many take longer than the budget; 0: none."""
+        """Time the calls of policies; replace a policy with too many slow calls, or none if the budget is 0."""
         self._policy_times = PolicyTimes(
             budget_ms=budget_ms,
             slow_max=slow_max,
@@ -195,9 +195,9 @@ class Shell:
     # --- the end ---
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
-        """End every request and every rank.
+        """End all requests and all ranks.
 
-        Blocks: at most the grace; then ranks are killed.
+        Blocks: at most the grace period; then ranks are killed.
         """
         self._stopping = True
         await self._end_supervisors()
@@ -263,11 +263,11 @@ class Shell:
         await self._streams.wait_idle()
 
     def end(self, request_id: str, reason: FinishReason) -> None:
-        """End a request early: its client left, or a stop string was found."""
+        """End a request early, because its client disconnected or a stop string was found."""
         self.handle(Aborted(request_id, reason))
 
     def clear(self) -> None:
-        """Interrupt every request: those that run, those that wait, and those in preparation."""
+        """Interrupt all requests: running, waiting and in preparation."""
         if any(group.sizing for group in self._groups.values()):
             probe("shell.clear_during_sizing")
         self._interrupt(Cleared())
@@ -279,9 +279,9 @@ class Shell:
     # --- events and commands ---
 
     def handle(self, event: Event, result: GenerateResult = NO_RESULT) -> None:
-        """Hand an event to the kernel and carry its commands out; a re-entrant call is queued.
+        """Pass an event to the kernel and execute its commands; a re-entrant call is queued.
 
-        `result` has the tokens that the event speaks of.
+        `result` has the tokens of the event.
         """
         self._events.append((event, result))
         if self._handling:
@@ -297,7 +297,7 @@ class Shell:
                     commands = self._kernel.handle(due, now_ns)
                     self._carry_out(commands, due_result)
                 finally:
-                    # Also what the scheduler failed on: a replay fails there, too. Last, for it may take a moment.
+                    # Also the event on which the scheduler failed, so that a replay fails there, too. Last: it is slow.
                     if self._record is not None:
                         self._record.note(due, now_ns, commands)
                 if self._kernel.given_up:
@@ -310,7 +310,7 @@ class Shell:
             self._handling = False
 
     def _give_up(self, reason: str) -> None:
-        """Serve nothing more: every stream gets its end, and the ranks are stopped."""
+        """Stop serving: end all streams with an error, and stop the ranks."""
         self.given_up = reason
         self.arrivals.interrupt(failure_of(reason, code="given_up"))
         self._streams.fail_all(reason, code="given_up")
@@ -321,11 +321,11 @@ class Shell:
         await asyncio.gather(*(supervisor.end() for supervisor in self._supervisors))
 
     async def _end_worker_groups(self) -> None:
-        await self._end_supervisors()  # or one would bring ranks back that nobody uses
+        await self._end_supervisors()  # first, or they would restart ranks
         await self._worker_groups.stop(grace_s=0)
 
     def _carry_out(self, commands: Sequence[Command], result: GenerateResult) -> None:
-        self._send(commands)  # first: ranks work while tokens are detokenized
+        self._send(commands)  # first, so that ranks compute during detokenization
         for command in commands:
             match command:
                 case EmitTokens():
@@ -364,7 +364,7 @@ class Shell:
                 self._groups[command.group].leader.decide(command.decision)
 
     def _set_timer(self, deadline_ns: int) -> None:
-        """There is one timer: a new one takes the place of the old."""
+        """Replace the timer; there is only one."""
         if self._timer is not None:
             self._timer.cancel()
         delay_s = max(0.0, (deadline_ns - self._now_ns()) / 1e9)
@@ -373,7 +373,7 @@ class Shell:
     # --- ranks ---
 
     def on_result(self, name: str, result: GenerateResult | EncodeResult) -> None:
-        """Tell the kernel of a step that ranks have done."""
+        """Report the result of a step to the kernel."""
         group = self._groups[name]
         if self._stopping or self.given_up or group.down:
             if group.down:
@@ -399,12 +399,12 @@ class Shell:
         self.handle(stepped, result)
 
     def on_lost(self, names: Sequence[str], failure: GroupFailure) -> None:
-        """The ranks of a worker group are gone."""
+        """Report the loss of a worker group to the kernel."""
         if self._stopping or self.given_up:
             return
         groups = [self._groups[name] for name in names]
         if groups[0].down:
-            return  # its supervisor refused these ranks, and goes on with the next attempt
+            return  # its supervisor rejected these ranks, and continues with the next attempt
         groups[0].supervisor.note_loss(failure)
         for group in groups:
             group.down = True
@@ -412,14 +412,14 @@ class Shell:
             self.handle(GroupLost(name, failure))
 
     def _on_back(self, supervisor: Supervisor) -> None:
-        """The ranks of a lost worker group are up again; its requests go on where they were."""
+        """Report the return of a lost worker group to the kernel; its requests continue."""
         groups = self._groups.supervised_by(supervisor)
         for group in groups:
             group.back()
         for group in groups:
             self.adapters.restore_adapters(group)
         for group in groups:
-            if not group.down:  # else it was lost again within this loop
+            if not group.down:  # it may have been lost again within this loop
                 self.handle(GroupReady(group.name))
                 self.administration.back(group)
 
@@ -432,7 +432,7 @@ class Shell:
             self.handle(GroupRetired(group.name, failure))
 
     def _check_size(self, reports: Reports) -> None:
-        """The kernel goes on with the blocks that it knows: a group with fewer cannot serve it."""
+        """Reject ranks with fewer KV blocks than the kernel uses."""
         blocks = smallest_cache(reports)
         if blocks and blocks < self.limits.blocks:
             raise GroupLostError(
@@ -448,7 +448,7 @@ class Shell:
 
     @property
     def healthy(self) -> bool:
-        """Whether every group is up, and takes work."""
+        """True if every group is up and takes requests."""
         return self._groups.all_up() and not self.given_up
 
     @property
@@ -457,18 +457,18 @@ class Shell:
         return self._kernel.limits
 
     def explain(self, request_id: str) -> str:
-        """Return where a request is and why, in words."""
+        """Return the phase of a request and its reason, in words."""
         if request_id in self.arrivals.request_ids():
             return IN_PREPARATION
         return self._kernel.explain(request_id)
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return every group as an operator sees it; see `ServedGroup.row`."""
+        """Return the operator's view of every group; see `ServedGroup.row`."""
         statistics = self._kernel.statistics()
         return [group.row(statistics.get(group.stage, {})) for group in self._groups.values()]
 
     def statistics(self) -> dict[str, Any]:
-        """Return the kernel's counters, the ranks' memory and threads; what is being prepared counts as waiting."""
+        """Return the kernel's statistics, and memory and threads of ranks; requests in preparation count as waiting."""
         kernel = self._kernel.statistics()
         ids = self._streams.request_ids(LIVE_SHOWN_MAX)
         live = [{"request_id": one, "state": self._kernel.explain(one)} for one in ids]

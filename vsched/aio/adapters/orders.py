@@ -1,7 +1,7 @@
-"""Has the ranks of all groups add an adapter or take it away, whatever happens to groups meanwhile.
+"""Adds and removes adapters on the ranks of all groups, also if groups are lost in between.
 
-A group that is up is told by an entry of its log, between two steps, and every rank answers. A group that is down is
-told when it is back, before its first step. What one rank cannot add is taken away from all.
+A group that is up gets an entry in its log, between two steps, and every rank answers. A group that is down gets it
+when it is back, before its first step. If one rank cannot add an adapter, it is removed from all.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from vsched.wire import AddAdapter, RemoveAdapter
 
 
 class AdapterOrders:
-    """The adapters that every group of their stages has, or gets when it is back."""
+    """The adapters of all groups of their stages; a lost group gets them again when it is back."""
 
     def __init__(self, groups: ServedGroups, *, deadline_s: float) -> None:
-        """Order groups, and wait for them up to the deadline."""
+        """Manage the adapters of these groups; adding one takes at most `deadline_s`."""
         self._groups = groups
         self._deadline_s = deadline_s
         self._kept: dict[int, tuple[AddAdapter, Sequence[str]]] = {}
 
     async def add(self, number: int, path: str, stages: Sequence[str]) -> None:
-        """Have all groups of these stages add an adapter: all of them or none.
+        """Add an adapter to all groups of these stages, or to none.
 
-        Blocks: up to the deadline; what was added until then is taken away again.
+        Blocks: up to the deadline, after which it is removed again.
 
         Raises:
-            RequestRefused: When a rank cannot, none of a stage is up, or the deadline has passed.
+            RequestRefused: When a rank cannot add it, no group of a stage is up, or the deadline has passed.
         """
         entry = AddAdapter(number, path)
         try:
@@ -53,7 +53,7 @@ class AdapterOrders:
             raise
 
     async def _add_to_all(self, entry: AddAdapter, stages: Sequence[str]) -> None:
-        """Tell every group once that is up, those included that come back meanwhile; from then on it is kept."""
+        """Send the entry to every group that is up, including those that come back in between, then keep it."""
         told: list[Leader] = []
         added: set[str] = set()
         while True:
@@ -67,7 +67,7 @@ class AdapterOrders:
             for group, errors in zip(due, answers, strict=True):
                 if isinstance(errors, BaseException):
                     probe("adapters.lost_while_adding")
-                    continue  # the group was lost: it is told when it is back
+                    continue  # the group was lost; it gets the adapter when it is back
                 wrong = next((error for error in errors if error), "")
                 if wrong:
                     raise RequestRefused(f"{group.name}: {wrong}", code="adapter_unusable")
@@ -83,9 +83,9 @@ class AdapterOrders:
         self._kept[entry.number] = (entry, stages)
 
     async def remove(self, number: int, stages: Sequence[str]) -> None:
-        """Have all groups take an adapter away.
+        """Remove an adapter from all groups.
 
-        Blocks: until all that are up have; one that does not answer in time is lost.
+        Blocks: until all groups that are up have removed it; one that does not answer in time is lost.
         """
         self._kept.pop(number, None)
         changes = [
@@ -113,7 +113,7 @@ def _takes(group: ServedGroup) -> bool:
 
 
 def _check(leader: Leader, added: asyncio.Future[list[str]]) -> None:
-    """Give a group up that has not got what the others have."""
+    """Lose a group that could not add an adapter again."""
     with contextlib.suppress(asyncio.CancelledError):
         for rank, error in enumerate(added.result()):
             if error:

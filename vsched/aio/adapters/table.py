@@ -1,7 +1,7 @@
-"""The adapters that requests may name, and who uses them.
+"""The adapters that requests can use by name, and their users.
 
-An adapter has a number of its own, which is used once: what was computed with one that is gone is never taken for what
-another of the same name would compute.
+Each loaded adapter has a unique number, so cached results of an unloaded adapter are never used for another one of the
+same name.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ NAME_CHARACTERS_MAX = 256
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds adapters; see the configuration section of the same names.
+    """Limits of adapters; see the configuration keys of the same names.
 
     Attributes:
-        base: The name of the model that they are of.
-        kept_in: The folder that copies are kept in.
-        drain_s: How long requests may go on with one that is being taken away.
+        base: Name of the base model.
+        kept_in: Folder for the copies of adapters.
+        drain_s: Time for requests to finish with an adapter that is being unloaded.
     """
 
     base: str
@@ -43,12 +43,12 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedAdapter:
-    """One adapter that has a name.
+    """One adapter.
 
     Attributes:
-        state: `loading`, `ready` or `unloading`; only one that is ready takes requests.
-        requests: How many have named it.
-        users: The requests that go on with it, with how to end each; None while one is being prepared.
+        state: `loading`, `ready` or `unloading`; requests are accepted only when it is `ready`.
+        requests: Number of requests so far.
+        users: Current requests, each with a function that ends it; None while a request is being prepared.
     """
 
     def __init__(self, name: str, number: int, path: str) -> None:
@@ -63,12 +63,12 @@ class ServedAdapter:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages whose ranks have it."""
+        """The stages whose ranks load it."""
         return ("encode", "generate") if self.facts.changes_encoder else ("generate",)
 
 
 class AdapterHold:
-    """What a request has of its adapter, from the moment that it names it until it ends."""
+    """A request's use of an adapter, from its arrival to its end."""
 
     def __init__(self, adapter: ServedAdapter, user: int) -> None:
         self._adapter = adapter
@@ -77,24 +77,24 @@ class AdapterHold:
         self.changes_encoder = adapter.facts.changes_encoder
 
     def run(self, interrupt: Callable[[str], None]) -> None:
-        """The request is to be submitted: from now on `interrupt` ends it.
+        """Note that the request is being submitted; `interrupt` ends it from now on.
 
         Raises:
-            RequestRefused: When the adapter was taken away while the request was prepared.
+            RequestRefused: When the adapter was unloaded while the request was prepared.
         """
         if self._user not in self._adapter.users:
             raise _unknown(self._adapter.name)
         self._adapter.users[self._user] = interrupt
 
     def release(self) -> None:
-        """The request has ended."""
+        """Note the end of the request."""
         self._adapter.users.pop(self._user, None)
         if not self._adapter.users:
             self._adapter.idle.set()
 
 
 def with_adapter(request: Request, hold: AdapterHold | None) -> Request:
-    """Return a request with its adapter, if any; where that changes how images are encoded, they have other keys."""
+    """Return a request with its adapter, if any; if that changes the encoder, image keys include its number."""
     if hold is None:
         return request
     items = request.items
@@ -120,10 +120,10 @@ Keep = Callable[[str, str], AdapterFacts]
 
 
 class AdapterTable:
-    """Loads adapters, takes them away, and finds them by name."""
+    """Loads, unloads and finds adapters by name."""
 
     def __init__(self, settings: AdapterSettings, orders: AdapterOrders, keep: Keep | None) -> None:
-        """Begin without any; `keep` is None where the plug-in takes none."""
+        """Create an empty table; `keep` is None if the plug-in supports no adapters."""
         self._settings = settings
         self._orders = orders
         self._keep = keep
@@ -135,10 +135,10 @@ class AdapterTable:
     # --- requests ---
 
     def hold(self, name: str) -> AdapterHold:
-        """Return what a request that names an adapter has of it.
+        """Register a request that uses an adapter.
 
         Raises:
-            RequestRefused: When there is none that takes requests.
+            RequestRefused: When there is no such adapter, or it is not ready.
         """
         adapter = self._named.get(name)
         if adapter is None or adapter.state != "ready":
@@ -150,7 +150,7 @@ class AdapterTable:
         return AdapterHold(adapter, user)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return every adapter as an operator sees it."""
+        """Return the operator's view of every adapter."""
         return [
             {
                 "name": adapter.name,
@@ -167,10 +167,10 @@ class AdapterTable:
     # --- operators ---
 
     def path_of(self, wanted: str) -> str:
-        """Return the folder that an operator names at run time.
+        """Return the absolute path of an adapter to load at run time.
 
         Raises:
-            RequestRefused: When it does not lie in the directory that they may lie in.
+            RequestRefused: When it is not below the configured directory.
         """
         directory = self._settings.directory
         if not directory:
@@ -195,24 +195,24 @@ class AdapterTable:
         return str(found)
 
     async def load(self, name: str, path: str) -> None:
-        """Load an adapter: when this returns, requests may name it.
+        """Load an adapter; afterwards requests can use it.
 
         Blocks: until its files are copied, then up to `adapters.load_s`. Cancelling does not stop it.
 
         Raises:
-            RequestRefused: When it cannot be loaded; then nothing of it is left.
+            RequestRefused: When it cannot be loaded; nothing of it remains.
         """
         self._check(name)
         adapter = self._named[name] = ServedAdapter(name, next(self._numbers), path)
         await self._to_the_end(self._load(adapter))
 
     async def unload(self, name: str) -> None:
-        """Take an adapter away: no new request may name it, those that run may end, within the deadline.
+        """Unload an adapter: new requests are refused, and running ones may finish within the deadline.
 
-        Blocks: up to `deadlines.drain_s`, and until the ranks have done so. Cancelling does not stop it.
+        Blocks: up to `deadlines.drain_s`, and until the ranks have unloaded it. Cancelling does not stop it.
 
         Raises:
-            RequestRefused: When there is none of this name, or it is on its way already.
+            RequestRefused: When there is no such adapter, or it is being loaded or unloaded.
         """
         adapter = self._named.get(name)
         if adapter is None:
@@ -227,7 +227,7 @@ class AdapterTable:
         await self._to_the_end(self._unload(adapter))
 
     def close(self) -> None:
-        """Stop what is under way: the ranks are gone."""
+        """Cancel pending changes; the ranks have ended."""
         for task in self._changes:
             task.cancel()
 
@@ -235,7 +235,7 @@ class AdapterTable:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is heard
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
         await asyncio.shield(task)
 
     async def _load(self, adapter: ServedAdapter) -> None:

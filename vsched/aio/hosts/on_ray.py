@@ -1,9 +1,8 @@
-"""Hosts that Ray places: one bundle of a placement group for each replica, and in it an actor that serves as a host.
+"""Hosts placed by Ray: an actor serves as the host of each replica, in a bundle of a placement group.
 
-Ray starts, places and watches; what engine and host say to each other goes over the same stream as with any host. The
-secret of the stream is made for one start of the engine, and given to the actors as they are made. A host is counted
-as lost by the stream, which sees a broken connection before Ray does; Ray then starts the actor again where its bundle
-goes, and the replica is found there.
+Ray places, starts and restarts the actors; engine and host communicate over the same stream as with other hosts. The
+stream's secret is generated for one run of the engine and passed to the actors. The stream detects a lost host before
+Ray does; Ray then restarts the actor, perhaps on another node, and the engine looks up its new address.
 """
 
 from __future__ import annotations
@@ -21,45 +20,45 @@ from vsched.errors import ConfigError, VschedError, limit_message
 logger = logging.getLogger(__name__)
 Resources = Mapping[str, float]
 SLOW_S = 5.0
-"""How long Ray may take to place and start a host until the log says what for."""
+"""Time for Ray to place and start a host before a warning is logged."""
 
 
 class ActorDied(VschedError):
-    """An actor that Ray will not start again."""
+    """An actor that Ray will not restart."""
 
 
 class RayCalls(Protocol):
-    """The few calls of Ray that are needed; see `vsched.aio.hosts.ray_calls`."""
+    """The required calls of Ray; see `vsched.aio.hosts.ray_calls`."""
 
     def connect(self, address: str) -> None:
-        """Connect this process with a cluster, unless it is."""
+        """Connect this process to a cluster, unless it is connected."""
         ...
 
     def make_group(self, bundles: Sequence[Resources], strategy: str) -> Any:
-        """Return a new placement group, without waiting until it is placed."""
+        """Create a placement group, without waiting for its placement."""
         ...
 
     def find_group(self, name: str) -> tuple[Any, Sequence[Resources]]:
-        """Return a placement group that is there, and its bundles."""
+        """Return an existing placement group and its bundles."""
         ...
 
     def start_host(
         self, group: Any, bundle: int, resources: Resources, secret: bytes, cores: int
     ) -> Any:
-        """Return an actor that serves as a host in a bundle, without waiting for it."""
+        """Start an actor that serves as a host in a bundle, without waiting for it."""
         ...
 
     async def address_of(self, actor: Any) -> str:
-        """Return where an actor listens, as soon as it runs.
+        """Return the address of an actor's host once it runs.
 
         Raises:
             ActorDied: When it never will.
-            VschedError: When it cannot be asked now.
+            VschedError: When the actor cannot be reached now.
         """
         ...
 
     def close(self, actors: Sequence[Any], group: Any) -> None:
-        """Stop actors, give a group back that is not None, and leave the cluster."""
+        """Stop actors, remove the placement group unless it is None, and disconnect."""
         ...
 
 
@@ -73,10 +72,10 @@ class RayHosts:
         replicas: Mapping[str, Resources],
         secret: bytes,
     ) -> None:
-        """Connect, and have a host started for each replica; these have names and resources.
+        """Connect, and start a host for each of `replicas`, which maps names to resources.
 
         Raises:
-            ConfigError: When there is no such cluster, or a placement group has too few bundles.
+            ConfigError: When the cluster cannot be reached, or the placement group has too few bundles.
         """
         self._calls = calls
         self._secret = secret
@@ -118,7 +117,7 @@ class RayHosts:
         )
 
     async def _find(self, bundle: int) -> str:
-        """Return where a host listens; one that Ray gave up is started again when it is looked for the next time."""
+        """Return the address of a host; an actor that Ray has given up is replaced at the next call."""
         if bundle not in self._actors:
             self._start(bundle)
         slow = asyncio.get_running_loop().call_later(
@@ -137,7 +136,7 @@ class RayHosts:
             slow.cancel()
 
     def connects(self, connect_to: Callable[[str], Connect]) -> dict[str, Connect]:
-        """Return what opens links to the hosts, by their names; `connect_to` returns what opens one to an address."""
+        """Return functions that open links to the hosts, by name; `connect_to` returns one for an address."""
 
         def connect(bundle: int) -> Connect:
             return connect_by_search(lambda: self._find(bundle), connect_to)
@@ -145,8 +144,8 @@ class RayHosts:
         return {name: connect(bundle) for bundle, name in enumerate(self._names)}
 
     def close(self) -> None:
-        """Give everything back.
+        """Release everything.
 
-        Blocks: for the moment that actors take to stop.
+        Blocks: until the actors have stopped.
         """
         self._calls.close([*self._actors.values()], self._group if self._made else None)

@@ -1,4 +1,4 @@
-"""The calls of Ray, and the actor that serves as a host; nothing else imports Ray, and this only when it is called."""
+"""The calls of Ray, and the actor that serves as a host. Only this module imports Ray, when it is called."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from vsched.errors import ConfigError, VschedError
 
 logger = logging.getLogger(__name__)
 NAMESPACE = "vsched"
-"""Where placement groups are looked for by name."""
+"""Namespace of named placement groups."""
 STOP_S = 2.0
-"""How long actors may take to stop until they are killed."""
+"""Time for actors to stop before they are killed."""
 
 
 class HostActor:
-    """What `vsched host` is, as an actor: an event loop in a thread beside that of Ray's calls."""
+    """`vsched host` as an actor: its event loop runs in a thread of its own, next to that of Ray's calls."""
 
     def __init__(self, secret: bytes, cores: int) -> None:
         self._listening: Future[str] = Future()
@@ -39,7 +39,7 @@ class HostActor:
             return
         except BaseException:
             logger.exception("the host has ended")
-            os._exit(1)  # Ray starts it again
+            os._exit(1)  # Ray restarts it
 
     async def _serve(self, secret: bytes, cores: int) -> None:
         import ray
@@ -49,7 +49,7 @@ class HostActor:
         await serve_host(where, secret, name="", on_ready=self._listening.set_result, cores=cores)
 
     def address(self) -> str:
-        """Return where engines are listened to."""
+        """Return the address of the host."""
         return self._listening.result()
 
     def stop(self) -> None:
@@ -61,16 +61,16 @@ class HostActor:
 
 
 class InstalledRay:
-    """The calls of the Ray that is installed."""
+    """The calls of the installed Ray."""
 
     def __init__(self) -> None:
         self._connected = False
 
     def connect(self, address: str) -> None:
-        """Connect this process with a cluster, unless it is.
+        """Connect this process to a cluster, unless it is connected.
 
         Raises:
-            ConfigError: When Ray is not installed, or there is no such cluster.
+            ConfigError: When Ray is not installed, or the cluster cannot be reached.
         """
         with _signals_kept():
             try:
@@ -96,7 +96,7 @@ class InstalledRay:
         self._connected = True
 
     def make_group(self, bundles: Sequence[Resources], strategy: str) -> Any:
-        """Return a new placement group, which goes with this process."""
+        """Create a placement group, which is removed when this process ends."""
         from ray.util.placement_group import placement_group
 
         named = strategy.replace("-", "_").upper()
@@ -122,7 +122,7 @@ class InstalledRay:
     def start_host(
         self, group: Any, bundle: int, resources: Resources, secret: bytes, cores: int
     ) -> Any:
-        """Return an actor that serves as a host in a bundle; Ray starts it again as often as it is lost."""
+        """Start an actor that serves as a host in a bundle; Ray restarts it after every loss."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -148,11 +148,11 @@ class InstalledRay:
         )
 
     async def address_of(self, actor: Any) -> str:
-        """Return where an actor listens, as soon as it runs.
+        """Return the address of an actor's host once it runs.
 
         Raises:
             ActorDied: When it never will.
-            VschedError: When it cannot be asked now.
+            VschedError: When the actor cannot be reached now.
         """
         from ray.exceptions import ActorDiedError, RayError
 
@@ -164,7 +164,7 @@ class InstalledRay:
             raise VschedError(str(error)) from error
 
     def close(self, actors: Sequence[Any], group: Any) -> None:
-        """Stop actors, give a group back that is not None, and leave the cluster if it was entered here.
+        """Stop actors, remove the placement group unless it is None, and disconnect if `connect` connected.
 
         Blocks: up to `STOP_S`, after which actors are killed.
         """
@@ -183,7 +183,7 @@ class InstalledRay:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Keep the handlers of signals, which Ray replaces as it connects: with them, Ctrl-C and SIGTERM drain."""
+    """Restore the handlers of SIGINT and SIGTERM, which drain the server and which Ray replaces."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a request says of the tokens of its prompt, as it comes chunk by chunk."""
+"""Log-probabilities of a request's prompt tokens, collected chunk by chunk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PromptToken(NamedTuple):
 
 
 class PromptReport:
-    """The log-probabilities of a prompt, `top` alternatives a token. Of its first token nothing is known.
+    """The log-probabilities of a prompt, with `top` alternatives per token; the first token has none.
 
-    Pieces come in order. A request that is computed anew, because its group was lost, tells again what is known.
+    Pieces arrive in order. A request that is computed again, because its group was lost, repeats known pieces.
     """
 
     def __init__(self, token_ids: Sequence[int], top: int) -> None:
@@ -34,7 +34,7 @@ class PromptReport:
 
     @property
     def values(self) -> int:
-        """How many log-probabilities it has when it is whole."""
+        """Number of log-probabilities of the complete report."""
         return len(self._token_ids) * (1 + self.top)
 
     @property
@@ -43,11 +43,11 @@ class PromptReport:
         return self._known >= len(self._token_ids)
 
     def when_whole(self, call: Callable[[], object]) -> None:
-        """Call a function once the report is whole."""
+        """Call a function once the report is complete."""
         self._waiting.append(call)
 
     def take(self, piece: PromptPiece) -> None:
-        """Take what a chunk tells.
+        """Add the piece of a chunk.
 
         Raises:
             ValueError: When there is a gap before it.
@@ -64,10 +64,10 @@ class PromptReport:
                 call()
 
     def tokens(self) -> Iterator[PromptToken]:
-        """Yield what is known of the tokens from the second on.
+        """Yield the prompt tokens from the second on.
 
         Raises:
-            ValueError: When that is not all.
+            ValueError: When the report is incomplete.
         """
         if not self.is_whole:
             raise ValueError(f"{self._known} of {len(self._token_ids)} prompt tokens are known")

@@ -1,4 +1,4 @@
-"""Where the tokens and the end of an accepted answer go: to text here, or on to a process that makes text of them."""
+"""Receivers of the tokens and the end of an accepted choice: a stream here, or a relay to an API process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vsched.types import FinishReason, SamplingParams
 
 
 class AnswerSink(Protocol):
-    """One accepted answer; the methods are those of `TokenStream`."""
+    """One accepted choice; for the methods see `TokenStream`."""
 
     request_id: str
     output_tokens: int
@@ -34,12 +34,12 @@ class AnswerSink(Protocol):
 
 
 class Answering(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer is made with.
+    """The inputs of a choice's receiver.
 
     Attributes:
-        stop_token_ids: Those of the request and of the checkpoint.
-        on_stop: Ends the answer of this id early.
-        on_end: To be called at its end.
+        stop_token_ids: Stop tokens of the request and of the checkpoint.
+        on_stop: Ends the choice with this id early.
+        on_end: Called at its end.
     """
 
     request_id: str
@@ -52,7 +52,7 @@ class Answering(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def interrupt_all(answers: Sequence[AnswerSink], message: str) -> None:
-    """End all answers to a request with an error."""
+    """End all choices of a request with an error."""
     for answer in answers:
         answer.give_up(message)
         answer.abort()

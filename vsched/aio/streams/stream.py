@@ -1,4 +1,4 @@
-"""The way of tokens to a client: detokenizing, stop strings, and a buffer that a reader empties."""
+"""The stream of a choice: detokenization, stop strings, and a buffer of deltas for a reader."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """What was generated since the last delta: several tokens when they came faster than they were read.
+    """Output since the last delta: several tokens if they arrived faster than they were read.
 
-    `logprobs`, when asked for, has one entry per token of `token_ids`. `text` lags behind `token_ids` while characters
-    are incomplete or a stop string might begin. The last delta, and only it, has a `finish_reason`, and `stop_string`
-    where it ended at one.
+    `logprobs`, if requested, has one entry per token of `token_ids`. `text` lags behind `token_ids` while characters
+    are incomplete or a stop string might begin. Only the last delta has a `finish_reason`, and the `stop_string` that
+    ended the choice, if any.
     """
 
     text: str
@@ -43,18 +43,18 @@ class OutputDelta(msgspec.Struct, frozen=True):
 
 
 UNAVAILABLE = ("cleared", "stopping", "given_up", "expired")
-"""Codes of ends that are the server's state, not the request's fault: trying elsewhere makes sense."""
+"""Codes of errors caused by the server's state: the request may succeed on another server."""
 GRAMMAR_FAILED = "grammar_failed"
-"""Code of an end that is the request's own: the answer is an error 400, though the request was accepted."""
+"""Code of an error caused by the request: HTTP status 400, although the request was accepted."""
 RETRY_AFTER_S = 5
 _FAILURES = (FinishReason.ERROR, FinishReason.ABORT)
-"""Ends that may precede the prompt's log-probabilities."""
+"""Finish reasons that may precede the prompt's log-probabilities."""
 BROKEN = "the answer could not be turned into text"
-"""What a client is told whose tokens the detokenizer cannot take."""
+"""Error sent to the client when detokenization fails."""
 
 
 def failure_of(message: str, *, code: str) -> RequestFailed:
-    """Return what the client of a request gets that ended in an error."""
+    """Return the client's error for a request that ended in an error."""
     if code in UNAVAILABLE:
         return RequestFailed(message, code=code, status=503, retry_after_s=RETRY_AFTER_S)
     return RequestFailed(message, code=code, status=400 if code == GRAMMAR_FAILED else 500)
@@ -73,9 +73,9 @@ class StopScope(Protocol):
 
 
 class StopMatcher:
-    """Finds stop strings in a text that comes in pieces; with `include` the one that was found goes out, too.
+    """Finds stop strings in a text that arrives in pieces; with `include` the found one is part of the output.
 
-    Text that might be the beginning of a stop string is held back until that is decided. `found` is the one that was.
+    Text that might begin a stop string is held back until that is decided. `found` is the stop string that was found.
     """
 
     def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
@@ -101,7 +101,7 @@ class StopMatcher:
             if (index := self._held.find(stop, max(self._exempt - len(stop) + 1, 0))) >= 0
         ]
         if found:
-            # What ends first is what a text that came letter by letter would have stopped at.
+            # The match that ends first, as if the text had arrived letter by letter.
             end, begin, self.found = min(found)
             out, self._held = self._held[: end if self._include else begin], ""
             return out, True
@@ -112,7 +112,7 @@ class StopMatcher:
         return out, False
 
     def flush(self) -> str:
-        """Return what was held back: no stop string came of it."""
+        """Return the text held back, which turned out not to be a stop string."""
         out, self._held, self._exempt = self._held, "", 0
         return out
 
@@ -126,20 +126,20 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def broken(finish: Finish, message: str) -> Finish:
-    """Return an end in an error of the server's."""
+    """Return the finish with an internal error."""
     return msgspec.structs.replace(
         finish, reason=FinishReason.ERROR, message=message, code="internal_error"
     )
 
 
 class TokenStream:
-    """One accepted request, read as an asynchronous iterator of deltas by a single reader.
+    """One accepted choice, read as an asynchronous iterator of deltas by a single reader.
 
-    Tokens that come faster than they are read are merged into one delta. Iterating raises `RequestFailed` when the
+    Tokens that arrive faster than they are read are merged into one delta. Iteration raises `RequestFailed` if the
     request ended in an error.
 
     Attributes:
-        prompt_report: What is told of the prompt; of several answers to a request it is one. None where nobody asked.
+        prompt_report: Log-probabilities of the prompt, shared by the choices of a request; None unless requested.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class TokenStream:
         prompt_report: PromptReport | None = None,
         prompt_only: bool = False,
     ) -> None:
-        """Begin; with `prompt_only` there is no output, and what is sampled is for nobody."""
+        """Create a stream; with `prompt_only` sampled tokens are dropped."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.output_tokens = 0
@@ -188,21 +188,21 @@ class TokenStream:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, placeholders of images included."""
+        """Number of prompt tokens, including image placeholders."""
         return len(self.prompt_token_ids)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were found in the prefix cache; known once the request has ended."""
+        """Number of prompt tokens found in the prefix cache; known once the request has ended."""
         return self.times.cached_tokens
 
     @property
     def reason(self) -> FinishReason | None:
-        """Why it ended; None while it runs."""
+        """The finish reason; None while it runs."""
         return None if self._finish is None else self._finish.reason
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Take the next token; called by the replica in every step."""
+        """Add the next token."""
         if self._stopped or self._finish is not None or self._prompt_only:
             return
         self.output_tokens += 1
@@ -211,7 +211,7 @@ class TokenStream:
             self._logprobs.append(logprob)
         if token_id in self._silent_token_ids:
             self._text.append("")
-            self._changed.set()  # it ends the answer and is no part of its text
+            self._changed.set()  # it ends the choice and is not part of its text
             return
         text = self._detokenizer.push((token_id,))
         if self._has_stops:
@@ -225,14 +225,14 @@ class TokenStream:
         self._changed.set()
 
     def finish(self, finish: Finish) -> None:
-        """Take the one terminal reply; called by the replica."""
+        """Handle the end; called once."""
         assert self._finish is None, "a request has two terminal replies"
         self._finish = finish
         self.times = finish.times
         try:
             self._finish = self._conclude(finish)
         except Exception:
-            # A reader must not take what came so far for the whole answer.
+            # The reader must not take the text so far for the complete output.
             logger.exception("the end of request %s could not be turned into text", self.request_id)
             self._finish = broken(finish, BROKEN)
         finally:
@@ -240,11 +240,11 @@ class TokenStream:
             self._on_end()
 
     def _conclude(self, finish: Finish) -> Finish:
-        """Let out the text that was held back, and return why the request really ended."""
+        """Add the text held back, and return the finish with its final reason."""
         if self._broken:
             return broken(finish, self._broken)
         if finish.message:
-            return finish  # its reader gets the error, and no text any more
+            return finish  # the reader gets only the error
         if self._prompt_only and finish.reason is FinishReason.STOP:
             return msgspec.structs.replace(finish, reason=FinishReason.LENGTH)
         if not self._stopped:
@@ -256,7 +256,7 @@ class TokenStream:
             text, self._stopped = self._until_stop(parts)
             self._text += [text, self._matcher.flush()]
         if self._stopped and finish.reason is FinishReason.LENGTH:
-            # The last token that it was allowed completed a stop string.
+            # The last permitted token completed a stop string.
             return msgspec.structs.replace(finish, reason=FinishReason.STOP)
         return finish
 
@@ -275,28 +275,28 @@ class TokenStream:
         return out, False
 
     def give_up(self, message: str) -> None:
-        """Take no more tokens: whatever end comes, the client gets this error."""
+        """Drop further tokens, and end with this error whatever the finish reason is."""
         self._broken = message
         self._stopped = True
 
     def abort(self) -> None:
-        """Free all that the request holds; after its end this does nothing."""
+        """Abort the request and free its resources; no-op after its end."""
         if self._finish is None:
             self._on_stop(self.request_id, FinishReason.ABORT)
 
     def subscribe(self, reader: Callable[[], None] | None) -> None:
-        """Have the reader called when there may be something to take, at most once a step; None ends that.
+        """Call `reader` when `take` may return a delta, at most once per step; None ends the subscription.
 
-        It is called from the event loop, and instead of iterating: that costs a task a switch for every token.
+        An alternative to iteration, without a task switch per token; called from the event loop.
         """
         self._reader = reader
 
     def one_by_one(self) -> None:
-        """From now on, let each delta have one token, however fast they come: the same ones whenever they are read."""
+        """Return one token per delta from now on, so that deltas do not depend on the reader's timing."""
         self._single = True
 
     def deliver(self) -> None:
-        """Call the reader, if there is one; called once after each step that changed something."""
+        """Call the reader, if any, after a step with output for this choice."""
         if self._reader is not None:
             self._reader()
 
@@ -306,7 +306,7 @@ class TokenStream:
     async def __anext__(self) -> OutputDelta:
         """Return the next delta.
 
-        Blocks: until a token or the end comes; the leader's step deadline bounds that.
+        Blocks: until a token or the end arrives; the leader's step deadline bounds that.
 
         Raises:
             RequestFailed: When the request ended in an error.

@@ -1,4 +1,4 @@
-"""The streams of a replica's live requests: tokens in, exactly one end for each, and no stream harms another."""
+"""Receivers of all live choices: they get tokens and exactly one end, and errors of one do not affect others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class StreamTable:
-    """Live requests by id and by the kernel's number; `on_broken(request_id)` when one cannot go on."""
+    """Live choices by id and by the kernel's number; `on_broken(request_id)` is called when one cannot continue."""
 
     def __init__(self, on_broken: Callable[[str], None]) -> None:
         self._on_broken = on_broken
@@ -37,7 +37,7 @@ class StreamTable:
         self._idle.clear()
 
     def report(self, pieces: Sequence[PromptPiece]) -> None:
-        """Hand what a step tells of prompts to their streams; before its tokens."""
+        """Pass a step's prompt log-probabilities to their choices, before its tokens."""
         for piece in pieces:
             stream = self._by_number.get(piece.number)
             if stream is None or stream.prompt_report is None:
@@ -50,7 +50,7 @@ class StreamTable:
                 self._on_broken(stream.request_id)
 
     def emit(self, result: GenerateResult) -> None:
-        """Hand the tokens of a step to their streams."""
+        """Pass the tokens of a step to their choices."""
         logprobs: dict[int, deque[SlotLogprob]] = {}
         for one in result.logprobs:
             logprobs.setdefault(one.slot, deque()).append(one)
@@ -59,11 +59,11 @@ class StreamTable:
         for slot, (number, token) in enumerate(zip(numbers, tokens, strict=True)):
             stream = self._by_number.get(number) if token >= 0 else None
             if stream is None:
-                continue  # no token, or it was aborted while the step was out
+                continue  # no token, or aborted while the step was in flight
             told = logprobs.get(slot, ())
             self._push(stream, token, told)
             for further in more.get(slot, ()):
-                self._read(stream)  # each token in a delta of its own: clients count them by events
+                self._read(stream)  # one token per delta: clients count tokens by events
                 self._push(stream, further, told)
             self._note(stream)
 
@@ -83,7 +83,7 @@ class StreamTable:
             self._on_broken(stream.request_id)
 
     def take(self, number: int, token: int, logprob: TokenLogprob | None) -> None:
-        """Hand a token to its stream; one that comes before the last was told is told by itself."""
+        """Pass a token to its choice; a pending earlier token is delivered first, in its own delta."""
         stream = self._by_number.get(number)
         if stream is None:
             return
@@ -93,7 +93,7 @@ class StreamTable:
         self._note(stream)
 
     def _note(self, stream: AnswerSink) -> None:
-        """Have the readers called that have something to take: all in one go, once this turn of the kernel is over."""
+        """Schedule the call of the choice's reader, after the current event together with all others."""
         if not self._changed:
             self._loop.call_soon(self._deliver)
         self._changed[stream.request_id] = stream
@@ -110,7 +110,7 @@ class StreamTable:
             logger.exception("the reader of request %s failed", stream.request_id)
 
     def finish(self, finish: Finish) -> None:
-        """Give a stream its end."""
+        """End a choice."""
         generation = self._by_number.pop(finish.number)
         del self._numbers[finish.request_id]
         if not self._by_number:
@@ -122,7 +122,7 @@ class StreamTable:
         self._note(generation)
 
     def fail_all(self, message: str, *, code: str) -> None:
-        """End every stream with an error, without asking the kernel."""
+        """End all choices with an error, without the kernel."""
         for request_id, number in list(self._numbers.items()):
             reason = FinishReason.ERROR
             self.finish(Finish(request_id, number, reason, RequestTimes(), message, code))

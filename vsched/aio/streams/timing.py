@@ -1,4 +1,4 @@
-"""Where the time of a request went."""
+"""Timeline of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vsched.types import FinishReason
 
 
 class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of one request went, in milliseconds."""
+    """Time of one request in each phase, in milliseconds."""
 
     request_id: str
     prompt_tokens: int
@@ -26,7 +26,7 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def timeline_of(generation: AnswerSink, preprocess_ms: float) -> RequestTimeline:
-    """Return the timeline of a request that has ended."""
+    """Return the timeline of an ended request."""
     times = generation.times
 
     def span_ms(start_ns: int, end_ns: int) -> float:
