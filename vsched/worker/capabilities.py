@@ -1,4 +1,4 @@
-"""What a worker or a plug-in may be able to do beyond its contract; whoever can is recognised by its methods."""
+"""Optional capabilities of workers and plug-ins, recognized by their methods."""
 
 from __future__ import annotations
 
@@ -32,58 +32,58 @@ class PausingEncode(EncodeWorker, Protocol):
     """An encode worker that can pause within a batch, for steps of the generate group in the same processes.
 
     Attributes:
-        pauses: Whether it can here. What it holds while it waits comes on top of what a step needs.
+        pauses: Whether it can with this model. Memory held during a pause is needed in addition to that of steps.
     """
 
     @property
     def pauses(self) -> bool: ...
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """Take a batch, as `encode` does, without working on it. One that was not finished is dropped."""
+        """Accept a batch, as `encode` does, without computing; an unfinished batch is dropped."""
         ...
 
     def advance(self, layers: int) -> bool:
-        """Work on the batch for `layers` layers of about equal length, 0 for the rest; return whether it is done.
+        """Run `layers` layers of the batch, 0 for all that are left; return True when it is done.
 
-        A layer is what the worker takes for one: pieces of about equal length, the same on all ranks. Rows and errors
-        are those of `encode`; after an error there is no batch any more.
+        The worker defines layers: pieces of about equal duration, the same on all ranks. Rows and errors are as with
+        `encode`; an error drops the batch.
         """
         ...
 
 
 def can_pause(worker: EncodeWorker) -> TypeGuard[PausingEncode]:
-    """Return whether an encode worker can pause within a batch, here and now."""
+    """Return True if an encode worker can pause within a batch."""
     return isinstance(worker, PausingEncode) and worker.pauses
 
 
 @runtime_checkable
 class SparseEncode(Protocol):
-    """An encode worker that can show what a batch takes with a part of its work."""
+    """An encode worker that can allocate a batch's memory with only part of the computation."""
 
     def sparsely(self) -> AbstractContextManager[None]:
-        """Until the context ends, batches take the memory that they always do; their rows are of no use then."""
+        """Within the context, batches allocate their usual memory, and their rows are invalid."""
         ...
 
 
 def encoding_sparsely(worker: EncodeWorker) -> AbstractContextManager[None]:
-    """Return the context in which a worker shows what batches take; a worker that cannot encodes them."""
+    """Return the context for memory measurements of batches; a worker without it computes them fully."""
     return worker.sparsely() if isinstance(worker, SparseEncode) else nullcontext()
 
 
 @runtime_checkable
 class FrugalSteps(Protocol):
-    """A generate worker that can show the peak of its longest steps in a fraction of their time.
+    """A generate worker that can reach the peak memory of its longest steps in a fraction of their time.
 
     Attributes:
-        frugal: Every layer gives back all that it took, and takes what grows with a sequence for one sequence after
-            the other. So two layers need what all need, and the longest sequence stands for any number of them.
+        frugal: Whether each layer frees all that it allocates, and allocates memory that grows with a sequence for one
+            sequence at a time. Then two layers have the peak of all, and the longest sequence that of any number.
     """
 
     @property
     def frugal(self) -> bool: ...
 
     def first_layers(self, count: int) -> AbstractContextManager[None]:
-        """Run only the first `count` layers until the context ends; the results are of no use then."""
+        """Within the context, run only the first `count` layers; the results are invalid."""
         ...
 
 
@@ -92,21 +92,21 @@ class SwapsBlocks(Protocol):
     """A generate worker that can copy KV blocks to host memory of its own, and back; see `SwapsKv`."""
 
     def build_swap(self, blocks: int) -> None:
-        """Set host memory aside for so many blocks of the KV cache that stands; it comes with no later one.
+        """Allocate host memory for this number of blocks of the current KV cache; a new KV cache needs a new call.
 
         Raises:
-            DeviceOutOfMemory: When the host has not as much.
+            DeviceOutOfMemory: When the host does not have enough.
         """
         ...
 
     def swap(self, out: npt.NDArray[np.int32], back: npt.NDArray[np.int32]) -> None:
-        """Copy blocks to places, then places to blocks; called between two steps.
+        """Copy blocks to host places, then host places to blocks; called between two steps.
 
-        Shape: int32 [copies, 2]; of `out` the block and the place, of `back` the place and the block. No place of `out`
-        and no block of `back` is there twice; a block may be in both.
+        Shape: int32 [copies, 2]: (block, place) in `out`, and (place, block) in `back`. Places of `out` are unique, as
+        are blocks of `back`; a block may be in both.
 
-        Order: a copy out reads what all steps before have written, and a step after this call finds what was copied
-        back. The call may return before, as long as no later step writes to a block that is still read.
+        Order: copies out read the results of all earlier steps, and later steps read what was copied back. The call may
+        return earlier, as long as no later step writes to a block that is still read.
 
         Raises:
             DeviceOutOfMemory: When the device's memory ran out.
@@ -116,75 +116,75 @@ class SwapsBlocks(Protocol):
 
 @runtime_checkable
 class CollectiveWorker(Protocol):
-    """A worker that shares its model with other ranks, and can tell them that it has failed."""
+    """A worker that shares its model with other ranks, and can tell them of its failure."""
 
     def abort(self) -> None:
-        """Fail the collectives of the group: peers that wait in one, or come to one, raise `DeviceOutOfMemory`.
+        """Fail the collectives of the group: peers that wait in one, or enter one, raise `DeviceOutOfMemory`.
 
-        Called where this rank failed outside of the worker and its peers may have gone on. The next step meets the
-        peers anew, as after a step that failed by itself. Does nothing when they are to meet anew already.
+        Called if this rank failed outside of the worker while its peers may have continued. The next step reconnects
+        with the peers, as after a failed step. No-op if they are to be reconnected already.
         """
         ...
 
 
 @runtime_checkable
 class PeriodicWork(Protocol):
-    """A worker with collective work that is due now and then, such as to balance experts over ranks.
+    """A worker with periodic collective work, such as balancing experts over ranks.
 
-    The engine says when, in the decision log, so every rank runs it between the same two steps. It says so after an
-    interval in which there were steps, or when rank 0 asks for it, never in every iteration.
+    The engine schedules it in the decision log, so every rank runs it between the same two steps: after an interval
+    with steps, or when rank 0 requests it, but not in every step.
     """
 
     def hooks(self) -> Mapping[str, float]:
-        """Return the works by name and the interval of each in seconds, 0: only when it is asked for.
+        """Return the hooks' intervals in seconds by name; 0 for hooks that run only on request.
 
-        Asked once, when the worker is loaded; the same on every rank.
+        Called once, after the worker has loaded; equal on every rank.
         """
         ...
 
     def run_hook(self, name: str) -> None:
-        """Do one of them; every rank does. An error ends the rank, and with it the group."""
+        """Run a hook, as all ranks do. An error ends the rank, and so the group is lost."""
         ...
 
     def wanted_hooks(self) -> Sequence[str]:
-        """Return the works that should be done soon. Asked after every step, and answered on rank 0 alone."""
+        """Return the hooks that should run soon; called after every step, and used on rank 0 only."""
         ...
 
 
 @runtime_checkable
 class CountsKernels(Protocol):
-    """A worker whose kernels are compiled on this machine, and read from disk where they were before."""
+    """A worker whose kernels are compiled on this machine and cached on disk."""
 
     def kernels_here(self) -> Mapping[str, int]:
-        """Return for how many kinds of arguments this process has each kernel by now: compiled, or read from disk."""
+        """Return for each kernel the number of argument types compiled or loaded in this process so far."""
         ...
 
 
 @runtime_checkable
 class UsesThreads(Protocol):
-    """A worker that computes on a CPU, and may change the number of threads while it runs."""
+    """A worker that computes on a CPU, with a number of threads that may change."""
 
     def threads_here(self) -> int:
-        """Return the number of threads that this process computes with now; 0 if it computes on another device."""
+        """Return the current number of compute threads of this process; 0 on another device."""
         ...
 
 
 @runtime_checkable
 class ServesAdapters(Protocol):
-    """A worker that adds adapters to its layers, and takes them away, between two steps of its log.
+    """A worker that adds adapters to its layers, and removes them, between two steps.
 
-    An adapter is known by a number, which is used once. `WorkerSettings.adapters` says how many there may be at a time.
-    What is computed for a row depends on the adapter of its request and not on those of the rows beside it.
+    An adapter has a number, which is used once. `WorkerSettings.adapters` is the maximum number of adapters. The result
+    of a row depends on the adapter of its request only, not on those of other rows.
 
     Attributes:
-        adapter_bytes: What was taken of the device's memory for all that there may be; not among `weights_bytes`.
+        adapter_bytes: Device memory allocated for the maximum number of adapters; not part of `weights_bytes`.
     """
 
     @property
     def adapter_bytes(self) -> int: ...
 
     def add_adapter(self, number: int, path: str) -> None:
-        """Read an adapter and add it, all of it or nothing; what it changes in the other stage is left to that.
+        """Load an adapter, completely or not at all; its weights for the other stage are ignored.
 
         Raises:
             CheckpointError: When it cannot be read, or does not fit this model.
@@ -193,24 +193,24 @@ class ServesAdapters(Protocol):
         ...
 
     def add_trial_adapter(self, number: int) -> None:
-        """Add one of the highest rank to all layers that can have one, for the profiling run."""
+        """Add an adapter of the maximum rank to all layers that support one, for the profiling run."""
         ...
 
     def remove_adapter(self, number: int) -> None:
-        """Take an adapter away; does nothing where it is not there."""
+        """Remove an adapter; no-op if there is none of this number."""
         ...
 
 
 def adapter_bytes(worker: object) -> int:
-    """Return what a worker has taken of the device's memory for adapters."""
+    """Return the device memory that a worker has allocated for adapters."""
     return worker.adapter_bytes if isinstance(worker, ServesAdapters) else 0
 
 
 @contextmanager
 def trial_adapter(worker: object) -> Iterator[int]:
-    """Add an adapter of the highest rank until the context ends; yield its number, 0 where there may be none.
+    """Add an adapter of the maximum rank within the context; yield its number, or 0 without adapters.
 
-    While memory is measured there is no other yet, so its number is free.
+    There are no other adapters while memory is measured, so its number is free.
     """
     if not isinstance(worker, ServesAdapters) or not worker.adapter_bytes:
         yield 0
@@ -227,31 +227,31 @@ def trial_adapter(worker: object) -> Iterator[int]:
 
 @runtime_checkable
 class WorstCaseBuilder(Protocol):
-    """A plug-in that knows which batches of images need the most memory of its encoder."""
+    """A plug-in that knows the batches of images that need the most memory of its encoder."""
 
     def worst_batches(
         self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
     ) -> list[list[ImagePlan]]:
-        """Return the candidates for the worst legal batch under every cap; the worst is among them.
+        """Return candidates for the valid batch with the highest peak memory; that batch is among them.
 
-        `items` is the most images of a batch and `tokens` the most tokens, 0 for no such cap; an image of more tokens
-        runs alone. `pixels_max` is the largest image that is let in, before it is resized; `info.item_tokens_max`
-        caps the tokens of one. Empty when no image is legal.
+        `items` and `tokens` are the limits of a batch, 0 for none; an image with more tokens runs alone. `pixels_max`
+        is the size of the largest accepted image before resizing; `info.item_tokens_max` limits the tokens of an image.
+        Empty if no image is valid.
         """
         ...
 
 
 @runtime_checkable
 class SampleImages(Protocol):
-    """A plug-in whose encoder takes what it takes for real images only: masks and indices are among their arrays."""
+    """A plug-in whose encoder needs real arrays for memory measurements, such as masks and indices."""
 
     def sample_arrays(self, info: ModelInfo, plan: ImagePlan) -> Arrays:
-        """Return the arrays of an image of a plan that is one of `worst_batches`; zeros will do where it has none."""
+        """Return arrays for a plan from `worst_batches`; arrays that are missing are zeros."""
         ...
 
 
 class PixelBounds(msgspec.Struct, frozen=True):
-    """Between how many pixels a request wants an image that was resized to lie; None is as the checkpoint has it."""
+    """A request's bounds on the number of pixels after resizing; None for the checkpoint's bound."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -259,23 +259,22 @@ class PixelBounds(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class BoundsImages(Protocol):
-    """A preprocessor, or what its recipe makes, that resizes an image to lie between two numbers of pixels."""
+    """A preprocessor, or the product of its recipe, that resizes images to a range of pixels."""
 
     def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> Self:
-        """Return the same with other bounds; its `settings_digest` tells them apart where they are others.
+        """Return a copy with other bounds, which has another `settings_digest` if they differ.
 
-        `pixels_max` is the largest image that is let in, before it is resized: what the memory of encoding was measured
-        with.
+        `pixels_max` is the size of the largest accepted image before resizing, for which encoder memory was measured.
 
         Raises:
-            RequestRefused: When images within these bounds could have more or fewer tokens than was measured, or the
+            RequestRefused: When images within these bounds could have more or fewer tokens than measured, or the
                 checkpoint's images have no such bounds.
         """
         ...
 
 
 def no_pixel_bounds() -> RequestRefused:
-    """Word the refusal of bounds for images that are resized by other rules, or not at all."""
+    """Return the error for bounds with a model whose images are resized by other rules, or not at all."""
     return RequestRefused(
         "the model's images are not resized between two numbers of pixels. "
         "Remedy: leave min_pixels and max_pixels out, and send images of the size that you want.",
@@ -288,9 +287,9 @@ class ForkableRanks(Protocol):
     """A plug-in whose ranks can be forked from a process that has imported its libraries."""
 
     def forkable_modules(self, info: ModelInfo, device: str) -> Sequence[str]:
-        """Return what ranks of a model import on a device; empty where a rank must be a new process, as with CUDA.
+        """Return the modules that ranks of a model import; empty if a rank must be a new process, as with CUDA.
 
-        Importing them starts no thread and touches no device.
+        Importing them must not start threads or use devices.
         """
         ...
 
@@ -324,7 +323,7 @@ class Grammars(Protocol):
 
 @runtime_checkable
 class ConstrainsOutput(Protocol):
-    """A plug-in that can hold the output of a request to a grammar."""
+    """A plug-in that can constrain the output of a request to a grammar."""
 
     def load_grammars(self, info: ModelInfo) -> Grammars | None:
         """Load the grammar compiler of a checkpoint, for checks and in generate ranks; None if it has none."""
@@ -333,11 +332,11 @@ class ConstrainsOutput(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What an engine must know of an adapter.
+    """Facts of an adapter for the engine.
 
     Attributes:
-        rank: The highest rank of a layer.
-        changes_encoder: Whether it changes how images are encoded, so that encode ranks have to have it, too.
+        rank: The maximum rank of its layers.
+        changes_encoder: Whether it has weights for the encoder, so that encode ranks load it, too.
     """
 
     rank: int
@@ -346,21 +345,21 @@ class AdapterFacts:
 
 @runtime_checkable
 class TakesAdapters(Protocol):
-    """A plug-in whose workers may be `ServesAdapters`."""
+    """A plug-in whose workers may implement `ServesAdapters`."""
 
     def keep_adapter(self, info: ModelInfo, path: str, kept: str, *, rank_max: int) -> AdapterFacts:
         """Copy the files of an adapter to the new folder `kept`, and check the copy without loading the model.
 
-        Ranks read the copy, whenever they start: what an adapter is does not change while it is loaded.
+        Ranks read the copy, also after a restart, so that a loaded adapter does not change.
 
         Raises:
-            CheckpointError: When a file is missing, damaged or too large, or it asks for what is not served.
+            CheckpointError: When a file is missing, damaged or too large, or the adapter is not supported.
         """
         ...
 
 
 class AnswerPart(NamedTuple):
-    """A piece of an answer: `content`, `reasoning`, or a whole `call`, whose text is the JSON of its arguments."""
+    """A part of the output: `content`, `reasoning`, or a complete `call`, whose text is the JSON of its arguments."""
 
     kind: Literal["content", "reasoning", "call"]
     text: str
@@ -368,91 +367,91 @@ class AnswerPart(NamedTuple):
 
 
 class AnswerParser(Protocol):
-    """Reads one answer, as a checkpoint says how."""
+    """Parses one output in the checkpoint's format."""
 
     def push(self, text: str) -> Sequence[AnswerPart]:
-        """Take the next piece of the answer; return what is certain."""
+        """Add the next piece of the output; return the parts that are certain."""
         ...
 
     def finish(self) -> Sequence[AnswerPart]:
-        """Return what was held back."""
+        """Return the parts held back."""
         ...
 
 
 @runtime_checkable
 class ParsesAnswers(Protocol):
-    """A preprocessor that reads answers, if its checkpoint says how."""
+    """A preprocessor that parses outputs, if its checkpoint specifies the format."""
 
     @property
     def parses_answers(self) -> bool:
-        """Whether this checkpoint says how."""
+        """Whether this checkpoint specifies the format."""
         ...
 
     def answer_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
-        """Return what reads the answer to a prompt, or to the end of one; `tools` as the template is shown them."""
+        """Return a parser for the output after `prompt`, or its last part; `tools` are in the template's format."""
         ...
 
 
 @runtime_checkable
 class TellsPrompts(Protocol):
-    """A plug-in whose generate workers can tell the log-probabilities of prompt tokens."""
+    """A plug-in whose generate workers can compute log-probabilities of prompt tokens."""
 
     def tells_prompts(self, info: ModelInfo, *, ranks: int) -> bool:
-        """Return whether they can for this model, where so many ranks share it.
+        """Return True if they can for this model with this number of ranks.
 
-        It must not need more memory than the steps of the profiling run, which tell of no prompt.
+        It must not need more memory than the steps of the profiling run, which compute none.
         """
         ...
 
 
 @runtime_checkable
 class VerifiesDrafts(Protocol):
-    """A plug-in whose generate workers can run drafts: several decode rows of a slot in one step; see `Batch`."""
+    """A plug-in whose generate workers can verify draft tokens: several decode rows per slot in a step; see `Batch`."""
 
     def verifies_drafts(self, info: ModelInfo, *, device: str) -> bool:
-        """Return whether they can, for this model on a device; not where layers keep a state: no row takes it back."""
+        """Return True if they can for this model on a device; recurrent layers cannot, as a state is not undone."""
         ...
 
 
 @runtime_checkable
 class SwapsKv(Protocol):
-    """A plug-in whose generate workers may be `SwapsBlocks`; another is never asked to swap."""
+    """A plug-in whose generate workers may implement `SwapsBlocks`."""
 
     def swaps_kv(self, info: ModelInfo, *, device: str) -> bool:
-        """Return whether they are, for this model on a device; not where layers keep a state beside KV."""
+        """Return True if they do for this model on a device; not with layers that have a state besides KV."""
         ...
 
 
 @runtime_checkable
 class LeanPreprocessing(Protocol):
-    """A plug-in whose preprocessor comes with less in a process that loads no model."""
+    """A plug-in whose preprocessor needs fewer imports in a process that loads no model."""
 
     def forgo_models(self, path: str) -> None:
-        """Prepare this process to load the preprocessor of a checkpoint and never a model; called before anything else.
+        """Prepare this process to load the preprocessor of a checkpoint but no model; called first.
 
         Raises:
-            CheckpointError: When there is no such checkpoint.
+            CheckpointError: When the checkpoint does not exist.
         """
         ...
 
 
 @runtime_checkable
 class SamplerMaker(Protocol):
-    """A plug-in whose sampler can be run without a model, to be measured."""
+    """A plug-in whose sampler can run without a model, for benchmarks."""
 
     def sampler(
         self, logits: npt.NDArray[np.float32], *, dtype: str = "bfloat16"
     ) -> Callable[[Sequence[tuple[int, SequenceState]]], npt.NDArray[np.int32]]:
-        """Return what chooses a token for each row of the logits, [rows, vocabulary], which become of this type.
+        """Return a function that samples a token for each row of the logits, [rows, vocabulary], converted to `dtype`.
 
-        It takes the special rows, as in `Batch.special`; the token to choose follows the last of each sequence.
+        Its argument are the special rows, as in `Batch.special`; the sampled token follows the last of each sequence.
         """
         ...
 
 
 @runtime_checkable
 class CompilesKernels(Protocol):
-    """A plug-in that can compile what ranks need on this machine before there are any."""
+    """A plug-in that can compile the kernels of ranks before they start."""
 
     def compile_kernels(
         self,
@@ -462,7 +461,7 @@ class CompilesKernels(Protocol):
         *,
         stage: Literal["encode", "generate"],
     ) -> int:
-        """Compile what the ranks of a stage need and keep it on disk; return how many kernels were not there.
+        """Compile the kernels of a stage's ranks and cache them on disk; return the number of new kernels.
 
         No weights are read.
 
@@ -477,7 +476,7 @@ class CheckpointMaker(Protocol):
     """A plug-in that can also write random-weight checkpoints, for demonstrations and tests."""
 
     def checkpoint_sizes(self) -> Mapping[str, str]:
-        """Return the sizes that `make_checkpoint` knows, each with a line of what it is."""
+        """Return the sizes that `make_checkpoint` supports, each with a one-line description."""
         ...
 
     def make_checkpoint(
@@ -489,20 +488,20 @@ class CheckpointMaker(Protocol):
 
 @runtime_checkable
 class CheckpointConverter(Protocol):
-    """A plug-in that can make a checkpoint from a GGUF file."""
+    """A plug-in that can convert a GGUF file to a checkpoint."""
 
     def check_conversion(self, path: str, *, dtype: str) -> None:
-        """Check what can be checked before the file is there.
+        """Check the arguments before the file is downloaded.
 
         Raises:
-            CheckpointError: When a package is missing, the type is unknown, or there is something at `path`.
+            CheckpointError: When a package is missing, the type is unknown, or `path` exists.
         """
         ...
 
     def convert_gguf(
         self, file: str, path: str, *, dtype: str, progress: Progress, keeps_levels: bool = False
     ) -> int:
-        """Write the checkpoint to `path`, all of it or nothing; return its number of parameters.
+        """Write the checkpoint to `path`, completely or not at all; return its number of parameters.
 
         Raises:
             CheckpointError: When the file cannot be converted.
@@ -512,22 +511,20 @@ class CheckpointConverter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDescription:
-    """What the files of a checkpoint say, read without its weights.
+    """Facts of a checkpoint's files, without its weights.
 
     Attributes:
-        model_type: The family, as its `config.json` names it.
-        architecture: The class of model that wrote it; empty where it does not say.
-        path: How it would be computed: `fused` by layers of this plug-in, or by the library's: `modules` where ranks
-            can share them, or `generic`.
-        parameters: Stored values by part, `language` and `vision`.
-        dtypes: Stored values by type.
-        sizes: What `config.json` says of the language model, by its own names.
-        tokenizer: The files that the tokenizer is read from; empty where there is none to read.
-        chat_templates: The names of the chat templates.
-        windows: Tokens of a sliding window, and how many layers have one; they keep KV for the whole context, too.
-        unsupported: What the model could do elsewhere, and not here.
-        weights_bytes: About what the weights of a part take, by what they are made into on loading: as `int4`, or as
-            `int4/64` with other groups than usual; `auto` only where the checkpoint has them quantised.
+        model_type: The model type in `config.json`.
+        architecture: The model class in `config.json`; empty without one.
+        path: The implementation: `fused` for layers of this plug-in; for the library's layers `modules` if ranks can
+            share them, else `generic`.
+        parameters: Number of stored values by part, `language` and `vision`. dtypes: Number of stored values by type.
+        sizes: Sizes of the language model, by their names in `config.json`. tokenizer: Files of the tokenizer; empty
+        without one. chat_templates: Names of the chat templates. windows: Tokens of a sliding window, and the number of
+        layers with one; these keep KV of the whole context, too. unsupported: Features of the model that are not
+        supported. weights_bytes: Approximate size of the weights of a part by their type after loading: `int4`, or
+        `int4/64` with a
+            group size that is not the default; `auto` only for quantized checkpoints.
     """
 
     model_type: str
@@ -547,10 +544,10 @@ class CheckpointDescription:
 
 @runtime_checkable
 class CheckpointDescriber(Protocol):
-    """A plug-in that can tell what a checkpoint is, also one that it cannot serve."""
+    """A plug-in that can describe a checkpoint, also an unsupported one."""
 
     def describe(self, path: str) -> CheckpointDescription:
-        """Return what the files say.
+        """Return the facts of the files.
 
         Raises:
             CheckpointError: When there is no checkpoint.
@@ -558,20 +555,20 @@ class CheckpointDescriber(Protocol):
         ...
 
     def check_built(self, info: ModelInfo) -> None:
-        """Build the model without weights, for what `inspect` cannot tell of it.
+        """Build the model without weights, for checks that `inspect` cannot do.
 
         Raises:
-            CheckpointError: When it cannot be served.
+            CheckpointError: When it is not supported.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExamTurn:
-    """One turn of a conversation, and the only answer to it that counts as right.
+    """One turn of a conversation with its only correct answer.
 
     Attributes:
-        images: PNG files, shown before the question.
+        images: PNG files before the question.
     """
 
     images: tuple[bytes, ...]
@@ -581,16 +578,16 @@ class ExamTurn:
 
 @runtime_checkable
 class Examiner(Protocol):
-    """A plug-in with drawn pictures and questions about them, and perhaps a checkpoint that has learned to answer."""
+    """A plug-in with generated pictures and questions about them, and perhaps a checkpoint trained on these."""
 
     def trained_checkpoint(self) -> str:
-        """Return the folder of the checkpoint; empty where it is not installed, such as from a wheel."""
+        """Return the folder of the checkpoint; empty if it is not installed, as with a wheel."""
         ...
 
     def exam_tasks(self) -> Sequence[str]:
-        """Return the tasks that there are questions for."""
+        """Return the tasks that have questions."""
         ...
 
     def exam(self, task: str, count: int, *, seed: int = 0) -> list[tuple[ExamTurn, ...]]:
-        """Return `count` conversations of a task that the checkpoint was not trained on; others with another seed."""
+        """Return `count` conversations of a task that are not in the training data; they depend on the seed."""
         ...
