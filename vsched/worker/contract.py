@@ -1,10 +1,11 @@
-"""What a worker plug-in implements, and the batches it is handed.
+"""The interface of worker plug-ins, and the batches that they get.
 
-A plug-in executes; it never decides. `vsched.rank` follows the decision log, keeps slots, block tables and
-sequences, and hands complete batches to the plug-in. Nothing here imports torch: arrays are numpy, memory is buffers.
+A plug-in executes, and makes no scheduling decisions. `vsched.rank` follows the decision log, keeps slots, block tables
+and sequences, and passes complete batches to the plug-in. Nothing here imports torch: arrays are numpy, memory is
+buffers.
 
-A plug-in is one module-level object that the entry-point group `vsched.workers` names; it implements `WorkerPlugin`.
-What it and its workers may be able to do beyond that is in `vsched.worker.capabilities`.
+A plug-in is a module-level object in the entry-point group `vsched.workers` that implements `WorkerPlugin`. Optional
+capabilities are in `vsched.worker.capabilities`.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from vsched.types import (
 from vsched.worker.memory import DeviceMemory
 
 Progress = Callable[[str, float], None]
-"""Called while loading with what is being done and the fraction done, 0 to 1."""
+"""Called during loading with the current activity and the completed fraction, 0 to 1."""
 
 
 # --- encode ------------------------------------------------------------------------------------------------------
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-"""Arrays by their names."""
+"""Arrays by name."""
 
 
 def extent_bytes(specs: Sequence[ArraySpec]) -> int:
-    """Return the bytes of an extent that holds these arrays."""
+    """Return the size of an extent for these arrays, in bytes."""
     size = 0
     for spec in specs:
         size = -(-size // ARENA_ALIGNMENT) * ARENA_ALIGNMENT + spec.nbytes
@@ -50,10 +51,10 @@ def extent_bytes(specs: Sequence[ArraySpec]) -> int:
 def view_arrays(
     specs: Sequence[ArraySpec], extent: npt.NDArray[np.uint8]
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return views of the arrays in the bytes of an extent; writable as those are.
+    """Return views of arrays in the bytes of an extent; writable if the extent is.
 
     Raises:
-        ValueError: When the extent is too small for them.
+        ValueError: When the extent is too small.
     """
     views: dict[str, npt.NDArray[Any]] = {}
     stop = 0
@@ -68,9 +69,9 @@ def view_arrays(
 class EncodeJob:
     """One item to encode.
 
-    `arrays` are those of its `ImagePlan`, views of the arena (read-only, valid until the job is done), and `metadata`
-    is that of its plan. `pages` are the arena pages that receive its `tokens` rows, in order; the last page may be
-    partly filled. `adapter` is the number of the adapter that it is encoded with, 0 for none.
+    `arrays` and `metadata` are those of its `ImagePlan`; arrays are read-only views of the arena, valid until the job
+    is done. `pages` are the arena pages for its `tokens` rows, in order; the last page may be partly filled. `adapter`
+    is the number of its adapter, 0 for none.
     """
 
     key: bytes
@@ -92,14 +93,14 @@ class EncodeWorker(Protocol):
     def weights_bytes(self) -> int: ...
 
     def device_memory(self) -> DeviceMemory:
-        """Return the memory of the device that it runs on."""
+        """Return the memory of its device."""
         ...
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode the jobs in one batch and write their rows.
 
-        Shape: `embeddings` is the arena's embedding region, uint8 [pages, rows a page, bytes a row]. A row holds the
-        embedding levels of one token one after the other: the main embedding first, then each deepstack level.
+        Shape: `embeddings` is the arena's embedding region, uint8 [pages, rows per page, bytes per row]. A row is the
+        main embedding of a token, followed by those of its deepstack levels.
 
         Raises:
             DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
@@ -112,11 +113,11 @@ class EncodeWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ItemRows:
-    """The embedding rows of one item that a chunk covers.
+    """The embedding rows of one item that are covered by a chunk.
 
-    `index` says which of the request's items it is. `chunk_start` is the index, within the chunk, of the first
-    placeholder covered; rows [row_start, row_stop) of the item, found in arena `pages`, fill the placeholders from
-    there on. An item with other tokens between its placeholders has one of these for each run of them.
+    `index` is the index of the item in the request. Rows [row_start, row_stop) of the item, in arena `pages`, replace
+    the placeholders from index `chunk_start` of the chunk on. An item with other tokens between its placeholders has
+    one `ItemRows` for each run of placeholders.
     """
 
     index: int
@@ -130,27 +131,27 @@ class TokenMatcher(Protocol):
     """Follows the output of one request through its grammar.
 
     Attributes:
-        mask: The tokens that may come next, as `SequenceState.token_mask`; one array, written anew when it is read
-            after a `follow`, which takes most of the time. A rank reads it once it has sent what a step yielded.
+        mask: The tokens allowed next, as in `SequenceState.token_mask`. One array, which is computed when it is read
+            after `follow`; this takes most of the time, so a rank reads it after it has sent the result of a step.
     """
 
     @property
     def mask(self) -> npt.NDArray[np.uint32]: ...
 
     def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """Take the next tokens of the output; return `STOP` where nothing may come after them, else None.
+        """Add the next tokens of the output; return `STOP` if no token may follow, else None.
 
-        `ERROR` is that the grammar cannot be followed any more: it became too complex, or a token does not fit. What
-        reading the mask finds out is told by the next call: until then the mask allows every token.
+        `ERROR` means that the grammar became too complex, or a token does not match. Errors found while the mask is
+        read are returned by the next call; until then the mask allows every token.
         """
         ...
 
     def foresee(
         self, wanted: Sequence[int], count: int
     ) -> list[tuple[int, npt.NDArray[np.uint32]]]:
-        """Return up to `count` tokens that may come next, and the mask after each; nothing is followed.
+        """Return up to `count` draft tokens with the mask after each, without changing the state.
 
-        They are those that must come, and in between those of `wanted` that may; see
+        They are the tokens that the grammar forces, and tokens of `wanted` that it allows; see
         `vsched.worker.drafting.drafts.foresee_with`.
         """
         ...
@@ -158,19 +159,18 @@ class TokenMatcher(Protocol):
 
 @dataclass(slots=True)
 class SequenceState:
-    """A request as a rank keeps it, from its first decision to its release.
+    """The state of a request in a rank, from its first decision to its release.
 
     Attributes:
         number: The kernel's number of the request.
         tokens: Prompt and output tokens so far; int32, `length` of them valid.
-        prompt_length: How many of them are the prompt.
-        items: Where each image lies, in prompt order.
-        state: What the plug-in keeps of it (positions, rope delta, sampler state); set by `GenerateWorker.prepare`.
-        token_mask: The tokens that may be chosen next, uint32 [words]: bit i of word j allows token 32 j + i; tokens
-            beyond its words are forbidden. None allows all. Whoever sets it has the rank call the request special.
-        matcher: Follows the outputs where the request has a grammar; the mask is its.
-        adapter: Number of the adapter that all its rows are computed with, 0 for none; the worker has it, see
-            `vsched.worker.capabilities.ServesAdapters`.
+        prompt_length: Number of prompt tokens.
+        items: Positions of the images, in prompt order.
+        state: The plug-in's state (positions, rope delta, sampler state), set by `GenerateWorker.prepare`.
+        token_mask: The tokens allowed next, uint32 [words]: bit i of word j allows token 32 j + i; tokens beyond its
+            words are forbidden. None allows all. A request with a mask must be special.
+        matcher: The matcher of the request's grammar, if any, which sets the mask.
+        adapter: Number of the adapter for all its rows, 0 for none; see `vsched.worker.capabilities.ServesAdapters`.
     """
 
     number: int
@@ -192,9 +192,9 @@ class SequenceState:
 
     @property
     def is_special(self) -> bool:
-        """Whether a token of it may be another than the argmax of the raw logits, or more than a token is asked for.
+        """Whether a token may differ from the argmax of the raw logits, or more than the token is needed.
 
-        A least number of tokens forbids stop tokens, and so nothing where there are none, as with `ignore_eos`.
+        `min_tokens` forbids stop tokens, so it has no effect without any, as with `ignore_eos`.
         """
         forbids = self.sampling.min_tokens > 0 and bool(self.stop_token_ids)
         return forbids or not self.sampling.is_plain_greedy
@@ -202,12 +202,11 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one prompt, positions [start, stop), to prefill in this step.
+    """A part of one prompt, positions [start, stop), to prefill in this step.
 
-    `samples` is True when the chunk ends the known tokens, so that its last row yields a token. `writes` are the
-    snapshots to take, for a model with a state: (end, place) in order, of the state after position `end` - 1. The first
-    `told` rows are to tell of the token after them, which is one of the prompt; only of a plug-in that
-    `TellsPrompts`.
+    `samples` is True if the chunk ends at the last known token, so that its last row samples one. `writes` are state
+    snapshots to take, for a model with a recurrent state: (end, place) in order, of the state after position `end` - 1.
+    The first `told` rows compute the log-probability of the prompt token after them; only with `TellsPrompts`.
     """
 
     slot: int
@@ -224,20 +223,20 @@ class Chunk:
 class Batch:
     """One step of the generate stage.
 
-    Rows that yield a token are, in order: the decode rows, then each chunk with `samples`.
+    Rows that sample a token are, in order: the decode rows, then each chunk with `samples`.
 
-    Only of a plug-in that `VerifiesDrafts`, a slot may have several decode rows, one after the other: its last token,
-    and drafts at the positions behind it. Each sees those before it; `SequenceState.tokens` holds them, past its
+    With `VerifiesDrafts`, a slot may have several consecutive decode rows: its last token, and draft tokens at the
+    following positions. Each row attends to those before it; `SequenceState.tokens` has the draft tokens beyond its
     length.
 
     Shape:
-        decode_slots: int32 [D], ascending. decode_tokens: int32 [D], the last token of each slot, or a draft.
-        decode_positions: int32 [D], the KV position that this step writes: tokens before it.
-        block_tables: int32 [slots, blocks a sequence]; row = slot; only the first blocks of a row are meaningful.
-        embeddings: uint8 [pages, rows a page, bytes a row], the arena's embedding region (read only).
-        restored: (slot, place) of the states that slots begin with, to be read before any chunk writes one.
-        special: (row, sequence) of the rows that need more than the argmax of their raw logits; of a row of a draft
-            the sequence is a copy, with the mask at its place.
+        decode_slots: int32 [D], ascending. decode_tokens: int32 [D], the last token of each slot, or a draft token.
+        decode_positions: int32 [D], the KV position written by this step, equal to the number of tokens before it.
+        block_tables: int32 [slots, blocks per sequence], by slot; only the first blocks of a row are valid.
+        embeddings: uint8 [pages, rows per page, bytes per row], the arena's embedding region (read only).
+        restored: (slot, place) of snapshots to restore, before any chunk writes one.
+        special: (row, sequence) of rows that need more than the argmax of their raw logits; for the row of a draft
+            token the sequence is a copy with the mask for that position.
     """
 
     decode_slots: npt.NDArray[np.int32]
@@ -253,7 +252,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one sampled token and of the most likely alternatives, best first."""
+    """Log-probabilities of a sampled token and of the most likely alternatives, best first."""
 
     row: int
     logprob: float
@@ -262,10 +261,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of the prompt tokens that a chunk tells of, each by the row before it.
+    """Log-probabilities of prompt tokens, computed by the `told` rows of a chunk.
 
     Shape: `chunk` is the index of the chunk; logprobs float32 [told], ranks int32 [told] (1 for the most likely),
-    top_ids int32 and top_logprobs float32 [told, as many as the request asks for], best first.
+    top_ids int32 and top_logprobs float32 [told, requested alternatives], best first.
     """
 
     chunk: int
@@ -277,9 +276,9 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The tokens of a step, int32 [rows], and log-probabilities for the rows that asked for them.
+    """The tokens of a step, int32 [rows], and the requested log-probabilities.
 
-    `prompts` has one entry for each chunk that tells of its prompt.
+    `prompts` has one entry for each chunk with `told` rows.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -298,14 +297,14 @@ class GenerateWorker(Protocol):
     def weights_bytes(self) -> int: ...
 
     def device_memory(self) -> DeviceMemory:
-        """Return the memory of the device that it runs on."""
+        """Return the memory of its device."""
         ...
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
-        """Allocate a KV cache of this many blocks, and anew whatever refers to it; an older one is dropped first.
+        """Allocate a KV cache of this number of blocks and everything that refers to it, after dropping an older one.
 
-        Without `touch` memory that the host hands out on first use may be left to it: a group that comes back builds
-        what was proved before, and its requests wait.
+        Without `touch`, pages may be left for the host to allocate on first use: a restarted group builds a size that
+        was proved before, while its requests wait.
 
         Raises:
             DeviceOutOfMemory: When it does not fit.
@@ -313,15 +312,15 @@ class GenerateWorker(Protocol):
         ...
 
     def drop_graphs(self) -> None:
-        """Forget what was captured of steps: it points into the KV cache. Nothing where nothing is captured."""
+        """Drop captured graphs, which refer to the KV cache, if there are any."""
         ...
 
     def drop_kv(self) -> None:
-        """Forget the KV cache and the attention backends that refer to it, so that their memory can be released."""
+        """Drop the KV cache and the attention backends that refer to it, so that their memory can be released."""
         ...
 
     def prepare(self, sequence: SequenceState) -> None:
-        """Set `sequence.state`: positions and the like; called once, before its first chunk.
+        """Set `sequence.state`, such as positions; called once, before its first chunk.
 
         Raises:
             DeviceOutOfMemory: When the device's memory ran out.
@@ -342,18 +341,17 @@ class GenerateWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """What an image of some size becomes.
+    """The result of preprocessing an image of some size.
 
     Attributes:
-        arrays: What `process_image` will return, in the order in which it lies in the arena; `pixel_values` say.
-        tokens: Encoder output tokens.
-        expansion: What takes the place of its placeholder in a prompt: token ids, `tokens` placeholders among them;
-            empty where it is nothing but those.
-        metadata: What the plug-in must know of the image beside the arrays, as for its positions: a few bytes in its
-            own encoding, which travel with every decision on the image. An encode worker finds them in `EncodeJob`,
-            a generate worker in `ItemPlace`.
-        work_bytes: Most memory that `process_image` takes beyond the image, what it returns included, where that may
-            be more than 2.25 times what it returns.
+        arrays: The arrays that `process_image` will return, such as `pixel_values`, in their order in the arena.
+        tokens: Number of encoder output tokens.
+        expansion: Token ids that replace its placeholder in a prompt, including `tokens` placeholders; empty if it
+            consists of these only.
+        metadata: Facts of the image for the workers besides the arrays, such as its grid: a few bytes in the plug-in's
+            own encoding, which are part of every decision on the image. They are in `EncodeJob` and in `ItemPlace`.
+        work_bytes: Maximum memory of `process_image` besides the image, including its result, if that may be more than
+            2.25 times the result.
     """
 
     arrays: tuple[ArraySpec, ...]
@@ -365,9 +363,9 @@ class ImagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """What a client must send beside an embedding: a tensor of integers, from which the plan of its image follows.
+    """A tensor of integers that clients must send with an embedding, and that determines the image's plan.
 
-    `name` is the tensor's name, and `values` says what each of its integers is, in words for clients.
+    `name` is the tensor's name, and `values` describes each integer, in words for clients.
     """
 
     name: str
@@ -375,29 +373,29 @@ class Companion:
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one request into text as they come; never emits half a character."""
+    """Converts the tokens of one choice to text incrementally; never emits incomplete characters."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens make certain."""
+        """Add tokens; return the text that is certain."""
         ...
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return the text held back."""
         ...
 
 
 class ImageRecipe(msgspec.Struct, frozen=True):
-    """How another process makes what processes images: `maker` is `module:function`, called with `settings`."""
+    """Recipe for an image processor in another process: `maker` is `module:function`, called with `settings`."""
 
     maker: str
     settings: bytes
 
 
 class ImageProcessing(Protocol):
-    """What an `ImageRecipe` makes."""
+    """The image processor built by an `ImageRecipe`."""
 
     def process_image(self, image: Image.Image) -> Arrays:
-        """Return the arrays of an RGB image, as the preprocessor's method of this name."""
+        """Return the arrays of an RGB image, like `Preprocessor.process_image`."""
         ...
 
 
@@ -406,22 +404,22 @@ class Preprocessor(Protocol):
 
     info: ModelInfo
     settings_digest: bytes
-    """Digest over everything but the image that its arrays depend on."""
+    """Digest of all settings that the arrays of an image depend on."""
 
     @property
     def companion(self) -> Companion | None:
-        """What `plan_embedding` takes; None where clients cannot bring embeddings."""
+        """The argument of `plan_embedding`; None if clients cannot send embeddings."""
         ...
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template, or of all that there are; empty for none."""
+        """The text of the chat template, or of all templates; empty for none."""
         ...
 
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
-        """Render OpenAI-shaped messages with the chat template, one placeholder an image.
+        """Render messages in OpenAI's format with the chat template, with one placeholder per image.
 
-        What it returns goes to `tokenize` as it is: it may know which special tokens are text of the messages.
+        The result is passed to `tokenize` unchanged: it may mark special tokens that are text of the messages.
 
         Raises:
             RequestRefused: When the template rejects the messages.
@@ -429,51 +427,51 @@ class Preprocessor(Protocol):
         ...
 
     def tokenize(self, text: str, *, images: bool = True) -> list[int]:
-        """Return token ids; the GIL is released, or held for moments only.
+        """Return token ids; the GIL is released, or held only briefly.
 
-        Special tokens are recognised but for those in messages. Without `images` the image placeholder is text, too.
-        None are added but to a text that `render` did not make: it begins as the model expects a text to begin.
+        Special tokens are recognized, except in text of messages. Without `images` the image placeholder is text, too.
+        Special tokens are added only to the start of a text that is not from `render`, as the model expects it.
 
         Raises:
-            RequestRefused: When the tokens exceed `info.context_tokens`; by its size alone where that suffices.
+            RequestRefused: When the tokens exceed `info.context_tokens`; checked by size alone if that suffices.
         """
         ...
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, special tokens skipped."""
+        """Return the text of tokens, without special tokens."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token stands for (for log-probabilities)."""
+        """Return the bytes of one token (for log-probabilities)."""
         ...
 
     def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        """Return a fresh incremental detokenizer for one request; its text has special tokens only with `special`."""
+        """Return a new incremental detokenizer; its text has special tokens only with `special`."""
         ...
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
-        """Return what an image of this size becomes.
+        """Return the plan of an image of this size.
 
         Raises:
-            RequestRefused: When the checkpoint's processor cannot take such a size (aspect ratio, tokens).
+            RequestRefused: When the checkpoint's processor does not support the size (aspect ratio, tokens).
         """
         ...
 
     def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
-        """Return the plan of an image whose embedding a client brings, from what it sent beside it.
+        """Return the plan of an image whose embedding a client sends with these integers.
 
-        There are as many integers as `companion` has values; nothing else of them has been checked.
+        Their number is that of `companion`'s values; nothing else of them has been checked.
 
         Raises:
-            RequestRefused: When there is no such image, or clients cannot bring embeddings.
+            RequestRefused: When there is no such image, or clients cannot send embeddings.
         """
         ...
 
     def process_image(self, image: Image.Image) -> Arrays:
-        """Return the arrays of an RGB image, with the names, dtypes and shapes that `plan_image` tells.
+        """Return the arrays of an RGB image, with the names, dtypes and shapes of `plan_image`.
 
-        It may take 2.25 times the bytes that it returns, those included, beyond the image, or `work_bytes` of the plan:
-        so much is budgeted.
+        Besides the image, it may use 2.25 times the size of its result, including the result, or `work_bytes` of the
+        plan; this is its budget.
 
         If the preprocessor has a method `image_recipe`, which returns an `ImageRecipe`, images are processed in
         isolated processes, where they do not block the event loop.
@@ -483,39 +481,40 @@ class Preprocessor(Protocol):
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
     ) -> tuple[list[int], list[Spans]]:
-        """Replace the i-th image placeholder as `plans[i]` says; return the ids, and each image's placeholders.
+        """Replace the i-th image placeholder by the expansion of `plans[i]`; return ids and the images' placeholders.
 
-        `vsched.worker.expansion` does so.
+        Implemented by `vsched.worker.expansion`.
 
         Raises:
-            RequestRefused: When placeholders and images differ in number, or the model cannot take images so placed.
+            RequestRefused: When the numbers of placeholders and images differ, or the model does not support images
+                there.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """How a rank runs its model.
+    """Settings of a rank's model.
 
     Attributes:
-        threads: Threads that the process computes with on a CPU, at most.
-        threads_fixed: Whether it always computes with all of them. Otherwise a worker may use fewer while other
-            programs keep the cores busy; its results must not depend on the number.
-        encode_tokens_max: Cap on the tokens of one encode batch; 0 for none.
-        slots: Most sequences that run at a time; 0 for an encoder.
-        state_snapshots: Places for states beside those of the slots, for a model that keeps one.
-        ranks: Ranks that share the model (tensor parallel); `rank` is the number of this one among them.
-        rendezvous: A path of this group's own, where its ranks find each other; empty for a single rank.
-        deterministic: Whether what is computed for a row must not depend, to the bit, on the rows beside it. A worker
-            that cannot do so refuses with a `ConfigError`.
-        adapters: How many adapters there may be at a time, and `adapter_rank_max` of which rank; 0 for none. Their
-            memory is taken when the model is loaded. A worker that cannot serve any refuses with a `ConfigError`.
-        promises: Whether the memory of a KV cache may be reserved, and given by the host as it is used, where the host
-            lets that be relied on.
-        weights: What weights are made into on loading, `int8` or `int4`; `auto` leaves them as the checkpoint has them.
-        weights_group: Inputs of an output that have one scale then; 0 for as many as is usual.
-        calibration: The file by which scales of these are chosen, of those that `Calibrates` writes; empty for none.
-        activations: What rows are multiplied as by weights of int8 or int4: `float`, `int8`, or `auto`, the best.
+        threads: Maximum number of compute threads on a CPU.
+        threads_fixed: Whether all of them are always used. Otherwise a worker may use fewer while other programs keep
+            the cores busy; its results must not depend on the number.
+        encode_tokens_max: Maximum tokens of an encode batch; 0 for no limit.
+        slots: Maximum number of running sequences; 0 for an encoder.
+        state_snapshots: Number of state snapshots besides the states of the slots, for a model with a recurrent state.
+        ranks: Number of tensor-parallel ranks; `rank` is the index of this one.
+        rendezvous: A path for the ranks of this group to find each other; empty for a single rank.
+        deterministic: Whether the result of a row must be bitwise independent of other rows in the batch. A worker that
+            does not support it raises a `ConfigError`.
+        adapters: Maximum number of adapters, 0 for none, and `adapter_rank_max` their maximum rank. Their memory is
+            allocated when the model is loaded. A worker that supports none raises a `ConfigError`.
+        promises: Whether the KV cache's memory may be reserved and allocated by the host on first use, if the host
+            guarantees it.
+        weights: Quantization of weights on loading, `int8` or `int4`; `auto` keeps the checkpoint's format.
+        weights_group: Group size of quantization scales, in inputs of an output; 0 for the default.
+        calibration: Calibration file of the scales, written by `Calibrates`; empty for none.
+        activations: Type of activations in products with int8 or int4 weights: `float`, `int8`, or `auto` for the best.
     """
 
     device: str = "cpu"
@@ -539,39 +538,39 @@ class WorkerSettings:
 
     @property
     def quantizes(self) -> bool:
-        """Whether weights are made into fewer bits."""
+        """Whether weights are quantized on loading."""
         return self.weights != "auto"
 
 
 class WorkerPlugin(Protocol):
-    """What an entry point in `vsched.workers` names."""
+    """The object of an entry point in `vsched.workers`."""
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
-        """Read the checkpoint's facts without loading weights.
+        """Return the facts of a checkpoint without loading weights.
 
-        `dtype` is `auto` or a name; `item_tokens_max` is the per-image token cap, 0 for none.
+        `dtype` is `auto` or a name; `item_tokens_max` is the maximum number of tokens per image, 0 for no limit.
 
         Raises:
-            CheckpointError: When there is no such checkpoint, its family is unsupported, or files are missing.
+            CheckpointError: When the checkpoint does not exist, its family is unsupported, or files are missing.
         """
         ...
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
-        """Check that a stage, `encode` or `generate`, can be shared by `ranks` ranks.
+        """Check that a stage, `encode` or `generate`, supports this number of tensor-parallel ranks.
 
         Raises:
-            CheckpointError: When a size of the model does not divide; it names the size and what would do.
+            CheckpointError: When a size of the model is not divisible; names the size and possible numbers.
         """
         ...
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
-        """Load tokenizer, template and image processor, clamped to `info.item_tokens_max`."""
+        """Load tokenizer, template and image processor, limited to `info.item_tokens_max`."""
         ...
 
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> EncodeWorker:
-        """Load the vision tower alone.
+        """Load only the vision tower.
 
         Raises:
             CheckpointError: When weights are missing or a file is corrupt.
@@ -581,7 +580,7 @@ class WorkerPlugin(Protocol):
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> GenerateWorker:
-        """Load the language model alone.
+        """Load only the language model.
 
         Raises:
             CheckpointError: When weights are missing or a file is corrupt.

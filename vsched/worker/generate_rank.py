@@ -1,4 +1,4 @@
-"""The generate side of a rank: apply decisions to slots, form batches, find out which requests finished."""
+"""The generate stage of a rank: applies decisions to slots, forms batches, and detects finished requests."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Int32s = npt.NDArray[np.int32]
 
 
 class GenerateRank:
-    """Follows the decisions of a generate group and hands complete batches to a worker.
+    """Follows the decisions of a generate group, and passes complete batches to a worker.
 
     Attributes:
-        adapters: The numbers of the adapters that the worker has.
+        adapters: Numbers of the worker's adapters.
     """
 
     def __init__(
@@ -61,10 +61,11 @@ class GenerateRank:
         draft_model: DraftModel | None = None,
         now_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """Start with empty slots; with `keeps_state`, KV blocks are not all that a worker needs to go on from.
+        """Start with empty slots; with `keeps_state`, the model has a recurrent state besides KV blocks.
 
-        `grammars` compile those of requests, where the engine accepts any. `swap_blocks` are the places that the worker
-        has for blocks in host memory; copies to them are timed by `now_ns`. `draft_model` drafts where grants say so.
+        `grammars` compiles the grammars of requests, if the engine accepts any. `swap_blocks` is the number of the
+        worker's places for blocks in host memory; copies are timed with `now_ns`. `draft_model` drafts for grants that
+        use it.
         """
         self._swap_blocks = swap_blocks
         self._now_ns = now_ns
@@ -82,20 +83,20 @@ class GenerateRank:
         self._special: dict[int, SequenceState] = {}
         self._grants: dict[int, DraftGrant] = {}
         self._drafts: dict[int, SlotDraft] = {}
-        """By slot, what this step drafts."""
+        """Draft tokens of this step, by slot."""
         self._steady: SteadyRows | None = None
-        """The rows of the last step, where those of the next are the same."""
+        """The rows of the last step, if the next step has the same."""
 
     @property
     def sequences(self) -> list[int]:
-        """The requests that it keeps, in a slot or not."""
+        """The numbers of all known requests, in a slot or not."""
         return list(self._sequences)
 
     def apply(self, decision: GenerateDecision) -> GenerateResult:
-        """Carry out one decision and return what the step yielded.
+        """Execute a decision, and return the result of the step.
 
         Raises:
-            RankDesync: When the decision does not fit what this rank holds.
+            RankDesync: When the decision does not match the state of this rank.
             DeviceOutOfMemory: From the worker.
         """
         swap_ns = 0 if decision.swaps is None else self._swap(decision.swaps)
@@ -119,15 +120,15 @@ class GenerateRank:
         return result
 
     def look_ahead(self) -> None:
-        """Find out which tokens rows with a grammar may have next: the time is free until the next decision is here."""
+        """Compute the next token masks of requests with a grammar, in the free time until the next decision."""
         for slot, sequence in self._special.items():
             if self._table.decoding[slot]:
                 _mask(sequence)
 
-    # --- what changes ---
+    # --- changes of slots ---
 
     def _swap(self, swaps: SwapCopies) -> int:
-        """Have blocks copied; return how long that took."""
+        """Swap blocks; return the time in ns."""
         out = np.asarray(swaps.out, np.int32).reshape(-1, 2)
         back = np.asarray(swaps.back, np.int32).reshape(-1, 2)
         most = max(out[:, 1].max(initial=-1), back[:, 0].max(initial=-1))
@@ -145,7 +146,7 @@ class GenerateRank:
         if sequence is None or sequence.number != leave.number:
             raise RankDesync(f"request {leave.number} leaves slot {leave.slot}, which it has not")
         if leave.keep:
-            # The slot's row will be overwritten: the sequence takes its tokens along.
+            # The slot's row will be overwritten, so the sequence keeps a copy of its tokens.
             sequence.length = int(self._table.length[leave.slot])
             sequence.tokens = self._table.tokens[leave.slot, : sequence.length].copy()
         else:
@@ -200,7 +201,7 @@ class GenerateRank:
             self._special[slot] = sequence
 
     def _constrain(self, sequence: SequenceState) -> None:
-        """Have a grammar say what may come next; what was generated before a loss is followed first."""
+        """Start the request's grammar, and follow tokens generated before a loss."""
         if self._grammars is None:
             raise RankDesync(f"request {sequence.number} has a grammar, and this rank takes none")
         sequence.matcher = self._grammars.matcher(sequence.sampling.grammar)
@@ -212,7 +213,9 @@ class GenerateRank:
         if not grown:
             return
         if len(set(grown[::2])) < len(grown) // 2:
-            for place in range(0, len(grown), 2):  # a slot with drafts may grow by several blocks
+            for place in range(
+                0, len(grown), 2
+            ):  # a slot with draft tokens may grow by several blocks
                 self._grow_by_one(grown[place : place + 2])
         else:
             self._grow_by_one(grown)
@@ -225,7 +228,7 @@ class GenerateRank:
         self._renew(blocks)
 
     def _renew(self, blocks: Sequence[int] | Int32s) -> None:
-        """Tell the draft model that other tokens lie in these blocks from now on."""
+        """Tell the draft model that these blocks get other tokens."""
         if self._draft_model is not None and len(blocks):
             self._draft_model.renew(blocks)
 
@@ -261,7 +264,7 @@ class GenerateRank:
         )
 
     def _draft(self) -> dict[int, SlotDraft]:
-        """Draft for the slots with a grant, within their blocks and what they may still yield."""
+        """Return draft tokens for slots with a grant, within their blocks and their maximum length."""
         table = self._table
         drafts: dict[int, SlotDraft] = {}
         asked: dict[int, int] = {}
@@ -290,7 +293,7 @@ class GenerateRank:
     def _with_drafts(
         self, slots: Int32s, tokens: Int32s, positions: Int32s
     ) -> tuple[Int32s, Int32s, Int32s]:
-        """Return the decode rows with drafts as further rows of their slots, behind the first."""
+        """Return the decode rows with draft tokens as further rows of their slots, after the first."""
         drafts = [self._drafts.get(slot) for slot in slots.tolist()]
         counts = [1 if one is None else 1 + len(one.tokens) for one in drafts]
         rows = np.repeat(np.arange(len(slots)), counts)
@@ -319,7 +322,7 @@ class GenerateRank:
         return Chunk(plan.slot, sequence, plan.start, plan.stop, samples, items, writes, told)
 
     def _rows(self, batch: Batch) -> list[int]:
-        """Return the slot of each row that yields a token, and mark the rows that need more than argmax."""
+        """Return the slot of each row that samples a token, and mark the rows that need more than argmax."""
         rows: list[int] = batch.decode_slots.tolist()
         rows += [chunk.slot for chunk in batch.chunks if chunk.samples]
         if self._special:
@@ -334,7 +337,7 @@ class GenerateRank:
         return rows
 
     def _as_drafted(self, slot: int, sequence: SequenceState, behind: int) -> SequenceState:
-        """Return a sequence as so many drafts would leave it: the mask is another."""
+        """Return the sequence with the mask after `behind` draft tokens."""
         if not behind:
             sequence.length = int(self._table.length[slot])
             _mask(sequence)
@@ -382,9 +385,10 @@ class GenerateRank:
     def _take_drafts(
         self, slots: npt.NDArray[np.int64], batch: Batch, sampled: Sampled
     ) -> tuple[npt.NDArray[np.int64], Int32s, dict[int, FinishReason], list[Drafted], set[int]]:
-        """Add what slots with drafts yield, and the others.
+        """Add the tokens of all slots, including accepted draft tokens.
 
-        Return each slot once, the first token of each, why some end, what became of drafts, and the rows that count.
+        Returns each slot once, the first token of each, finish reasons by row, results of draft tokens, and the rows
+        that count.
         """
         drafted = []
         first = np.flatnonzero(np.diff(slots, prepend=-1))
@@ -409,7 +413,7 @@ class GenerateRank:
         tokens: Int32s,
         special: Sequence[tuple[int, SequenceState]],
     ) -> dict[int, FinishReason]:
-        """Add a token to each of these slots; return why some end, by their index. `special` are some by index."""
+        """Add a token to each of these slots; return finish reasons by index. `special` is a subset, by index."""
         table = self._table
         table.tokens[slots, np.minimum(table.length[slots], table.tokens.shape[1] - 1)] = tokens
         table.length[slots] += 1
@@ -424,7 +428,7 @@ class GenerateRank:
     def _verify(
         self, row: int, slot: int, tokens: Int32s, ends: dict[int, FinishReason]
     ) -> Drafted:
-        """Add what the rows behind the first yield, as far as the drafts are what the rows before them yielded."""
+        """Add the tokens of the rows after the first, as far as draft tokens equal the tokens sampled before them."""
         drafts = self._drafts[slot].tokens
         at, sequence = np.array([slot]), self._special.get(slot)
         special = [] if sequence is None else [(0, sequence)]
@@ -443,20 +447,20 @@ class GenerateRank:
 def _follow(
     special: Sequence[tuple[int, SequenceState]], tokens: Int32s, ends: dict[int, FinishReason]
 ) -> None:
-    """Have grammars follow the tokens of their rows; add why some of these end."""
+    """Pass the tokens of rows to their grammars; add finish reasons to `ends`."""
     for index, sequence in special:
-        # Its mask is then that of the next token.
+        # Its mask is then for the next token.
         if sequence.matcher is None or ends.get(index) is FinishReason.STOP:
             continue
         reason = sequence.matcher.follow([int(tokens[index])])
         if reason is FinishReason.STOP:
-            ends[index] = reason  # whole, be it at the limit
+            ends[index] = reason  # complete, even if it is also at its length limit
         elif reason is not None:
             ends.setdefault(index, reason)
 
 
 def _mask(sequence: SequenceState) -> None:
-    """Have a sequence with a grammar be held to what may come next."""
+    """Set the mask of a sequence with a grammar."""
     if sequence.matcher is not None:
         sequence.token_mask = sequence.matcher.mask
 

@@ -1,9 +1,9 @@
-"""The memory of a device as a rank sees it, and a real limit on the memory of a process.
+"""The memory of a rank's device, and a hard limit on the memory of a process.
 
-A rank on a CPU is bounded by `RLIMIT_DATA`, which counts the private writable mappings of the process whether or not
-anybody wrote to them. What the C library keeps of freed memory counts, too: it is told to keep most of it (see
-`vsched.aio.replicas.process`), so that what the largest steps took is held from then on. A KV cache is
-a mapping of its own, and goes back whole.
+A rank on a CPU is limited by `RLIMIT_DATA`, which counts the private writable mappings of the process, whether or not
+they were written. Freed memory that the C library keeps counts, too; it is configured to keep most of it (see
+`vsched.aio.replicas.rank_environment`), so that the memory of the largest steps is held after the first one. A KV cache
+is a separate mapping, which is returned completely.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _NEWER_NAMES = ("memory.max", "memory.current", "inactive_file")
 _OLDER_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""What limit, use and droppable pages of a control group are called, in version 2 and 1."""
+"""File and field names for limit, use and droppable pages of a control group, in version 2 and 1."""
 SPARE_BYTES = 4 << 20
 KV_REMEDY = "raise generate.memory_limit, or make the KV cache smaller (generate.memory)"
-"""What helps once a generate rank has loaded."""
+"""Remedy for out-of-memory errors after a generate rank has loaded."""
 
 
 class DeviceMemory(Protocol):
     """The memory of one device; every method returns bytes.
 
     Attributes:
-        name: The device as torch names it.
-        pool: What the memory belongs to: two ranks with the same pool take from each other.
+        name: The device's name in torch.
+        pool: Name of the memory: ranks with the same pool share it.
     """
 
     @property
@@ -45,19 +45,19 @@ class DeviceMemory(Protocol):
     def pool(self) -> str: ...
 
     def total(self) -> int:
-        """Return what this process could use at most, were it alone."""
+        """Return the maximum for this process if it were alone."""
         ...
 
     def available(self) -> int:
-        """Return what the device can still give; what the own allocator caches is not in it."""
+        """Return the free memory of the device, without this process's allocator cache."""
         ...
 
     def reserved(self) -> int:
-        """Return what this process holds, its allocator's caches included."""
+        """Return the memory held by this process, including its allocator's caches."""
         ...
 
     def allocated(self) -> int:
-        """Return what is in use; the rest of `reserved` is cache."""
+        """Return the memory in use; the rest of `reserved` is cache."""
         ...
 
     def peak(self) -> int:
@@ -69,26 +69,26 @@ class DeviceMemory(Protocol):
         ...
 
     def drift(self, growth_bytes: int) -> int:
-        """Return by how much work may exceed a measured growth though its shapes are no larger.
+        """Return the memory by which work may exceed a measured growth, although its shapes are not larger.
 
-        What it takes may depend on where the pieces before it lay, and libraries may go on to keep small ones. It is 0
-        where an allocator splits and joins blocks at will.
+        Reasons are fragmentation, and small allocations that libraries keep. It is 0 for an allocator that splits and
+        joins blocks freely.
         """
         ...
 
     def release(self) -> None:
-        """Give back what the allocator caches."""
+        """Release the allocator's cache."""
         ...
 
     def settle(self) -> None:
-        """Take notice that sizes are known: what is sure to be had again when it is needed may go back until then."""
+        """Note that all sizes are known: memory that is certain to be available again may be released until then."""
         ...
 
     def hold(self, size: int) -> AbstractContextManager[None]:
-        """Allocate `size` bytes until the context ends, so that nobody else can have them.
+        """Allocate `size` bytes within the context, so that nothing else can use them.
 
         Raises:
-            DeviceOutOfMemory: When they cannot be had.
+            DeviceOutOfMemory: When there is not enough memory.
         """
         ...
 
@@ -96,7 +96,7 @@ class DeviceMemory(Protocol):
 def measure_rank(
     memory: DeviceMemory, *, rank: int, weights_bytes: int, adapter_bytes: int = 0
 ) -> RankMemory:
-    """Return what a rank holds of its device now, and what is free there."""
+    """Return the memory that a rank holds on its device now, and the free memory there."""
     return RankMemory(
         rank=rank,
         pool=memory.pool,
@@ -110,17 +110,17 @@ def measure_rank(
 
 @contextmanager
 def memory_errors(doing: str, *, remedy: str) -> Iterator[None]:
-    """Turn an out-of-memory of Python and of the loader of libraries into the type that policies know.
+    """Convert out-of-memory errors of Python and of the dynamic loader to `DeviceOutOfMemory`.
 
-    `remedy` names the settings of the process that this is. What torch raises a worker turns itself.
+    `remedy` names the settings for this process. Workers convert errors of torch themselves.
     """
-    # Made before, for making it takes memory.
+    # Created in advance, because that needs memory.
     failure = DeviceOutOfMemory(f"memory ran out while {doing}. Remedy: {remedy}.")
     try:
         yield
     except (MemoryError, SystemError, ImportError, OSError, RuntimeError) as error:
-        # An extension that gives up half-way says "error return without exception set"; the loader of libraries
-        # names the mapping that it could not get, and the importer the folder that it could not list.
+        # Messages of C extensions that fail without an exception, of the dynamic loader about a mapping, and of the
+        # importer about a folder that it could not list.
         words = (
             "without exception set",
             "annot allocate memory",
@@ -135,13 +135,13 @@ def memory_errors(doing: str, *, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def spare_memory() -> Iterator[None]:
-    """Hold a little memory until the body ends: where that got none, its error can be told with this."""
+    """Reserve some memory within the context: if that runs out of memory, its error can be reported with this."""
     with mmap.mmap(-1, SPARE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
         yield
 
 
 def limit_process_memory(limit_bytes: int, *, keys: str) -> None:
-    """Bound the private memory of this process, for good; 0 is no limit. `keys` are the settings that say so.
+    """Limit the private memory of this process permanently; 0 for no limit. `keys` are the settings of the limit.
 
     Raises:
         DeviceOutOfMemory: When the process holds more already.
@@ -164,39 +164,39 @@ def limit_process_memory(limit_bytes: int, *, keys: str) -> None:
 
 
 def process_limit() -> int | None:
-    """Return the limit on the private memory of this process, None without one."""
+    """Return the limit on the private memory of this process; None without one."""
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def host_total() -> int:
-    """Return the memory of the host, or of a control group where that is smaller, in bytes."""
+    """Return the total memory of the host, or of a control group if that is smaller, in bytes."""
     host = status_bytes("MemTotal", _HOST_MEMORY)
     return min([host, *(group.limit_bytes for group in _control_groups())])
 
 
 def host_available() -> int:
-    """Return what the host or the control groups can still give, in bytes."""
+    """Return the free memory of the host or of its control groups, whichever is smaller, in bytes."""
     host = status_bytes("MemAvailable", _HOST_MEMORY)
     free = [max(0, group.limit_bytes - group.used_bytes) for group in _control_groups()]
     return min([host, *free])
 
 
 def tells_what_is_free() -> bool:
-    """Return whether `host_available` is to be relied on: the host tells, and limits of control groups can be seen."""
+    """Return True if `host_available` is reliable: the host reports it, and limits of control groups are visible."""
     seen = any((_GROUPS / name).exists() for name in ("cgroup.controllers", "unified", "memory"))
     return seen and status_bytes("MemAvailable", _HOST_MEMORY) > 0
 
 
 class _ControlGroup(NamedTuple):
-    """A limit on this process and others, and what they use, file pages that can be dropped at once not counted."""
+    """Limit and use of the memory of a control group, without file pages that can be dropped."""
 
     limit_bytes: int
     used_bytes: int
 
 
 def _control_groups() -> Iterator[_ControlGroup]:
-    """Yield the control groups with a limit that this process is in, those above its own included."""
+    """Yield the control groups of this process with a limit, including parent groups."""
     for folder, newer in control_group_folders("memory"):
         limit, used, dropped = _NEWER_NAMES if newer else _OLDER_NAMES
         limit_bytes, used_bytes = _number(folder / limit), _number(folder / used)
@@ -205,7 +205,7 @@ def _control_groups() -> Iterator[_ControlGroup]:
 
 
 def control_group_folders(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control groups, the innermost first, and whether they are of version 2."""
+    """Yield the folders of this process's control groups, innermost first, with True for version 2."""
     try:
         lines = _OWN_GROUPS.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -216,7 +216,7 @@ def control_group_folders(controller: str) -> Iterator[tuple[Path, bool]]:
             continue
         base = _GROUPS / controller if controllers else _GROUPS
         own = base / path.strip("/")
-        # In a container the path may be that outside of it; then only the base is there.
+        # In a container the path may be the one outside of it; then only the base exists.
         for folder in (own, *own.parents):
             yield folder, not controllers
             if folder == base:
@@ -224,7 +224,7 @@ def control_group_folders(controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None where there is no file, or no number but `max`."""
+    """Return the number in a file; None without a file, or for `max`."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
@@ -233,7 +233,7 @@ def _number(path: Path) -> int | None:
 
 
 def _of_statistics(folder: Path, name: str) -> int:
-    """Return a value of a control group's statistics, in bytes; 0 where there is none."""
+    """Return a value of a control group's statistics, in bytes; 0 without one."""
     try:
         lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -242,7 +242,7 @@ def _of_statistics(folder: Path, name: str) -> int:
 
 
 def status_bytes(field: str, path: Path = PROCESS_STATUS) -> int:
-    """Return one line of a status file of the kernel, which counts in KiB; 0 when it is not there."""
+    """Return a field of a kernel status file, given there in KiB, in bytes; 0 if it does not exist."""
     for line in path.read_text(encoding="ascii", errors="replace").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

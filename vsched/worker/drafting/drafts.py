@@ -1,12 +1,12 @@
-"""What a rank drafts for a slot, and the rows that verify it.
+"""Draft tokens of a slot for speculative decoding.
 
-A draft is a token that may come next but one. It runs as a row behind the last token, and its row tells what comes
-after it. A row's token depends on the tokens before it, seed and position alone, so as far as each draft is the token
-that the row before it yields, all of these are the very tokens that steps of one row would have brought.
+A draft token is a guess of the token after the next one. It is a decode row after the last token, whose result is the
+token after it. The token of a row depends only on the tokens before it, seed and position. So as long as each draft
+token equals the token sampled by the row before it, the results are exactly the tokens of single-row steps.
 
-All ranks of a group must draft the same: a draft follows from the grant, the tokens and the grammar of a sequence, and
-from nothing else. There are two sources: `lookup`, and a small model (`vsched.worker.drafting.model`), which is asked
-where the first has nothing.
+All ranks of a group must use the same draft tokens: they depend only on the grant, the tokens and the grammar of a
+sequence. Sources are `lookup` (n-grams of the sequence) and, if it finds nothing, a small model
+(`vsched.worker.drafting.model`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from vsched.kernel.decisions import DraftGrant
 from vsched.worker.contract import SequenceState, TokenMatcher
 
 MATCH_MAX = 16
-"""Of earlier places with the same last tokens the one that agrees longest is taken; so many tokens are looked at."""
+"""Maximum number of tokens compared to find the earlier position with the longest match."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotDraft:
-    """The drafts of one slot: tokens, and for each the mask of what may come after it, where there is a grammar."""
+    """The draft tokens of one slot; with a grammar, the mask after each."""
 
     tokens: list[int]
     masks: list[npt.NDArray[np.uint32]] = field(default_factory=list)
 
 
 def draft(sequence: SequenceState, length: int, grant: DraftGrant, room: int) -> SlotDraft | None:
-    """Return what is drafted behind `length` tokens without a model, at most `room` of them; None for nothing."""
+    """Return up to `room` draft tokens after `length` tokens, without a draft model; None for none."""
     count = min(grant.tokens, room)
     if count <= 0:
         return None
@@ -42,7 +42,7 @@ def draft(sequence: SequenceState, length: int, grant: DraftGrant, room: int) ->
 
 
 def verifiable(sequence: SequenceState, wanted: list[int], count: int) -> SlotDraft | None:
-    """Return what of the tokens that are wanted next may come, and what must, at most `count`; None for nothing."""
+    """Return up to `count` draft tokens that are allowed or forced by the grammar; None for none."""
     if sequence.items:
         wanted = _before_items(sequence, wanted)
     if sequence.matcher is not None:
@@ -54,10 +54,10 @@ def verifiable(sequence: SequenceState, wanted: list[int], count: int) -> SlotDr
 
 
 def lookup(tokens: npt.NDArray[np.int32], count: int, ngram: int) -> list[int]:
-    """Return the `count` tokens that followed the last ones where these, at least `ngram` of them, stood before.
+    """Return the `count` tokens after an earlier occurrence of the last tokens, which must match in at least `ngram`.
 
-    Of several places it is the one before which most tokens agree, of equal ones the last. What it followed up to the
-    end is followed from its beginning again, as in a text that goes round.
+    Of several occurrences, the one with the longest match counts, and of equal ones the last. At the end of the
+    sequence the continuation starts over from its beginning, as in a repeating text.
     """
     last = len(tokens) - 1
     if last < ngram:
@@ -79,7 +79,7 @@ def lookup(tokens: npt.NDArray[np.int32], count: int, ngram: int) -> list[int]:
 
 
 def _before_items(sequence: SequenceState, wanted: list[int]) -> list[int]:
-    """Return tokens up to the first that stands for an image in the prompt: no text has it."""
+    """Return tokens before the first image placeholder, which outputs never contain."""
     held = {
         int(sequence.tokens[start])
         for place in sequence.items
@@ -92,10 +92,10 @@ def _before_items(sequence: SequenceState, wanted: list[int]) -> list[int]:
 def foresee_with(
     matcher: TokenMatcher, wanted: Sequence[int], count: int
 ) -> list[tuple[int, npt.NDArray[np.uint32]]]:
-    """Return the drafts that a grammar leaves, for `TokenMatcher.foresee`; `matcher` is a copy, which follows them.
+    """Return the draft tokens allowed by a grammar, for `TokenMatcher.foresee`; `matcher` is a copy that follows them.
 
-    A token that must come is drafted, whatever is wanted; another as long as what is wanted came true, if it may come.
-    What ends an answer is not: nothing comes after it.
+    A token that the grammar forces is always drafted; tokens of `wanted` are drafted while they agree with the drafts
+    so far and are allowed. Tokens that end the output are not drafted.
     """
     found: list[tuple[int, npt.NDArray[np.uint32]]] = []
     while len(found) < count:
@@ -111,7 +111,7 @@ def foresee_with(
 
 
 def only_token(mask: npt.NDArray[np.uint32]) -> int | None:
-    """Return the one token that a mask allows; None where it allows several."""
+    """Return the only token that a mask allows; None if there are several or none."""
     words = np.flatnonzero(mask)
     if len(words) != 1:
         return None
@@ -120,6 +120,6 @@ def only_token(mask: npt.NDArray[np.uint32]) -> int | None:
 
 
 def allows(mask: npt.NDArray[np.uint32], token: int) -> bool:
-    """Return whether a mask allows a token."""
+    """Return True if a mask allows a token."""
     word = token // 32
     return 0 <= word < len(mask) and bool(int(mask[word]) >> token % 32 & 1)

@@ -1,15 +1,15 @@
-"""Drafts of a second, smaller model of the same vocabulary, which each rank has beside the one that it serves.
+"""Draft tokens from a second, smaller model with the same vocabulary, which each rank runs next to the target model.
 
-It is a generate worker like the other, with a KV cache of as many blocks, and a position of a sequence lies in the same
-block of both: the kernel shares out blocks once. It computes only what is asked for. So for a sequence that nobody
-wants drafts of it costs nothing, and one that it is asked about for the first time it has to catch up with, a chunk a
-step. Of blocks that the prefix cache hands on it knows which it has filled, so a second turn is caught up with quickly.
+It is a generate worker with a KV cache of the same number of blocks, and a position of a sequence has the same block in
+both: the kernel allocates blocks once. It computes only on request: sequences without drafts cost nothing, and a
+sequence that is requested for the first time is prefilled in chunks, one per step. It tracks the blocks that it has
+filled, so blocks from the prefix cache need not be computed again.
 
-It draws as the other model does, by seed and position from its own logits. Where both think alike, the same luck draws
-the same token, so drafts prove right at a temperature, too.
+It samples from its own logits with the target model's seed and position. If the distributions are similar, the same
+random numbers select the same token, so draft tokens are accepted at temperatures above 0, too.
 
-It reads text alone: what stands for an image in a prompt is to it the token that it is. Nothing that it lacks, not an
-image, an adapter or the mask of a grammar, can make an answer wrong; drafts prove wrong more often.
+It reads only text: image placeholders are ordinary tokens to it. Missing images, adapters and grammar masks cannot make
+an output wrong; they lower the acceptance rate.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from vsched.worker.contract import Batch, Chunk, GenerateWorker, SequenceState
 from vsched.worker.slots import SlotTable
 
 ROWS_MAX = 2
-"""So many tokens are caught up with in decode rows: the last draft and what came after it, where all proved right."""
+"""Missing tokens up to this number are computed in decode rows: the last draft token and the token after it."""
 
 
 class DraftWorker(NamedTuple):
-    """The worker of a draft model, and the facts of its checkpoint; its KV is this rank's share."""
+    """The worker of a draft model, and the facts of its checkpoint, with this rank's share of KV."""
 
     worker: GenerateWorker
     info: ModelInfo
@@ -39,11 +39,11 @@ class DraftWorker(NamedTuple):
 
 @dataclass(slots=True)
 class Followed:
-    """A sequence as the draft model has it.
+    """A sequence of the draft model.
 
     Attributes:
-        sequence: Its tokens, drafts behind them; `length` of them were what the request has.
-        done: Positions of them whose KV the draft model has.
+        sequence: Its tokens, `length` of them known tokens of the request, followed by draft tokens.
+        done: Number of positions with KV in the draft model.
     """
 
     sequence: SequenceState
@@ -51,7 +51,7 @@ class Followed:
 
 
 class DraftModel:
-    """A draft model, and how far it has followed the sequence in each slot."""
+    """A draft model and its progress in the sequence of each slot."""
 
     def __init__(
         self,
@@ -63,32 +63,32 @@ class DraftModel:
         chunk_tokens: int,
         batch_tokens: int,
     ) -> None:
-        """Take a worker whose KV cache stands.
+        """Use a worker with a KV cache.
 
-        `vocabulary` is that of the model it drafts for: what is beyond is no draft. `chunk_tokens` are the most tokens
-        that it catches up with in a step, and `batch_tokens` those of a step together.
+        `vocabulary` is the vocabulary size of the target model: tokens beyond it are not drafted. `chunk_tokens` is the
+        maximum number of tokens to prefill in a step, and `batch_tokens` that of all tokens in a step.
         """
         self._worker, self._info = draft
         self._vocabulary = vocabulary
         self._block_size = block_size
         self._chunk_tokens, self._batch_tokens = chunk_tokens, batch_tokens
         self._whole = np.zeros(blocks, np.bool_)
-        """Of each block whether it has all positions of what lies there."""
+        """Whether all positions of each block are computed."""
         self._followed: dict[int, Followed] = {}
         self._none = np.zeros((1, 1, 1), np.uint8)
 
     def renew(self, blocks: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Other tokens lie in these blocks from now on."""
+        """Note that these blocks get other tokens."""
         self._whole[blocks] = False
 
     def leave(self, slot: int) -> None:
-        """The sequence in a slot goes."""
+        """Forget the sequence in a slot."""
         self._followed.pop(slot, None)
 
     def propose(
         self, asked: Mapping[int, int], sequences: Mapping[int, SequenceState], table: SlotTable
     ) -> dict[int, list[int]]:
-        """Return what may come behind the known tokens of slots, at most so many of each.
+        """Return draft tokens after the known tokens of slots, at most the given number for each.
 
         Raises:
             DeviceOutOfMemory: From the worker.
@@ -116,18 +116,18 @@ class DraftModel:
     def _goes_on(
         self, slot: int, found: Mapping[int, list[int]], wanted: Mapping[int, int]
     ) -> bool:
-        """Return whether more tokens are to follow: nothing comes after an end."""
+        """Return True if more tokens are wanted, and the last one is no stop token."""
         last = found[slot][-1]
         ends = last in self._followed[slot].sequence.stop_token_ids
         return len(found[slot]) < wanted[slot] and not ends
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """Return tokens up to the first that the other model has not."""
+        """Return tokens before the first one that the target model does not have."""
         size = self._vocabulary
         return tokens[: next((at for at, one in enumerate(tokens) if one >= size), len(tokens))]
 
     def _hear(self, slot: int, sequence: SequenceState, table: SlotTable) -> None:
-        """Take what has become of a sequence; drafts that proved wrong are forgotten."""
+        """Update a sequence with its new tokens; rejected draft tokens are forgotten."""
         length = int(table.length[slot])
         tokens = np.minimum(sequence.tokens[:length], self._info.vocab_size - 1)
         followed = self._followed.get(slot)
@@ -141,7 +141,7 @@ class DraftModel:
             followed.done = own.length + (int(wrong[0]) if len(wrong) else len(came))
         own.tokens[own.length : length] = tokens[own.length :]
         own.length = length
-        # The last token is run in any case: its row tells what follows.
+        # The last token is always computed, because its row yields the next one.
         followed.done = min(followed.done, length - 1)
 
     def _begin(
@@ -171,10 +171,10 @@ class DraftModel:
         return Followed(own, whole * self._block_size)
 
     def _catch_up(self, slots: Sequence[int], table: SlotTable) -> dict[int, list[int]]:
-        """Compute what lacks up to the last known token, as far as a step goes; return what follows, by slot."""
+        """Compute missing positions up to the last known token within one step; return the next token by slot."""
         rows: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
-        # Decode rows come first: memory is proved for so many rows in all.
+        # Decode rows first: the memory is proved for this total number of rows.
         room = min(self._chunk_tokens, max(self._batch_tokens - ROWS_MAX * len(slots), 0))
         for slot in slots:
             followed = self._followed[slot]
@@ -196,13 +196,13 @@ class DraftModel:
         for slot in slots:
             filled = self._followed[slot].done // self._block_size
             self._whole[table.block_table[slot, :filled]] = True
-        # Of two rows of a slot the last one counts.
+        # With two rows of a slot, the last one counts.
         return {slot: [token] for slot, token in zip(sampled, tokens, strict=True)}
 
     def _run(
         self, rows: Sequence[tuple[int, int]], chunks: list[Chunk], table: SlotTable
     ) -> list[int]:
-        """Run positions of slots, and chunks; return the token that follows each that yields one."""
+        """Run positions of slots, and chunks; return the token sampled by each row."""
         sequences = [self._followed[slot].sequence for slot, _ in rows]
         batch = Batch(
             decode_slots=np.array([slot for slot, _ in rows], np.int32),
