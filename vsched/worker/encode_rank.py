@@ -1,4 +1,4 @@
-"""The encode side of a rank: hand items to the vision tower, and survive what they do to it."""
+"""The encode stage of a rank: passes images to the vision tower, and reports its errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EncodeRank:
     """Follows the decisions of an encode group.
 
     Attributes:
-        adapters: The numbers of the adapters that the worker has.
+        adapters: Numbers of the worker's adapters.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class EncodeRank:
         *,
         rank: int = 0,
     ) -> None:
-        """Prepare a rank; `read` gives the bytes of an extent of the arena's pixel region.
+        """Create a rank; `read` returns the bytes of an extent of the arena's pixel region.
 
         Only the first rank of a group writes to the arena.
         """
@@ -46,9 +46,9 @@ class EncodeRank:
         self.adapters: set[int] = set()
 
     def apply(self, decision: EncodeDecision) -> EncodeResult | Paused:
-        """Encode one batch, or as many layers of it as the decision says, where the worker can pause.
+        """Encode a batch, or only the decision's number of layers if the worker can pause.
 
-        An error fails the batch, never the rank; no more than its kind is reported.
+        An error fails the batch, not the rank; only its kind is reported.
         """
         if self._paused:
             raise RankDesync(
@@ -57,7 +57,7 @@ class EncodeRank:
         return self._run(decision.step, decision.layers, lambda: self._begin(decision))
 
     def go_on(self, step: int, layers: int) -> EncodeResult | Paused | None:
-        """Encode `layers` layers more, 0 for the rest; None where this step does not wait: it has failed here."""
+        """Encode `layers` more layers, 0 for the rest; None if this step has failed here."""
         if step != self._paused:
             return None
         self._paused = 0
@@ -70,7 +70,7 @@ class EncodeRank:
             logger.warning("encode step %d ran out of memory: %s", step, error)
             return EncodeResult(step, EncodeErrorKind.OUT_OF_MEMORY, 0)
         except (GroupLostError, RankDesync):
-            raise  # no fault of the images: the group is gone
+            raise  # not caused by the images: the group is lost
         except Exception:
             logger.exception("encode step %d failed", step)
             return EncodeResult(step, EncodeErrorKind.FAILED, 0)
@@ -80,7 +80,7 @@ class EncodeRank:
         return Paused(step, layers, 0)
 
     def _begin(self, decision: EncodeDecision) -> bool:
-        """Encode as much as the decision says; return whether that was all."""
+        """Start a batch; return True if it is done."""
         jobs = []
         for task in decision.tasks:
             if not task.encoded:
@@ -106,7 +106,7 @@ class EncodeRank:
         return EncodeJob(task.key, task.tokens, arrays, task.metadata, task.pages, task.adapter)
 
     def _copy(self, task: EncodeTask) -> None:
-        """Put embedding rows that the client brought where the generate ranks look for them."""
+        """Copy embedding rows sent by the client to their arena pages."""
         _, page_rows, row_bytes = self._embeddings.shape
         rows = self._read(task.extent)[: task.tokens * row_bytes].reshape(task.tokens, row_bytes)
         for index, page in enumerate(task.pages):

@@ -1,4 +1,4 @@
-"""From a prompt with one placeholder an image to the prompt that the model is given."""
+"""Expansion of the image placeholders of a prompt."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def expand_images(
     placeholder: int,
     marker: int | None = None,
 ) -> tuple[list[int], list[Spans]]:
-    """Replace the i-th marker by what stands for the i-th image; return the ids, and each image's placeholders.
+    """Replace the i-th marker by the expansion of the i-th image; return ids and each image's placeholder spans.
 
-    `marker` is the token that a prompt has for an image; the placeholder, where it is not said.
+    `marker` is the token for an image in the unexpanded prompt, by default `placeholder`.
 
     Raises:
-        RequestRefused: When placeholders and images differ in number.
+        RequestRefused: When the numbers of placeholders and images differ.
     """
     marker = placeholder if marker is None else marker
     places = places_of(token_ids, marker)
@@ -53,7 +53,7 @@ def expand_images(
 
 
 def places_of(token_ids: Sequence[int], marker: int) -> list[int]:
-    """Return where a token stands; looked for without a step of the interpreter for each of the others."""
+    """Return the positions of a token, without a Python loop over all tokens."""
     places: list[int] = []
     place = -1
     with contextlib.suppress(ValueError):
@@ -64,7 +64,7 @@ def places_of(token_ids: Sequence[int], marker: int) -> list[int]:
 
 
 def runs_of(expansion: Sequence[int], placeholder: int, first: int) -> Spans:
-    """Return where the placeholders of an expansion lie that begins at position `first`."""
+    """Return the placeholder spans of an expansion that begins at position `first`."""
     runs: list[tuple[int, int]] = []
     for is_placeholder, run in groupby(expansion, key=placeholder.__eq__):
         stop = first + sum(1 for _ in run)

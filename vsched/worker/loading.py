@@ -1,4 +1,4 @@
-"""A rank on its way from a specification to readiness; like `member`, it waits for nothing by itself."""
+"""Start-up of a rank, from its specification to readiness; like `member`, it never blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
 
 class MappedArena(Protocol):
-    """The arena as a rank sees it; see `vsched.transport.arena.Arena`."""
+    """A rank's view of the arena; see `vsched.transport.arena.Arena`."""
 
     @property
     def embeddings(self) -> npt.NDArray[np.uint8]: ...
@@ -43,9 +43,9 @@ class MappedArena(Protocol):
 
 
 class KvCacheOrders(Generic[Link]):
-    """The orders about the KV cache of a generate rank that has its weights, until one is accepted.
+    """Executes orders about the KV cache of a loaded generate rank, until one is accepted.
 
-    `on_accepted` is called with the number of blocks of the KV cache to serve with.
+    `on_accepted` is called with the number of blocks of the accepted KV cache.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class KvCacheOrders(Generic[Link]):
         self._on_accepted = on_accepted
 
     def take(self, frame: bytes) -> None:
-        """Carry out an order: build, prove or drop a KV cache, or serve with the one that stands.
+        """Execute an order: build, measure or drop a KV cache, or serve with the current one.
 
         Raises:
-            RankDesync: When it is none, or another KV cache stands here.
+            RankDesync: When the entry is no such order, or does not match the current KV cache.
         """
         member, sizing = self.member, self._sizing
         match member.log.accept(frame):
@@ -81,12 +81,12 @@ class KvCacheOrders(Generic[Link]):
 
 
 class RankLoading(Generic[Link]):
-    """Loads what the roles need, and reports ready once a KV cache was accepted.
+    """Loads the models of the roles, and reports ready after a KV cache is accepted.
 
-    `members` are the encode group's and the generate group's, as far as the rank has the role.
+    `members` are those of the encode group and the generate group, if the rank has the role.
 
     Attributes:
-        orders: Takes the orders that are waited for; None once the rank is ready.
+        orders: Executes the expected orders; None once the rank is ready.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RankLoading(Generic[Link]):
         self._ready: list[Ready] = []
 
     def begin(self) -> None:
-        """Load; what there is to do for a KV cache follows order by order.
+        """Load the models; orders about the KV cache follow.
 
         Raises:
             CheckpointError, DeviceOutOfMemory: From the worker.
@@ -136,11 +136,11 @@ class RankLoading(Generic[Link]):
     def _load_generator(self, role: GenerateRole, member: Member[Link]) -> None:
         spec, host = self._spec, self._host
         plugin = host.load_worker(role.plugin)
-        # Before the other: what a plug-in sets for the whole process, such as torch's threads, is as that wants it.
+        # Before the target model, whose process-wide settings, such as torch's threads, must prevail.
         draft = _load_draft(plugin, role, member.progress)
         worker = plugin.load_generator(spec.info, role.settings, member.progress)
         adapters = _adapter_memory(worker, role.settings)
-        # Before memory is measured: the tokens of a large vocabulary take some.
+        # Before memory is measured, because it needs some for a large vocabulary.
         grammars = plugin.load_grammars(spec.info) if isinstance(plugin, ConstrainsOutput) else None
         image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
         sizing = KvBuilder(
@@ -206,10 +206,10 @@ class RankLoading(Generic[Link]):
 
 
 def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) -> DraftWorker | None:
-    """Load the model that drafts, where there is one.
+    """Load the draft model, if there is one.
 
-    It takes no adapters and no calibration file, which is of the other model. It need not be deterministic: its ranks
-    agree, and nobody is given what it says unverified.
+    It has no adapters, and no calibration file, which is for the target model. It need not be deterministic: all ranks
+    compute the same draft tokens, which are verified.
     """
     if role.draft is None:
         return None
@@ -238,10 +238,10 @@ def _draft_model(
 
 
 def _build_swap(worker: GenerateWorker, blocks: int) -> None:
-    """Have a worker set host memory aside for blocks that are swapped out.
+    """Have a worker allocate host memory for swapped blocks.
 
     Raises:
-        ConfigError: When it cannot swap.
+        ConfigError: When it does not support swapping.
     """
     if not isinstance(worker, SwapsBlocks):
         raise ConfigError(
@@ -253,10 +253,10 @@ def _build_swap(worker: GenerateWorker, blocks: int) -> None:
 def _adapter_memory(
     worker: EncodeWorker | GenerateWorker, settings: WorkerSettings
 ) -> dict[str, int]:
-    """Return what a worker has taken for adapters, by the name of its line; nothing where none are wanted.
+    """Return the memory allocated by a worker for adapters, by name; empty if none are configured.
 
     Raises:
-        ConfigError: When they are wanted, and the worker takes none.
+        ConfigError: When they are configured, and the worker does not support them.
     """
     if not settings.adapters:
         return {}

@@ -1,7 +1,7 @@
-"""A rank as a member of its groups: what it hears, in which order it carries that out, what it reports.
+"""A rank as a member of its groups: received entries, their order of execution, and reports.
 
-Nothing here waits. A rank process blocks on its links between two entries, a simulated rank is a task that awaits them;
-both hand what comes to a `Member` and ask `Following` what is next.
+Nothing here blocks. A rank process waits on its links between entries, and a simulated rank is a task that awaits them;
+both pass received frames to a `Member`, and get the next entry from `Following`.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ from vsched.worker.spec import RankSpec
 logger = logging.getLogger(__name__)
 
 PULSES_PER_TIMEOUT = 4
-"""So many of a rank's signs of life would have to be missed until it counts as stopped."""
+"""Number of heartbeats of a rank's process per timeout."""
 
 
 def process_memory() -> dict[str, int]:
-    """Return this process's resident bytes, now and at their peak."""
+    """Return the current and the peak resident memory of this process, in bytes."""
     return {"resident": status_bytes("VmRSS"), "peak": status_bytes("VmHWM")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHost:
-    """What a rank needs of the process that it is. Simulated ranks share one, so each is told something of its own.
+    """The process functions used by a rank; replaced for simulated ranks, which share a process.
 
     Attributes:
-        memory: Returns what the process holds, in bytes by name.
-        collect: Collects garbage, before memory is measured.
+        memory: Returns the memory of the process, in bytes by name.
+        collect: Collects garbage before memory is measured.
     """
 
     now_ns: Callable[[], int] = time.perf_counter_ns
@@ -95,11 +95,11 @@ class MemberLink(Protocol):
         ...
 
     def receive(self, timeout_s: float = 0.0) -> bytes | None:
-        """Return the next frame; None when none comes in time."""
+        """Return the next frame; None if none arrives in time."""
         ...
 
     def close(self) -> None:
-        """Close it."""
+        """Close the link."""
         ...
 
 
@@ -107,7 +107,7 @@ Link = TypeVar("Link", bound=MemberLink)
 
 
 class StageExecutor:
-    """What every group's part of a rank can do."""
+    """Executes the entries of one group in a rank."""
 
     _memory_key = "encode.memory_limit or generate.memory_limit"
 
@@ -121,15 +121,15 @@ class StageExecutor:
         self.adapters: set[int] = set()
 
     def hooks(self) -> dict[str, float]:
-        """Return the worker's periodic work and its intervals."""
+        """Return the worker's hooks and their intervals."""
         return dict(self._periodic.hooks()) if self._periodic else {}
 
     def begin(self) -> None:
-        """Take what was compiled by now as what serving needs: what comes later had a request wait for it."""
+        """Note the kernels compiled so far; requests wait for kernels that are compiled later."""
         self._kernels = {} if self._counting is None else self._counting.kernels_here()
 
     def kernels_late(self) -> int:
-        """Return how many kernels were compiled, or read from disk, since serving began; new ones go to the log."""
+        """Return the number of kernels compiled or loaded since `begin`, and log new ones."""
         if self._counting is None:
             return 0
         late = Counter(self._counting.kernels_here()) - Counter(self._kernels)
@@ -139,22 +139,22 @@ class StageExecutor:
         return self._kernels_late
 
     def threads_here(self) -> int:
-        """Return the number of threads that the process computes with now; 0 if its worker does not say."""
+        """Return the current number of compute threads; 0 if the worker does not report it."""
         return 0 if self._threaded is None else self._threaded.threads_here()
 
     def wanted(self) -> list[str]:
-        """Return the periodic work that the worker asks for."""
+        """Return the hooks that the worker requests."""
         return list(self._periodic.wanted_hooks()) if self._periodic else []
 
     def run_hook(self, name: str) -> None:
-        """Do periodic work."""
+        """Run a hook."""
         if self._periodic is None or name not in self._periodic.hooks():
             raise RankDesync(f"heard of a hook {name!r}, which this rank does not know")
         with memory_errors(f"running the hook {name}", remedy=f"raise {self._memory_key}"):
             self._periodic.run_hook(name)
 
     def change_adapters(self, entry: AddAdapter | RemoveAdapter) -> str:
-        """Add an adapter, or take one away; return why it could not be added, empty where all is well."""
+        """Add or remove an adapter; return the error of adding one, empty on success."""
         if self._serving is None:
             raise RankDesync(f"heard of adapter {entry.number}, and this rank takes none")
         if isinstance(entry, RemoveAdapter):
@@ -170,27 +170,27 @@ class StageExecutor:
         return ""
 
     def look_ahead(self) -> None:
-        """Do what the next decision will need, once the result of this one is on its way."""
+        """Prepare for the next decision, after the result of this one is sent."""
 
     def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult | Paused | None:
-        """Carry out a decision, or go on with one; None where there is nothing to say."""
+        """Execute or continue a decision; None if there is no result."""
         raise NotImplementedError
 
 
 class NotLoaded(StageExecutor):
-    """Stands where a rank has not loaded its model yet."""
+    """The executor before the model is loaded."""
 
     def __init__(self) -> None:
         self._periodic = self._serving = self._counting = self._threaded = None
         self.adapters = set()
 
     def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult | Paused | None:
-        """Refuse a decision."""
+        """Reject any decision."""
         raise RankDesync(f"heard {type(entry).__name__} before the model was loaded")
 
 
 class EncodeExecutor(StageExecutor):
-    """The encode group's part of a rank."""
+    """Executes the entries of the encode group."""
 
     _memory_key = "encode.memory_limit"
 
@@ -200,7 +200,7 @@ class EncodeExecutor(StageExecutor):
         self.adapters = rank.adapters
 
     def carry_out(self, entry: LogEntry) -> EncodeResult | Paused | None:
-        """Carry out a decision of the encode group."""
+        """Execute or continue a decision of the encode group."""
         match entry:
             case EncodeDecision():
                 return self._rank.apply(entry)
@@ -210,7 +210,7 @@ class EncodeExecutor(StageExecutor):
 
 
 class GenerateExecutor(StageExecutor):
-    """The generate group's part of a rank."""
+    """Executes the entries of the generate group."""
 
     _memory_key = "generate.memory_limit"
 
@@ -220,23 +220,23 @@ class GenerateExecutor(StageExecutor):
         self.adapters = rank.adapters
 
     def carry_out(self, entry: LogEntry) -> GenerateResult:
-        """Carry out a decision of the generate group."""
+        """Execute a decision of the generate group."""
         if not isinstance(entry, GenerateDecision):
             raise RankDesync("a generate rank heard a decision of an encode group")
         with memory_errors("running a step", remedy=KV_REMEDY):
             return self.rank.apply(entry)
 
     def look_ahead(self) -> None:
-        """Have masks of tokens made."""
+        """Compute the next token masks."""
         self.rank.look_ahead()
 
 
 class Member(Generic[Link]):
-    """A link to one leader, the log heard over it, and the executor that carries it out.
+    """A link to one leader, the log received over it, and the executor of its entries.
 
     Attributes:
-        entry: What was heard and not carried out yet.
-        heard_ns: When something was heard last; the timeout runs from the first entry on.
+        entry: The received entry that is not executed yet.
+        heard_ns: Time of the last received frame; the timeout applies from the first entry on.
     """
 
     def __init__(self, spec: RankSpec, link: Link, host: RankHost | None = None) -> None:
@@ -261,7 +261,7 @@ class Member(Generic[Link]):
         self.report(Loading(what, fraction))
 
     def report_ready(self, report: Ready) -> None:
-        """Report that this rank can take work, and the number of threads that it begins with."""
+        """Report that this rank is ready, and its initial number of threads."""
         self.report(msgspec.structs.replace(report, threads=self._changed_threads()))
 
     def _report_threads(self) -> None:
@@ -271,7 +271,7 @@ class Member(Generic[Link]):
             self.report(threads)
 
     def _changed_threads(self) -> ThreadsInUse | None:
-        """Return the number of threads that the process computes with; None if it was reported."""
+        """Return the number of compute threads; None if it has not changed since the last report."""
         threads = self.executor.threads_here()
         if threads == self._threads:
             return None
@@ -283,7 +283,7 @@ class Member(Generic[Link]):
         self.report(RankFailed(error_kind(error), type(error).__name__, str(error)))
 
     def listen(self, timeout_s: float) -> bool:
-        """Wait so long for the next entry, which then waits for its turn; return whether anything was heard."""
+        """Wait for the next entry, which is executed in its turn; return True if any frame arrived."""
         frame = self.link.receive(timeout_s)
         if frame is None:
             return False
@@ -294,11 +294,11 @@ class Member(Generic[Link]):
         return True
 
     def is_next(self, turn: int) -> bool:
-        """Return whether there is an entry to carry out after the step that had this turn."""
+        """Return True if there is an entry to execute after the step with this turn."""
         return self.entry is not None and self.log.turn in (0, turn + 1)
 
     def carry_out(self) -> bool:
-        """Carry out the entry; return False when it was the last."""
+        """Execute the entry; return False if it was the last."""
         entry, self.entry = self.entry, None
         match entry:
             case GenerateDecision() | EncodeDecision() | Continue():
@@ -316,7 +316,7 @@ class Member(Generic[Link]):
                 error = self.executor.change_adapters(entry)
                 self.report(AdapterChanged(self.log.seq, error))
         self._report_threads()
-        # A step can take longer than the timeout: what came meanwhile was heard, only not read.
+        # A step can take longer than the timeout: frames that arrived in between are not read yet.
         self.heard_ns = self._host.now_ns()
         return True
 
@@ -344,12 +344,12 @@ class Member(Generic[Link]):
 
 
 class Following(Generic[Link]):
-    """The order in which the entries of all logs of a rank are carried out: steps in that of their turns.
+    """The order of execution of the entries in all logs of a rank: steps in the order of their turns.
 
     Attributes:
-        over: One log has said stop.
-        grace_s: How long to listen once more when the timeout is over. After a stop of the whole machine it is over
-            before a living engine had a chance to speak.
+        over: Whether a log has ended with `Stop`. grace_s: Time to listen once more after the timeout. After a
+        suspension of the whole machine, the timeout is over
+            before a live engine can send anything.
     """
 
     def __init__(
@@ -364,11 +364,11 @@ class Following(Generic[Link]):
 
     @property
     def next(self) -> Member[Link] | None:
-        """The member whose entry is to be carried out next; None when one has to be heard first."""
+        """The member with the next entry; None if an entry must be received first."""
         return next((one for one in self._members if one.is_next(self._turn)), None)
 
     def advance(self) -> bool:
-        """Carry out the next entry; return False, and do nothing, when one has to be heard first."""
+        """Execute the next entry; return False without effect if an entry must be received first."""
         member = self.next
         if member is None:
             return False
@@ -377,7 +377,7 @@ class Following(Generic[Link]):
         return True
 
     def awaited(self) -> list[Member[Link]]:
-        """Return those whose next entry can have the next turn.
+        """Return the members whose next entry may have the next turn.
 
         Raises:
             RankDesync: When there are none.
@@ -388,18 +388,18 @@ class Following(Generic[Link]):
         return awaited
 
     def left_s(self) -> float:
-        """Return how long leaders may be silent still."""
+        """Return the remaining time until silent leaders time out, in seconds."""
         now_ns, awaited = self._now_ns(), self.awaited()
         silent_ns = [now_ns - one.heard_ns for one in awaited if one.heard_ns is not None]
         return max(0.0, self._timeout_s - max(silent_ns, default=0) / 1e9)
 
     def heard_nothing(self) -> None:
-        """The time is over: stop, unless no leader has spoken yet.
+        """Handle a timeout: fail, unless no leader has sent anything yet.
 
-        A leader is silent until every rank of its group is ready, and its deadline bounds that.
+        A leader sends nothing until all ranks of its group are ready, which its own deadline limits.
 
         Raises:
-            GroupLostError: When one is silent that has spoken.
+            GroupLostError: When a leader is silent after it has sent an entry.
         """
         if any(member.heard_ns is not None for member in self.awaited()):
             probe("rank.engine_silent")

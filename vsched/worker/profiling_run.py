@@ -1,30 +1,29 @@
-"""The hardest steps that a kernel may ask of a generate worker, so that their memory is known before it serves.
+"""The profiling run: the steps with the highest memory use, executed before a generate worker serves.
 
-The steps are real ones: decisions, followed by a rank of its own, carried out by the worker, sampler included. Block
-tables name the same few blocks over and over, and image rows the same few pages. So any context can be run over a KV
-cache of any size, and what the steps write is of no use to anybody.
+The steps are real: decisions, followed by a separate `GenerateRank` and executed by the worker, including the sampler.
+Block tables repeat the same few blocks, and image rows the same few pages, so any context can run on a KV cache of any
+size; the written values are meaningless.
 
-What a step needs follows from its rows, from the sum over its sequences of what they have computed (tables, masks),
-from the largest product of a chunk and its context (scores, masks), and from whether rows carry images and yield
-tokens. Every chunk here is full of image rows, and every row that yields a token asks for all that sampling offers.
-The steps:
+The memory of a step depends on its rows, on the total of computed tokens of its sequences (tables, masks), on the
+largest product of a chunk and its context (scores, masks), and on images and sampling. Here every chunk is full of
+image rows, and every row that samples uses all sampling options. The steps:
 
-1. Where 2 has no chunk of full length: the whole budget as prefill in few slots.
-2. The whole budget as prefill from all slots: as many chunks of full length as leave every other slot a token. Every
-   chunk ends its prompt just below the longest context.
-3. Decode just below the longest context in all slots.
-4. Chunks of full length in as few slots as take the rest of the budget, decode in all others.
-5. Where layers keep a state: one chunk of full length from position 0.
+1. If step 2 has no chunk of full length: the whole budget as prefill in few slots.
+2. The whole budget as prefill in all slots: as many chunks of full length as possible with at least a token for every
+   other slot. Every chunk ends its prompt just below the maximum context.
+3. Decode just below the maximum context in all slots.
+4. Chunks of full length in as few slots as possible for the rest of the budget, decode in all others.
+5. With recurrent layers: one chunk of full length from position 0.
 
-Between 3 and 4 lie the steps with fewer chunks, between 4 and 2 those with fewer decodes. What they need is a sum of
-terms that are proportional to the one or the other number and of the larger of two such terms, so it is largest at an
-end.
+Steps with fewer chunks lie between 3 and 4, and steps with fewer decodes between 4 and 2. Their memory is a sum of
+terms proportional to one of the two numbers, or the maximum of two such terms, so the maximum is at an end of each
+range.
 
-A processor would need minutes for this. But there, what is freed is gone, so a worker can promise to be frugal
-(`FrugalSteps`): every layer gives back what it took, and takes it for one sequence after the other. Then two layers
-reach the peak (the second starts while the input of the first is still held), and one chunk at the longest context is
-as good as many; the others are short prompts. Step 2 adds nothing to step 4 then but the state of the requests, which
-a step through no layer at all makes.
+On a CPU this would take minutes. But there freed memory is returned, so a worker can guarantee `FrugalSteps`: every
+layer frees all that it allocates, and allocates for one sequence at a time. Then two layers reach the peak (the second
+starts while the input of the first is still held), and one chunk at the maximum context is sufficient; the others are
+short prompts. Compared with step 4, step 2 then adds only the state of the requests, which a step without layers
+creates.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ from vsched.worker.generate_rank import GenerateRank
 _PAGE_ROWS = 64
 
 _OUTPUTS = 3
-"""Tokens that a sequence may yield: in the step of its last chunk and in two more."""
+"""Output tokens of a sequence: in the step of its last chunk and in two more."""
 
 
 class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that the kernel asks of a step; the names are those of its sizes.
+    """The kernel's limits of a step, by the names of its sizes.
 
-    `state_snapshots` are places for states beside those of the slots, and `swap_blocks` places for blocks in host
-    memory, which no step asks anything of.
+    `state_snapshots` is the number of state snapshots besides the states of slots, and `swap_blocks` that of blocks in
+    host memory, which steps do not use.
     """
 
     slots: int
@@ -78,17 +77,17 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def length_max(self) -> int:
-        """The longest sequence, never too short for the outputs."""
+        """Maximum sequence length, at least sufficient for the outputs."""
         return max(self.context_tokens, _OUTPUTS + 1)
 
     @property
     def prompt_tokens(self) -> int:
-        """The longest prompt that leaves room for the outputs."""
+        """Maximum prompt length with room for the outputs."""
         return self.length_max - _OUTPUTS
 
     @property
     def chunk_max(self) -> int:
-        """The longest chunk there can be."""
+        """Maximum chunk length."""
         return min(self.chunk_tokens, self.prompt_tokens, self.batch_tokens)
 
 
@@ -100,7 +99,7 @@ _SAMPLING = SamplingParams(
 def image_for(
     plugin: WorkerPlugin, info: ModelInfo, limits: StepLimits, *, pixels_max: int
 ) -> ImagePlan | None:
-    """Return the largest image that fits a prompt; None without images, or where the plug-in knows none."""
+    """Return the largest image that fits in a prompt; None without images, or if the plug-in reports none."""
     room = min(info.item_tokens_max, limits.prompt_tokens - 1)
     if pixels_max < 1 or room < 1 or not isinstance(plugin, WorstCaseBuilder):
         return None
@@ -118,10 +117,10 @@ def run_profile(
     image: ImagePlan | None,
     adapter: int = 0,
 ) -> int:
-    """Run the hardest steps over the KV cache of `blocks` blocks that stands; return how many.
+    """Execute the profiling run on the current KV cache of `blocks` blocks; return the number of steps.
 
-    `image` is what the rows of chunks carry, None for text alone; `adapter` is what all rows have, 0 for none. Rows of
-    several adapters take their turns in a layer, so that all with one take most.
+    `image` is the image in chunks, None for text only; `adapter` is the adapter of all rows, 0 for none. Layers process
+    the rows of different adapters in turn, so memory is highest if all have the same.
 
     Raises:
         DeviceOutOfMemory: From the worker.
@@ -145,7 +144,7 @@ def run_profile(
 
 
 def spread(limits: StepLimits) -> list[int]:
-    """Return the chunk lengths of a step that fills the budget from all slots, full chunks first."""
+    """Return the chunk lengths of a step that uses the budget in all slots, full chunks first."""
     lengths: list[int] = []
     left = limits.batch_tokens
     for later in range(limits.slots - 1, -1, -1):
@@ -155,14 +154,14 @@ def spread(limits: StepLimits) -> list[int]:
 
 
 def heap(limits: StepLimits, budget: int) -> list[int]:
-    """Return the chunk lengths of a step that takes a budget in as few slots as possible."""
+    """Return the chunk lengths of a step that uses a budget in as few slots as possible."""
     full, rest = divmod(budget, limits.chunk_max)
     lengths = [limits.chunk_max] * full + ([rest] if rest else [])
     return lengths[: limits.slots]
 
 
 def beside_decodes(limits: StepLimits) -> list[int]:
-    """Return the chunk lengths of a step in which all other slots decode."""
+    """Return the chunk lengths of a step with decode rows in all other slots."""
     for prefilling in range(1, limits.slots):
         left = limits.batch_tokens - (limits.slots - prefilling)
         if left <= prefilling * limits.chunk_max:
@@ -171,13 +170,13 @@ def beside_decodes(limits: StepLimits) -> list[int]:
 
 
 Step = tuple[GenerateDecision, int]
-"""A step, and how many layers to run it through where there is a choice."""
+"""A step, and its number of layers with `FrugalSteps`."""
 
 _LAYERS = 2
 
 
 class _DecisionWriter:
-    """Writes the decisions of a profiling run, as a kernel would."""
+    """Creates the decisions of a profiling run."""
 
     def __init__(
         self,
@@ -204,7 +203,7 @@ class _DecisionWriter:
         )
 
     def whole(self) -> Iterator[Step]:
-        """Yield the steps, each to be carried out before the next."""
+        """Yield the steps; each must be executed before the next."""
         few, many = heap(self._limits, self._limits.batch_tokens), spread(self._limits)
         if few[0] > many[0]:
             yield self._prefill(few, long=len(few))
@@ -215,7 +214,7 @@ class _DecisionWriter:
         yield from self._beginning()
 
     def frugal(self) -> Iterator[Step]:
-        """Yield the steps that suffice for a frugal worker."""
+        """Yield the steps for a frugal worker."""
         few, beside = heap(self._limits, self._limits.batch_tokens), beside_decodes(self._limits)
         if few[0] > beside[0]:
             yield self._prefill(few, long=1)
@@ -226,7 +225,7 @@ class _DecisionWriter:
         yield from self._beginning()
 
     def _beginning(self) -> Iterator[Step]:
-        """Yield a longest chunk from position 0, where layers that keep a state may compute otherwise than later on."""
+        """Yield a chunk of full length from position 0, where recurrent layers may compute differently."""
         if self._info.state_bytes:
             yield self._prefill([self._limits.chunk_max], long=0)
 
@@ -235,9 +234,9 @@ class _DecisionWriter:
         return GenerateDecision(self._step), _LAYERS
 
     def _prefill(self, lengths: list[int], *, long: int) -> Step:
-        """Give the first slots to new requests, whose last chunks these are; whoever is there leaves.
+        """Prefill the last chunks of new requests in the first slots, in place of their present requests.
 
-        The first `long` of them have the longest prompt, the others no more than their chunk.
+        The first `long` of them have the maximum prompt length, the others only their chunk.
         """
         left, joined, chunks = [], [], []
         for slot, length in enumerate(lengths):
@@ -276,7 +275,7 @@ class _DecisionWriter:
         return self._data[prompt_tokens]
 
     def _places(self, prompt_tokens: int) -> list[ItemPlace]:
-        """Fill the longest chunk with images, from its end, a token of text after each, since no two may touch."""
+        """Fill the longest chunk with images from its end, with a text token after each to separate them."""
         places: list[ItemPlace] = []
         image, end = self._image, prompt_tokens - 1
         while image and end > max(prompt_tokens - self._limits.chunk_max, image.tokens - 1):

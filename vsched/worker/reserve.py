@@ -1,13 +1,11 @@
-"""Finds out what the worst batch of images needs, before anything else takes the memory.
+"""Measures the memory of the largest batch of images, before anything else allocates memory.
 
-The batches are those that the plug-in names as candidates. They run for real, over arrays and pages of their own. These
-lie in shared mappings that are there before the measurement begins, as the arena is: they count neither to the process
-nor to what is measured.
+The plug-in names candidates for this batch. They are really computed, with arrays and pages of their own. Like the
+arena, these are in shared mappings that exist before the measurement, so they are not counted.
 
-The same batch may need more memory when it runs again, since what was kept of the first time (compiled code, caches,
-small objects) lies between the pieces of the second. So the one that took the most runs again until it adds next to
-nothing. What batches of other shapes may need beyond that, because of where their pieces happen to lie, is the memory's
-`drift`.
+The same batch may need more memory when it runs again, because kept allocations of the first run (compiled code,
+caches, small objects) fragment the memory. So the candidate with the highest peak is repeated until it adds almost
+nothing. Additional memory of batches with other shapes, because of fragmentation, is the `drift` of the device memory.
 """
 
 from __future__ import annotations
@@ -49,13 +47,13 @@ logger = logging.getLogger(__name__)
 _PAGE_ROWS = 64
 
 REPEATS_MAX = 5
-"""Repeats of the largest candidate at most; the memory of a worker that needs more each time is not known then."""
+"""Maximum number of repeats of the largest candidate; after that the memory of a worker is unknown."""
 
 SETTLED_SHARE = 1 / 16
-"""A repeat that adds at most this share of the drift is the last: that much is there for more than this."""
+"""A repeat that adds at most this share of the drift is the last, because the drift covers more than that."""
 
 ROUNDS_OF_GROUP = 3
-"""Rounds of all candidates where several ranks encode together: a rank alone cannot tell that they are done."""
+"""Rounds of all candidates with several ranks: a single rank cannot decide that all are done."""
 
 _KNOBS = (
     "lower encode.admission.max_tokens or media.image_pixels_max, raise encode.memory_limit, or say with "
@@ -72,14 +70,14 @@ def reserve_encoder(
     rank: int = 0,
     collect: Callable[[], object] = gc.collect,
 ) -> tuple[RankMemory, Reservation]:
-    """Run the worst batch, or take what the operator reserves; return what was held before, and what came on top.
+    """Run the largest batch, or allocate the configured reservation; return the memory before, and the reservation.
 
-    Where the allocator caches, it keeps the memory from now on; the reservation says whether it did.
+    A caching allocator keeps the memory from now on; the reservation says whether it did.
 
     Raises:
-        DeviceOutOfMemory: When the memory is not there.
+        DeviceOutOfMemory: When there is not enough memory.
     """
-    # First, for what finds the batches takes memory itself.
+    # First, because finding the batches allocates memory, too.
     arena = None if role.reserved_bytes is not None else _batches(plugin, info, role)
     memory = worker.device_memory()
     collect()
@@ -114,7 +112,7 @@ def reserve_encoder(
 
 
 def _ledger(loaded: RankMemory, peak_bytes: int) -> Ledger:
-    """Return where the memory was when it ran out."""
+    """Return the ledger at the time of an out-of-memory error."""
     owner, pool = f"encode rank {loaded.rank}", loaded.pool
     others = loaded.total_bytes - loaded.available_bytes - loaded.reserved_bytes
     lines = [
@@ -126,7 +124,7 @@ def _ledger(loaded: RankMemory, peak_bytes: int) -> Ledger:
 
 
 def _batches(plugin: WorkerPlugin, info: ModelInfo, role: EncodeRole) -> BatchArena | None:
-    """Return the candidates with their arrays; None where there are none."""
+    """Return the candidates with their arrays; None without candidates."""
     if role.pixels_max < 1:
         return None
     if not isinstance(plugin, WorstCaseBuilder):
@@ -146,7 +144,7 @@ def _batches(plugin: WorkerPlugin, info: ModelInfo, role: EncodeRole) -> BatchAr
 
 
 def _take(memory: DeviceMemory, size: int) -> None:
-    """Hold memory once: an allocator that caches keeps it."""
+    """Allocate memory once, so that a caching allocator keeps it."""
     try:
         with memory.hold(size):
             pass
@@ -168,7 +166,7 @@ def _measure(
     role: EncodeRole,
     adapter: int,
 ) -> int:
-    """Run the candidates until their need is known; return it, 0 where there are none.
+    """Run the candidates until their memory is known; return it, 0 without candidates.
 
     Raises:
         DeviceOutOfMemory: When one does not fit.
@@ -195,7 +193,7 @@ def _measure(
 def _repeat(
     worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan], loaded: RankMemory
 ) -> int:
-    """Run a batch again until it adds next to nothing; return the peak."""
+    """Repeat a batch until it adds almost nothing; return the peak."""
     memory = worker.device_memory()
     peak = memory.peak()
     for _ in range(REPEATS_MAX):
@@ -213,9 +211,9 @@ def _repeat(
 
 
 class BatchArena:
-    """Arrays and pages for any of some batches, in shared mappings; images of one plan have the same ones.
+    """Arrays and pages for each of the batches, in shared mappings; images of one plan use the same.
 
-    `sample` gives the arrays of an image, where zeros would not do for all.
+    `sample` returns arrays of an image, for encoders that need other values than zeros.
     """
 
     def __init__(
@@ -240,7 +238,7 @@ class BatchArena:
         self.adapter = 0
 
     def jobs(self, batch: Sequence[ImagePlan]) -> list[EncodeJob]:
-        """Return what encodes a batch."""
+        """Return the jobs of a batch."""
         return [
             EncodeJob(
                 b"",
@@ -258,7 +256,7 @@ def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) ->
     """Encode one batch.
 
     Raises:
-        DeviceOutOfMemory: When it does not fit; the message names what to change.
+        DeviceOutOfMemory: When it does not fit; the message has the remedy.
     """
     memory = worker.device_memory()
     try:
@@ -280,7 +278,7 @@ def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) ->
 
 
 def _shared(size: int) -> npt.NDArray[np.uint8]:
-    """Return zeros in a mapping of their own, shared and written, as the arena is."""
+    """Return zeros in a separate shared mapping, with all pages written, like the arena."""
     array = np.frombuffer(mmap.mmap(-1, size), np.uint8)
     array.fill(0)
     return array

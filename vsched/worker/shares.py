@@ -1,4 +1,4 @@
-"""What a rank may take of its host's cores and memory where the configuration leaves it open."""
+"""Defaults for a rank's share of the cores and memory of its host."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def usable_cores() -> int:
-    """Return the whole cores that the processes here may keep busy, at least one.
+    """Return the number of whole cores that this process may use, at least one.
 
-    That is what they may run on, and no more than any control group's share of processor time: a container of `2` CPUs
-    sees all cores of its host. A part of a core is left to the engine: threads wait for each other after each product,
-    and when the share of a period is used up all of them stand still until the next.
+    It is limited by the CPU affinity and by the CPU quotas of control groups: a container with `2` CPUs sees all cores
+    of its host. A fraction of a core is left to the engine, because threads wait for each other after each product, and
+    all of them stop until the next period when a quota is used up.
     """
     allowed = len(os.sched_getaffinity(0))
     quota = cpu_quota()
@@ -28,20 +28,20 @@ def usable_cores() -> int:
 
 
 def cpu_quota() -> float | None:
-    """Return the CPUs that the narrowest control group of this process may use; None without a limit."""
+    """Return the smallest CPU quota of this process's control groups; None without a quota."""
     shares = (_cores_of(folder, newer=newer) for folder, newer in control_group_folders("cpu"))
     return min((share for share in shares if share is not None), default=None)
 
 
 def cores_text() -> str:
-    """Return the usable cores and where they come from, for people."""
+    """Return the usable cores and their origin, in words."""
     allowed, quota = len(os.sched_getaffinity(0)), cpu_quota()
     limit = "no quota" if quota is None else f"a quota of {quota:g} CPUs"
     return f"{usable_cores()} usable: affinity to {allowed} of {os.cpu_count()}, {limit}"
 
 
 def _cores_of(folder: Path, *, newer: bool) -> float | None:
-    """Return the cores that a control group may keep busy, None without a limit."""
+    """Return the CPU quota of a control group; None without a quota."""
     names = ["cpu.max"] if newer else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
     try:
         words = " ".join((folder / name).read_text(encoding="ascii") for name in names).split()
@@ -54,21 +54,21 @@ def _cores_of(folder: Path, *, newer: bool) -> float | None:
 
 
 def default_threads(cores: int, *, processes: int) -> int:
-    """Return the threads of a rank: the cores, shared out among all processes of ranks."""
+    """Return the default number of threads of a rank: the cores divided by the number of processes."""
     return max(cores // max(processes, 1), 1)
 
 
 def default_limit(available_bytes: int, *, ranks: int) -> int:
-    """Return the share of a host's free memory that a rank may take unless the operator says.
+    """Return the default memory limit of a rank.
 
-    An eighth, or 2 GiB where an eighth is less; but never above a quarter, nor so much that all `ranks` together would
-    leave nothing: there are other programs.
+    An eighth of the host's free memory, or 2 GiB if that is more; but at most a quarter, and not so much that all
+    `ranks` together would leave nothing for other programs.
     """
     return min(max(available_bytes // 8, 2 << 30), available_bytes // max(4, ranks + 1))
 
 
 def shared_out(spec: RankSpec, *, cores: int, available_bytes: int) -> RankSpec:
-    """Return a specification in which what was left open follows from a host with so many cores and so much memory."""
+    """Fill in the defaults of a specification for a host with this number of cores and free memory."""
     share = spec.share
     changes: dict[str, Any] = {}
     for stage in share.threads:
@@ -84,5 +84,5 @@ def shared_out(spec: RankSpec, *, cores: int, available_bytes: int) -> RankSpec:
 
 
 def threads_of(spec: RankSpec) -> int:
-    """Return the threads that the process of a rank computes with."""
+    """Return the number of compute threads of a rank's process."""
     return max(role.settings.threads for role in (spec.encode, spec.generate) if role is not None)

@@ -1,6 +1,6 @@
-"""Per-slot state of a generate rank, all of it described by one table of fields, and the rows that decode.
+"""Per-slot state of a generate rank, described by one table of fields, and its decode rows.
 
-Whatever happens to a slot goes through the table, so a field cannot be forgotten.
+All changes of a slot go through the table, so no field can be forgotten.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vsched.worker.contract import SequenceState
 Int32s = npt.NDArray[np.int32]
 
 STOP_TOKENS_MAX = 16
-"""Stop tokens of one request, its own and the checkpoint's together."""
+"""Maximum number of stop tokens of a request, including the checkpoint's."""
 
 
 class Field(NamedTuple):
@@ -32,8 +32,8 @@ class Field(NamedTuple):
 class SlotTable:
     """The slots of one rank.
 
-    Shape: every array has one row a slot. `tokens` holds prompt and outputs, `length` of them valid; `block_table` the
-    KV blocks, `block_count` of them valid. `decoding` tells that the slot yields a token in every step.
+    Shape: every array has one row per slot. `tokens` has prompt and outputs, `length` of them valid; `block_table` the
+    KV blocks, `block_count` of them valid. `decoding` is True if the slot has a decode row in every step.
     """
 
     number: npt.NDArray[np.int32]
@@ -57,7 +57,7 @@ class SlotTable:
             Field("last_token", np.int32, -1, 0),
             Field("stop_tokens", np.int32, -1, STOP_TOKENS_MAX),
             Field("block_count", np.int32, 0, 0),
-            # One more than the context: a step ahead, a slot may grow that has just finished.
+            # One more than the context: with a step in flight, a slot that has just finished may grow.
             Field("block_table", np.int32, 0, -(-context_tokens // block_size) + 1),
             Field("tokens", np.int32, 0, context_tokens),
         )
@@ -65,7 +65,7 @@ class SlotTable:
             setattr(self, one.name, _empty_rows(one, slots))
 
     def reset(self, slot: int) -> None:
-        """Empty a slot. The wide fields need no clearing: nothing past their counts is read."""
+        """Empty a slot; wide fields are not cleared, because they are not read beyond their counts."""
         for name, _, empty, width in self.fields:
             if width <= STOP_TOKENS_MAX:
                 getattr(self, name)[slot] = empty
@@ -73,17 +73,17 @@ class SlotTable:
     def swap(self, one: int, other: int) -> None:
         """Exchange two slots.
 
-        The rank itself never moves a sequence: slots are what decisions name. This is for plug-ins that keep their
-        batches contiguous over a table of their own.
+        For plug-ins that keep contiguous batches in a table of their own; the rank itself never moves sequences,
+        because decisions refer to slots.
         """
         for name, *_ in self.fields:
             rows = getattr(self, name)
             rows[[one, other]] = rows[[other, one]]
 
     def resize(self, slots: int) -> None:
-        """Have this many slots: new ones are empty, the last ones go with what they hold. For plug-ins, as `swap`.
+        """Set the number of slots: new ones are empty, and the last ones are removed. For plug-ins, like `swap`.
 
-        The arrays are new ones; a view of a row that was taken before is of the past.
+        The arrays are replaced, so earlier views become stale.
         """
         for field in self.fields:
             old = getattr(self, field.name)
@@ -95,28 +95,28 @@ class SlotTable:
 
 def _empty_rows(field: Field, slots: int) -> npt.NDArray[np.generic]:
     shape = (slots, field.width) if field.width else (slots,)
-    # zeros() commits memory only where it is written: the wide fields stay cheap.
+    # zeros() allocates pages only when they are written, so wide fields are cheap.
     if field.empty == 0:
         return np.zeros(shape, field.dtype)
     return np.full(shape, field.empty, field.dtype)
 
 
 class SteadyRows:
-    """The slots that decode, in ascending order, from one step to the next.
+    """The decode rows in ascending order of slots, kept from step to step.
 
-    While nobody comes, goes or ends, each of them moves on by one token, and a handful of calls suffice, for any number
-    of rows: to gather them anew takes a good part of what a step of a small model does. What changes the rows ends
-    this (`GenerateRank` knows), and the next step looks at the table again.
+    While the set of decoding requests does not change, each row advances by one token with a few array operations;
+    building the rows from the table takes a good part of a small model's step. Any change of the rows invalidates them
+    (`GenerateRank` does), and the next step builds them again.
 
     Attributes:
-        slots: int32 [rows], and `listed` the same as a list.
-        sequences: Of the slots.
-        tokens: int32 [rows], their last tokens.
-        positions: int32 [rows], their places in the KV cache: the tokens before them.
+        slots: int32 [rows]; `listed` is the same as a list.
+        sequences: The sequences of the slots.
+        tokens: int32 [rows], the last token of each.
+        positions: int32 [rows], the KV position of each, equal to the number of tokens before it.
     """
 
     def __init__(self, table: SlotTable, in_slot: Mapping[int, SequenceState]) -> None:
-        """Gather the rows from the table."""
+        """Build the rows from the table."""
         self.slots = np.flatnonzero(table.decoding).astype(np.int32)
         self.listed: list[int] = self.slots.tolist()
         self.sequences: Sequence[SequenceState] = [in_slot[slot] for slot in self.listed]
@@ -130,25 +130,25 @@ class SteadyRows:
         self._numbers = table.number.tobytes()
 
     def advance(self, tokens: Int32s) -> dict[int, FinishReason]:
-        """Add a token to each slot; return why some end, by their row."""
+        """Add a token to each slot; return finish reasons by row."""
         table, slots = self._table, self.slots
         lengths = self.positions + 2
         table.tokens[slots, np.minimum(lengths - 1, table.tokens.shape[1] - 1)] = tokens
         table.length[slots] = lengths
         table.last_token[slots] = tokens
-        self.positions, self.tokens = lengths - 1, tokens.copy()  # a worker may use its own again
+        self.positions, self.tokens = lengths - 1, tokens.copy()  # the worker may reuse its array
         stopped = (self._stops == tokens[:, None]).any(axis=1)
         stopped &= lengths >= self._length_min
         return ends_of(stopped, lengths >= self._length_max)
 
     def told(self) -> tuple[bytes, bytes]:
-        """Return the last tokens and the numbers of all slots, as a result tells them."""
+        """Return the last tokens and the numbers of all slots, in the format of a result."""
         self._by_slot[self.slots] = self.tokens
         return self._by_slot.tobytes(), self._numbers
 
 
 def ends_of(stopped: npt.NDArray[np.bool_], full: npt.NDArray[np.bool_]) -> dict[int, FinishReason]:
-    """Return why rows end, by their index."""
+    """Return finish reasons by row."""
     over = stopped | full
     if not over.any():
         return {}

@@ -1,4 +1,4 @@
-"""What a rank process is told when it starts."""
+"""Start-up parameters of a rank process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from vsched.worker.profiling_run import StepLimits
 
 
 class EncodeRole(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank belongs to an encode group.
+    """Membership of a rank in an encode group.
 
-    `items` and `tokens` cap one batch, 0 tokens for no such cap; `pixels_max` is the largest image that is let in.
-    `reserved_bytes` is what the operator reserves for the worst batch, None to run it and measure.
+    `items` and `tokens` limit a batch, 0 tokens for no limit; `pixels_max` is the size of the largest accepted image.
+    `reserved_bytes` is the configured reservation for the largest batch; None to measure it.
     """
 
     address: str
@@ -26,10 +26,10 @@ class EncodeRole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRole(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank belongs to a generate group.
+    """Membership of a rank in a generate group.
 
-    `limits` are the most that a step may be; `pixels_max` is the largest image that is let in, 0 for no images. `draft`
-    is the model that drafts, with this rank's share of its KV, where there is one.
+    `limits` are the maximum sizes of a step; `pixels_max` is the size of the largest accepted image, 0 for no images.
+    `draft` is the draft model, if any, with this rank's share of its KV.
     """
 
     address: str
@@ -41,13 +41,13 @@ class GenerateRole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a rank follows from the machine that it runs on, because the configuration leaves it open.
+    """Defaults of a rank that depend on its host, because they are not configured.
 
-    The engine fills in what follows from its own machine, and another host what follows from that one
-    (`vsched.worker.shares`).
+    Filled in by the engine for its own host, and by `vsched host` for another one (`vsched.worker.shares`).
 
-    `processes` are those of the engine's that share the host. `threads` are the stages whose threads are open;
-    `memory` is how many stages of the process have an open limit, and `memory_bytes` what the others are given.
+    `processes` is the number of the engine's processes on the host. `threads` are the stages without a configured
+    number of threads; `memory` is the number of stages without a memory limit, and `memory_bytes` the sum of the
+    others.
     """
 
     processes: int = 1
@@ -57,13 +57,13 @@ class HostShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: its roles (two where the stages share a process) and what they share.
+    """One rank: its roles (two if the stages share a process) and their common parameters.
 
-    The folder, the arena's descriptor and the addresses are those of the host that the rank runs on, which fills them
-    in (`vsched.aio.replicas.launcher.at_home`).
+    The host of the rank fills in the folder, the arena's descriptor and the addresses
+    (`vsched.aio.replicas.launcher.at_home`).
 
-    `name` is the groups and the number, such as `generate-0 rank 1`. `memory_limit_bytes` bounds the private memory of
-    the process; 0 is no limit. `share` says what of it and of the threads another host has to say.
+    `name` has the groups and the number, such as `generate-0 rank 1`. `memory_limit_bytes` limits the private memory of
+    the process; 0 for no limit. `share` has the parts of limit and threads that depend on the host.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory_keys(self) -> str:
-        """The settings that make up `memory_limit_bytes`: where a process has both roles, the two add up."""
+        """The settings of `memory_limit_bytes`, which is the sum of both in a process with both roles."""
         roles = {"encode": self.encode, "generate": self.generate}
         return " or ".join(
             f"{name}.memory_limit" for name, role in roles.items() if role is not None
