@@ -30,7 +30,6 @@ class GroupAdministration:
         self._groups = groups
         self._handle = handle
         self._drain_s = drain_s
-        self._restarting: set[str] = set()
 
     async def drain(self, name: str) -> bool:
         """Give a group no new requests, and wait until it is idle; return True if that happened in time.
@@ -91,8 +90,8 @@ class GroupAdministration:
 
     async def _drain_all(self, groups: list[ServedGroup]) -> None:
         """Drain all groups of a worker group within the deadline; the encoder last, since running requests need it."""
-        names = [group.name for group in groups]
-        self._restarting.update(names)
+        for group in groups:
+            group.restarting = True
         try:
             async with asyncio.timeout(self._drain_s):
                 for group in sorted(groups, key=lambda one: one.stage == "encode"):
@@ -100,13 +99,15 @@ class GroupAdministration:
                     await group.drained.wait()
         except TimeoutError:
             probe("administration.drain_deadline")
+            names = [group.name for group in groups]
             logger.warning("%s: not drained in %g s, restarted now", names, self._drain_s)
         except BaseException:
             for group in groups:
                 self._end_drain(group)
             raise
         finally:
-            self._restarting.difference_update(names)
+            for group in groups:
+                group.restarting = False
         for group in groups:
             group.drain_wanted = False  # it takes requests after the restart
 
@@ -117,7 +118,7 @@ class GroupAdministration:
             RequestRefused: When there is no such group, or it was not drained.
         """
         group = self._known(name)
-        if not group.drain_wanted or name in self._restarting or group.retired:
+        if not group.drain_wanted or group.restarting or group.retired:
             self._check_state(group, "resume", "draining")
         if not group.drained.is_set():
             probe("administration.resumed_while_draining")
@@ -138,7 +139,7 @@ class GroupAdministration:
         return self._groups[name]
 
     def _check_state(self, group: ServedGroup, action: str, *allowed: str) -> None:
-        state = "restarting" if group.name in self._restarting else group.state
+        state = "restarting" if group.restarting else group.state
         if state not in allowed:
             raise _refused(
                 f"cannot {action} {group.name}, which is {state}",

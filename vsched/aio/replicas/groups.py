@@ -19,6 +19,7 @@ class ServedGroup:
     Attributes:
         down: Whether its ranks are lost, or not in use yet.
         drain_wanted: Whether an operator drains it; kept across a loss.
+        restarting: Whether an operator restarts it, and it is being drained for that.
         leader: The leader of the current ranks, which gets the kernel's decisions.
         drained: Set when nothing runs in the group.
         retired: Why it will not be restarted; None while it may be.
@@ -31,6 +32,7 @@ class ServedGroup:
         self.leader: Leader = supervisor.worker_group.leader(name)
         self.down = False
         self.drain_wanted = False
+        self.restarting = False
         self.drained = asyncio.Event()
         self.retired: GroupFailure | None = None
         self.busy_ns = 0

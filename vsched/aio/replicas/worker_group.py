@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
@@ -77,10 +77,8 @@ class WorkerGroup:
         self._leaders: dict[str, Leader] = {}
         self._threads_in_use = RankThreads(groups)
         self._processes: list[LaunchedRank] = []
-        self._failure: GroupFailure | None = None
-        self._up = False
-        self._stopping = False
-        self._lost = asyncio.Event()
+        self._phase: Literal["down", "starting", "up", "stopping"] = "down"
+        self._loss: asyncio.Future[GroupFailure]
         self._doing = ""
 
     async def start(self) -> dict[str, list[Ready]]:
@@ -93,8 +91,8 @@ class WorkerGroup:
             DeviceOutOfMemory, MemoryLeak, PolicyError: When no size of the KV cache works.
             GroupLostError: When a rank exits otherwise, or is not ready in time.
         """
-        self._failure = None
-        self._lost.clear()
+        self._phase = "starting"
+        self._loss = asyncio.get_running_loop().create_future()
         for group in self.groups:
             self._progress(group, STARTING, 0.0)
         secret = secrets.token_hex(16)
@@ -112,13 +110,15 @@ class WorkerGroup:
         try:
             async with asyncio.timeout(self._deadlines.ready_s) as deadline:
                 await all_or_first_error(map(self._bring_up, self.groups), self._raise_loss())
-        except Exception as error:  # noqa: BLE001 - whatever it was, the ranks are stopped
+        except Exception as failed:  # noqa: BLE001 - whatever it was, the ranks are stopped
+            error = failed
             if deadline.expired():
-                self._failure = self._not_ready()
-            failed = error if self._failure is None else startup_error(self._failure)
+                error = startup_error(self._not_ready())
+            elif self._loss.done():
+                error = startup_error(self._loss.result())
             await self.stop(grace_s=0)
-            raise self._with_settings(failed) from None
-        self._up = True
+            raise self._with_settings(error) from None
+        self._phase = "up"
         return {name: self._leaders[name].ready.result() for name in self.groups}
 
     def _with_settings(self, error: Exception) -> Exception:
@@ -145,9 +145,7 @@ class WorkerGroup:
         await asyncio.shield(leader.ready)
 
     async def _raise_loss(self) -> NoReturn:
-        await self._lost.wait()
-        assert self._failure is not None, "set before the event"
-        raise startup_error(self._failure)
+        raise startup_error(await asyncio.shield(self._loss))
 
     def _not_ready(self) -> GroupFailure:
         waiting_for = self._sizing.waited_for(self.groups)
@@ -162,10 +160,9 @@ class WorkerGroup:
 
         Blocks: at most the grace period; then ranks are killed.
         """
-        self._stopping = True
-        if not self._up:
+        if self._phase != "up":
             grace_s = 0  # ranks that load do not read orders, and ranks of a lost group cannot be trusted to stop
-        self._up = False
+        self._phase = "stopping"
         for leader in self._leaders.values():
             if grace_s > 0:
                 leader.stop()
@@ -177,7 +174,7 @@ class WorkerGroup:
                 leader.close()
             self._threads_in_use.close()
             self._close_host()
-            self._stopping = False
+            self._phase = "down"
 
     def _close_host(self) -> None:
         host, self._host = self._host, None
@@ -253,12 +250,12 @@ class WorkerGroup:
 
     def _exit_handler(self, rank: int) -> Callable[[int], None]:
         def on_exit(code: int) -> None:
-            if self._stopping:
+            if self._phase == "stopping":
                 return
             for leader in self._leaders.values():
                 leader.hear_out()
             failure = ProcessExited(tuple(self.groups), rank, code)
-            if not self._up:
+            if self._phase != "up":
                 limit_bytes, keys = self._template.memory_limit_bytes, self._template.memory_keys
                 if self._host is not None and self._host.name and self._template.share.memory:
                     limit_bytes = 0  # that host has its own limit
@@ -277,11 +274,10 @@ class WorkerGroup:
 
     def _lose(self, failure: GroupFailure) -> None:
         """Report the loss of all groups; only the first failure counts."""
-        if self._stopping or self._failure is not None:
+        if self._phase == "stopping" or self._loss.done():
             return
-        self._failure = failure
-        self._lost.set()
-        if self._up:  # otherwise `start` is waiting, and raises it
+        self._loss.set_result(failure)
+        if self._phase == "up":  # otherwise `start` is waiting, and raises it
             logger.error("lost: %s", failure)
             self._events.on_lost(self.groups, failure)
 

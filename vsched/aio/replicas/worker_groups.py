@@ -45,8 +45,7 @@ class WorkerGroups:
         on_progress: Callable[[str, str, float], None],
     ) -> None:
         self._listener: WorkerGroupListener | None = None
-        self._lost = asyncio.Event()
-        self._failure: GroupFailure | None = None
+        self._loss: asyncio.Future[GroupFailure] = asyncio.get_running_loop().create_future()
         events = WorkerGroupEvents(
             on_result=self._on_result, on_lost=self._on_lost, on_progress=on_progress
         )
@@ -66,9 +65,8 @@ class WorkerGroups:
     def _on_lost(self, groups: Sequence[str], failure: GroupFailure) -> None:
         if self._listener is not None:
             self._listener.on_lost(groups, failure)
-        else:
-            self._failure = failure
-            self._lost.set()
+        elif not self._loss.done():
+            self._loss.set_result(failure)
 
     async def start(self) -> Reports:
         """Start all worker groups in parallel, wait until they are ready, and return the reports of ranks by group.
@@ -88,9 +86,7 @@ class WorkerGroups:
         return {group: ready for reports in started for group, ready in reports.items()}
 
     async def _raise_loss(self) -> NoReturn:
-        await self._lost.wait()
-        assert self._failure is not None, "set before the event"
-        raise StartFailedError(self._failure)
+        raise StartFailedError(await asyncio.shield(self._loss))
 
     async def stop(self, *, grace_s: float) -> None:
         """Stop all worker groups.
