@@ -18,7 +18,7 @@ TEST_STAMP := $(VENV)/.installed-test
 DOCS_STAMP := $(VENV)/.installed-docs
 TRITON_STAMP := $(VENV)/.installed-triton
 RAY_STAMP := $(VENV)/.installed-ray
-SOURCES := vsched policies workers tests
+SOURCES := vsched policies workers tests docs/examples
 
 .PHONY: demo test install format format-check lint types layers unit kernels ray wheel coverage docs clean
 .NOTPARALLEL:
