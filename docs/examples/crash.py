@@ -5,7 +5,7 @@ from vsched.sim import FaultPlan, WorkerCrash, generate_workload, load_cost_mode
 
 SECOND_NS = 1_000_000_000
 
-workload = generate_workload("conversations", seed=0, requests=60, rate=2.0)
+workload = generate_workload("poisson", seed=0, requests=60, rate=2.0)
 crash = FaultPlan(faults=(WorkerCrash(at_ns=5 * SECOND_NS, group="generate"),))
 for label, faults in (("no fault", None), ("crash", crash)):
     figures = simulate(

@@ -36,7 +36,7 @@ ALONE = {
     "batch": r"[89] of 9 numbers read correctly\n",
     "engine": r"\['.*', '.*'\]\n\{.*'length': 2.*\}\n",
     "policy": r"fifo: median time to first token (\d+) ms\nshort first: median .* (\d+) ms\n",
-    "crash": r"no fault: 60 of 60 finished, .*\ncrash: 60 of 60 finished, .*\n",
+    "crash": r"no fault: 60 of 60 finished, .* (\d+) ms\ncrash: 60 of 60 finished, .* (\d+) ms\n",
 }
 """Expected output, by example."""
 TOOLS = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
@@ -118,6 +118,8 @@ async def test_examples_without_a_server_run(
     assert found, output
     if name == "policy":
         assert int(found[2]) < int(found[1])
+    if name == "crash":
+        assert int(found[2]) > 3000 > int(found[1])
 
 
 async def test_examples_are_all_run_and_listed() -> None:
