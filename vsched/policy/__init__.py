@@ -1,9 +1,15 @@
-"""All that a policy author imports: base classes, the views they get, the plain values they return.
+"""Everything that a policy author imports: base classes, their views (inputs), and the plain values that they return.
 
 A policy is a keyword-only frozen struct whose fields are its configuration. A class subclasses `RequestPolicy`,
 `ImagePolicy`, `CachePolicy`, `RoutingPolicy`, `MemoryPolicy` or `DraftingPolicy` and overrides one method or several.
 Policies do no I/O and have no clock and no randomness: the view has `now_ns` and the history that the decision needs.
-The kernel validates every answer; an invalid answer, or an exception, is counted and logged, and the default decides.
+The kernel validates each returned value; after an invalid one or an exception, which is counted and logged, the default
+decides.
+
+Units, unless an attribute says otherwise: `*_ns` are nanoseconds, times of the monotonic clock of `now_ns`; `tokens`
+are tokens of the language model (for an image: encoder output tokens); `blocks` are KV blocks of `generate.block_size`
+tokens; `pages` are pages of the embedding arena. A larger `priority` is more urgent. `tenant` is empty for a request
+without a tenant.
 """
 
 from __future__ import annotations

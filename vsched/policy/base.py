@@ -13,14 +13,14 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the policy classes, each of which has a method for each of its decisions; fields are configuration.
+    """Base of the policy classes. A policy class has one method per decision; its fields are its configuration.
 
     Attributes:
         api_version: Version of the base class that a policy was written for.
-        state_type: Struct that the kernel keeps for this policy between two calls; None for no state. It has a
-            default for every field, and holds plain values: None, bool, int, float, str, bytes, enums, lists, tuples,
+        state_type: Struct that the kernel keeps for this policy between two calls; None for no state. It has a default
+            for every field, and holds plain values: None, bool, int, float, str, bytes, enums, lists, tuples,
             dictionaries and structs. A call gets a copy as `view.state` and changes it in place. The changes are kept
-            if the answer is accepted, and dropped if the call fails.
+            if the returned value is valid, and dropped if the call fails.
     """
 
     api_version: ClassVar[int] = 3
@@ -28,15 +28,17 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One waiting entry: an item in the encode stage, a request in the generate stage.
+    """One waiting entry: an image in the encode stage, a request in the generate stage.
 
     Attributes:
-        tokens: What it adds to a step: encoder output tokens, or prompt tokens still to be computed. None if the size
-            is not known; such an entry is never counted as 0.
-        blocks: KV blocks of all its tokens, cached ones included; 0 for items.
-        priority: A larger one is more urgent.
-        target_ns: When its first token is due; None without a target.
-        tenant: Tenant of the request, empty for none; of an item, of the request that needed it first.
+        tokens: Tokens that it adds to steps: encoder output tokens, or prompt tokens that are not cached. None if
+            unknown: do not count it as 0.
+        blocks: KV blocks for all its tokens, including cached blocks; 0 for an image.
+        priority: Larger is more urgent. Of an image: the highest of the requests that need it.
+        arrived_ns: Time of arrival. Of an image: when a request first needed it.
+        target_ns: Deadline of the first token; None for no target. Of an image: the earliest of the requests that need
+            it.
+        tenant: Tenant of the request; empty for none. Of an image: of the first request that needed it.
     """
 
     tokens: int | None

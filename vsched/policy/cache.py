@@ -1,4 +1,4 @@
-"""Policies about the caches: eviction order, and insertion into the prefix cache."""
+"""Policies for the caches: eviction order, and insertion into the prefix cache."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class EvictionOrder(Protocol[Key]):
-    """The evictable entries of one cache, in the order that a policy wants them gone.
+    """The evictable entries of one cache, in eviction order.
 
-    Only entries that are not in use are in it, so whatever `victim` names may go at once.
+    A key is the hash of a prefix block, or the key of a cached embedding. Only entries that are not in use are in the
+    order, so every victim can be evicted immediately.
     """
 
     def add(self, key: Key, size: int) -> bool:
-        """Take an entry that has just become evictable; False drops it from the cache at once."""
+        """Add an entry that has just become evictable; return False to evict it immediately.
+
+        `size` is 1 for a prefix block, and the number of pages for an embedding.
+        """
         ...
 
     def reuse(self, key: Key) -> None:
-        """Forget an entry because it is in use again (a hit)."""
+        """Remove an entry because it is in use again (a cache hit)."""
         ...
 
     def drop(self, key: Key) -> None:
-        """Forget an entry because it left the cache."""
+        """Remove an entry because it left the cache."""
         ...
 
     def victim(self) -> Key:
-        """Name the next entry to go, without removing it; the order is not empty."""
+        """Return the next entry to evict, without removing it; only called if the order is not empty."""
         ...
 
     def __len__(self) -> int: ...
@@ -44,17 +48,17 @@ class EvictionOrder(Protocol[Key]):
 
 @runtime_checkable
 class RecordableOrder(Protocol):
-    """What an eviction order adds so that a record of the server can be replayed.
+    """Optional methods of an eviction order, needed to record a server for replay.
 
-    A server whose orders have not both methods serves, and records nothing.
+    If an order of a server lacks either method, the server runs without recording.
     """
 
     def state(self) -> object:
-        """Return what the order remembers as plain values: None, numbers, text, bytes, lists and dictionaries."""
+        """Return the state as plain values: None, numbers, strings, bytes, lists and dictionaries."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Take over what `state` returned; called on a fresh order. Tuples have become lists."""
+        """Restore a value that `state` returned, in which tuples have become lists; called on a new order."""
         ...
 
 
@@ -62,17 +66,23 @@ class RecordableOrder(Protocol):
 
 
 class InsertionView(msgspec.Struct, frozen=True, kw_only=True):
-    """What an insertion policy sees of a request that ended and leaves KV blocks behind.
+    """Input of an insertion policy: a finished request and its KV blocks.
 
     Attributes:
-        hashes: Of its full blocks that are computed, prompt first. A hash stands for all tokens up to the end of its
-            block, so a block is of use only while those before it are cached.
-        prompt_blocks: How many of them hold nothing but its prompt.
-        found: How many of them it found in the cache when it began. They stay whatever the answer.
-        block_tokens: Tokens of a block.
+        now_ns: Current time.
+        hashes: Hashes of its full computed blocks, from the start of the prompt. A hash stands for all tokens up to the
+            end of its block, so a block can be reused only while all blocks before it are cached.
+        prompt_blocks: Number of leading blocks in `hashes` with prompt tokens only.
+        found: Number of leading blocks in `hashes` that it found in the cache when it started. They stay cached
+            whatever the policy returns.
+        block_tokens: Tokens per block.
+        prompt_tokens: Tokens in its prompt.
+        output_tokens: Tokens that it generated.
         items: Images in its prompt.
-        measured: Times of this replica, and what its cache holds.
-        state: What the policy remembers, to be changed in place.
+        priority: Its priority.
+        tenant: Its tenant; empty for none.
+        measured: Measurements of its replica.
+        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -93,19 +103,22 @@ class InsertionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachePolicy(Policy, frozen=True, kw_only=True):
-    """Decides about a cache: which entries leave it first, and which blocks of a finished request it keeps.
+    """Decides the eviction order of a cache, and the blocks of a finished request to keep.
 
     A subclass overrides the methods of the decisions that it makes.
     """
 
     def build_order(self) -> EvictionOrder[Hashable]:
-        """Return a new, empty eviction order for one cache of embeddings or of prefix blocks."""
+        """Return a new, empty eviction order for one embedding cache or prefix cache.
+
+        Called at startup for each cache.
+        """
         raise NotImplementedError
 
     def keep(self, view: InsertionView) -> int:
-        """Return the number of leading blocks of a finished request to keep in the prefix cache.
+        """Return the number of leading blocks of `view.hashes` to keep in the prefix cache: 0 for none, all by default.
 
-        Called if the request has blocks that it did not find in the cache. Blocks that other requests use stay until
-        those end.
+        Called at the end of a request, if it has full blocks that it did not find in the cache. Blocks that other
+        requests use stay until these end.
         """
         return len(view.hashes)

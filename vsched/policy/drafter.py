@@ -1,4 +1,4 @@
-"""Policies about speculative decoding."""
+"""Policies for speculative decoding."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from vsched.policy.base import Policy
 from vsched.policy.measured import NOTHING_MEASURED, Measured
 
 DRAFT_TOKENS_MAX = 32
-"""Most tokens that may be drafted for one request in one step."""
+"""Maximum draft tokens of one request in one step."""
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """What ranks may draft for one request, from now on.
+    """Grant of draft tokens for one request, from the next step on.
 
-    Drafted tokens are verified, not trusted: with and without them a request gets the same tokens.
+    Draft tokens are verified: they do not change the output of the request.
 
     Attributes:
-        tokens: At most so many in a step; 0 for none.
-        steps: For so many steps of the group; then the policy is asked again. 0: until the request leaves its slot.
-        ngram: What follows an earlier place with the same last tokens, at least so many, is drafted (prompt lookup); 0
-            for no lookup. What a grammar leaves no choice about is drafted in any case.
-        model: Whether the draft model is asked where there is nothing else to draft. Ranks without one draft nothing
-            more for it.
+        tokens: Maximum draft tokens in each step, up to `DRAFT_TOKENS_MAX`; 0 for none.
+        steps: Number of steps of the generate group after which the policy is called again; 0 for a grant that lasts
+            until the request leaves its slot.
+        ngram: Minimum number of matching last tokens for prompt lookup, which drafts the tokens after an earlier match;
+            0 for no lookup. Tokens that a grammar forces are drafted in any case.
+        model: Use the draft model if grammar and prompt lookup draft nothing. Ignored by ranks without a draft model.
     """
 
     tokens: int = 0
@@ -34,21 +34,23 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a drafting policy sees of one decoding request: when it begins to decode, and when its grant is over.
+    """Input of a drafting policy: one decoding request.
 
     Attributes:
-        held: Whether its answer is held to a grammar.
-        outputs: Tokens that it has yielded, as far as known.
-        outputs_max: Tokens that it may yield in all.
-        running: Requests that hold a slot.
-        rows_free: Tokens that a step can take beside those of running requests and of grants: slots that are free.
-        last: The grant that is over; None where it begins to decode.
-        drafted: Tokens drafted for it under that grant, as far as known.
-        accepted: Those of them that it was given.
+        now_ns: Current time.
+        held: Whether its output is constrained by a grammar.
+        outputs: Tokens that it has generated, as far as known: results of steps in flight are missing.
+        outputs_max: Maximum tokens that it may generate.
+        running: Requests with a slot in its replica.
+        rows_free: Maximum draft tokens that can be granted to it: slots that neither running requests nor the draft
+            tokens of other grants use.
+        last: The grant that ended; None if the request begins to decode.
+        drafted: Tokens drafted under that grant, as far as known.
+        accepted: Tokens of these that were accepted.
         model: Whether ranks have a draft model.
-        tenant: Whose the request is.
-        measured: Times of this replica.
-        state: What the policy remembers, to be changed in place.
+        tenant: Its tenant; empty for none.
+        measured: Measurements of its replica.
+        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -67,8 +69,11 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftingPolicy(Policy, frozen=True, kw_only=True):
-    """Decides how many tokens may be drafted for a request, and for how long."""
+    """Decides the number of draft tokens of a request, and for how many steps it applies."""
 
     def grant(self, view: DraftingView) -> Draft:
-        """Return what may be drafted for the request; the kernel cuts it to `rows_free`."""
+        """Return the draft tokens to grant to the request; the kernel cuts them to `view.rows_free`.
+
+        Called when a request begins to decode, and at the end of each grant with `steps`.
+        """
         raise NotImplementedError

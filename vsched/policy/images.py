@@ -1,4 +1,4 @@
-"""Policies about images: what is encoded, where, and which embedding gives way."""
+"""Policies for images: the images to encode, their encode group, and the embeddings to evict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vsched.policy.measured import NOTHING_MEASURED, Measured
 
 
 class ItemSpan(msgspec.Struct, frozen=True):
-    """Where an item lies in its prompt: [start, stop), and whether its embedding is ready."""
+    """An image in its prompt: the token positions [start, stop), and whether its embedding is ready."""
 
     start: int
     stop: int
@@ -22,10 +22,18 @@ class ItemSpan(msgspec.Struct, frozen=True):
 
 
 class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
-    """What an encoding policy sees of one request.
+    """Input of an encoding policy: one request with images.
 
-    `[chunk_start, chunk_stop)` is the prefill chunk that comes next; `arriving` is True when the request is new.
-    `measured` is of the request's replica, and `state` what the policy remembers, to be changed in place.
+    Attributes:
+        items: Its images, in prompt order.
+        chunk_start: First token position of the next prefill chunk.
+        chunk_stop: End of that chunk, exclusive.
+        chunk_tokens: Maximum tokens of a prefill chunk.
+        prompt_tokens: Tokens to prefill: the prompt and, after a preemption, the outputs so far.
+        arriving: True on the first call for the request.
+        tenant: Its tenant; empty for none.
+        measured: Measurements of its replica.
+        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     items: Sequence[ItemSpan]
@@ -40,7 +48,7 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """Indices of the items that the chunk reads; they are encoded in any case."""
+        """Indices of the images in the chunk; they are encoded whatever the policy returns."""
         start, stop = self.chunk_start, self.chunk_stop
         return tuple(
             [i for i, item in enumerate(self.items) if item.start < stop and item.stop > start]
@@ -51,13 +59,20 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeReplica(Protocol):
-    """One encode group that takes work. What nobody reads is not worked out.
+    """One encode group that accepts work. Attributes are computed on access, so those that no policy reads cost
+    nothing.
 
-    `free` says whether it has no batch, and could have one now. Else `items` are the images of its batch, `tokens` the
-    encoder output tokens of all of them, and `largest` of the largest. `since_ns` is when its latest batch was decided,
-    0 before the first, and `tokens_encoded` what it was given to encode since the start. `held_up` requests decode in
-    the same processes, and get no token while it is at work; `load_tokens` are the prompt and output tokens of all
-    requests that are served there; both are 0 where it has processes of its own.
+    Attributes:
+        free: Whether it has no batch, so that it can get one now.
+        items: Images of its batch; 0 if it is free.
+        tokens: Encoder output tokens of its batch; 0 if it is free.
+        largest: Encoder output tokens of the largest image of its batch; 0 if it is free.
+        since_ns: Time at which its latest batch was planned; 0 before the first.
+        tokens_encoded: Encoder output tokens of all its batches since the start.
+        held_up: Requests that decode in the same processes and get no token while it encodes; 0 if it has processes of
+            its own.
+        load_tokens: Prompt and output tokens of all requests of the generate group in the same processes; 0 if it has
+            processes of its own.
     """
 
     @property
@@ -79,7 +94,7 @@ class EncodeReplica(Protocol):
 
 
 class EncodeGroupView(msgspec.Struct, frozen=True, kw_only=True):
-    """An `EncodeReplica` of plain values, for tests of policies."""
+    """An `EncodeReplica` with plain values, for tests of policies."""
 
     free: bool
     items: int = 0
@@ -92,14 +107,16 @@ class EncodeGroupView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DispatchView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a dispatch policy sees when an encode group is free and images wait.
+    """Input of a dispatch policy: the encode groups, at least one of them free, and the waiting images.
 
     Attributes:
-        groups: The encode groups that take work, at least one of them free.
-        waiting: The images that wait, the front first. `tokens` of one is None where it was in a batch that failed.
-        overdue: Index of the image that goes before all behind it in any case, if there is one.
-        measured: Times of all replicas.
-        state: What the policy remembers, to be changed in place.
+        now_ns: Current time.
+        groups: The encode groups that accept work.
+        waiting: The waiting images in queue order. `tokens` is None if the image was in a batch that failed.
+        overdue: Index into `waiting` of the image that goes first whatever the policy returns: it was passed over for
+            longer than `policies.passed_over_max_s`. None for none.
+        measured: Measurements of all replicas.
+        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -111,12 +128,13 @@ class DispatchView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dispatch(msgspec.Struct, frozen=True):
-    """Which group has the next batch, and of which images it can be.
+    """The encode group of the next batch, and the images that the batch may contain.
 
     Attributes:
-        group: An index into `view.groups`, of one that is free; None to wait until another is.
-        order: Indices into `view.waiting` of the images that may be in it, the most wanted first; None for all as they
-            wait. How many of them are in it, `encode.admission` decides, which sees these and no others.
+        group: Index into `view.groups` of a free group; None to wait for another group.
+        order: Indices into `view.waiting` of the images that may be in the batch, in order of preference; None for all,
+            in queue order. The `encode.admission` policy sees only these, and decides how many of them are in the
+            batch.
     """
 
     group: int | None
@@ -127,15 +145,16 @@ class Dispatch(msgspec.Struct, frozen=True):
 
 
 class ReadyEmbedding(msgspec.Struct, frozen=True, kw_only=True):
-    """An embedding that is ready and waits for requests that need it.
+    """A ready embedding that waits for the requests that need it.
 
     Attributes:
-        pages: Pages of the arena that it holds.
-        tokens: What encoding it again would take; 0 for one that a client brought.
-        requests: How many requests need it, and `tenant` whose needed it first.
-        priority: Of the most urgent of them.
-        arrived_ns: When it was first needed.
-        target_ns: When the first token of one of them is due, the earliest; None without a target.
+        pages: Pages of the embedding arena that it holds.
+        tokens: Encoder output tokens to compute if it is encoded again; 0 for an embedding sent by a client.
+        requests: Number of requests that need it.
+        priority: Highest priority of these requests.
+        arrived_ns: Time at which it was first needed.
+        target_ns: Earliest deadline of a first token of these requests; None if none has a target.
+        tenant: Tenant of the first request that needed it; empty for none.
     """
 
     pages: int
@@ -148,16 +167,20 @@ class ReadyEmbedding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReclaimView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reclaim policy sees when an image finds too few pages, and those that it may take would do.
+    """Input of a reclaim policy: an image for which pages are missing, and the embeddings that can be evicted for it.
 
     Attributes:
-        ready: The embeddings that may give way, those of the oldest requests first: no step in flight reads them, and
-            only younger requests than the image's need them.
-        pages: How many pages are missing.
-        front: Whether the image is the first that waits.
-        tokens: Of the image; `priority`, `target_ns` and `tenant` are its, too.
-        measured: Times of all replicas.
-        state: What the policy remembers, to be changed in place.
+        now_ns: Current time.
+        ready: The embeddings that can be evicted, those of the oldest requests first: no step in flight reads them, and
+            only requests younger than the image's need them. Together they have enough pages.
+        pages: Number of missing pages.
+        front: Whether the image is the first in the queue.
+        tokens: Encoder output tokens of the image; None if unknown.
+        priority: Priority of the image's request.
+        target_ns: Deadline of the first token of the image's request; None without a target.
+        tenant: Tenant of the image's request; empty for none.
+        measured: Measurements of all replicas.
+        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -176,36 +199,39 @@ class ReclaimView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImagePolicy(Policy, frozen=True, kw_only=True):
-    """Decides about images: which are encoded now, by which encode group, and whose embedding gives way.
+    """Decides the images to encode now, the encode group of each batch, and the embeddings to evict.
 
-    A subclass overrides the methods of the decisions that it makes. The kernel's defaults
-    decide the others.
+    A subclass overrides the methods of the decisions that it makes. The kernel's defaults decide the others.
     """
 
     scope: ClassVar[Literal["item", "request"]] = "item"
     """Key of a cached embedding: `item` for the image's content, `request` for all images of a request in order."""
 
     def select(self, view: EncodingView) -> Sequence[int]:
-        """Return the items of a request to encode now, as indices into `view.items`.
+        """Return indices into `view.items` of the images to encode now; by default only those of the next chunk.
 
-        Items that the next chunk needs are always added.
+        Called when a request with images arrives, and before each further prefill chunk while an image is ahead of it.
+        Images in the next chunk are always added.
         """
         return ()
 
     def dispatch(self, view: DispatchView) -> Dispatch:
-        """Return the encode group of the next batch, and the images that may be in it.
+        """Return the encode group of the next batch, and the images that the batch may contain.
 
-        Called again until no group is free or the answer starts no batch; not called if one group is free and one
-        image waits. While nothing is being encoded, the answer must start a batch. An image that has waited for a
-        minute goes first.
+        Called if a group is free and images wait, and again until no group is free or no batch was started; not called
+        if the only encode group is free and only one image waits. While nothing is being encoded, the returned value
+        must start a batch. An image that was passed over for longer than `policies.passed_over_max_s` goes first. The
+        default is the free group that delays the fewest requests, with all images.
         """
         free = [index for index, group in enumerate(view.groups) if group.free]
         return Dispatch(min(free, key=lambda index: view.groups[index].held_up))
 
     def reclaim(self, view: ReclaimView) -> Sequence[int]:
-        """Return the ready embeddings that give way to an image of an older request, as indices into `view.ready`.
+        """Return indices into `view.ready` of the embeddings to evict for an image of an older request, in order of
+        eviction.
 
-        Only as many go as are needed; each is encoded again later. If they are too few, the image waits; but if it is
-        the first that waits, the youngest of the others go too.
+        Called if pages are missing for an image of the next batch. Only as many embeddings are evicted as are needed;
+        each is encoded again later. If they are too few, the image waits; but if it is the first in the queue, the
+        others follow, the youngest first. The default is the youngest first.
         """
         return range(len(view.ready) - 1, -1, -1)

@@ -128,7 +128,8 @@ class EndTime(msgspec.Struct, frozen=True):
 class Measured(Protocol):
     """Measurements of one or several replicas, valid only during the policy call.
 
-    Lists are built on access, so those that no policy reads cost nothing.
+    Lists are computed on access, so those that no policy reads cost nothing. They are empty before the first
+    measurement.
     """
 
     @property
@@ -143,7 +144,7 @@ class Measured(Protocol):
 
     @property
     def encodes(self) -> Sequence[EncodeTime]:
-        """The latest encode steps, of all encode replicas."""
+        """The latest encode steps, of all encode groups."""
         ...
 
     @property
@@ -158,7 +159,7 @@ class Measured(Protocol):
 
     @property
     def blocks_total(self) -> int:
-        """Total number of KV blocks."""
+        """Total number of KV blocks, over all replicas of the view."""
         ...
 
     @property
@@ -198,7 +199,7 @@ class Measured(Protocol):
 
 
 class Measurements(msgspec.Struct, frozen=True, kw_only=True):
-    """`Measured` as plain values: for tests, and as the default of views without measurements."""
+    """`Measured` with plain values: for tests, and as the default of views without measurements."""
 
     steps: Sequence[StepTime] = ()
     swaps: Sequence[SwapTime] = ()

@@ -1,4 +1,4 @@
-"""Policies about the size of the KV cache."""
+"""Policies for the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -72,10 +72,15 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """A probe or build that all ranks in the view carried out.
 
-    `outcome` combines the votes: out of memory on any rank is out of memory, and so is a build that leaves too little
-    for the reservations of encode ranks. `ranks` has the measurements of each rank during the attempt, and `message`
-    the errors of the ranks that ran out of memory. `headroom_bytes` were held during the attempt; without `profile`,
-    no step was run. A policy never sees a leak: it ends the sizing.
+    Attributes:
+        action: `probe` or `build`.
+        tokens: Size of the KV cache in tokens.
+        outcome: The outcome over all ranks: out of memory on any rank is out of memory, and so is a build that leaves
+            too little for the reservations of encode ranks. A policy never sees a leak, which ends the sizing.
+        message: Errors of the ranks that ran out of memory; empty for none.
+        ranks: Measurements of each rank during the attempt.
+        headroom_bytes: Bytes that were held during the attempt.
+        profile: Whether a profiling run was done.
     """
 
     action: Literal["probe", "build"]
@@ -93,27 +98,29 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reason(self) -> str:
-        """The message, for an error message."""
+        """The message, or a replacement for an empty one, for use in an error."""
         return self.message or "no rank gave details"
 
     @property
     def tightest(self) -> RankMemory:
-        """The rank whose peak came nearest to its total."""
+        """The rank whose peak came closest to its total."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes - rank.total_bytes)
 
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured in generate groups before their KV caches stand, which get one size.
+    """Input of a memory policy: measurements of all generate and encode ranks before KV caches are built, which all get
+    the same size.
 
     Attributes:
-        ranks: Of all groups, measured after loading the weights; the measurements of an attempt are in the attempt.
-        reservations: Of every encode rank, on whatever memory.
-        bytes_per_token: KV bytes of one token on one rank.
-        context_tokens: The longest prompt and output together.
-        batch_tokens: Most tokens of a step.
-        slots: Most requests that run at a time.
-        state_bytes: Bytes of the states of all slots, and of snapshots, on one rank, whatever the size of the KV cache
-            that they stand beside; 0 for a model without.
+        ranks: Ranks of all generate groups, measured after loading the weights. An attempt has its own measurements.
+        reservations: Reservations of all encode ranks, on any device.
+        bytes_per_token: KV cache bytes per token on one rank.
+        block_size: Tokens per KV block.
+        context_tokens: Maximum prompt and output tokens of one request.
+        batch_tokens: Maximum tokens of a step.
+        slots: Maximum running requests.
+        state_bytes: Bytes of the recurrent states of all slots and of state snapshots on one rank, in addition to the
+            KV cache and independent of its size; 0 for a model without recurrent states.
     """
 
     ranks: Sequence[RankMemory] = ()
@@ -127,18 +134,24 @@ class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_min(self) -> int:
-        """Minimum size of a KV cache: one block."""
+        """Minimum size of a KV cache in tokens: one block."""
         return self.block_size
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Build a KV cache of `tokens` tokens, do the profiling run, measure, and tear it down again."""
+    """Build a KV cache of `tokens` tokens, do the profiling run, measure, and free it again."""
 
     tokens: int
 
 
 class Build(msgspec.Struct, frozen=True):
-    """Build a KV cache of `tokens` tokens, and do the profiling run on it while the headroom is held."""
+    """Build a KV cache of `tokens` tokens and keep it.
+
+    Attributes:
+        tokens: Size of the KV cache in tokens.
+        profile: Do the profiling run on it.
+        headroom_bytes: Bytes of additional memory to hold during the profiling run.
+    """
 
     tokens: int
     profile: bool = True
@@ -146,7 +159,7 @@ class Build(msgspec.Struct, frozen=True):
 
 
 MemoryPlan: TypeAlias = Generator[Probe | Build, Attempt, None]
-"""A generator that yields each order and gets the attempt."""
+"""A generator that yields probes and builds, and receives an `Attempt` for each."""
 
 
 class MemoryPolicy(Policy, frozen=True, kw_only=True):
@@ -158,8 +171,8 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
     def plan(self, view: MemoryView) -> MemoryPlan:
         """Yield probes and builds, 16 at most, and return to serve with the last build.
 
-        `attempt = yield Build(tokens)` carries out the build on all ranks. If nothing fits, raise `DeviceOutOfMemory`,
-        whose message gives value, limit and remedy; returning after a build that does not fit raises one. If memory
-        is not released, the start fails without the policy.
+        Called once, when the KV caches are sized. `attempt = yield Build(tokens)` carries out the build on all ranks.
+        If nothing fits, raise `DeviceOutOfMemory` with value, limit and remedy in the message; returning after a build
+        that does not fit raises one. If memory is not released, the start fails without a call.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Policies about requests: arrival, admission, the shares of a step, and preemption."""
+"""Policies for requests: arrival, admission, the shares of a step, and preemption."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class ArrivalView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tenant: Its tenant; empty for none.
+        priority: Its priority; larger is more urgent.
         arrived_ns: Time of its arrival.
         target_ns: Deadline of its first token; None without a target.
         images: Number of its images.
-        answers: Number of its choices.
-        outputs_max: Maximum tokens of each choice; 0 for the rest of the context.
+        answers: Number of its choices (`n`).
+        outputs_max: Maximum output tokens of each choice; 0 for the rest of the context.
         asks: Number of times that it was held.
     """
 
@@ -37,22 +38,22 @@ class ArrivalView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontDoorView(msgspec.Struct, frozen=True, kw_only=True):
-    """Input of a front-door policy.
+    """Input of a front-door policy: an arrived request and the load of the server.
 
     Attributes:
+        now_ns: Current time.
         request: The arrived request, which the numbers below do not include.
         held: Number of held requests.
-        preparing: Number of admitted requests whose prompt and images are being prepared.
+        preparing: Number of admitted requests whose prompt and images are being preprocessed.
         waiting: Number of requests that wait for their first step.
-        as_urgent: Number of held, prepared and waiting requests with the priority of the request or a higher one.
+        as_urgent: Number of held, preparing and waiting requests with the priority of the request or a higher one.
         running: Number of requests with a slot.
-        waiting_max: Maximum number of waiting requests; more are refused after their preparation
-            (`generate.max_waiting`).
-        tenant_requests: Number of requests of the same tenant: held, in preparation, waiting or running.
+        waiting_max: Maximum number of waiting requests; more are refused after preprocessing (`generate.max_waiting`).
+        tenant_requests: Number of requests of the same tenant: held, preparing, waiting or running.
         load_tokens: Prompt and output tokens of all waiting and running requests.
-        load_limit_tokens: Tokens that can run at a time.
-        measured: Times of all replicas.
-        state: The state of the policy, to be changed in place.
+        load_limit_tokens: Tokens that can run at the same time: the size of all KV caches.
+        measured: Measurements of all replicas.
+        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -71,11 +72,14 @@ class FrontDoorView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """Prepare the request, and hand it to the scheduler."""
+    """Admit the request: preprocess it, and pass it to the scheduler."""
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Hold the request and call the policy again at this time, up to `policies.passed_over_max_s` after its arrival."""
+    """Hold the request and call the policy again at `until_ns`.
+
+    A hold ends at most `policies.passed_over_max_s` after the arrival of the request.
+    """
 
     until_ns: int
 
@@ -85,7 +89,7 @@ class Shed(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: A clause for the client, without a full stop, with the value and the limit if there are any.
-        retry_after_s: Seconds after which the client may retry.
+        retry_after_s: Seconds after which the client may retry, at least 1.
         status: 429 if this client exceeds a limit, 503 if the server is overloaded.
     """
 
@@ -95,7 +99,7 @@ class Shed(msgspec.Struct, frozen=True):
 
 
 class Redirect(msgspec.Struct, frozen=True):
-    """Redirect the client to the same path of another server; `base_url` has no path."""
+    """Redirect the client to the same path on another server; `base_url` has no path."""
 
     base_url: str
 
@@ -107,21 +111,23 @@ FrontDoorAnswer = Admit | Hold | Shed | Redirect
 
 
 class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
-    """What an admission policy sees.
+    """Input of an admission policy: the waiting entries and the free capacity of a stage.
 
     Attributes:
         stage: `encode` or `generate`.
-        waiting: Entries in queue order; the first is the front.
-        tokens_free: Tokens that the step still has room for.
-        entries_free: Slots or permits that are free: no more entries than this can join.
+        now_ns: Current time.
+        waiting: Waiting entries in queue order, the front first.
+        tokens_free: Tokens that the step can still take.
+        entries_free: Maximum number of entries that can join: free slots, or the maximum images of a batch in the
+            encode stage.
         blocks_free: KV blocks that are free or evictable; 0 in the encode stage.
-        running: Entries already in progress in this stage.
-        divisible: Whether an entry may join with a part of its tokens (chunked prefill).
-        default_tokens: The stage's default token budget, derived from the generate stage's batch budget.
-        overdue: Index of the entry that goes before all behind it in any case, None for none: it was passed over for
-            longer than `policies.passed_over_max_s`.
-        measured: Times of the latest steps and requests: of this replica, or of all in the encode stage.
-        state: What the policy remembers, to be changed in place; None for a policy without a state.
+        running: Requests with a slot, or images that are being encoded.
+        divisible: Whether an entry can join with a part of its tokens (chunked prefill).
+        default_tokens: Default token budget of a step or batch.
+        overdue: Index of the entry that goes first whatever the policy returns: it was passed over for longer than
+            `policies.passed_over_max_s`. None for none.
+        measured: Measurements of this replica; of all replicas in the encode stage.
+        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     stage: str
@@ -139,9 +145,12 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """Indices into `view.waiting` that join now, in this order; or hold everything until a time.
+    """The entries that join, or a time until which no entry joins.
 
-    Nothing can be held for longer than `policies.passed_over_max_s` after its arrival.
+    Attributes:
+        indices: Indices into `view.waiting` of the entries that join now, in this order; empty for none.
+        hold_until_ns: Time until which no entry joins and the policy is not called; None for no hold. At most
+            `policies.passed_over_max_s` after the arrival of each waiting entry.
     """
 
     indices: Sequence[int] = ()
@@ -156,11 +165,13 @@ class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tokens: Prompt tokens still to be computed.
-        computed: Tokens before them, which attention looks back at.
-        arrived_ns: When it was submitted.
-        joined_ns: When it first got a slot.
-        target_ns: When its first token is due; None without a target.
-        session: The conversation that it is a turn of; empty where nobody says.
+        computed: Prompt tokens before them, which are computed or cached: attention reads their KV.
+        priority: Its priority; larger is more urgent.
+        arrived_ns: Time of its arrival.
+        joined_ns: Time at which it first got a slot.
+        target_ns: Deadline of its first token; None without a target.
+        tenant: Its tenant; empty for none.
+        session: Identifier of its conversation; empty if the client sent none.
     """
 
     tokens: int
@@ -174,21 +185,23 @@ class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step policy sees of a step that can prefill.
+    """Input of a step policy: the requests that a step can prefill, and its limits.
 
     Attributes:
-        prefilling: The requests that can be prefilled now, oldest first; those that wait for an embedding are not here.
-        waiting: Requests that wait for a slot; what the step has left is theirs.
-        decodes: Requests that decode beside, and wait for the step.
-        tokens_free: Tokens that the step has room for.
-        time_ns: How long prefill may take in it by the configuration (`generate.step_target_ms` and its ratio); None
-            for any time, as where nobody decodes.
-        decode_ns: What the decodes should take by themselves, as learned; 0 before anything was.
-        token_ns: What a prompt token should take, as learned, and `pair_ns` a pair of one and a token before it.
-        overdue: Indices of requests that advance in any case, and first if they are left out: they have not advanced
-            for longer than `policies.passed_over_max_s`.
-        measured: Times of this replica.
-        state: What the policy remembers, to be changed in place.
+        now_ns: Current time.
+        prefilling: Requests that can be prefilled now, oldest first. Requests that wait for an embedding are left out.
+        waiting: Number of requests that wait for a slot; they get the rest of the step.
+        decodes: Number of requests that decode in the step.
+        tokens_free: Tokens that the step can still take.
+        time_ns: Configured time limit of the prefill in this step (`generate.step_target_ms` and its ratio); None for
+            no limit, as in a step without decodes.
+        decode_ns: Estimated time of the decodes alone; 0 before there is an estimate.
+        token_ns: Estimated time per prompt token; 0 before there is an estimate.
+        pair_ns: Estimated time per pair of a prompt token and an earlier token; 0 before there is an estimate.
+        overdue: Indices into `prefilling` of requests that advance whatever the policy returns, and first if it leaves
+            them out: they have not advanced for longer than `policies.passed_over_max_s`.
+        measured: Measurements of this replica.
+        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -206,13 +219,13 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepShares(msgspec.Struct, frozen=True):
-    """Who advances in a step, in which order, and by how much.
+    """The requests that advance in a step, their order, and their tokens.
 
     Attributes:
-        order: Indices into `view.prefilling`; who is not in it does not advance.
-        tokens: The most tokens of each of them, in the same order; None for as many as fit.
-        time_ns: How long prefill may take in this step, in place of `view.time_ns`; None for that. Not heeded where
-            nobody decodes.
+        order: Indices into `view.prefilling` of the requests that advance.
+        tokens: Maximum tokens of each of them, in the same order; None for as many as fit.
+        time_ns: Time limit of the prefill in this step, in place of `view.time_ns`; None to keep that. Ignored in a
+            step without decodes.
     """
 
     order: Sequence[int]
@@ -224,10 +237,17 @@ class StepShares(msgspec.Struct, frozen=True):
 
 
 class RunningView(msgspec.Struct, frozen=True, kw_only=True):
-    """One running request: `tokens` computed so far, KV `blocks` held, `outputs` emitted; `tenant` is whose it is.
+    """One running request.
 
-    Others hold `blocks_shared` of its blocks, too: to go on, it would neither compute nor copy those again. They are
-    counted where there is a place to swap to, and 0 elsewhere.
+    Attributes:
+        tokens: Tokens computed so far, prompt and output.
+        blocks: KV blocks that it holds.
+        outputs: Output tokens so far.
+        priority: Its priority; larger is more urgent.
+        arrived_ns: Time of its arrival.
+        tenant: Its tenant; empty for none.
+        blocks_shared: The part of `blocks` that other requests hold as well, so that they need not be computed or
+            copied again to resume it. Only counted if there is swap space; else 0.
     """
 
     tokens: int
@@ -240,11 +260,16 @@ class RunningView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
-    """The running requests, oldest first, when KV blocks ran out.
+    """Input of a preemption policy: the running requests when no KV block is free.
 
-    `in_need` is the index of the request that needs a block: no older one is preempted for it, see `eligible`.
-    `swap_blocks_free` is how many blocks could be swapped out now, 0 where nothing is set aside for it. A block has
-    `block_tokens` tokens. `measured` is of this replica, and `state` what the policy remembers, to be changed in place.
+    Attributes:
+        now_ns: Current time.
+        running: The running requests, oldest first.
+        in_need: Index into `running` of the request that needs a block. No older request is preempted for it.
+        swap_blocks_free: KV blocks that can be swapped out now; 0 without swap space.
+        block_tokens: Tokens per KV block.
+        measured: Measurements of this replica.
+        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -265,10 +290,13 @@ Manner = Literal["recompute", "swap"]
 
 
 class Preemption(msgspec.Struct, frozen=True):
-    """Which request gives way, as an index into `view.running`, and how it comes back.
+    """The request to preempt, and how it is resumed.
 
-    `recompute`: its KV is computed again, but for what the prefix cache still has. `swap`: its blocks are copied to
-    host memory now, and back when it goes on; where there is no room for them, it is recomputed.
+    Attributes:
+        victim: Index into `view.running`.
+        manner: `recompute` to compute its KV again, except the blocks that the prefix cache still has; `swap` to copy
+            its blocks to host memory now and back when it resumes. A request that does not fit into the swap space is
+            recomputed.
     """
 
     victim: int
@@ -282,7 +310,8 @@ class EncodeLimits(msgspec.Struct, frozen=True):
     """Largest batch of images that an admission policy of the encode stage allows.
 
     Attributes:
-        images: Maximum number of images in a batch; None for the default of the device.
+        images: Maximum number of images in the batches of all encode replicas together; None for the default of the
+            device.
         tokens: Maximum encoder output tokens of one image; 0 for no limit, None for `generate.max_batch_tokens`.
     """
 
@@ -291,43 +320,47 @@ class EncodeLimits(msgspec.Struct, frozen=True):
 
 
 class RequestPolicy(Policy, frozen=True, kw_only=True):
-    """Decides about requests: whether they enter, when they start, how they share a step, and which gives way.
+    """Decides about requests: arrival, admission, the shares of a step, and preemption.
 
-    A subclass overrides the methods of the decisions that it makes. The kernel's defaults
-    decide the others.
+    A subclass overrides the methods of the decisions that it makes. The kernel's defaults decide the others.
     """
 
     def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
-        """Return `Admit`, `Hold`, `Shed` or `Redirect` for a request of which nothing has been prepared.
+        """Return `Admit`, `Hold`, `Shed` or `Redirect` for a request before its preprocessing; by default `Admit`.
 
-        Called again at the end of each hold.
+        Called when a request arrives, and again at the end of each hold.
         """
         return Admit()
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Return the waiting entries that join the next step, as indices into `view.waiting`.
+        """Return indices into `view.waiting` of the entries that join the next step; by default all, in queue order.
 
-        The kernel takes them in the given order and stops before the first that does not fit; refused entries keep
-        their places.
+        Called when entries wait and the stage has capacity. The kernel takes the entries in the given order and stops
+        before the first that does not fit; the other entries keep their places.
         """
         return Admission(range(min(len(view.waiting), max(view.entries_free, 1))))
 
     def encode_limits(self) -> EncodeLimits:
-        """Return the largest batch that `admit` allows in the encode stage: memory is reserved for that batch."""
+        """Return the largest batch that `admit` allows in the encode stage; memory is reserved for it.
+
+        Called at startup for the policy of `encode.admission`.
+        """
         return EncodeLimits()
 
     def share(self, view: StepView) -> StepShares:
-        """Return the prefilling requests that advance in a step, their order and their tokens.
+        """Return the prefilling requests that advance in a step, their order and their tokens; by default all, oldest
+        first.
 
-        Called for every step in which a request can be prefilled, or can join while others decode. Each request gets
-        a chunk: the minimum of its tokens, of the room and time left, and of the embeddings that are ready. If no
-        request at all would advance, all advance in order.
+        Called for every step in which a request can be prefilled, or can join while others decode. Each request gets a
+        chunk: the minimum of its tokens, of the remaining tokens and time of the step, and of the tokens before the
+        first missing embedding. If no request at all would advance, all advance in order.
         """
         return StepShares(range(len(view.prefilling)))
 
     def victim(self, view: PreemptionView) -> int | Preemption:
-        """Return the running request that gives its KV blocks up, as an index into `view.running`.
+        """Return the running request to preempt, as an index into `view.running`; by default the youngest.
 
-        A `Preemption` also says how the request comes back; an index alone means `recompute`.
+        Called while a request needs a KV block and none is free or evictable. A `Preemption` also says how the request
+        is resumed; an index alone means `recompute`.
         """
         return len(view.running) - 1

@@ -1,4 +1,4 @@
-"""Policies about routing requests to replicas."""
+"""Policies for routing requests to replicas."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from vsched.policy.measured import NOTHING_MEASURED, Measured
 
 
 class Replica(Protocol):
-    """One generate replica, as a request finds it. What nobody reads is not worked out.
+    """One generate replica. Attributes are computed on access, so those that no policy reads cost nothing.
 
-    `load_tokens` is the prompt and output tokens of every request that it has: not yet pulled, waiting and running.
-    `healthy` says whether it takes requests: up, and not draining. `prefix_tokens` at the front of the request's
-    prompt are in its KV cache, and `items_seen` of the request's items were last sent there, as far as that is
-    remembered. `measured` is what was measured there.
+    Attributes:
+        index: Its index in `view.replicas`.
+        load_tokens: Prompt and output tokens of all its waiting and running requests.
+        healthy: Whether it accepts requests: it is up and not draining.
+        prefix_tokens: Leading prompt tokens of the request that are in its KV cache.
+        items_seen: Images of the request that were last sent to it; 0 if that was long ago.
+        measured: Measurements of this replica.
     """
 
     @property
@@ -35,7 +38,7 @@ class Replica(Protocol):
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """A `Replica` of plain values, for tests of policies."""
+    """A `Replica` with plain values, for tests of policies."""
 
     index: int
     load_tokens: int
@@ -46,10 +49,17 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a routing policy sees: the replicas, the request, and how many requests were routed before it.
+    """Input of a routing policy: the replicas and the request.
 
-    `load_limit_tokens` is what one replica can run at once: the tokens of its KV cache. `measured` is of all
-    replicas together, and `state` what the policy remembers, to be changed in place.
+    Attributes:
+        replicas: All generate replicas; those that are not `healthy` are not chosen while another one is.
+        prompt_tokens: Tokens in the prompt of the request.
+        item_keys: Content hashes of its images, in prompt order; empty for none.
+        routed: Number of requests routed before it.
+        load_limit_tokens: Tokens that one replica can run at the same time: the size of its KV cache.
+        tenant: Its tenant; empty for none.
+        measured: Measurements of all replicas together.
+        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     replicas: Sequence[Replica]
@@ -66,5 +76,9 @@ class RoutingPolicy(Policy, frozen=True, kw_only=True):
     """Decides which replica serves a request."""
 
     def choose(self, view: RoutingView) -> int:
-        """Return an index into `view.replicas`; called again for a waiting request whose replica went down."""
+        """Return an index into `view.replicas`.
+
+        Called if more than one replica can take the request: when it arrives, and again while it waits if its replica
+        went down.
+        """
         raise NotImplementedError

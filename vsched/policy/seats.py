@@ -1,6 +1,6 @@
-"""The decisions that policies make, and the seats: the configuration tables that say which policy makes each.
+"""Tables of the decisions that policies make, and of the seats: the configuration tables that select a policy for each.
 
-Configuration, kernel, simulators, commands and documentation read these two tables.
+Used by configuration, kernel, simulators, commands and documentation.
 """
 
 from __future__ import annotations
