@@ -59,8 +59,9 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeReplica(Protocol):
-    """One encode group that accepts work. Attributes are computed on access, so those that no policy reads cost
-    nothing.
+    """One encode group that accepts work.
+
+    Attributes are computed on access: an unread attribute costs nothing.
 
     Attributes:
         free: Whether it has no batch, so that it can get one now.
@@ -227,8 +228,7 @@ class ImagePolicy(Policy, frozen=True, kw_only=True):
         return Dispatch(min(free, key=lambda index: view.groups[index].held_up))
 
     def reclaim(self, view: ReclaimView) -> Sequence[int]:
-        """Return indices into `view.ready` of the embeddings to evict for an image of an older request, in order of
-        eviction.
+        """Return indices into `view.ready` of the embeddings to evict for an image of an older request, in order.
 
         Called if pages are missing for an image of the next batch. Only as many embeddings are evicted as are needed;
         each is encoded again later. If they are too few, the image waits; but if it is the first in the queue, the

@@ -128,8 +128,7 @@ class EndTime(msgspec.Struct, frozen=True):
 class Measured(Protocol):
     """Measurements of one or several replicas, valid only during the policy call.
 
-    Lists are computed on access, so those that no policy reads cost nothing. They are empty before the first
-    measurement.
+    Lists are computed on access: an unread list costs nothing. They are empty before the first measurement.
     """
 
     @property

@@ -108,8 +108,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
-    """Input of a memory policy: measurements of all generate and encode ranks before KV caches are built, which all get
-    the same size.
+    """Input of a memory policy: measurements of all ranks before the KV caches are built, which all get one size.
 
     Attributes:
         ranks: Ranks of all generate groups, measured after loading the weights. An attempt has its own measurements.

@@ -223,7 +223,7 @@ class StepShares(msgspec.Struct, frozen=True):
 
     Attributes:
         order: Indices into `view.prefilling` of the requests that advance.
-        tokens: Maximum tokens of each of them, in the same order; None for as many as fit.
+        tokens: Maximum tokens of each of them, in the same order; None for all that fit.
         time_ns: Time limit of the prefill in this step, in place of `view.time_ns`; None to keep that. Ignored in a
             step without decodes.
     """
@@ -348,8 +348,7 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         return EncodeLimits()
 
     def share(self, view: StepView) -> StepShares:
-        """Return the prefilling requests that advance in a step, their order and their tokens; by default all, oldest
-        first.
+        """Return the prefilling requests that advance in a step, their order and tokens; by default all, oldest first.
 
         Called for every step in which a request can be prefilled, or can join while others decode. Each request gets a
         chunk: the minimum of its tokens, of the remaining tokens and time of the step, and of the tokens before the

@@ -12,14 +12,16 @@ from vsched.policy.measured import NOTHING_MEASURED, Measured
 
 
 class Replica(Protocol):
-    """One generate replica. Attributes are computed on access, so those that no policy reads cost nothing.
+    """One generate replica.
+
+    Attributes are computed on access: an unread attribute costs nothing.
 
     Attributes:
         index: Its index in `view.replicas`.
         load_tokens: Prompt and output tokens of all its waiting and running requests.
         healthy: Whether it accepts requests: it is up and not draining.
         prefix_tokens: Leading prompt tokens of the request that are in its KV cache.
-        items_seen: Images of the request that were last sent to it; 0 if that was long ago.
+        items_seen: Images of the request that were last sent to it; the router remembers a limited number of images.
         measured: Measurements of this replica.
     """
 
