@@ -33,6 +33,8 @@ from vsched.record.entries import (
 from vsched.record.frames import FrameReader
 from vsched.record.segments import find_segments
 
+REMOVED_SETTINGS = (("cluster", "direct"), ("cluster", "encrypt_rows"))
+"""Settings in the configurations of older records, without influence on decisions."""
 SHOWN_MAX = 2000
 """Maximum number of shown characters of an event or a command."""
 Progress = Callable[[int, int], None]
@@ -183,6 +185,8 @@ class Replay:
             raise RecordError(f"{reader.path}: {error}") from error
 
     def _take(self, header: SegmentHeader) -> None:
+        for section, name in REMOVED_SETTINGS:
+            header.config.get(section, {}).pop(name, None)
         try:
             config = msgspec.convert(header.config, Config)
             limits = msgspec.convert(header.limits, SchedulerLimits)

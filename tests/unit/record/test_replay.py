@@ -27,6 +27,7 @@ from vsched.kernel.events import Event
 from vsched.kernel.snapshot import LAYOUT
 from vsched.record import replay
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
+from vsched.record.replay import REMOVED_SETTINGS
 from vsched.record.segments import find_segments
 from vsched.testing.defaults import default_policies
 
@@ -233,7 +234,7 @@ def test_replay_of_a_record_by_another_version_says_which(path: Path) -> None:
 
 
 def test_replay_of_a_record_whose_snapshots_have_another_layout(tmp_path: Path) -> None:
-    """Its events lead to the same states, from the first one on."""
+    """Its events lead to the same states, from the first one on; removed settings are left out."""
     path = tmp_path / "run.vlog"
     record_run(path, 0, events=300, segment_bytes=4096, segments=99)
     report = replay(path)
@@ -241,6 +242,8 @@ def test_replay_of_a_record_whose_snapshots_have_another_layout(tmp_path: Path) 
         bodies = [body for _, body in FrameReader(segment, newest=True).bodies()]
         *header, _, layout = msgspec.msgpack.decode(bodies[0])
         assert layout == LAYOUT
+        for section, name in REMOVED_SETTINGS:
+            header[5].setdefault(section, {})[name] = False
         bodies[0] = msgspec.msgpack.encode([*header, b"a state as it once was"])
         segment.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies)))
     assert report.segments > 2
