@@ -7,7 +7,6 @@ _GROUP = f"{_KERNEL}.generate.group:GenerateGroup"
 _STEPS = f"{_KERNEL}.generate.in_flight:InFlightSteps"
 _LOG = f"{_KERNEL}.generate.in_flight:TokenLog"
 _QUARANTINE = f"{_KERNEL}.generate.quarantine:Quarantine"
-_QUEUE = f"{_KERNEL}.waiting_queue:OrderedQueue"
 _STAGE = f"{_KERNEL}.encode.stage:EncodeStage"
 _CACHE = f"{_KERNEL}.encode.embedding_cache:EmbeddingCache"
 _SWAP = f"{_KERNEL}.generate.swap_space:SwapSpace"
@@ -24,10 +23,6 @@ _PER_ENTRY = "no two entries have the same place"
 EQUIVALENT: dict[str, str] = {
     f"{_KERNEL}.scheduler:Scheduler._break_stall: return False -> pass #1": "None is as false",
     f"{_KERNEL}.request_moves:RequestMoves.drop_claims: sorted -> list #1": _SMALL_INTEGERS,
-    f"{_QUEUE}.put: not self._entries or self._entries[-1].order < entry.order -> not self._entries or False #1": (
-        _QUICKER
-    ),
-    f"{_QUEUE}.put: self._entries[-1].order < entry.order -> self._entries[-1].order <= entry.order #1": _PER_ENTRY,
     f"{_GROUP}.complete_step: return [] -> pass #1": _QUICKER,
     f"{_GROUP}.remove: state.first_step >= 0 -> state.first_step > 0 #1": _STEPS_FROM_ONE,
     f"{_GROUP}.remove: 0 -> 1 #2": _STEPS_FROM_ONE,

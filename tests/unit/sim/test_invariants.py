@@ -70,7 +70,7 @@ def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
         for parallel in (queue._entries, queue._views):
             parallel.reverse()
 
-    def remove(self: OrderedQueue[Any], entry: Any) -> None:
+    def remove(self: OrderedQueue[Any], entry: Any, **_: Any) -> None:
         index = self._entries.index(entry)
         del self._entries[index], self._orders[index], self._views[index]
 

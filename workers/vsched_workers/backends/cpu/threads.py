@@ -67,8 +67,9 @@ class ThreadPool:
     def stop(self) -> None:
         """End the other threads: their code and the state must not be freed while they run."""
         for thread in self._others:
-            while thread.is_alive():
-                layout.stop(self.state_at)
+            while thread.is_alive():  # one that was about to sleep misses a wake
+                self._set(layout.STOP_AT, 1)
+                layout.use(self.state_at, 1)
                 thread.join(0.01)
 
     def adapt(self, *, torch_threads: int) -> None:

@@ -312,17 +312,10 @@ def work(state: int, me: int) -> None:
 
 @compiled()
 def use(state: int, threads: int) -> None:
-    """Set the number of active threads from the next call on."""
+    """Set the number of active threads from the next call on, and wake all sleeping threads."""
     store(state + ACTIVE_AT, threads)
-    # Wake all: threads that stay inactive may sleep here ahead of newly active ones.
+    # All: threads that stay inactive may sleep here ahead of newly active ones, and all must see STOP.
     wake(state + ACTIVE_AT, _ALL)
-
-
-@compiled()
-def stop(state: int) -> None:
-    """Make all worker threads return from `work`; to be repeated until they have: one about to sleep may miss it."""
-    store(state + STOP_AT, 1)
-    use(state, 1)
     wake(state + EPOCH_AT, _ALL)
 
 
