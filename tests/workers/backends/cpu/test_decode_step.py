@@ -267,7 +267,7 @@ def test_products_of_rows_in_another_order_do_not_fit(kind: str, fit: bool) -> N
     make = functools.partial(QuantizedProduct, threads=1)
     weight = PackedWeight(weight_of(kind, 64, 64), None, make_custom=make)
     plain = PackedWeight(weight_of("int8", 64, 64), None, make_custom=make)
-    layer = SimpleNamespace(qkv=plain, output=plain, gate=plain, up=plain, down=weight)
+    layer = SimpleNamespace(qkv=plain, o_proj=plain, gate=plain, up=plain, down=weight)
     assert fits([layer, layer]) == fit
     assert not fits([])
 
