@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -58,12 +58,14 @@ from vsched.assembly import (
     worker_group_plans,
 )
 from vsched.config import Config, plain_config, resolve_policies
-from vsched.errors import ConfigError, RequestRefused
-from vsched.kernel.events import Arrived
+from vsched.config.policies import check_replacement, policy_tables
+from vsched.errors import ConfigError, PolicyError, RequestRefused
+from vsched.kernel.events import Arrived, PolicyReplaced
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.media.pixels import PixelStore
 from vsched.memory import Ledger
+from vsched.policy import Policy
 from vsched.record.left import Begun
 from vsched.record.recorder import check_record_path
 from vsched.transport.arena import Arena
@@ -474,6 +476,39 @@ class Engine:
             RequestRefused: If there is no such group, or it was not drained.
         """
         self._serving().shell.administration.resume(group)
+
+    def replace_policy(self, table: str, policy: Policy | dict[str, Any]) -> None:
+        """Let another policy decide at the seats of a configuration table, while requests run; see `replace_policies`.
+
+        Args:
+            table: Path of the table, such as `generate.step`; `policy` for one policy at several seats.
+            policy: A policy of a class that can be imported, or its configuration table `{"use": ..., **fields}`.
+        """
+        self.replace_policies({table: policy})
+
+    def replace_policies(self, tables: Mapping[str, Policy | dict[str, Any]]) -> None:
+        """Replace the policies of several tables at once, or none of them.
+
+        New policies begin with a fresh state. An eviction order gets the entries of the one before, in the order of
+        their release. The change is recorded, and lasts until the engine stops.
+
+        Raises:
+            RequestRefused: If the engine does not serve, or a policy is not valid or needs a restart; a memory policy
+                does. Nothing is changed.
+        """
+        running = self._serving()
+        try:
+            replacement = check_replacement(self.config, self._policies, tables)
+            verifies_drafts(self.config, self.info, replacement.policies)
+        except (ConfigError, PolicyError) as error:
+            raise RequestRefused(str(error), code="invalid_policy") from error
+        self._policies = replacement.policies
+        running.shell.handle(PolicyReplaced(tables=replacement.tables))
+
+    def policies(self) -> dict[str, dict[str, Any]]:
+        """Return the configuration table of the policy that now decides for each policy table."""
+        installed = self.statistics().get("policy_tables", {})
+        return policy_tables(self.config, self._policies, installed)
 
     def groups(self) -> list[dict[str, Any]]:
         """Return all groups: name, stage, state, ranks, running and waiting requests, restarts, last loss."""

@@ -5,7 +5,7 @@ The engine does not depend on this module, so tests can pass a fake.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -214,6 +214,18 @@ class EngineContract(ServingContract, Protocol):
 
         Raises:
             RequestRefused: If there is no adapter of this name, or it is being loaded or unloaded already.
+        """
+        ...
+
+    def policies(self) -> dict[str, dict[str, Any]]:
+        """Return the configuration table of the policy that now decides for each policy table."""
+        ...
+
+    def replace_policies(self, tables: Mapping[str, dict[str, Any]]) -> None:
+        """Replace the policies of these configuration tables, or none of them.
+
+        Raises:
+            RequestRefused: If a policy is not valid, or cannot be replaced while requests run.
         """
         ...
 

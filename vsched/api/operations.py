@@ -23,7 +23,12 @@ from vsched.api.fields.neutral import refuse_unsupported
 from vsched.api.formatters import text_of, token_text
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import CONTENT_TYPE, ApiMetrics
-from vsched.api.request_schema import DetokenizeRequest, GroupRequest, TokenizeRequest
+from vsched.api.request_schema import (
+    DetokenizeRequest,
+    GroupRequest,
+    PolicyTables,
+    TokenizeRequest,
+)
 from vsched.api.responses import (
     Detokenized,
     GroupAction,
@@ -128,6 +133,11 @@ class Operations:
         del request
         return json_response({"state": self._engine.state, "groups": self._engine.groups()})
 
+    async def policies(self, request: Request) -> Response:
+        """Return the configuration table of the policy that decides for each policy table."""
+        del request
+        return json_response(self._engine.policies())
+
 
 class TokenizeEndpoint:
     """An ASGI application for /tokenize."""
@@ -209,6 +219,24 @@ class DetokenizeEndpoint:
 def _texts(preprocessor: Preprocessor, token_ids: list[int]) -> list[str]:
     """Text of each token; incomplete characters become replacement characters."""
     return [token_text(one, preprocessor) for one in token_ids]
+
+
+class PoliciesEndpoint:
+    """An ASGI application: replaces the policies of some configuration tables; the response is the table of each."""
+
+    def __init__(self, engine: EngineContract, bodies: RequestBodies) -> None:
+        self._engine = engine
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.answer(self._replace(exchange))
+
+    async def _replace(self, exchange: HttpExchange) -> PolicyTables:
+        tables = await self._bodies.read(exchange, PolicyTables, tokens=0)
+        self._engine.replace_policies(tables)
+        return self._engine.policies()
 
 
 class ReplicasEndpoint:

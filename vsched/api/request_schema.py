@@ -397,3 +397,7 @@ class GroupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     group: str
     action: str
+
+
+PolicyTables = dict[str, dict[str, Any]]
+"""The body of POST /admin/policies, and its response: configuration tables of policies by path."""

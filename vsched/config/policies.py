@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import msgspec
@@ -14,13 +15,15 @@ from vsched.config.media import check_decode_bytes, check_image_hosts
 from vsched.config.section import PolicyTable
 from vsched.config.sections import Config
 from vsched.config.server import check_names
-from vsched.errors import ConfigError, ConfigProblems, limit_message
+from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
 from vsched.kernel import KernelPolicies
-from vsched.plugins import resolve_policy
+from vsched.kernel.policy_seats import PolicyMemory
+from vsched.plugins import did_you_mean, resolve_policy
 from vsched.policy import (
     POLICY_TABLES,
     SEATS,
     SEVERAL,
+    TABLES,
     ImagePolicy,
     MemoryPolicy,
     Policy,
@@ -34,6 +37,7 @@ ENCODE_ITEMS_MAX = 8
 ENCODE_ITEMS_MAX_CPU = 1
 """The same on a CPU: from 64 tokens per image on, batching saves no time and delays the first images."""
 
+MEMORY = "generate.memory"
 CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
 
 
@@ -56,7 +60,7 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
         """The policies that the kernel calls."""
         found: dict[str, Any] = {one.field: self.by_table[one.table] for one in SEATS if one.field}
         several = self.by_table[self.several[0]] if self.several else None
-        return KernelPolicies(**found, several=several)
+        return KernelPolicies(**found, several=several, build=build_policy)
 
     @property
     def scope(self) -> str:
@@ -90,21 +94,25 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
     return msgspec.structs.replace(found, several=tuple(several))
 
 
+def build_policy(decision: str, table: Mapping[str, Any]) -> Policy:
+    """Return the policy of a table; equal tables give the same object.
+
+    Raises:
+        ConfigError, PolicyError: As from `resolve_policy`.
+    """
+    return _built(decision, msgspec.msgpack.encode(table, order="deterministic"))
+
+
+@lru_cache(maxsize=64)
+def _built(decision: str, table: bytes) -> Policy:
+    return resolve_policy(decision, msgspec.msgpack.decode(table))
+
+
 def _several(config: Config) -> dict[str, Policy]:
     """Build the policy that makes several decisions with one state; return it by the tables that it stands for."""
     table = {key: value for key, value in config.policy.items() if key != "seats"}
     policy = resolve_policy(SEVERAL, table)
-    able = {path for path, kind in POLICY_TABLES.items() if kind in decisions_of(type(policy))}
-    named = config.policy.get("seats", sorted(able))
-    if not isinstance(named, list) or not named or not able.issuperset(named):
-        raise ConfigError(
-            limit_message(
-                "policy.seats: not tables for which this policy has a method",
-                value=repr(named),
-                limit=f"a list of {', '.join(sorted(able))}",
-                remedy="leave it out for all of them",
-            )
-        )
+    named = _seats_of(policy, config.policy, _able(policy))
     for path in named:
         if policy_table(config, path) != policy_table(Config(), path):
             raise ConfigError(
@@ -112,6 +120,141 @@ def _several(config: Config) -> dict[str, Policy]:
                 f"the tables that {table['use']} stands for"
             )
     return dict.fromkeys(named, policy)
+
+
+def _able(policy: Policy) -> list[str]:
+    """Return the tables for which a policy has a method."""
+    made = decisions_of(type(policy))
+    return sorted(path for path, decision in POLICY_TABLES.items() if decision in made)
+
+
+def _seats_of(policy: Policy, table: PolicyTable, able: Sequence[str]) -> list[str]:
+    """Return the tables that the table `policy` stands for: those in `seats`, or all in `able`."""
+    named = table.get("seats", able)
+    if not isinstance(named, list) or not named or not {*able}.issuperset(named):
+        raise ConfigError(
+            limit_message(
+                f"policy.seats: not tables for which {type(policy).__name__} has a method",
+                value=repr(named),
+                limit=f"a list of {', '.join(able)}",
+                remedy="leave it out for all of them",
+            )
+        )
+    return named
+
+
+class Replacement(msgspec.Struct, frozen=True):
+    """Checked tables of new policies, with `policy.seats` filled in, and the policies of all seats with them."""
+
+    tables: dict[str, PolicyTable]
+    policies: ConfiguredPolicies
+
+
+def check_replacement(
+    config: Config, current: ConfiguredPolicies, changes: Mapping[str, Policy | PolicyTable]
+) -> Replacement:
+    """Build the policies of these tables, and check that they may replace the current ones while requests run.
+
+    A policy stands for its own table, which names its class as `module:Class`.
+
+    Raises:
+        ConfigError: If a table or a policy is not valid, or needs a restart; each line starts with a table's path.
+        PolicyError: If a class cannot make its decision.
+    """
+    problems = ConfigProblems()
+    checked: dict[str, PolicyTable] = {}
+    built: dict[str, Policy] = {}
+    for path, change in changes.items():
+        with problems.collected():
+            table = _table_of(change) if isinstance(change, Policy) else change
+            seats, policy = _check_table(path, table)
+            twice = sorted({*seats} & {*built})
+            if twice:
+                raise ConfigError(
+                    f"{path}: also named in this change for {', '.join(twice)}. Remedy: name each once"
+                )
+            built |= dict.fromkeys(seats, policy)
+            checked[path] = {**table, "seats": seats} if path == SEVERAL else dict(table)
+    problems.tell()
+    if not checked:
+        raise ConfigError("no policy is named. Remedy: name tables, such as generate.step")
+    after = configured_policies(config, {**current.by_table, **built})
+    if after.scope != current.scope:
+        value, limit = f"scope {after.scope!r}", f"scope {current.scope!r}, as at the start"
+        raise _needs_restart("encode.encoding", value, limit)
+    allowed, tokens = current.item_tokens_max, after.item_tokens_max
+    if tokens is not None and (allowed is None or tokens < allowed):
+        limit = (
+            "no limit on an image's tokens"
+            if allowed is None
+            else f"{allowed} tokens of an image or more"
+        )
+        raise _needs_restart(
+            "encode.admission", f"{tokens} tokens of an image", f"{limit}, as at the start"
+        )
+    return Replacement(checked, msgspec.structs.replace(current, by_table=after.by_table))
+
+
+def _check_table(path: str, table: object) -> tuple[list[str], Policy]:
+    """Return the seats and the policy of a table that replaces another while requests run."""
+    able = sorted({*TABLES} - {MEMORY})
+    if path == MEMORY:
+        raise _needs_restart(
+            path, "a memory policy", "any other: the KV cache is sized once, at the start"
+        )
+    if path not in able:
+        what = f"{path}: not a policy table"
+        raise ConfigError(
+            limit_message(
+                what,
+                value=repr(path),
+                limit=", ".join(able),
+                remedy=f"name one of them.{did_you_mean(path, able)}",
+            )
+        )
+    if not isinstance(table, Mapping):
+        what = f"{path}: not a table"
+        raise ConfigError(
+            limit_message(what, value=repr(table), limit='{"use": "NAME"}', remedy="name a policy")
+        )
+    several = path == SEVERAL
+    fields = {key: value for key, value in table.items() if not (several and key == "seats")}
+    decision = SEVERAL if several else POLICY_TABLES[path]
+    resolve_policy(decision, fields, path=path)
+    try:
+        policy = build_policy(decision, fields)  # the kernel gets this object
+        PolicyMemory(policy)
+    except (PolicyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    seats = (
+        _seats_of(policy, fields | dict(table), [one for one in _able(policy) if one != MEMORY])
+        if several
+        else [path]
+    )
+    return seats, policy
+
+
+def _table_of(policy: Policy) -> PolicyTable:
+    cls = type(policy)
+    return {"use": f"{cls.__module__}:{cls.__qualname__}", **msgspec.to_builtins(policy)}
+
+
+def policy_tables(
+    config: Config, policies: ConfiguredPolicies, installed: Mapping[str, PolicyTable]
+) -> dict[str, PolicyTable]:
+    """Return the table of the policy that decides for each policy table: configured, or installed since."""
+    found = {path: policy_table(config, path) for path in POLICY_TABLES}
+    found |= dict.fromkeys(policies.several, config.policy)
+    for path, table in installed.items():
+        found |= dict.fromkeys(table["seats"] if path == SEVERAL else (path,), table)
+    return found
+
+
+def _needs_restart(path: str, value: str, limit: str) -> ConfigError:
+    what = f"{path}: cannot be replaced while requests run"
+    return ConfigError(
+        limit_message(what, value=value, limit=limit, remedy="change the configuration and restart")
+    )
 
 
 def configured_policies(config: Config, built: Mapping[str, Policy]) -> ConfiguredPolicies:

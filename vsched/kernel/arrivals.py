@@ -89,6 +89,18 @@ class ArrivalGate(Restorable):
             self._look_ahead()
         return commands
 
+    def ask_all_again(self, now_ns: int) -> list[Command]:
+        """Decide about all held requests with a new policy, those due first."""
+        order = sorted((one.until_ns, arrival_id) for arrival_id, one in self._held.items())
+        self._due = []
+        commands: list[Command] = []
+        for _, arrival_id in order:
+            request = self._held.pop(arrival_id)
+            self._count(request.arrived, -1)
+            commands += self._ask(request, now_ns)
+        self._look_ahead()
+        return commands
+
     def leave(self, arrival_id: int) -> None:
         """Remove a request that is submitted, or whose client has disconnected."""
         arrived = self._preparing.pop(arrival_id, None)

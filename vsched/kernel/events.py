@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import msgspec
 
@@ -158,10 +159,14 @@ class TimerFired(msgspec.Struct, frozen=True):
 
 
 class PolicyReplaced(msgspec.Struct, frozen=True):
-    """The default decides from now on, instead of the policy of a seat."""
+    """From now on, the default decides at `seat`; or, with `tables`, new policies decide at the seats of these tables.
 
-    seat: str
-    reason: str
+    `tables` are configuration tables by path. `seats` in the table `policy` lists the tables that it stands for.
+    """
+
+    seat: str = ""
+    reason: str = ""
+    tables: dict[str, dict[str, Any]] = {}
 
 
 class Cleared(msgspec.Struct, frozen=True):

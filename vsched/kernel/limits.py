@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import msgspec
 
+from vsched.errors import PolicyError
 from vsched.policy import (
     CachePolicy,
     DraftingPolicy,
@@ -110,11 +114,22 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         return -(-tokens // self.page_rows)
 
 
+BuildPolicy = Callable[[str, Mapping[str, Any]], Policy]
+"""Builds the policy for a decision, or for the table `policy`, from a configuration table."""
+
+
+def _build_none(decision: str, table: Mapping[str, Any]) -> Policy:
+    raise PolicyError(
+        f"{decision}: {table.get('use')!r} cannot be built: this scheduler has no `build`"
+    )
+
+
 class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
     """The policies of a scheduler.
 
     Attributes:
         several: The one of them that makes several decisions with one state; None if each seat has its own.
+        build: Builds the policies of a `PolicyReplaced`; equal tables must give equal policies.
     """
 
     encode_admission: RequestPolicy
@@ -131,3 +146,4 @@ class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
     routing: RoutingPolicy
     front_door: RequestPolicy
     several: Policy | None = None
+    build: BuildPolicy = _build_none

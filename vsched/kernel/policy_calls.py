@@ -337,8 +337,11 @@ class GuardedOrder(Restorable, Generic[Key]):
     """
 
     def __init__(self, policy: CachePolicy, faults: PolicyFaults) -> None:
-        self._policy = policy
         self._faults = faults
+        self._install(policy)
+
+    def _install(self, policy: CachePolicy) -> None:
+        self._policy = policy
         # Maps each key to the object that was added: the policy may return a victim of another type that equals it.
         self._released: dict[Key, Key] = {}
         self._order: EvictionOrder[Key] | None = None
@@ -371,6 +374,12 @@ class GuardedOrder(Restorable, Generic[Key]):
                 self._give_up(error)
         self._released.update((key, key) for key in rest)
         return refused
+
+    def replace(self, policy: CachePolicy, size_of: Callable[[Key], int]) -> list[Key]:
+        """Hand the entries to an order of another policy, as they were released; return those that it does not keep."""
+        keys = list(self._released)
+        self._install(policy)
+        return [key for key in keys if not self.add(key, size_of(key))]
 
     def reuse(self, key: Key) -> None:
         """Remove a key that is in use again."""

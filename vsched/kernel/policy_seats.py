@@ -8,7 +8,7 @@ the same state in a replay. The cost is to encode and decode a small struct per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import PurePath
 from traceback import TracebackException
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,7 @@ import msgspec
 from vsched.errors import PolicyError, RecordError, limit_message, reraise_interrupt, safe_text
 from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import DECISIONS, Policy, decisions_of
+from vsched.types import stage_of
 
 STATE_BYTES_MAX = 16 << 10
 """Maximum size of a state: enough for some hundred names with numbers. It is encoded and decoded in every call."""
@@ -203,14 +204,19 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
         faults: PolicyFaults,
         memory: PolicyMemory | None = None,
     ) -> None:
-        memory = memory or PolicyMemory(policy)
-        self.policy, self.method = policy, method
-        self.ask: Ask = getattr(policy, method)
-        self._memory = memory
+        self.method = method
         self.overruled = {}
         self._recorded = b""
         self._faults = faults
+        self.install(policy, memory or PolicyMemory(policy))
+
+    def install(self, policy: AnyPolicy, memory: PolicyMemory) -> None:
+        """Call this policy from now on, with this state."""
+        self.policy = policy
+        self.ask: Ask = getattr(policy, self.method)
+        self._memory = memory
         self.accept = memory.accept
+        self.replaced = ""
 
     @property
     def state(self) -> Any:
@@ -273,6 +279,7 @@ class PolicySeats(Restorable):
         self._seats = {}
         self._several = several
         self._memory = None if several is None else PolicyMemory(several)
+        self._watch: Callable[[str, Ask], Ask] = lambda _, ask: ask
 
     def add_seat(self, name: str, policy: AnyPolicy) -> PolicySeat[AnyPolicy]:
         """Create a seat for the decision that its name ends with."""
@@ -284,10 +291,19 @@ class PolicySeats(Restorable):
         return seat
 
     def watch(self, watch: Callable[[str, Ask], Ask]) -> None:
-        """Replace the call of each policy with `watch(name of its seat, call)`."""
+        """Replace the call of each policy, and of later ones, with `watch(name of its seat, call)`."""
+        self._watch = watch
         for name, seat in self._seats.items():
             if not seat.replaced:
                 seat.ask = watch(name, seat.ask)
+
+    def install(self, tables: Collection[str], policy: Policy, *, one_state: bool) -> None:
+        """Put a policy at the seats of configuration tables, with a fresh state for each seat, or one for all."""
+        memory = PolicyMemory(policy)
+        for name, seat in self._seats.items():
+            if _table_of(name) in tables:
+                seat.install(policy, memory if one_state else PolicyMemory(policy))
+                seat.ask = self._watch(name, seat.ask)
 
     def replace(self, name: str, reason: str) -> bool:
         """Let the default decide in a seat; return False if it did already, or there is no such seat."""
@@ -308,6 +324,12 @@ class PolicySeats(Restorable):
     def states(self) -> dict[str, bytes]:
         """Return the encoded states of policies, by the names of their seats."""
         return {name: seat.kept for name, seat in self._seats.items() if seat.kept}
+
+
+def _table_of(seat: str) -> str:
+    """Return the configuration table of a seat: `generate.step` for `generate-0.step`."""
+    group, _, decision = seat.rpartition(".")
+    return f"{stage_of(group)}.{decision}" if group else decision
 
 
 def check_state_type(policy: type[Policy], kind: str) -> None:

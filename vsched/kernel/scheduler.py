@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from traceback import TracebackException
 from typing import Any
 
+import msgspec
+
 from vsched.kernel.arrivals import ArrivalGate
 from vsched.kernel.commands import (
     Command,
@@ -49,19 +51,51 @@ from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.generate.step_budget import PlanResult
 from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_seats import Ask, PolicySeats
+from vsched.kernel.policy_seats import Ask, PolicyMemory, PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.request_moves import RequestMoves
 from vsched.kernel.request_table import RequestTable
-from vsched.kernel.snapshot import Saved, SavedKeys, SnapshotRoot
+from vsched.kernel.snapshot import Restorable, Saved, SavedKeys, SnapshotRoot
 from vsched.kernel.waiting_queue import Holds, OrderedQueue
+from vsched.policy import POLICY_TABLES, SEVERAL
 from vsched.probes import probe
 from vsched.types import FinishReason, group_names
 
+PolicyTable = dict[str, Any]
+"""A configuration table of a policy: `use` and its fields."""
 GRAMMAR_FAILED = (
     "the output could not be held to its grammar any further, which became too complex. "
     "Remedy: simplify the grammar; fewer alternatives that begin alike help most."
 )
+
+
+class InstalledPolicies(Restorable):
+    """The configuration tables of the policies that replaced others, in order; a snapshot restores them first."""
+
+    def __init__(self, install: Callable[[Mapping[str, PolicyTable]], None]) -> None:
+        self.tables: dict[str, PolicyTable] = {}
+        self._install = install
+
+    def install(self, tables: Mapping[str, PolicyTable]) -> None:
+        """Put the policies of these tables at their seats.
+
+        Raises:
+            ConfigError, PolicyError: If one cannot be built; nothing is changed.
+        """
+        self._install(tables)
+        for path, table in tables.items():
+            for replaced in (path, *table.get("seats", ())):
+                self.tables.pop(replaced, None)
+            self.tables[path] = table
+
+    @property
+    def packed(self) -> Saved[bytes]:
+        """The tables as bytes."""
+        return msgspec.msgpack.encode(self.tables)
+
+    @packed.setter
+    def packed(self, data: Saved[bytes]) -> None:
+        self.install(msgspec.msgpack.decode(data, type=dict[str, PolicyTable]))
 
 
 class Scheduler(SnapshotRoot):
@@ -70,6 +104,7 @@ class Scheduler(SnapshotRoot):
     There is one queue of items for all encode groups, and one queue of requests for each generate group.
     """
 
+    _installed: Saved[InstalledPolicies]
     embeddings: Saved[EmbeddingCache]
     encode: Saved[EncodeStage]
     _table: Saved[RequestTable]
@@ -83,6 +118,8 @@ class Scheduler(SnapshotRoot):
 
     def __init__(self, limits: SchedulerLimits, policies: KernelPolicies) -> None:
         self.limits = limits
+        self._build = policies.build
+        self._installed = InstalledPolicies(self._install_policies)
         self._seats = seats = PolicySeats(policies.several)
         self._faults = seats.faults
         self._table = RequestTable(limits.waiting_ns)
@@ -219,9 +256,43 @@ class Scheduler(SnapshotRoot):
         if isinstance(event, RowsLost):
             self.embeddings.lose_rows(event.pages)
             return []
+        if event.tables:
+            return self._on_new_policies(event.tables, now_ns)
         if not self._seats.replace(event.seat, event.reason):
             return []
         return [Notice(f"the default decides from now on as {event.seat}: {event.reason}")]
+
+    def _on_new_policies(self, tables: Mapping[str, PolicyTable], now_ns: int) -> list[Command]:
+        """Install policies with fresh states, and ask them again about all that waits."""
+        self._installed.install(tables)
+        self.encode.reconsider()
+        for group in self.generators:
+            group.queue.hold_until_ns = None
+            group.queue.unblock()
+        commands: list[Command] = [
+            Notice(f"from now on, {table['use']} decides as {path}")
+            for path, table in tables.items()
+        ]
+        if any("front_door" in (path, *table.get("seats", ())) for path, table in tables.items()):
+            commands += self._gate.ask_all_again(now_ns)
+        return commands
+
+    def _install_policies(self, tables: Mapping[str, PolicyTable]) -> None:
+        built: list[tuple[str, Any]] = []
+        for path, table in tables.items():
+            fields = {key: value for key, value in table.items() if key != "seats"}
+            decision = SEVERAL if path == SEVERAL else POLICY_TABLES[path]
+            policy = self._build(decision, fields)
+            PolicyMemory(policy)  # raises if its state cannot be kept
+            built.append((path, policy))
+        for path, policy in built:
+            paths = tables[path]["seats"] if path == SEVERAL else (path,)
+            self._seats.install(paths, policy, one_state=path == SEVERAL)
+            if "encode.eviction" in paths:
+                self.embeddings.replace_eviction(policy)
+            if "generate.eviction" in paths:
+                for group in self.generators:
+                    group.replace_eviction(policy)
 
     # --- groups come and go ---
 
@@ -504,6 +575,7 @@ class Scheduler(SnapshotRoot):
             "policy_overruled": self._seats.overruled(),
             "policy_replaced": self._seats.replaced(),
             "passed_over_s": self._passed_over_s(),
+            "policy_tables": dict(self._installed.tables),
             "policy_state_bytes": {name: len(data) for name, data in self._seats.states().items()},
             "encode": self.encode.statistics(),
             "generate": generate,

@@ -46,7 +46,7 @@ def default_policies(policy: Policy | None = None, /, **changes: Policy) -> Kern
         } | changes
         if len(made) > 1:
             policies["several"] = policy
-    return KernelPolicies(**{**policies, **changes})
+    return KernelPolicies(**{"build": resolve_policy, **policies, **changes})
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,7 @@ class FakeEngine:
         self.generations: list[FakeGeneration] = []
         self.rows: list[dict[str, Any]] = [{"name": "generate-1", "state": "draining"}]
         self.actions: list[tuple[str, str]] = []
+        self.tables: dict[str, dict[str, Any]] = {"generate.step": {"use": "in-order"}}
         self.in_time = True
         self.adapter_rows: list[dict[str, Any]] = []
         self.cleared = 0
@@ -177,6 +178,14 @@ class FakeEngine:
     async def clear(self) -> dict[str, int]:
         self.cleared += 1
         return {"running": 0, "waiting": 0}
+
+    def policies(self) -> dict[str, dict[str, Any]]:
+        return self.tables
+
+    def replace_policies(self, tables: Mapping[str, dict[str, Any]]) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.tables |= tables
 
     def groups(self) -> list[dict[str, Any]]:
         return self.rows

@@ -20,6 +20,7 @@ from vsched.api.request_schema import (
     DetokenizeRequest,
     GroupRequest,
     LoadLoraRequest,
+    PolicyTables,
     TokenizeRequest,
     UnloadLoraRequest,
 )
@@ -173,6 +174,14 @@ OPERATIONS: tuple[ApiOperation, ...] = (
     ApiOperation("GET", "/admin/replicas", "All groups: state, ranks, last loss."),
     ApiOperation(
         "POST", "/admin/replicas", "Drain, restart or resume a group.", GroupRequest, GroupAction
+    ),
+    ApiOperation("GET", "/admin/policies", "The policy of each table.", None, PolicyTables),
+    ApiOperation(
+        "POST",
+        "/admin/policies",
+        "Replace policies while requests run.",
+        PolicyTables,
+        PolicyTables,
     ),
     ApiOperation("GET", "/admin/adapters", "All adapters.", None, AdapterList),
     ApiOperation("POST", "/admin/adapters", "Load an adapter.", AdapterRequest, AdapterRow),

@@ -349,6 +349,12 @@ class EmbeddingCache(Restorable):
 
     # --- eviction ---
 
+    def replace_eviction(self, policy: CachePolicy) -> None:
+        """Hand the idle entries to another eviction policy, and drop those that it does not keep."""
+        for key in self._order.replace(policy, lambda key: len(self.entries[key].pages)):
+            self._evictable_pages -= len(self.entries[key].pages)
+            self._drop(self.entries[key])
+
     def _use(self, entry: EmbeddingEntry) -> None:
         """Make an entry not evictable, before its first claim or pin."""
         if entry.is_idle:

@@ -216,6 +216,11 @@ class EncodeStage(Restorable):
     def _mark_dirty(self) -> None:
         self._all_at_work = False
 
+    def reconsider(self) -> None:
+        """Ask the policies again, whatever they answered last."""
+        self._queue.hold_until_ns = None
+        self._mark_dirty()
+
     def plan(self, now_ns: int) -> tuple[EncodeGroup, list[EmbeddingEntry]] | None:
         """Plan the next batch; return its group and entries, None if no group is free or nothing can be encoded."""
         if not self._queue.entries or self._queue.held_until(now_ns) is not None:

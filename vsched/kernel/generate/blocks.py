@@ -118,6 +118,14 @@ class BlockPool(Restorable):
             hash_of[self._by_hash.pop(block_hash)] = None
         self._free += [block for block in idle if hash_of[block] is None]
 
+    def replace_order(self, policy: CachePolicy) -> None:
+        """Hand the cached blocks to another eviction policy, and free those that it does not keep."""
+        refused = self._order.replace(policy, lambda _: 1)
+        blocks = list(map(self._by_hash.pop, refused))
+        for block in blocks:
+            self._hash_of[block] = None
+        self._free += blocks
+
     def publish(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
         """Publish full blocks; a hash that is published already keeps its block."""
         by_hash, hash_of = self._by_hash, self._hash_of

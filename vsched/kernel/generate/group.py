@@ -55,7 +55,7 @@ from vsched.kernel.policy_calls import (
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.snapshot import Saved
-from vsched.policy import Admission, AdmissionView, PreemptionView
+from vsched.policy import Admission, AdmissionView, CachePolicy, PreemptionView
 from vsched.policy.measured import NOTHING_MEASURED, Measured, SwapTime
 from vsched.probes import probe
 
@@ -139,6 +139,12 @@ class GenerateGroup(Group):
         self.queue.unblock()
         self._front_first = False
         self._requeued: list[RequestState] = []
+
+    def replace_eviction(self, policy: CachePolicy) -> None:
+        """Let another policy order the eviction of cached blocks and snapshots."""
+        self._prefix_eviction = policy
+        self._pool.replace_order(policy)
+        self._snapshots.replace_order(policy)
 
     # --- which requests are its own ---
 

@@ -17,6 +17,7 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_calls import GuardedOrder
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
+from vsched.policy import CachePolicy
 
 
 class StateSnapshots(Restorable):
@@ -86,6 +87,12 @@ class StateSnapshots(Restorable):
             self._free.append(self._places.pop(victim))
         place = self.written[block_hash] = self._free.pop()
         return place
+
+    def replace_order(self, policy: CachePolicy) -> None:
+        """Hand the snapshots to another eviction policy, and drop those that it does not keep."""
+        if self._order is not None:
+            refused = self._order.replace(policy, lambda _: 1)
+            self._free += map(self._places.pop, refused)
 
     def publish(self) -> None:
         """Make the snapshots of a decided step available to later requests."""

@@ -1,0 +1,126 @@
+"""`/admin/policies`: the policy of each table, and new policies while requests run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.api.fakes import Client, FakeEngine
+from vsched.api import ApiSettings, create_app
+from vsched.errors import RequestRefused
+from vsched.policy import Admission, AdmissionView, ImagePolicy, PositiveCount, RequestPolicy
+from vsched.sim.cluster import SimEngine, small_config
+from vsched_policies.encoding import ChunkAware
+from vsched_policies.memory import Pinned
+from vsched_policies.step import FairPrefill
+
+PATH = "/admin/policies"
+
+
+class OneAtATime(RequestPolicy, frozen=True, kw_only=True):
+    """A policy of a user's, which can be imported."""
+
+    most: PositiveCount = 1
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission(range(0 if view.running >= self.most else 1))
+
+
+async def test_policies_are_listed_and_replaced() -> None:
+    engine = FakeEngine()
+    client = Client(create_app(engine, ApiSettings()))
+    assert (await client.send("GET", PATH)).json == {"generate.step": {"use": "in-order"}}
+    reply = await client.send("POST", PATH, {"generate.step": {"use": "fair-prefill"}})
+    assert (reply.status, reply.json) == (200, {"generate.step": {"use": "fair-prefill"}})
+
+
+@pytest.mark.parametrize("body", [b"{", [], {"generate.step": "fair-prefill"}])
+async def test_policies_refuses_what_is_no_request(body: object) -> None:
+    engine = FakeEngine()
+    reply = await Client(create_app(engine, ApiSettings())).send("POST", PATH, body)
+    assert reply.status == 400
+    assert engine.tables == {"generate.step": {"use": "in-order"}}
+
+
+@pytest.mark.sim
+async def test_engine_replaces_policies_while_requests_run() -> None:
+    async with SimEngine() as engine:
+        client = engine.client
+        before = engine.engine.policies()
+        assert before["generate.step"] == {"use": "in-order"}
+        reply = await client.request("POST", PATH, json={"generate.step": {"use": "fair-prefill"}})
+        assert reply.json()["generate.step"] == {"use": "fair-prefill"}
+        engine.engine.replace_policy("generate.step", FairPrefill(quantum_tokens=64))
+        engine.engine.replace_policy("generate.admission", OneAtATime(most=2))
+        after = engine.engine.policies()
+        assert after["generate.step"]["use"] == "vsched_policies.step.fair_prefill:FairPrefill"
+        assert after["generate.step"]["quantum_tokens"] == 64
+        assert after["generate.admission"] == {"use": f"{__name__}:OneAtATime", "most": 2}
+        assert after["routing"] == before["routing"]
+        engine.engine.replace_policies({"policy": {"use": f"{__name__}:OneAtATime"}})
+        assert engine.engine.policies()["encode.admission"]["use"] == f"{__name__}:OneAtATime"
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({}, "no policy is named"),
+        (
+            {"generate.stop": {"use": "in-order"}},
+            "generate.stop: not a policy table: value 'generate.stop', limit",
+        ),
+        ({"generate.step": {}}, "generate.step.use: no policy is named"),
+        ({"generate.step": {"use": "fair-prefil"}}, "Did you mean fair-prefill?"),
+        (
+            {"generate.step": {"use": "fair-prefill", "quantum": 1}},
+            "generate.step.quantum: unknown field",
+        ),
+        (
+            {"generate.step": {"use": "fair-prefill", "quantum_tokens": 0}},
+            "value 0, limit int, 1 or more. Remedy:",
+        ),
+        (
+            {"generate.memory": {"use": "auto-profile"}},
+            "generate.memory: cannot be replaced while requests run",
+        ),
+        ({"generate.memory": Pinned(tokens=400)}, "the KV cache is sized once, at the start"),
+        ({"encode.encoding": {"use": "combined"}}, "limit scope 'item', as at the start"),
+        (
+            {"encode.admission": {"use": "token-budget", "max_tokens": 8}},
+            "value 8 tokens of an image, limit",
+        ),
+        (
+            {"policy": {"use": f"{__name__}:OneAtATime", "seats": ["routing"]}},
+            "policy.seats: not tables for which",
+        ),
+        (
+            {"policy": {"use": f"{__name__}:OneAtATime"}, "encode.admission": {"use": "fifo"}},
+            "also named in this change for encode.admission",
+        ),
+        ({"generate.step": {"use": "nowhere:Mine"}}, "cannot import 'nowhere:Mine'"),
+        ({"generate.step": ChunkAware()}, "not a subclass of vsched.policy.RequestPolicy"),
+    ],
+)
+async def test_invalid_policies_change_nothing(tables: dict[str, Any], message: str) -> None:
+    async with SimEngine() as engine:
+        before = engine.engine.policies()
+        with pytest.raises(RequestRefused) as caught:
+            engine.engine.replace_policies(
+                {"routing": {"use": "round-robin"}, **tables} if tables else {}
+            )
+        assert message in caught.value.message
+        assert (caught.value.status, caught.value.code) == (400, "invalid_policy")
+        assert engine.engine.policies() == before
+
+
+@pytest.mark.sim
+async def test_a_class_that_cannot_be_imported_is_refused() -> None:
+    class Local(ImagePolicy, frozen=True, kw_only=True):
+        def select(self, view: Any) -> list[int]:
+            return []
+
+    async with SimEngine(small_config()) as engine:
+        with pytest.raises(RequestRefused, match="cannot import"):
+            engine.engine.replace_policy("encode.encoding", Local())

@@ -1,0 +1,220 @@
+"""`PolicyReplaced` with tables: new policies decide while requests run, also in snapshots and replays."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.policy_pool import random_policies
+from tests.unit.record.recorded import record_run
+from vsched.errors import ConfigError
+from vsched.kernel import Scheduler, SchedulerLimits
+from vsched.kernel.events import Event, PolicyReplaced
+from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
+from vsched.plugins import resolve_policy
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    Admit,
+    FrontDoorAnswer,
+    FrontDoorView,
+    Hold,
+    RequestPolicy,
+)
+from vsched.record import replay
+from vsched.testing import ModelCluster, default_policies, make_request
+
+LIMITS = SchedulerLimits(blocks=32, slots=4, context_tokens=256, pages=8, generators=2)
+HERE = __name__
+
+
+class Counts(msgspec.Struct):
+    arrived: int = 0
+    asked: int = 0
+
+
+class OneAtATime(RequestPolicy, frozen=True, kw_only=True):
+    """Holds arrivals, admits one request at a time, and counts."""
+
+    state_type = Counts
+    hold_s: int = 50
+
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        view.state.arrived += 1
+        return Hold(view.now_ns + self.hold_s * 10**9) if self.hold_s else Admit()
+
+    def admit(self, view: AdmissionView) -> Admission:
+        view.state.asked += 1
+        return Admission(range(0 if view.running else 1))
+
+
+def install(cluster: ModelCluster, **tables: dict[str, Any]) -> None:
+    named = {path.replace("__", "."): table for path, table in tables.items()}
+    cluster.send(PolicyReplaced(tables=named))
+
+
+def submit(cluster: ModelCluster, count: int = 4) -> None:
+    for number in range(count):
+        cluster.submit(make_request(f"r{len(cluster.requests)}", [number, 2, 3], max_tokens=30))
+
+
+def running(cluster: ModelCluster) -> int:
+    return sum(group.slots_held for group in cluster.kernel.generators)
+
+
+def test_a_new_policy_decides_about_requests_that_wait() -> None:
+    cluster = ModelCluster(LIMITS, default_policies(generate_admission=OneAtATime()))
+    submit(cluster)
+    assert running(cluster) == 2  # one in each group
+    install(cluster, generate__admission={"use": "fifo"})
+    for group in ("generate-0", "generate-1"):
+        cluster.run_generate(group)
+    assert running(cluster) == 4
+    assert cluster.notices == ["from now on, fifo decides as generate.admission"]
+    statistics = cluster.kernel.statistics()
+    assert statistics["policy_tables"] == {"generate.admission": {"use": "fifo"}}
+    assert "generate-0.admission" not in statistics["policy_state_bytes"]
+    cluster.drain()
+    cluster.check_settled()
+
+
+def test_a_new_policy_has_fresh_states_and_takes_the_place_of_a_default() -> None:
+    cluster = ModelCluster(LIMITS, default_policies(generate_admission=OneAtATime()))
+    submit(cluster)
+    fresh = msgspec.msgpack.encode(Counts())
+    assert cluster.kernel.policy_states()["generate-0.admission"] != fresh
+    cluster.send(PolicyReplaced("generate-0.admission", "too slow"))
+    cluster.drain()
+    watched: list[str] = []
+
+    def watch(seat: str, ask: Any) -> Any:
+        watched.append(seat)
+        return ask
+
+    cluster.kernel.watch_policies(watch)
+    assert "generate-0.admission" not in watched
+    install(cluster, generate__admission={"use": f"{HERE}:OneAtATime", "hold_s": 1})
+    assert watched[-2:] == ["generate-0.admission", "generate-1.admission"]
+    assert cluster.kernel.policy_states()["generate-0.admission"] == fresh
+    assert cluster.kernel.statistics()["policy_replaced"] == {}
+
+
+def test_requests_held_at_the_front_door_are_decided_again() -> None:
+    cluster = ModelCluster(LIMITS, default_policies(front_door=OneAtATime()))
+    for number in range(3):
+        cluster.arrive(make_request(f"r{number}", [1, 2, 3]))
+    assert cluster.kernel.statistics()["front_door"]["held_now"] == 3
+    install(cluster, front_door={"use": "open"})
+    assert len(cluster.requests) == 3
+    cluster.drain()
+    cluster.check_settled()
+
+
+def test_one_policy_takes_several_seats_with_one_state() -> None:
+    cluster = ModelCluster(LIMITS)
+    seats = ["front_door", "generate.admission"]
+    install(cluster, policy={"use": f"{HERE}:OneAtATime", "hold_s": 0, "seats": seats})
+    cluster.arrive(make_request("a", [1, 2, 3]))
+    states = cluster.kernel.policy_states()
+    assert states["front_door"] == states["generate-0.admission"] == states["generate-1.admission"]
+    assert msgspec.msgpack.decode(states["front_door"], type=Counts).arrived == 1
+    assert "encode.admission" not in states
+    install(cluster, front_door={"use": "open"})
+    assert "front_door" not in cluster.kernel.policy_states()
+    restored = restore_snapshot(
+        Scheduler(LIMITS, default_policies()), encode_snapshot(cluster.kernel)
+    )
+    assert restored.policy_states() == cluster.kernel.policy_states()
+    assert restored.statistics() == cluster.kernel.statistics()
+
+
+@pytest.mark.parametrize(("name", "cached"), [("s3-fifo", 6), ("none", 0)])
+def test_evictable_entries_are_handed_to_a_new_eviction_order(name: str, cached: int) -> None:
+    limits = msgspec.structs.replace(LIMITS, generators=1)
+    cluster = ModelCluster(limits)
+    for letter in "abc":
+        text = [ord(letter)] * 33
+        cluster.submit(make_request(letter, text, [(0, 64, letter.encode())], max_tokens=1))
+        cluster.drain()
+    before = cluster.kernel.statistics()
+    install(cluster, generate__eviction={"use": name}, encode__eviction={"use": name})
+    after = cluster.kernel.statistics()
+    kept = before["generate"]["blocks_cached"] if cached else 0
+    assert before["generate"]["blocks_cached"] > 0
+    assert after["generate"]["blocks_cached"] == kept
+    assert after["encode"]["pages_evictable"] == (3 if cached else 0)
+    for letter in "xyzxyz":
+        text = [ord(letter)] * 200
+        cluster.submit(
+            make_request(letter * 2, text)
+            if letter * 2 not in cluster.requests
+            else make_request(letter, text)
+        )
+        cluster.drain()
+    cluster.check_settled()
+
+
+def test_a_lost_group_comes_back_with_the_new_eviction_policy() -> None:
+    cluster = ModelCluster(LIMITS)
+    install(cluster, generate__eviction={"use": "none"})
+    cluster.lose("generate-0")
+    cluster.restore_group("generate-0")
+    submit(cluster)
+    cluster.drain()
+    assert cluster.kernel.statistics()["generate"]["blocks_cached"] == 0
+
+
+def test_a_policy_that_cannot_be_built_changes_nothing() -> None:
+    cluster = ModelCluster(LIMITS)
+    tables = {"generate.step": {"use": "fair-prefill"}, "routing": {"use": "nowhere"}}
+    with pytest.raises(ConfigError, match="'nowhere' is unknown"):
+        cluster.send(PolicyReplaced(tables=tables))
+    assert cluster.kernel.statistics()["policy_tables"] == {}
+    assert "generate-0.step" not in cluster.kernel.policy_states()
+
+
+CHOICES: dict[str, list[dict[str, Any]]] = {
+    "encode.admission": [{"use": "token-budget", "max_items": 2}, {"use": "fifo"}],
+    "encode.eviction": [{"use": "lru"}, {"use": "s3-fifo"}, {"use": "none"}],
+    "encode.reclaim": [{"use": "best-fit"}, {"use": "youngest"}],
+    "generate.admission": [{"use": "shortest-first"}, {"use": "fair-share"}],
+    "generate.eviction": [{"use": "lru"}, {"use": "s3-fifo"}, {"use": "none"}],
+    "generate.step": [{"use": "fair-prefill"}, {"use": "slo-feedback"}, {"use": "in-order"}],
+    "generate.insertion": [{"use": "second-touch"}, {"use": "prompts"}],
+    "front_door": [{"use": "token-bucket", "rate": 0.5, "burst": 1, "wait_s": 5}, {"use": "open"}],
+    "policy": [{"use": f"{HERE}:OneAtATime", "hold_s": 1, "seats": ["front_door"]}],
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_record_of_replacements_is_replayed_from_any_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(f"replacements {seed}")
+    send = ModelCluster.send
+
+    def with_replacements(self: ModelCluster, event: Event) -> object:
+        if rng.random() < 0.15:
+            paths = rng.sample(sorted(CHOICES), rng.randint(1, 2))
+            if not {"policy", "front_door"}.issubset(paths):
+                tables = {path: rng.choice(CHOICES[path]) for path in paths}
+                send(self, PolicyReplaced(tables=tables))
+        return send(self, event)
+
+    monkeypatch.setattr(ModelCluster, "send", with_replacements)
+    path = tmp_path / "run.vlog"
+    policies = default_policies()
+    if seed % 2:
+        drawn = random_policies(random.Random(seed))
+        policies = msgspec.structs.replace(drawn, build=resolve_policy)
+    cluster = record_run(path, seed, policies=policies, segment_bytes=4096, segments=100)
+    assert cluster.kernel.statistics()["policy_tables"]
+    report = replay(path)
+    assert report.difference is None
+    for old in sorted(tmp_path.glob("run.vlog.*"))[: report.segments // 2]:
+        old.unlink()
+    assert replay(path).difference is None
