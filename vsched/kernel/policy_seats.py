@@ -299,10 +299,10 @@ class PolicySeats(Restorable):
 
     def install(self, tables: Collection[str], policy: Policy, *, one_state: bool) -> None:
         """Put a policy at the seats of configuration tables, with a fresh state for each seat, or one for all."""
-        memory = PolicyMemory(policy)
+        shared = PolicyMemory(policy) if one_state else None
         for name, seat in self._seats.items():
             if _table_of(name) in tables:
-                seat.install(policy, memory if one_state else PolicyMemory(policy))
+                seat.install(policy, shared or PolicyMemory(policy))
                 seat.ask = self._watch(name, seat.ask)
 
     def replace(self, name: str, reason: str) -> bool:
