@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vsched.policy import Admission, AdmissionView, RequestPolicy, WaitingEntry
-from vsched.policy.measured import NOTHING_MEASURED, Measured
+from vsched.policy.measured import Measured, Measurements
 
 SECOND_NS = 1_000_000_000
 
@@ -24,7 +24,7 @@ def ask(
     divisible: bool = False,
     default_tokens: int = 2048,
     now_ns: int = 0,
-    measured: Measured = NOTHING_MEASURED,
+    measured: Measured | None = None,
     state: object = None,
 ) -> Admission:
     """Call a policy with these entries, of the generate stage if divisible, else of the encode stage."""
@@ -38,7 +38,7 @@ def ask(
         running=0,
         divisible=divisible,
         default_tokens=default_tokens,
-        measured=measured,
+        measured=measured or Measurements(),
         state=state,
     )
     return policy.admit(view)

@@ -38,7 +38,6 @@ from vsched.policy.images import ImagePolicy as ImagePolicy
 from vsched.policy.images import ItemSpan as ItemSpan
 from vsched.policy.images import ReadyEmbedding as ReadyEmbedding
 from vsched.policy.images import ReclaimView as ReclaimView
-from vsched.policy.measured import NOTHING_MEASURED as NOTHING_MEASURED
 from vsched.policy.measured import Measured as Measured
 from vsched.policy.memory import Attempt as Attempt
 from vsched.policy.memory import AttemptOutcome as AttemptOutcome

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import msgspec
 
 from vsched.policy.base import Policy
-from vsched.policy.measured import NOTHING_MEASURED, Measured
+from vsched.policy.measured import Measured, Measurements
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class InsertionView(msgspec.Struct, frozen=True, kw_only=True):
     items: int = 0
     priority: int = 0
     tenant: str = ""
-    measured: Measured = NOTHING_MEASURED
+    measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
 

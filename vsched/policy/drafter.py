@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from vsched.policy.base import Policy
-from vsched.policy.measured import NOTHING_MEASURED, Measured
+from vsched.policy.measured import Measured, Measurements
 
 DRAFT_TOKENS_MAX = 32
 """Maximum draft tokens of one request in one step."""
@@ -64,7 +64,7 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
     accepted: int = 0
     model: bool = False
     tenant: str = ""
-    measured: Measured = NOTHING_MEASURED
+    measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
 

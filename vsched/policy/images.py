@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import msgspec
 
 from vsched.policy.base import Policy, WaitingEntry
-from vsched.policy.measured import NOTHING_MEASURED, Measured
+from vsched.policy.measured import Measured, Measurements
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     arriving: bool
     tenant: str = ""
-    measured: Measured = NOTHING_MEASURED
+    measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
     @property
@@ -124,7 +124,7 @@ class DispatchView(msgspec.Struct, frozen=True, kw_only=True):
     groups: Sequence[EncodeReplica]
     waiting: Sequence[WaitingEntry]
     overdue: int | None = None
-    measured: Measured = NOTHING_MEASURED
+    measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
 
@@ -192,7 +192,7 @@ class ReclaimView(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     target_ns: int | None = None
     tenant: str = ""
-    measured: Measured = NOTHING_MEASURED
+    measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
 

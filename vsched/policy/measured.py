@@ -213,6 +213,3 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     tokens_cached: int = 0
     embedding_hits: int = 0
     embedding_misses: int = 0
-
-
-NOTHING_MEASURED = Measurements()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from vsched.policy.base import Policy, WaitingEntry
-from vsched.policy.measured import NOTHING_MEASURED, Measured
+from vsched.policy.measured import Measured, Measurements
 
 # --- arrival ----------------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class FrontDoorView(msgspec.Struct, frozen=True, kw_only=True):
     tenant_requests: int = 0
     load_tokens: int = 0
     load_limit_tokens: int = 0
-    measured: Measured = NOTHING_MEASURED
+    measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
 
@@ -140,7 +140,7 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
     divisible: bool
     default_tokens: int
     overdue: int | None = None
-    measured: Measured = NOTHING_MEASURED
+    measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
 
@@ -214,7 +214,7 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     token_ns: float = 0.0
     pair_ns: float = 0.0
     overdue: Sequence[int] = ()
-    measured: Measured = NOTHING_MEASURED
+    measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
 
@@ -277,7 +277,7 @@ class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
     in_need: int = 0
     swap_blocks_free: int = 0
     block_tokens: int = 16
-    measured: Measured = NOTHING_MEASURED
+    measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
     @property

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from vsched.policy.base import Policy
-from vsched.policy.measured import NOTHING_MEASURED, Measured
+from vsched.policy.measured import Measured, Measurements
 
 
 class Replica(Protocol):
@@ -47,7 +47,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     healthy: bool
     prefix_tokens: int = 0
     items_seen: int = 0
-    measured: Measured = NOTHING_MEASURED
+    measured: Measured = msgspec.field(default_factory=Measurements)
 
 
 class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     routed: int
     load_limit_tokens: int = 0
     tenant: str = ""
-    measured: Measured = NOTHING_MEASURED
+    measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
 

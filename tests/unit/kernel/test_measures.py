@@ -24,7 +24,6 @@ from vsched.kernel.events import (
 from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.policy.measured import (
-    NOTHING_MEASURED,
     WINDOW,
     EncodeTime,
     EndTime,
@@ -239,7 +238,7 @@ def test_views_have_what_was_measured_and_plain_values_stand_for_it() -> None:
     assert "1 encode steps" in repr(shown["generate"])
     for name in Measurements.__struct_fields__:
         assert hasattr(shown["generate"], name)
-        assert not getattr(NOTHING_MEASURED, name)
+        assert not getattr(Measurements(), name)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

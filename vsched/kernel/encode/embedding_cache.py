@@ -32,7 +32,7 @@ from vsched.policy import (
     ReclaimView,
     WaitingEntry,
 )
-from vsched.policy.measured import NOTHING_MEASURED, Measured
+from vsched.policy.measured import Measured, Measurements
 from vsched.probes import probe
 from vsched.types import MediaItem
 
@@ -136,7 +136,7 @@ class EmbeddingCache(Restorable):
         reclaim: PolicySeat[ImagePolicy],
         faults: PolicyFaults,
     ) -> None:
-        self.measured: Measured = NOTHING_MEASURED
+        self.measured: Measured = Measurements()
         self._reclaim = reclaim
         self.queue = OrderedQueue()
         self._limits = limits

@@ -29,7 +29,7 @@ from vsched.policy import (
     RequestPolicy,
     WaitingEntry,
 )
-from vsched.policy.measured import NOTHING_MEASURED, WINDOW, EncodeTime, Measured
+from vsched.policy.measured import WINDOW, EncodeTime, Measured, Measurements
 from vsched.probes import probe
 from vsched.types import group_names
 
@@ -204,7 +204,7 @@ class EncodeStage(Restorable):
         ]
         self.set_hosts({})
         self.encodes = deque(maxlen=WINDOW)
-        self.measured: Measured = NOTHING_MEASURED
+        self.measured: Measured = Measurements()
 
     # --- batches ---
 

@@ -56,7 +56,7 @@ from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.snapshot import Saved
 from vsched.policy import Admission, AdmissionView, CachePolicy, PreemptionView
-from vsched.policy.measured import NOTHING_MEASURED, Measured, SwapTime
+from vsched.policy.measured import Measured, Measurements, SwapTime
 from vsched.probes import probe
 
 COUNTED = (
@@ -120,7 +120,7 @@ class GenerateGroup(Group):
         self._known_tokens = 0
         self._quarantine = Quarantine(requests)
         self.measures = Measures()
-        self.measured: Measured = NOTHING_MEASURED  # set once all groups are there
+        self.measured: Measured = Measurements()  # set once all groups are there
         self._in_flight = InFlightSteps(0, requests, self.measures)
         self.queue = RequestQueue(limits.block_size, self.mark_dirty)
         self._reset()
