@@ -151,9 +151,8 @@ class ThreadsInUse(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """A rank is ready to serve. `memory` is its part of the memory table, in bytes by name.
 
-    `hooks` are the worker's periodic tasks and their intervals in seconds; see
-    `vsched.worker.capabilities.PeriodicWork`. `threads` is None if the worker does not report it; see `UsesThreads`
-    there.
+    `hooks` are the worker's periodic tasks and their intervals in seconds. `threads` is None if the worker does not
+    report it. See `vsched.worker.contract.Worker`.
     """
 
     kv_blocks: int

@@ -32,7 +32,6 @@ from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.record.left import Begun
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
-from vsched.worker.capabilities import TellsPrompts
 from vsched.worker.contract import Detokenizer, Preprocessor, WorkerPlugin
 
 FrontEnd = tuple[Preprocessor, bool]
@@ -203,7 +202,7 @@ def _with_length(sampling: SamplingParams, shell: Shell, *, prompt_tokens: int) 
 
 def load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> FrontEnd:
     """Load the preprocessor, and ask the plug-in whether `ranks` ranks can report prompt log-probabilities."""
-    tells = isinstance(plugin, TellsPrompts) and plugin.tells_prompts(info, ranks=ranks)
+    tells = plugin.computes_prompt_logprobs(info, ranks=ranks)
     preprocessor = plugin.load_preprocessor(info)
     if info.draft is not None:
         check_vocabulary(info, preprocessor, plugin.load_preprocessor(info.draft))

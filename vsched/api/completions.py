@@ -48,7 +48,6 @@ from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.record.journal import RequestJournal
 from vsched.record.left import Begun
 from vsched.types import SamplingParams
-from vsched.worker.capabilities import ParsesAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -557,19 +556,13 @@ class ChatEndpoint(CompletionEndpoint):
             reasoning_format(settings.reasoning_format, template),
         )
         names_none = settings.reasoning_format == "none"
-        return (
-            known == (None, None)
-            and not names_none
-            and isinstance(front, ParsesAnswers)
-            and front.parses_answers
-        )
+        return known == (None, None) and not names_none and front.parses_answers
 
     def _parser(
         self, prompt: str | Callable[[], str], arguments: dict[str, Any], tools: ToolUse | None
     ) -> TemplateReader:
         """Response parser of the checkpoint for one choice; it only needs the end of the prompt."""
         front = self._engine.preprocessor
-        assert isinstance(front, ParsesAnswers)
         text = self._short_prompt(arguments) if callable(prompt) else prompt
         parser = front.answer_parser(text, tools.shown if tools is not None else ())
         return TemplateReader(parser, single=tools is not None and tools.single)

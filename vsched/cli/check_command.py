@@ -10,12 +10,12 @@ from typing import Annotated
 import msgspec
 import typer
 
+from vsched.checkpoint_tools import CheckpointDescription
 from vsched.cli import app
 from vsched.cli.checkpoint_report import CheckpointReport, StageMemory, as_json, check_checkpoint
 from vsched.memory import size_text
 from vsched.terminal.options import ConfigOption, JsonOption, SetOption, load, write_json
 from vsched.types import ModelInfo, SamplingDefaults
-from vsched.worker.capabilities import CheckpointDescription
 
 STANDARD_OUTPUT = Path("-")
 _LABEL_COLUMNS = 15

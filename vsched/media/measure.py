@@ -23,8 +23,13 @@ from vsched.media.keys import embedding_key, item_key
 from vsched.media.settings import MediaSettings
 from vsched.media.sources import is_data, read_embedded, read_local
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import BoundsImages, PixelBounds, no_pixel_bounds
-from vsched.worker.contract import ImagePlan, Preprocessor, extent_bytes
+from vsched.worker.contract import (
+    ImagePlan,
+    ImageProcessor,
+    PixelBounds,
+    Preprocessor,
+    extent_bytes,
+)
 
 ImageName = tuple[str, str, bytes]
 """Cache salt of the requests, client-defined uuid of the image, and digest of the processor settings."""
@@ -84,7 +89,7 @@ def image_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
     return reference.image if isinstance(reference, BoundedImage) else reference
 
 
-Images = TypeVar("Images")
+Images = TypeVar("Images", bound=ImageProcessor)
 
 
 def within(preprocessor: Images, bounds: PixelBounds | None, pixels_max: int) -> Images:
@@ -95,8 +100,6 @@ def within(preprocessor: Images, bounds: PixelBounds | None, pixels_max: int) ->
     """
     if bounds is None:
         return preprocessor
-    if not isinstance(preprocessor, BoundsImages):
-        raise no_pixel_bounds()
     return preprocessor.bounded(bounds, pixels_max=pixels_max)
 
 

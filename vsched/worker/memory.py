@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from vsched.errors import DeviceOutOfMemory, limit_message
-from vsched.policy import RankMemory
 
 PROCESS_STATUS = Path("/proc/self/status")
 _HOST_MEMORY = Path("/proc/meminfo")
@@ -91,21 +90,6 @@ class DeviceMemory(Protocol):
             DeviceOutOfMemory: When there is not enough memory.
         """
         ...
-
-
-def measure_rank(
-    memory: DeviceMemory, *, rank: int, weights_bytes: int, adapter_bytes: int = 0
-) -> RankMemory:
-    """Return the memory that a rank holds on its device now, and the free memory there."""
-    return RankMemory(
-        rank=rank,
-        pool=memory.pool,
-        total_bytes=memory.total(),
-        available_bytes=memory.available(),
-        reserved_bytes=memory.reserved(),
-        weights_bytes=weights_bytes,
-        adapter_bytes=adapter_bytes,
-    )
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ArraySpec, Extent
 from vsched.wire import EncodeResult, Paused
-from vsched.worker.contract import EncodeJob
+from vsched.worker.contract import EncodeJob, EncodeWorker
 from vsched.worker.encode_rank import EncodeRank
 
 
-class Encoder:
+class Encoder(EncodeWorker):
     """Keeps its jobs; writes the sum of the pixels, or raises."""
 
     weights_bytes = 0

@@ -25,6 +25,7 @@ from vsched.wire import GenerateResult, SlotLogprob
 from vsched.worker.contract import (
     Batch,
     Chunk,
+    GenerateWorker,
     PromptLogprobs,
     Sampled,
     SequenceState,
@@ -41,7 +42,7 @@ def _told(index: int, chunk: Chunk) -> PromptLogprobs:
     return PromptLogprobs(index, values, numbers, numbers, values)
 
 
-class Script:
+class Script(GenerateWorker):
     """A worker that samples scripted tokens, row by row, and keeps copies of its batches."""
 
     def __init__(self, *steps: list[int]) -> None:
@@ -50,17 +51,10 @@ class Script:
         self.prepared: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
 
-    @property
-    def weights_bytes(self) -> int:
-        raise NotImplementedError
-
     def device_memory(self) -> DeviceMemory:
         raise NotImplementedError
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
-        raise NotImplementedError
-
-    def drop_graphs(self) -> None:
         raise NotImplementedError
 
     def drop_kv(self) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from vsched.aio.adapters.orders import AdapterOrders
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.types import Request
-from vsched.worker.capabilities import AdapterFacts
+from vsched.worker.contract import AdapterFacts
 
 NAME_CHARACTERS_MAX = 256
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from vsched.aio.replicas.launcher import make_fork_server, modules_of
 from vsched.errors import VschedError
-from vsched.worker.capabilities import LeanPreprocessing
 from vsched.worker.registry import load_worker
 
 if TYPE_CHECKING:
@@ -56,7 +55,6 @@ def _modules(config: Config) -> frozenset[str]:
     if not config.model.path or not section.on_cpu or config.cluster.elsewhere:
         return frozenset()
     plugin = load_worker(section.plugin, path="generate.plugin")
-    if isinstance(plugin, LeanPreprocessing):
-        plugin.forgo_models(config.model.path)  # before anything looks for torch
+    plugin.forgo_models(config.model.path)  # before anything looks for torch
     info = plugin.inspect(config.model.path, dtype=config.model.dtype, item_tokens_max=0)
     return modules_of(info, [(section.plugin, section.device)])

@@ -24,7 +24,6 @@ from vsched.aio.replicas.rank_environment import rank_environment
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.types import ModelInfo, stage_of
-from vsched.worker.capabilities import ForkableRanks
 from vsched.worker.registry import load_worker
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
@@ -228,8 +227,7 @@ def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> frozenset[s
     """Return the modules to import for roles (plug-in name and device); empty if one allows no imports."""
     modules: set[str] = set()
     for name, device in roles:
-        plugin = load_worker(name)
-        needed = plugin.forkable_modules(info, device) if isinstance(plugin, ForkableRanks) else ()
+        needed = load_worker(name).forkable_modules(info, device)
         if not needed:
             return frozenset()
         modules.update(needed)

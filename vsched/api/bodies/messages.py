@@ -22,7 +22,7 @@ from vsched.api.request_schema import (
 )
 from vsched.api.tools.history import check_arguments
 from vsched.media import BoundedImage, EmbeddedImage, ImageReference, NamedImage
-from vsched.worker.capabilities import PixelBounds
+from vsched.worker.contract import PixelBounds
 
 _ROLES = {"developer": "system", "function": "tool"}
 """Role names of chat templates for OpenAI's newer and deprecated roles."""

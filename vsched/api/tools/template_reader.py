@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vsched.api.tools.reader import CallArguments, CallBegins, ContentText, Event, Reasoning
-from vsched.worker.capabilities import AnswerParser, AnswerPart
+from vsched.worker.contract import AnswerParser, AnswerPart
 
 
 class TemplateReader:

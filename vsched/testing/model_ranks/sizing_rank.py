@@ -87,7 +87,7 @@ class _LayeredGenerator(StandInGenerator):
         self._rank = rank
         for size in rank.weights:
             self.memory.allocate(size)
-        self._weights_bytes = sum(rank.weights)
+        self.weights_bytes = sum(rank.weights)
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         size = blocks * block_size * self._kv_bytes_per_token
