@@ -19,7 +19,7 @@ pytest.importorskip("numba")
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read
 from tests.patience import until
 from vsched import Config, Engine, SamplingParams
-from vsched.api.bodies.constraints import constraint_from_schema
+from vsched.api.structured_outputs import constraint_from_schema
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),

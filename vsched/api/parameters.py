@@ -12,7 +12,6 @@ import msgspec
 
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown
-from vsched.api.fields.unserved import find_unsupported_type
 from vsched.api.formatters import AnswerOptions
 from vsched.api.request_schema import (
     ChatRequest,
@@ -22,6 +21,7 @@ from vsched.api.request_schema import (
     TextPart,
     TokenizeRequest,
 )
+from vsched.api.unsupported import find_unsupported_type
 from vsched.errors import limit_message
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor

@@ -16,9 +16,9 @@ import pytest
 from tests.patience import PATIENCE_S, patience, until
 from vsched.aio.replicas.worker_group import STOP_GRACE_S
 from vsched.api import ApiSettings, create_app
+from vsched.api import http_server as http_server_module
 from vsched.api import server as server_module
-from vsched.api.listening import http_server as http_server_module
-from vsched.api.listening.http_server import http_server
+from vsched.api.http_server import http_server
 from vsched.api.server import RunningServer, running_server, serve
 from vsched.config import Config, ModelConfig, ServerConfig
 from vsched.engine import Engine
