@@ -12,29 +12,29 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp
 
-from vsched.api.adapters import AdapterEndpoints, Endpoint
+from vsched.api import openapi
 from vsched.api.bodies.reading import RequestBodies
+from vsched.api.compat.messages import CountTokensEndpoint, MessagesEndpoint
+from vsched.api.compat.responses import ResponsesEndpoint
 from vsched.api.completions import ChatEndpoint, CompletionEndpoint
 from vsched.api.contract import ApiSettings, EngineContract, ServingContract
-from vsched.api.description import page
-from vsched.api.dialects.messages.endpoints import CountTokensEndpoint, MessagesEndpoint
-from vsched.api.dialects.responses.endpoint import ResponsesEndpoint
+from vsched.api.http_exchange import MessagesForm, form_of, is_anthropic_client
 from vsched.api.metrics import ApiMetrics
 from vsched.api.middleware.access import access_middleware
-from vsched.api.middleware.request_id import response_id
-from vsched.api.not_served import not_served
+from vsched.api.middleware.response_tags import response_id
 from vsched.api.operations import (
+    AdapterEndpoints,
     Descriptions,
     DetokenizeEndpoint,
+    Endpoint,
     Operations,
     PoliciesEndpoint,
     ReplicasEndpoint,
     TokenizeEndpoint,
     json_response,
 )
-from vsched.api.resuming.endpoint import KeptAnswerEndpoint, KeptAnswerRoute
-from vsched.api.resuming.resumption import Resumption
-from vsched.api.wire_forms import MessagesForm, form_of, is_anthropic_client
+from vsched.api.resuming.resumption import KeptAnswerEndpoint, KeptAnswerRoute, Resumption
+from vsched.api.unsupported import not_served
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 
 _VALUE_CHARACTERS_MAX = 100
@@ -120,8 +120,8 @@ def _answering(
         Route("/ready", described.health),
         Route("/ping", described.health, methods=["GET", "POST"]),
         Route("/version", described.version),
-        Route("/openapi.json", page.openapi),
-        Route("/docs", page.page),
+        Route("/openapi.json", openapi.openapi),
+        Route("/docs", openapi.page),
     ]
 
 

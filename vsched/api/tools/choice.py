@@ -10,11 +10,18 @@ import msgspec
 
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown
-from vsched.api.fields.unserved import unsupported_type
-from vsched.api.request_schema import ChatRequest, FunctionTool, NamedTool, Tool, ToolChoice
-from vsched.api.tools.formats import NAME, CallFormat, call_format
+from vsched.api.request_schema import (
+    NAME,
+    ChatRequest,
+    FunctionTool,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    deeper,
+)
+from vsched.api.tools.formats import CallFormat, call_format
 from vsched.api.tools.grammar import forced_calls
-from vsched.api.tools.history import deeper
+from vsched.api.unsupported import unsupported_type
 
 _FORCING = "required"
 _DEPTH_MAX = 64

@@ -6,7 +6,7 @@ from starlette.routing import Route
 
 from tests.unit.api.fakes import Client, FakeEngine
 from vsched.api import ApiSettings, create_app
-from vsched.api.description.openapi import OPERATIONS, document
+from vsched.api.openapi import OPERATIONS, document
 from vsched.api.request_schema import ChatRequest
 
 

@@ -5,13 +5,13 @@ Only the format of the fields is checked here. The engine compiles the grammar l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 
 from vsched.aio.grammar_checks import GRAMMAR_BYTES_MAX
 from vsched.api.errors import ParameterRefused, unsupported
-from vsched.api.fields.closed_schemas import closed
 from vsched.api.request_schema import (
     JsonSchema,
     ResponseFormat,
@@ -86,48 +86,48 @@ def _guided(request: SamplingFields) -> StructuredOutputs:
     )
 
 
-def _of_response_format(asked: ResponseFormat | None) -> list[Constraint]:
-    if asked is None or asked.type == "text":
+def _of_response_format(requested: ResponseFormat | None) -> list[Constraint]:
+    if requested is None or requested.type == "text":
         return []
-    if asked.type == "json_object":
-        schema = _ANY_OBJECT if asked.schema is None else asked.schema
+    if requested.type == "json_object":
+        schema = _ANY_OBJECT if requested.schema is None else requested.schema
         return [Constraint("response_format", constraint_from_schema(schema))]
-    if asked.type != "json_schema":
+    if requested.type != "json_schema":
         remedy = "send text, json_object or json_schema as its type"
         raise unsupported("response_format.type", remedy=remedy)
-    if asked.json_schema is None or asked.json_schema.schema is None:
+    if requested.json_schema is None or requested.json_schema.schema is None:
         message = "`response_format.json_schema.schema` is missing. Remedy: send it."
         raise ParameterRefused(message, param="response_format")
-    return [Constraint("response_format", constraint_from_schema(asked.json_schema.schema))]
+    return [Constraint("response_format", constraint_from_schema(requested.json_schema.schema))]
 
 
-def _of_structured_outputs(name: str, asked: StructuredOutputs | None) -> list[Constraint]:
+def _of_structured_outputs(name: str, requested: StructuredOutputs | None) -> list[Constraint]:
     """Constraints from vLLM's fields; `name` is the name of the field, or the prefix of the older names."""
-    if asked is None:
+    if requested is None:
         return []
     prefix = name if name.endswith("_") else f"{name}."
-    if asked.structural_tag is not None:
+    if requested.structural_tag is not None:
         raise unsupported(f"{prefix}structural_tag", remedy="send a json schema or a grammar")
     for option in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
-        if getattr(asked, option):
+        if getattr(requested, option):
             raise unsupported(prefix + option, remedy="leave it out, and express it in the schema")
     found: list[Constraint] = []
-    if asked.json is not None:
-        schema = _schema(asked.json, prefix + "json")
+    if requested.json is not None:
+        schema = _schema(requested.json, prefix + "json")
         found.append(Constraint(prefix + "json", constraint_from_schema(schema)))
-    if asked.json_object:
+    if requested.json_object:
         found.append(Constraint(prefix + "json_object", constraint_from_schema(_ANY_OBJECT)))
-    if asked.regex is not None:
-        found.append(Constraint(prefix + "regex", _encoded(regex=asked.regex)))
-    if asked.choice is not None:
-        if not asked.choice or not all(asked.choice):
+    if requested.regex is not None:
+        found.append(Constraint(prefix + "regex", _encoded(regex=requested.regex)))
+    if requested.choice is not None:
+        if not requested.choice or not all(requested.choice):
             message = (
                 f"`{prefix}choice` must be a list of non-empty texts. Remedy: send at least one."
             )
             raise ParameterRefused(message, param=prefix + "choice")
-        found.append(Constraint(prefix + "choice", _encoded(choice=asked.choice)))
-    if asked.grammar is not None:
-        found.append(Constraint(prefix + "grammar", _encoded(grammar=asked.grammar)))
+        found.append(Constraint(prefix + "choice", _encoded(choice=requested.choice)))
+    if requested.grammar is not None:
+        found.append(Constraint(prefix + "grammar", _encoded(grammar=requested.grammar)))
     return found
 
 
@@ -148,3 +148,83 @@ def _schema(value: str | JsonSchema, param: str) -> JsonSchema:
 
 def _encoded(**kind: object) -> str:
     return msgspec.json.encode(kind).decode()
+
+
+_BY_NAME = ("properties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalItems", "additionalProperties", "contains")
+_BESIDE = frozenset(("$ref", "anyOf", "oneOf"))
+_SAYS = frozenset(("additionalProperties", "patternProperties", "minProperties"))
+DEPTH_MAX = 64
+"""Maximum nesting depth of schemas; deeper ones are left unchanged."""
+_ACROSS = frozenset(
+    (
+        *("allOf", "not", "if", "dependentSchemas", "dependencies", "patternProperties"),
+        *("unevaluatedProperties", "propertyNames", "$dynamicRef", "$recursiveRef"),
+    )
+)
+"""Keywords by which several subschemas apply to one object: one must not forbid properties of another."""
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with closed objects; unchanged if several subschemas apply to one object."""
+    for node, depth in _nodes(schema):
+        if depth > DEPTH_MAX:
+            return schema
+        is_object = "properties" in node or "required" in node
+        allowed = node.get("allOf")
+        single = isinstance(allowed, list) and len(allowed) == 1 and not is_object
+        if (_ACROSS - ({"allOf"} if single else set())) & node.keys():
+            return schema
+        if is_object and _BESIDE & node.keys():
+            return schema
+    found = _closed(schema)
+    assert isinstance(found, dict)
+    return found
+
+
+def _nodes(schema: Any) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield all objects that are schemas, with their depth."""
+    waiting = [(schema, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        if isinstance(node, dict):
+            yield node, depth
+            waiting += ((each, depth + 1) for _, each in _parts(node))
+
+
+def _parts(node: dict[str, Any]) -> Iterator[tuple[tuple[str, str | int | None], Any]]:
+    """Yield the direct subschemas with their position: the keyword, and the name or index below it."""
+    for keyword, held in node.items():
+        if keyword in _BY_NAME and isinstance(held, dict):
+            yield from (((keyword, name), each) for name, each in held.items())
+        elif (keyword in _LISTS or keyword in {"allOf", "items"}) and isinstance(held, list):
+            yield from (((keyword, index), each) for index, each in enumerate(held))
+        elif keyword in _SINGLE:
+            yield (keyword, None), held
+
+
+def _closed(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    made: dict[str, Any] = dict(node)
+    for (keyword, name), each in _parts(node):
+        if name is None:
+            made[keyword] = _closed(each)
+            continue
+        if made[keyword] is node[keyword]:
+            made[keyword] = node[keyword].copy()
+        made[keyword][name] = _closed(each)
+    if _lists_all(node) and not _SAYS & node.keys():
+        made["additionalProperties"] = False
+    return made
+
+
+def _lists_all(node: dict[str, Any]) -> bool:
+    """True if the schema lists properties, including all required ones."""
+    listed, needed = node.get("properties"), node.get("required", [])
+    return (
+        isinstance(listed, dict)
+        and isinstance(needed, list)
+        and all(isinstance(name, str) and name in listed for name in needed)
+    )

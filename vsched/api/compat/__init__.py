@@ -5,3 +5,5 @@ A layer has no path to the engine of its own: a schema, a translation, a formatt
 clients do by sending their history. `/v1/embeddings` is not built: hidden states would need another kind of result from
 ranks, and requests that end without sampling.
 """
+
+from __future__ import annotations

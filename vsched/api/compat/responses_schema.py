@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from vsched.api.dialects.fields import ChatFields
-from vsched.api.fields.neutral import neutral
+from vsched.api.compat.fields import ChatFields
 from vsched.api.request_schema import Count, JsonSchema, PositiveCount
+from vsched.api.unsupported import neutral
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text"):

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
-from vsched.api.responses import ChatDelta
+from vsched.api.response_schema import ChatDelta
 from vsched.api.tools.wording import AnswerWording
 
 

@@ -1,0 +1,540 @@
+"""/v1/messages and /v1/messages/count_tokens, served as chat requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from vsched.aio.streams.stream import OutputDelta
+from vsched.api.chat_messages import as_object
+from vsched.api.compat.blocks import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockBegins,
+    BlockEnds,
+    BlockGrows,
+    BlockKind,
+    BlockStep,
+)
+from vsched.api.compat.fields import named_as, shared_fields
+from vsched.api.compat.messages_schema import (
+    DialogueMessage,
+    ImageBlock,
+    MessagesRequest,
+    MessagesTool,
+    RedactedThinkingBlock,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from vsched.api.completions import ChatEndpoint, CheckedRequest, check_ready
+from vsched.api.contract import Generation, ServingContract
+from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
+from vsched.api.formatters import Formatter
+from vsched.api.http_exchange import HttpExchange, StreamEvent
+from vsched.api.request_schema import (
+    CalledFunction,
+    ChatRequest,
+    FunctionTool,
+    ImagePart,
+    Message,
+    NamedSchema,
+    NamedTool,
+    ResponseFormat,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from vsched.api.response_schema import Model, Usage
+from vsched.api.unsupported import refuse_unsupported, unsupported_type
+from vsched.media.base64_text import TextWithBase64
+
+
+class MessagesEndpoint(ChatEndpoint):
+    """Endpoint of Anthropic's Messages API."""
+
+    name = "messages"
+    id_prefix = "msg"
+
+    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
+        """Read a request and convert it to a chat request.
+
+        Raises:
+            RequestRefused: If it cannot be served.
+            ClientDisconnected: If the client disconnected before it was complete.
+        """
+        tokens = self._engine.info.context_tokens
+        request = await self._bodies.read(exchange, MessagesRequest, tokens=tokens)
+        refuse_unsupported(request)
+        with named_as(NAMES):
+            return await self.job_of(chat_request(request), request_id)
+
+    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
+        assert not index, "requests of this API have a single choice"
+        blocks = AnswerBlocks(job.wording(index) if job.wording is not None else None)
+        return MessagesFormatter(generation, model=job.model, blocks=blocks)
+
+
+class CountTokensEndpoint:
+    """Endpoint that counts the input tokens of a message."""
+
+    def __init__(self, engine: ServingContract, messages: MessagesEndpoint) -> None:
+        self._engine = engine
+        self._messages = messages
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.answer(self._count(exchange))
+
+    async def _count(self, exchange: HttpExchange) -> CountedTokens:
+        check_ready(self._engine)
+        job = await self._messages.read(exchange, "")
+        return CountedTokens(len(await self._engine.tokenize(job.prompts[0], job.images)))
+
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesUsage(msgspec.Struct):
+    """Token counts of a request; `input_tokens` excludes cached ones."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+class TextOutput(msgspec.Struct, tag_field="type", tag="text"):
+    """A piece of text."""
+
+    text: str
+
+
+class ThinkingOutput(msgspec.Struct, tag_field="type", tag="thinking"):
+    """Reasoning of the model, without a signature."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseOutput(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A function call."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+OutputBlock = TextOutput | ThinkingOutput | ToolUseOutput
+
+
+class MessagesResponse(msgspec.Struct, kw_only=True):
+    """A complete response, or an empty one at the start of a stream."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[OutputBlock]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+
+
+class MessageStart(StreamEvent, tag="message_start"):
+    """The first event."""
+
+    message: MessagesResponse
+
+
+class ContentBlockStart(StreamEvent, tag="content_block_start"):
+    """Start of a block, still empty."""
+
+    index: int
+    content_block: OutputBlock
+
+
+class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+    """Text appended to a text block."""
+
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    """Text appended to a thinking block."""
+
+    thinking: str
+
+
+class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    """Text appended to the arguments of a tool call."""
+
+    partial_json: str
+
+
+_DELTAS: dict[BlockKind, type[TextDelta | ThinkingDelta | InputJsonDelta]] = {
+    BlockKind.TEXT: TextDelta,
+    BlockKind.REASONING: ThinkingDelta,
+    BlockKind.CALL: InputJsonDelta,
+}
+
+
+class ContentBlockDelta(StreamEvent, tag="content_block_delta"):
+    """Content appended to a block."""
+
+    index: int
+    delta: TextDelta | ThinkingDelta | InputJsonDelta
+
+
+class ContentBlockStop(StreamEvent, tag="content_block_stop"):
+    """End of a block."""
+
+    index: int
+
+
+class StopDelta(msgspec.Struct):
+    """Stop reason."""
+
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class MessageDelta(StreamEvent, tag="message_delta"):
+    """End of the message, with its total usage."""
+
+    delta: StopDelta
+    usage: MessagesUsage
+
+
+class MessageStop(StreamEvent, tag="message_stop"):
+    """The last event."""
+
+
+MessagesEvent = (
+    MessageStart
+    | ContentBlockStart
+    | ContentBlockDelta
+    | ContentBlockStop
+    | MessageDelta
+    | MessageStop
+)
+
+
+class CountedTokens(msgspec.Struct):
+    """The response of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class MessagesFormatter:
+    """Formats one response."""
+
+    def __init__(self, generation: Generation, *, model: str, blocks: AnswerBlocks) -> None:
+        self._generation = generation
+        self._model = model
+        self._blocks = blocks
+        self._started = False
+
+    def chunk(self, delta: OutputDelta) -> list[MessagesEvent]:
+        """Events of a delta, none without text; the first and last delta have additional ones."""
+        events: list[MessagesEvent] = []
+        if not self._started:
+            message = self._response([])
+            message.usage.output_tokens = 0  # the message is still empty
+            events.append(MessageStart(message=message))
+            self._started = True
+        events += map(_event, self._blocks.take(delta))
+        if self._blocks.finish_reason:
+            end = StopDelta(self._stop_reason(), self._blocks.stop_string)
+            events += [MessageDelta(delta=end, usage=self._usage()), MessageStop()]
+        return events
+
+    def usage_chunk(self, usage: Usage) -> list[MessagesEvent]:
+        """Return no events: the event before the last one has the usage."""
+        del usage
+        return []
+
+    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> MessagesResponse:
+        """Return the response that corresponds to all events of a stream."""
+        del usage
+        for delta in deltas:
+            self._blocks.take(delta)
+        response = self._response([_output(block, block.text) for block in self._blocks.blocks])
+        response.stop_reason = self._stop_reason()
+        response.stop_sequence = self._blocks.stop_string
+        return response
+
+    def _response(self, content: list[OutputBlock]) -> MessagesResponse:
+        return MessagesResponse(
+            id=self._generation.request_id,
+            model=self._model,
+            content=content,
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> MessagesUsage:
+        generation = self._generation
+        cached = generation.cached_tokens
+        return MessagesUsage(generation.prompt_tokens - cached, generation.output_tokens, cached)
+
+    def _stop_reason(self) -> str:
+        if self._blocks.stop_string is not None and self._blocks.finish_reason == "stop":
+            return "stop_sequence"
+        reason = self._blocks.finish_reason
+        return _REASONS.get(reason, reason)
+
+
+def _event(step: BlockStep) -> ContentBlockStart | ContentBlockDelta | ContentBlockStop:
+    index = step.block.index
+    match step:
+        case BlockBegins(block):
+            return ContentBlockStart(index=index, content_block=_output(block, ""))
+        case BlockGrows(block, text):
+            return ContentBlockDelta(index=index, delta=_DELTAS[block.kind](text))
+        case BlockEnds():
+            return ContentBlockStop(index=index)
+
+
+def _output(block: AnswerBlock, text: str) -> OutputBlock:
+    match block.kind:
+        case BlockKind.TEXT:
+            return TextOutput(text)
+        case BlockKind.REASONING:
+            return ThinkingOutput(text)
+        case BlockKind.CALL:
+            return ToolUseOutput(block.call_id, block.name, as_object(text))
+
+
+class MessagesModel(msgspec.Struct, tag_field="type", tag="model"):
+    """The served model or an adapter."""
+
+    id: str
+    display_name: str
+    created_at: datetime
+    max_input_tokens: int
+    lifecycle: str = "active"
+
+
+class MessagesModelList(msgspec.Struct):
+    """All models, on one page."""
+
+    data: list[MessagesModel]
+    first_id: str
+    last_id: str
+    has_more: bool = False
+
+
+def messages_model(model: Model) -> MessagesModel:
+    """Convert a model to Anthropic's format."""
+    created_at = datetime.fromtimestamp(model.created, UTC)
+    return MessagesModel(model.id, model.id, created_at, model.max_model_len)
+
+
+def messages_model_list(models: Sequence[Model]) -> MessagesModelList:
+    """Convert models, at least one, to Anthropic's format."""
+    data = [messages_model(each) for each in models]
+    return MessagesModelList(data, data[0].id, data[-1].id)
+
+
+NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+"""Names of chat parameters in this API."""
+_DIFFERENT = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
+ShownBlock = TextBlock | ImageBlock | SearchResultBlock | ToolReferenceBlock
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_request(request: MessagesRequest) -> ChatRequest:
+    """Convert a body to a chat request.
+
+    Raises:
+        ParameterRefused: If it has content without a counterpart in chat requests.
+    """
+    choice = request.tool_choice
+    single = choice is not None and choice.disable_parallel_tool_use
+    messages = [*_system(request.system)]
+    for message in request.messages:
+        match message.role:
+            case "user":
+                messages += _user(message)
+            case "assistant":
+                messages.append(_assistant(message))
+            case "system":
+                messages += _system(_texts(message))
+    last = messages[-1] if messages else None
+    return ChatRequest(
+        messages=messages,
+        continue_final_message=last is not None and _is_started(last),
+        stop=request.stop_sequences,
+        tools=[_tool(each, index) for index, each in enumerate(request.tools or ())] or None,
+        tool_choice=_choice(request),
+        parallel_tool_calls=False if single else None,
+        response_format=_format(request),
+        chat_template_kwargs=_template_arguments(request),
+        **shared_fields(request, but=_DIFFERENT),
+    )
+
+
+def _is_started(last: Message) -> bool:
+    """True if the last message is a prefilled answer, which the model continues."""
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
+
+
+def _system(system: str | list[TextBlock] | None) -> list[Message]:
+    if not system:
+        return []
+    return [Message("system", system if isinstance(system, str) else _content(system))]
+
+
+def _texts(message: DialogueMessage) -> str | list[TextBlock]:
+    if isinstance(message.content, str):
+        return message.content
+    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    if len(texts) < len(message.content):
+        raise _misplaced("system", "text")
+    return texts
+
+
+def _user(message: DialogueMessage) -> list[Message]:
+    """Convert a user turn; tool results become separate messages, in order."""
+    if isinstance(message.content, str):
+        return [Message("user", message.content)]
+    made: list[Message] = []
+    parts: list[ShownBlock] = []
+    for block in message.content:
+        match block:
+            case TextBlock() | ImageBlock() | SearchResultBlock():
+                parts.append(block)
+            case ToolResultBlock(tool_use_id=call, content=content):
+                if parts:
+                    made.append(Message("user", _content(parts)))
+                    parts = []
+                text = content if isinstance(content, str) else _content(content or ())
+                made.append(Message("tool", text, tool_call_id=call))
+            case _:
+                raise _misplaced("user", "text, image, search_result or tool_result")
+    if parts or not made:
+        made.append(Message("user", _content(parts)))
+    return made
+
+
+def _assistant(message: DialogueMessage) -> Message:
+    if isinstance(message.content, str):
+        return Message("assistant", message.content)
+    parts: list[TextBlock | ImageBlock] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for block in message.content:
+        match block:
+            case TextBlock():
+                parts.append(block)
+            case ThinkingBlock(thinking=text):
+                thoughts.append(text)
+            case ToolUseBlock(id=made, name=name, input=arguments):
+                calls.append(ToolCall(CalledFunction(name, arguments), made))
+            case RedactedThinkingBlock():
+                pass
+            case _:
+                raise _misplaced("assistant", "text, tool_use or thinking")
+    return Message(
+        "assistant",
+        _content(parts),
+        tool_calls=calls or None,
+        reasoning_content="\n".join(thoughts) or None,
+    )
+
+
+def _misplaced(role: str, allowed: str) -> ParameterRefused:
+    return out_of_bounds(
+        "messages",
+        value=f"another content block with role {role}",
+        limit=allowed,
+        remedy="send it in a message with a matching role",
+    )
+
+
+def _content(blocks: Sequence[ShownBlock]) -> str | list[Any]:
+    """Convert blocks to content; a single text block becomes a string, which every template accepts."""
+    parts = [_part(block) for block in blocks]
+    texts = [part.text for part in parts if isinstance(part, TextPart)]
+    return "".join(texts) if len(texts) == len(parts) <= 1 else parts
+
+
+def _part(block: ShownBlock) -> TextPart | ImagePart:
+    match block:
+        case TextBlock(text=text):
+            return TextPart(text)
+        case ImageBlock():
+            return _image(block)
+        case SearchResultBlock(content=content, source=source, title=title):
+            return TextPart(
+                "\n".join(filter(None, (title, source, *(one.text for one in content))))
+            )
+        case ToolReferenceBlock(tool_name=name):
+            return TextPart(name)
+
+
+def _image(block: ImageBlock) -> ImagePart:
+    source = block.source
+    if source.type == "url" and source.url:
+        return ImagePart(source.url)
+    if source.type == "base64" and source.data and source.media_type:
+        before, data = f"data:{source.media_type};base64,", source.data
+        if isinstance(data, TextWithBase64):
+            start = len(before) + data.start
+            return ImagePart(TextWithBase64.of(before + data, start, data.base64))
+        return ImagePart(before + data)
+    raise out_of_bounds(
+        "messages",
+        value=f"an image whose source is {shown(source.type)}",
+        limit="base64 with data and media_type, or url with url",
+        remedy="send the image in one of these ways",
+    )
+
+
+def _tool(tool: MessagesTool, index: int) -> Tool:
+    if tool.type not in {None, "custom"}:
+        remedy = "describe a function with name and input_schema for the client to carry out"
+        where = f"tools[{index}]"
+        raise unsupported_type(tool.type, where) or unsupported(f"{where}.type", remedy=remedy)
+    return Tool(function=FunctionTool(tool.name, tool.description, tool.input_schema))
+
+
+def _choice(request: MessagesRequest) -> str | ToolChoice | None:
+    choice = request.tool_choice
+    if choice is None:
+        return None
+    if choice.type == "tool" and choice.name:
+        return ToolChoice("function", NamedTool(choice.name))
+    if choice.type not in _CHOICES:
+        raise out_of_bounds(
+            "tool_choice.type",
+            value=shown(choice.type),
+            limit="auto, any, none, or tool with a name",
+            remedy="send one of these",
+        )
+    return _CHOICES[choice.type]
+
+
+def _format(request: MessagesRequest) -> ResponseFormat | None:
+    requested = request.output_config.format if request.output_config is not None else None
+    if requested is None:
+        return None
+    if requested.type != "json_schema":
+        raise unsupported("output_config.format.type", remedy="send json_schema as its type")
+    return ResponseFormat("json_schema", NamedSchema(schema=requested.schema))
+
+
+def _template_arguments(request: MessagesRequest) -> dict[str, bool | int | float | str] | None:
+    if request.thinking is None:
+        return request.chat_template_kwargs
+    thinks = request.thinking.type != "disabled"
+    return {"enable_thinking": thinks, **(request.chat_template_kwargs or {})}
