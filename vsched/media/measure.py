@@ -25,7 +25,7 @@ from vsched.media.sources import is_data, read_embedded, read_local
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     ImagePlan,
-    ImageProcessor,
+    ImageProcessing,
     PixelBounds,
     Preprocessor,
     extent_bytes,
@@ -89,7 +89,7 @@ def image_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
     return reference.image if isinstance(reference, BoundedImage) else reference
 
 
-Images = TypeVar("Images", bound=ImageProcessor)
+Images = TypeVar("Images", bound=ImageProcessing)
 
 
 def within(preprocessor: Images, bounds: PixelBounds | None, pixels_max: int) -> Images:

@@ -558,7 +558,7 @@ def no_pixel_bounds() -> RequestRefused:
     )
 
 
-class ImageProcessor(ABC):
+class ImageProcessing(ABC):
     """Converts images to arrays: a `Preprocessor`, or the image processor built by its `ImageRecipe`."""
 
     @abstractmethod
@@ -581,7 +581,7 @@ class ImageProcessor(ABC):
         raise no_pixel_bounds()
 
 
-class Preprocessor(ImageProcessor):
+class Preprocessor(ImageProcessing):
     """The checkpoint's tokenizer, chat template and image processor; thread-safe, torch-free while it runs.
 
     The defaults are those of a model that takes no images.
@@ -662,7 +662,7 @@ class Preprocessor(ImageProcessor):
         raise _images_refused()
 
     def process_image(self, image: Image.Image) -> Arrays:
-        """See `ImageProcessor`."""
+        """See `ImageProcessing`."""
         raise _images_refused()
 
     def image_recipe(self) -> ImageRecipe | None:

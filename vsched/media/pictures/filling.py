@@ -14,7 +14,7 @@ from vsched.media.decode import DecodeLimits, decode
 from vsched.media.embeddings import Embedding, write_rows
 from vsched.media.measure import Measured, within
 from vsched.types import ArraySpec
-from vsched.worker.contract import ImageProcessor, Preprocessor, view_arrays
+from vsched.worker.contract import ImageProcessing, Preprocessor, view_arrays
 
 
 def process(
@@ -40,7 +40,7 @@ def process_encoded(
     encoded: bytes,
     specs: Sequence[ArraySpec],
     extent: npt.NDArray[np.uint8],
-    preprocessor: ImageProcessor,
+    preprocessor: ImageProcessing,
     limits: DecodeLimits,
 ) -> None:
     """Fill an extent with the planned arrays of an encoded image; see `process`."""

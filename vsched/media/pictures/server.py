@@ -24,7 +24,7 @@ from vsched.media.pictures.processes import (
     PictureOutcome,
     PictureWork,
 )
-from vsched.worker.contract import ImageProcessor
+from vsched.worker.contract import ImageProcessing
 
 NAME = "vsched: pictures"
 
@@ -34,14 +34,14 @@ _FAILED = PictureOutcome(
 )
 
 
-def _answer(channel: Channel, work: tuple[ImageProcessor, DecodeLimits], arena: Arena) -> bytes:
+def _answer(channel: Channel, work: tuple[ImageProcessing, DecodeLimits], arena: Arena) -> bytes:
     """Read one call, process or inspect its image, and return the encoded outcome."""
     order = msgspec.json.decode(read_frame(channel), type=PictureOrder)
     return msgspec.json.encode(_outcome(order, read_frame(channel), work, arena))
 
 
 def _outcome(
-    order: PictureOrder, encoded: bytes, work: tuple[ImageProcessor, DecodeLimits], arena: Arena
+    order: PictureOrder, encoded: bytes, work: tuple[ImageProcessing, DecodeLimits], arena: Arena
 ) -> PictureOutcome:
     preprocessor, limits = work
     place = order.place
