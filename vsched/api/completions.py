@@ -153,7 +153,7 @@ def _effort(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> int:
 
 
 class CompletionEndpoint:
-    """An ASGI application for one of the two endpoints."""
+    """Continue a text."""
 
     name = "completions"
     id_prefix = "cmpl"
@@ -470,7 +470,7 @@ def _wording(
 
 
 class ChatEndpoint(CompletionEndpoint):
-    """The chat endpoint: messages and images instead of a prompt."""
+    """Continue a conversation, with images."""
 
     name = "chat"
     id_prefix = "chatcmpl"
