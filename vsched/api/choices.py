@@ -30,13 +30,13 @@ class Drawn(msgspec.Struct, frozen=True):
         return sum(found) / max(len(found), 1)
 
     @property
-    def told(self) -> int:
+    def reported(self) -> int:
         """Number of prompt log-probabilities in its response."""
         report = self.generation.prompt_report
         return 0 if report is None else report.values
 
 
-class AcceptedAnswers:
+class AcceptedChoices:
     """Choices for all prompts of one HTTP request: prompt by prompt, the same number for each.
 
     The choices of one prompt are accepted together; if a later prompt is refused, those already accepted are aborted.
@@ -45,14 +45,14 @@ class AcceptedAnswers:
     def __init__(self) -> None:
         self._families: list[Sequence[Generation]] = []
 
-    def add(self, answers: Sequence[Generation]) -> None:
+    def add(self, choices: Sequence[Generation]) -> None:
         """Add the choices of the next prompt."""
-        self._families.append(answers)
+        self._families.append(choices)
 
     @property
     def generations(self) -> list[Generation]:
         """All choices in order."""
-        return [one for answers in self._families for one in answers]
+        return [one for choices in self._families for one in choices]
 
     @property
     def usage(self) -> Usage:
@@ -74,9 +74,9 @@ class AcceptedAnswers:
         """
         chosen: list[Drawn] = []
         index = 0
-        for answers in self._families:
+        for choices in self._families:
             drawn = []
-            for generation in answers:
+            for generation in choices:
                 deltas: list[OutputDelta] = []
                 async for delta in generation:
                     record.output(index)
@@ -110,11 +110,11 @@ class SseWriter:
     """Writes the deltas of one or several choices as events."""
 
     def __init__(
-        self, exchange: HttpExchange, record: RequestRecord, answers: Sequence[Voice]
+        self, exchange: HttpExchange, record: RequestRecord, choices: Sequence[Voice]
     ) -> None:
         self._exchange = exchange
         self._record = record
-        self._answers = answers
+        self._choices = choices
         self._outcomes: dict[int, str] = {}
         self._full: asyncio.Future[Awaitable[None] | None] | None = None
 
@@ -125,12 +125,12 @@ class SseWriter:
             RequestFailed: If one ended in an error; nothing is written after it.
         """
         loop = asyncio.get_running_loop()
-        for index, (generation, _) in enumerate(self._answers):
+        for index, (generation, _) in enumerate(self._choices):
             generation.subscribe(partial(self._on_news, index))
         try:
             while True:
                 self._full = loop.create_future()
-                for index in range(len(self._answers)):
+                for index in range(len(self._choices)):
                     self._on_news(index)
                 rest = await self._full
                 if rest is not None:
@@ -138,20 +138,20 @@ class SseWriter:
                 if self._over:
                     return self._outcomes[0]
         finally:
-            for generation, _ in self._answers:
+            for generation, _ in self._choices:
                 generation.subscribe(None)
             if self._full is not None and self._full.done() and not self._full.cancelled():
                 self._full.exception()  # mark as retrieved, in case the task was cancelled
 
     @property
     def _over(self) -> bool:
-        return len(self._outcomes) == len(self._answers)
+        return len(self._outcomes) == len(self._choices)
 
     def _on_news(self, index: int) -> None:
         full = self._full
         if full is None or full.done():
             return  # the task writes next
-        generation = self._answers[index].generation
+        generation = self._choices[index].generation
         try:
             while index not in self._outcomes and (delta := generation.take()) is not None:
                 rest = self._write(index, delta)
@@ -168,4 +168,4 @@ class SseWriter:
         self._record.output(index)
         if delta.finish_reason is not None:
             self._outcomes[index] = delta.finish_reason
-        return self._exchange.send_event_nowait(self._answers[index].formatter.chunk(delta))
+        return self._exchange.send_event_nowait(self._choices[index].formatter.chunk(delta))

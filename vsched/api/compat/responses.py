@@ -86,11 +86,11 @@ class ResponsesEndpoint(ChatEndpoint):
         refuse_unsupported(request)
         with named_as(NAMES):
             job = await self.job_of(chat_request(request), request_id)
-        return msgspec.structs.replace(job, asked=msgspec.structs.replace(request, input=""))
+        return msgspec.structs.replace(job, requested=msgspec.structs.replace(request, input=""))
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         assert not index, "requests of this API have a single choice"
-        assert isinstance(job.asked, ResponsesRequest)
+        assert isinstance(job.requested, ResponsesRequest)
         return ResponsesFormatter(
             generation,
             created=job.created,
@@ -99,8 +99,8 @@ class ResponsesEndpoint(ChatEndpoint):
                 job.wording(index) if job.wording is not None else None,
                 logprobs=job.sampling.logprobs is not None,
             ),
-            asked=job.asked,
-            told=partial(chat_logprob, preprocessor=self._engine.preprocessor),
+            requested=job.requested,
+            reported=partial(chat_logprob, preprocessor=self._engine.preprocessor),
         )
 
 
@@ -113,7 +113,7 @@ _EVENTS = {
 
 
 class ResponsesFormatter:
-    """Formats one response; it repeats settings of the request `asked`; `told` formats the logprob of a token."""
+    """Formats one response; it repeats settings of the request `requested`; `reported` formats the logprob of a token."""
 
     def __init__(
         self,
@@ -122,27 +122,27 @@ class ResponsesFormatter:
         created: int,
         model: str,
         blocks: AnswerBlocks,
-        asked: ResponsesRequest,
-        told: Callable[[TokenLogprob], ChatLogprob],
+        requested: ResponsesRequest,
+        reported: Callable[[TokenLogprob], ChatLogprob],
     ) -> None:
         self._generation = generation
         self._created = created
         self._model = model
         self._blocks = blocks
-        self._asked = asked
-        self._told = told
-        self._begun = False
+        self._requested = requested
+        self._reported = reported
+        self._started = False
 
     def chunk(self, delta: OutputDelta) -> list[ResponsesEvent]:
         """Events of a delta, none without text; the first and last delta have additional ones."""
         events: list[ResponsesEvent] = []
-        if not self._begun:
+        if not self._started:
             response = self._response("in_progress", [])
             events += [
                 ResponsesEvent(type="response.created", response=response),
                 ResponsesEvent(type="response.in_progress", response=response),
             ]
-            self._begun = True
+            self._started = True
         for step in self._blocks.take(delta):
             events += self._events(step)
         if self._blocks.finish_reason:
@@ -197,7 +197,7 @@ class ResponsesFormatter:
         if block.kind is not BlockKind.CALL:
             event.content_index = 0
         if block.kind is BlockKind.TEXT:
-            event.logprobs = list(map(self._told, logprobs))
+            event.logprobs = list(map(self._reported, logprobs))
         return event
 
     def _part_event(
@@ -232,7 +232,7 @@ class ResponsesFormatter:
         """The only part of a message or reasoning; a call has none."""
         match block.kind:
             case BlockKind.TEXT if not empty:
-                logprobs = list(map(self._told, block.logprobs))
+                logprobs = list(map(self._reported, block.logprobs))
                 return [OutputTextPart(block.text, logprobs=logprobs)]
             case BlockKind.TEXT:
                 return [OutputTextPart("")]
@@ -253,7 +253,7 @@ class ResponsesFormatter:
         return response
 
     def _response(self, status: str, output: list[OutputItem]) -> ResponseObject:
-        asked = self._asked
+        requested = self._requested
         has_ended = status != "in_progress"
         return ResponseObject(
             id=self._generation.request_id,
@@ -262,18 +262,18 @@ class ResponsesFormatter:
             model=self._model,
             output=output,
             usage=self._usage() if has_ended else None,
-            instructions=asked.instructions,
-            max_output_tokens=asked.max_output_tokens,
-            metadata=asked.metadata or {},
-            parallel_tool_calls=asked.parallel_tool_calls is not False,
-            reasoning=asked.reasoning,
-            temperature=asked.temperature,
-            text=_with_format(asked.text),
-            tool_choice="auto" if asked.tool_choice is None else asked.tool_choice,
-            tools=asked.tools or [],
-            top_logprobs=asked.top_logprobs or 0,
-            top_p=asked.top_p,
-            user=asked.user,
+            instructions=requested.instructions,
+            max_output_tokens=requested.max_output_tokens,
+            metadata=requested.metadata or {},
+            parallel_tool_calls=requested.parallel_tool_calls is not False,
+            reasoning=requested.reasoning,
+            temperature=requested.temperature,
+            text=_with_format(requested.text),
+            tool_choice="auto" if requested.tool_choice is None else requested.tool_choice,
+            tools=requested.tools or [],
+            top_logprobs=requested.top_logprobs or 0,
+            top_p=requested.top_p,
+            user=requested.user,
         )
 
     def _usage(self) -> ResponsesUsage:
@@ -437,8 +437,8 @@ def _choice(choice: str | ResponsesToolChoice | None) -> str | ToolChoice | None
 
 
 def _format(request: ResponsesRequest) -> ResponseFormat | None:
-    asked = request.text.format if request.text is not None else None
-    if asked is None:
+    requested = request.text.format if request.text is not None else None
+    if requested is None:
         return None
-    schema = NamedSchema(asked.name, asked.description, asked.schema, asked.strict)
-    return ResponseFormat(asked.type, schema if asked.type == "json_schema" else None)
+    schema = NamedSchema(requested.name, requested.description, requested.schema, requested.strict)
+    return ResponseFormat(requested.type, schema if requested.type == "json_schema" else None)
