@@ -47,7 +47,7 @@ SAMPLINGS = (
 LOOKUP = (
     'generate.drafting={use="prompt-lookup", ngram=1, gain_min=0.01, speedup_min=0, pause_steps=4}'
 )
-SWAPPED = ("generate.preemption.manner=swap", "generate.swap_memory=64MiB")
+SWAPPED = ("generate.preemption.mode=swap", "generate.swap_memory=64MiB")
 THREADS = ("encode.threads=2", "generate.threads=2")
 WAYS: dict[str, tuple[str, ...]] = {
     "nano25 bfloat16": ("model.dtype=bfloat16",),

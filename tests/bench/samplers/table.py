@@ -118,7 +118,7 @@ def table(found: Mapping[str, Sequence[SamplerRow]]) -> str:
             low, high = row.spread_ms
             text = f"{row.step_ms:.2f} ({low:.2f}-{high:.2f})"
             cells.setdefault((row.requested, row.logits, row.rows), {})[side] = text
-    head = ["asked", "logits", "rows", *found]
+    head = ["requested", "logits", "rows", *found]
     lines = [
         [requested, logits, str(count), *(sides_.get(side, "-") for side in found)]
         for (requested, logits, count), sides_ in sorted(

@@ -203,7 +203,7 @@ async def test_server_url_can_be_reached(acted: Acted, host: str, url: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("host", "code", "told"),
+    ("host", "code", "reported"),
     [
         ("127.0.0.1", errno.EACCES, "server.port: .*Permission denied.* from 1024 on"),
         ("192.0.2.1", errno.EADDRNOTAVAIL, "server.host: .*Cannot assign .* 0.0.0.0 or :: for all"),
