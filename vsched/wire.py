@@ -25,7 +25,8 @@ from vsched.errors import RankDesync
 from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Drafted, Finished
-from vsched.policy import AttemptOutcome, RankMemory, Reservation
+from vsched.memory import Sized
+from vsched.policy import RankMemory, Reservation
 from vsched.probes import probe
 
 _HEADER = struct.Struct("<Q16sQ")
@@ -130,14 +131,6 @@ class Reserved(msgspec.Struct, frozen=True, tag=True):
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """A generate rank has loaded its weights and waits for the size of its KV cache."""
 
-    memory: RankMemory
-
-
-class Sized(msgspec.Struct, frozen=True, tag=True):
-    """A rank's vote on the last `SizeKv`, and its measurements."""
-
-    outcome: AttemptOutcome
-    message: str
     memory: RankMemory
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from vsched.errors import DeviceOutOfMemory, limit_message
+from vsched.errors import DeviceOutOfMemory
+from vsched.memory import Sized
 from vsched.policy import RankMemory
 from vsched.types import ModelInfo
-from vsched.wire import Sized, SizeKv
+from vsched.wire import SizeKv
 from vsched.worker.contract import GenerateWorker, ImagePlan
 from vsched.worker.drafting.model import DraftWorker
 from vsched.worker.memory import KV_REMEDY, memory_errors
@@ -86,11 +87,9 @@ class KvBuilder:
         expected = self.kv_bytes + self.state_bytes
         released = self._tear_down()
         if released + LEAK_SLACK_BYTES < expected:
-            message = limit_message(
-                "the KV cache was dropped and its memory did not come back (bytes released)",
-                value=released,
-                limit=f"at least {expected}",
-                remedy="mend the worker plug-in, which keeps a reference to the cache",
+            message = (
+                "the KV cache was dropped and its memory did not come back (bytes released): "
+                f"value {released}, limit at least {expected}"
             )
             memory = self._measured(released_bytes=released)
             self._abort()
@@ -111,8 +110,9 @@ class KvBuilder:
                 memory = self._measured(peak_bytes=self._memory.peak(), released_bytes=released)
                 return Sized(outcome="fits", message="", memory=memory)
         except DeviceOutOfMemory as error:
-            # Only its text is kept: the traceback refers to the memory of the failed step.
-            message = f"{doing} of {order.tokens} tokens: {error}"
+            # Only its text is kept: the traceback refers to the memory of the failed step. The remedy is left out:
+            # the policy has a better one.
+            message = f"{doing} of {order.tokens} tokens: {error.summary}"
         self._abort()
         memory = self._measured(peak_bytes=self._memory.peak(), released_bytes=released)
         return Sized(outcome="out_of_memory", message=message, memory=memory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Generic
 
 from vsched.errors import ConfigError, RankDesync
@@ -53,7 +52,7 @@ class RankLoading(Generic[Link]):
         self._host = host or RankHost()
         self._ready: list[Ready] = []
         self._builder: KvBuilder
-        self._finish: Callable[[int], None]
+        self._finish: Callable[[], None]
 
     def begin(self) -> None:
         """Load the models; orders about the KV cache follow.
@@ -88,7 +87,7 @@ class RankLoading(Generic[Link]):
                         f"{blocks} KV blocks are accepted, {builder.blocks} stand on this rank"
                     )
                 builder.settle()
-                self._finish(blocks)
+                self._finish()
             case Heartbeat():
                 pass
             case entry:
@@ -119,7 +118,7 @@ class RankLoading(Generic[Link]):
         # Before memory is measured, because it needs some for a large vocabulary.
         grammars = plugin.load_grammars(spec.info)
         image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
-        self._builder = KvBuilder(
+        builder = self._builder = KvBuilder(
             worker,
             spec.info,
             role.limits,
@@ -128,27 +127,37 @@ class RankLoading(Generic[Link]):
             draft=draft,
             collect=host.collect,
         )
-        member.report(Loaded(self._builder.measure()))
-        self._finish = partial(
-            self._finish_generator, role.limits, member, worker, grammars, adapters, draft
-        )
+        member.report(Loaded(builder.measure()))
+
+        def finish() -> None:
+            member.stage = self._generate_rank(role.limits, worker, grammars, draft, builder.blocks)
+            memory = {"weights": worker.weights_bytes, "kv": builder.kv_bytes, **adapters}
+            memory |= host.memory()
+            if draft is not None:
+                memory["draft model"] = draft.worker.weights_bytes
+            if role.limits.swap_blocks:
+                block_bytes = role.limits.block_size * spec.info.kv_bytes_per_token
+                memory["swap"] = role.limits.swap_blocks * block_bytes
+            if spec.info.state_bytes:
+                memory["state"] = builder.state_bytes
+            self._ready.append(Ready(builder.blocks, memory, member.stage.hooks()))
+            self._report_ready()
+
+        self._finish = finish
         self.sizing = member
 
-    def _finish_generator(
+    def _generate_rank(
         self,
         limits: StepLimits,
-        member: Member[Link],
         worker: GenerateWorker,
         grammars: Grammars | None,
-        adapters: dict[str, int],
         draft: DraftWorker | None,
         blocks: int,
-    ) -> None:
+    ) -> GenerateRank:
         info = self._spec.info
-        block_bytes = limits.block_size * info.kv_bytes_per_token
         if limits.swap_blocks:
             _build_swap(worker, limits.swap_blocks)
-        member.stage = GenerateRank(
+        return GenerateRank(
             worker,
             self._arena.embeddings,
             slots=limits.slots,
@@ -160,18 +169,6 @@ class RankLoading(Generic[Link]):
             draft_model=None if draft is None else _draft_model(draft, info, limits, blocks),
             now_ns=self._host.now_ns,
         )
-        memory = {"weights": worker.weights_bytes, "kv": blocks * block_bytes, **adapters}
-        memory |= self._host.memory()
-        if draft is not None:
-            memory["draft model"] = draft.worker.weights_bytes
-            memory["kv"] += blocks * limits.block_size * draft.info.kv_bytes_per_token
-        if limits.swap_blocks:
-            memory["swap"] = limits.swap_blocks * block_bytes
-        if info.state_bytes:
-            count = limits.slots + limits.state_snapshots
-            memory["state"] = count * info.state_bytes
-        self._ready.append(Ready(blocks, memory, member.stage.hooks()))
-        self._report_ready()
 
     def _report_ready(self) -> None:
         self.sizing = None

@@ -99,7 +99,7 @@ def memory_errors(doing: str, *, remedy: str) -> Iterator[None]:
     `remedy` names the settings for this process. Workers convert errors of torch themselves.
     """
     # Created in advance, because that needs memory.
-    failure = DeviceOutOfMemory(f"memory ran out while {doing}. Remedy: {remedy}.")
+    failure = DeviceOutOfMemory(f"memory ran out while {doing}", remedy=remedy)
     try:
         yield
     except (MemoryError, SystemError, ImportError, OSError, RuntimeError) as error:

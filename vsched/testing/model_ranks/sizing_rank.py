@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vsched.memory import Accepted, KvNegotiation
+from vsched.memory import Accepted, KvNegotiation, Sized
 from vsched.policy import Build, MemoryView, Probe, RankMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.stand_in_workers import StandInGenerator, stand_in_info
-from vsched.wire import Sized, SizeKv
+from vsched.wire import SizeKv
 from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import StepLimits
 
