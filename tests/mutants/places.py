@@ -49,8 +49,8 @@ _FUNCTIONS: dict[str, str] = {
     "vsched.wire:FollowerLog": "accept",
     "vsched.wire:": "encode_report decode_report check_of",
     "vsched.worker.member:Member": "listen is_next carry_out _step",
-    "vsched.worker.member:Following": "advance awaited left_s heard_nothing",
-    "vsched.aio.leader.failure_detector:ProcessLiveness": "hear",
+    "vsched.worker.member:Following": "advance awaited left_s received_nothing",
+    "vsched.aio.leader.failure_detector:ProcessLiveness": "receive",
     "vsched.aio.leader.failure_detector:FailureDetector": "expect due answered renew failure backlog",
     "vsched.aio.leader.failure_detector:ResultComparison": "add",
     "vsched.aio.leader.leader:Leader": """

@@ -167,9 +167,9 @@ def _alone() -> Iterator[None]:
 
 def _lines(file: io.FileIO) -> Iterator[dict[str, Any]]:
     """Yield a fork's output line by line, until it ends or is silent for too long."""
-    heard = b""
+    received = b""
     while select.select([file], [], [], SILENT_S)[0] and (more := file.read(1 << 16)):
-        *lines, heard = (heard + more).split(b"\n")
+        *lines, received = (received + more).split(b"\n")
         yield from map(json.loads, lines)
 
 

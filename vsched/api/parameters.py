@@ -11,8 +11,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from vsched.api.contract import ApiSettings
-from vsched.api.errors import ParameterRefused, out_of_bounds, shown
-from vsched.api.fields.unserved import find_unsupported_type
+from vsched.api.errors import ParameterRefused, check_count, out_of_bounds, shown
 from vsched.api.formatters import AnswerOptions
 from vsched.api.request_schema import (
     ChatRequest,
@@ -22,6 +21,7 @@ from vsched.api.request_schema import (
     TextPart,
     TokenizeRequest,
 )
+from vsched.api.unsupported import find_unsupported_type
 from vsched.errors import limit_message
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
@@ -169,9 +169,9 @@ def sampling_params(
             limit=f"{min_tokens_limit} (max_tokens)",
             remedy="ask for fewer tokens",
         )
-    told = alternatives("prompt_logprobs", request.prompt_logprobs, info, settings)
+    reported = alternatives("prompt_logprobs", request.prompt_logprobs, info, settings)
     if echo and logprobs is not None:
-        told = max(told or 0, alternatives("logprobs", logprobs, info, settings) or 0)
+        reported = max(reported or 0, alternatives("logprobs", logprobs, info, settings) or 0)
     logprobs = alternatives("logprobs", logprobs, info, settings)
 
     def given(value: float | None, default: float) -> float:
@@ -197,7 +197,7 @@ def sampling_params(
         ignore_eos=request.ignore_eos,
         show_special=request.skip_special_tokens is False,
         logprobs=logprobs,
-        prompt_logprobs=told,
+        prompt_logprobs=reported,
         prompt_only=max_tokens == 0,
         logit_bias=_logit_bias(request.logit_bias, info, settings),
         bad_words=bad_words,
@@ -244,13 +244,7 @@ def _logit_bias(
     biases: dict[str, float] | None, info: ModelInfo, settings: ApiSettings
 ) -> tuple[tuple[int, float], ...]:
     biases = biases or {}
-    if len(biases) > settings.logit_bias_max:
-        raise out_of_bounds(
-            "logit_bias",
-            value=f"{len(biases)} tokens",
-            limit=f"{settings.logit_bias_max} tokens",
-            remedy="send fewer",
-        )
+    check_count("logit_bias", len(biases), settings.logit_bias_max, "tokens")
     strange = [
         name
         for name in biases
@@ -279,44 +273,30 @@ def bad_words(
         ParameterRefused: If they are too many or too long.
     """
     words = request.bad_words or []
-    if len(words) > settings.bad_words_max:
-        raise out_of_bounds(
-            "bad_words",
-            value=f"{len(words)} words",
-            limit=f"{settings.bad_words_max} words",
-            remedy="send fewer",
-        )
+    check_count("bad_words", len(words), settings.bad_words_max, "words")
     found: list[tuple[int, ...]] = []
     for word in words:
-        if not 0 < len(word) <= settings.stop_characters_max:
-            raise out_of_bounds(
-                "bad_words",
-                value=f"{len(word)} characters",
-                limit=f"1 to {settings.stop_characters_max} characters",
-                remedy="send a word of that length",
-            )
+        _check_length("bad_words", word, settings, "a word")
         texts = (word.lstrip() or word, " " + word.lstrip())
         found += (tuple(preprocessor.tokenize(text, images=False)) for text in texts)
     return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
 
+def _check_length(param: str, text: str, settings: ApiSettings, what: str) -> None:
+    if not 0 < len(text) <= settings.stop_characters_max:
+        raise out_of_bounds(
+            param,
+            value=f"{len(text)} characters",
+            limit=f"1 to {settings.stop_characters_max} characters",
+            remedy=f"send {what} of that length",
+        )
+
+
 def _stop(stop: str | list[str] | None, settings: ApiSettings) -> tuple[str, ...]:
     strings = [stop] if isinstance(stop, str) else stop or []
-    if len(strings) > settings.stop_max:
-        raise out_of_bounds(
-            "stop",
-            value=f"{len(strings)} strings",
-            limit=f"{settings.stop_max} strings",
-            remedy="send fewer",
-        )
+    check_count("stop", len(strings), settings.stop_max, "strings")
     for text in strings:
-        if not 0 < len(text) <= settings.stop_characters_max:
-            raise out_of_bounds(
-                "stop",
-                value=f"{len(text)} characters",
-                limit=f"1 to {settings.stop_characters_max} characters",
-                remedy="send a stop string of that length",
-            )
+        _check_length("stop", text, settings, "a stop string")
     return tuple(strings)
 
 
@@ -324,13 +304,7 @@ def _stop_token_ids(
     token_ids: list[int] | None, info: ModelInfo, settings: ApiSettings
 ) -> tuple[int, ...]:
     token_ids = token_ids or []
-    if len(token_ids) > settings.stop_token_ids_max:
-        raise out_of_bounds(
-            "stop_token_ids",
-            value=f"{len(token_ids)} tokens",
-            limit=f"{settings.stop_token_ids_max} tokens",
-            remedy="send fewer",
-        )
+    check_count("stop_token_ids", len(token_ids), settings.stop_token_ids_max, "tokens")
     check_vocabulary("stop_token_ids", token_ids, info)
     return tuple(token_ids)
 
@@ -364,13 +338,13 @@ def check_cache_salt(request: SamplingFields, settings: ApiSettings) -> str:
         ParameterRefused: If it is too long.
     """
     salt = request.cache_salt or ""
-    if len(salt) > settings.cache_salt_characters_max:
-        raise out_of_bounds(
-            "cache_salt",
-            value=f"{len(salt)} characters",
-            limit=f"{settings.cache_salt_characters_max} characters",
-            remedy="send a shorter salt",
-        )
+    check_count(
+        "cache_salt",
+        len(salt),
+        settings.cache_salt_characters_max,
+        "characters",
+        remedy="send a shorter salt",
+    )
     return salt
 
 
@@ -449,13 +423,13 @@ def answer_count(
     if drawn > wanted and request.stream:
         message = "`best_of` above n is not available in streams. Remedy: send stream = false, or best_of = n."
         raise ParameterRefused(message, param="best_of")
-    if prompts * drawn > settings.answers_max:
+    if prompts * drawn > settings.choices_max:
         param = "best_of" if drawn > wanted else "n" if wanted > 1 else "prompt"
         raise out_of_bounds(
             param,
             value=f"{prompts} prompts, {drawn} answers each",
-            limit=f"{settings.answers_max} answers",
-            remedy="ask for fewer at once or raise server.answers_max",
+            limit=f"{settings.choices_max} answers",
+            remedy="ask for fewer at once or raise server.choices_max",
         )
     return wanted, drawn
 
@@ -468,7 +442,7 @@ def answer_options(
     usage_always: bool = False,
 ) -> AnswerOptions:
     """Options for the contents of the response besides text."""
-    asked = request.prompt_logprobs
+    requested = request.prompt_logprobs
     stream = request.stream_options or StreamOptions()
     usage = bool(request.stream) and (usage_always or stream.include_usage)
     return AnswerOptions(
@@ -477,7 +451,7 @@ def answer_options(
         token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         shows_special=sampling.show_special,
-        prompt_logprobs=sampling.prompt_logprobs if asked == -1 else asked,
+        prompt_logprobs=sampling.prompt_logprobs if requested == -1 else requested,
         echo=echo,
         echo_logprobs=sampling.logprobs or 0,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from vsched.api.http_exchange import HttpExchange
-from vsched.api.middleware.request_id import sent_id
-from vsched.api.middleware.tenants import tenant_of
+from vsched.api.middleware.access import tenant_of
+from vsched.api.middleware.response_tags import sent_id
 from vsched.record.journal import KeptRequest, RequestJournal
 
 _INLINE_BYTES = 64 * 1024
@@ -20,7 +20,7 @@ async def keep_request(
     request_id: str,
     created: int,
     seed: int,
-    answers: int,
+    choices: int,
 ) -> None:
     """Save a request that is about to be accepted, and number its stream events, so that clients can resume.
 
@@ -34,12 +34,12 @@ async def keep_request(
         tenant=tenant_of(exchange.scope),
         created=created,
         seed=seed,
-        answers=answers,
+        choices=choices,
         body=body,
     )
     if len(body) <= _INLINE_BYTES:
         kept = journal.keep(request)
     else:
         kept = await asyncio.to_thread(journal.keep, request)
-    if kept and answers == 1:
+    if kept and choices == 1:
         exchange.number_events()

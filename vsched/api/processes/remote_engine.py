@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+from starlette.types import Receive, Scope, Send
 
 from vsched.aio.grammar_checks import GrammarChecks, grammar_processes
 from vsched.aio.pending_arrivals import PendingArrivals
@@ -14,6 +16,8 @@ from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.sink import Answering
 from vsched.aio.streams.stream import StopScope, TokenStream
 from vsched.aio.streams.table import StreamTable
+from vsched.api.http_exchange import ROOMLESS_BYTES, HttpExchange
+from vsched.api.processes.link import Link
 from vsched.api.processes.messages import (
     AcceptedRequest,
     Arrive,
@@ -29,14 +33,45 @@ from vsched.api.processes.messages import (
     Turn,
     Up,
 )
-from vsched.api.processes.outbox import UpBox
 from vsched.assembly import media_settings
-from vsched.errors import RequestFailed, RequestRefused
+from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
-from vsched.record.left import Begun
+from vsched.record.left import PartialOutput
 from vsched.types import FinishReason, ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker
+
+
+class UpBox:
+    """Messages of an API process, in order."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._waiting: list[Up] = []
+        self._large = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, message: Up) -> None:
+        """Send a message, together with the others of this iteration."""
+        if not self._waiting:
+            self._loop.call_soon(self.flush)
+        self._waiting.append(message)
+
+    async def put_large(self, message: Up) -> None:
+        """Send a large message after all earlier ones, once the engine has read previous large messages.
+
+        Blocks: until then, or until the link is lost.
+        """
+        async with self._large:
+            await self._link.writable()
+            self.flush()
+            self._link.send([message])
+
+    def flush(self) -> None:
+        """Send the collected messages."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._link.send(waiting)
 
 
 class _Pending:
@@ -44,12 +79,12 @@ class _Pending:
 
     def __init__(
         self,
-        asked: Request,
+        requested: Request,
         request_ids: tuple[str, ...],
         make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.asked = asked
+        self.requested = requested
         self.request_ids = request_ids
         self.make_stop_scope = make_stop_scope
         self.prompt_token_ids: list[int] = []
@@ -87,9 +122,9 @@ class RemoteEngine:
         self._lost = False
         self._next = 1
         self._pending: dict[int, _Pending] = {}
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._requested: dict[int, asyncio.Future[Any]] = {}
         self._streams = StreamTable(self._on_broken)
-        self._answers: dict[str, int] = {}
+        self._choices: dict[str, int] = {}
         self._media: MediaPipeline | None = None
         self._grammars: GrammarChecks
         self._tells_prompts = False
@@ -144,31 +179,31 @@ class RemoteEngine:
         for tokens in turn.tokenized:
             self._answer(tokens.number, tokens.token_ids)
         self._streams.report(turn.prompts)
-        told = turn.logprobs
+        reported = turn.logprobs
         for index, (number, token) in enumerate(zip(turn.numbers, turn.tokens, strict=True)):
-            self._streams.take(number, token, told.get(index) if told else None)
+            self._streams.take(number, token, reported.get(index) if reported else None)
         for finish in turn.finished:
-            self._answers.pop(finish.request_id, None)
+            self._choices.pop(finish.request_id, None)
             self._streams.finish(finish)
 
     def lose(self, why: str) -> None:
         """Fail every request, because the engine is gone."""
         self._lost = True
         error = RequestFailed(why, code="stopping", status=503, retry_after_s=5)
-        for number in [*self._pending, *self._asked]:
+        for number in [*self._pending, *self._requested]:
             self._refuse(number, error)
-        self._answers.clear()
+        self._choices.clear()
         self._streams.fail_all(why, code="stopping")
 
     def _answer(self, number: int, value: object) -> None:
-        asked = self._asked.pop(number, None)
-        if asked is not None and not asked.done():
-            asked.set_result(value)
+        requested = self._requested.pop(number, None)
+        if requested is not None and not requested.done():
+            requested.set_result(value)
 
     def _refuse(self, number: int, error: RequestRefused | RequestFailed) -> None:
-        asked, pending = self._asked.pop(number, None), self._pending.pop(number, None)
-        if asked is not None and not asked.done():
-            asked.set_exception(error)
+        requested, pending = self._requested.pop(number, None), self._pending.pop(number, None)
+        if requested is not None and not requested.done():
+            requested.set_exception(error)
         if pending is not None:
             pending.refuse(error)
 
@@ -176,17 +211,17 @@ class RemoteEngine:
         pending = self._pending.pop(accepted.number, None)
         if pending is None:
             return  # it was cancelled meanwhile
-        told = accepted.prompt_token_ids
-        token_ids = pending.prompt_token_ids if told is None else told
+        reported = accepted.prompt_token_ids
+        token_ids = pending.prompt_token_ids if reported is None else reported
         streams = self._make_streams(pending, token_ids)
         for number, stream in enumerate(streams, accepted.number):
-            self._answers[stream.request_id] = number
+            self._choices[stream.request_id] = number
             self._streams.add(number, stream)
         pending.accepted.set_result(streams)
 
     def _make_streams(self, pending: _Pending, token_ids: list[int]) -> list[TokenStream]:
         """Create the token streams of a request's choices, as in the engine's process."""
-        sampling = pending.asked.sampling
+        sampling = pending.requested.sampling
         own = () if sampling.ignore_eos else self.info.stop_token_ids
         stops = frozenset(check_stop_tokens(sampling.stop_token_ids, own))
         top = sampling.prompt_logprobs
@@ -209,7 +244,7 @@ class RemoteEngine:
         ]
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
-        number = self._answers.get(request_id)
+        number = self._choices.get(request_id)
         if number is not None:
             self._box.put(End(number, reason))
 
@@ -218,7 +253,7 @@ class RemoteEngine:
 
     # --- requests ---
 
-    async def generate_answers(
+    async def generate_choices(
         self,
         *,
         prompt: Prompt,
@@ -231,11 +266,11 @@ class RemoteEngine:
         tenant: str = "",
         session: str = "",
         adapter: str = "",
-        begun: Begun | None = None,
+        started: PartialOutput | None = None,
         make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> list[TokenStream]:
-        """Like `Engine.generate_answers`."""
-        asked = Request(
+        """Like `Engine.generate_choices`."""
+        requested = Request(
             request_id=request_ids[0],
             prompt_token_ids=[],
             sampling=sampling,
@@ -247,11 +282,11 @@ class RemoteEngine:
         )
         self._check_there()
         number, self._next = self._next, self._next + len(request_ids)
-        pending = self._pending[number] = _Pending(asked, tuple(request_ids), make_stop_scope)
-        self._box.put(Arrive(number, asked, pending.request_ids, len(images), adapter, begun))
+        pending = self._pending[number] = _Pending(requested, tuple(request_ids), make_stop_scope)
+        self._box.put(Arrive(number, requested, pending.request_ids, len(images), adapter, started))
         try:
             await pending.entered
-            with pending.preparing.begin(asked.request_id):
+            with pending.preparing.begin(requested.request_id):
                 await self._prepare(pending, number, prompt, images)
             return await pending.accepted
         except BaseException:
@@ -265,7 +300,7 @@ class RemoteEngine:
     ) -> None:
         """Do the preparation that belongs to this process, and submit the request."""
         assert self._media is not None, "requests arrive only after loading"
-        sampling = pending.asked.sampling
+        sampling = pending.requested.sampling
         if sampling.prompt_logprobs is not None and not self._tells_prompts:
             raise prompts_untold()
         await self._grammars.check(sampling)
@@ -301,15 +336,15 @@ class RemoteEngine:
     async def _call(self, make: Callable[[int], Up], *, is_large: bool = False) -> Any:
         self._check_there()
         number, self._next = self._next, self._next + 1
-        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        requested = self._requested[number] = asyncio.get_running_loop().create_future()
         try:
             if is_large:
                 await self._box.put_large(make(number))
             else:
                 self._box.put(make(number))
-            return await asked
+            return await requested
         finally:
-            self._asked.pop(number, None)
+            self._requested.pop(number, None)
 
     def _check_there(self) -> None:
         """Raise an error if the engine is gone."""
@@ -319,3 +354,46 @@ class RemoteEngine:
 
 def _to_send(images: Sequence[ImageReference]) -> list[SentImage]:
     return [SentImage.of(image) for image in images]
+
+
+class AskEngine:
+    """ASGI application that forwards requests to the engine's process; a disconnect does not cancel them."""
+
+    def __init__(self, ask: Callable[[Callable[[int], Ask]], Awaitable[HttpReply]]) -> None:
+        """Use `ask` to send messages: it assigns a number to a message and returns the reply."""
+        self._ask = ask
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.answer_itself(self._answer(exchange, scope, send))
+
+    async def _answer(self, exchange: HttpExchange, scope: Scope, send: Send) -> None:
+        pieces = await exchange.read_body(ROOMLESS_BYTES, _no_room)
+
+        def requested(number: int) -> Ask:
+            return Ask(
+                number=number,
+                method=scope["method"],
+                path=scope["path"],
+                query=scope.get("query_string", b""),
+                headers=[(bytes(name), bytes(value)) for name, value in scope["headers"]],
+                body=b"".join(pieces),
+            )
+
+        reply = await self._ask(requested)
+        exchange.started = True
+        await send(
+            {"type": "http.response.start", "status": reply.status, "headers": reply.headers}
+        )
+        await send({"type": "http.response.body", "body": reply.body})
+
+
+async def _no_room(size: int) -> Any:
+    message = limit_message(
+        "the request body is too large for this path",
+        value=f"{size} bytes",
+        limit=f"{ROOMLESS_BYTES} bytes with several server.processes",
+        remedy="send a smaller body",
+    )
+    raise RequestRefused(message, code="body_too_large", status=413)

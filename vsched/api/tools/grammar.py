@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from vsched.api.errors import ParameterRefused
-from vsched.api.fields.closed_schemas import closed
 from vsched.api.request_schema import FunctionTool
-from vsched.api.tools.arguments.kinds import resolved, types_of
+from vsched.api.structured_outputs import closed
+from vsched.api.tools.arguments import resolved, types_of
 from vsched.api.tools.formats import CallFormat, TaggedArguments, ValueArguments
 
 Node = str | dict[str, Any]
@@ -194,8 +194,8 @@ class _Values(_Arguments):
         first: Node = ""
         for name, each, needed in reversed(_properties(schema)):
             item = self._rule(_all(key(name), self._value(each)))
-            begun = _all(item, rest)
-            first = begun if needed else {"any": [begun, first]}
+            started = _all(item, rest)
+            first = started if needed else {"any": [started, first]}
             more = _all(self._form.comma, item, rest)
             rest = self._rule(more if needed else {"any": [more, rest]})
         return first

@@ -7,15 +7,21 @@ from hashlib import blake2b
 
 from msgspec import UNSET
 
-from vsched.api.responses import (
+from vsched.api.response_schema import (
     ChatDelta,
     ChatMessage,
     FunctionOutput,
     ToolCallDelta,
     ToolCallOutput,
 )
-from vsched.api.tools.reader import AnswerReader, CallBegins, ContentText, Event, Reasoning
-from vsched.api.tools.template_reader import TemplateReader
+from vsched.api.tools.reader import (
+    AnswerReader,
+    CallBegins,
+    ContentText,
+    Event,
+    Reasoning,
+    TemplateReader,
+)
 
 ID_CHARACTERS = 9
 """Length of a call id: Mistral's templates require this one; others accept any."""
@@ -83,8 +89,8 @@ class AnswerWording:
                 reasoning += "" if self._hides_reasoning else event.text
             elif isinstance(event, CallBegins):
                 made = self._call_id()
-                begun = FunctionOutput(event.name)
-                calls.append(ToolCallDelta(self._calls, begun, id=made, type="function"))
+                started = FunctionOutput(event.name)
+                calls.append(ToolCallDelta(self._calls, started, id=made, type="function"))
                 self._calls += 1
             else:
                 if not calls:  # continues from an earlier piece

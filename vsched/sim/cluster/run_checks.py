@@ -114,7 +114,7 @@ def check_detection(world: World, observer: EngineObserver, deadlines: Deadlines
         until_ns = struck.now_ns + int((limit_s + AT_ONCE_S) * SECOND_NS)
         group = getattr(struck.fault, "group", "")
         if until_ns < now_ns and not _was_lost(observer, group, struck.now_ns, until_ns):
-            world.violate(f"not noticed within {limit_s:g} s: {_told(struck)}")
+            world.violate(f"not noticed within {limit_s:g} s: {_reported(struck)}")
 
 
 def check_hosts(
@@ -125,8 +125,10 @@ def check_hosts(
     slow = {fault.host for fault in faults if isinstance(fault, HostCut | SlowHostLink)}
     for strike in strikes:
         fault = strike.fault
-        told = isinstance(fault, HostCrash) and fault.manner == "killed" and fault.host not in slow
-        limit_s = BROKEN_S if told else silence_s(deadlines) + AT_ONCE_S
+        reported = (
+            isinstance(fault, HostCrash) and fault.mode == "killed" and fault.host not in slow
+        )
+        limit_s = BROKEN_S if reported else silence_s(deadlines) + AT_ONCE_S
         until_ns = strike.at_ns + int(limit_s * SECOND_NS)
         if until_ns >= world.loop.now_ns() or not (
             isinstance(fault, HostCrash) or fault.end_ns > until_ns
@@ -147,7 +149,7 @@ def _was_lost(observer: EngineObserver, group: str, since_ns: int, until_ns: int
     )
 
 
-def _told(struck: Struck) -> str:
+def _reported(struck: Struck) -> str:
     return f"{struck.fault} struck at {struck.now_ns / SECOND_NS:.9f} s"
 
 

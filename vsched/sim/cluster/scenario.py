@@ -64,7 +64,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         slower: Factor on step durations.
         host_links: Properties of the links to other hosts.
-        answers_max: Maximum number of choices per request.
+        choices_max: Maximum number of choices per request.
         shut_down_ns: When the server is stopped while clients wait; by default it runs until
             everything has recovered.
     """
@@ -77,7 +77,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     links: LinkProfile
     slower: float
     host_links: HostLinkProfile = HostLinkProfile()
-    answers_max: int = 1
+    choices_max: int = 1
     shut_down_ns: int | None = None
 
     def with_policies(self, tables: Mapping[str, PolicyTable]) -> Scenario:
@@ -136,7 +136,7 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
         config = msgspec.structs.replace(drawn.config, model=model, generate=generate)
         return msgspec.structs.replace(drawn, config=config)
     if seed % 10 == 3:
-        return msgspec.structs.replace(drawn, answers_max=3)
+        return msgspec.structs.replace(drawn, choices_max=3)
     if seed % 10 == 9:
         return _with_adapters(drawn)
     if seed % 10 == 1:
@@ -206,7 +206,7 @@ def _with_swapping(drawn: Scenario) -> Scenario:
     generate = msgspec.structs.replace(
         generate,
         swap_memory=places * generate.block_size * info.kv_bytes_per_token,
-        preemption={**generate.preemption, "manner": "swap"},
+        preemption={**generate.preemption, "mode": "swap"},
     )
     return msgspec.structs.replace(
         drawn, config=msgspec.structs.replace(drawn.config, generate=generate)
@@ -374,7 +374,7 @@ async def play(scenario: Scenario) -> ScenarioReport:
         links=scenario.links,
         host_links=scenario.host_links,
         costs=slower_by(scenario.slower),
-        answers_max=scenario.answers_max,
+        choices_max=scenario.choices_max,
     )
     await engine.start()
     try:

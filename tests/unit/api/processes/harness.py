@@ -17,11 +17,10 @@ from vsched.api.app import create_operations
 from vsched.api.contract import ApiSettings
 from vsched.api.metrics import ApiMetrics
 from vsched.api.processes import remote_engine as remote_engine_module
-from vsched.api.processes.desk import Desk
+from vsched.api.processes.desk import Desk, TurnBox
 from vsched.api.processes.link import Link
 from vsched.api.processes.messages import Counted, Served, TakesRequests, Turn, Up
-from vsched.api.processes.outbox import TurnBox, UpBox
-from vsched.api.processes.remote_engine import RemoteEngine
+from vsched.api.processes.remote_engine import RemoteEngine, UpBox
 from vsched.config import Config
 from vsched.engine import Engine
 from vsched.media import MediaPipeline, MediaSettings, PixelStore
@@ -108,11 +107,11 @@ class Joined:
     @property
     def numbers(self) -> tuple[int, int, int]:
         """Number of live requests in the kernel, in the desk, and in the process: all 0 in the end."""
-        told = self.played.shell.statistics()
+        reported = self.played.shell.statistics()
         desk = len(self.desk._arriving) + len(self.desk._live)
         remote = self.remote
-        known = len(remote._pending) + len(remote._answers) + len(remote._streams._by_number)
-        return told["running"] + told["waiting"], desk, known
+        known = len(remote._pending) + len(remote._choices) + len(remote._streams._by_number)
+        return reported["running"] + reported["waiting"], desk, known
 
     async def turns(self, count: int = 12) -> None:
         """Let the loop turn a few times: long enough for any message, since all parts share this process."""

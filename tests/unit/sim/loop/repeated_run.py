@@ -33,7 +33,7 @@ async def talk(seed: int) -> None:
     DIGEST.update(plan.to_json().encode())
     network = Network(current(), rng, Injector(plan, current()), profile=PROFILE)
     for group in GROUPS:
-        leader = network.listen(f"ipc://{group}", lambda *heard: note("heard", *heard))
+        leader = network.listen(f"ipc://{group}", lambda *received: note("heard", *received))
         ends = [network.connect(f"ipc://{group}", rank) for rank in range(2)]
         for index in range(50):
             for rank, end in enumerate(ends):

@@ -13,8 +13,8 @@ from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, post
 from vsched.api import ApiSettings, create_app
 from vsched.api.bodies.long_base64 import LONG_BYTES
 from vsched.api.bodies.reading import SMALL_BYTES
-from vsched.api.dialects.messages.request import chat_request
-from vsched.api.dialects.messages.schema import MessagesRequest
+from vsched.api.compat.messages import chat_request
+from vsched.api.compat.messages_schema import MessagesRequest
 from vsched.api.request_schema import ChatRequest
 from vsched.media.base64_text import base64_of
 
@@ -99,11 +99,11 @@ def test_a_history_with_calls_and_images() -> None:
 
 
 def test_an_answer_that_is_begun_goes_on() -> None:
-    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]
-    assert meant(messages=begun).continue_final_message
+    started = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]
+    assert meant(messages=started).continue_final_message
     call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
-    begun[1] = {"role": "assistant", "content": [call]}  # type: ignore[dict-item]
-    assert not meant(messages=begun).continue_final_message
+    started[1] = {"role": "assistant", "content": [call]}  # type: ignore[dict-item]
+    assert not meant(messages=started).continue_final_message
 
 
 async def test_parameters_reach_the_engine() -> None:
