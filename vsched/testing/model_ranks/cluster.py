@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 
 import msgspec
 
+from vsched.errors import PolicyError
 from vsched.failures import EncodeErrorKind, LostTooOften, Simulated
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
@@ -328,6 +329,19 @@ class ModelCluster:
         prompt = request.prompt_token_ids
         seed, length = prompt_seed(prompt), len(prompt)
         return [output_token(seed, length + index) for index in range(request.sampling.max_tokens)]
+
+    def check_policies(self) -> None:
+        """Raise the first failure of a policy, with the traceback of each failure as a note.
+
+        Raises:
+            PolicyError: When a call raised or returned an invalid answer.
+        """
+        faults = [notice for notice in self.notices if notice.startswith("policy ")]
+        if faults:
+            error = PolicyError(faults[0])
+            for trace in self.kernel.policy_failures.values():
+                error.add_note("".join(trace.format()).rstrip())
+            raise error
 
     def check_settled(self) -> None:
         """Assert that every request was served correctly or refused, and that nothing is held."""
