@@ -13,6 +13,7 @@ from vsched.errors import RankDesync
 from vsched.kernel.decisions import (
     ChunkItem,
     ChunkPlan,
+    EncodeDecision,
     GenerateDecision,
     Join,
     Leave,
@@ -315,6 +316,13 @@ def test_generate_rank_stops_at_what_does_not_fit(decision: GenerateDecision, me
     with pytest.raises(RankDesync, match=message):
         rank.apply(decision)
     assert len(worker.batches) == 1
+
+
+def test_generate_rank_refuses_decisions_of_the_other_stage() -> None:
+    """A log of the wrong group is a divergence, too."""
+    rank = rank_of(Script())
+    with pytest.raises(RankDesync, match="a generate rank heard a decision of an encode group"):
+        rank.carry_out(EncodeDecision(1, []))
 
 
 def test_generate_rank_goes_on_from_no_blocks_alone_where_there_is_a_state() -> None:
