@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,7 +18,12 @@ from vsched.config.policies import check_combinations, check_together
 from vsched.config.section import PolicyTable
 from vsched.sim.cluster.client_sessions import adapter_name
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
-from vsched.sim.cluster.operators import Operation, draw_adapter_changes, draw_operations
+from vsched.sim.cluster.operators import (
+    Operation,
+    draw_adapter_changes,
+    draw_operations,
+    draw_replacements,
+)
 from vsched.sim.cluster.plugin import SEEN_TOKENS_MAX, SEES_IMAGES, plugin
 from vsched.sim.cluster.pressure import draw_patterns, press_arrivals, press_config
 from vsched.sim.cost.model import CostModel
@@ -86,6 +91,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
                 config = msgspec.structs.replace(config, **{name: table})
         return msgspec.structs.replace(self, config=config)
 
+    def with_operations(self, more: Iterable[Operation]) -> Scenario:
+        """Return the scenario with further operator actions."""
+        operations = sorted((*self.operations, *more), key=lambda each: each.at_ns)
+        return msgspec.structs.replace(self, operations=tuple(operations))
+
     def with_faults(self, plan: FaultPlan) -> Scenario:
         """Return the scenario with another fault plan."""
         return msgspec.structs.replace(self, plan=plan)
@@ -124,6 +134,9 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
         generate = msgspec.structs.replace(drawn.config.generate, max_batch_tokens=room)
         config = msgspec.structs.replace(drawn.config, model=model, generate=generate)
         return msgspec.structs.replace(drawn, config=config)
+    if seed % 10 == 2:
+        rng = random.Random(f"policies {seed}")  # noqa: S311
+        return drawn.with_operations(draw_replacements(rng, SPAN_NS))
     if seed % 10 == 3:
         return msgspec.structs.replace(drawn, answers_max=3)
     if seed % 10 == 9:
@@ -211,13 +224,9 @@ def _with_adapters(drawn: Scenario) -> Scenario:
         load_s=10.0,
     )
     rng = random.Random(f"adapters {drawn.seed}")  # noqa: S311
-    changes = draw_adapter_changes(rng, SPAN_NS)
-    operations = sorted((*drawn.operations, *changes), key=lambda each: each.at_ns)
-    return msgspec.structs.replace(
-        drawn,
-        config=msgspec.structs.replace(drawn.config, adapters=adapters),
-        operations=tuple(operations),
-    )
+    config = msgspec.structs.replace(drawn.config, adapters=adapters)
+    changed = drawn.with_operations(draw_adapter_changes(rng, SPAN_NS))
+    return msgspec.structs.replace(changed, config=config)
 
 
 def _draw_plain(seed: int, requests: int) -> Scenario:
