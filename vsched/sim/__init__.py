@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from vsched.sim.faults.plan import (
         DecodeError,
         Disconnect,
-        EncodeFailure,
         FaultPlan,
         FetchStall,
         GroupOutage,
@@ -66,7 +65,6 @@ __all__ = [
     "DecodeError",
     "Disconnect",
     "EncodeCost",
-    "EncodeFailure",
     "EncodeSample",
     "FaultPlan",
     "FetchStall",
@@ -127,7 +125,6 @@ _MODULES = {
     "DecodeError": "vsched.sim.faults.plan",
     "Disconnect": "vsched.sim.faults.plan",
     "EncodeCost": "vsched.sim.cost.model",
-    "EncodeFailure": "vsched.sim.faults.plan",
     "EncodeSample": "vsched.sim.cost.model",
     "FaultPlan": "vsched.sim.faults.plan",
     "FetchStall": "vsched.sim.faults.plan",

@@ -26,7 +26,7 @@ from vsched.sim.cluster.operators import (
 )
 from vsched.sim.cluster.plugin import SEEN_TOKENS_MAX, SEES_IMAGES, plugin
 from vsched.sim.cluster.pressure import draw_patterns, press_arrivals, press_config
-from vsched.sim.cost.model import CostModel
+from vsched.sim.cost.calibration import slower
 from vsched.sim.faults.plan import (
     FAULTS_MAX,
     HOST_KINDS,
@@ -268,17 +268,6 @@ def draw_pressed(seed: int, *, requests: int) -> Scenario:
     )
 
 
-def slower_by(factor: float) -> CostModel:
-    """Return the quick costs times `factor`."""
-    scaled = {
-        stage: type(cost)(
-            **{name: factor * value for name, value in msgspec.structs.asdict(cost).items()}
-        )
-        for stage, cost in (("encode", QUICK.encode), ("generate", QUICK.generate))
-    }
-    return msgspec.structs.replace(QUICK, **scaled)
-
-
 def draw_config(rng: random.Random) -> Config:
     """Draw a small engine: replicas, ranks, policies, and scarce resources."""
     base = small_config()
@@ -371,7 +360,7 @@ async def play(scenario: Scenario) -> ScenarioReport:
         faults=scenario.plan,
         links=scenario.links,
         host_links=scenario.host_links,
-        costs=slower_by(scenario.slower),
+        costs=slower(QUICK, scenario.slower, scenario.slower),
         answers_max=scenario.answers_max,
     )
     await engine.start()
