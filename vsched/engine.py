@@ -35,7 +35,7 @@ from vsched.aio.serving import (
     RunningParts,
     Sink,
     load_front_end,
-    submit_answers,
+    submit_choices,
     token_stream,
 )
 from vsched.aio.shell import start_shell
@@ -66,7 +66,7 @@ from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.media.pixels import PixelStore
 from vsched.memory import Ledger
 from vsched.policy import Policy
-from vsched.record.left import Begun
+from vsched.record.left import PartialOutput
 from vsched.record.recorder import check_record_path
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
@@ -241,11 +241,11 @@ class Engine:
         session: str = "",
         adapter: str = "",
     ) -> Generation:
-        """Like `generate_answers`, for a single choice.
+        """Like `generate_choices`, for a single choice.
 
         The request is aborted if its reader stops reading; see `Generation`.
         """
-        (generation,) = await self.generate_answers(
+        (generation,) = await self.generate_choices(
             prompt=prompt,
             images=images,
             sampling=sampling,
@@ -259,7 +259,7 @@ class Engine:
         )
         return generation
 
-    async def generate_answers(
+    async def generate_choices(
         self,
         *,
         prompt: Prompt,
@@ -272,7 +272,7 @@ class Engine:
         tenant: str = "",
         session: str = "",
         adapter: str = "",
-        begun: Begun | None = None,
+        started: PartialOutput | None = None,
         make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> list[Generation]:
         """Prepare the images, submit a request with one choice per id, and return once it is accepted.
@@ -280,7 +280,7 @@ class Engine:
         The choices share the prompt, which is computed once, and differ in their seeds; the first has the seed of
         `sampling`. Either all are accepted or none. `max_tokens` of 0 means up to the end of the context. Without
         `sampling`, `max_tokens` is 0 and the rest comes from the checkpoint's defaults. `adapter` is the name of a
-        loaded adapter, empty for the base model; `begun` is the part of an answer that an earlier engine process had
+        loaded adapter, empty for the base model; `started` is the part of an answer that an earlier engine process had
         generated before it died. `make_stop_scope` returns a `StopScope`, which limits stop strings to parts of the
         text; by default they apply everywhere. Cancelling undoes everything.
 
@@ -296,7 +296,7 @@ class Engine:
         adapter = checked_argument("adapter", adapter, str)
         prompt = checked_prompt(prompt)
         images = checked_images(images)
-        asked = request_of(
+        requested = request_of(
             names[0],
             {
                 "sampling": self._default_sampling() if sampling is None else sampling,
@@ -308,36 +308,38 @@ class Engine:
             },
         )
         streams = await self.accept(
-            asked,
+            requested,
             names,
             adapter=adapter,
             images=len(images),
-            prepare=lambda parts: parts.prepare(prompt, images, asked.cache_salt, asked.sampling),
+            prepare=lambda parts: parts.prepare(
+                prompt, images, requested.cache_salt, requested.sampling
+            ),
             make_answer=partial(
                 token_stream, self.preprocessor.detokenizer, make_stop_scope=make_stop_scope
             ),
-            begun=begun,
+            started=started,
         )
         return [Generation(stream) for stream in streams]
 
     async def accept(
         self,
-        asked: Request,
+        requested: Request,
         request_ids: Sequence[str],
         *,
         adapter: str,
         images: int,
         prepare: Callable[[RunningParts], Awaitable[PreparedRequest]],
         make_answer: Callable[[Answering], Sink],
-        begun: Begun | None = None,
+        started: PartialOutput | None = None,
     ) -> list[Sink]:
         """Admit a request, prepare it, submit it, and return the sinks of its choices.
 
-        `asked` is the request without prompt and images, and `images` the number of its images; `prepare` is called
+        `requested` is the request without prompt and images, and `images` the number of its images; `prepare` is called
         once the request is admitted. Cancelling undoes everything.
 
         Raises:
-            RequestRefused, RequestFailed: As in `generate_answers`.
+            RequestRefused, RequestFailed: As in `generate_choices`.
         """
         parts = self._serving()
         received_s = time.perf_counter()
@@ -350,21 +352,21 @@ class Engine:
                 await arrival.admit(
                     Arrived(
                         arrival.arrival_id,
-                        asked.tenant,
-                        asked.priority,
-                        asked.ttft_target_ms,
+                        requested.tenant,
+                        requested.priority,
+                        requested.ttft_target_ms,
                         images=images,
-                        answers=len(request_ids),
-                        outputs_max=asked.sampling.max_tokens,
+                        choices=len(request_ids),
+                        outputs_max=requested.sampling.max_tokens,
                     )
                 )
                 prepared = await prepare(parts)
                 given.callback(prepared.lease.release)
                 # Accepted before a drain, it is served: the engine's state is not checked again.
-                return submit_answers(
+                return submit_choices(
                     parts.shell,
                     msgspec.structs.replace(
-                        asked, prompt_token_ids=prepared.token_ids, items=prepared.items
+                        requested, prompt_token_ids=prepared.token_ids, items=prepared.items
                     ),
                     request_ids,
                     arrival=arrival,
@@ -375,7 +377,7 @@ class Engine:
                     give_back=given.close,
                     on_timeline=self._recent.append,
                     preprocess_ms=(time.perf_counter() - received_s) * 1e3,
-                    begun=begun,
+                    started=started,
                 )
         except BaseException:
             given.close()

@@ -96,24 +96,26 @@ def _listen(following: Following[RankLink], timeout_s: float) -> None:
     """Block until a message arrives in one of the logs that can have the next turn."""
     awaited = following.awaited()
     if len(awaited) == 1:
-        heard = awaited[0].listen(timeout_s) or awaited[0].listen(following.grace_s)
+        received = awaited[0].listen(timeout_s) or awaited[0].listen(following.grace_s)
     else:
         # Usually a message is there already: decisions are ahead of steps.
-        heard = _look(awaited)
-        if not heard:
+        received = _look(awaited)
+        if not received:
             links = [member.link for member in awaited]
-            heard = wait_readable(links, following.left_s()) or wait_readable(
+            received = wait_readable(links, following.left_s()) or wait_readable(
                 links, following.grace_s
             )
             _look(awaited)
-    if not heard:
-        following.heard_nothing()
+    if not received:
+        following.received_nothing()
 
 
 def _look(members: Sequence[Member[RankLink]]) -> bool:
     """Receive pending messages from each link without waiting; return True if there were any."""
-    heard = [member.listen(0) for member in members]  # read every link, even if others had messages
-    return any(heard)
+    received = [
+        member.listen(0) for member in members
+    ]  # read every link, even if others had messages
+    return any(received)
 
 
 def _exit_with_parent(run_dir: str) -> None:

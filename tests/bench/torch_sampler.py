@@ -74,7 +74,7 @@ def main() -> None:
     for rows in (1, 8, 64):
         ours, theirs = (measure_sampler(make, rows=[rows], **sizes) for make in makers)
         for one, other in zip(ours, theirs, strict=True):
-            table.add_row(one.logits, str(rows), one.asked, _text(one), _text(other))
+            table.add_row(one.logits, str(rows), one.requested, _text(one), _text(other))
     Console(width=100).print(table)
 
 

@@ -185,16 +185,16 @@ def logits_table(path: str, calibration: str) -> Table:
     lines.append(("as they are, KV int8", ask(path, "auto", 0, kv_dtype="int8")))
     for kind, group in FORMATS[1:]:
         for activations, suffix in (("float", ""), ("int8", ", rows int8")):
-            told = ask(path, kind, group, activations=activations)
-            lines.append((f"{kind}, {group}{suffix}", told))
+            reported = ask(path, kind, group, activations=activations)
+            lines.append((f"{kind}, {group}{suffix}", reported))
         if calibration:
-            told = ask(path, kind, group, calibration=calibration)
-            lines.append((f"{kind}, {group}, calibrated", told))
-    for name, told in lines:
+            reported = ask(path, kind, group, calibration=calibration)
+            lines.append((f"{kind}, {group}, calibrated", reported))
+    for name, reported in lines:
         row = (
-            f"{100 * told.apart:.2f} %",
-            f"{100 * told.same:.2f} %",
-            f"{told.right} of {told.asked}",
+            f"{100 * reported.apart:.2f} %",
+            f"{100 * reported.same:.2f} %",
+            f"{reported.right} of {reported.requested}",
         )
         table.add_row(name, *row)
     return table

@@ -25,13 +25,13 @@ class Told(NamedTuple):
     Attributes:
         apart: Difference of logits relative to their size, both as root mean squares.
         same: Share of tokens on which both models agree.
-        right: Number of right answers out of `asked`.
+        right: Number of right answers out of `requested`.
     """
 
     apart: float
     same: float
     right: int
-    asked: int
+    requested: int
 
 
 def ask(
@@ -54,7 +54,7 @@ def ask(
     plain = Stage.load(path, attention="auto", dtype="float32")
     made = Stage.load(path, attention="auto", dtype="float32", settings=settings, kv_dtype=kv_dtype)
     twins = Twins(made.generator, plain.generator)
-    plugin, right, asked = TransformersPlugin(), 0, 0
+    plugin, right, requested = TransformersPlugin(), 0, 0
     for task in plugin.exam_tasks():
         for turn, *_ in plugin.exam(task, QUESTIONS, seed=1):
             images = [Image.open(io.BytesIO(image)) for image in turn.images]
@@ -64,8 +64,8 @@ def ask(
             sequence, wanted = answered.sequence, made.preprocessor.tokenize(turn.answer)
             found = sequence.tokens[sequence.prompt_length :].tolist()
             right += found[: len(wanted)] == list(wanted)
-            asked += 1
+            requested += 1
     one, other = (torch.cat(each) for each in twins.logits)
     apart = (one - other).square().mean().sqrt() / other.square().mean().sqrt()
     same = (one.argmax(-1) == other.argmax(-1)).float().mean()
-    return Told(float(apart), float(same), right, asked)
+    return Told(float(apart), float(same), right, requested)

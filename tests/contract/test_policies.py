@@ -23,7 +23,7 @@ from vsched.policy import (
     EncodingView,
     ImagePolicy,
     ItemSpan,
-    Manner,
+    PreemptionMode,
     Policy,
     Preemption,
     PreemptionView,
@@ -213,4 +213,4 @@ def test_preemption_names_a_running_request(registered: RegisteredPolicy) -> Non
         answer = policy.victim(PreemptionView(now_ns=count, running=running))
         preemption = answer if isinstance(answer, Preemption) else Preemption(answer)
         assert 0 <= preemption.victim < count
-        assert preemption.manner in get_args(Manner)
+        assert preemption.mode in get_args(PreemptionMode)

@@ -94,15 +94,15 @@ def test_drafts_go_on_while_tokens_come_faster_by_what_was_measured(
 ) -> None:
     """Twice the tokens in less than twice the time."""
     state = Trials()
-    told = steps(*[1000] * 5) + steps(*[drafted_ns] * 5, drafted=4, accepted=1, start=9)
-    asked = view(
+    reported = steps(*[1000] * 5) + steps(*[drafted_ns] * 5, drafted=4, accepted=1, start=9)
+    requested = view(
         last=policy.guess,
         drafted=5 * policy.tokens,
         accepted=5,
         state=state,
-        measured=Measurements(steps=told),
+        measured=Measurements(steps=reported),
     )
-    found = policy.grant(asked)
+    found = policy.grant(requested)
     assert (found == policy.guess) == goes_on
     assert state.failed == (0 if goes_on else 1)
     assert state.speedup(1) == pytest.approx(2000 / drafted_ns)
@@ -111,9 +111,9 @@ def test_drafts_go_on_while_tokens_come_faster_by_what_was_measured(
 
 def test_drafts_are_not_judged_by_steps_with_prefill_or_seen_before() -> None:
     state = Trials()
-    told = [*steps(1000), StepTime(2, busy_ns=9000, decodes=1, prefill_tokens=50, drafted=4)]
+    reported = [*steps(1000), StepTime(2, busy_ns=9000, decodes=1, prefill_tokens=50, drafted=4)]
     for _ in range(2):
-        PromptLookup().grant(view(state=state, measured=Measurements(steps=told)))
+        PromptLookup().grant(view(state=state, measured=Measurements(steps=reported)))
     assert state.seen_ns == 2
     assert state.kinds[1].plain_ns.value == 1000
     assert state.speedup(1) is None
@@ -124,25 +124,27 @@ def test_one_step_that_was_held_up_does_not_end_drafts(at: int) -> None:
     """Twice the tokens in 1.6 times the time; a neighbour, a garbage collection or a page fault in between."""
     state, busy_ns = Trials(), [1600] * 9
     busy_ns[at] = 50_000
-    told = steps(*[1000] * 9) + steps(*busy_ns, drafted=4, accepted=1, start=10)
+    reported = steps(*[1000] * 9) + steps(*busy_ns, drafted=4, accepted=1, start=10)
     policy = PromptLookup()
-    asked = view(
+    requested = view(
         last=policy.guess,
         drafted=72,
         accepted=9,
         state=state,
-        measured=Measurements(steps=told),
+        measured=Measurements(steps=reported),
     )
-    assert policy.grant(asked) == policy.guess
+    assert policy.grant(requested) == policy.guess
 
 
 def test_drafts_pay_again_in_the_first_trial_after_a_slow_stretch() -> None:
     """All steps with draft tokens were five times slower, then come some without and one trial at full speed."""
     policy, state = PromptLookup(), Trials()
-    told = steps(*[5000] * 40, drafted=4, accepted=1) + steps(*[1000] * 20, start=41)
-    told += steps(*[1100] * 4, drafted=4, accepted=1, start=61)
-    asked = view(last=TRIAL, drafted=16, accepted=4, state=state, measured=Measurements(steps=told))
-    assert policy.grant(asked) == policy.guess
+    reported = steps(*[5000] * 40, drafted=4, accepted=1) + steps(*[1000] * 20, start=41)
+    reported += steps(*[1100] * 4, drafted=4, accepted=1, start=61)
+    requested = view(
+        last=TRIAL, drafted=16, accepted=4, state=state, measured=Measurements(steps=reported)
+    )
+    assert policy.grant(requested) == policy.guess
     assert state.failed == 0
 
 

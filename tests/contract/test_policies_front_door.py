@@ -10,9 +10,9 @@ import pytest
 from vsched.config import Config, load_config
 from vsched.policy import (
     Admit,
+    ArrivingRequest,
+    ArrivalDecision,
     ArrivalView,
-    FrontDoorAnswer,
-    FrontDoorView,
     Hold,
     Redirect,
     RequestPolicy,
@@ -29,10 +29,10 @@ MS = 1_000_000
 SECOND_NS = 1000 * MS
 
 
-def ask(policy: TokenBucket, state: Buckets, at_ms: int, tenant: str = "a") -> FrontDoorAnswer:
+def ask(policy: TokenBucket, state: Buckets, at_ms: int, tenant: str = "a") -> ArrivalDecision:
     now_ns = at_ms * MS
-    request = ArrivalView(tenant=tenant, arrived_ns=now_ns)
-    return policy.arrive(FrontDoorView(now_ns=now_ns, request=request, state=state))
+    request = ArrivingRequest(tenant=tenant, arrived_ns=now_ns)
+    return policy.arrive(ArrivalView(now_ns=now_ns, request=request, state=state))
 
 
 def test_token_bucket_lets_a_burst_in_and_then_a_rate() -> None:
@@ -54,8 +54,8 @@ def test_token_bucket_holds_in_order_and_tells_when_to_come_back() -> None:
     assert (shed.retry_after_s, shed.status) == (1, 429)
     assert "tenant a sends too fast: value over 1 requests at once, limit 1 a second" in shed.reason
     assert ask(policy, state, 5, "b") == Admit()
-    again = ArrivalView(tenant="a", arrived_ns=0, asks=1)
-    view = FrontDoorView(now_ns=SECOND_NS, request=again, state=state)
+    again = ArrivingRequest(tenant="a", arrived_ns=0, asks=1)
+    view = ArrivalView(now_ns=SECOND_NS, request=again, state=state)
     assert policy.arrive(view) == Admit()
 
 
@@ -71,14 +71,14 @@ def first(ended_ms: int, ttft_ms: int) -> FirstTokenTime:
     return FirstTokenTime(ended_ms * MS, ttft_ms * MS, 0, 0, prompt_tokens=1)
 
 
-def late(policy: DeadlineShed, *, waiting: int, target_ms: int | None = None) -> FrontDoorAnswer:
+def late(policy: DeadlineShed, *, waiting: int, target_ms: int | None = None) -> ArrivalDecision:
     """Call the policy with first tokens every 100 ms for requests that waited, and every second if none waited."""
     firsts = [first(1000, 20), first(2000, 20), first(2100, 110), first(2200, 150)]
     now_ns = 3000 * MS
     target_ns = None if target_ms is None else now_ns + target_ms * MS
-    request = ArrivalView(arrived_ns=now_ns, target_ns=target_ns)
+    request = ArrivingRequest(arrived_ns=now_ns, target_ns=target_ns)
     measured = Measurements(first_tokens=firsts)
-    view = FrontDoorView(now_ns=now_ns, request=request, waiting=waiting, measured=measured)
+    view = ArrivalView(now_ns=now_ns, request=request, waiting=waiting, measured=measured)
     return policy.arrive(view)
 
 
@@ -111,12 +111,12 @@ def test_deadline_shed_by_priority_counts_those_that_are_served_before() -> None
         for at in range(1, 41)
     ]
 
-    def answer(priority: int, as_urgent: int, shown: list[FirstTokenTime]) -> FrontDoorAnswer:
+    def answer(priority: int, as_urgent: int, shown: list[FirstTokenTime]) -> ArrivalDecision:
         now_ns = 5000 * MS
-        request = ArrivalView(arrived_ns=now_ns, priority=priority)
+        request = ArrivingRequest(arrived_ns=now_ns, priority=priority)
         measured = Measurements(first_tokens=shown)
         return policy.arrive(
-            FrontDoorView(
+            ArrivalView(
                 now_ns=now_ns, request=request, waiting=99, as_urgent=as_urgent, measured=measured
             )
         )
@@ -131,8 +131,8 @@ def test_deadline_shed_by_priority_counts_those_that_are_served_before() -> None
 
 
 def test_deadline_shed_lets_everybody_in_before_anything_was_measured() -> None:
-    request = ArrivalView(arrived_ns=0)
-    view = FrontDoorView(now_ns=0, request=request, waiting=1000)
+    request = ArrivingRequest(arrived_ns=0)
+    view = ArrivalView(now_ns=0, request=request, waiting=1000)
     assert DeadlineShed().arrive(view) == Admit()
 
 

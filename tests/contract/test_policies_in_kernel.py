@@ -111,32 +111,32 @@ def test_admission_refused_request_does_not_hold_its_cached_prefix(
 class Counted(Gathered, frozen=True, kw_only=True):
     """Counts its calls."""
 
-    asked: ClassVar[list[int]] = []
+    requested: ClassVar[list[int]] = []
 
     def admit(self, view: AdmissionView) -> Admission:
-        self.asked.append(view.now_ns)
+        self.requested.append(view.now_ns)
         return super().admit(view)
 
 
 def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
     """In between it waits for an event or its time, whatever the number of other steps."""
-    Counted.asked.clear()
+    Counted.requested.clear()
     policies = default_policies(generate_admission=Counted(deadline_s=0.1))
     cluster = ModelCluster(make_limits(), policies)
     cluster.submit(make_request("first", words(4), max_tokens=60))
     cluster.wait(200_000_000)
-    assert len(Counted.asked) == 2, "on arrival and at the deadline"
+    assert len(Counted.requested) == 2, "on arrival and at the deadline"
     cluster.submit(make_request("second", words(4)))
     for _ in range(20):
         cluster.run_generate()
-    assert len(Counted.asked) == 3, "the steps of the first request do not call it again"
+    assert len(Counted.requested) == 3, "the steps of the first request do not call it again"
     cluster.submit(make_request("third", words(4)))
     for _ in range(20):
         cluster.run_generate()
-    assert len(Counted.asked) == 4
+    assert len(Counted.requested) == 4
     cluster.wait(200_000_000)
     cluster.run_generate()
-    assert len(Counted.asked) == 5, "one call for both"
+    assert len(Counted.requested) == 5, "one call for both"
     assert cluster.notices == []
     cluster.drain()
     assert joined(cluster) == ["first", "second", "third"]
@@ -145,17 +145,19 @@ def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
 
 def test_gathered_encoder_is_asked_on_arrival_and_at_its_deadline() -> None:
     """Steps of other groups do not make the encode stage call it again."""
-    Counted.asked.clear()
+    Counted.requested.clear()
     policies = default_policies(encode_admission=Counted(deadline_s=0.1))
     cluster = ModelCluster(make_limits(), policies)
     cluster.submit(make_request("text", words(4), max_tokens=60))
-    for asked, name in enumerate("ab", start=1):
+    for requested, name in enumerate("ab", start=1):
         cluster.submit(image_request(name, (name.encode(), 8)))
         for _ in range(20):
             cluster.run_generate()
-        assert len(Counted.asked) == asked, "the steps of the text request do not call it again"
+        assert len(Counted.requested) == requested, (
+            "the steps of the text request do not call it again"
+        )
     cluster.wait(200_000_000)
-    assert len(Counted.asked) == 3, "one call for both"
+    assert len(Counted.requested) == 3, "one call for both"
     assert cluster.encoded == [[b"a", b"b"]]
     assert cluster.notices == []
     cluster.drain()
@@ -181,26 +183,26 @@ def test_gathered_encodes_what_comes_within_the_deadline_together() -> None:
 class CountedFifo(Fifo, frozen=True, kw_only=True):
     """Counts its calls."""
 
-    asked: ClassVar[list[int]] = []
+    requested: ClassVar[list[int]] = []
 
     def admit(self, view: AdmissionView) -> Admission:
-        self.asked.append(view.now_ns)
+        self.requested.append(view.now_ns)
         return super().admit(view)
 
 
 @pytest.mark.parametrize("look_ahead", [0, 3])
 def test_fifo_is_not_asked_again_before_something_changes(look_ahead: int) -> None:
     """A request without blocks is examined again when blocks were freed, not in every step."""
-    CountedFifo.asked.clear()
+    CountedFifo.requested.clear()
     policies = default_policies(generate_admission=CountedFifo(look_ahead=look_ahead))
     cluster = ModelCluster(make_limits(blocks=25, prefix_cache=False), policies)
     cluster.submit(make_request("first", words(4), max_tokens=60))
     cluster.submit(make_request("second", words(96, start=100), max_tokens=2))
     cluster.run_generate()
-    assert len(CountedFifo.asked) == 2
+    assert len(CountedFifo.requested) == 2
     for _ in range(40):
         cluster.run_generate()
-    assert len(CountedFifo.asked) == 2
+    assert len(CountedFifo.requested) == 2
     cluster.drain()
     assert_served(cluster, "first", "second")
 

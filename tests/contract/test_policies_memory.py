@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.memory.views import (
     TOTAL,
-    asked,
+    requested,
     attempted,
     rank_memory,
     reserved,
@@ -60,28 +60,28 @@ def in_order(text: str, *words: str) -> bool:
 )
 def test_auto_profile_probes_the_largest_step(batch_tokens: int, slots: int, tokens: int) -> None:
     """`max(batch tokens + slots, 8192)` tokens, in whole blocks, no more."""
-    assert asked(AutoProfile(), batch_tokens=batch_tokens, slots=slots) == Probe(tokens)
+    assert requested(AutoProfile(), batch_tokens=batch_tokens, slots=slots) == Probe(tokens)
 
 
 def test_auto_profile_probes_less_than_is_free() -> None:
     """If 8,192 tokens exceed the free memory, the probe takes that, less the needs of encoders."""
     ranks = [rank_memory(available_bytes=50_000)]
-    assert asked(AutoProfile(), ranks=ranks) == Probe(4992)
-    assert asked(AutoProfile(), ranks=ranks, reservations=[reserved(20_000)]) == Probe(2992)
+    assert requested(AutoProfile(), ranks=ranks) == Probe(4992)
+    assert requested(AutoProfile(), ranks=ranks, reservations=[reserved(20_000)]) == Probe(2992)
 
 
 def test_auto_profile_refuses_a_full_device() -> None:
-    message = refused(asked(AutoProfile(), ranks=[rank_memory(available_bytes=159)]))
+    message = refused(requested(AutoProfile(), ranks=[rank_memory(available_bytes=159)]))
     assert "value 0 tokens, limit at least 16 tokens" in message
 
 
 def test_auto_profile_ignores_the_context_until_it_knows_the_rest() -> None:
     """The probe need not hold a whole request, the build must."""
-    assert asked(AutoProfile(), context_tokens=60_000) == Probe(8192)
+    assert requested(AutoProfile(), context_tokens=60_000) == Probe(8192)
     probe = attempted("probe", 8192)
-    assert asked(PLAIN, probe, context_tokens=60_000) == Build(65_000 // 16 * 16)
+    assert requested(PLAIN, probe, context_tokens=60_000) == Build(65_000 // 16 * 16)
     policy = AutoProfile(headroom_bytes=100_000)
-    message = refused(asked(policy, probe, context_tokens=60_000))
+    message = refused(requested(policy, probe, context_tokens=60_000))
     assert "value 52240 tokens (510.2 KiB) beside headroom of 97.7 KiB" in message
     assert "limit at least 60000 tokens" in message
     assert in_order(
@@ -97,9 +97,9 @@ def test_auto_profile_ignores_the_context_until_it_knows_the_rest() -> None:
 def test_auto_profile_probes_with_little_when_much_does_not_fit() -> None:
     """At most two probes, then the error names the settings."""
     first = attempted("probe", 8192, "out_of_memory")
-    assert asked(AutoProfile(), first) == Probe(1024)
+    assert requested(AutoProfile(), first) == Probe(1024)
     second = attempted("probe", 1024, "out_of_memory")
-    message = refused(asked(AutoProfile(), first, second))
+    message = refused(requested(AutoProfile(), first, second))
     assert "a probe of 1024 tokens" in message
     assert "limit 976.6 KiB in all" in message
     assert in_order(message, "generate.max_batch_tokens", "generate.slots", "encode.admission")
@@ -111,7 +111,7 @@ def test_auto_profile_probes_with_little_when_much_does_not_fit() -> None:
 def test_auto_profile_builds_what_is_left() -> None:
     """1,000,000 in all, less 250,000 that is not KV, 100,000 of peers, 50,000 of headroom, times 0.9."""
     policy = AutoProfile(mem_fraction=0.9, headroom_bytes=50_000)
-    assert asked(policy, attempted("probe", 8192)) == Build(
+    assert requested(policy, attempted("probe", 8192)) == Build(
         54_000 // 16 * 16, profile=True, headroom_bytes=50_000
     )
 
@@ -123,7 +123,7 @@ def test_auto_profile_takes_the_minimum_over_ranks() -> None:
         for rank, peak in enumerate([300_000, 480_000, 310_000])
     ]
     probe = Attempt(action="probe", tokens=8000, outcome="fits", message="", ranks=ranks)
-    assert asked(PLAIN, probe, ranks=ranks) == Build(50_000)
+    assert requested(PLAIN, probe, ranks=ranks) == Build(50_000)
 
 
 def test_auto_profile_counts_ranks_on_one_device_once() -> None:
@@ -140,16 +140,16 @@ def test_auto_profile_counts_ranks_on_one_device_once() -> None:
     ]
     probe = Attempt(action="probe", tokens=8000, outcome="fits", message="", ranks=ranks)
     # 1,000,000 less twice 250,000 that is not KV and 100,000 of others, at 20 bytes a token.
-    assert asked(PLAIN, probe, ranks=ranks) == Build(20_000)
+    assert requested(PLAIN, probe, ranks=ranks) == Build(20_000)
 
 
 def test_auto_profile_leaves_what_encoders_do_not_hold_yet() -> None:
     """Growth that is not held is kept free; held memory counts among the peers already."""
     probe = attempted("probe", 8192)
     both = [reserved(30_000), reserved(20_000, rank=1)]
-    assert asked(PLAIN, probe, reservations=both) == Build(60_000)
+    assert requested(PLAIN, probe, reservations=both) == Build(60_000)
     held = [reserved(30_000, held=True), reserved(20_000, pool="another device")]
-    assert asked(PLAIN, probe, reservations=held) == Build(65_000 // 16 * 16)
+    assert requested(PLAIN, probe, reservations=held) == Build(65_000 // 16 * 16)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,13 @@ def test_auto_profile_leaves_what_encoders_do_not_hold_yet() -> None:
 )
 def test_auto_profile_clamps_at_nothing(changes: dict[str, int], tokens: int) -> None:
     """Neither memory other than KV nor memory of peers is ever negative."""
-    assert asked(PLAIN, attempted("probe", 8192, **changes)) == Build(tokens // 16 * 16)
+    assert requested(PLAIN, attempted("probe", 8192, **changes)) == Build(tokens // 16 * 16)
 
 
 def test_auto_profile_target_is_at_least_one_token() -> None:
     """On an overcommitted device, with a block of one token, the target is one token, not none or less."""
     probe = attempted("probe", 8192, peak_bytes=3 * TOTAL)
-    build = asked(AutoProfile(), probe, block_size=1, context_tokens=1)
+    build = requested(AutoProfile(), probe, block_size=1, context_tokens=1)
     assert build == Build(1, headroom_bytes=256 * MIB)
 
 
@@ -197,7 +197,7 @@ def test_auto_profile_has_one_safety_margin(
     left = max(total - non_kv - headroom - peers - unheld, 0)
     wanted = max(math.floor(fraction * left) // bytes_per_token, 1)
     policy = AutoProfile(mem_fraction=fraction, headroom_bytes=headroom)
-    build = asked(
+    build = requested(
         policy,
         probe,
         ranks=[rank_memory(available_bytes=10**13)],  # enough for a probe
@@ -231,7 +231,9 @@ def test_mem_fraction_defaults() -> None:
 
 def test_auto_profile_accepts_what_held() -> None:
     assert (
-        asked(AutoProfile(headroom_bytes=0), attempted("probe", 8192), attempted("build", 60_000))
+        requested(
+            AutoProfile(headroom_bytes=0), attempted("probe", 8192), attempted("build", 60_000)
+        )
         is None
     )
 
@@ -241,26 +243,26 @@ def test_auto_profile_shrinks_by_a_share() -> None:
     attempts = [attempted("probe", 8192)]
     sizes = []
     for _ in range(4):
-        answer = asked(PLAIN, *attempts)
+        answer = requested(PLAIN, *attempts)
         assert isinstance(answer, Build)
         sizes.append(answer.tokens)
         attempts.append(attempted("build", answer.tokens, "out_of_memory"))
     assert sizes == [64_992, 61_728, 58_640, 55_696]
-    refused(asked(PLAIN, *attempts))
+    refused(requested(PLAIN, *attempts))
 
 
 def test_auto_profile_shrinks_by_a_block_at_least() -> None:
     """A retry of the same size would be useless."""
     attempts = attempted("probe", 8192), attempted("build", 160, "out_of_memory")
     policy = AutoProfile(headroom_bytes=0, shrink=0.01)
-    assert asked(policy, *attempts, context_tokens=16) == Build(144)
+    assert requested(policy, *attempts, context_tokens=16) == Build(144)
 
 
 def test_auto_profile_says_all_when_it_gives_up() -> None:
     """Initial, final, peak, total, headroom, and the settings in the order to try."""
     builds = [attempted("build", tokens, "out_of_memory") for tokens in (4096, 3888, 3680, 3488)]
     policy = AutoProfile(headroom_bytes=1024, mem_fraction=0.9)
-    message = refused(asked(policy, attempted("probe", 8192), *builds))
+    message = refused(requested(policy, attempted("probe", 8192), *builds))
     assert "in every one of 4 attempts (rank 0: out_of_memory)" in message
     assert "value initial 4096 tokens (40.0 KiB), final 3488 tokens (34.1 KiB)" in message
     assert (
@@ -279,7 +281,7 @@ def test_auto_profile_says_all_when_it_gives_up() -> None:
 def test_auto_profile_stops_shrinking_below_one_request() -> None:
     """Checked after every rebuild."""
     attempts = attempted("probe", 8192), attempted("build", 1040, "out_of_memory")
-    message = refused(asked(AutoProfile(headroom_bytes=0), *attempts, context_tokens=1024))
+    message = refused(requested(AutoProfile(headroom_bytes=0), *attempts, context_tokens=1024))
     assert "value 976 tokens" in message
     assert "limit at least 1024 tokens" in message
 
@@ -287,7 +289,7 @@ def test_auto_profile_stops_shrinking_below_one_request() -> None:
 def test_auto_profile_makes_room_for_a_peer_that_came() -> None:
     """After a failed build the peers are those of that build, if a reduction of 5 % would not suffice."""
     taken = attempted("build", 64_992, "out_of_memory", available_bytes=0, reserved_bytes=500_000)
-    assert asked(PLAIN, attempted("probe", 8192), taken) == Build(25_000 // 16 * 16)
+    assert requested(PLAIN, attempted("probe", 8192), taken) == Build(25_000 // 16 * 16)
 
 
 # --- pinned and fraction ---
@@ -304,14 +306,14 @@ def test_pinned_builds_once_and_proves_it() -> None:
 
 
 def test_pinned_takes_tokens_or_bytes() -> None:
-    assert asked(Pinned(tokens=100)) == Build(100)
-    assert asked(Pinned(bytes=1_009)) == Build(100)
-    assert asked(Pinned(tokens=100, headroom_bytes=9)) == Build(100, headroom_bytes=9)
+    assert requested(Pinned(tokens=100)) == Build(100)
+    assert requested(Pinned(bytes=1_009)) == Build(100)
+    assert requested(Pinned(tokens=100, headroom_bytes=9)) == Build(100, headroom_bytes=9)
 
 
 def test_pinned_refuses_what_did_not_hold() -> None:
     """The operator's size is not reduced silently."""
-    message = refused(asked(Pinned(bytes=640), attempted("build", 64, "out_of_memory")))
+    message = refused(requested(Pinned(bytes=640), attempted("build", 64, "out_of_memory")))
     assert "value 64 tokens (640 bytes), peak 244.8 KiB, headroom 0 bytes" in message
     assert in_order(message, "lower generate.memory.bytes", "generate.max_batch_tokens")
 
@@ -319,8 +321,8 @@ def test_pinned_refuses_what_did_not_hold() -> None:
 @pytest.mark.parametrize(("fraction", "tokens_max"), [(1.0, 70_000), (0.5, 35_000), (0.95, 66_500)])
 def test_pinned_fits_the_fraction_of_what_is_left(fraction: float, tokens_max: int) -> None:
     """`mem_fraction` multiplies the budget: 1,000,000 bytes less 200,000 of our own and 100,000 of others."""
-    assert asked(Pinned(tokens=tokens_max, mem_fraction=fraction)) == Build(tokens_max)
-    message = refused(asked(Pinned(tokens=tokens_max + 1, mem_fraction=fraction)))
+    assert requested(Pinned(tokens=tokens_max, mem_fraction=fraction)) == Build(tokens_max)
+    message = refused(requested(Pinned(tokens=tokens_max + 1, mem_fraction=fraction)))
     assert "raise generate.memory_limit where that is the limit" in message
     assert f"value {tokens_max + 1} tokens x 10 bytes" in message
     assert f"limit {tokens_max * 10} bytes ({tokens_max} tokens)" in message
@@ -330,12 +332,12 @@ def test_pinned_fits_the_fraction_of_what_is_left(fraction: float, tokens_max: i
 def test_pinned_leaves_what_encoders_do_not_hold_yet() -> None:
     """50,000 bytes of growth are not available for the KV cache."""
     policy = Pinned(tokens=65_001, mem_fraction=1.0)
-    assert isinstance(asked(policy), Build)
-    assert "65000 tokens" in refused(asked(policy, reservations=[reserved(50_000)]))
+    assert isinstance(requested(policy), Build)
+    assert "65000 tokens" in refused(requested(policy, reservations=[reserved(50_000)]))
 
 
 def test_pinned_refuses_less_than_one_block() -> None:
-    message = refused(asked(Pinned(tokens=15)))
+    message = refused(requested(Pinned(tokens=15)))
     assert "value 15 tokens, limit at least 16 tokens." in message
     assert "Remedy: raise generate.memory.tokens to 16 or more" in message
 
@@ -350,29 +352,29 @@ def test_pinned_needs_the_size_once() -> None:
 def test_fraction_takes_a_share_and_hopes() -> None:
     """A baseline: of 700,000 free bytes, whatever encoders reserve, without a profiling run."""
     encoder = [reserved(650_000)]
-    assert asked(Fraction(), reservations=encoder) == Build(63_000, profile=False)
+    assert requested(Fraction(), reservations=encoder) == Build(63_000, profile=False)
     half = Fraction(mem_fraction=0.5)
-    assert asked(half, reservations=encoder) == Build(35_000, profile=False)
-    assert asked(Fraction(), attempted("build", 63_000)) is None
+    assert requested(half, reservations=encoder) == Build(35_000, profile=False)
+    assert requested(Fraction(), attempted("build", 63_000)) is None
     full = [rank_memory(available_bytes=100)]
-    assert "value 9 tokens" in refused(asked(Fraction(), ranks=full))
+    assert "value 9 tokens" in refused(requested(Fraction(), ranks=full))
 
 
 def test_every_policy_leaves_room_for_states() -> None:
     """50,000 bytes for all slots of a rank; two ranks on a device need them twice."""
     tight = [rank_memory(available_bytes=100_000)]
-    assert asked(AutoProfile(), ranks=tight, state_bytes=50_000) == Probe(4992)
+    assert requested(AutoProfile(), ranks=tight, state_bytes=50_000) == Probe(4992)
     both = [rank_memory(available_bytes=200_000), rank_memory(rank=1, available_bytes=200_000)]
-    assert asked(AutoProfile(), ranks=both, state_bytes=50_000) == Probe(4992)
+    assert requested(AutoProfile(), ranks=both, state_bytes=50_000) == Probe(4992)
     pinned = Pinned(tokens=65_001, mem_fraction=1.0)
-    assert "65000 tokens" in refused(asked(pinned, state_bytes=50_000))
+    assert "65000 tokens" in refused(requested(pinned, state_bytes=50_000))
     pinned = Pinned(tokens=65_000, mem_fraction=1.0)
-    assert asked(pinned, state_bytes=50_000) == Build(65_000)
-    assert asked(Fraction(), state_bytes=50_000) == Build(58_000, profile=False)
+    assert requested(pinned, state_bytes=50_000) == Build(65_000)
+    assert requested(Fraction(), state_bytes=50_000) == Build(58_000, profile=False)
     measured = attempted("probe", 8192, peak_bytes=350_000 + 81_920, state_bytes=100_000)
     policy = AutoProfile(headroom_bytes=0, mem_fraction=1.0)
-    assert asked(policy, attempted("probe", 8192)) == Build(65_000 // 16 * 16, True, 0)
-    assert asked(policy, measured) == Build(55_000 // 16 * 16, True, 0)
+    assert requested(policy, attempted("probe", 8192)) == Build(65_000 // 16 * 16, True, 0)
+    assert requested(policy, measured) == Build(55_000 // 16 * 16, True, 0)
 
 
 # --- every one of them ---

@@ -20,7 +20,7 @@ def running(*tokens: int, blocks: int = 1) -> PreemptionView:
 
 def test_youngest_takes_the_last() -> None:
     assert Youngest().victim(running(5, 1, 9)) == Preemption(2)
-    assert Youngest(manner="swap").victim(running(5, 1, 9)) == Preemption(2, "swap")
+    assert Youngest(mode="swap").victim(running(5, 1, 9)) == Preemption(2, "swap")
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_cheapest_takes_the_fewest_tokens_of_several_the_youngest(
     tokens: tuple[int, ...], victim: int
 ) -> None:
     assert Cheapest().victim(running(*tokens)) == Preemption(victim)
-    swapping = Cheapest(manner="swap")
+    swapping = Cheapest(mode="swap")
     assert swapping.victim(running(*tokens)) == Preemption(victim, "swap")
 
 
@@ -53,7 +53,7 @@ def test_reader_pace_takes_who_is_furthest_ahead(now_s: int, victim: int) -> Non
     ]
     view = PreemptionView(now_ns=now_s * second, running=requests)
     assert ReaderPace(tokens_s=10).victim(view) == Preemption(victim)
-    assert ReaderPace(tokens_s=10, manner="swap").victim(view).manner == "swap"
+    assert ReaderPace(tokens_s=10, mode="swap").victim(view).mode == "swap"
 
 
 def long_view(
@@ -106,5 +106,5 @@ def took(*, token_ns: int, block_ns: int) -> Measurements:
         (long_view(640, free=39), "recompute"),
     ],
 )
-def test_swap_long_swaps_where_computing_takes_longer(view: PreemptionView, manner: str) -> None:
-    assert SwapLong().victim(view) == Preemption(1, manner)  # type: ignore[arg-type]
+def test_swap_long_swaps_where_computing_takes_longer(view: PreemptionView, mode: str) -> None:
+    assert SwapLong().victim(view) == Preemption(1, mode)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def test_step_answer_is_one_that_the_kernel_takes(policy: RequestPolicy) -> None
     rng = random.Random(1)
     for _ in range(200):
         count = rng.randrange(8)
-        asked = view(
+        requested = view(
             *(
                 request(
                     rng.randint(1, 900),
@@ -55,8 +55,8 @@ def test_step_answer_is_one_that_the_kernel_takes(policy: RequestPolicy) -> None
             token_ns=rng.choice([0.0, 1000.0]),
         )
         if policy.state_type is not None:
-            asked = msgspec.structs.replace(asked, state=policy.state_type())
-        answer = policy.share(asked)
+            requested = msgspec.structs.replace(requested, state=policy.state_type())
+        answer = policy.share(requested)
         assert sorted(set(answer.order)) == sorted(answer.order)
         assert all(0 <= index < count for index in answer.order)
         assert answer.order or not count, "at least one request advances"
@@ -85,34 +85,34 @@ def test_fair_prefill_shares_a_step_between_tenants() -> None:
 
 def test_fair_prefill_goes_on_with_whose_turn_it_is() -> None:
     policy, state = FairPrefill(quantum_tokens=100), Deficits()
-    asked = view(request(500, "a"), request(500, "b"), tokens_free=100, state=state)
-    assert [list(policy.share(asked).order) for _ in range(4)] == [[0], [1], [0], [1]]
+    requested = view(request(500, "a"), request(500, "b"), tokens_free=100, state=state)
+    assert [list(policy.share(requested).order) for _ in range(4)] == [[0], [1], [0], [1]]
 
 
 def test_fair_prefill_shares_the_time_as_well() -> None:
     """The step has space for 1,000 tokens and time for 200: no request takes all of that."""
-    asked = view(
+    requested = view(
         request(900, "a"), request(900, "b"), time_ns=MS, token_ns=5000.0, state=Deficits()
     )
-    assert FairPrefill(quantum_tokens=100).share(asked).tokens == [100, 100]
+    assert FairPrefill(quantum_tokens=100).share(requested).tokens == [100, 100]
 
 
 def test_fair_prefill_shares_between_sessions_where_it_is_told_to() -> None:
     """Requests of one conversation share a turn; by tenant, all of a tenant's requests would."""
     talk = [request(900, "a", session="talk"), request(900, "a", session="talk")]
-    asked = view(*talk, request(900, "a", session="other"), state=Deficits())
-    answer = FairPrefill(by="session", quantum_tokens=250).share(asked)
+    requested = view(*talk, request(900, "a", session="other"), state=Deficits())
+    answer = FairPrefill(by="session", quantum_tokens=250).share(requested)
     given = dict(zip(answer.order, answer.tokens or (), strict=True))
     assert (given[0] + given.get(1, 0), given[2]) == (500, 500)
-    alike = FairPrefill(quantum_tokens=250).share(view(*asked.prefilling, state=Deficits()))
+    alike = FairPrefill(quantum_tokens=250).share(view(*requested.prefilling, state=Deficits()))
     assert next(iter(alike.order)) == 0
     assert 2 not in alike.order
 
 
 def test_fair_prefill_keeps_requests_without_a_tenant_apart() -> None:
     one, other = request(500, arrived_ns=1), request(500, arrived_ns=2)
-    asked = view(one, other, tokens_free=200, state=Deficits())
-    assert FairPrefill(quantum_tokens=100).share(asked).tokens == [100, 100]
+    requested = view(one, other, tokens_free=200, state=Deficits())
+    assert FairPrefill(quantum_tokens=100).share(requested).tokens == [100, 100]
 
 
 def gap(ended_ns: int, gap_ms: float) -> StepTime:
@@ -146,6 +146,6 @@ def test_slo_feedback_puts_gaps_first_and_heeds_targets_of_requests() -> None:
 def test_slo_feedback_keeps_within_its_bounds() -> None:
     policy = SloFeedback(itl_target_ms=1, gain=0.9, least_ms=2.0)
     facts = Measurements(steps=[gap(number, 80) for number in range(1, 9)])
-    asked = view(request(9), measured=facts, state=PrefillTime())
-    assert policy.share(asked).time_ns == 2 * MS
+    requested = view(request(9), measured=facts, state=PrefillTime())
+    assert policy.share(requested).time_ns == 2 * MS
     assert policy.share(view(request(9), time_ns=None, state=PrefillTime())).time_ns is None

@@ -55,10 +55,12 @@ class Ask:
     @property
     def messages(self) -> list[dict[str, Any]]:
         urls = [{"type": "image_url", "image_url": {"url": data_url(one)}} for one in self.images]
-        asked: list[dict[str, Any]] = [
+        requested: list[dict[str, Any]] = [
             {"role": "user", "content": [*urls, {"type": "text", "text": self.text}]}
         ]
-        return [{"role": "system", "content": self.system}, *asked] if self.system else asked
+        return (
+            [{"role": "system", "content": self.system}, *requested] if self.system else requested
+        )
 
     def prompt(self, preprocessor: Preprocessor) -> list[int]:
         """Return the prompt as transformers takes it: placeholders expanded."""
@@ -141,7 +143,7 @@ async def answer(
     return await read(await begin(engine, ask, sampling, request_id))
 
 
-async def answers(engine: Engine, asks: Sequence[Ask], *, at_once: int) -> list[Answer]:
+async def choices(engine: Engine, asks: Sequence[Ask], *, at_once: int) -> list[Answer]:
     """Ask all, `at_once` at a time; return the answers in order."""
     gate = asyncio.Semaphore(at_once)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tests.e2e.asking import Answer, Ask, answers, begin
+from tests.e2e.asking import Answer, Ask, choices, begin
 from tests.e2e.conftest import assert_idle
 from tests.patience import PATIENCE_S, patience, until
 from vsched import Engine
@@ -36,11 +36,11 @@ async def check_stream_outlives_host(
         mend()
         answer.deltas += [delta async for delta in stream]
         assert answer.token_ids == expected
-        for (_, tokens), asked in zip(asks, meanwhile, strict=True):
-            assert Answer([delta async for delta in asked]).token_ids == tokens
+        for (_, tokens), requested in zip(asks, meanwhile, strict=True):
+            assert Answer([delta async for delta in requested]).token_ids == tokens
     assert engine.state == "ready"
     (row,) = (row for row in engine.groups() if row["stage"] == "generate")
     assert row["losses"] == {"HostLost": 1}
-    found = [one.token_ids for one in await answers(engine, [one for one, _ in asks], at_once=3)]
+    found = [one.token_ids for one in await choices(engine, [one for one, _ in asks], at_once=3)]
     assert found == [tokens for _, tokens in asks], "the host is used again"
     await assert_idle(engine)

@@ -111,8 +111,8 @@ async def serving(base: Path, folder: Path, *settings: str) -> AsyncIterator[tup
     ]
     async with running_server(load_config(None, sets=sets, environ={}).config) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-            asked = {"lora_name": "two", "lora_path": "two"}
-            reply = await client.post("/v1/load_lora_adapter", json=asked)
+            requested = {"lora_name": "two", "lora_path": "two"}
+            reply = await client.post("/v1/load_lora_adapter", json=requested)
             assert reply.status_code == 200, reply.text
             yield client, server.engine
         assert not any(held(server.engine).values()), held(server.engine)
@@ -167,19 +167,19 @@ async def test_text_models_answer_as_peft(tmp_path: Path, kind: str) -> None:
     if weights is not None:
         twin = dequantized_twin(base, tmp_path / "twin", torch.float32, *weights)
     reference = peft_model(twin, tmp_path)
-    asked = [(name, prompt * 2) for prompt in prompts() for name in NAMES]
+    requested = [(name, prompt * 2) for prompt in prompts() for name in NAMES]
     wanted = []
-    for name, prompt in asked:
+    for name, prompt in requested:
         with adapted(reference, name):
             wanted.append(continued(reference, prompt))
     assert len({*map(tuple, wanted[:3])}) == 3, "each adapter changes the answer"
     async with serving(base, tmp_path, *settings) as (client, engine):
         for _ in range(2):
-            replies = await asyncio.gather(*(completed(client, *each) for each in asked))
+            replies = await asyncio.gather(*(completed(client, *each) for each in requested))
             assert [each["token_ids"] for each in replies] == wanted
         counts = engine.statistics()["generate"]
         assert counts["tokens_cached"] > 0
-        assert counts["steps"] < len(asked) * OUTPUTS, "the requests shared steps"
+        assert counts["steps"] < len(requested) * OUTPUTS, "the requests shared steps"
         assert (counts["tokens_drafted"] > 0) == (LOOKUP in settings)
         assert len(adapted_ranks(engine)) == (2 if RANKS in settings else 1)
 
@@ -208,15 +208,15 @@ async def test_models_with_towers_answer_as_peft(
     reference.model = with_adapters(reference.model, tmp_path)
     asks = [Ask(TEXTS[n], [drawn_image(n)][: n % 2] * 2, count=OUTPUTS) for n in range(3)]
     async with serving(base, tmp_path, "adapters.encoder=true", *settings) as (client, engine):
-        asked = [(name, ask) for ask in asks for name in NAMES]
+        requested = [(name, ask) for ask in asks for name in NAMES]
         wanted = []
-        for name, ask in asked:
+        for name, ask in requested:
             with adapted(reference.model, name):
                 prompt = ask.prompt(engine.preprocessor)
                 wanted.append(reference.generate(prompt, ask.images, OUTPUTS))
         assert len({*map(tuple, wanted[3:6])}) == 3, "each adapter changes the answer"
         for _ in range(2):
-            assert await asyncio.gather(*(chatted(client, *each) for each in asked)) == wanted
+            assert await asyncio.gather(*(chatted(client, *each) for each in requested)) == wanted
         assert {stage for stage, _ in adapted_ranks(engine)} == {"encode", "generate"}
 
 
@@ -228,7 +228,7 @@ async def test_bfloat16_tells_the_probabilities_of_peft(
     base = make_texts(tmp_path, initializer_range=0.1)
     reference = peft_model(base, tmp_path)
 
-    def told(name: str, tokens: Sequence[int]) -> torch.Tensor:
+    def reported(name: str, tokens: Sequence[int]) -> torch.Tensor:
         """Return the log-probability of each token but the first."""
         ids = torch.tensor([list(tokens)])
         with torch.inference_mode(), adapted(reference, name):
@@ -236,14 +236,14 @@ async def test_bfloat16_tells_the_probabilities_of_peft(
         found: torch.Tensor = logits[:-1].gather(1, ids[0, 1:, None])[:, 0]
         return found
 
-    asked = [(name, prompt) for prompt in prompts() for name in NAMES]
+    requested = [(name, prompt) for prompt in prompts() for name in NAMES]
     async with serving(base, tmp_path, "model.dtype=bfloat16", *settings) as (client, _):
         more: dict[str, Any] = {"logprobs": 0, "echo": True}
-        replies = await asyncio.gather(*(completed(client, *each, **more) for each in asked))
-    for (name, prompt), reply in zip(asked, replies, strict=True):
+        replies = await asyncio.gather(*(completed(client, *each, **more) for each in requested))
+    for (name, prompt), reply in zip(requested, replies, strict=True):
         tokens = [*prompt, *reply["token_ids"]]
         found = torch.tensor(reply["logprobs"]["token_logprobs"][1:])
         assert len(found) == len(tokens) - 1
         for other in NAMES:
-            apart = float((found - told(other, tokens)).abs().mean())
+            apart = float((found - reported(other, tokens)).abs().mean())
             assert apart < CLOSE if other == name else apart > FAR, (name, other, apart)

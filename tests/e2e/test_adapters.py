@@ -129,22 +129,25 @@ async def streamed(client: Any, name: str, ask: Ask, tokens: list[int]) -> None:
 async def busy(client: Any, ask: Ask, wanted: dict[str, list[int]]) -> AsyncIterator[None]:
     """Keep streams with these adapters running until the context ends, and compare the output of each."""
     done, rounds = asyncio.Event(), 0
-    begun: list[list[int]] = [[] for _ in wanted]
+    started: list[list[int]] = [[] for _ in wanted]
 
     async def ask_on() -> None:
         nonlocal rounds
         while rounds < 2 or not done.is_set():
-            for one in begun:
+            for one in started:
                 one.clear()
             await asyncio.gather(
-                *(streamed(client, name, ask, one) for name, one in zip(wanted, begun, strict=True))
+                *(
+                    streamed(client, name, ask, one)
+                    for name, one in zip(wanted, started, strict=True)
+                )
             )
-            assert begun == [*wanted.values()]
+            assert started == [*wanted.values()]
             rounds += 1
 
     async with asyncio.TaskGroup() as group:
         group.create_task(ask_on())
-        await until(lambda: begun[0] or rounds, "streams are running")
+        await until(lambda: started[0] or rounds, "streams are running")
         yield
         done.set()
 
@@ -161,10 +164,10 @@ async def test_requests_with_and_without_adapters_answer_as_peft_does(
         "each adapter changes the answer"
     )
     for _ in range(2):  # the second time from the prefix cache
-        begun = {
+        started = {
             name: [await begin(engine, ask, adapter=name) for ask in questions] for name in wanted
         }
-        for name, streams in begun.items():
+        for name, streams in started.items():
             found = await asyncio.gather(*map(read, streams))
             assert [one.token_ids for one in found] == wanted[name], name
     assert engine.statistics()["generate"]["tokens_cached"] > 0
@@ -185,8 +188,8 @@ async def test_every_dialect_takes_an_adapter_as_its_model_and_says_so(
     assert (reply["model"], reply["choices"][0]["text"]) == ("two", text)
     reply = (await client.post("/v1/messages", json=chat)).json()
     assert (reply["model"], reply["content"][0]["text"]) == ("two", text)
-    asked = {"model": "two", "input": ask.messages[0]["content"][-1]["text"], "temperature": 0}
-    reply = (await client.post("/v1/responses", json=asked | {"max_output_tokens": 12})).json()
+    requested = {"model": "two", "input": ask.messages[0]["content"][-1]["text"], "temperature": 0}
+    reply = (await client.post("/v1/responses", json=requested | {"max_output_tokens": 12})).json()
     assert reply["model"] == "two"
     reply = await client.post("/tokenize", json={"model": "two", "messages": ask.messages})
     assert reply.status_code == 200

@@ -62,8 +62,8 @@ async def test_the_adaptive_example_serves_by_configuration(
         url = await asyncio.to_thread(_address, process)
         body: dict[str, object] = {"prompt": "1 2 3", "max_tokens": 8, "ignore_eos": True}
         many = [asyncio.to_thread(ask, f"{url}/completions", body) for _ in range(6)]
-        answers = [json.loads(text) for text in await asyncio.gather(*many)]
-        assert [one["usage"]["completion_tokens"] for one in answers] == [8] * 6
+        choices = [json.loads(text) for text in await asyncio.gather(*many)]
+        assert [one["usage"]["completion_tokens"] for one in choices] == [8] * 6
         metrics = await asyncio.to_thread(ask, url.removesuffix("/v1") + "/metrics")
     finally:
         process.terminate()

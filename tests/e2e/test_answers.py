@@ -29,7 +29,7 @@ async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
 
 
 async def ask_for(engine: Engine, ask: Ask, count: int, **chosen: Any) -> list[list[int]]:
-    generations = await engine.generate_answers(
+    generations = await engine.generate_choices(
         prompt=engine.preprocessor.render(ask.messages),
         images=[data_url(image) for image in ask.images],
         sampling=SamplingParams(ignore_eos=True, max_tokens=ask.count, **chosen),
@@ -76,7 +76,7 @@ async def test_answers_that_do_not_fit_together_come_one_after_the_other(engine:
 
 async def test_images_are_held_until_the_last_answer_ends(engine: Engine) -> None:
     ask = Ask(TEXTS[4], [drawn_image(9105)], count=200)
-    first, second = await engine.generate_answers(
+    first, second = await engine.generate_choices(
         prompt=engine.preprocessor.render(ask.messages),
         images=[data_url(image) for image in ask.images],
         sampling=SamplingParams(ignore_eos=True, max_tokens=ask.count),

@@ -136,7 +136,7 @@ async def test_the_next_turn_finds_the_turn_before_where_that_is_right(
     engine = seeing.engine
     turns = [Ask(TEXTS[1], [drawn_image(4)], 8), SecondTurn(TEXTS[1], [drawn_image(4)], OUTPUTS)]
     wanted = generated(Path(config.model.path), engine.preprocessor, turns)
-    told = []
+    reported = []
     options = {"model": "seeing", "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=seeing.url, timeout=PATIENCE_S) as client:
         for turn, tokens in zip(turns, wanted, strict=True):
@@ -145,8 +145,10 @@ async def test_the_next_turn_finds_the_turn_before_where_that_is_right(
             text = response["choices"][0]["message"]["content"]
             assert text == engine.preprocessor.detokenize(tokens)
             usage = response["usage"]
-            told.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
-    (first, _), (second, cached) = told
+            reported.append(
+                (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+            )
+    (first, _), (second, cached) = reported
     assert second > first > 6 * config.generate.block_size
     if engine.info.prompt_atomic:
         assert cached == 0
@@ -160,11 +162,11 @@ async def test_a_killed_rank_loses_no_token(
 ) -> None:
     """For a rank that encodes and for one that generates."""
     engine = seeing.engine
-    begun = [await begin(engine, ask) for ask in ASKS]
-    await until(lambda: sum(one.output_tokens for one in begun) > 20, "streams are running")
-    assert any(one.reason is None for one in begun), "too late to lose anything"
+    started = [await begin(engine, ask) for ask in ASKS]
+    await until(lambda: sum(one.output_tokens for one in started) > 20, "streams are running")
+    assert any(one.reason is None for one in started), "too late to lose anything"
     os.kill(sorted(engine.rank_pids)[killed], signal.SIGKILL)
-    found = await asyncio.gather(*(read(one) for one in begun))
+    found = await asyncio.gather(*(read(one) for one in started))
     assert [one.token_ids for one in found] == wanted
     await until(lambda: engine.state == "ready", "the lost group is back")
 
@@ -198,15 +200,15 @@ async def test_a_sampled_placeholder_stands_for_no_image(
     placeholder = engine.info.placeholder
 
     def say(bias: float) -> list[int]:
-        told = {"sequence_bias": {(placeholder,): bias}}
-        return generated(Path(config.model.path), engine.preprocessor, [ask], **told)[0]
+        reported = {"sequence_bias": {(placeholder,): bias}}
+        return generated(Path(config.model.path), engine.preprocessor, [ask], **reported)[0]
 
     bias, tokens = now_and_then(placeholder, say)
     sampling = SamplingParams(
         temperature=0.0, ignore_eos=True, max_tokens=OUTPUTS, logit_bias=((placeholder, bias),)
     )
-    begun = await begin(engine, ask, sampling)
-    await until(lambda: begun.output_tokens > OUTPUTS // 2, "the stream is running")
+    started = await begin(engine, ask, sampling)
+    await until(lambda: started.output_tokens > OUTPUTS // 2, "the stream is running")
     os.kill(sorted(engine.rank_pids)[1], signal.SIGKILL)
-    assert (await read(begun)).token_ids == tokens
+    assert (await read(started)).token_ids == tokens
     await until(lambda: engine.state == "ready", "the lost group is back")

@@ -35,12 +35,12 @@ async def test_sampled_requests_are_served_and_their_probabilities_are_numbers(
             )
             for n in range(24)
         ]
-        begun = [
+        started = [
             await begin(engine, ask, sampling)
             for ask, sampling in zip(asks, samplings, strict=True)
         ]
         for sampling, answer in zip(
-            samplings, await asyncio.gather(*(read(one) for one in begun)), strict=True
+            samplings, await asyncio.gather(*(read(one) for one in started)), strict=True
         ):
             assert answer.finish_reason == "length"
             assert len(answer.token_ids) == sampling.max_tokens

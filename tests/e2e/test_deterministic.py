@@ -47,11 +47,11 @@ async def test_tokens_are_the_same_alone_among_others_and_after_a_kill(
         assert engine.info.dtype == "bfloat16"
         wanted = [await answer(engine, ask, SAMPLING) for ask in asks]
         _, generate_pid = engine.rank_pids
-        begun = [await begin(engine, ask, SAMPLING) for ask in asks]
-        await until(lambda: sum(one.output_tokens for one in begun) > 120, "streams are running")
-        assert all(one.reason is None for one in begun), "too late to lose anything"
+        started = [await begin(engine, ask, SAMPLING) for ask in asks]
+        await until(lambda: sum(one.output_tokens for one in started) > 120, "streams are running")
+        assert all(one.reason is None for one in started), "too late to lose anything"
         os.kill(generate_pid, signal.SIGKILL)
-        found = await asyncio.gather(*(read(one) for one in begun))
+        found = await asyncio.gather(*(read(one) for one in started))
         assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
         # The trained model is sure of its tokens; its log-probabilities show every bit.
         assert [one.logprobs for one in found] == [one.logprobs for one in wanted]

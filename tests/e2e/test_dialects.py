@@ -94,11 +94,11 @@ async def test_messages_answer_as_the_chat_does(client: Any, engine: Engine) -> 
 
 async def test_messages_call_a_tool_and_are_counted(client: Any) -> None:
     tools = [{"name": "weather", "input_schema": SCHEMA}]
-    asked: dict[str, Any] = {"model": "nano25", "max_tokens": 80, "seed": 3, "tools": tools}
-    asked["messages"] = [{"role": "user", "content": "Rain?"}]
-    counted = (await client.post("/v1/messages/count_tokens", json=asked)).json()
-    asked["tool_choice"] = {"type": "tool", "name": "weather"}
-    message = (await client.post("/v1/messages", json=asked)).json()
+    requested: dict[str, Any] = {"model": "nano25", "max_tokens": 80, "seed": 3, "tools": tools}
+    requested["messages"] = [{"role": "user", "content": "Rain?"}]
+    counted = (await client.post("/v1/messages/count_tokens", json=requested)).json()
+    requested["tool_choice"] = {"type": "tool", "name": "weather"}
+    message = (await client.post("/v1/messages", json=requested)).json()
     (call,) = message["content"]
     assert (call["type"], call["name"], message["stop_reason"]) == (
         "tool_use",
@@ -109,12 +109,12 @@ async def test_messages_call_a_tool_and_are_counted(client: Any) -> None:
     usage = message["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": "wet"}
-    asked["messages"] += [
+    requested["messages"] += [
         {"role": "assistant", "content": message["content"]},
         {"role": "user", "content": [result]},
     ]
-    asked["tool_choice"] = {"type": "none"}
-    again = (await client.post("/v1/messages", json=asked)).json()
+    requested["tool_choice"] = {"type": "none"}
+    again = (await client.post("/v1/messages", json=requested)).json()
     assert again["content"][0]["type"] == "text"
 
 
@@ -148,10 +148,10 @@ async def test_responses_answer_as_the_chat_does(client: Any, engine: Engine) ->
 
 async def test_responses_call_a_tool_and_go_on(client: Any) -> None:
     tools = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
-    asked = {"model": "nano25", "max_output_tokens": 80, "seed": 3, "tools": tools}
+    requested = {"model": "nano25", "max_output_tokens": 80, "seed": 3, "tools": tools}
     question = {"role": "user", "content": "Rain?"}
     forced = {"input": [question], "tool_choice": "required", "parallel_tool_calls": False}
-    response = (await client.post("/v1/responses", json=asked | forced)).json()
+    response = (await client.post("/v1/responses", json=requested | forced)).json()
     (call,) = response["output"]
     assert (call["type"], call["name"], response["status"]) == (
         "function_call",
@@ -161,16 +161,16 @@ async def test_responses_call_a_tool_and_go_on(client: Any) -> None:
     assert json.loads(call["arguments"])["unit"] in {"C", "F"}
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "wet"}
     history = {"input": [question, call, result], "tool_choice": "none"}
-    again = (await client.post("/v1/responses", json=asked | history)).json()
+    again = (await client.post("/v1/responses", json=requested | history)).json()
     assert again["output"][0]["type"] == "message"
 
 
 async def test_streams_whose_clients_leave_hold_nothing(client: Any, engine: Engine) -> None:
     body = OPTIONS | {"messages": anthropic_messages(ASK), "max_tokens": 500}
-    asked = OPTIONS | {"input": response_input(ASK), "max_output_tokens": 500}
+    requested = OPTIONS | {"input": response_input(ASK), "max_output_tokens": 500}
     await asyncio.gather(
         leave(client, "/v1/messages", body),
         leave(client, "/v1/messages", body),
-        leave(client, "/v1/responses", asked),
+        leave(client, "/v1/responses", requested),
     )
     await until(lambda: not any(held(engine).values()), "unread responses are aborted")

@@ -94,17 +94,17 @@ async def test_drafts_change_no_answer(
         found = await ask_all(engine)
         counts = engine.statistics()["generate"]
         assert said(found) == said(plain)
-        told = [[one.logprob for one in each[1].logprobs] for each in (found, plain)]
-        assert told[0] == pytest.approx(told[1], abs=1e-4)
-        assert len(told[0]) == 90
+        reported = [[one.logprob for one in each[1].logprobs] for each in (found, plain)]
+        assert reported[0] == pytest.approx(reported[1], abs=1e-4)
+        assert len(reported[0]) == 90
         least = 0 if way == "another model" else 30
         assert counts["drafts_accepted"] > least, "hardly any draft token was accepted"
         assert counts["drafts_accepted"] < counts["tokens_drafted"]
-        begun = [await begin(engine, *each) for each in ASKS]
-        await until(lambda: all(one.output_tokens > 4 for one in begun), "answers are running")
+        started = [await begin(engine, *each) for each in ASKS]
+        await until(lambda: all(one.output_tokens > 4 for one in started), "answers are running")
         os.kill(engine.rank_pids[1], signal.SIGKILL)
         await until(lambda: engine.state == "degraded", "the loss is detected")
-        assert said(list(await asyncio.gather(*map(read, begun)))) == said(plain)
+        assert said(list(await asyncio.gather(*map(read, started)))) == said(plain)
         await assert_idle(engine)
 
 

@@ -38,8 +38,8 @@ async def test_abort_while_prefilling_and_waiting(engine: Engine) -> None:
     asks = [Ask(f"{TEXTS[n % 5]} {n}", [drawn_image(1010 + n)], count=40) for n in range(20)]
     alone = [(await answer(engine, ask)).token_ids for ask in asks[::5]]
     async with asyncio.TaskGroup() as group:
-        begun = [group.create_task(begin(engine, ask)) for ask in asks]
-    generations = [task.result() for task in begun]
+        started = [group.create_task(begin(engine, ask)) for ask in asks]
+    generations = [task.result() for task in started]
     for index, generation in enumerate(generations):
         if index % 5:
             generation.abort()
@@ -80,8 +80,8 @@ async def test_clear_interrupts_all_and_reports_zero(engine: Engine) -> None:
     """One call ends every running and waiting request; each client gets an error, and the next request is served."""
     asks = [Ask(f"{TEXTS[n % 5]} {n}", [drawn_image(1040 + n)], count=150) for n in range(16)]
     async with asyncio.TaskGroup() as group:
-        begun = [group.create_task(begin(engine, ask)) for ask in asks]
-    generations = [task.result() for task in begun]
+        started = [group.create_task(begin(engine, ask)) for ask in asks]
+    generations = [task.result() for task in started]
     await anext(generations[0])
     now = engine.statistics()
     assert now["running"] > 0

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from tests.e2e.asking import Ask, answers, data_url, mixed_asks
+from tests.e2e.asking import Ask, choices, data_url, mixed_asks
 from tests.e2e.conftest import assert_idle
 from tests.workers.driver import values_of
 from vsched import Config, Engine
@@ -55,7 +55,7 @@ async def test_engine_equals_generate(
 ) -> None:
     """24 requests of 0 to 4 images, 8 at a time, in chunks of 48 tokens, preempted now and then."""
     before = served.statistics()["generate"]
-    found = await answers(served, mixed_asks(), at_once=8)
+    found = await choices(served, mixed_asks(), at_once=8)
     statistics = served.statistics()
     after, encode = statistics["generate"], statistics["encode"]
     wanted = expected(served.model_name)
@@ -85,7 +85,7 @@ async def test_engine_equals_generate_where_encoding_pauses(
     monkeypatch.setattr(EncodeSlices, "go_on", go_on)
     sets = ("placement=together", "generate.step_target_ms=0.1", "generate.step_target_ratio=1.5")
     async with Engine(configure("nano3", *sets)) as engine:
-        found = await answers(engine, mixed_asks(), at_once=8)
+        found = await choices(engine, mixed_asks(), at_once=8)
         assert [each.token_ids for each in found] == expected(engine.model_name)
         assert len(pauses) > len(mixed_asks())
         assert all(paused.busy_ns > 0 for paused in pauses)

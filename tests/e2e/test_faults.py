@@ -52,13 +52,13 @@ async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Ge
     wanted = generated("nano25", questions)
     drawn = (await answer(engine, questions[1], SAMPLED)).token_ids
     encode_pid, generate_pid = engine.rank_pids
-    begun = [await begin(engine, ask) for ask in questions]
+    started = [await begin(engine, ask) for ask in questions]
     sampled = await begin(engine, questions[1], SAMPLED)
-    await until(lambda: sum(one.output_tokens for one in begun) > 20, "streams are running")
-    assert sum(one.reason is None for one in [*begun, sampled]) > 1, "too late to lose anything"
+    await until(lambda: sum(one.output_tokens for one in started) > 20, "streams are running")
+    assert sum(one.reason is None for one in [*started, sampled]) > 1, "too late to lose anything"
     os.kill(generate_pid, signal.SIGKILL)
     await until(lambda: engine.state == "degraded", "the loss is detected")
-    found = await asyncio.gather(*(read(one) for one in begun), read(sampled))
+    found = await asyncio.gather(*(read(one) for one in started), read(sampled))
     assert [one.token_ids for one in found] == [*wanted, drawn]
     assert [one.text for one in found[:-1]] == [
         engine.preprocessor.detokenize(ids) for ids in wanted
@@ -82,10 +82,10 @@ async def test_a_sampled_placeholder_stands_for_no_image(
     sampling = SamplingParams(
         temperature=0.0, ignore_eos=True, max_tokens=ask.count, logit_bias=((placeholder, bias),)
     )
-    begun = await begin(engine, ask, sampling)
-    await until(lambda: begun.output_tokens > ask.count // 2, "the stream is running")
+    started = await begin(engine, ask, sampling)
+    await until(lambda: started.output_tokens > ask.count // 2, "the stream is running")
     os.kill(engine.rank_pids[1], signal.SIGKILL)
-    assert (await read(begun)).token_ids == tokens
+    assert (await read(started)).token_ids == tokens
     await back(engine)
 
 
@@ -95,14 +95,14 @@ async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Gene
     text = Ask(TEXTS[4], count=30)
     encode_pid, generate_pid = engine.rank_pids
     os.kill(encode_pid, signal.SIGSTOP)
-    begun = [await begin(engine, ask) for ask in questions]
+    started = [await begin(engine, ask) for ask in questions]
     await until(
         lambda: engine.statistics()["encode"]["running_items"] > 0, "the encoder has a batch"
     )
     assert (await answer(engine, text)).token_ids == generated("nano25", [text])[0]
-    assert not any(one.output_tokens for one in begun)
+    assert not any(one.output_tokens for one in started)
     os.kill(encode_pid, signal.SIGKILL)
-    found = await asyncio.gather(*(read(one) for one in begun))
+    found = await asyncio.gather(*(read(one) for one in started))
     assert [one.token_ids for one in found] == generated("nano25", questions)
     await back(engine)
     assert engine.rank_pids[1] == generate_pid, "the language model was not affected"
@@ -117,11 +117,11 @@ async def test_hung_rank_is_replaced(
     wanted = generated("nano3", questions)
     config = configure("nano3", "placement=together", "deadlines.rank_timeout_s=4")
     async with Engine(config) as engine:
-        begun = [await begin(engine, ask) for ask in questions]
-        await until(lambda: sum(one.output_tokens for one in begun) > 30, "streams are running")
+        started = [await begin(engine, ask) for ask in questions]
+        await until(lambda: sum(one.output_tokens for one in started) > 30, "streams are running")
         (pid,) = engine.rank_pids
         os.kill(pid, signal.SIGSTOP)
-        found = await asyncio.gather(*(read(one) for one in begun))
+        found = await asyncio.gather(*(read(one) for one in started))
         assert [one.token_ids for one in found] == wanted
         await back(engine)
         assert pid not in engine.rank_pids

@@ -69,9 +69,12 @@ async def chat(client: Any, **options: Any) -> Any:
 
 async def test_chat_keeps_to_a_json_schema(client: Any) -> None:
     """Sampled and greedy, many at once together with an unconstrained one."""
-    asked = {"type": "json_schema", "json_schema": {"name": "l", "schema": LIST, "strict": True}}
+    requested = {
+        "type": "json_schema",
+        "json_schema": {"name": "l", "schema": LIST, "strict": True},
+    }
     tasks = [
-        chat(client, response_format=asked, seed=seed, temperature=0.0 if seed == 0 else 1.5)
+        chat(client, response_format=requested, seed=seed, temperature=0.0 if seed == 0 else 1.5)
         for seed in range(6)
     ]
     *held, free = await asyncio.gather(*tasks, chat(client, max_tokens=20))
@@ -143,12 +146,12 @@ async def test_the_same_seed_gives_the_same_json_alone_and_preempted(engine: Eng
 @pytest.mark.slow
 async def test_killed_rank_follows_the_grammar_again(engine: Engine) -> None:
     wanted = [(await answer(engine, ASK, sampling)).token_ids for sampling in (DRAWN, GREEDY)]
-    begun = [await begin(engine, ASK, sampling) for sampling in (DRAWN, GREEDY)]
-    await until(lambda: all(one.output_tokens > 4 for one in begun), "answers are running")
-    assert all(one.reason is None for one in begun), "too late to lose anything"
+    started = [await begin(engine, ASK, sampling) for sampling in (DRAWN, GREEDY)]
+    await until(lambda: all(one.output_tokens > 4 for one in started), "answers are running")
+    assert all(one.reason is None for one in started), "too late to lose anything"
     os.kill(engine.rank_pids[1], signal.SIGKILL)
     await until(lambda: engine.state == "degraded", "the loss is detected")
-    found = await asyncio.gather(*(read(one) for one in begun))
+    found = await asyncio.gather(*(read(one) for one in started))
     assert [each.token_ids for each in found] == wanted
     for each in found:
         check_list(each.text)

@@ -98,14 +98,14 @@ async def read(generation: Generation) -> Answer:
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def questions(configure: Callable[..., Config]) -> list[Question]:
     """Return 24 greedy questions and some sampled ones, with the answers of a single undisturbed rank."""
-    asked: list[tuple[Ask, SamplingParams | None]] = [(ask, None) for ask in mixed_asks()]
+    requested: list[tuple[Ask, SamplingParams | None]] = [(ask, None) for ask in mixed_asks()]
     for number, ask in enumerate(mixed_asks()[:DRAWN]):
-        asked.append((ask, msgspec.structs.replace(DRAWS, seed=number)))
+        requested.append((ask, msgspec.structs.replace(DRAWS, seed=number)))
     async with Engine(configure(SIZE, "placement=together")) as alone:
-        found = [await read(await begin(alone, ask, sampling)) for ask, sampling in asked]
+        found = [await read(await begin(alone, ask, sampling)) for ask, sampling in requested]
     return [
         Question(ask, sampling, each.token_ids)
-        for (ask, sampling), each in zip(asked, found, strict=True)
+        for (ask, sampling), each in zip(requested, found, strict=True)
     ]
 
 
@@ -256,15 +256,15 @@ async def test_groups_survive_two_faults_at_once_and_one_while_they_recover(
     groups: Engine, questions: list[Question]
 ) -> None:
     """No generate group is left; then one of them is lost again while it loads."""
-    begun = [await begin(groups, one.ask, one.sampling) for one in questions[-8:]]
-    await patiently(lambda: sum(one.output_tokens for one in begun) > 40, "streams are running")
+    started = [await begin(groups, one.ask, one.sampling) for one in questions[-8:]]
+    await patiently(lambda: sum(one.output_tokens for one in started) > 40, "streams are running")
     lost = {group: pids(groups, group) for group in ("generate-0", "generate-1")}
     for ranks in lost.values():
         os.kill(ranks[1], KILL)
     again = lost["generate-0"]
     await patiently(lambda: not {*again, 0} & {*fresh(groups, "generate-0")}, "ranks start again")
     os.kill(pids(groups, "generate-0")[0], KILL)
-    found = await asyncio.gather(*(read(one) for one in begun))
+    found = await asyncio.gather(*(read(one) for one in started))
     assert [one.token_ids for one in found] == [one.tokens for one in questions[-8:]]
     await patiently(lambda: all_up(groups), "both are back")
 

@@ -97,13 +97,13 @@ async def test_killed_grammar_server_loses_no_request(engine: Engine) -> None:
     held = SamplingParams(max_tokens=40, seed=5, grammar=json.dumps({"regex": "[ab]{30}"}))
     free = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     checker = checker_of(engine)
-    begun = [await begin(engine, Ask(TEXTS[n % 2]), held if n % 2 else free) for n in range(12)]
-    reading = [asyncio.create_task(read(one)) for one in begun]
+    started = [await begin(engine, Ask(TEXTS[n % 2]), held if n % 2 else free) for n in range(12)]
+    reading = [asyncio.create_task(read(one)) for one in started]
 
     async def ask(number: int) -> str:
         grammar = json.dumps({"regex": f"[a-{chr(98 + number)}]{{8}}"})
-        asked = SamplingParams(max_tokens=40, seed=number, grammar=grammar)
-        return (await read(await begin(engine, Ask(TEXTS[0]), asked))).text
+        requested = SamplingParams(max_tokens=40, seed=number, grammar=grammar)
+        return (await read(await begin(engine, Ask(TEXTS[0]), requested))).text
 
     asking = [asyncio.create_task(ask(number)) for number in range(20)]
     assert checker.pid

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.cable import Cable
-from tests.e2e.asking import Ask, answers, drawn_image
+from tests.e2e.asking import Ask, choices, drawn_image
 from tests.e2e.elsewhere import ASKS, engine_on, new_key
 from tests.e2e.losing import check_stream_outlives_host
 from tests.host_process import HostProcess, running
@@ -71,12 +71,12 @@ async def test_hosts_answer_as_one_host_and_streams_outlive_a_loss(
 
     The host ends, which closes the connection, or is cut off in silence, which only the deadline detects.
     """
-    here = [one.token_ids for one in await answers(engine, [*ASKS, LONG], at_once=4)]
+    here = [one.token_ids for one in await choices(engine, [*ASKS, LONG], at_once=4)]
     far, strike, mend = struck
     near = HostProcess("near", "127.0.0.1", key)
     with running(near):
         async with engine_on(configure, key, near.address, far) as there:
-            found = [one.token_ids for one in await answers(there, ASKS, at_once=3)]
+            found = [one.token_ids for one in await choices(there, ASKS, at_once=3)]
             assert found == here[:-1]
             asks = list(zip(ASKS, here, strict=False))
             await check_stream_outlives_host(

@@ -299,8 +299,8 @@ async def test_images_are_resized_within_the_bounds_of_a_request(
             answer = (await plain.post("/v1/chat/completions", json=body)).json()
             counts.append(answer["usage"]["prompt_tokens"])
             counted = {"mm_processor_kwargs": body.get("mm_processor_kwargs")}
-            told = await plain.post("/tokenize", json={"messages": body["messages"], **counted})
-            assert told.json()["count"] == counts[-1]
+            reported = await plain.post("/tokenize", json={"messages": body["messages"], **counted})
+            assert reported.json()["count"] == counts[-1]
         wide = whole | {"mm_processor_kwargs": {"max_pixels": 10**9}}
         refused = await plain.post("/v1/chat/completions", json=wide)
     assert counts == [counts[0], *3 * [counts[0] - 8 * 6 + 6]]  # 3 by 2 tokens
@@ -318,10 +318,10 @@ async def test_server_is_unavailable_until_the_engine_is_ready(
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as plain:
         health = await plain.get("/health")
-        asked = await plain.post("/v1/chat/completions", json={"messages": Ask().messages})
-    assert health.status_code == asked.status_code == 503
-    assert asked.headers["retry-after"]
-    assert "loading" in asked.json()["error"]["message"]
+        requested = await plain.post("/v1/chat/completions", json={"messages": Ask().messages})
+    assert health.status_code == requested.status_code == 503
+    assert requested.headers["retry-after"]
+    assert "loading" in requested.json()["error"]["message"]
 
 
 async def test_image_url_is_fetched_as_data_only(client: Any) -> None:

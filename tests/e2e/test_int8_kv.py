@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.asking import answers, mixed_asks
+from tests.e2e.asking import choices, mixed_asks
 from tests.e2e.conftest import assert_idle
 from tests.patience import until
 from vsched import Config, Engine
@@ -22,10 +22,10 @@ INT8 = "generate.kv_dtype=int8"
 SWAPS = ("generate.preemption.manner=swap", "generate.swap_memory=64MiB")
 
 
-async def asked(config: Config) -> list[list[int]]:
+async def requested(config: Config) -> list[list[int]]:
     """Return the tokens of 24 undisturbed requests."""
     async with Engine(config) as engine:
-        found = await answers(engine, mixed_asks(), at_once=1)
+        found = await choices(engine, mixed_asks(), at_once=1)
         assert engine.statistics()["generate"]["preemptions"] == 0
     return [each.token_ids for each in found]
 
@@ -34,18 +34,18 @@ async def asked(config: Config) -> list[list[int]]:
 async def test_int8_requests_get_their_tokens_under_pressure_and_over_a_loss(
     ranks: int, more: tuple[str, ...], configure: Callable[..., Config], tmp_path: Path
 ) -> None:
-    wanted = await asked(configure("nano25", INT8))
+    wanted = await requested(configure("nano25", INT8))
     record = tmp_path / "run.vlog"
     sets = (INT8, f"generate.tensor_parallel={ranks}", f"record.path={record}", *more)
     async with Engine(configure("nano25", *sets)) as engine:
         assert engine.info.kv_dtype == "int8"
-        found = await answers(engine, mixed_asks(), at_once=8)
+        found = await choices(engine, mixed_asks(), at_once=8)
         assert [each.token_ids for each in found] == wanted
         counts = engine.statistics()["generate"]
         assert counts["preemptions"] > 0
         assert counts["tokens_cached"] > 0
         assert (counts["swapped_in"] > 0) == bool(more)
-        asking = asyncio.create_task(answers(engine, mixed_asks(), at_once=8))
+        asking = asyncio.create_task(choices(engine, mixed_asks(), at_once=8))
         await until(
             lambda: engine.statistics()["generate"]["preemptions"] > counts["preemptions"],
             "a request is preempted",

@@ -75,9 +75,9 @@ def requests() -> Iterator[tuple[Ask, SamplingParams]]:
     yield Ask("one two three one two three " * 12), msgspec.structs.replace(GREEDY, max_tokens=60)
 
 
-async def late(engine: Engine, asked: Callable[[], Any]) -> dict[str, int]:
+async def late(engine: Engine, requested: Callable[[], Any]) -> dict[str, int]:
     """Do something, and return the number of kernels that each group got since it was ready."""
-    await asked()
+    await requested()
     before = {row["name"]: row["heartbeats"]["sent"] for row in engine.groups()}
     # The heartbeat in flight may have been sent before; the next one was not.
     await until(
@@ -93,8 +93,8 @@ async def ask_all(engine: Engine, adapter: str = "") -> None:
     """Send every request, one by one and then at once, more than the KV cache can hold."""
     for ask, sampling in requests():
         await read(await begin(engine, ask, sampling, adapter=adapter))
-    begun = [await begin(engine, ask, sampling) for ask, sampling in [*requests()] * 2]
-    await asyncio.gather(*(read(each) for each in begun))
+    started = [await begin(engine, ask, sampling) for ask, sampling in [*requests()] * 2]
+    await asyncio.gather(*(read(each) for each in started))
 
 
 async def test_no_request_waits_for_a_kernel_with_adapters(

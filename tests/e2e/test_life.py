@@ -165,7 +165,7 @@ async def test_drained_and_stopped_engine_leaves_nothing(
         await engine.generate(prompt="early", request_id="early")
     await engine.start()
     assert len(traces(temporary).files) > 0
-    begun = [
+    started = [
         await begin(engine, Ask(TEXTS[n], [drawn_image(5000 + n)], count=80)) for n in range(4)
     ]
     pids = engine.rank_pids
@@ -175,7 +175,7 @@ async def test_drained_and_stopped_engine_leaves_nothing(
         await begin(engine, Ask())
     assert (caught.value.code, caught.value.status) == ("draining", 503)
     await draining
-    assert [len((await read(one)).token_ids) for one in begun] == [80] * 4
+    assert [len((await read(one)).token_ids) for one in started] == [80] * 4
     await engine.stop()
     await engine.stop()
     assert engine.state == "stopped"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cable import Cable, Wire
-from tests.e2e.asking import Ask, answers, drawn_image
+from tests.e2e.asking import Ask, choices, drawn_image
 from tests.e2e.conftest import assert_idle
 from tests.e2e.elsewhere import ASKS, SILENCE_S, engine_on, losses, new_key
 from tests.host_process import HostProcess, running
@@ -47,7 +47,7 @@ async def test_hosts_on_a_slow_link_are_waited_for(
     Every token is that of one host.
     """
     asks = [*(large(seed) for seed in range(20, 20 + MANY)), *ASKS]
-    here = [one.token_ids for one in await answers(engine, asks, at_once=8)]
+    here = [one.token_ids for one in await choices(engine, asks, at_once=8)]
     out, back = Wire(SLOW_BYTES_PER_S), Wire(SLOW_BYTES_PER_S)
     near, far = (Cable(host.address, out=(out,), back=(back,), latency_s=0.02) for host in hosts)
     key = hosts[0].key
@@ -58,7 +58,7 @@ async def test_hosts_on_a_slow_link_are_waited_for(
         engine_on(configure, key, near.address, far.address, *together) as there,
     ):
         async with patience(3 * PATIENCE_S):
-            found = [one.token_ids for one in await answers(there, asks, at_once=MANY)]
+            found = [one.token_ids for one in await choices(there, asks, at_once=MANY)]
         assert found == here
         assert out.carried > SILENCE_S * SLOW_BYTES_PER_S
         assert losses(there) == {"encode": {}, "generate": {}}

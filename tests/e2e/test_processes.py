@@ -177,10 +177,10 @@ async def test_processes_answer_before_the_engine_is_ready_and_end_where_it_neve
     configure: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They listen from the start; an engine that cannot start ends them, too."""
-    asked = asyncio.Event()
+    requested = asyncio.Event()
 
     async def start(_: Engine) -> None:
-        await asked.wait()
+        await requested.wait()
         raise CheckpointError("corrupt")
 
     monkeypatch.setattr(Engine, "start", start)
@@ -203,7 +203,7 @@ async def test_processes_answer_before_the_engine_is_ready_and_end_where_it_neve
         refused = await client.post(CHAT, json=body(ASK))
     assert (health.status_code, refused.status_code) == (503, 503)
     assert refused.json()["error"]["code"] == "not_ready"
-    asked.set()
+    requested.set()
     with pytest.raises(CheckpointError, match="corrupt"):
         await serving
     await until(lambda: not any(map(is_api, set(running()) - before)))
@@ -239,12 +239,12 @@ class Served:
 
     def _url(self) -> str:
         assert self.process.stdout is not None
-        told = []
+        reported = []
         for line in self.process.stdout:
-            told.append(line)
+            reported.append(line)
             if " is served at " in line:
                 return line.rpartition(" is served at ")[2].split("/v1")[0]
-        raise AssertionError("".join(told))
+        raise AssertionError("".join(reported))
 
 
 def is_api(pid: int) -> bool:
@@ -282,8 +282,8 @@ async def test_processes_drain_with_the_engine(served: Served) -> None:
     assert await asyncio.to_thread(served.process.wait, PATIENCE_S) == 0
     assert len(served.pids) == 2
     await until(lambda: not any(map(is_alive, served.pids)))
-    told = run_vsched("replay", str(served.record))
-    assert "Everything was decided the same again." in told
+    reported = run_vsched("replay", str(served.record))
+    assert "Everything was decided the same again." in reported
 
 
 async def test_processes_end_with_an_engine_that_dies(served: Served) -> None:

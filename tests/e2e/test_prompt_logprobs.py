@@ -48,9 +48,9 @@ def expected(checkpoints: Callable[[str], Path]) -> Callable[[list[int]], Any]:
     return logprobs
 
 
-def check(told: list[PromptToken], token_ids: list[int], wanted: Any, *, top: int) -> None:
-    assert [one.token_id for one in told] == token_ids[1:]
-    for one, row in zip(told, wanted[:-1], strict=True):
+def check(reported: list[PromptToken], token_ids: list[int], wanted: Any, *, top: int) -> None:
+    assert [one.token_id for one in reported] == token_ids[1:]
+    for one, row in zip(reported, wanted[:-1], strict=True):
         assert one.logprob == pytest.approx(row[one.token_id].item(), abs=1e-4)
         assert one.rank == int((row > row[one.token_id]).sum()) + 1
         best = row.topk(top)
@@ -66,7 +66,7 @@ async def test_prompt_logprobs_are_those_of_the_model_however_chunks_cut(
     assert len(token_ids) > 2 * engine.config.generate.chunk_tokens
     wanted = expected(token_ids)
     for top in (3, 0):
-        (generation,) = await engine.generate_answers(
+        (generation,) = await engine.generate_choices(
             prompt=token_ids,
             sampling=SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=top),
             request_ids=["told"],
@@ -79,7 +79,7 @@ async def test_prompt_logprobs_are_those_of_the_model_however_chunks_cut(
 
 async def test_answers_tell_of_their_prompt_together(engine: Engine) -> None:
     token_ids = engine.preprocessor.tokenize(TEXT)
-    generations = await engine.generate_answers(
+    generations = await engine.generate_choices(
         prompt=token_ids,
         sampling=SamplingParams(max_tokens=2, prompt_logprobs=0),
         request_ids=["told", "told#1", "told#2"],
@@ -104,8 +104,8 @@ async def test_prompts_with_images_are_told_of(engine: Engine) -> None:
     found = await read(generation)
     assert (found.token_ids, found.text, found.finish_reason) == ([], "", "length")
     assert generation.prompt_report is not None
-    told = list(generation.prompt_report.tokens())
-    assert [one.token_id for one in told] == ask.prompt(engine.preprocessor)[1:]
+    reported = list(generation.prompt_report.tokens())
+    assert [one.token_id for one in reported] == ask.prompt(engine.preprocessor)[1:]
 
 
 async def test_more_values_than_can_be_kept_are_refused(engine: Engine) -> None:
@@ -138,16 +138,16 @@ async def test_loglikelihoods_as_lm_eval_asks_for_them(
     assert [one["index"] for one in reply["choices"]] == [0, 1]
     assert reply["usage"]["completion_tokens"] == 2 * max_tokens
     for choice, token_ids, text in zip(reply["choices"], prompts, texts, strict=True):
-        told, wanted = choice["logprobs"], expected(token_ids)
+        reported, wanted = choice["logprobs"], expected(token_ids)
         count = len(token_ids)
-        assert {len(each) for each in told.values()} == {count + max_tokens}
+        assert {len(each) for each in reported.values()} == {count + max_tokens}
         assert choice["text"].startswith(text)
         assert (choice["text"] == text) == (max_tokens == 0)
-        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        assert reported["token_logprobs"][0] is reported["top_logprobs"][0] is None
         own = [wanted[place, token].item() for place, token in enumerate(token_ids[1:])]
-        assert told["token_logprobs"][1:count] == pytest.approx(own, abs=1e-4)
+        assert reported["token_logprobs"][1:count] == pytest.approx(own, abs=1e-4)
         for place in range(1, count):
-            best = max(told["top_logprobs"][place].values())
+            best = max(reported["top_logprobs"][place].values())
             assert best == pytest.approx(wanted[place - 1].max().item(), abs=1e-4)
 
 
@@ -165,11 +165,11 @@ async def test_echo_without_logprobs_and_as_a_stream(client: Any) -> None:
         if line.startswith("data: {")
     ]
     for index in (0, 1):
-        told = [one for one in events if one["index"] == index]
-        text = "".join(one["text"] for one in told)
+        reported = [one for one in events if one["index"] == index]
+        text = "".join(one["text"] for one in reported)
         assert text == "One, two," + alone
-        tokens = [token for one in told for token in one["logprobs"]["tokens"]]
-        offsets = [offset for one in told for offset in one["logprobs"]["text_offset"]]
+        tokens = [token for one in reported for token in one["logprobs"]["tokens"]]
+        offsets = [offset for one in reported for offset in one["logprobs"]["text_offset"]]
         whole = [pair for pair in zip(tokens, offsets, strict=True) if pair[0][:6] != "bytes:"]
         assert len(whole) > 3
         assert all(text.startswith(token, offset) for token, offset in whole)

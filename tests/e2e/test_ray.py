@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.asking import Ask, answers, drawn_image
+from tests.e2e.asking import Ask, choices, drawn_image
 from tests.e2e.losing import check_stream_outlives_host
 from tests.patience import PATIENCE_S
 from vsched import Config, Engine
@@ -71,7 +71,7 @@ async def test_ray_replicas_answer_as_one_host_and_streams_outlive_a_node(
     configure: Callable[..., Config], engine: Engine, nodes: Nodes
 ) -> None:
     """The tokens of one host; and those of a stream whose node is killed in the middle of it, and replaced."""
-    here = [one.token_ids for one in await answers(engine, [*ASKS, LONG], at_once=4)]
+    here = [one.token_ids for one in await choices(engine, [*ASKS, LONG], at_once=4)]
     elsewhere = configure(
         "nano25",
         f"cluster.ray={nodes.address}",
@@ -80,7 +80,7 @@ async def test_ray_replicas_answer_as_one_host_and_streams_outlive_a_node(
         "cluster.generate_resources={CPU=1, generates=1}",
     )
     async with Engine(elsewhere) as there:
-        found = [one.token_ids for one in await answers(there, ASKS, at_once=3)]
+        found = [one.token_ids for one in await choices(there, ASKS, at_once=3)]
         assert found == here[:-1]
         await check_stream_outlives_host(
             there,

@@ -44,7 +44,7 @@ def generated(tokenizer: Any, question: str) -> str:
     return str(tokenizer.decode(found[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-async def answers(dtype: str) -> list[str]:
+async def choices(dtype: str) -> list[str]:
     sets = [
         f"model.path={CHECKPOINT}",
         f"model.dtype={dtype}",
@@ -68,14 +68,14 @@ async def answers(dtype: str) -> list[str]:
 
 @pytest.mark.slow
 async def test_real_model_answers_as_generate_does(tokenizer: Any) -> None:
-    said = await answers("float32")
+    said = await choices("float32")
     assert said == [generated(tokenizer, question) for question in QUESTIONS]
     assert said[0] == "The capital of France is Paris."
 
 
 @pytest.mark.slow
 async def test_real_model_knows_paris_as_it_is_served_by_default() -> None:
-    assert "Paris" in (await answers("auto"))[0]
+    assert "Paris" in (await choices("auto"))[0]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from tests.traces import abandoned_memory, is_alive, parent, running
 from vsched import Engine, SamplingParams
 from vsched.errors import RequestRefused
 from vsched.record.journal import folder_of
-from vsched.record.left import Begun, prompt_digest
+from vsched.record.left import PartialOutput, prompt_digest
 from vsched.types import Request
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -41,11 +41,11 @@ async def go_on(engine: Engine, token_ids: list[int], sampling: SamplingParams) 
     prompt_token_ids = engine.preprocessor.tokenize(prompt)
     request = Request(request_id="", prompt_token_ids=prompt_token_ids)
     async with patience():
-        (stream,) = await engine.generate_answers(
+        (stream,) = await engine.generate_choices(
             prompt=prompt,
             sampling=sampling,
             request_ids=("resumed",),
-            begun=Begun(prompt_digest(request), tuple(token_ids)),
+            started=PartialOutput(prompt_digest(request), tuple(token_ids)),
         )
     return await read(stream)
 
@@ -180,13 +180,13 @@ class Serving:
             return
 
 
-def asked(name: str) -> tuple[str, dict[str, Any]]:
+def requested(name: str) -> tuple[str, dict[str, Any]]:
     path, fields = QUESTIONS[name]
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     return path, {**fields, limit: COUNT, "stream": True, "ignore_eos": True}
 
 
-def told(lines: list[str]) -> list[dict[str, Any]]:
+def reported(lines: list[str]) -> list[dict[str, Any]]:
     """Return the events of a stream without fields that differ between requests."""
     events = []
     for line in lines:
@@ -228,12 +228,12 @@ async def test_killed_server_goes_on_with_its_streams(
         first = servers[0]
         undisturbed: dict[str, list[str]] = {}
         for name in QUESTIONS:
-            undisturbed[name] = await first.post(*asked(name))
+            undisturbed[name] = await first.post(*requested(name))
         await until(lambda: not kept(record), "delivered requests are forgotten")
         had: dict[str, list[str]] = {name: [] for name in QUESTIONS}
 
         def follow(name: str) -> None:
-            for line in first.lines(*asked(name), {"x-request-id": name}):
+            for line in first.lines(*requested(name), {"x-request-id": name}):
                 had[name].append(line)
 
         following = [threading.Thread(target=follow, args=(name,)) for name in QUESTIONS]
@@ -257,7 +257,7 @@ async def test_killed_server_goes_on_with_its_streams(
             rest = await second.get(f"{path}/{name}?starting_after={last}")
             assert event_ids(rest)[0] == last + 1
             whole = [*complete[: last + 1], *rest]
-            assert told(whole) == told(undisturbed[name])
+            assert reported(whole) == reported(undisturbed[name])
             assert sum("[DONE]" in line for line in whole) == (path != "/v1/responses")
         await until(lambda: not kept(record), "delivered requests are forgotten")
         assert abandoned_memory() <= before

@@ -41,7 +41,7 @@ BOUNDLESS: list[Any] = [
 ]
 
 
-def asked(schema: Any, seed: int, *, as_tool: bool) -> dict[str, Any]:
+def requested(schema: Any, seed: int, *, as_tool: bool) -> dict[str, Any]:
     """Return the body of a request whose output, or whose call, must match a schema."""
     body: dict[str, Any] = {"model": "nano25", "messages": MESSAGES, "max_tokens": 48, "seed": seed}
     if as_tool:
@@ -58,7 +58,7 @@ def asked(schema: Any, seed: int, *, as_tool: bool) -> dict[str, Any]:
 
 def check(client: httpx.Client, schema: Any, seed: int, *, as_tool: bool, known: bool) -> int:
     """Send a request, and check the response; `known` is set if `fits` knows all keywords of the schema."""
-    body = json.dumps(asked(schema, seed, as_tool=as_tool))
+    body = json.dumps(requested(schema, seed, as_tool=as_tool))
     headers = {"content-type": "application/json"}
     reply = client.post("/v1/chat/completions", content=body, headers=headers)
     assert reply.status_code in {200, 400}, (schema, reply.text)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.asking import answers, mixed_asks
+from tests.e2e.asking import choices, mixed_asks
 from tests.e2e.conftest import assert_idle
 from tests.patience import until
 from vsched import Config, Engine
@@ -41,11 +41,11 @@ async def test_swapped_requests_get_the_tokens_of_generate(
     config = configure("nano25", *SWAPPED, *sets)
     wanted = expected("nano25")
     async with Engine(config) as engine:
-        found = await answers(engine, mixed_asks(), at_once=8)
+        found = await choices(engine, mixed_asks(), at_once=8)
         assert [each.token_ids for each in found] == wanted
         counts = engine.statistics()["generate"]
         assert 0 < counts["swapped_in"] <= counts["swapped_out"] <= counts["preemptions"]
-        asking = asyncio.create_task(answers(engine, mixed_asks(), at_once=8))
+        asking = asyncio.create_task(choices(engine, mixed_asks(), at_once=8))
         await until(lambda: engine.statistics()["generate"]["swapped"] > 0, "a request is swapped")
         (group,) = [each for each in engine.groups() if each["name"] == "generate"]
         os.kill(group["ranks"][-1]["pid"], signal.SIGKILL)

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 httpx = pytest.importorskip("httpx")
 
-from tests.e2e.asking import TEXTS, Ask, answers, drawn_image, mixed_asks  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, choices, drawn_image, mixed_asks  # noqa: E402
 from tests.patience import PATIENCE_S  # noqa: E402
 from vsched import Config  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
@@ -34,7 +34,7 @@ async def test_answers_are_those_of_generate(
 ) -> None:
     asks = [ask for ask in mixed_asks() if not ask.images]
     assert len(asks) > 3
-    found = await answers(text_server.engine, asks, at_once=3)
+    found = await choices(text_server.engine, asks, at_once=3)
     assert [one.token_ids for one in found] == generated(SIZE, asks)
 
 

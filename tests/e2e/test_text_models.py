@@ -66,12 +66,12 @@ async def test_killed_rank_loses_no_token_and_every_beginning_has_its_own_state(
 ) -> None:
     """Steps run one ahead, requests are preempted, and all is lost once: the tokens are those of `generate`."""
     wanted = generated(Path(config.model.path), PROMPTS, outputs=OUTPUTS)
-    begun = [await begin(served, prompt, f"first-{n}") for n, prompt in enumerate(PROMPTS)]
-    await until(lambda: sum(one.output_tokens for one in begun) > 60, "streams are running")
-    assert sum(one.reason is None for one in begun) > 3, "too late to lose anything"
+    started = [await begin(served, prompt, f"first-{n}") for n, prompt in enumerate(PROMPTS)]
+    await until(lambda: sum(one.output_tokens for one in started) > 60, "streams are running")
+    assert sum(one.reason is None for one in started) > 3, "too late to lose anything"
     (pid,) = served.rank_pids
     os.kill(pid, signal.SIGKILL)
-    found = await asyncio.gather(*(read(one) for one in begun))
+    found = await asyncio.gather(*(read(one) for one in started))
     assert [one.token_ids for one in found] == wanted
     await until(lambda: served.state == "ready", "the lost group is back")
     counts = served.statistics()["generate"]
@@ -87,14 +87,14 @@ async def test_prompts_are_told_of_by_every_path(served: Engine, config: Config)
     """One of these models has its head inside, which is run separately for the rows with log-probabilities."""
     wanted = expected_of(Path(config.model.path), PROMPTS[:1], outputs=1)[0]
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    (one,) = await served.generate_answers(
+    (one,) = await served.generate_choices(
         prompt=PROMPTS[0], sampling=sampling, request_ids=["told"]
     )
     found = await read(one)
     assert found.token_ids == wanted.output
     assert one.prompt_report is not None
-    told = [each.logprob for each in one.prompt_report.tokens()]
-    assert told == pytest.approx(wanted.told, abs=1e-3)
+    reported = [each.logprob for each in one.prompt_report.tokens()]
+    assert reported == pytest.approx(wanted.reported, abs=1e-3)
 
 
 async def test_states_of_all_slots_are_in_the_ledger_and_in_the_metrics(served: Engine) -> None:

@@ -51,8 +51,8 @@ async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
 
 
 async def chat(client: Any, **options: Any) -> Any:
-    asked = {"model": "nano25", "messages": MESSAGES, "tools": [WEATHER], "max_tokens": 150}
-    return await client.chat.completions.create(**{**asked, "seed": 3, **options})
+    requested = {"model": "nano25", "messages": MESSAGES, "tools": [WEATHER], "max_tokens": 150}
+    return await client.chat.completions.create(**{**requested, "seed": 3, **options})
 
 
 async def test_a_named_function_is_called_with_arguments_that_fit(client: Any) -> None:

@@ -44,13 +44,15 @@ async def fuzz_grammars(url: str, model: str, *, seed: int, count: int) -> Count
 
     async def documents(client: httpx.AsyncClient) -> None:
         for number in numbers:
-            asked = draw_asked(random.Random(number), model)
+            requested = draw_asked(random.Random(number), model)
             try:
-                reply = await client.post(asked.path, content=asked.body, headers=JSON)
+                reply = await client.post(requested.path, content=requested.body, headers=JSON)
             except httpx.HTTPError as error:
-                raise AssertionError(f"{_named(number, asked)} got no answer: {error!r}") from error
-            check(number, asked, reply)
-            counted[f"{asked.document.kind}: {reply.status_code}"] += 1
+                raise AssertionError(
+                    f"{_named(number, requested)} got no answer: {error!r}"
+                ) from error
+            check(number, requested, reply)
+            counted[f"{requested.document.kind}: {reply.status_code}"] += 1
             if killed := re.search(r"died \(SIG[A-Z]+|more than [0-9.]+ s of CPU", reply.text):
                 counted[f"process {killed[0].replace('(', 'by ')}"] += 1
 
@@ -99,22 +101,24 @@ async def _fuzz_ranks(seed: int, count: int) -> Counter[str]:
     return counted
 
 
-def check(number: int, asked: Asked, reply: httpx.Response) -> None:
+def check(number: int, requested: Asked, reply: httpx.Response) -> None:
     """Check one response: 200, with JSON if a schema was sent, or an error with a remedy."""
-    told = f"{_named(number, asked)} was answered by {reply.status_code}: {reply.text[:500]}"
+    reported = (
+        f"{_named(number, requested)} was answered by {reply.status_code}: {reply.text[:500]}"
+    )
     if reply.status_code != 200:
         busy = reply.status_code == 503 and "retry-after" in reply.headers
-        assert reply.status_code in {400, 413} or busy, told
-        assert "Remedy" in reply.json()["error"]["message"], told
-    elif asked.answers_json and (text := _whole(reply.json())) is not None:
+        assert reply.status_code in {400, 413} or busy, reported
+        assert "Remedy" in reply.json()["error"]["message"], reported
+    elif requested.answers_json and (text := _whole(reply.json())) is not None:
         try:
             json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise AssertionError(f"{told}: {error}") from error
+            raise AssertionError(f"{reported}: {error}") from error
 
 
-def _named(number: int, asked: Asked) -> str:
-    return f"document {number} ({asked.document.kind} by {asked.door}): {asked.body[:4000]!r}"
+def _named(number: int, requested: Asked) -> str:
+    return f"document {number} ({requested.document.kind} by {requested.door}): {requested.body[:4000]!r}"
 
 
 def _whole(reply: dict[str, Any]) -> str | None:

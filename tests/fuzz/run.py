@@ -102,8 +102,8 @@ async def _exchange(port: int, sent: bytes) -> bytes:
 
 def _check(status: int, body: bytes, request: object) -> None:
     internal = status == DELIBERATE and b"internal_error" in body
-    told = f"{request!r} was answered by {status}: {body[:500]!r}"
-    assert status < 500 or (status == DELIBERATE and not internal), told
+    reported = f"{request!r} was answered by {status}: {body[:500]!r}"
+    assert status < 500 or (status == DELIBERATE and not internal), reported
     if 400 <= status < 500 and isinstance(request, FuzzRequest) and request.method != "HEAD":
         with contextlib.suppress(KeyError):
-            assert "Remedy" in msgspec.json.decode(body)["error"]["message"], told
+            assert "Remedy" in msgspec.json.decode(body)["error"]["message"], reported

@@ -56,8 +56,8 @@ def test_gist_is_what_happened() -> None:
 
 
 def test_table_joins_neighbours_that_ended_alike() -> None:
-    told, lost = Outcome("told", ENCODE), Outcome("hang", "the engine")
-    limits = {60: told, 50: told, 70: lost, 80: Outcome("served")}
+    reported, lost = Outcome("told", ENCODE), Outcome("hang", "the engine")
+    limits = {60: reported, 50: reported, 70: lost, 80: Outcome("served")}
     outcomes = {Case("encode", True, limit): one for limit, one in limits.items()}
     outcomes[Case("encode", False, 90)] = Outcome("served")
     assert table(outcomes).splitlines()[2:] == [

@@ -74,7 +74,7 @@ class Expected(NamedTuple):
     """Results of transformers' model for a prompt: its output, and log-probabilities of the prompt's own tokens."""
 
     output: list[int]
-    told: list[float]
+    reported: list[float]
 
 
 def telling(questions: Sequence[Question]) -> list[Question]:
@@ -89,37 +89,37 @@ def telling(questions: Sequence[Question]) -> list[Question]:
 def answers_so(answers: Sequence[Running], expected: Sequence[Expected]) -> bool:
     """Return True if outputs and prompt log-probabilities are as expected."""
     pairs = list(zip(answers, expected, strict=True))
-    told = [(one.told, wanted.told) for one, wanted in pairs if one.told]
-    assert told, "no question asks for it"
-    close = all(np.allclose(one, wanted, atol=1e-3) for one, wanted in told)
+    reported = [(one.reported, wanted.reported) for one, wanted in pairs if one.reported]
+    assert reported, "no question asks for it"
+    close = all(np.allclose(one, wanted, atol=1e-3) for one, wanted in reported)
     return close and all(one.output == wanted.output for one, wanted in pairs)
 
 
 @torch.inference_mode()
-def told_by(model: Any, **inputs: Any) -> list[float]:
+def reported_by(model: Any, **inputs: Any) -> list[float]:
     """Return the log-probability of each token of a prompt but the first, in transformers' model."""
     ids = inputs["input_ids"]
     found = model(**inputs, use_cache=False).logits[0].float().log_softmax(-1)
-    told: list[float] = found[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
-    return told
+    reported: list[float] = found[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    return reported
 
 
 def generated(
-    path: Path, asked: Sequence[Sequence[int]], *, outputs: int = OUTPUTS
+    path: Path, requested: Sequence[Sequence[int]], *, outputs: int = OUTPUTS
 ) -> list[list[int]]:
     """Greedy outputs of transformers' `generate`."""
-    return [each.output for each in expected_of(path, asked, outputs=outputs)]
+    return [each.output for each in expected_of(path, requested, outputs=outputs)]
 
 
 @torch.inference_mode()
 def expected_of(
-    path: Path, asked: Sequence[Sequence[int]], *, sees: bool = False, outputs: int = OUTPUTS
+    path: Path, requested: Sequence[Sequence[int]], *, sees: bool = False, outputs: int = OUTPUTS
 ) -> list[Expected]:
     """Greedy results of transformers' `generate`; `sees` is set for models that take images, too."""
     made: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model = made.from_pretrained(path, dtype=torch.float32).eval()
     found = []
-    for prompt in asked:
+    for prompt in requested:
         ids = torch.tensor([list(prompt)])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         out = model.generate(
@@ -130,7 +130,7 @@ def expected_of(
             pad_token_id=0,
         )
         answer = out[0, len(prompt) :].tolist()
-        found.append(Expected(answer, told_by(model, **inputs)))
+        found.append(Expected(answer, reported_by(model, **inputs)))
     return found
 
 
@@ -143,13 +143,13 @@ def compare(name: str, *, attention: str = "exact", ranks: Ranks | None = None) 
     with tempfile.TemporaryDirectory(prefix=f"vsched-{name}-") as folder:
         path = Path(folder)
         make_checkpoint(name, path)
-        asked = prompts()
-        wanted = expected_of(path, asked, sees=name in FAMILY_SIZES)
+        requested = prompts()
+        wanted = expected_of(path, requested, sees=name in FAMILY_SIZES)
         expected = [each.output for each in wanted]
         distinct = {token for answer in expected for token in answer}
         assert len(distinct) > len(LENGTHS) // 2, f"{name}: the answers say too little, {distinct}"
         stage = Stage.load(str(path), attention=attention, dtype="float32")
-        questions = [Question(prompt, count=OUTPUTS) for prompt in asked]
+        questions = [Question(prompt, count=OUTPUTS) for prompt in requested]
         return Parity(
             path=describe_checkpoint(folder).path,
             text=tokens_of(Driver(stage, chunk=max(LENGTHS)).run(questions)) == expected,

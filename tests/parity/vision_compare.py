@@ -21,7 +21,7 @@ from tests.parity.compare import (
     answers_so,
     telling,
     tokens_of,
-    told_by,
+    reported_by,
     with_cached_prefixes,
 )
 from tests.parity.vision_architectures import (
@@ -123,13 +123,13 @@ def _words(count: int, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def expected_of(
-    path: Path, name: str, asked: Sequence[Sequence[int]], images: Sequence[Arrays]
+    path: Path, name: str, requested: Sequence[Sequence[int]], images: Sequence[Arrays]
 ) -> list[Expected]:
     """Greedy results of transformers' `generate` with the complete model and pixels."""
     made: Any = AutoModelForImageTextToText
     model = made.from_pretrained(path, dtype=torch.float32).eval()
     found = []
-    for prompt, which in zip(asked, ASKED, strict=True):
+    for prompt, which in zip(requested, ASKED, strict=True):
         ids = torch.tensor([list(prompt)])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         inputs |= _inputs(model, name, ids, [images[index] for index in which])
@@ -140,23 +140,23 @@ def expected_of(
             eos_token_id=None,
             pad_token_id=0,
         )
-        found.append(Expected(out[0, len(prompt) :].tolist(), told_by(model, **inputs)))
+        found.append(Expected(out[0, len(prompt) :].tolist(), reported_by(model, **inputs)))
     return found
 
 
 def _inputs(model: Any, name: str, ids: torch.Tensor, images: Sequence[Arrays]) -> dict[str, Any]:
     """Return the arguments that a processor would add for some images."""
     inner = model.model if hasattr(model, "model") else model
-    asked = inspect.signature(inner.forward).parameters
+    requested = inspect.signature(inner.forward).parameters
     types = (ids == IMAGE).int()
     given: dict[str, Any] = {}
     if name == "paligemma":
         given["token_type_ids"] = torch.zeros_like(types)
-    elif "token_type_ids" in asked:
+    elif "token_type_ids" in requested:
         given["token_type_ids"] = types
-    if "mm_token_type_ids" in asked:
+    if "mm_token_type_ids" in requested:
         given["mm_token_type_ids"] = types
-    if "moe_mm_token_type_ids" in asked:
+    if "moe_mm_token_type_ids" in requested:
         given["moe_mm_token_type_ids"] = types | ((ids == START) | (ids == END)).int()
     if not images:
         return given
@@ -236,11 +236,11 @@ def compare_vision(name: str) -> Parity:
         save_model(name, path)
         stage = load_stage(path, name)
         made: Any = stage.preprocessor
-        asked = prompts(made.rows)
-        expected = expected_of(path, name, asked, made.images)
+        requested = prompts(made.rows)
+        expected = expected_of(path, name, requested, made.images)
         questions = [
             Question(prompt, images=[MadeImage(index) for index in which], count=OUTPUTS)  # type: ignore[misc]
-            for prompt, which in zip(asked, ASKED, strict=True)
+            for prompt, which in zip(requested, ASKED, strict=True)
         ]
         return _compared("generic", stage, questions, expected)
 
@@ -260,7 +260,7 @@ def compare_own(name: str) -> Parity:
         expected = [
             Expected(
                 reference.generate(prompt, each.images, OUTPUTS),
-                told_by(reference.model, **reference.inputs(prompt, each.images)),
+                reported_by(reference.model, **reference.inputs(prompt, each.images)),
             )
             for each in questions
             for prompt in [stage.prompt(each)[0]]

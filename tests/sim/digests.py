@@ -42,7 +42,7 @@ async def talk(seed: int) -> None:
     profile = LinkProfile(jitter_ns=100_000)
     network = Network(current(), rng, Injector(plan, current()), profile=profile)
     for group in GROUPS:
-        leader = network.listen(f"ipc://{group}", lambda *heard: note("heard", *heard))
+        leader = network.listen(f"ipc://{group}", lambda *received: note("heard", *received))
         ends = [network.connect(f"ipc://{group}", rank) for rank in range(2)]
         for index in range(50):
             for rank, end in enumerate(ends):

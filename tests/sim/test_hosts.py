@@ -59,7 +59,7 @@ async def test_lost_host_takes_all_its_groups_at_once(sim_engine: Engines) -> No
 
 @pytest.mark.sim
 async def test_power_failure_is_noticed_by_silence(sim_engine: Engines) -> None:
-    crash = HostCrash(at_ns=SECOND_NS, duration_ns=9 * SECOND_NS, host="far", manner="powered_off")
+    crash = HostCrash(at_ns=SECOND_NS, duration_ns=9 * SECOND_NS, host="far", mode="powered_off")
     lost = await strike(sim_engine, crash, encode=["local"], generate=["far", "farther"])
     assert len(lost) == 1
     assert "silent" in lost[0]

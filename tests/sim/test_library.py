@@ -243,7 +243,7 @@ async def by_forgetting_in_a_thread(engine: Engine, **call: Any) -> object:
 
 async def by_leaving_one_answer(engine: Engine, **call: Any) -> object:
     name = call.pop("request_id")
-    first, second = await engine.generate_answers(**call, request_ids=(name, f"{name}#1"))
+    first, second = await engine.generate_choices(**call, request_ids=(name, f"{name}#1"))
     async for _ in second:
         break
     del second

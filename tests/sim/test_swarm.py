@@ -35,10 +35,10 @@ def test_swarm_keeps_the_faults_that_it_takes(tmp_path: Path) -> None:
         file.write_text(failure.plan.to_json())
         again = swarm(1, seed=failure.seed, faults=file).failures[0]
     assert again.violations == failure.violations
-    told = failure.describe()
-    assert f"seed {failure.seed} fails:" in told
-    assert "memory to decode in are held by nobody" in told
-    assert f"vsched simulate --swarm 1 --seed {failure.seed}" in told
+    reported = failure.describe()
+    assert f"seed {failure.seed} fails:" in reported
+    assert "memory to decode in are held by nobody" in reported
+    assert f"vsched simulate --swarm 1 --seed {failure.seed}" in reported
     assert not swarm(1, seed=failure.seed).failures, "without the defect it passes"
 
 

@@ -43,8 +43,8 @@ def test_what_is_no_choice_of_tokens_is_refused(bad: str) -> None:
 
 
 def test_answers_are_held_to_a_choice_and_depend_on_the_prompt() -> None:
-    answers = {tuple(held_answer([16, prompt], (), 9, CHOICES)) for prompt in range(16, 60)}
-    assert answers == set(CHOICES)
+    choices = {tuple(held_answer([16, prompt], (), 9, CHOICES)) for prompt in range(16, 60)}
+    assert choices == set(CHOICES)
     assert held_answer([16, 17], (), 2, CHOICES) == held_answer([16, 17], (), 9, CHOICES)[:2]
     assert next_tokens(CHOICES, (20, 21)) == [30, 31]
     assert len(held_answer([16, 17], (), 9, ())) == 9

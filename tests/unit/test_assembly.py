@@ -240,10 +240,10 @@ def test_model_with_a_state_has_room_for_all_slots() -> None:
 class OddPlugin:
     """A worker whose model has three heads."""
 
-    asked: list[tuple[str, int]]
+    requested: list[tuple[str, int]]
 
     def check_parallel(self, info: object, *, stage: str, ranks: int) -> None:
-        self.asked.append((stage, ranks))
+        self.requested.append((stage, ranks))
         if ranks == 2:
             raise CheckpointError("3 heads cannot be shared by 2 ranks")
 
@@ -251,14 +251,14 @@ class OddPlugin:
 def test_parallel_sizes_are_checked_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plug-in refuses sizes that do not divide; one rank needs no check."""
     plugin: Any = OddPlugin()
-    plugin.asked = []
+    plugin.requested = []
     monkeypatch.setattr("vsched.assembly.load_worker", lambda name, path: plugin)
     check_parallel(config_of(), INFO)
-    assert plugin.asked == []
+    assert plugin.requested == []
     check_parallel(config_of("encode.tensor_parallel=3"), INFO)
     with pytest.raises(CheckpointError, match="3 heads"):
         check_parallel(config_of("generate.tensor_parallel=2"), INFO)
-    assert plugin.asked == [("encode", 3), ("generate", 2)]
+    assert plugin.requested == [("encode", 3), ("generate", 2)]
 
 
 @pytest.mark.parametrize("sets", [(), TWO_BY_TWO])

@@ -259,7 +259,7 @@ def test_config_tells_all_typos_at_once(tmp_path: Path) -> None:
     )
     environ = {"VSCHED__SERVER__PORT": "70000", "VSCHED__GENERATE_SLOTS": "3"}
     sets = ["encode.memory_limit=4GB", "generate.device=cuda:x", "port=1", "slots", "arena=2"]
-    told = refusal(sets, path=path, environ=environ).splitlines()
+    reported = refusal(sets, path=path, environ=environ).splitlines()
     file = f"(from file {path})"
     expected = [
         f"modle {file}: unknown key. Did you mean model?",
@@ -277,23 +277,26 @@ def test_config_tells_all_typos_at_once(tmp_path: Path) -> None:
         "encode.memory_limit: not a size: value '4GB', ",
         "generate.device: not a device: value 'cuda:x', limit cuda, or cuda:N with a number.",
     ]
-    assert [start for start in expected if not any(one.startswith(start) for one in told)] == []
-    assert len(told) == len(expected)
+    assert [start for start in expected if not any(one.startswith(start) for one in reported)] == []
+    assert len(reported) == len(expected)
     for idea in ("max_tokens", "round-robin", "transformers"):
-        assert sum(one.endswith(f" Did you mean {idea}?") for one in told) == 1, idea
+        assert sum(one.endswith(f" Did you mean {idea}?") for one in reported) == 1, idea
 
 
 def test_config_combinations_are_told_together_once_each_value_is_legal() -> None:
     sets = ["generate.chunk_tokens=4096", "generate.slots=2048"]
-    told = refusal(sets).splitlines()
-    assert [one.partition(":")[0] for one in told] == ["generate.chunk_tokens", "generate.slots"]
-    told = refusal([*sets, "generate.max_batch_token=8192"]).splitlines()
-    assert [one.partition(" ")[0] for one in told] == ["generate.max_batch_token"]
+    reported = refusal(sets).splitlines()
+    assert [one.partition(":")[0] for one in reported] == [
+        "generate.chunk_tokens",
+        "generate.slots",
+    ]
+    reported = refusal([*sets, "generate.max_batch_token=8192"]).splitlines()
+    assert [one.partition(" ")[0] for one in reported] == ["generate.max_batch_token"]
 
 
 def test_config_key_of_another_section_is_found() -> None:
-    told = refusal(["model.threads=1"])
-    assert told.endswith("Did you mean media.threads or encode.threads or generate.threads?")
+    reported = refusal(["model.threads=1"])
+    assert reported.endswith("Did you mean media.threads or encode.threads or generate.threads?")
 
 
 def test_config_warns_of_a_variable_with_single_underscores(
@@ -384,8 +387,10 @@ def test_config_item_limit_is_the_encode_budget(sets: list[str], expected: int |
 
 def test_config_default_item_limit_is_the_one_that_is_told() -> None:
     """Help, schema and docs name the key that the default comes from, and 0 as the remedy."""
-    told = keys_table().split("| `encode.admission` |")[1].split("\n")[0]
-    assert "by default it is `generate.max_batch_tokens`, and 0 switches both limits off" in told
+    reported = keys_table().split("| `encode.admission` |")[1].split("\n")[0]
+    assert (
+        "by default it is `generate.max_batch_tokens`, and 0 switches both limits off" in reported
+    )
     fields = load_policy_class("admission", "token-budget").__doc__
     assert "None derives it from `generate.max_batch_tokens`; 0 means no budget" in str(fields)
     for tokens in (777, 4096):

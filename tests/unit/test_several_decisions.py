@@ -17,8 +17,8 @@ from vsched.policy import (
     Admission,
     AdmissionView,
     Admit,
-    FrontDoorAnswer,
-    FrontDoorView,
+    ArrivalDecision,
+    ArrivalView,
     PositiveCount,
     RequestPolicy,
     StepShares,
@@ -39,7 +39,7 @@ class Counting(RequestPolicy, frozen=True, kw_only=True):
     state_type = Counts
     most: PositiveCount = 8
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         view.state.arrived += 1
         return Admit()
 

@@ -186,11 +186,11 @@ def test_template_shows_tools_calls_and_reasoning_in_known_forms() -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "42"},
     ]
-    told = jinja2.Template(text).render(
+    reported = jinja2.Template(text).render(
         messages=messages, tools=[{"x": 1}], add_generation_prompt=True
     )
-    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n' in told
-    assert told.endswith("42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n' in reported
+    assert reported.endswith("42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_reasons_of_what_is_not_served_are_given_somewhere() -> None:

@@ -78,7 +78,7 @@ class Running:
     computed: int = 0
     budget: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    told: list[float] = field(default_factory=list)
+    reported: list[float] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens except the first, if requested."""
 
     @property
@@ -267,7 +267,7 @@ class Driver:
         for each, chunk in zip(prefilling, chunks, strict=True):
             each.computed = chunk.stop
         for one in sampled.prompts:
-            prefilling[one.chunk].told += one.logprobs.tolist()
+            prefilling[one.chunk].reported += one.logprobs.tolist()
         for row, each in enumerate(rows):
             sequence = each.sequence
             sequence.tokens[sequence.length] = sampled.tokens[row]
@@ -293,7 +293,7 @@ class Driver:
             samples=stop == running.sequence.length,
             items=rows,
             writes=writes if self.stage.info.state_bytes else (),
-            told=told_rows(running, stop),
+            reported=told_rows(running, stop),
         )
 
     def end_of_chunk(self, running: Running, stop: int) -> int:
@@ -340,9 +340,9 @@ def told_rows(running: Running, stop: int) -> int:
     sequence = running.sequence
     if sequence.sampling.prompt_logprobs is None:
         return 0
-    assert running.computed <= len(running.told), "what is adopted cannot be told of"
-    told = min(stop, sequence.prompt_length - 1) - running.computed
-    return max(0, told) if running.computed == len(running.told) else 0
+    assert running.computed <= len(running.reported), "what is adopted cannot be told of"
+    reported = min(stop, sequence.prompt_length - 1) - running.computed
+    return max(0, reported) if running.computed == len(running.reported) else 0
 
 
 def last_end(sequence: SequenceState) -> int:

@@ -222,10 +222,10 @@ def test_ranks_that_share_a_usual_make_by_plan_are_told_that_one_rank_could(
     backend: Any = object()
     if "device" not in settings:
         backend = ReferenceBackend(WorkerSettings(), torch.float32)
-    asked = WorkerSettings(ranks=2, rank=0, **settings)
+    requested = WorkerSettings(ranks=2, rank=0, **settings)
     message = f"several ranks share model_type 'phi3' .*Remedy: {remedy}"
     with pytest.raises(ConfigError, match=message):
-        _load_any(inspect(tmp_path), asked, backend, lambda *_: None)
+        _load_any(inspect(tmp_path), requested, backend, lambda *_: None)
 
 
 def inspect_written(made: Path, path: Path) -> ModelInfo:

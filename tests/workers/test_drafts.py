@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.parity.architectures import make_checkpoint
-from tests.unit.worker.drafting.drafted_runs import Heard, run_drafted
+from tests.unit.worker.drafting.drafted_runs import Received, run_drafted
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, SLOTS, Stage
 from vsched.kernel.decisions import DraftGrant
 from vsched.types import SamplingParams
@@ -46,7 +46,7 @@ ARCHITECTURES = ("llama", "stablelm", "gemma3_text", "mixtral")
 class Oracle:
     """Drafts the actual next tokens, with random errors, so that drafts are rejected at every position."""
 
-    def __init__(self, answers: list[Heard]) -> None:
+    def __init__(self, answers: list[Received]) -> None:
         self._answers = answers
         self._rng = random.Random(7)
 

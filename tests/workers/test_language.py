@@ -215,11 +215,11 @@ def test_load_reports_progress_and_holds_no_vision_weights(
     checkpoints: Callable[[str], Path], size: str
 ) -> None:
     info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=0)
-    heard: list[tuple[str, float]] = []
+    received: list[tuple[str, float]] = []
     worker = plugin.load_generator(
-        info, WorkerSettings(), lambda label, fraction: heard.append((label, fraction))
+        info, WorkerSettings(), lambda label, fraction: received.append((label, fraction))
     )
-    fractions = [fraction for _, fraction in heard]
+    fractions = [fraction for _, fraction in received]
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
     names = [name for name, _ in worker.module.named_parameters()]  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from vsched.kernel.events import FurtherAnswer
+from vsched.kernel.events import FurtherChoice
 
 _SEED_BITS = 63
 
@@ -17,10 +17,10 @@ def answer_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 
 
-def further_answers(request_ids: Sequence[str], seed: int) -> tuple[FurtherAnswer, ...]:
+def further_choices(request_ids: Sequence[str], seed: int) -> tuple[FurtherChoice, ...]:
     """Return the choices after the first of a request whose choices have these ids."""
     return tuple(
-        FurtherAnswer(request_id, answer_seed(seed, index))
+        FurtherChoice(request_id, answer_seed(seed, index))
         for index, request_id in enumerate(request_ids)
         if index
     )

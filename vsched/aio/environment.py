@@ -32,22 +32,22 @@ def local_launcher(
     *,
     command: Sequence[str] = RANK_COMMAND,
     forked: bool = True,
-    begun: Mapping[frozenset[str], ForkServer] | None = None,
+    started: Mapping[frozenset[str], ForkServer] | None = None,
 ) -> LocalLauncher:
     """Return a launcher for ranks as processes of this host; see `LocalLauncher`."""
     del config  # `Environment.make_launcher` gives it
-    return LocalLauncher(command=command, forked=forked, begun=begun)
+    return LocalLauncher(command=command, forked=forked, started=started)
 
 
 def make_launcher(
-    config: Config, *, begun: Mapping[frozenset[str], ForkServer] | None = None
+    config: Config, *, started: Mapping[frozenset[str], ForkServer] | None = None
 ) -> Launcher:
     """Return a launcher for the configured hosts.
 
     Raises:
         ConfigError: When the key file of other hosts cannot be read, or Ray cannot be reached.
     """
-    own = local_launcher(config, begun=begun)
+    own = local_launcher(config, started=started)
     try:
         return placed(config, own) if config.cluster.elsewhere else own
     except BaseException:

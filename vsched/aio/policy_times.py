@@ -53,7 +53,7 @@ class _SeatTimes:
 
     def __init__(self, slow_max: int) -> None:
         self.calls = self.total_ns = self.longest_ns = self.slow = 0
-        self.told = 1
+        self.reported = 1
         self.latest_slow: deque[int] = deque(maxlen=slow_max + 1)
 
 
@@ -114,8 +114,8 @@ class PolicyTimes:
             limit=f"{self._budget_ns / 1e6:g} ms",
             remedy="make it faster, or raise policies.call_budget_ms",
         )
-        if times.slow >= times.told:
-            times.told *= 2
+        if times.slow >= times.reported:
+            times.reported *= 2
             logger.warning("%s", message)
         latest = times.latest_slow
         if len(latest) > self._slow_max and times.calls - latest[0] < LATEST_CALLS:

@@ -112,13 +112,13 @@ def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_s
     _within("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6)
 
 
-def check_stop_tokens(asked: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
+def check_stop_tokens(requested: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
     """Return the stop tokens of a request and of the checkpoint, sorted.
 
     Raises:
         RequestRefused: When there are too many.
     """
-    stops = tuple(sorted({*asked, *own}))
+    stops = tuple(sorted({*requested, *own}))
     if len(stops) > STOP_TOKENS_MAX:
         message = limit_message(
             "too many stop tokens, the checkpoint's own included",

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from vsched.aio.adapters.table import AdapterHold, AdapterTable, with_adapter
-from vsched.aio.answers import LastEnd, further_answers
+from vsched.aio.answers import LastEnd, further_choices
 from vsched.aio.draft_checks import check_vocabulary
 from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.pending_arrivals import PendingArrival
@@ -29,7 +29,7 @@ from vsched.aio.streams.stream import StopScope, TokenStream
 from vsched.aio.streams.timing import RequestTimeline, timeline_of
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
-from vsched.record.left import Begun
+from vsched.record.left import PartialOutput
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
 from vsched.worker.capabilities import TellsPrompts
@@ -91,7 +91,7 @@ class RunningParts:
 Sink = TypeVar("Sink", bound=AnswerSink)
 
 
-def submit_answers(
+def submit_choices(
     shell: Shell,
     request: Request,
     request_ids: Sequence[str],
@@ -104,17 +104,17 @@ def submit_answers(
     give_back: Callable[[], None],
     on_timeline: Callable[[RequestTimeline], None],
     preprocess_ms: float,
-    begun: Begun | None = None,
+    started: PartialOutput | None = None,
 ) -> list[Sink]:
     """Submit a request with a choice for each id, and return the stream of each choice.
 
     When a choice ends, `on_timeline` gets its timeline. After the last one,
-    `give_back` frees their resources. The first choice continues one that was `begun`; its stream has all of it.
+    `give_back` frees their resources. The first choice continues one that was `started`; its stream has all of it.
 
     Raises:
         RequestRefused: If one of its numbers is out of bounds, or its prompt is not the one that was begun.
     """
-    emitted = () if begun is None else begun.continued(request)
+    emitted = () if started is None else started.continued(request)
     prompt_token_ids, sampling = request.prompt_token_ids, request.sampling
     all_token_ids = [*prompt_token_ids, *emitted] if emitted else prompt_token_ids
     check_numbers(all_token_ids, sampling, vocab_size=info.vocab_size)
@@ -149,7 +149,7 @@ def submit_answers(
     generations = [answer(request_id) for request_id in request_ids]
     if hold is not None:
         hold.run(partial(interrupt_all, generations))
-    further = further_answers(request_ids, sampling.seed)
+    further = further_choices(request_ids, sampling.seed)
     with_streams = dict(zip(further, generations[1:], strict=True))
     shell.submit(
         request,

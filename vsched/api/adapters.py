@@ -53,11 +53,11 @@ class AdapterEndpoints:
         await _answer_in_text(exchange, self._unload_lora(exchange))
 
     async def _load(self, exchange: HttpExchange) -> AdapterRow:
-        asked = await self._bodies.read(exchange, AdapterRequest, tokens=0)
+        requested = await self._bodies.read(exchange, AdapterRequest, tokens=0)
         exchange.release_room()  # loading may take long
-        await self._engine.load_adapter(asked.name, asked.path)
+        await self._engine.load_adapter(requested.name, requested.path)
         return next(
-            AdapterRow(**row) for row in self._engine.adapters() if row["name"] == asked.name
+            AdapterRow(**row) for row in self._engine.adapters() if row["name"] == requested.name
         )
 
     async def _unload(self, name: str) -> AdapterRow:
@@ -66,16 +66,16 @@ class AdapterEndpoints:
         return AdapterRow(**{**row, "state": "unloaded", "running": 0})
 
     async def _load_lora(self, exchange: HttpExchange) -> str:
-        asked = await self._bodies.read(exchange, LoadLoraRequest, tokens=0)
+        requested = await self._bodies.read(exchange, LoadLoraRequest, tokens=0)
         exchange.release_room()
-        await self._engine.load_adapter(asked.lora_name, asked.lora_path)
-        return f"Success: LoRA adapter {asked.lora_name!r} added successfully."
+        await self._engine.load_adapter(requested.lora_name, requested.lora_path)
+        return f"Success: LoRA adapter {requested.lora_name!r} added successfully."
 
     async def _unload_lora(self, exchange: HttpExchange) -> str:
-        asked = await self._bodies.read(exchange, UnloadLoraRequest, tokens=0)
+        requested = await self._bodies.read(exchange, UnloadLoraRequest, tokens=0)
         exchange.release_room()
-        await self._engine.unload_adapter(asked.lora_name)
-        return f"Success: LoRA adapter {asked.lora_name!r} removed successfully."
+        await self._engine.unload_adapter(requested.lora_name)
+        return f"Success: LoRA adapter {requested.lora_name!r} removed successfully."
 
 
 class Endpoint:

@@ -19,7 +19,7 @@ from vsched.api.bodies.constraints import behind_thought, beside_calls, constrai
 from vsched.api.bodies.keeping import keep_request
 from vsched.api.bodies.messages import split_messages
 from vsched.api.bodies.reading import RequestBodies
-from vsched.api.choices.accepted import AcceptedAnswers, Drawn, answer_id, without_logprobs
+from vsched.api.choices.accepted import AcceptedChoices, Drawn, answer_id, without_logprobs
 from vsched.api.contract import ApiSettings, Generation, ServingContract
 from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.fields.neutral import refuse_unsupported
@@ -46,7 +46,7 @@ from vsched.api.tools.wording import AnswerWording
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.record.journal import RequestJournal
-from vsched.record.left import Begun
+from vsched.record.left import PartialOutput
 from vsched.types import SamplingParams
 from vsched.worker.capabilities import ParsesAnswers
 
@@ -70,7 +70,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     log-probabilities are needed only for that selection. `echoes` are the texts of prompts, or of a chat's last
     message, to repeat in the response; None for a prompt of token ids. `constrained_by` is the parameter that the
     grammar comes from. `wording` creates the parser of a choice with tool calls or reasoning, `make_stop_scope` the
-    scope that excludes tool calls from stop strings. `asked` are the request fields that another vendor's API repeats
+    scope that excludes tool calls from stop strings. `requested` are the request fields that another vendor's API repeats
     in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter, otherwise
     empty.
     """
@@ -95,7 +95,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     echoes: tuple[str | None, ...] = ()
     wording: Callable[[int], AnswerWording] | None = None
     make_stop_scope: Callable[[], StopScope] | None = None
-    asked: object = None
+    requested: object = None
 
 
 def check_model(name: str | None, engine: ServingContract) -> str:
@@ -296,7 +296,7 @@ class CompletionEndpoint:
     async def _generate(
         self, exchange: HttpExchange, record: RequestRecord, job: CheckedRequest
     ) -> str:
-        answers = AcceptedAnswers()
+        choices = AcceptedChoices()
         try:
             if self._journal is not None:
                 await keep_request(
@@ -305,17 +305,17 @@ class CompletionEndpoint:
                     request_id=job.request_id,
                     created=job.created,
                     seed=job.sampling.seed,
-                    answers=len(job.prompts) * job.drawn,
+                    choices=len(job.prompts) * job.drawn,
                 )
-            await self.accept(job, answers, tenant_of(exchange.scope))
+            await self.accept(job, choices, tenant_of(exchange.scope))
             job = msgspec.structs.replace(job, prompts=(), images=())
             exchange.release_room()
-            return await self.tell(exchange, record, answers, job)
+            return await self.tell(exchange, record, choices, job)
         finally:
-            answers.abort()
+            choices.abort()
             if self._journal is not None:
                 self._journal.end(job.request_id)
-            used = answers.usage
+            used = choices.usage
             record.tokens(
                 prompt=used.prompt_tokens,
                 cached=used.prompt_tokens_details.cached_tokens,
@@ -339,13 +339,13 @@ class CompletionEndpoint:
     async def accept(
         self,
         job: CheckedRequest,
-        answers: AcceptedAnswers,
+        choices: AcceptedChoices,
         tenant: str,
-        begun: Begun | None = None,
+        started: PartialOutput | None = None,
     ) -> None:
         """Submit all prompts of a request to the engine, one after the other, with their choices.
 
-        For a request with one choice, `begun` is the part that an earlier engine generated before it died.
+        For a request with one choice, `started` is the part that an earlier engine generated before it died.
 
         Raises:
             RequestRefused: If the engine refuses it; for a grammar, the error names the parameter.
@@ -354,7 +354,7 @@ class CompletionEndpoint:
             for index, prompt in enumerate(job.prompts):
                 first = index * job.drawn
                 names = [answer_id(job.request_id, first + one) for one in range(job.drawn)]
-                accepted = await self._engine.generate_answers(
+                accepted = await self._engine.generate_choices(
                     prompt=prompt,
                     images=job.images,
                     sampling=job.sampling,
@@ -365,10 +365,10 @@ class CompletionEndpoint:
                     tenant=tenant,
                     session=job.session,
                     adapter=job.adapter,
-                    begun=begun,
+                    started=started,
                     make_stop_scope=job.make_stop_scope,
                 )
-                answers.add(accepted)
+                choices.add(accepted)
         except RequestRefused as error:
             if error.code not in GRAMMAR_REFUSALS:
                 raise
@@ -379,7 +379,7 @@ class CompletionEndpoint:
         self,
         exchange: HttpExchange,
         record: RequestRecord,
-        answers: AcceptedAnswers,
+        choices: AcceptedChoices,
         job: CheckedRequest,
     ) -> str:
         """Send the response, as a stream or as one body; return the finish reason of the first choice.
@@ -388,19 +388,19 @@ class CompletionEndpoint:
             RequestFailed: If a choice ended in an error.
         """
         if job.stream:
-            return await self._stream(exchange, record, answers, job)
-        return await self._whole(exchange, record, answers, job)
+            return await self._stream(exchange, record, choices, job)
+        return await self._whole(exchange, record, choices, job)
 
     async def _stream(
         self,
         exchange: HttpExchange,
         record: RequestRecord,
-        answers: AcceptedAnswers,
+        choices: AcceptedChoices,
         job: CheckedRequest,
     ) -> str:
         voices = [
             Voice(generation, self._formatter(generation, job, index))
-            for index, generation in enumerate(answers.generations)
+            for index, generation in enumerate(choices.generations)
         ]
         if exchange.numbers_events:
             # One token per event, so that events keep their numbers when they are sent again.
@@ -408,7 +408,7 @@ class CompletionEndpoint:
         await exchange.start_stream(_id_header(job))
         outcome = await SseWriter(exchange, record, voices).run()
         if job.options.usage:
-            await exchange.send_event(voices[0].formatter.usage_chunk(answers.usage))
+            await exchange.send_event(voices[0].formatter.usage_chunk(choices.usage))
         await exchange.end_stream()
         return outcome
 
@@ -416,14 +416,14 @@ class CompletionEndpoint:
         self,
         exchange: HttpExchange,
         record: RequestRecord,
-        answers: AcceptedAnswers,
+        choices: AcceptedChoices,
         job: CheckedRequest,
     ) -> str:
-        drawn = await answers.whole(record, best=job.n)
-        if sum(answer.told for answer in drawn) <= _INLINE_VALUES_MAX:
-            response = self._response(drawn, answers.usage, job)
+        drawn = await choices.whole(record, best=job.n)
+        if sum(answer.reported for answer in drawn) <= _INLINE_VALUES_MAX:
+            response = self._response(drawn, choices.usage, job)
         else:
-            response = await asyncio.to_thread(self._response, drawn, answers.usage, job)
+            response = await asyncio.to_thread(self._response, drawn, choices.usage, job)
         await exchange.send_json(response, headers=_id_header(job))
         first = drawn[0].deltas
         return (first[-1].finish_reason if first else None) or "stop"

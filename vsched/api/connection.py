@@ -268,19 +268,23 @@ class BoundedProtocol(HttpToolsProtocol):
         Both look the same until data is sent: after a close, the first write is answered with a reset, and the next
         write fails. So the first bytes of the response are written one by one, at growing intervals.
         """
-        begun: _BegunTransport | None = None
+        started: _StartedTransport | None = None
         beginning = _CHUNK_BEGINNING if cycle.chunked_encoding else b""
         if not cycle.response_started:
             beginning = _HEAD_BEGINNING
-            cycle.transport = begun = _BegunTransport(self.transport)
+            cycle.transport = started = _StartedTransport(self.transport)
 
         def write(index: int) -> None:
             is_over = cycle.disconnected or cycle.response_complete
-            if is_over or index == len(beginning) or (begun is not None and cycle.response_started):
+            if (
+                is_over
+                or index == len(beginning)
+                or (started is not None and cycle.response_started)
+            ):
                 return
             self.transport.write(beginning[index : index + 1])
-            if begun is not None:
-                begun.written += 1
+            if started is not None:
+                started.written += 1
             self.loop.call_later(_FIRST_PROBE_S * 2**index, write, index + 1)
 
         write(0)
@@ -327,7 +331,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._reading = None
 
 
-class _BegunTransport(asyncio.Transport):
+class _StartedTransport(asyncio.Transport):
     """A transport that skips the first `written` bytes of the next write, because they have been sent already."""
 
     def __init__(self, transport: asyncio.Transport) -> None:

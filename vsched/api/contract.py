@@ -13,7 +13,7 @@ import msgspec
 from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.stream import OutputDelta, StopScope
 from vsched.media import ImageReference, Prompt
-from vsched.record.left import Begun
+from vsched.record.left import PartialOutput
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
@@ -54,7 +54,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         logit_bias_max: Tokens with a bias in one request.
         bad_words_max: Forbidden words of one request.
         logprobs_max: Reported alternatives per token.
-        answers_max: Choices of one request: its prompts times `n`, or times `best_of`.
+        choices_max: Choices of one request: its prompts times `n`, or times `best_of`.
         cache_salt_characters_max: Characters of a cache salt.
         template_arguments: Names that `chat_template_kwargs` may set.
     """
@@ -85,7 +85,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     logit_bias_max: _Positive = 1024
     bad_words_max: _Positive = 64
     logprobs_max: _Positive = 20
-    answers_max: _Positive = 128
+    choices_max: _Positive = 128
     cache_salt_characters_max: _Positive = 256
     template_arguments: tuple[str, ...] = ("add_vision_id", "enable_thinking")
 
@@ -152,7 +152,7 @@ class ServingContract(Protocol):
         """One of `loading`, `ready`, `degraded`, `failed`, `draining`, `stopped`."""
         ...
 
-    async def generate_answers(
+    async def generate_choices(
         self,
         *,
         prompt: Prompt,
@@ -165,13 +165,13 @@ class ServingContract(Protocol):
         tenant: str = "",
         session: str = "",
         adapter: str = "",
-        begun: Begun | None = None,
+        started: PartialOutput | None = None,
         make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> Sequence[Generation]:
         """Prepare the images, submit a request with one choice per id, and return once it is accepted.
 
         The choices differ in their seeds; either all are accepted or none. `sampling.max_tokens` of 0 means up to the
-        end of the context. `adapter` is the name of a loaded adapter. `begun` is the part of a single choice that an
+        end of the context. `adapter` is the name of a loaded adapter. `started` is the part of a single choice that an
         earlier engine generated before it died: generation continues after it. `make_stop_scope` returns a `StopScope`,
         which limits stop strings to parts of the text; by default they apply everywhere. Cancelling this call undoes
         everything.
@@ -185,7 +185,7 @@ class ServingContract(Protocol):
         """Tokenize a prompt, including its images.
 
         Raises:
-            RequestRefused: If `generate_answers` would refuse it.
+            RequestRefused: If `generate_choices` would refuse it.
         """
         ...
 

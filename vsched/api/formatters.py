@@ -42,13 +42,13 @@ _BLANK = "\x00"
 
 def usage_of(*families: Sequence[Generation]) -> Usage:
     """Usage so far, by prompt: each prompt counts once, with the cached tokens of its first choice."""
-    prompt = sum(answers[0].prompt_tokens for answers in families)
-    output = sum(one.output_tokens for answers in families for one in answers)
+    prompt = sum(choices[0].prompt_tokens for choices in families)
+    output = sum(one.output_tokens for choices in families for one in choices)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=output,
         total_tokens=prompt + output,
-        prompt_tokens_details=PromptDetails(sum(answers[0].cached_tokens for answers in families)),
+        prompt_tokens_details=PromptDetails(sum(choices[0].cached_tokens for choices in families)),
     )
 
 
@@ -181,7 +181,7 @@ class _Formatting:
         self._model = model
         self._preprocessor = preprocessor
         self._wording = wording
-        self._begun = False
+        self._started = False
         self._bare = not (options.running_usage or options.token_ids)
         self._form = _Form(self._event(_BLANK))
 
@@ -203,7 +203,7 @@ class _Formatting:
 
     def _prompt_token_ids(self) -> list[int] | UnsetType:
         """Token ids of the prompt, for the first event or the complete response."""
-        wanted = self.options.token_ids and not self._begun
+        wanted = self.options.token_ids and not self._started
         return list(self._generation.prompt_token_ids) if wanted else UNSET
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
@@ -213,12 +213,12 @@ class _Formatting:
             return None
         found: PromptLogprobs = [None]
         for token in report.tokens():
-            told = {
+            reported = {
                 str(token_id): self._prompt_logprob(token_id, logprob, rank)
                 for rank, (token_id, logprob) in enumerate(token.top[:count], 1)
             }
             own = self._prompt_logprob(token.token_id, token.logprob, token.rank)
-            found.append({**told, str(token.token_id): own})
+            found.append({**reported, str(token.token_id): own})
         return found
 
     def _prompt_logprob(self, token_id: int, logprob: float, rank: int) -> PromptLogprob:
@@ -242,15 +242,15 @@ class ChatFormatter(_Formatting):
         return ChatChunk(self._id, self._created, self._model, [choice])
 
     def chunk(self, delta: OutputDelta) -> ChatChunk | msgspec.Raw | None:
-        if self._begun and self._wording is None and self._is_bare(delta):
+        if self._started and self._wording is None and self._is_bare(delta):
             return self._form.fill(delta.text)
         added, reason = ChatDelta(content=delta.text), delta.finish_reason
         if self._wording is not None:
             added = self._wording.added(delta.text, reason)
             reason = reason and self._wording.finish_reason(reason)
-            if self._begun and self._wording.is_silent and self._is_bare(delta):
+            if self._started and self._wording.is_silent and self._is_bare(delta):
                 return None
-        if not self._begun:
+        if not self._started:
             added.role = "assistant"
             if self.echo:
                 added.content = self.echo + (added.content or "")
@@ -269,7 +269,7 @@ class ChatFormatter(_Formatting):
             self._running_usage(),
             prompt_token_ids=self._prompt_token_ids(),
         )
-        self._begun = True
+        self._started = True
         return chunk
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
@@ -356,10 +356,10 @@ class CompletionFormatter(_Formatting):
         return CompletionResponse(self._id, self._created, self._model, [choice])
 
     def chunk(self, delta: OutputDelta) -> CompletionResponse | msgspec.Raw:
-        if self._is_bare(delta) and (self._begun or not self.options.echo):
+        if self._is_bare(delta) and (self._started or not self.options.echo):
             return self._form.fill(delta.text)
         choice = self._choice(delta.text, delta.finish_reason, [delta])
-        self._begun = True
+        self._started = True
         usage = self._running_usage()
         return CompletionResponse(self._id, self._created, self._model, [choice], usage)
 
@@ -397,13 +397,13 @@ class CompletionFormatter(_Formatting):
             return None
         result = CompletionLogprobs([], [], [], [])
         report = self._generation.prompt_report
-        if self.options.echo and not self._begun and report is not None:
+        if self.options.echo and not self._started and report is not None:
             offsets = TextOffsets(self._preprocessor.detokenizer(special=True), known=echoed)
             first, count = self._generation.prompt_token_ids[0], self.options.echo_logprobs
             self._add(result, first, None, None, offsets)
-            for told in report.tokens():
-                known = TokenLogprob(told.token_id, told.logprob, told.top[:count])
-                self._add(result, told.token_id, told.logprob, self._top(known), offsets)
+            for reported in report.tokens():
+                known = TokenLogprob(reported.token_id, reported.logprob, reported.top[:count])
+                self._add(result, reported.token_id, reported.logprob, self._top(known), offsets)
         if self._offsets is None:
             special = self.options.shows_special
             detokenizer = self._preprocessor.detokenizer(special=special)
@@ -415,7 +415,7 @@ class CompletionFormatter(_Formatting):
 
     def _echoed(self) -> str:
         """Prompt text for the first event or the complete response, if it is echoed."""
-        if self._begun or not self.options.echo:
+        if self._started or not self.options.echo:
             return ""
         if self.echo is not None:
             return self.echo

@@ -169,9 +169,9 @@ def sampling_params(
             limit=f"{min_tokens_limit} (max_tokens)",
             remedy="ask for fewer tokens",
         )
-    told = alternatives("prompt_logprobs", request.prompt_logprobs, info, settings)
+    reported = alternatives("prompt_logprobs", request.prompt_logprobs, info, settings)
     if echo and logprobs is not None:
-        told = max(told or 0, alternatives("logprobs", logprobs, info, settings) or 0)
+        reported = max(reported or 0, alternatives("logprobs", logprobs, info, settings) or 0)
     logprobs = alternatives("logprobs", logprobs, info, settings)
 
     def given(value: float | None, default: float) -> float:
@@ -197,7 +197,7 @@ def sampling_params(
         ignore_eos=request.ignore_eos,
         show_special=request.skip_special_tokens is False,
         logprobs=logprobs,
-        prompt_logprobs=told,
+        prompt_logprobs=reported,
         prompt_only=max_tokens == 0,
         logit_bias=_logit_bias(request.logit_bias, info, settings),
         bad_words=bad_words,
@@ -449,13 +449,13 @@ def answer_count(
     if drawn > wanted and request.stream:
         message = "`best_of` above n is not available in streams. Remedy: send stream = false, or best_of = n."
         raise ParameterRefused(message, param="best_of")
-    if prompts * drawn > settings.answers_max:
+    if prompts * drawn > settings.choices_max:
         param = "best_of" if drawn > wanted else "n" if wanted > 1 else "prompt"
         raise out_of_bounds(
             param,
             value=f"{prompts} prompts, {drawn} answers each",
-            limit=f"{settings.answers_max} answers",
-            remedy="ask for fewer at once or raise server.answers_max",
+            limit=f"{settings.choices_max} answers",
+            remedy="ask for fewer at once or raise server.choices_max",
         )
     return wanted, drawn
 
@@ -468,7 +468,7 @@ def answer_options(
     usage_always: bool = False,
 ) -> AnswerOptions:
     """Options for the contents of the response besides text."""
-    asked = request.prompt_logprobs
+    requested = request.prompt_logprobs
     stream = request.stream_options or StreamOptions()
     usage = bool(request.stream) and (usage_always or stream.include_usage)
     return AnswerOptions(
@@ -477,7 +477,7 @@ def answer_options(
         token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         shows_special=sampling.show_special,
-        prompt_logprobs=sampling.prompt_logprobs if asked == -1 else asked,
+        prompt_logprobs=sampling.prompt_logprobs if requested == -1 else requested,
         echo=echo,
         echo_logprobs=sampling.logprobs or 0,
     )

@@ -207,7 +207,7 @@ def api_settings(config: Config, address: str) -> ApiSettings:
         reasoning_format=config.model.reasoning_format,
         bodies_bytes_max=server.bodies_bytes_max,
         logprobs_max=server.logprobs_max,
-        answers_max=server.answers_max,
+        choices_max=server.choices_max,
         strict_fields=server.strict_fields,
         usage_always=server.usage_always,
         root_path=server.root_path,

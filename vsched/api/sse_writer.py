@@ -30,11 +30,11 @@ class SseWriter:
     """Writes the deltas of one or several choices as events."""
 
     def __init__(
-        self, exchange: HttpExchange, record: RequestRecord, answers: Sequence[Voice]
+        self, exchange: HttpExchange, record: RequestRecord, choices: Sequence[Voice]
     ) -> None:
         self._exchange = exchange
         self._record = record
-        self._answers = answers
+        self._choices = choices
         self._outcomes: dict[int, str] = {}
         self._full: asyncio.Future[Awaitable[None] | None] | None = None
 
@@ -45,12 +45,12 @@ class SseWriter:
             RequestFailed: If one ended in an error; nothing is written after it.
         """
         loop = asyncio.get_running_loop()
-        for index, (generation, _) in enumerate(self._answers):
+        for index, (generation, _) in enumerate(self._choices):
             generation.subscribe(partial(self._on_news, index))
         try:
             while True:
                 self._full = loop.create_future()
-                for index in range(len(self._answers)):
+                for index in range(len(self._choices)):
                     self._on_news(index)
                 rest = await self._full
                 if rest is not None:
@@ -58,20 +58,20 @@ class SseWriter:
                 if self._over:
                     return self._outcomes[0]
         finally:
-            for generation, _ in self._answers:
+            for generation, _ in self._choices:
                 generation.subscribe(None)
             if self._full is not None and self._full.done() and not self._full.cancelled():
                 self._full.exception()  # mark as retrieved, in case the task was cancelled
 
     @property
     def _over(self) -> bool:
-        return len(self._outcomes) == len(self._answers)
+        return len(self._outcomes) == len(self._choices)
 
     def _on_news(self, index: int) -> None:
         full = self._full
         if full is None or full.done():
             return  # the task writes next
-        generation = self._answers[index].generation
+        generation = self._choices[index].generation
         try:
             while index not in self._outcomes and (delta := generation.take()) is not None:
                 rest = self._write(index, delta)
@@ -88,4 +88,4 @@ class SseWriter:
         self._record.output(index)
         if delta.finish_reason is not None:
             self._outcomes[index] = delta.finish_reason
-        return self._exchange.send_event_nowait(self._answers[index].formatter.chunk(delta))
+        return self._exchange.send_event_nowait(self._choices[index].formatter.chunk(delta))

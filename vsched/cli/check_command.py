@@ -88,8 +88,8 @@ def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     if info is not None:
         yield from _served_facts(info)
     for size, tokens in report.image_tokens.items():
-        told = f"{tokens:,} tokens" if isinstance(tokens, int) else tokens
-        yield "image", f"{size}: {told}"
+        reported = f"{tokens:,} tokens" if isinstance(tokens, int) else tokens
+        yield "image", f"{size}: {reported}"
     if report.placement:
         yield "stages", report.placement
     yield "cores", report.cores

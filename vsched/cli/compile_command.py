@@ -34,11 +34,11 @@ def compile_kernels(
     """
     loaded = load(config, [*(assignments or ()), f"model.path={path}"])
     began_s, count = time.monotonic(), 0
-    told = LoadingLines()
+    reported = LoadingLines()
     for stage, name, info, settings in _stages(loaded):
         plugin = load_worker(name, path=f"{stage}.plugin")
         if isinstance(plugin, CompilesKernels):
-            count += plugin.compile_kernels(info, settings, partial(told, stage), stage=stage)
+            count += plugin.compile_kernels(info, settings, partial(reported, stage), stage=stage)
     if count:
         typer.echo(f"{count} kernels compiled in {time.monotonic() - began_s:.0f} s.")
     else:

@@ -112,8 +112,8 @@ def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> Non
     console = Console(stderr=True)
     try:
         settings = load(config, overrides).config
-        with early_fork_servers(settings, idle) as begun:
-            _serve(settings, console, begun)
+        with early_fork_servers(settings, idle) as started:
+            _serve(settings, console, started)
     except VschedError as error:
         if console.is_terminal:
             raise
@@ -122,7 +122,9 @@ def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> Non
         raise typer.Exit(2) from None
 
 
-def _serve(settings: Config, console: Console, begun: Mapping[frozenset[str], ForkServer]) -> None:
+def _serve(
+    settings: Config, console: Console, started: Mapping[frozenset[str], ForkServer]
+) -> None:
     """Serve until a signal, and report progress: as sentences on a terminal, as log lines elsewhere."""
     started_s = time.monotonic()
     # Imports create little garbage, and collection takes a tenth of their time; `favour_event_loop`
@@ -137,7 +139,7 @@ def _serve(settings: Config, console: Console, begun: Mapping[frozenset[str], Fo
     from vsched.terminal.progress import loading_progress
 
     forgo_models(settings)
-    environment = Environment(make_launcher=partial(make_launcher, begun=begun))
+    environment = Environment(make_launcher=partial(make_launcher, started=started))
 
     def say(text: str) -> None:
         if console.is_terminal:

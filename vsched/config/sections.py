@@ -187,7 +187,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             "alternatives per token). Each takes about 70 bytes of the response.",
         ),
     ] = 1 << 18
-    answers_max: Annotated[
+    choices_max: Annotated[
         int,
         Meta(
             ge=1,

@@ -62,15 +62,15 @@ def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Ref
 
 
 def refuse_full(
-    request: Request, *, answers: int, waiting: int, waiting_bytes: int, limits: SchedulerLimits
+    request: Request, *, choices: int, waiting: int, waiting_bytes: int, limits: SchedulerLimits
 ) -> Refuse | None:
     """Return the refusal if too many requests would wait, or waiting requests would hold too many bytes.
 
     A single request may exceed the limits. `waiting` excludes this request, `waiting_bytes` includes it.
     """
     name, code = request.request_id, RefusalCode.QUEUE_FULL
-    if waiting and waiting + answers > limits.waiting:
-        return Refuse(name, code, waiting + answers, limits.waiting, "generate.max_waiting")
+    if waiting and waiting + choices > limits.waiting:
+        return Refuse(name, code, waiting + choices, limits.waiting, "generate.max_waiting")
     if waiting and waiting_bytes > limits.waiting_bytes:
         setting = "generate.max_waiting_bytes"
         return Refuse(name, code, waiting_bytes, limits.waiting_bytes, setting)

@@ -21,7 +21,7 @@ from vsched.kernel.policy_calls import ask_front_door
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request_table import RequestTable, add_to, at_least
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.policy import Admit, ArrivalView, FrontDoorView, Hold, Redirect, RequestPolicy
+from vsched.policy import Admit, ArrivingRequest, ArrivalView, Hold, Redirect, RequestPolicy
 from vsched.policy.measured import Measured
 
 OUTCOMES = ("admitted", "held", "shed", "redirected")
@@ -71,7 +71,7 @@ class ArrivalGate(Restorable):
         self.due_ns: int | None = None
         self.counts = dict.fromkeys(OUTCOMES, 0)
 
-    def hear(self, event: Arrived | Withdrawn, now_ns: int) -> list[Command]:
+    def receive(self, event: Arrived | Withdrawn, now_ns: int) -> list[Command]:
         """Decide about an arriving request, or remove a withdrawn one."""
         if isinstance(event, Arrived):
             return self._ask(HeldRequest(event, now_ns), now_ns)
@@ -160,20 +160,20 @@ class ArrivalGate(Restorable):
         text = limit_message(what, value=limit + 1, limit=limit, remedy=remedy)
         return RejectArrival(arrival_id, text.removesuffix("."))
 
-    def _view(self, request: HeldRequest, now_ns: int) -> FrontDoorView:
+    def _view(self, request: HeldRequest, now_ns: int) -> ArrivalView:
         arrived, table, groups = request.arrived, self._table, self._groups
         tenant, target_ms = arrived.tenant, arrived.ttft_target_ms
         loads = self._loads.refresh()
         running = loads.slots_total
-        return FrontDoorView(
+        return ArrivalView(
             now_ns=now_ns,
-            request=ArrivalView(
+            request=ArrivingRequest(
                 tenant=tenant,
                 priority=arrived.priority,
                 arrived_ns=request.arrived_ns,
                 target_ns=None if target_ms is None else request.arrived_ns + target_ms * 1_000_000,
                 images=arrived.images,
-                answers=arrived.answers,
+                choices=arrived.choices,
                 outputs_max=arrived.outputs_max,
                 asks=request.asks,
             ),

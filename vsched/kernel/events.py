@@ -11,7 +11,7 @@ from vsched.failures import EncodeErrorKind, GroupFailure
 from vsched.types import FinishReason, Request
 
 
-class FurtherAnswer(msgspec.Struct, frozen=True, array_like=True):
+class FurtherChoice(msgspec.Struct, frozen=True, array_like=True):
     """A further choice of a request; it differs from the first in its id and seed only."""
 
     request_id: str
@@ -21,7 +21,7 @@ class FurtherAnswer(msgspec.Struct, frozen=True, array_like=True):
 class Arrived(msgspec.Struct, frozen=True):
     """A request has arrived, with the fields that are known before its preparation.
 
-    `AdmitArrival` or `RejectArrival` answers it, at once or later; `arrival_id` is unique.
+    `AdmitArrival` or `RejectArrival` choices it, at once or later; `arrival_id` is unique.
     """
 
     arrival_id: int
@@ -29,7 +29,7 @@ class Arrived(msgspec.Struct, frozen=True):
     priority: int = 0
     ttft_target_ms: int | None = None
     images: int = 0
-    answers: int = 1
+    choices: int = 1
     outputs_max: int = 0
 
 
@@ -48,7 +48,7 @@ class Submitted(msgspec.Struct, frozen=True):
 
     request: Request
     stop_token_ids: tuple[int, ...] = ()
-    further: tuple[FurtherAnswer, ...] = ()
+    further: tuple[FurtherChoice, ...] = ()
     arrival_id: int = 0
     emitted: tuple[int, ...] = ()
 

@@ -29,12 +29,12 @@ from vsched.policy import (
     DraftingView,
     EncodingView,
     EvictionOrder,
-    FrontDoorAnswer,
-    FrontDoorView,
+    ArrivalDecision,
+    ArrivalView,
     Hold,
     ImagePolicy,
     InsertionView,
-    Manner,
+    PreemptionMode,
     Preemption,
     PreemptionView,
     ReclaimView,
@@ -50,7 +50,7 @@ from vsched.policy import (
 
 Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")
-MANNERS: tuple[Manner, ...] = get_args(Manner)
+MANNERS: tuple[PreemptionMode, ...] = get_args(PreemptionMode)
 HOLD_MAX_NS = 60 * 1_000_000_000
 """Default of `SchedulerLimits.passed_over_ns`: a policy can delay a request, but not stop it."""
 
@@ -195,9 +195,9 @@ def ask_preemption(seat: PolicySeat[RequestPolicy], view: PreemptionView) -> Pre
     def read(answer: int | Preemption) -> Preemption:
         found = answer if isinstance(answer, Preemption) else Preemption(whole(answer))
         index = _index(found.victim, count=count)
-        if found.manner not in MANNERS:
-            raise ValueError(f"manner {found.manner!r} is none of {', '.join(MANNERS)}")
-        return Preemption(index, MANNERS[MANNERS.index(found.manner)])
+        if found.mode not in MANNERS:
+            raise ValueError(f"manner {found.mode!r} is none of {', '.join(MANNERS)}")
+        return Preemption(index, MANNERS[MANNERS.index(found.mode)])
 
     return _ask(seat, view, read) or Preemption(count - 1)
 
@@ -244,12 +244,12 @@ def ask_routing(
 
 
 def ask_front_door(
-    seat: PolicySeat[RequestPolicy], view: FrontDoorView, *, hold_max_ns: int = HOLD_MAX_NS
-) -> FrontDoorAnswer:
+    seat: PolicySeat[RequestPolicy], view: ArrivalView, *, hold_max_ns: int = HOLD_MAX_NS
+) -> ArrivalDecision:
     """Return the answer for an arrived request; by default it is admitted."""
     now_ns, arrived_ns = view.now_ns, view.request.arrived_ns
 
-    def read(answer: object) -> FrontDoorAnswer:
+    def read(answer: object) -> ArrivalDecision:
         match answer:
             case Admit():
                 return Admit()

@@ -54,6 +54,6 @@ def root_hash(cache_salt: str, adapter: int = 0) -> bytes:
     ).digest()
 
 
-def answers_root(number: int) -> bytes:
+def choices_root(number: int) -> bytes:
     """Return the parent of blocks that only the choices of one request share; `number` is that of the first choice."""
     return blake2b(number.to_bytes(8, "little"), digest_size=16, person=b"vsched.answers").digest()

@@ -56,7 +56,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         bucket: The steps, modulo the block size, in which it needs a block while it decodes; -1 if its steps may yield
             several tokens (see `vsched.kernel.generate.drafts`).
         granted: Its draft grant; None before the drafting policy was called.
-        asked_in: The step before which the drafting policy is called again; 0 for never.
+        requested_in: The step before which the drafting policy is called again; 0 for never.
         unsettled: Maximum number of tokens that drafts in flight can add.
         drafted: Tokens drafted under its grant.
         accepted: Accepted tokens among them.
@@ -81,7 +81,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     hashes: list[bytes] = []
     root: bytes | None = None
     first: int = 0
-    answers: int = 1
+    choices: int = 1
     blocks: list[int] = []
     slot: int = -1
     bucket: int = 0
@@ -90,7 +90,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     first_step: int = -1
     decoding_since: int = 0
     granted: Draft | None = None
-    asked_in: int = 0
+    requested_in: int = 0
     unsettled: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -118,7 +118,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         scope: str = "item",
         root: bytes | None = None,
         first: int = 0,
-        answers: int = 1,
+        choices: int = 1,
         emitted: Sequence[int] = (),
     ) -> RequestState:
         """Return the state of a new request.
@@ -136,7 +136,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
             host_bytes=host_bytes(request, items=not first or first == number),
             root=root,
             first=first or number,
-            answers=answers,
+            choices=choices,
             submitted_ns=now_ns,
             uncached=len(request.prompt_token_ids) + len(emitted),
         )

@@ -14,14 +14,14 @@ import msgspec
 from vsched.kernel.admission_checks import refuse_full, refuse_impossible
 from vsched.kernel.commands import Accept, Command, Finish, RefusalCode, Refuse, RequestTimes
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
-from vsched.kernel.events import FurtherAnswer, Submitted
+from vsched.kernel.events import FurtherChoice, Submitted
 from vsched.kernel.generate.chunks import drop_claims_before, reach
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
 from vsched.kernel.policy_calls import ask_encoding
 from vsched.kernel.policy_seats import PolicySeats
-from vsched.kernel.prefix_hashes import answers_root, root_hash
+from vsched.kernel.prefix_hashes import choices_root, root_hash
 from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.routing import Router
@@ -36,7 +36,7 @@ class RequestMoves(Restorable):
     """Moves the requests of a table between the embedding cache and the generate groups.
 
     Attributes:
-        ended_answers: Ended choices for which `release_prompts` has yet to be called.
+        ended_choices: Ended choices for which `release_prompts` has yet to be called.
         _given_up: Why no request can be served any more; empty while some can.
     """
 
@@ -63,7 +63,7 @@ class RequestMoves(Restorable):
         self._router = Router(
             seats.add_seat("routing", policies.routing), limits, groups, measured, loads
         )
-        self.ended_answers: list[RequestState] = []
+        self.ended_choices: list[RequestState] = []
 
     def group_of(self, state: RequestState) -> GenerateGroup:
         """Return the group of a request."""
@@ -85,8 +85,8 @@ class RequestMoves(Restorable):
             return [refusal]
         table = self._table
         commands: list[Command] = []
-        first, answers = table.next_number, len(requests)
-        root = self._root(request, first, answers)
+        first, choices = table.next_number, len(requests)
+        root = self._root(request, first, choices)
         for each in requests:
             state = table.add(
                 each,
@@ -95,18 +95,18 @@ class RequestMoves(Restorable):
                 scope=self._encoding.policy.scope,
                 root=root,
                 first=first,
-                answers=answers,
+                choices=choices,
                 emitted=event.emitted if each is request else (),
             )
             commands.append(Accept(each.request_id, state.number))
             commands += self._route(state, now_ns, arriving=True)
         return commands
 
-    def _root(self, request: Request, first: int, answers: int) -> bytes | None:
+    def _root(self, request: Request, first: int, choices: int) -> bytes | None:
         """Return the parent of a request's block hashes; without a prefix cache, only its choices share blocks."""
         if self._limits.prefix_cache:
             return root_hash(request.cache_salt, request.adapter)
-        return answers_root(first) if answers > 1 and self._limits.shares_blocks else None
+        return choices_root(first) if choices > 1 and self._limits.shares_blocks else None
 
     def _refuse(self, event: Submitted, requests: Sequence[Request]) -> Refuse | None:
         request, emitted = event.request, len(event.emitted)
@@ -118,18 +118,18 @@ class RequestMoves(Restorable):
             refusal = Refuse(request.request_id, RefusalCode.DUPLICATE_ID)
         return refusal or self._refuse_full(request, len(requests))
 
-    def _refuse_full(self, request: Request, answers: int) -> Refuse | None:
+    def _refuse_full(self, request: Request, choices: int) -> Refuse | None:
         table, limits = self._table, self._limits
         waiting_bytes = table.live_bytes + host_bytes(request)
-        waiting_bytes += (answers - 1) * host_bytes(request, items=False)
-        if len(table.live) + answers <= limits.waiting and waiting_bytes <= limits.waiting_bytes:
+        waiting_bytes += (choices - 1) * host_bytes(request, items=False)
+        if len(table.live) + choices <= limits.waiting and waiting_bytes <= limits.waiting_bytes:
             return None  # independent of the number of running ones
         waiting = len(table.live) - self._loads.refresh().slots_total
         if waiting_bytes > limits.waiting_bytes:  # else the bytes of running ones do not matter
             running = [state for group in self._groups for state in group.running]
             waiting_bytes -= sum(state.host_bytes for state in running)
         return refuse_full(
-            request, answers=answers, waiting=waiting, waiting_bytes=waiting_bytes, limits=limits
+            request, choices=choices, waiting=waiting, waiting_bytes=waiting_bytes, limits=limits
         )
 
     def _route(
@@ -236,15 +236,15 @@ class RequestMoves(Restorable):
     def _release_prompt(self, first: RequestState, now_ns: int) -> list[Command]:
         """Enqueue the choices that wait for the prompt of the first one, which is computed, or will not be."""
         commands: list[Command] = []
-        if first.answers > 1 and first.first == first.number:
-            for state in self._table.answers_with(first):
+        if first.choices > 1 and first.first == first.number:
+            for state in self._table.choices_with(first):
                 if state.phase is Phase.PROMPT:
                     commands += self.enqueue(state, now_ns)
         return commands
 
     def release_prompts(self, now_ns: int) -> list[Command]:
         """Enqueue the choices whose first choice ended since the last call."""
-        ended, self.ended_answers = self.ended_answers, []
+        ended, self.ended_choices = self.ended_choices, []
         return [command for one in ended for command in self._release_prompt(one, now_ns)]
 
     def items_ready(self, numbers: Iterable[int], now_ns: int) -> list[Command]:
@@ -323,8 +323,8 @@ class RequestMoves(Restorable):
         group.measures.note_end(state, reason, now_ns)
         self.drop_claims(state)
         self._table.remove(state, reason)
-        if state.answers > 1:
-            self.ended_answers.append(state)
+        if state.choices > 1:
+            self.ended_choices.append(state)
         times = RequestTimes(
             submitted_ns=state.submitted_ns,
             items_ready_ns=state.items_ready_ns,
@@ -387,14 +387,14 @@ class RequestMoves(Restorable):
 
     def check(self) -> None:
         """Assert that choices that wait for the prompt of the first one will be released."""
-        assert not self.ended_answers, "choices of an ended first one were not released"
+        assert not self.ended_choices, "choices of an ended first one were not released"
         for state in self._table.live.values():
             if state.phase is Phase.PROMPT:
                 assert self._awaits_prompt(state), f"choice {state.number} waits for no prompt"
                 assert not state.wanted, "a choice that waits for a prompt claims embeddings"
 
 
-def _another(request: Request, answer: FurtherAnswer) -> Request:
+def _another(request: Request, answer: FurtherChoice) -> Request:
     """Return a request with another id and seed; the first choice reports the log-probabilities of the prompt."""
     sampling = msgspec.structs.replace(request.sampling, seed=answer.seed, prompt_logprobs=None)
     return msgspec.structs.replace(request, request_id=answer.request_id, sampling=sampling)

@@ -54,7 +54,7 @@ class RequestTable(Restorable):
         scope: str,
         root: bytes | None,
         first: int,
-        answers: int,
+        choices: int,
         emitted: Sequence[int] = (),
     ) -> RequestState:
         """Add a request, or one of its choices, and return its state."""
@@ -67,7 +67,7 @@ class RequestTable(Restorable):
             scope=scope,
             root=root,
             first=first,
-            answers=answers,
+            choices=choices,
             emitted=emitted,
         )
         self.live[state.number] = state
@@ -83,9 +83,9 @@ class RequestTable(Restorable):
         """The number of the next request."""
         return self._arrivals + 1
 
-    def answers_with(self, state: RequestState) -> list[RequestState]:
+    def choices_with(self, state: RequestState) -> list[RequestState]:
         """Return the live choices of the same request, in order."""
-        numbers = range(state.first, state.first + state.answers)
+        numbers = range(state.first, state.first + state.choices)
         return [self.live[number] for number in numbers if number in self.live]
 
     def remove(self, state: RequestState, reason: FinishReason) -> None:

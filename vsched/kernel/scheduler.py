@@ -180,7 +180,7 @@ class Scheduler(SnapshotRoot):
                 self._gate.leave(event.arrival_id)
                 commands = self._moves.submit(event, now_ns)
             case Arrived() | Withdrawn():
-                commands = self._gate.hear(event, now_ns)
+                commands = self._gate.receive(event, now_ns)
             case Encoded() | EncodeFailed():
                 commands = self._on_encoded(event, now_ns)
             case Aborted():
@@ -350,7 +350,7 @@ class Scheduler(SnapshotRoot):
         if poison is not None:
             message = "the request was running each time the server lost its generate group"
             # The other choices of it, equal but for their seeds, would crash it, too.
-            others = self._table.answers_with(poison)
+            others = self._table.choices_with(poison)
             commands += [moves.fail(one, now_ns, message, code="group_lost") for one in others]
             probe("kernel.poison_ended")
         for state in lost:
@@ -411,7 +411,7 @@ class Scheduler(SnapshotRoot):
         self._notice_time(commands, now_ns)
         moves, images, generators = self._moves, self.embeddings.queue.entries, self.generators
         while True:
-            if moves.ended_answers:
+            if moves.ended_choices:
                 commands += moves.release_prompts(now_ns)
             sent = more = False
             for index in self._dirty.walk():
@@ -423,7 +423,7 @@ class Scheduler(SnapshotRoot):
                 continue
             while images and self._plan_encode(commands, now_ns):
                 pass  # a new batch lets no generate group do more
-            if moves.ended_answers:
+            if moves.ended_choices:
                 continue
             if sent or not self._break_stall(commands, now_ns):
                 break  # a step that was sent is in flight, and no group can send more

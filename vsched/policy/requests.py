@@ -13,7 +13,7 @@ from vsched.policy.measured import Measured, Measurements
 # --- arrival ----------------------------------------------------------------------------------------------------------
 
 
-class ArrivalView(msgspec.Struct, frozen=True, kw_only=True):
+class ArrivingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """An arrived request.
 
     Attributes:
@@ -32,12 +32,12 @@ class ArrivalView(msgspec.Struct, frozen=True, kw_only=True):
     arrived_ns: int
     target_ns: int | None = None
     images: int = 0
-    answers: int = 1
+    choices: int = 1
     outputs_max: int = 0
     asks: int = 0
 
 
-class FrontDoorView(msgspec.Struct, frozen=True, kw_only=True):
+class ArrivalView(msgspec.Struct, frozen=True, kw_only=True):
     """Input of a front-door policy: an arrived request and the load of the server.
 
     Attributes:
@@ -57,7 +57,7 @@ class FrontDoorView(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     now_ns: int
-    request: ArrivalView
+    request: ArrivingRequest
     held: int = 0
     preparing: int = 0
     waiting: int = 0
@@ -104,7 +104,7 @@ class Redirect(msgspec.Struct, frozen=True):
     base_url: str
 
 
-FrontDoorAnswer = Admit | Hold | Shed | Redirect
+ArrivalDecision = Admit | Hold | Shed | Redirect
 
 
 # --- admission --------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
         return range(self.in_need, len(self.running))
 
 
-Manner = Literal["recompute", "swap"]
+PreemptionMode = Literal["recompute", "swap"]
 
 
 class Preemption(msgspec.Struct, frozen=True):
@@ -300,7 +300,7 @@ class Preemption(msgspec.Struct, frozen=True):
     """
 
     victim: int
-    manner: Manner = "recompute"
+    mode: PreemptionMode = "recompute"
 
 
 # --- the policy --------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
     A subclass overrides the methods of the decisions that it makes. The kernel's defaults decide the others.
     """
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         """Return `Admit`, `Hold`, `Shed` or `Redirect` for a request before its preprocessing; by default `Admit`.
 
         Called when a request arrives, and again at the end of each hold.

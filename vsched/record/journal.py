@@ -20,7 +20,7 @@ import msgspec
 from vsched.config import Config
 from vsched.errors import ConfigError, RecordError, limit_message
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
-from vsched.record.left import Begun
+from vsched.record.left import PartialOutput
 from vsched.record.recorder import MODE, write_all
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     created: int
     seed: int
-    answers: int = 1
+    choices: int = 1
     body: bytes
 
 
@@ -53,7 +53,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How often a request was resumed, and the answer that the next engine resumes."""
 
     resumed: int = 0
-    begun: Begun | None = None
+    started: PartialOutput | None = None
 
 
 class LeftRequest(msgspec.Struct, frozen=True):

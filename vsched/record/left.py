@@ -27,7 +27,7 @@ from vsched.types import FinishReason, Request
 _KILLED = 9
 
 
-class Begun(msgspec.Struct, frozen=True):
+class PartialOutput(msgspec.Struct, frozen=True):
     """An answer that another engine began: the digest of its prompt, and its tokens."""
 
     prompt: bytes
@@ -62,7 +62,7 @@ class Left(msgspec.Struct, frozen=True):
         trouble: Why the record could not be read to its end; empty if it could.
     """
 
-    begun: dict[str, Begun]
+    started: dict[str, PartialOutput]
     ended: dict[str, Ended]
     trouble: str = ""
 
@@ -93,7 +93,7 @@ def read_left(path: Path, request_ids: Collection[str]) -> Left:
         trouble = str(error)
     if running.kernel is not None:
         seen.end(running.kernel)
-    return Left(seen.begun(), seen.ended, trouble)
+    return Left(seen.started(), seen.ended, trouble)
 
 
 class _Seen:
@@ -104,7 +104,7 @@ class _Seen:
     def __init__(self, wanted: frozenset[str]) -> None:
         self._wanted = wanted
         self._states: dict[str, RequestState] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._now_ns = 0
         self.ended: dict[str, Ended] = {}
 
@@ -134,7 +134,7 @@ class _Seen:
         if finish.message or finish.reason in (FinishReason.ABORT, FinishReason.ERROR):
             self.ended[finish.request_id] = Ended(finish.message, finish.code)
         else:
-            self._told.add(finish.request_id)
+            self._reported.add(finish.request_id)
 
     def end(self, kernel: Scheduler) -> None:
         """Report all generate groups as lost, so that the tokens of running requests are added to them."""
@@ -144,10 +144,12 @@ class _Seen:
                 failure = ProcessExited((group.name,), 0, -_KILLED)
                 kernel.handle(GroupLost(group.name, failure, planned=True), self._now_ns)
 
-    def begun(self) -> dict[str, Begun]:
+    def started(self) -> dict[str, PartialOutput]:
         """Return the answers to resume. One that had ended lacks its last token, which will end it again."""
         return {
-            name: Begun(prompt_digest(state.request), _outputs(state, ended=name in self._told))
+            name: PartialOutput(
+                prompt_digest(state.request), _outputs(state, ended=name in self._reported)
+            )
             for name, state in self._states.items()
             if name not in self.ended
         }

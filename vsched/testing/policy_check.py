@@ -26,7 +26,7 @@ from vsched.policy import (
 from vsched.testing.defaults import default_policies
 from vsched.testing.memory_check import check_memory_policy
 from vsched.testing.model_ranks.cluster import ModelCluster
-from vsched.testing.policy_purity import asked_twice, check_growth
+from vsched.testing.policy_purity import called_twice, check_growth
 from vsched.testing.schedules.random_runs import run_random
 
 REPEATS = 50
@@ -89,7 +89,7 @@ def check_policy(
     check_contract(cls, SEVERAL)
     name = f"{cls.__module__}.{cls.__qualname__}"
     made = _make(policy, name)
-    twice = asked_twice(made)
+    twice = called_twice(made)
     report = PolicyReport()
     for count, seed in enumerate(seeds):
         try:

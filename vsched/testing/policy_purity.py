@@ -23,7 +23,7 @@ GROWTH_SPARE_BYTES = 64
 """Growth that is always allowed, since counters get more digits."""
 
 
-def asked_twice(policy: Policy) -> Policy:
+def called_twice(policy: Policy) -> Policy:
     """Wrap a policy so that every call is made twice and fails if the results differ.
 
     The second call gets an equal view, and a copy of the state before the first one. The resulting

@@ -206,7 +206,7 @@ class Chunk:
 
     `samples` is True if the chunk ends at the last known token, so that its last row samples one. `writes` are state
     snapshots to take, for a model with a recurrent state: (end, place) in order, of the state after position `end` - 1.
-    The first `told` rows compute the log-probability of the prompt token after them; only with `TellsPrompts`.
+    The first `reported` rows compute the log-probability of the prompt token after them; only with `TellsPrompts`.
     """
 
     slot: int
@@ -216,7 +216,7 @@ class Chunk:
     samples: bool
     items: Sequence[ItemRows]
     writes: Sequence[tuple[int, int]] = ()
-    told: int = 0
+    reported: int = 0
 
 
 @dataclass(slots=True)
@@ -261,7 +261,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens, computed by the `told` rows of a chunk.
+    """Log-probabilities of prompt tokens, computed by the `reported` rows of a chunk.
 
     Shape: `chunk` is the index of the chunk; logprobs float32 [told], ranks int32 [told] (1 for the most likely),
     top_ids int32 and top_logprobs float32 [told, requested alternatives], best first.
@@ -278,7 +278,7 @@ class PromptLogprobs:
 class Sampled:
     """The tokens of a step, int32 [rows], and the requested log-probabilities.
 
-    `prompts` has one entry for each chunk with `told` rows.
+    `prompts` has one entry for each chunk with `reported` rows.
     """
 
     tokens: npt.NDArray[np.int32]

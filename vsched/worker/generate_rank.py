@@ -267,7 +267,7 @@ class GenerateRank:
         """Return draft tokens for slots with a grant, within their blocks and their maximum length."""
         table = self._table
         drafts: dict[int, SlotDraft] = {}
-        asked: dict[int, int] = {}
+        requested: dict[int, int] = {}
         for slot, grant in self._grants.items():
             if not table.decoding[slot]:
                 continue
@@ -278,11 +278,11 @@ class GenerateRank:
             if found is not None:
                 drafts[slot] = found
             elif grant.model and room > 0:
-                asked[slot] = min(grant.tokens, room)
-        if asked and self._draft_model is not None:
-            proposed = self._draft_model.propose(asked, self._in_slot, table)
+                requested[slot] = min(grant.tokens, room)
+        if requested and self._draft_model is not None:
+            proposed = self._draft_model.propose(requested, self._in_slot, table)
             for slot, wanted in proposed.items():
-                found = verifiable(self._in_slot[slot], wanted, asked[slot])
+                found = verifiable(self._in_slot[slot], wanted, requested[slot])
                 if found is not None:
                     drafts[slot] = found
         for slot, one in drafts.items():
@@ -316,10 +316,10 @@ class GenerateRank:
         ]
         writes = [(write.end, write.place) for write in plan.writes]
         samples = plan.stop == length
-        told = 0
+        reported = 0
         if sequence.sampling.prompt_logprobs is not None:
-            told = max(0, min(plan.stop, sequence.prompt_length - 1) - plan.start)
-        return Chunk(plan.slot, sequence, plan.start, plan.stop, samples, items, writes, told)
+            reported = max(0, min(plan.stop, sequence.prompt_length - 1) - plan.start)
+        return Chunk(plan.slot, sequence, plan.start, plan.stop, samples, items, writes, reported)
 
     def _rows(self, batch: Batch) -> list[int]:
         """Return the slot of each row that samples a token, and mark the rows that need more than argmax."""
@@ -360,11 +360,11 @@ class GenerateRank:
                 ends = self._take(slots, tokens, batch.special)
             by_slot = np.full(len(self._table.number), -1, np.int32)
             by_slot[slots] = tokens
-            told = by_slot.tobytes(), self._table.number.tobytes()
+            reported = by_slot.tobytes(), self._table.number.tobytes()
         else:
             ends = steady.advance(sampled.tokens)
             _follow(batch.special, sampled.tokens, ends)
-            told = steady.told()
+            reported = steady.reported()
         finished = []
         for row, reason in sorted(ends.items()):
             slot = rows[row]
@@ -373,8 +373,8 @@ class GenerateRank:
             finished.append(Finished(slot, int(self._table.number[slot]), reason))
         return GenerateResult(
             step=step,
-            tokens=told[0],
-            numbers=told[1],
+            tokens=reported[0],
+            numbers=reported[1],
             finished=finished,
             logprobs=[SlotLogprob(rows[one.row], one.logprob, one.top) for one in logprobs],
             busy_ns=0,
@@ -465,14 +465,14 @@ def _mask(sequence: SequenceState) -> None:
         sequence.token_mask = sequence.matcher.mask
 
 
-def _piece(chunk: Chunk, told: PromptLogprobs) -> PromptPiece:
+def _piece(chunk: Chunk, reported: PromptLogprobs) -> PromptPiece:
     return PromptPiece(
         number=chunk.sequence.number,
         start=chunk.start + 1,
-        logprobs=told.logprobs.tobytes(),
-        ranks=told.ranks.tobytes(),
-        top_ids=told.top_ids.tobytes(),
-        top_logprobs=told.top_logprobs.tobytes(),
+        logprobs=reported.logprobs.tobytes(),
+        ranks=reported.ranks.tobytes(),
+        top_ids=reported.top_ids.tobytes(),
+        top_logprobs=reported.top_logprobs.tobytes(),
     )
 
 

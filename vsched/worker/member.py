@@ -236,7 +236,7 @@ class Member(Generic[Link]):
 
     Attributes:
         entry: The received entry that is not executed yet.
-        heard_ns: Time of the last received frame; the timeout applies from the first entry on.
+        received_ns: Time of the last received frame; the timeout applies from the first entry on.
     """
 
     def __init__(self, spec: RankSpec, link: Link, host: RankHost | None = None) -> None:
@@ -244,7 +244,7 @@ class Member(Generic[Link]):
         self.log = FollowerLog()
         self.executor: StageExecutor = NotLoaded()
         self.entry: LogEntry | None = None
-        self.heard_ns: int | None = None
+        self.received_ns: int | None = None
         self._spec = spec
         self._rank = spec.rank
         self._threads = 0
@@ -289,8 +289,8 @@ class Member(Generic[Link]):
             return False
         if frame != ON_THE_WAY:
             self.entry = self.log.accept(frame)
-        if self.entry is not None or self.heard_ns is not None:
-            self.heard_ns = self._host.now_ns()
+        if self.entry is not None or self.received_ns is not None:
+            self.received_ns = self._host.now_ns()
         return True
 
     def is_next(self, turn: int) -> bool:
@@ -317,7 +317,7 @@ class Member(Generic[Link]):
                 self.report(AdapterChanged(self.log.seq, error))
         self._report_threads()
         # A step can take longer than the timeout: frames that arrived in between are not read yet.
-        self.heard_ns = self._host.now_ns()
+        self.received_ns = self._host.now_ns()
         return True
 
     def _beat(self) -> None:
@@ -390,10 +390,10 @@ class Following(Generic[Link]):
     def left_s(self) -> float:
         """Return the remaining time until silent leaders time out, in seconds."""
         now_ns, awaited = self._now_ns(), self.awaited()
-        silent_ns = [now_ns - one.heard_ns for one in awaited if one.heard_ns is not None]
+        silent_ns = [now_ns - one.received_ns for one in awaited if one.received_ns is not None]
         return max(0.0, self._timeout_s - max(silent_ns, default=0) / 1e9)
 
-    def heard_nothing(self) -> None:
+    def received_nothing(self) -> None:
         """Handle a timeout: fail, unless no leader has sent anything yet.
 
         A leader sends nothing until all ranks of its group are ready, which its own deadline limits.
@@ -401,7 +401,7 @@ class Following(Generic[Link]):
         Raises:
             GroupLostError: When a leader is silent after it has sent an entry.
         """
-        if any(member.heard_ns is not None for member in self.awaited()):
+        if any(member.received_ns is not None for member in self.awaited()):
             probe("rank.engine_silent")
             raise GroupLostError(
                 f"heard nothing from the engine for {self._timeout_s:g} s (deadlines.rank_timeout_s); "

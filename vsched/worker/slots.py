@@ -141,7 +141,7 @@ class SteadyRows:
         stopped &= lengths >= self._length_min
         return ends_of(stopped, lengths >= self._length_max)
 
-    def told(self) -> tuple[bytes, bytes]:
+    def reported(self) -> tuple[bytes, bytes]:
         """Return the last tokens and the numbers of all slots, in the format of a result."""
         self._by_slot[self.slots] = self.tokens
         return self._by_slot.tobytes(), self._numbers

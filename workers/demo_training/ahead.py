@@ -39,7 +39,7 @@ class DrawnAhead:
         self._process = context.Process(target=_draw, args=(theirs, start), daemon=True)
         self._process.start()
         theirs.close()
-        self._asked: int | None = None
+        self._requested: int | None = None
 
     def __call__(self, step: int) -> TrainingBatch:
         """Return the batch of a step.
@@ -48,13 +48,13 @@ class DrawnAhead:
             VschedError: When the process has died, or has drawn nothing for minutes.
         """
         try:
-            if self._asked != step:
-                if self._asked is not None:
+            if self._requested != step:
+                if self._requested is not None:
                     self._receive()
                 self._pipe.send_bytes(str(step).encode())
             drawn = self._receive()
-            self._asked = step + 1
-            self._pipe.send_bytes(str(self._asked).encode())
+            self._requested = step + 1
+            self._pipe.send_bytes(str(self._requested).encode())
         except (EOFError, OSError) as error:
             raise VschedError(
                 "the process that draws has ended; see what it wrote above"
@@ -119,11 +119,11 @@ def _made(kind: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
         return tensors[name]
     if get_origin(kind) is tuple:
         inner = get_args(kind)[0]
-        begun = {
+        started = {
             known.removeprefix(f"{name}.").partition(".")[0]
             for known in tensors
             if known.startswith(f"{name}.")
         }
-        return tuple(_made(inner, f"{name}.{index}", tensors) for index in range(len(begun)))
+        return tuple(_made(inner, f"{name}.{index}", tensors) for index in range(len(started)))
     hints = get_type_hints(kind, localns={"torch": torch})
     return kind(**{field: _made(hint, f"{name}.{field}", tensors) for field, hint in hints.items()})

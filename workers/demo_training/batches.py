@@ -40,7 +40,7 @@ class TrainingRows:
     positions: torch.Tensor
     image_places: torch.Tensor
     image_rows: torch.Tensor
-    asked: torch.Tensor
+    requested: torch.Tensor
     answers: torch.Tensor
     turns: torch.Tensor
 
@@ -68,7 +68,7 @@ class _Line:
     positions: npt.NDArray[np.int64]
     places: list[int]
     rows: list[int]
-    asked: list[int]
+    requested: list[int]
     turns: list[int]
 
 
@@ -136,7 +136,7 @@ def _line(
     pad = front.info.placeholder
     ids: list[int] = []
     places: list[int] = []
-    asked: list[int] = []
+    requested: list[int] = []
     turns: list[int] = []
     positions: list[npt.NDArray[np.int64]] = []
     following = 0
@@ -162,12 +162,12 @@ def _line(
             text(front.tokenize("<|vision_end|>"))
         text(front.tokenize(f"{turn.question}<|im_end|>\n<|im_start|>assistant\n"))
         answer = front.tokenize(f"{turn.answer}<|im_end|>")
-        asked.extend(range(len(ids) - 1, len(ids) + len(answer) - 1))
+        requested.extend(range(len(ids) - 1, len(ids) + len(answer) - 1))
         turns.extend([first_turn + number] * len(answer))
         text(answer)
         text(front.tokenize("\n"))
     rows = list(range(end - len(places), end))
-    return _Line(ids, np.concatenate(positions, axis=1), places, rows, asked, turns)
+    return _Line(ids, np.concatenate(positions, axis=1), places, rows, requested, turns)
 
 
 def _rows(lines: Sequence[_Line]) -> TrainingRows:
@@ -179,18 +179,18 @@ def _rows(lines: Sequence[_Line]) -> TrainingRows:
         ids[row, : len(line.ids)] = line.ids
         positions[:, row, : len(line.ids)] = line.positions
         flat["places"] += [row * length + place for place in line.places]
-        flat["asked"] += [row * length + place for place in line.asked]
+        flat["asked"] += [row * length + place for place in line.requested]
         flat["rows"] += line.rows
         flat["turns"] += line.turns
-    asked = torch.tensor(flat["asked"])
+    requested = torch.tensor(flat["asked"])
     known = torch.from_numpy(ids)
     return TrainingRows(
         ids=known,
         positions=torch.from_numpy(positions),
         image_places=torch.tensor(flat["places"], dtype=torch.long),
         image_rows=torch.tensor(flat["rows"], dtype=torch.long),
-        asked=asked,
-        answers=known.view(-1)[asked + 1],
+        requested=requested,
+        answers=known.view(-1)[requested + 1],
         turns=torch.tensor(flat["turns"]),
     )
 

@@ -103,7 +103,7 @@ class _Scene:
     """A picture and the questions that may be asked about it."""
 
     picture: Picture
-    asked: _Asked = field(default_factory=dict)
+    requested: _Asked = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
 
 
@@ -135,23 +135,23 @@ class _Author:
         if length > 1 and text[0] == "0":
             text = str(self.rng.integers(1, 10)) + text[1:]
         picture = draw_number(self.rng, text, self.fonts, self.difficulty)
-        asked: _Asked = {
+        requested: _Asked = {
             "number": (READ, text),
             "first": (FIRST_DIGIT, text[0]),
             "last": (LAST_DIGIT, text[-1]),
             "length": (LENGTH, str(length)),
         }
-        return _Scene(picture, asked)
+        return _Scene(picture, requested)
 
     def thing(self) -> _Scene:
         colour, shape = self.pick(tuple(COLOURS)), self.pick(SHAPES)
-        asked: _Asked = {
+        requested: _Asked = {
             "colour": (COLOUR, colour),
             "shape": (SHAPE, shape),
             "describe": (DESCRIBE, f"{colour} {shape}"),
         }
         picture = draw_objects(self.rng, [(colour, shape)], self.difficulty)
-        return _Scene(picture, asked, {"shape": shape, "colour": colour})
+        return _Scene(picture, requested, {"shape": shape, "colour": colour})
 
     def things(self) -> _Scene:
         most = self.grown(3, OBJECTS_MAX)
@@ -160,11 +160,11 @@ class _Author:
         alike = self.rng.random() < 0.5
         objects = [(colour if alike else self.pick(tuple(COLOURS)), shape) for _ in range(count)]
         picture = draw_objects(self.rng, objects, self.difficulty)
-        asked: _Asked = {"count": (COUNT, str(count))}
-        return _Scene(picture, asked, {"shapes": PLURALS[shape], "shape": shape})
+        requested: _Asked = {"count": (COUNT, str(count))}
+        return _Scene(picture, requested, {"shapes": PLURALS[shape], "shape": shape})
 
     def turn(self, scene: _Scene, task: str, *, show: bool) -> DrawnTurn:
-        wordings, answer = scene.asked[task]
+        wordings, answer = scene.requested[task]
         question = self.pick(wordings).format(**scene.words)
         return _shown(DrawnTurn((), question, answer), [scene.picture] if show else [])
 
@@ -181,17 +181,17 @@ class _Author:
         pictures = [scene.picture for scene in scenes]
         written: list[DrawnTurn] = []
         for index in range(turns):
-            asked = self.which(scenes, 1 if index == 0 else int(self.rng.integers(2)))
-            written.append(_shown(asked, pictures if index == 0 else []))
+            requested = self.which(scenes, 1 if index == 0 else int(self.rng.integers(2)))
+            written.append(_shown(requested, pictures if index == 0 else []))
         return DrawnConversation("second", tuple(written))
 
     def which(self, scenes: Sequence[_Scene], place: int) -> DrawnTurn:
         """Ask about the first or the second of the images so far."""
         scene = scenes[place]
         choices = {"number": WHICH_NUMBER, "colour": WHICH_COLOUR, "shape": WHICH_SHAPE}
-        task = self.pick(tuple(name for name in choices if name in scene.asked))
+        task = self.pick(tuple(name for name in choices if name in scene.requested))
         question = self.pick(choices[task]).format(which=("first", "second")[place])
-        return DrawnTurn((), question, scene.asked[task][1])
+        return DrawnTurn((), question, scene.requested[task][1])
 
     def conversation(self, turns: int) -> DrawnConversation:
         """Write turns with an image each; a later one may ask about an earlier image instead."""
@@ -202,7 +202,7 @@ class _Author:
             makers: list[Callable[[], _Scene]] = [lambda: self.number(3), self.thing, self.things]
             scene = makers[kind]()
             earlier = [
-                place for place, known in enumerate(scenes[:2]) if "count" not in known.asked
+                place for place, known in enumerate(scenes[:2]) if "count" not in known.requested
             ]
             scenes.append(scene)
             if earlier and self.rng.random() < 0.3:

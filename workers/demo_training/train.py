@@ -104,8 +104,8 @@ class Trainer:
         self.progress = Progress()
         torch.set_num_threads(plan.threads)
         directory.mkdir(parents=True, exist_ok=True)
-        begun = (directory / STATE).exists()
-        if not begun and any(directory.iterdir()):
+        started = (directory / STATE).exists()
+        if not started and any(directory.iterdir()):
             raise CheckpointError(
                 f"{directory} holds no run to go on with ({STATE}), but other files. "
                 "Remedy: give an empty folder, or one that is not there yet."
@@ -129,7 +129,7 @@ class Trainer:
             for group in optimiser.param_groups
             for value in group["params"]
         }
-        if begun:
+        if started:
             self._load()
             # The checkpoint may have been partly written when the run was killed; its state never is.
             self.write()
@@ -290,7 +290,7 @@ def answer_logits(
         flat = F.embedding(rows.ids.view(-1), weight)
         flat = flat.index_copy(0, rows.image_places, embeddings[rows.image_rows])
         hidden = read_text(model, flat.view(*rows.ids.shape, -1), rows.positions)
-        yield model.lm_head(hidden.flatten(0, 1)[rows.asked]), rows.answers, rows.turns
+        yield model.lm_head(hidden.flatten(0, 1)[rows.requested]), rows.answers, rows.turns
 
 
 def marks_loss(logits: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
@@ -332,9 +332,9 @@ def count_right(model: Any, batches: Sequence[TrainingBatch]) -> tuple[int, int]
         embeddings = encode(model.model.visual, batch.vision)
         for logits, answers, turns in answer_logits(model, embeddings, batch):
             wrong = turns[logits.argmax(dim=-1) != answers]
-            asked = turns.unique()
-            total += len(asked)
-            right += len(asked) - len(wrong.unique())
+            requested = turns.unique()
+            total += len(requested)
+            right += len(requested) - len(wrong.unique())
     return right, total
 
 

@@ -288,19 +288,19 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
             with self.adapted(batch), computing:
                 hidden = layers(token_ids, positions, step, self._images(batch), wanted)
             logits_of = functools.partial(self._logits_of, head)
-            told: list[PromptLogprobs] = []
+            reported: list[PromptLogprobs] = []
             if tells:
                 few = max(self._slots // 2, 1)
-                told = prompt_logprobs(batch, hidden, logits_of, rows_max=few)
+                reported = prompt_logprobs(batch, hidden, logits_of, rows_max=few)
                 hidden = hidden[self._backend.send(rows)]
             if not len(rows):
-                return Sampled(tokens=np.empty(0, dtype=np.int32), prompts=told)
+                return Sampled(tokens=np.empty(0, dtype=np.int32), prompts=reported)
             logits, special = logits_of(hidden, len(rows)), special_rows(batch)
             if not special:
                 self._group.vote_early()
             greedy = self._backend.argmax(logits)
             sampled = choose_tokens(greedy, logits, special, self._backend.draw)
-            return dataclasses.replace(sampled, prompts=told) if told else sampled
+            return dataclasses.replace(sampled, prompts=reported) if reported else sampled
 
     def _logits_of(self, head: Product, hidden: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the logits of hidden states, [rows, vocabulary], the same ones on every rank."""

@@ -10,8 +10,8 @@ from vsched.errors import limit_message
 from vsched.policy import (
     Admit,
     Fraction,
-    FrontDoorAnswer,
-    FrontDoorView,
+    ArrivalDecision,
+    ArrivalView,
     PositiveCount,
     Redirect,
     RequestPolicy,
@@ -47,7 +47,7 @@ class DeadlineShed(RequestPolicy, frozen=True, kw_only=True):
     wait_share: Fraction = 0.7
     redirect_to: str = ""
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         """Return whether the first token would be in time."""
         target_ns = view.request.target_ns
         if target_ns is None and self.ttft_target_ms is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from vsched.policy import Admit, FrontDoorAnswer, FrontDoorView, RequestPolicy
+from vsched.policy import Admit, ArrivalDecision, ArrivalView, RequestPolicy
 
 
 class Open(RequestPolicy, frozen=True, kw_only=True):
     """Admits every request; the limits of preparation and of the waiting queue refuse any excess."""
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         """Return `Admit`."""
         return Admit()

@@ -11,8 +11,8 @@ from msgspec import Meta
 from vsched.errors import limit_message
 from vsched.policy import (
     Admit,
-    FrontDoorAnswer,
-    FrontDoorView,
+    ArrivalDecision,
+    ArrivalView,
     Hold,
     PositiveCount,
     RequestPolicy,
@@ -49,7 +49,7 @@ class TokenBucket(RequestPolicy, frozen=True, kw_only=True):
     rates: dict[str, Annotated[float, Meta(gt=0)]] = msgspec.field(default_factory=dict)
     wait_s: Annotated[Seconds, Meta(le=60)] = 0.0
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         """Return whether the tenant has a token, or how long until it has one."""
         if view.request.asks:
             return Admit()  # it took its token on arrival

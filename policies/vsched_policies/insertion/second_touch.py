@@ -29,12 +29,12 @@ class SecondTouch(CachePolicy, frozen=True, kw_only=True):
     TOS 2017: its doorkeeper, with tags in place of a Bloom filter.
 
     Attributes:
-        with_answers: Whether output blocks are kept if the whole prompt is: the next conversation
+        with_outputs: Whether output blocks are kept if the whole prompt is: the next conversation
             turn contains them.
     """
 
     state_type = Touched
-    with_answers: bool = True
+    with_outputs: bool = True
 
     def keep(self, view: InsertionView) -> int:
         """Return the number of leading blocks seen before, cached ones included; all blocks if the whole prompt was."""
@@ -49,6 +49,6 @@ class SecondTouch(CachePolicy, frozen=True, kw_only=True):
                 known += 1
             tags[place : place + TAG_BYTES] = tag
         touched.tags = bytes(tags)
-        if self.with_answers and 0 < view.prompt_blocks <= known:
+        if self.with_outputs and 0 < view.prompt_blocks <= known:
             return len(view.hashes)
         return known

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from vsched.policy import Manner, Preemption, PreemptionView, RequestPolicy
+from vsched.policy import PreemptionMode, Preemption, PreemptionView, RequestPolicy
 
 
 class Cheapest(RequestPolicy, frozen=True, kw_only=True):
     """Preempts the request with the fewest computed tokens, the youngest among equals: it is the cheapest to recompute.
 
-    With `manner = "swap"` its KV blocks are swapped to host memory instead
+    With `mode = "swap"` its KV blocks are swapped to host memory instead
     (`generate.swap_memory`), as few as possible.
     """
 
-    manner: Manner = "recompute"
+    mode: PreemptionMode = "recompute"
 
     def victim(self, view: PreemptionView) -> Preemption:
         """Return the last request with the fewest tokens."""
         running = view.running
         index = min(range(len(running)), key=lambda index: (running[index].tokens, -index))
-        return Preemption(index, self.manner)
+        return Preemption(index, self.mode)

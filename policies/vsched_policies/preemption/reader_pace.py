@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from vsched.policy import Count, Manner, Preemption, PreemptionView, RequestPolicy
+from vsched.policy import Count, PreemptionMode, Preemption, PreemptionView, RequestPolicy
 
 
 class ReaderPace(RequestPolicy, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class ReaderPace(RequestPolicy, frozen=True, kw_only=True):
 
     tokens_s: Annotated[float, Meta(gt=0)] = 8.0
     first_ms: Count = 1000
-    manner: Manner = "recompute"
+    mode: PreemptionMode = "recompute"
 
     def victim(self, view: PreemptionView) -> Preemption:
         """Return the last request with the longest lead."""
@@ -37,4 +37,4 @@ class ReaderPace(RequestPolicy, frozen=True, kw_only=True):
             reading_s = max(view.now_ns - one.arrived_ns - self.first_ms * 1_000_000, 0) / 1e9
             return one.outputs - reading_s * self.tokens_s, index
 
-        return Preemption(max(range(len(view.running)), key=lead), self.manner)
+        return Preemption(max(range(len(view.running)), key=lead), self.mode)

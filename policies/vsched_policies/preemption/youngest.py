@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from vsched.policy import Manner, Preemption, PreemptionView, RequestPolicy
+from vsched.policy import PreemptionMode, Preemption, PreemptionView, RequestPolicy
 
 
 class Youngest(RequestPolicy, frozen=True, kw_only=True):
     """Preempts the request that joined last, so that earlier ones finish.
 
-    It is recomputed; with `manner = "swap"` its KV blocks are swapped to host memory
+    It is recomputed; with `mode = "swap"` its KV blocks are swapped to host memory
     (`generate.swap_memory`).
     """
 
-    manner: Manner = "recompute"
+    mode: PreemptionMode = "recompute"
 
     def victim(self, view: PreemptionView) -> Preemption:
         """Return the last of the running requests."""
-        return Preemption(len(view.running) - 1, self.manner)
+        return Preemption(len(view.running) - 1, self.mode)

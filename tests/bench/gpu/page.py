@@ -110,8 +110,8 @@ def _ledger(path: Path) -> str:
         "ready": check.driver_ready,
         "after the load": check.driver_loaded,
     }
-    told = ", ".join(f"{size / GIB:.2f} {when}" for when, size in driver.items())
-    return "\n".join(lines) + f"\n\nIn use according to the driver, GiB: {told}.\n"
+    reported = ", ".join(f"{size / GIB:.2f} {when}" for when, size in driver.items())
+    return "\n".join(lines) + f"\n\nIn use according to the driver, GiB: {reported}.\n"
 
 
 def _recovery(path: Path) -> str:

@@ -76,20 +76,20 @@ class Cell:
     @property
     def images_s(self) -> list[float]:
         """Images per second, by round."""
-        return [asked.images_s for asked in self.busy]
+        return [requested.images_s for requested in self.busy]
 
     def an_image(self, link: str) -> float:
         """Return the bytes per image over a link."""
         return statistics.median(
-            carried[link] / len(asked.ttft_ms)
-            for carried, asked in zip(self.carried, self.busy, strict=True)
+            carried[link] / len(requested.ttft_ms)
+            for carried, requested in zip(self.carried, self.busy, strict=True)
         )
 
     def share(self, link: str, bytes_per_s: float) -> float:
         """Return the used share of a link's rate."""
         return statistics.median(
-            carried[link] / asked.seconds / bytes_per_s
-            for carried, asked in zip(self.carried, self.busy, strict=True)
+            carried[link] / requested.seconds / bytes_per_s
+            for carried, requested in zip(self.carried, self.busy, strict=True)
         )
 
 
@@ -180,12 +180,14 @@ class Bench:
         print(note, file=sys.stderr, flush=True)
 
     async def _ask(self, engine: Engine, numbers: Sequence[int], at_once: int) -> Asked:
-        asked = await self._pictures.ask(engine, numbers, at_once=at_once, tokens=self._load.tokens)
-        for number, tokens in asked.tokens.items():
+        requested = await self._pictures.ask(
+            engine, numbers, at_once=at_once, tokens=self._load.tokens
+        )
+        for number, tokens in requested.tokens.items():
             expected = self._expected.setdefault(number, tokens)
             if tokens != expected:
                 raise AssertionError(f"picture {number}: {tokens}, and elsewhere {expected}")
-        return asked
+        return requested
 
 
 HEAD = (
@@ -210,8 +212,8 @@ def _line(rate: str, way: str, cell: Cell, one: Cell) -> str:
         way,
         _spread(cell.images_s),
         "" if cell is one else spread(ratios),
-        _spread([statistics.median(asked.ttft_ms) for asked in cell.alone]),
-        _spread([statistics.median(asked.ttft_ms) for asked in cell.busy]),
+        _spread([statistics.median(requested.ttft_ms) for requested in cell.alone]),
+        _spread([statistics.median(requested.ttft_ms) for requested in cell.busy]),
     ]
     if cell.carried[0]:
         links = ("engine out", "engine in", "encoder out")

@@ -61,11 +61,11 @@ class Links:
         self._process.join(READY_S)
 
 
-def _run(asked: Connection, encoder: str, generator: str) -> None:
-    asyncio.run(_serve(asked, encoder, generator))
+def _run(requested: Connection, encoder: str, generator: str) -> None:
+    asyncio.run(_serve(requested, encoder, generator))
 
 
-async def _serve(asked: Connection, encoder: str, generator: str) -> None:
+async def _serve(requested: Connection, encoder: str, generator: str) -> None:
     """Run the cables until the other end of the pipe is closed."""
     up, down = ({machine: Wire() for machine in MACHINES} for _ in range(2))
     ends: Mapping[Machine, str] = {"encoder": encoder, "generator": generator}
@@ -76,16 +76,16 @@ async def _serve(asked: Connection, encoder: str, generator: str) -> None:
     async with AsyncExitStack() as stack:
         for cable in cables.values():
             await stack.enter_async_context(cable)
-        asked.send({far: cable.address for far, cable in cables.items()})
+        requested.send({far: cable.address for far, cable in cables.items()})
         said: asyncio.Queue[None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        loop.add_reader(asked.fileno(), said.put_nowait, None)
+        loop.add_reader(requested.fileno(), said.put_nowait, None)
         while True:
             await said.get()
-            if not asked.poll():
+            if not requested.poll():
                 continue  # a spurious second wake-up for the same message
             try:
-                words = asked.recv()
+                words = requested.recv()
             except EOFError:
                 break
             if words[0] == "shape":
@@ -93,14 +93,14 @@ async def _serve(asked: Connection, encoder: str, generator: str) -> None:
                     wire.bytes_per_s = words[1]
                 for cable in cables.values():
                     cable.latency_s = words[2]
-                asked.send(None)
+                requested.send(None)
             else:
                 directions = {"out": up, "in": down}
-                asked.send(
+                requested.send(
                     {
                         f"{machine} {name}": wires[machine].carried
                         for machine in MACHINES
                         for name, wires in directions.items()
                     }
                 )
-        loop.remove_reader(asked.fileno())
+        loop.remove_reader(requested.fileno())

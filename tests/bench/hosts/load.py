@@ -44,7 +44,7 @@ class Pictures:
         self, engine: Engine, numbers: Sequence[int], *, at_once: int, tokens: int
     ) -> Asked:
         """Send a request about each of these pictures, `at_once` at a time."""
-        asked = Asked()
+        requested = Asked()
         content = [{"type": "image_url", "image_url": {"url": ""}}, {"type": "text", "text": "?"}]
         prompt = engine.preprocessor.render([{"role": "user", "content": content}])
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
@@ -63,13 +63,13 @@ class Pictures:
                 answer: list[int] = []
                 async for delta in stream:
                     if not answer:
-                        asked.ttft_ms.append(1e3 * (time.perf_counter() - began_s))
+                        requested.ttft_ms.append(1e3 * (time.perf_counter() - began_s))
                     answer += delta.token_ids
-                asked.tokens[number] = answer
+                requested.tokens[number] = answer
 
         began_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for _ in range(at_once):
                 group.create_task(client())
-        asked.seconds = time.perf_counter() - began_s
-        return asked
+        requested.seconds = time.perf_counter() - began_s
+        return requested

@@ -88,12 +88,12 @@ def _measure(name: str, folder: Path, job: dict[str, Any], work: Path) -> list[S
     Raises:
         ConfigError: When it fails.
     """
-    asked, out = work / f"{name}.json", work / f"{name}-figures.json"
+    requested, out = work / f"{name}.json", work / f"{name}-figures.json"
     library = str(folder / "build" / "bin" / "libllama.so")
-    asked.write_bytes(msgspec.json.encode({**job, "library": library}))
+    requested.write_bytes(msgspec.json.encode({**job, "library": library}))
     program = f"tests.bench.samplers.{name}"
     done = subprocess.run(
-        [str(folder / "bin" / "python"), "-m", program, str(asked), str(out)],
+        [str(folder / "bin" / "python"), "-m", program, str(requested), str(out)],
         capture_output=True,
         text=True,
         check=False,
@@ -117,11 +117,11 @@ def table(found: Mapping[str, Sequence[SamplerRow]]) -> str:
         for row in rows:
             low, high = row.spread_ms
             text = f"{row.step_ms:.2f} ({low:.2f}-{high:.2f})"
-            cells.setdefault((row.asked, row.logits, row.rows), {})[side] = text
+            cells.setdefault((row.requested, row.logits, row.rows), {})[side] = text
     head = ["asked", "logits", "rows", *found]
     lines = [
-        [asked, logits, str(count), *(sides_.get(side, "-") for side in found)]
-        for (asked, logits, count), sides_ in sorted(
+        [requested, logits, str(count), *(sides_.get(side, "-") for side in found)]
+        for (requested, logits, count), sides_ in sorted(
             cells.items(), key=lambda one: (list(CASES).index(one[0][0]), one[0][1:])
         )
     ]

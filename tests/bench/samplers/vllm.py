@@ -57,10 +57,10 @@ def maker(job: dict[str, Any]) -> Make:
 
     def make(logits: Logits, fields: Fields, history: npt.NDArray[np.int32]) -> Choose:
         given = torch.from_numpy(logits).to(torch.bfloat16)
-        asked = metadata(fields, history)
+        requested = metadata(fields, history)
 
         def choose() -> npt.NDArray[np.int32]:
-            found = sampler(given, asked).sampled_token_ids
+            found = sampler(given, requested).sampled_token_ids
             result: npt.NDArray[np.int32] = found.flatten().int().numpy()
             return result
 

@@ -16,7 +16,7 @@ BUILT_IN: list[CachePolicy] = [
     Prompts(),
     Matching(tenants=("a",), tokens_min=8, tokens_max=40),
     SecondTouch(),
-    SecondTouch(with_answers=False),
+    SecondTouch(with_outputs=False),
 ]
 each = pytest.mark.parametrize("policy", BUILT_IN, ids=repr)
 
@@ -92,7 +92,7 @@ def test_second_touch_keeps_the_part_that_came_before() -> None:
 
 
 def test_second_touch_leaves_answers_out_where_it_is_told_to() -> None:
-    state, policy = Touched(), SecondTouch(with_answers=False)
+    state, policy = Touched(), SecondTouch(with_outputs=False)
     for kept in (0, 3):
         assert ask(policy, blocks("p", 3), blocks("answer", 1), state=state) == kept
 

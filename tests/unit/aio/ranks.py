@@ -74,7 +74,7 @@ class Wire:
         self, ranks: Ranks, address: str, on_frame: Callable[[bytes, bytes], None]
     ) -> None:
         self.group = group_of(address)
-        self.hear = on_frame
+        self.receive = on_frame
         self.frames: defaultdict[int, deque[bytes]] = defaultdict(deque)
         self._ranks = ranks
         ranks.wires[self.group] = self
@@ -258,7 +258,7 @@ class Ranks:
         )
 
     def say(self, group: str, report: RankReport, rank: int = 0) -> None:
-        self.wires[group].hear(rank_identity(rank), encode_report(report))
+        self.wires[group].receive(rank_identity(rank), encode_report(report))
 
     def follow_orders(self, group: str, number: int) -> None:
         """Let a rank that does not serve yet carry out its orders; later frames wait for `step`."""

@@ -40,9 +40,9 @@ async def test_grammars_compile_off_the_loop_and_refusals_come_back() -> None:
     assert thread is not threading.current_thread()
     with pytest.raises(RequestRefused, match="no"):
         await checks.check(SamplingParams(grammar="bad"))
-    told = checks.statistics()
-    assert (told["compiled"], told["refused"]) == (1, 1)
-    assert (told["compile_ms"], told["compile_ms_max"]) == (2.0, 2.0)
+    reported = checks.statistics()
+    assert (reported["compiled"], reported["refused"]) == (1, 1)
+    assert (reported["compile_ms"], reported["compile_ms_max"]) == (2.0, 2.0)
     checks.close()
     assert compiler.closed
 

@@ -14,8 +14,8 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import TimerFired
 from vsched.policy import (
     Admit,
-    FrontDoorAnswer,
-    FrontDoorView,
+    ArrivalDecision,
+    ArrivalView,
     Hold,
     Redirect,
     RequestPolicy,
@@ -27,7 +27,7 @@ from vsched.types import SamplingParams
 class Told(RequestPolicy, frozen=True, kw_only=True):
     """Decides by tenant; held requests are let in when asked again."""
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         match view.request.tenant:
             case "shed":
                 return Shed("too many, value 3, limit 2", 7, 503)
@@ -71,7 +71,7 @@ async def test_who_is_turned_away_is_not_prepared(engine: Any, media: SlowMedia)
     with pytest.raises(RequestRefused) as away:
         await ask(engine, "elsewhere")
     assert (away.value.status, away.value.location) == (307, "http://other:8000")
-    assert media.begun.empty()
+    assert media.started.empty()
 
 
 async def test_who_is_held_waits_and_is_served(
@@ -81,14 +81,14 @@ async def test_who_is_held_waits_and_is_served(
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert door(played) == (1, 0)
-    assert media.begun.empty()
+    assert media.started.empty()
     assert played.shell.statistics()["waiting"] == 1
     assert "front door" in engine.explain("held")
     played.shell._kernel._gate._due[0] = (0, 1)
     played.shell._kernel._gate.due_ns = 0
     played.shell.handle(TimerFired())
     async with patience():
-        await media.begun.get()
+        await media.started.get()
         assert door(played) == (0, 1)
         media.ready.set()
         assert (await task).request_id == "held"

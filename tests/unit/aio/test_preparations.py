@@ -25,11 +25,11 @@ class SlowMedia:
     def __init__(self) -> None:
         self.ready = asyncio.Event()
         self.leases = 0
-        self.begun: asyncio.Queue[None] = asyncio.Queue()
+        self.started: asyncio.Queue[None] = asyncio.Queue()
 
     async def prepare(self, prompt: list[int], images: object, cache_salt: str = "") -> Any:
         del images, cache_salt
-        self.begun.put_nowait(None)
+        self.started.put_nowait(None)
         await self.ready.wait()
         self.leases += 1
         return SimpleNamespace(token_ids=prompt, items=(), lease=self, timings=None)
@@ -61,7 +61,7 @@ async def begin(engine: Engine, media: SlowMedia, count: int) -> list[asyncio.Ta
     ]
     async with patience():
         for _ in tasks:
-            await media.begun.get()
+            await media.started.get()
     return tasks
 
 
@@ -116,7 +116,7 @@ async def test_a_request_in_preparation_ends_like_one_that_waits(played: ShellHa
     media.ready.clear()
     sampling = SamplingParams(max_tokens=3)
     late = asyncio.create_task(engine.generate(prompt=[1], sampling=sampling, request_id="late"))
-    await media.begun.get()
+    await media.started.get()
     await engine.clear()
     found = []
     for reading in (anext(waiting[1]), late):

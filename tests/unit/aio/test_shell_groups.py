@@ -205,12 +205,12 @@ async def test_shell_fault_during_recovery_ends_in_service(
     ids=["checkpoint", "system"],
 )
 async def test_shell_crew_that_cannot_start_is_one_clear_error(
-    played: ShellHarness, groups: Groups, error: Exception, told: str
+    played: ShellHarness, groups: Groups, error: Exception, reported: str
 ) -> None:
     """The start of all worker groups fails at once with the error of one, and no rank stays."""
     await played.stop()
     played.ranks.failures.append(error)
-    with pytest.raises(type(error), match=told):
+    with pytest.raises(type(error), match=reported):
         await played.start(groups)
     assert all(rank.ended for rank in played.ranks.made)
     await played.start(groups)  # the test's end stops it

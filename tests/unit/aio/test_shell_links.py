@@ -23,11 +23,11 @@ async def test_link_goes_on_after_a_report_that_could_not_be_taken(
 ) -> None:
     """The descriptor is edge-triggered: if an exception stopped the drain, the frames behind it would never be read."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    heard: list[bytes] = []
+    received: list[bytes] = []
     done = asyncio.Event()
 
     def on_frame(identity: bytes, frame: bytes) -> None:
-        heard.append(frame)
+        received.append(frame)
         if frame == b"last":
             done.set()
         if frame.startswith(b"bad"):
@@ -40,7 +40,7 @@ async def test_link_goes_on_after_a_report_that_could_not_be_taken(
         rank.send(frame)
     async with patience():
         await done.wait()
-    assert heard == sent
+    assert received == sent
     assert caplog.text.count("RuntimeError: a progress bar") == 3
     rank.close()
     link.close()
@@ -71,7 +71,7 @@ async def test_shell_report_that_is_no_text_loses_the_group(
     ranks = played.ranks
     stream = Stream(played.shell, make_request("r", [11, 12]))
     ranks.run(3)
-    ranks.wires["generate"].hear(rank_identity(0), garbled(report))
+    ranks.wires["generate"].receive(rank_identity(0), garbled(report))
     assert not played.shell.healthy
     await ranks.until(lambda: played.shell.healthy)
     ranks.run()
@@ -86,6 +86,6 @@ async def test_shell_stranger_that_sends_no_text_is_ignored(
     ranks = played.ranks
     ranks.of("generate").exit(-9)
     await ranks.until(lambda: ranks.starts == 3)  # the new one has not reported anything yet
-    ranks.wires["generate"].hear(rank_identity(0), garbled(report))
+    ranks.wires["generate"].receive(rank_identity(0), garbled(report))
     await ranks.until(lambda: played.shell.healthy)
     assert ranks.starts == 3

@@ -28,10 +28,10 @@ LOADED = RankMemory(
 class Roll:
     """Reservations that are known, or never come."""
 
-    def __init__(self, answers: Sequence[object] | None) -> None:
+    def __init__(self, choices: Sequence[object] | None) -> None:
         self.complete: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        if answers is not None:
-            self.complete.set_result(list(answers))
+        if choices is not None:
+            self.complete.set_result(list(choices))
 
 
 class Group:
@@ -212,9 +212,13 @@ async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
     await sizing.publish("encode-1", Group())  # type: ignore[arg-type]
     await sizing.publish("encode-1", Group())  # type: ignore[arg-type]
     await turns()
-    told = sizing.waited_for(["generate-0"])
-    assert "encode-0 rank 0 did not: value 1 of 2 reservations, limit all of them, within" in told
-    assert "deadlines.ready_s. Remedy: look for the reason in the log of the encode group" in told
+    reported = sizing.waited_for(["generate-0"])
+    assert (
+        "encode-0 rank 0 did not: value 1 of 2 reservations, limit all of them, within" in reported
+    )
+    assert (
+        "deadlines.ready_s. Remedy: look for the reason in the log of the encode group" in reported
+    )
     assert not any(group.orders for group in generators.values())
     await sizing.publish("encode-0", Group())  # type: ignore[arg-type]
     await asyncio.gather(*leading)

@@ -127,7 +127,7 @@ async def test_sizing_together_restarts_keep_to_their_shares() -> None:
     groups = groups_on(device)
     sizing = sizing_of()
     await lead_all(sizing, groups)
-    heard = [len(one.orders) for one in groups.values()]
+    received = [len(one.orders) for one in groups.values()]
     for name in ("generate-1", "generate-1", "generate-0"):
         groups[name].die()
         again = Group(device, ROW_BYTES[0])
@@ -136,7 +136,7 @@ async def test_sizing_together_restarts_keep_to_their_shares() -> None:
         assert again.orders == [SizeKv(again.accepted[0] * 16, profile=False, headroom_bytes=0)]
         again.orders = groups[name].orders
         groups[name] = again
-    assert [len(one.orders) for one in groups.values()] == heard
+    assert [len(one.orders) for one in groups.values()] == received
 
 
 async def test_sizing_together_that_does_not_fit_names_all_and_what_to_do() -> None:

@@ -95,7 +95,7 @@ class FakeGeneration:
 class FakeEngine:
     """Serves every request with `script`, or with that of `scripts` by the index of a choice.
 
-    `refusal` refuses requests, `entering` blocks `generate_answers` itself.
+    `refusal` refuses requests, `entering` blocks `generate_choices` itself.
     """
 
     def __init__(self, *script: OutputDelta | Exception | asyncio.Event) -> None:
@@ -146,7 +146,7 @@ class FakeEngine:
             raise RequestRefused("there is none. Remedy: look.", code="model_not_found", status=404)
         self.adapter_rows = kept
 
-    async def generate_answers(self, **call: Any) -> list[FakeGeneration]:
+    async def generate_choices(self, **call: Any) -> list[FakeGeneration]:
         self.calls.append(call)
         self.entered.set()
         if self.entering is not None:

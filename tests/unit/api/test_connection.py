@@ -300,9 +300,11 @@ async def test_connection_offer_of_another_protocol_is_ignored(offer: bytes, bod
 
 @pytest.mark.parametrize("asked", [b"", b"Connection: keep-alive\r\n", b"Expect: 100-continue\r\n"])
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
-async def test_connection_answer_to_old_http_ends_with_it(asked: bytes, body: bytes) -> None:
+async def test_connection_answer_to_old_http_ends_with_it(requested: bytes, body: bytes) -> None:
     """HTTP/1.0 has neither chunks nor 100 Continue, and needs no Host."""
-    request = LINE + b"1.0\r\n" + JSON + asked + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    request = (
+        LINE + b"1.0\r\n" + JSON + requested + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    )
     async with served(FakeEngine()) as port, connected(port) as client:
         await client.send(request)
         head, _, content = (await client.answer()).partition(b"\r\n\r\n")
@@ -365,9 +367,9 @@ async def test_connection_client_that_sends_no_more_gets_its_answer(
         await client.send(request)
         client.send_no_more()
         await until(lambda: engine.generations)
-        begun = await client.exactly(9 if body is BODY else 0)
+        started = await client.exactly(9 if body is BODY else 0)
         released.set()
-        head, _, content = (begun + await client.answer()).partition(b"\r\n\r\n")
+        head, _, content = (started + await client.answer()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"\r\nconnection: close" in head or body is STREAM
     assert content.count(b'"content":"') == (2 if body is STREAM else 1)

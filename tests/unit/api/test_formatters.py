@@ -115,9 +115,9 @@ def engine_of_halves(token_ids: Sequence[int], *, size: int = 1) -> FakeEngine:
     deltas: list[OutputDelta | Exception | asyncio.Event] = []
     for start in range(0, len(token_ids), size):
         some = list(token_ids[start : start + size])
-        told = [TokenLogprob(one, -1.0, []) for one in some]
+        reported = [TokenLogprob(one, -1.0, []) for one in some]
         reason = "length" if start + size >= len(token_ids) else None
-        deltas.append(OutputDelta(detokenizer.push(some), some, told, reason))
+        deltas.append(OutputDelta(detokenizer.push(some), some, reported, reason))
     engine = FakeEngine(*deltas)
     engine.preprocessor.detokenizer = Halves  # type: ignore[method-assign,assignment]
     engine.preprocessor.token_bytes = spelled  # type: ignore[method-assign]
@@ -144,8 +144,8 @@ async def test_offsets_of_tokens_are_those_of_the_text(size: int, stream: bool) 
 
 
 async def test_offsets_of_a_stop_string_s_tokens_are_within_the_text() -> None:
-    told = [TokenLogprob(ord(letter), -1.0, []) for letter in "abcd"]
-    engine = FakeEngine(OutputDelta("a", [ord("a")] * 4, told, "stop"))
+    reported = [TokenLogprob(ord(letter), -1.0, []) for letter in "abcd"]
+    engine = FakeEngine(OutputDelta("a", [ord("a")] * 4, reported, "stop"))
     reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 0})
     assert reply.json["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1]
 
@@ -183,8 +183,8 @@ async def test_alternatives_that_read_alike_are_all_told() -> None:
         {"a": -3.0, "bytes:\\xe2": -1.0, "bytes:\\xc3": -2.0, "<s>": -4.0, "token_id:300": -5.0}
     ]
     reply = await post(engine, CHAT, chat(logprobs=True, top_logprobs=5))
-    (told,) = reply.json["choices"][0]["logprobs"]["content"]
-    assert [(one["token"], one["bytes"]) for one in told["top_logprobs"][:2]] == [
+    (reported,) = reply.json["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["bytes"]) for one in reported["top_logprobs"][:2]] == [
         ("bytes:\\xe2", [0xE2]),
         ("bytes:\\xc3", [0xC3]),
     ]
@@ -204,5 +204,5 @@ async def test_usage_with_every_event(path: str) -> None:
     assert b"usage" not in (await post(FakeEngine(), path, alone)).body
     always = ApiSettings(usage_always=True)
     for body in (alone, body_of(path, stream=True)):
-        told = (await post(FakeEngine(), path, body, always)).events
-        assert [event["usage"] for event in told] == [event["usage"] for event in events]
+        reported = (await post(FakeEngine(), path, body, always)).events
+        assert [event["usage"] for event in reported] == [event["usage"] for event in events]

@@ -61,8 +61,8 @@ async def test_models() -> None:
 async def test_models_as_anthropic_tells_of_them() -> None:
     engine = FakeEngine()
     engine.adapter_rows.append({"name": "org/sql", "state": "ready"})
-    asked = {"anthropic-version": "2023-06-01"}
-    listed = (await call(engine, "GET", "/v1/models?limit=20", headers=asked)).json
+    requested = {"anthropic-version": "2023-06-01"}
+    listed = (await call(engine, "GET", "/v1/models?limit=20", headers=requested)).json
     assert (listed["first_id"], listed["last_id"]) == ("demo", "org/sql")
     assert listed["has_more"] is False
     first = listed["data"][0]
@@ -71,8 +71,8 @@ async def test_models_as_anthropic_tells_of_them() -> None:
         1000,
     )
     assert dt.datetime.fromisoformat(first["created_at"]).tzinfo is not None
-    assert (await call(engine, "GET", "/v1/models/demo", headers=asked)).json == first
-    refused = await call(engine, "GET", "/v1/models/other", headers=asked)
+    assert (await call(engine, "GET", "/v1/models/demo", headers=requested)).json == first
+    refused = await call(engine, "GET", "/v1/models/other", headers=requested)
     assert (refused.status, refused.json["error"]["type"]) == (404, "not_found_error")
 
 

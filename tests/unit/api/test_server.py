@@ -33,14 +33,14 @@ class Acted:
         self.grace_s = -1.0
         self.loading: asyncio.Event | None = None
         self.draining: asyncio.Event | None = None
-        self.drain_begun = asyncio.Event()
+        self.drain_started = asyncio.Event()
         self.errors: dict[str, Exception] = {}
 
         async def start(engine: Engine) -> None:
             await self._do("start", self.loading)
 
         async def drain(engine: Engine) -> None:
-            self.drain_begun.set()
+            self.drain_started.set()
             await self._do("drain", self.draining)
 
         async def stop(engine: Engine, *, grace_s: float) -> None:
@@ -211,13 +211,13 @@ async def test_server_url_can_be_reached(acted: Acted, host: str, url: str) -> N
     ],
 )
 async def test_server_address_that_cannot_be_had_is_told_with_its_remedy(
-    acted: Acted, monkeypatch: pytest.MonkeyPatch, host: str, code: int, told: str
+    acted: Acted, monkeypatch: pytest.MonkeyPatch, host: str, code: int, reported: str
 ) -> None:
     def create(*_: object, **__: object) -> None:
         raise OSError(code, "no")
 
     monkeypatch.setattr(socket, "create_server", create)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         await enter(config(host=host))
 
 
@@ -313,7 +313,7 @@ async def test_server_first_signal_drains(acted: Acted, number: signal.Signals) 
     served = Served(acted)
     await served.ready.wait()
     signal.raise_signal(number)
-    await acted.drain_begun.wait()
+    await acted.drain_started.wait()
     assert served.drains == 1
     assert not served.task.done()
     acted.draining.set()
@@ -329,7 +329,7 @@ async def test_server_second_signal_stops_at_once(acted: Acted, second: signal.S
     served = Served(acted)
     await served.ready.wait()
     signal.raise_signal(signal.SIGINT)
-    await acted.drain_begun.wait()
+    await acted.drain_started.wait()
     signal.raise_signal(second)
     await served.end()
     assert served.drains == 1

@@ -90,8 +90,8 @@ def test_exam_chains_turns_of_several_tasks_with_an_image_each() -> None:
 # --- grading and comparing ---
 
 
-def answered(asked: Sequence[Question], **wrong: str) -> list[ExamAnswer]:
-    texts = [wrong.get(question.task, question.expected) for question in asked]
+def answered(requested: Sequence[Question], **wrong: str) -> list[ExamAnswer]:
+    texts = [wrong.get(question.task, question.expected) for question in requested]
     return [ExamAnswer(text=text, prompt_tokens=9) for text in texts]
 
 
@@ -100,8 +100,10 @@ def flat(count: int = 2) -> list[Question]:
 
 
 def test_grade_counts_by_task_and_forgives_only_white_space() -> None:
-    asked = flat()
-    graded = {one.task: one for one in accuracy.grade(asked, answered(asked, number="number."))}
+    requested = flat()
+    graded = {
+        one.task: one for one in accuracy.grade(requested, answered(requested, number="number."))
+    }
     assert {task: (one.right, one.total) for task, one in graded.items()} == {
         "number": (0, 2),
         "colour": (2, 2),
@@ -109,17 +111,17 @@ def test_grade_counts_by_task_and_forgives_only_white_space() -> None:
         CHAINED: (6, 6),
     }
     assert graded["colour"].low == pytest.approx(0.3424, abs=1e-4)
-    assert accuracy.is_right(asked[0], ExamAnswer(text=" number\n"))
-    assert not accuracy.is_right(asked[0], ExamAnswer(text="number", error="lost"))
+    assert accuracy.is_right(requested[0], ExamAnswer(text=" number\n"))
+    assert not accuracy.is_right(requested[0], ExamAnswer(text="number", error="lost"))
 
 
 def test_compare_finds_other_answers_in_any_pass_to_the_letter() -> None:
-    asked = flat()
-    before = answered(asked)
+    requested = flat()
+    before = answered(requested)
     after = list(before)
     after[1] = msgspec.structs.replace(before[1], text=before[1].text + " ")
     after[2] = ExamAnswer(error="refused")
-    found = accuracy.compare(asked, before, [before, after])
+    found = accuracy.compare(requested, before, [before, after])
     assert [(one.task, one.conversation, one.pass_number) for one in found] == [
         ("number", 1, 2),
         ("colour", 0, 2),
@@ -207,15 +209,17 @@ async def test_measure_compares_all_with_the_first_and_reports_the_impossible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     conversations = questions()
-    asked = flat()
+    requested = flat()
     seen: list[list[str]] = []
 
     async def sit(sets: Sequence[str], _: Any, passes: int, clients: int, advance: Any) -> Any:
         seen.append(list(sets))
         if "generate.tensor_parallel=2" in sets:
             raise CheckpointError("3 heads")
-        advance(passes * len(asked))
-        answers = [answered(asked, **({"colour": "x"} if "chunk" in str(sets) else {}))] * passes
+        advance(passes * len(requested))
+        answers = [
+            answered(requested, **({"colour": "x"} if "chunk" in str(sets) else {}))
+        ] * passes
         counters = {
             "generate": {"tokens_cached": 5, "preemptions": 2},
             "encode": {"items_encoded": 7},
@@ -225,7 +229,7 @@ async def test_measure_compares_all_with_the_first_and_reports_the_impossible(
     monkeypatch.setattr(accuracy, "_sit", sit)
     advanced: dict[str, list[int]] = {}
 
-    def begun(variant: Any, answers: int) -> Any:
+    def started(variant: Any, answers: int) -> Any:
         advanced[variant.name] = [answers]
         return advanced[variant.name].append
 
@@ -234,7 +238,7 @@ async def test_measure_compares_all_with_the_first_and_reports_the_impossible(
         conversations=conversations,
         variants=choose(["chunk-16", "tensor-parallel-2", "preempted"], [4]),
         clients=3,
-        begun=begun,
+        started=started,
     )
     by_name = {one.name: one for one in found.outcomes}
     assert found.model == "mine"
@@ -248,9 +252,9 @@ async def test_measure_compares_all_with_the_first_and_reports_the_impossible(
     assert [one.answer for one in by_name["chunk-16"].wrong] == ["x", "x"]
     assert by_name["tensor-parallel-2"].impossible == "3 heads"
     assert by_name["default"].image_tokens == (6.0, 8)
-    assert by_name["default"].share.right == len(asked)
+    assert by_name["default"].share.right == len(requested)
     assert by_name["default"].failed == 0
-    assert advanced["default"] == [2 * len(asked), 2 * len(asked)]
+    assert advanced["default"] == [2 * len(requested), 2 * len(requested)]
     # 9 prompt tokens and the longest answer, in blocks of 4.
     assert 'generate.memory={use="pinned", tokens=28}' in seen[3]
 
@@ -266,7 +270,7 @@ async def test_measure_fails_when_the_first_setting_does(monkeypatch: pytest.Mon
             conversations=questions(),
             variants=choose([], []),
             clients=1,
-            begun=lambda _variant, _answers: lambda _steps: None,
+            started=lambda _variant, _answers: lambda _steps: None,
         )
 
 

@@ -15,10 +15,10 @@ SIZE_MAX = 12 * 2**20
 
 
 def record() -> dict[str, dict[str, Share]]:
-    told = json.loads((ROOT / "workers" / "demo-model" / "training.json").read_text("utf-8"))
+    reported = json.loads((ROOT / "workers" / "demo-model" / "training.json").read_text("utf-8"))
     return {
         fonts: {task: Share(share["right"], share["questions"]) for task, share in tasks.items()}
-        for fonts, tasks in told["held_out_accuracy"].items()
+        for fonts, tasks in reported["held_out_accuracy"].items()
     }
 
 

@@ -37,7 +37,7 @@ class Server:
 
     def __init__(self) -> None:
         self.port = 0
-        self.asked: list[list[Any]] = []
+        self.requested: list[list[Any]] = []
         self.running: list[int] = []
         self.broken: set[str] = set()
         self.waits = False
@@ -48,7 +48,7 @@ class Server:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:-2])
         body = msgspec.json.decode(await reader.readexactly(int(fields["Content-Length"])))
-        self.asked.append(body["messages"])
+        self.requested.append(body["messages"])
         if any(text in str(body["messages"]) for text in self.broken):
             writer.write(b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n")
         else:
@@ -57,7 +57,7 @@ class Server:
 
     async def _answer(self, writer: asyncio.StreamWriter, body: Any) -> None:
         decoder = isinstance(body["messages"][-1]["content"], str)
-        if not decoder and len(self.asked) > WARMUP:
+        if not decoder and len(self.requested) > WARMUP:
             self.running.append(self._decoding)
         writer.write(HEAD)
         for index in range(body["max_tokens"]):
@@ -69,7 +69,7 @@ class Server:
         usage = {"prompt_tokens": 5, "completion_tokens": body["max_tokens"]}
         writer.write(chunk({"choices": [], "usage": usage}) + b"0\r\n\r\n")
         await writer.drain()
-        if not decoder and len(self.asked) > WARMUP:
+        if not decoder and len(self.requested) > WARMUP:
             self._image_answered.set()
 
 
@@ -105,7 +105,7 @@ async def test_loop_makes_every_request_of_every_session(case: str, turns: int) 
         figures, finished = await run(server, plan_of(case, turns=turns))
     assert (figures.requests, figures.failed, figures.wrong_length) == (3 * turns, 0, 0)
     assert finished == 3 * turns
-    assert len(server.asked) == 3 * turns + WARMUP
+    assert len(server.requested) == 3 * turns + WARMUP
     assert figures.output_tokens_mean == figures.pieces_mean == 3
 
 

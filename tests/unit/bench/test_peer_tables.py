@@ -346,13 +346,13 @@ def test_what_a_server_does_when_it_is_not_its_turn_is_told_where_it_was_looked_
     """A peer that works while vsched is measured takes its cores; it is left out of the others' figures."""
     old = run_of("vsched", 1)
     figures = msgspec.structs.replace(old.figures, waiting=0.4)
-    told = "whose turn it was not at most 0.40"
+    reported = "whose turn it was not at most 0.40"
     for runs, expected in (
         ([old], False),
         ([old, msgspec.structs.replace(old, figures=figures)], True),
     ):
         line = " ".join(context_line("2 cores", "x=1", runs).split())
-        assert (told in line) == expected
+        assert (reported in line) == expected
 
 
 def test_pair_cells_are_medians_and_the_ratios_of_each_round() -> None:

@@ -123,7 +123,7 @@ class FakeServer:
         return rate
 
 
-async def begun(limit_s: float, **rates: float) -> tuple[Tuning, FakeServer]:
+async def started(limit_s: float, **rates: float) -> tuple[Tuning, FakeServer]:
     server = FakeServer(**rates)
     orders = orders_of([Case.TEXT, Case.IMAGE], 8)
     tuning = Tuning(orders, ways=3, repeats=3, limit_s=limit_s, clock=lambda: server.now_s)
@@ -134,7 +134,7 @@ async def begun(limit_s: float, **rates: float) -> tuple[Tuning, FakeServer]:
 
 async def test_way_that_cannot_win_is_given_up() -> None:
     """After its first case if that suffices, whatever the other would be; one that lost requests is never chosen."""
-    tuning, server = await begun(600.0, text=10.0, image=10.0)
+    tuning, server = await started(600.0, text=10.0, image=10.0)
     assert [len(runs) for runs in tuning.trials[0].runs.values()] == [3, 3]
     server.rates = {"text": 4.0, "image": 1000.0}
     lost = await tuning.measure(Placement(replicas=2, threads=1, encode_threads=1), server)
@@ -150,7 +150,7 @@ async def test_way_that_cannot_win_is_given_up() -> None:
 
 
 async def test_time_is_kept_and_every_way_that_was_begun_can_be_judged() -> None:
-    tuning, server = await begun(60.0, text=2.0, image=2.0)
+    tuning, server = await started(60.0, text=2.0, image=2.0)
     assert tuning.plan is not None
     assert tuning.plan.repeats == 1
     assert tuning.has_time()
@@ -162,7 +162,7 @@ async def test_time_is_kept_and_every_way_that_was_begun_can_be_judged() -> None
 
 
 async def test_runs_end_when_time_is_up() -> None:
-    tuning, server = await begun(600.0, text=10.0, image=10.0)
+    tuning, server = await started(600.0, text=10.0, image=10.0)
     server.now_s = 599.0
     found = await tuning.measure(Placement(replicas=2, threads=1, encode_threads=1), server)
     assert found.ended == "time was up"

@@ -27,23 +27,25 @@ def test_calibrate_writes_a_file_that_check_takes(tmp_path: Path) -> None:
     texts, file = tmp_path / "texts.txt", tmp_path / "calibration.safetensors"
     texts.write_text("What is in the picture?\n\nA green circle.\n")
     Image.new("RGB", (64, 48), "green").save(tmp_path / "green.png")
-    status, told = run(
+    status, reported = run(
         *("calibrate", str(DEMO), "--texts", str(texts)),
         *("--images", str(tmp_path), "--output", str(file)),
     )
     assert status == 0
-    assert "layers, by 2 lines and 1 images" in told
+    assert "layers, by 2 lines and 1 images" in reported
     both = [
         *("--set", 'generate.weights="int4"', "--set", f"generate.calibration={file}"),
         *("--set", 'encode.weights="int8"', "--set", f"encode.calibration={file}"),
     ]
     assert run("check", str(DEMO), *both)[0] == 0
-    status, told = run("check", str(DEMO), "--set", f"generate.calibration={file}")
+    status, reported = run("check", str(DEMO), "--set", f"generate.calibration={file}")
     assert status == 1
-    assert "generate.weights is auto" in told
-    status, told = run("check", str(DEMO), *both, "--set", "generate.calibration=none.safetensors")
+    assert "generate.weights is auto" in reported
+    status, reported = run(
+        "check", str(DEMO), *both, "--set", "generate.calibration=none.safetensors"
+    )
     assert status == 1
-    assert "generate.calibration: none.safetensors is not there" in told
+    assert "generate.calibration: none.safetensors is not there" in reported
 
 
 @pytest.mark.parametrize(

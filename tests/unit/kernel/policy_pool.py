@@ -27,8 +27,8 @@ from vsched.policy import (
     DraftingView,
     EncodingView,
     EvictionOrder,
-    FrontDoorAnswer,
-    FrontDoorView,
+    ArrivalDecision,
+    ArrivalView,
     Hold,
     ImagePolicy,
     InsertionView,
@@ -395,15 +395,15 @@ class AnyDoor(RequestPolicy, frozen=True, kw_only=True):
 
     wrong: int = 0
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         rng = random.Random(view.now_ns)
         if rng.randrange(100) < self.wrong:
-            wrong: list[FrontDoorAnswer] = [Hold(view.now_ns), Shed(""), Redirect("ftp://other")]
+            wrong: list[ArrivalDecision] = [Hold(view.now_ns), Shed(""), Redirect("ftp://other")]
             return rng.choice(wrong)
         hold = Hold(view.now_ns + rng.choice([1, 10_000, 10_000_000]))
         late = view.now_ns > view.request.arrived_ns + 10_000_000_000
-        answers: list[FrontDoorAnswer] = [Admit(), Admit(), Shed("no"), Admit() if late else hold]
-        return rng.choice(answers)
+        choices: list[ArrivalDecision] = [Admit(), Admit(), Shed("no"), Admit() if late else hold]
+        return rng.choice(choices)
 
 
 class TalliedDoor(RequestPolicy, frozen=True, kw_only=True):
@@ -412,7 +412,7 @@ class TalliedDoor(RequestPolicy, frozen=True, kw_only=True):
     state_type = Tally
     fails: int = 0
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         state: Tally = view.state
         inside = view.held + view.preparing + view.waiting + view.running + view.tenant_requests
         number = state.count("door", inside + view.load_tokens + digest(view.measured))
@@ -544,7 +544,7 @@ def random_insertion(rng: random.Random) -> CachePolicy:
         Everything,
         Prompts,
         lambda: Matching(tokens_min=rng.choice([0, 20]), tokens_max=rng.choice([None, 40])),
-        lambda: SecondTouch(with_answers=rng.random() < 0.5),
+        lambda: SecondTouch(with_outputs=rng.random() < 0.5),
         lambda: AnyBlocks(wrong=rng.choice(WRONG)),
         lambda: TalliedInsertion(fails=rng.choice([0, 2, 5])),
     ]

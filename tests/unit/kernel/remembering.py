@@ -55,7 +55,7 @@ class Tally(msgspec.Struct):
 
 def digest(measured: Measured) -> int:
     """Return a small number to which all measurements contribute."""
-    told = [
+    reported = [
         list(map(msgspec.structs.astuple, window))
         for window in (measured.steps, measured.encodes, measured.first_tokens, measured.ends)
     ]
@@ -69,7 +69,7 @@ def digest(measured: Measured) -> int:
         measured.embedding_hits,
         measured.embedding_misses,
     ]
-    return crc32(msgspec.msgpack.encode([told, counts])) % 1000
+    return crc32(msgspec.msgpack.encode([reported, counts])) % 1000
 
 
 class TalliedAdmission(RequestPolicy, frozen=True, kw_only=True):

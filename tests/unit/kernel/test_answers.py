@@ -42,7 +42,7 @@ def test_answers_compute_the_prompt_once(
         prefix_cache=prefix_cache, chunk_tokens=chunk_tokens, generators=generators
     )
     cluster = ModelCluster(limits)
-    cluster.submit(make_request("a", words(42)), answers=4)
+    cluster.submit(make_request("a", words(42)), choices=4)
     assert (cluster.kernel.phase("a#2") is Phase.PROMPT) == (chunk_tokens == 7)
     cluster.drain()
     assert_served(cluster, *NAMES)
@@ -53,7 +53,7 @@ def test_answers_compute_the_prompt_once(
 def test_answers_to_a_prompt_of_whole_blocks_compute_its_last_one() -> None:
     """The last token is needed for its logits."""
     cluster = ModelCluster(make_limits())
-    cluster.submit(make_request("a", words(40)), answers=4)
+    cluster.submit(make_request("a", words(40)), choices=4)
     cluster.drain()
     assert prefilled(cluster) == 40 + 3 * BLOCK
 
@@ -61,7 +61,7 @@ def test_answers_to_a_prompt_of_whole_blocks_compute_its_last_one() -> None:
 def test_answers_share_an_image_at_the_end_of_the_prompt() -> None:
     """Also if the last block, which each choice computes, contains part of it."""
     cluster = ModelCluster(make_limits(chunk_tokens=6))
-    cluster.submit(image_request("a", (b"one", 9), (b"two", 12)), answers=4)
+    cluster.submit(image_request("a", (b"one", 9), (b"two", 12)), choices=4)
     cluster.drain()
     assert_served(cluster, *NAMES)
     assert encode_statistics(cluster)["items_encoded"] == 2
@@ -71,8 +71,8 @@ def test_answers_share_an_image_at_the_end_of_the_prompt() -> None:
 
 def test_answers_without_a_prefix_cache_share_with_nobody_else() -> None:
     cluster = ModelCluster(make_limits(prefix_cache=False))
-    cluster.submit(make_request("a", words(42)), answers=2)
-    cluster.submit(make_request("b", words(42)), answers=2)
+    cluster.submit(make_request("a", words(42)), choices=2)
+    cluster.submit(make_request("b", words(42)), choices=2)
     cluster.submit(make_request("c", words(42)))
     cluster.drain()
     assert prefilled(cluster) == 3 * 42 + 2 * 2
@@ -81,7 +81,7 @@ def test_answers_without_a_prefix_cache_share_with_nobody_else() -> None:
 @pytest.mark.parametrize("changes", [{"prompt_atomic": True}, {"state_snapshots": 0}])
 def test_answers_whose_blocks_nobody_can_share_compute_their_own(changes: dict[str, int]) -> None:
     cluster = ModelCluster(make_limits(prefix_cache=False, **changes))
-    cluster.submit(make_request("a", words(42)), answers=4)
+    cluster.submit(make_request("a", words(42)), choices=4)
     cluster.drain()
     assert_served(cluster, *NAMES)
     assert prefilled(cluster) == 4 * 42
@@ -89,7 +89,7 @@ def test_answers_whose_blocks_nobody_can_share_compute_their_own(changes: dict[s
 
 def test_answers_of_a_model_with_a_state_go_on_from_its_snapshot() -> None:
     cluster = ModelCluster(make_limits(state_snapshots=4))
-    cluster.submit(make_request("a", words(42)), answers=4)
+    cluster.submit(make_request("a", words(42)), choices=4)
     cluster.drain()
     assert_served(cluster, *NAMES)
     assert prefilled(cluster) == 42 + 3 * 2
@@ -99,12 +99,12 @@ def test_answers_are_accepted_together_or_not_at_all() -> None:
     cluster = ModelCluster(make_limits(slots=1, waiting=4))
     cluster.submit(make_request("first", words(4), max_tokens=20))
     cluster.submit(make_request("second", words(4)))
-    commands = cluster.submit(make_request("a", words(42)), answers=4)
+    commands = cluster.submit(make_request("a", words(42)), choices=4)
     assert not any(isinstance(one, Accept) for one in commands)
     refused = cluster.refused["a"]
     assert refused.code is RefusalCode.QUEUE_FULL
     assert (refused.value, refused.limit) == (5, 4)
-    cluster.submit(make_request("b", words(42)), answers=3)
+    cluster.submit(make_request("b", words(42)), choices=3)
     cluster.drain()
     cluster.check_settled()
     assert_served(cluster, "b", "b#1", "b#2")
@@ -113,19 +113,19 @@ def test_answers_are_accepted_together_or_not_at_all() -> None:
 def test_an_answer_whose_id_is_in_use_refuses_all() -> None:
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("a#2", words(4)))
-    cluster.submit(make_request("a", words(42)), answers=2)
+    cluster.submit(make_request("a", words(42)), choices=2)
     assert "a" not in cluster.refused
     cluster.submit(make_request("b#1", words(4)))
     cluster.requests.pop("b#1")
     before = dict(cluster.requests)
-    cluster.submit(make_request("b", words(42)), answers=2)
+    cluster.submit(make_request("b", words(42)), choices=2)
     assert cluster.refused["b"].code is RefusalCode.DUPLICATE_ID
     assert cluster.requests.keys() - before.keys() == {"b"}
 
 
 def test_answers_go_on_when_the_first_ends_in_its_prompt() -> None:
     cluster = ModelCluster(make_limits(chunk_tokens=7))
-    cluster.submit(make_request("a", words(42)), answers=4)
+    cluster.submit(make_request("a", words(42)), choices=4)
     cluster.run_generate()
     cluster.abort("a")
     assert cluster.kernel.phase("a#1") is not Phase.PROMPT
@@ -137,7 +137,7 @@ def test_answers_go_on_when_the_first_ends_in_its_prompt() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 3, 8])
 def test_answers_survive_the_loss_of_their_group(steps: int) -> None:
     cluster = ModelCluster(make_limits(chunk_tokens=7, generators=2))
-    cluster.submit(make_request("a", words(42), max_tokens=9), answers=4)
+    cluster.submit(make_request("a", words(42), max_tokens=9), choices=4)
     for _ in range(steps):
         cluster.run_generate()
     cluster.lose("generate-0")
@@ -150,7 +150,7 @@ def test_answers_survive_the_loss_of_their_group(steps: int) -> None:
 def test_answers_that_a_group_cannot_take_go_where_the_first_is() -> None:
     cluster = ModelCluster(make_limits(chunk_tokens=7, generators=2))
     cluster.send(Drain("generate-0"))
-    cluster.submit(make_request("a", words(42)), answers=4)
+    cluster.submit(make_request("a", words(42)), choices=4)
     cluster.drain()
     assert_served(cluster, *NAMES)
     assert prefilled(cluster) == 42 + 3 * 2
@@ -159,7 +159,7 @@ def test_answers_that_a_group_cannot_take_go_where_the_first_is() -> None:
 def test_poison_takes_the_other_answers_with_it() -> None:
     """One after the other, they would crash the group again."""
     cluster = ModelCluster(make_limits(slots=8))
-    cluster.submit(make_request("a", words(6), max_tokens=50), answers=4)
+    cluster.submit(make_request("a", words(6), max_tokens=50), choices=4)
     losses = 0
     while "a" not in cluster.ended:
         while cluster.generate_log and losses < 20:
@@ -178,7 +178,7 @@ def test_poison_takes_the_other_answers_with_it() -> None:
 def test_an_answer_waits_for_no_slot_while_the_prompt_is_computed() -> None:
     """Others may have them meanwhile."""
     cluster = ModelCluster(make_limits(chunk_tokens=7, slots=2))
-    cluster.submit(make_request("a", words(42)), answers=4)
+    cluster.submit(make_request("a", words(42)), choices=4)
     cluster.submit(make_request("b", words(6, start=70)))
     cluster.drain()
     assert joined(cluster)[:2] == ["a", "b"]
@@ -192,8 +192,8 @@ def test_the_first_answer_tells_of_a_cached_prompt_and_further_ones_share_it() -
     cluster.submit(make_request("before", words(42)))
     cluster.drain()
     request = make_request("a", words(42))
-    told = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
-    cluster.submit(msgspec.structs.replace(request, sampling=told), answers=3)
+    reported = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
+    cluster.submit(msgspec.structs.replace(request, sampling=reported), choices=3)
     cluster.drain()
     assert_served(cluster, *NAMES[:3])
     assert prefilled(cluster) == 42 + 42 + 2 * 2
@@ -203,8 +203,8 @@ def test_the_first_answer_tells_of_a_cached_prompt_and_further_ones_share_it() -
 def test_a_prompt_that_was_told_of_is_cached_when_its_request_comes_again() -> None:
     cluster = ModelCluster(make_limits())
     request = make_request("a", words(42), max_tokens=20)
-    told = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
-    cluster.submit(msgspec.structs.replace(request, sampling=told))
+    reported = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
+    cluster.submit(msgspec.structs.replace(request, sampling=reported))
     for _ in range(4):
         cluster.run_generate()
     cluster.submit(make_request("keeper", words(42)))
@@ -221,8 +221,8 @@ def test_runs_of_answers_alone_lose_nothing(seed: int) -> None:
     """Preemptions, losses, cancellations and moves, if every request has several choices."""
 
     class Several(ModelCluster):
-        def submit(self, request: Request, *, answers: int = 1) -> list[Command]:
-            return super().submit(request, answers=2 + answers)
+        def submit(self, request: Request, *, choices: int = 1) -> list[Command]:
+            return super().submit(request, choices=2 + choices)
 
     rng = random.Random(9000 + seed)
     limits = msgspec.structs.replace(random_limits(rng), prefix_cache=bool(seed % 2))

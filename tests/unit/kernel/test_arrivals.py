@@ -16,8 +16,8 @@ from vsched.kernel.events import Arrived, Withdrawn
 from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import (
     Admit,
-    FrontDoorAnswer,
-    FrontDoorView,
+    ArrivalDecision,
+    ArrivalView,
     Hold,
     Redirect,
     RequestPolicy,
@@ -35,7 +35,7 @@ SECOND_NS = 1_000_000_000
 class Told(RequestPolicy, frozen=True, kw_only=True):
     """Decides by tenant."""
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         match view.request.tenant:
             case "held" if view.request.asks < 2:
                 return Hold(view.now_ns + SECOND_NS)
@@ -72,7 +72,7 @@ def test_who_is_let_in_is_submitted_and_served() -> None:
 class Urgent(RequestPolicy, frozen=True, kw_only=True):
     """Admits every request that can be served; rejections name the number of requests of the same urgency."""
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         if view.request.tenant == "asks":
             return Shed(f"{view.as_urgent} of {view.held + view.preparing + view.waiting}")
         return Admit() if view.request.tenant else Hold(view.now_ns + SECOND_NS)
@@ -93,12 +93,12 @@ def test_policy_sees_how_many_before_the_slots_are_as_urgent() -> None:
         one.arrive(msgspec.structs.replace(request, tenant=tenant, priority=priority))
         one.run_generate()
     assert one.kernel.statistics()["running"] == 2
-    told = []
+    reported = []
     for priority in (9, 6, 5, 1, 0):
         request = make_request(f"asks-{priority}", [1])
         one.arrive(msgspec.structs.replace(request, tenant="asks", priority=priority))
-        told.append(one.rejected[-1].reason)
-    assert told == ["0 of 4", "1 of 4", "2 of 4", "3 of 4", "4 of 4"]
+        reported.append(one.rejected[-1].reason)
+    assert reported == ["0 of 4", "1 of 4", "2 of 4", "3 of 4", "4 of 4"]
     one.kernel.check_invariants()
 
 
@@ -210,7 +210,7 @@ def test_a_door_that_remembers_elsewhere_is_found() -> None:
     seen: list[int] = []
 
     class Forgetful(RequestPolicy, frozen=True, kw_only=True):
-        def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        def arrive(self, view: ArrivalView) -> ArrivalDecision:
             seen.append(view.now_ns)
             return Admit() if random.Random(len(seen)).random() < 0.5 else Shed("no")
 

@@ -45,14 +45,14 @@ class Told:
         limits = msgspec.structs.replace(LIMITS, **changes)
         self.kernel = Scheduler(limits, default_policies())
         for group in self.kernel._groups:
-            self.hear(0, GroupReady(group))
+            self.receive(0, GroupReady(group))
 
-    def hear(self, now_ns: int, event: Event) -> None:
+    def receive(self, now_ns: int, event: Event) -> None:
         self.kernel.handle(event, now_ns)
         self.kernel.check_invariants()
 
     def submit(self, now_ns: int, request: Request) -> None:
-        self.hear(now_ns, Submitted(request))
+        self.receive(now_ns, Submitted(request))
 
     def step(
         self, now_ns: int, step: int, *ended: int, busy_ns: int = 0, group: str = "generate"
@@ -60,7 +60,7 @@ class Told:
         """Let a step end; `ended` are numbers of requests, each in the slot of its number less one."""
         finished = [Finished(number - 1, number, FinishReason.LENGTH) for number in ended]
         tokens = array("i", [7] * LIMITS.slots)
-        self.hear(now_ns, Stepped(step, tokens, finished, busy_ns=busy_ns, group=group))
+        self.receive(now_ns, Stepped(step, tokens, finished, busy_ns=busy_ns, group=group))
 
     @property
     def measured(self) -> Any:
@@ -73,13 +73,13 @@ def text(name: str, tokens: int, start: int = 0, **fields: Any) -> Request:
 
 
 def test_steps_are_told_with_their_composition() -> None:
-    told = Told()
-    told.submit(1_000, text("a", 6))
-    told.step(1_500, 1, busy_ns=400)
-    told.submit(1_600, text("b", 4, start=50))
-    told.step(2_000, 2, busy_ns=300)
-    told.step(2_600, 3, busy_ns=550)
-    assert told.measured.steps == (
+    reported = Told()
+    reported.submit(1_000, text("a", 6))
+    reported.step(1_500, 1, busy_ns=400)
+    reported.submit(1_600, text("b", 4, start=50))
+    reported.step(2_000, 2, busy_ns=300)
+    reported.step(2_600, 3, busy_ns=550)
+    assert reported.measured.steps == (
         StepTime(1_500, 400, gap_ns=500, decodes=0, prefill_tokens=6, pairs=18.0),
         StepTime(2_000, 300, gap_ns=500, decodes=1, prefill_tokens=0, pairs=0.0),
         StepTime(2_600, 550, gap_ns=600, decodes=1, prefill_tokens=4, pairs=8.0),
@@ -88,28 +88,28 @@ def test_steps_are_told_with_their_composition() -> None:
 
 def test_gap_of_a_step_begins_with_its_decision_after_idleness() -> None:
     """No request waited for a token while nothing ran."""
-    told = Told()
-    told.submit(0, text("a", 4))
-    told.step(100, 1, 1)
-    told.submit(1_000_000, text("b", 4, start=50))
-    told.step(1_000_200, 2)
-    assert [one.gap_ns for one in told.measured.steps] == [100, 200]
+    reported = Told()
+    reported.submit(0, text("a", 4))
+    reported.step(100, 1, 1)
+    reported.submit(1_000_000, text("b", 4, start=50))
+    reported.step(1_000_200, 2)
+    assert [one.gap_ns for one in reported.measured.steps] == [100, 200]
 
 
 def test_gap_counts_from_the_result_before_where_steps_overlap() -> None:
-    told = Told(generate_depth=2)
-    told.submit(0, text("a", 4))
-    told.step(100, 1)
-    told.step(250, 2)
-    told.step(450, 3)
-    assert [one.gap_ns for one in told.measured.steps] == [100, 150, 200]
+    reported = Told(generate_depth=2)
+    reported.submit(0, text("a", 4))
+    reported.step(100, 1)
+    reported.step(250, 2)
+    reported.step(450, 3)
+    assert [one.gap_ns for one in reported.measured.steps] == [100, 150, 200]
 
 
 def test_requests_are_told_when_their_first_token_comes_and_when_they_end() -> None:
-    told = Told()
-    told.submit(1_000, text("a", 6, priority=3, ttft_target_ms=2))
-    told.step(4_000, 1)
-    assert told.measured.first_tokens == (
+    reported = Told()
+    reported.submit(1_000, text("a", 6, priority=3, ttft_target_ms=2))
+    reported.step(4_000, 1)
+    assert reported.measured.first_tokens == (
         FirstTokenTime(
             ended_ns=4_000,
             ttft_ns=3_000,
@@ -120,97 +120,97 @@ def test_requests_are_told_when_their_first_token_comes_and_when_they_end() -> N
             target_ns=2_001_000,
         ),
     )
-    assert told.measured.ends == ()
-    told.step(5_000, 2)
-    told.step(6_000, 3, 1)
-    assert told.measured.ends == (
+    assert reported.measured.ends == ()
+    reported.step(5_000, 2)
+    reported.step(6_000, 3, 1)
+    assert reported.measured.ends == (
         EndTime(ended_ns=6_000, total_ns=5_000, prompt_tokens=6, output_tokens=3),
     )
 
 
 def test_waiting_is_told_apart() -> None:
     """A request with an image waits for its embedding, then for the slot that another one holds."""
-    told = Told(slots=1)
-    told.submit(0, text("a", 6))
-    told.submit(100, image_request("b", (b"one", 4), max_tokens=4))
-    told.hear(700, Encoded(1))
-    told.step(1_000, 1)
-    told.step(1_500, 2, 1)
-    told.hear(2_500, Stepped(3, array("i", [7] * LIMITS.slots)))
-    first = told.measured.first_tokens[-1]
+    reported = Told(slots=1)
+    reported.submit(0, text("a", 6))
+    reported.submit(100, image_request("b", (b"one", 4), max_tokens=4))
+    reported.receive(700, Encoded(1))
+    reported.step(1_000, 1)
+    reported.step(1_500, 2, 1)
+    reported.receive(2_500, Stepped(3, array("i", [7] * LIMITS.slots)))
+    first = reported.measured.first_tokens[-1]
     assert first.items_ns == 600
     assert first.queued_ns == 800
     assert first.ttft_ns == 2_400
     assert first.items == 1
-    assert told.measured.encodes == (EncodeTime(ended_ns=700, took_ns=600, items=1, tokens=4),)
-    assert told.measured.encodes[0].ns_per_token == 150
+    assert reported.measured.encodes == (EncodeTime(ended_ns=700, took_ns=600, items=1, tokens=4),)
+    assert reported.measured.encodes[0].ns_per_token == 150
 
 
 def test_requests_that_broke_off_are_no_ends() -> None:
-    told = Told()
-    told.submit(0, text("a", 4))
-    told.step(100, 1)
-    told.hear(200, Aborted("a"))
-    assert told.measured.ends == ()
+    reported = Told()
+    reported.submit(0, text("a", 4))
+    reported.step(100, 1)
+    reported.receive(200, Aborted("a"))
+    assert reported.measured.ends == ()
 
 
 def test_occupancy_and_hits_are_those_of_now() -> None:
-    told = Told()
+    reported = Told()
     size = LIMITS.block_size
-    told.submit(0, text("a", 2 * size + 1))
-    assert told.measured.blocks_held == 3
-    told.step(100, 1, 1)
-    assert told.measured.blocks_held == 0
-    assert told.measured.blocks_cached == 2
-    told.submit(200, text("b", 2 * size + 1))
-    assert told.measured.tokens_cached == 2 * size
-    assert told.measured.tokens_prefilled == 2 * size + 2
-    assert told.measured.blocks_total == LIMITS.blocks
-    told.submit(300, image_request("c", (b"one", 4), max_tokens=4))
-    told.hear(400, Encoded(1))
-    told.submit(500, image_request("d", (b"one", 4), max_tokens=4))
-    assert (told.measured.embedding_hits, told.measured.embedding_misses) == (1, 1)
+    reported.submit(0, text("a", 2 * size + 1))
+    assert reported.measured.blocks_held == 3
+    reported.step(100, 1, 1)
+    assert reported.measured.blocks_held == 0
+    assert reported.measured.blocks_cached == 2
+    reported.submit(200, text("b", 2 * size + 1))
+    assert reported.measured.tokens_cached == 2 * size
+    assert reported.measured.tokens_prefilled == 2 * size + 2
+    assert reported.measured.blocks_total == LIMITS.blocks
+    reported.submit(300, image_request("c", (b"one", 4), max_tokens=4))
+    reported.receive(400, Encoded(1))
+    reported.submit(500, image_request("d", (b"one", 4), max_tokens=4))
+    assert (reported.measured.embedding_hits, reported.measured.embedding_misses) == (1, 1)
 
 
 def test_windows_are_bounded() -> None:
-    told = Told()
-    told.submit(0, text("a", 4))
+    reported = Told()
+    reported.submit(0, text("a", 4))
     for step in range(1, WINDOW + 11):
-        told.step(step * 100, step)
-    assert len(told.measured.steps) == WINDOW
-    assert told.measured.steps[0].ended_ns == 1_100
-    assert told.measured.steps[-1].ended_ns == (WINDOW + 10) * 100
+        reported.step(step * 100, step)
+    assert len(reported.measured.steps) == WINDOW
+    assert reported.measured.steps[0].ended_ns == 1_100
+    assert reported.measured.steps[-1].ended_ns == (WINDOW + 10) * 100
 
 
 def test_replicas_are_told_apart_and_the_encode_stage_has_all() -> None:
-    told = Told(generators=2)
-    told.submit(0, text("a", 4))
-    told.submit(0, text("b", 5, start=50))
-    told.step(200, 1, group="generate-1")
-    told.step(300, 1, group="generate-0")
-    first, second = (group.measured.steps for group in told.kernel.generators)
+    reported = Told(generators=2)
+    reported.submit(0, text("a", 4))
+    reported.submit(0, text("b", 5, start=50))
+    reported.step(200, 1, group="generate-1")
+    reported.step(300, 1, group="generate-0")
+    first, second = (group.measured.steps for group in reported.kernel.generators)
     assert [one.prefill_tokens for one in first] == [4]
     assert [one.prefill_tokens for one in second] == [5]
-    assert told.kernel.encode.measured.steps == (*second, *first), "in order of time"
-    assert told.kernel.encode.measured.blocks_total == 2 * LIMITS.blocks
+    assert reported.kernel.encode.measured.steps == (*second, *first), "in order of time"
+    assert reported.kernel.encode.measured.blocks_total == 2 * LIMITS.blocks
 
 
 def test_times_survive_a_snapshot_and_the_loss_of_the_group() -> None:
-    told = Told()
-    told.submit(0, text("a", 4))
-    told.step(100, 1)
-    told.submit(150, image_request("c", (b"one", 4), max_tokens=4))
-    before = told.measured
+    reported = Told()
+    reported.submit(0, text("a", 4))
+    reported.step(100, 1)
+    reported.submit(150, image_request("c", (b"one", 4), max_tokens=4))
+    before = reported.measured
     restored = restore_snapshot(
-        Scheduler(told.kernel.limits, default_policies()), encode_snapshot(told.kernel)
+        Scheduler(reported.kernel.limits, default_policies()), encode_snapshot(reported.kernel)
     )
     after: Any = restored.generators[0].measured
     assert (after.steps, after.first_tokens) == (before.steps, before.first_tokens)
-    told.kernel = restored
-    told.hear(200, Encoded(1))
-    assert told.measured.encodes[0].took_ns == 50, "also of requests in progress"
-    told.hear(300, GroupLost("generate", Simulated(("gone",))))
-    assert len(told.measured.steps) == 1
+    reported.kernel = restored
+    reported.receive(200, Encoded(1))
+    assert reported.measured.encodes[0].took_ns == 50, "also of requests in progress"
+    reported.receive(300, GroupLost("generate", Simulated(("gone",))))
+    assert len(reported.measured.steps) == 1
 
 
 class Looks(RequestPolicy, frozen=True, kw_only=True):
@@ -244,11 +244,11 @@ def test_views_have_what_was_measured_and_plain_values_stand_for_it() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_time_is_never_that_of_the_future(depth: int) -> None:
     """Every entry is from a past event, and the latest is the last."""
-    told = Told(generate_depth=depth)
-    told.submit(0, text("a", 4))
+    reported = Told(generate_depth=depth)
+    reported.submit(0, text("a", 4))
     for step in range(1, 5):
-        told.step(step * 100, step)
-        assert told.measured.steps[-1].ended_ns == step * 100
+        reported.step(step * 100, step)
+        assert reported.measured.steps[-1].ended_ns == step * 100
 
 
 def test_tenants_are_told_in_views_and_measurements() -> None:
@@ -262,36 +262,38 @@ def test_tenants_are_told_in_views_and_measurements() -> None:
             return super().admit(view)
 
     policies = default_policies(encode_admission=Lists(), generate_admission=Lists())
-    told = Told()
-    told.kernel = kernel = Scheduler(LIMITS, policies)
+    reported = Told()
+    reported.kernel = kernel = Scheduler(LIMITS, policies)
     for group in ("encode", "generate"):
         kernel.handle(GroupReady(group), 0)
     for name, tenant in (("a", "red"), ("b", "blue")):
         request = image_request(name, (b"one", 4), max_tokens=4)
-        told.submit(0, msgspec.structs.replace(request, tenant=tenant))
-    told.hear(100, Encoded(1))
+        reported.submit(0, msgspec.structs.replace(request, tenant=tenant))
+    reported.receive(100, Encoded(1))
     assert waiting == [["encode", "red"], ["generate", "red", "blue"]]
-    assert told.measured.tokens_running == {"red": 6, "blue": 6}, "with the token of the step"
-    told.step(200, 1, 1, 2)
-    assert told.measured.tokens_running == {}
-    assert [one.tenant for one in told.measured.first_tokens] == ["red", "blue"]
-    assert [one.tenant for one in told.measured.ends] == ["red", "blue"]
+    assert reported.measured.tokens_running == {"red": 6, "blue": 6}, "with the token of the step"
+    reported.step(200, 1, 1, 2)
+    assert reported.measured.tokens_running == {}
+    assert [one.tenant for one in reported.measured.first_tokens] == ["red", "blue"]
+    assert [one.tenant for one in reported.measured.ends] == ["red", "blue"]
 
 
 def test_swaps_are_told_and_are_no_part_of_the_steps() -> None:
     """Copy times do not count as computing, neither for policies nor for the model of step times."""
-    told = Told(swap_blocks=4, step_target_ns=1_000_000)
+    reported = Told(swap_blocks=4, step_target_ns=1_000_000)
     plain = Told(swap_blocks=4, step_target_ns=1_000_000)
-    for one, extra_ns in ((told, 700), (plain, 0)):
+    for one, extra_ns in ((reported, 700), (plain, 0)):
         one.submit(100, text("a", 8))
         tokens = array("i", [7] * LIMITS.slots)
-        one.hear(900, Stepped(1, tokens, busy_ns=500 + extra_ns, swap_ns=extra_ns, swap_blocks=3))
-    assert told.measured.swaps == (SwapTime(900, 700, 3),)
+        one.receive(
+            900, Stepped(1, tokens, busy_ns=500 + extra_ns, swap_ns=extra_ns, swap_blocks=3)
+        )
+    assert reported.measured.swaps == (SwapTime(900, 700, 3),)
     assert plain.measured.swaps == ()
-    assert [step.busy_ns for step in told.measured.steps] == [500]
-    assert told.measured.steps == plain.measured.steps
-    costs = [one.kernel.generators[0].step_times.costs() for one in (told, plain)]
+    assert [step.busy_ns for step in reported.measured.steps] == [500]
+    assert reported.measured.steps == plain.measured.steps
+    costs = [one.kernel.generators[0].step_times.costs() for one in (reported, plain)]
     assert costs[0] == costs[1]
-    state = encode_snapshot(told.kernel)
-    restored = restore_snapshot(Scheduler(told.kernel.limits, default_policies()), state)
-    assert restored.generators[0].measured.swaps == told.measured.swaps
+    state = encode_snapshot(reported.kernel)
+    restored = restore_snapshot(Scheduler(reported.kernel.limits, default_policies()), state)
+    assert restored.generators[0].measured.swaps == reported.measured.swaps

@@ -20,8 +20,8 @@ from vsched.policy import (
     Admission,
     AdmissionView,
     Admit,
-    FrontDoorAnswer,
-    FrontDoorView,
+    ArrivalDecision,
+    ArrivalView,
     Hold,
     RequestPolicy,
 )
@@ -34,7 +34,7 @@ HERE = __name__
 
 class Counts(msgspec.Struct):
     arrived: int = 0
-    asked: int = 0
+    requested: int = 0
 
 
 class OneAtATime(RequestPolicy, frozen=True, kw_only=True):
@@ -43,12 +43,12 @@ class OneAtATime(RequestPolicy, frozen=True, kw_only=True):
     state_type = Counts
     hold_s: int = 50
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         view.state.arrived += 1
         return Hold(view.now_ns + self.hold_s * 10**9) if self.hold_s else Admit()
 
     def admit(self, view: AdmissionView) -> Admission:
-        view.state.asked += 1
+        view.state.requested += 1
         return Admission(range(0 if view.running else 1))
 
 

@@ -24,8 +24,8 @@ from vsched.policy import (
     DraftingPolicy,
     DraftingView,
     EncodingView,
-    FrontDoorAnswer,
-    FrontDoorView,
+    ArrivalDecision,
+    ArrivalView,
     Hold,
     ImagePolicy,
     InsertionView,
@@ -306,7 +306,7 @@ def test_answers_of_other_kinds_are_counted() -> None:
 
 def test_blocks_that_stay_in_the_cache_are_counted() -> None:
     cluster = cluster_of(make_limits(), insertion=Older())
-    cluster.submit(make_request("r", words(64), max_tokens=9), answers=2)
+    cluster.submit(make_request("r", words(64), max_tokens=9), choices=2)
     cluster.drain()
     assert overruled(cluster, "generate.insertion")
 
@@ -326,7 +326,7 @@ def test_replica_that_is_down_is_counted() -> None:
 
 
 class Holds(RequestPolicy, frozen=True, kw_only=True):
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         return Hold(view.request.arrived_ns + 4 * SECOND_NS)
 
 

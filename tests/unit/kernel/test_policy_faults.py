@@ -56,11 +56,11 @@ from vsched_policies.eviction import Lru
 class Answers:
     """Returns its decisions in turn, the last for ever; raises those that are exceptions."""
 
-    def __init__(self, *answers: Any) -> None:
-        self.answers = list(answers)
+    def __init__(self, *choices: Any) -> None:
+        self.choices = list(choices)
 
     def __call__(self) -> Any:
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        answer = self.choices.pop(0) if len(self.choices) > 1 else self.choices[0]
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -339,7 +339,7 @@ def test_guard_eviction_takes_out_the_keys_that_were_added() -> None:
 ARRIVED = SimpleNamespace(now_ns=7, request=SimpleNamespace(arrived_ns=5))
 
 
-class Manner(str):
+class PreemptionMode(str):
     __slots__ = ()
 
 
@@ -360,7 +360,7 @@ class Reason(str):
         (
             ask_preemption,
             SimpleNamespace(running=[0, 1]),
-            Preemption(np.int8(1), Manner("swap")),  # type: ignore[arg-type]
+            Preemption(np.int8(1), PreemptionMode("swap")),  # type: ignore[arg-type]
         ),
         (ask_drafting, None, Draft(np.int64(2), np.int64(3), np.int64(2), np.True_)),  # type: ignore[arg-type]
         (

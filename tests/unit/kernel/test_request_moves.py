@@ -39,10 +39,10 @@ SECOND_NS = 1_000_000_000
 class First(RoutingPolicy, frozen=True, kw_only=True):
     """Always the first replica; counts its calls."""
 
-    asked: ClassVar[list[RoutingView]] = []
+    requested: ClassVar[list[RoutingView]] = []
 
     def choose(self, view: RoutingView) -> int:
-        self.asked.append(view)
+        self.requested.append(view)
         return 0
 
 
@@ -431,9 +431,9 @@ def test_router_is_not_asked_while_there_is_nowhere_to_go() -> None:
     cluster.submit(make_request("runs", words(5), max_tokens=9))
     cluster.submit(make_request("waits", words(5, start=50)))
     cluster.lose("generate-1")
-    asked = len(First.asked)
+    requested = len(First.requested)
     cluster.send(Drain("generate-0"))
-    assert len(First.asked) == asked
+    assert len(First.requested) == requested
     cluster.drain()
     cluster.send(Resume("generate-0"))
     cluster.drain()

@@ -136,10 +136,10 @@ class KernelMachine(RuleBasedStateMachine):
     def start(self, rng: random.Random) -> None:
         self.cluster = ModelCluster(random_limits(rng), random_policies(rng))
 
-    @rule(rng=st.randoms(use_true_random=False), answers=st.sampled_from([1, 1, 2, 4]))
-    def submit(self, rng: random.Random, answers: int) -> None:
+    @rule(rng=st.randoms(use_true_random=False), choices=st.sampled_from([1, 1, 2, 4]))
+    def submit(self, rng: random.Random, choices: int) -> None:
         request = random_request(rng, f"r{len(self.cluster.requests)}")
-        self.cluster.submit(request, answers=answers)
+        self.cluster.submit(request, choices=choices)
 
     @precondition(lambda self: self.cluster.encode_log)
     @rule(fail=st.sampled_from([None, None, None, EncodeErrorKind.FAILED]))

@@ -69,7 +69,7 @@ class FakeDetokenizer:
 class FakePreprocessor:
     """One character per token, 8x8 pixels per token; pixels are the image's first value repeated.
 
-    `gate` blocks processing, `entered` is set when it has begun, `error` makes it fail.
+    `gate` blocks processing, `entered` is set when it has started, `error` makes it fail.
     """
 
     settings_digest = b"fake settings"

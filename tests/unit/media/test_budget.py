@@ -14,10 +14,10 @@ class Bench:
 
     def __init__(self, size: int = 100) -> None:
         self.budget = ByteBudget(size)
-        self.begun: list[Grant] = []
+        self.started: list[Grant] = []
 
     def ask(self, size: int) -> Grant:
-        return self.budget.ask(size, self.begun.append)
+        return self.budget.ask(size, self.started.append)
 
     @property
     def state(self) -> tuple[int, int]:
@@ -28,17 +28,17 @@ class Bench:
 def test_budget_grants_at_once_what_fits() -> None:
     bench = Bench()
     first, second = bench.ask(60), bench.ask(40)
-    assert bench.begun == [first, second]
+    assert bench.started == [first, second]
     assert bench.state == (100, 0)
 
 
 def test_budget_serves_in_order_and_nobody_overtakes() -> None:
     bench = Bench()
     first, large, small = bench.ask(60), bench.ask(90), bench.ask(10)
-    assert bench.begun == [first]
+    assert bench.started == [first]
     assert bench.state == (60, 2)
     first.release()
-    assert bench.begun == [first, large, small]
+    assert bench.started == [first, large, small]
     assert bench.state == (100, 0)
 
 
@@ -54,7 +54,7 @@ def test_budget_leaving_the_queue_lets_the_next_one_in() -> None:
     bench = Bench()
     first, large, small = bench.ask(60), bench.ask(90), bench.ask(10)
     large.release()
-    assert bench.begun == [first, small]
+    assert bench.started == [first, small]
     assert bench.state == (70, 0)
     large.release()
     assert bench.state == (70, 0)
@@ -96,22 +96,22 @@ def test_budget_rejects_what_never_fits() -> None:
 def test_budget_under_any_schedule(steps: list[tuple[str, int]]) -> None:
     """Never over its size, in the order of arrival, never idle with space for the first, empty at the end."""
     bench = Bench(10)
-    asked: list[Grant] = []
+    requested: list[Grant] = []
     released: set[int] = set()
     for action, value in steps:
         if action == "ask":
-            asked.append(bench.ask(value))
-        elif value < len(asked):
-            asked[value].release()
+            requested.append(bench.ask(value))
+        elif value < len(requested):
+            requested[value].release()
             released.add(value)
-        begun = [asked.index(grant) for grant in bench.begun]
-        assert begun == sorted(begun)
-        held = [asked[index].size for index in begun if index not in released]
-        waiting = [i for i in range(len(asked)) if i not in released and i not in begun]
+        started = [requested.index(grant) for grant in bench.started]
+        assert started == sorted(started)
+        held = [requested[index].size for index in started if index not in released]
+        waiting = [i for i in range(len(requested)) if i not in released and i not in started]
         assert bench.state == (sum(held), len(waiting))
         assert sum(held) <= 10
         if waiting:
-            assert asked[waiting[0]].size > 10 - sum(held)
-    for grant in asked:
+            assert requested[waiting[0]].size > 10 - sum(held)
+    for grant in requested:
         grant.release()
     assert bench.state == (0, 0)

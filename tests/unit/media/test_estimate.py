@@ -128,8 +128,8 @@ def test_processing_grows_with_what_it_returns() -> None:
     small, large = (preprocess_bytes(100, 100, plain, ImagePlan((spec,), 1)) for spec in specs)
     assert small >= 4 * 100 * 100
     assert large - small >= 2 * (200 * 200 - 4) * 1176 * 4
-    told = preprocess_bytes(100, 100, plain, ImagePlan((specs[0],), 1, work_bytes=10**9))
-    assert told >= 10**9 + 4 * 100 * 100, "the plan's bytes, if they are more"
+    reported = preprocess_bytes(100, 100, plain, ImagePlan((specs[0],), 1, work_bytes=10**9))
+    assert reported >= 10**9 + 4 * 100 * 100, "the plan's bytes, if they are more"
 
 
 LEGAL = Config().media

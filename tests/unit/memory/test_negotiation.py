@@ -43,11 +43,11 @@ def scripted(script: Callable[[MemoryView], Any]) -> MemoryPolicy:
     return made
 
 
-def following(*answers: Any) -> MemoryPolicy:
+def following(*choices: Any) -> MemoryPolicy:
     """Yield the answers one by one, and return after the last; raise those that are errors."""
 
     def script(_: MemoryView) -> MemoryPlan:
-        for answer in answers:
+        for answer in choices:
             if isinstance(answer, BaseException):
                 raise answer
             yield answer
@@ -164,15 +164,15 @@ def test_negotiation_ledger_knows_the_encoders_and_more() -> None:
 
 def test_negotiation_ends_with_a_leak() -> None:
     """Whatever the policy does, a leak is an error of its own and nothing is tried again."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     def script(_: MemoryView) -> MemoryPlan:
         try:
             yield Probe(8192)
             yield Build(64)
-            asked.append("after the leak")
+            requested.append("after the leak")
         finally:
-            asked.append("closed")
+            requested.append("closed")
             yield Probe(16)
 
     negotiation = KvNegotiation(scripted(script), memory_view())
@@ -182,7 +182,7 @@ def test_negotiation_ends_with_a_leak() -> None:
     leaked = rank_memory(released_bytes=7)
     with pytest.raises(MemoryLeak) as caught:
         negotiation.take([Sized("leak", "7 of 81920 bytes came back", leaked)])
-    assert asked == ["closed"]
+    assert requested == ["closed"]
     assert "memory leaked" in str(caught.value)
     assert "rank 0: 7 of 81920 bytes came back" in str(caught.value)
     words = "value 7 bytes released by rank 0, limit at least the 81920 bytes"

@@ -31,8 +31,8 @@ def retried(*, measured: bool = True, owner: str = "generate") -> Ledger:
 
 def test_phases_are_the_reservations_and_then_every_attempt_with_its_retries() -> None:
     phases = retried(owner="generate-1").phases
-    told = [(one.owner, one.action, one.outcome, one.tokens, one.retry) for one in phases]
-    assert told == [
+    reported = [(one.owner, one.action, one.outcome, one.tokens, one.retry) for one in phases]
+    assert reported == [
         ("encode rank 0", "reserve", "fits", 0, 0),
         ("generate-1", "probe", "fits", 1_000, 0),
         ("generate-1", "build", "out_of_memory", 60_000, 0),

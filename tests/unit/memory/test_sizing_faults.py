@@ -106,16 +106,16 @@ def phases(policy: MemoryPolicy, ranks: Sequence[KvSizingRank], number: int) -> 
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1]], ids=["first", "second", "all"])
 def test_sizing_survives_each_allocation_failing(policy: MemoryPolicy, failing: list[int]) -> None:
     """If any allocation fails in any phase, in one rank or all, sizing ends without leftovers."""
-    told = []
+    reported = []
     for number in range(1, allocations_after_load(policy, 2) + 1):
         chosen = [rank for rank in group() if rank.rank in failing]
         (message,) = phases(policy, chosen, number)
         assert message.startswith(f"rank {failing[0]}")
-        told.append(message)
+        reported.append(message)
     actions = ("probe", "build") if isinstance(policy, AutoProfile) else ("build",)
     parts = ("building the KV cache", "running the hardest steps")
     for action, part in [*itertools.product(actions, parts), ("build", "holding headroom")]:
-        found = [one for one in told if part in one and one.endswith(f"({action})")]
+        found = [one for one in reported if part in one and one.endswith(f"({action})")]
         assert found, f"nothing failed in a {action} while {part}"
 
 

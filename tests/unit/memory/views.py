@@ -61,7 +61,9 @@ def memory_view(**changes: Any) -> MemoryView:
     return msgspec.structs.replace(view, **changes)
 
 
-def asked(policy: MemoryPolicy, *attempts: Attempt, **changes: Any) -> Probe | Build | str | None:
+def requested(
+    policy: MemoryPolicy, *attempts: Attempt, **changes: Any
+) -> Probe | Build | str | None:
     """Return a policy's order after these attempts; None if it accepts the last, the message if it gives up."""
     plan = policy.plan(memory_view(**changes))
     try:

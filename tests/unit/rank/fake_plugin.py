@@ -49,7 +49,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
         differ_rank: This rank yields other tokens, starting with the step with a sequence of `differ_at` tokens.
         hook_s: Interval of the hook `balance`, None for no hooks; a rank asks for it in the step with a sequence of
       `hook_at` tokens. Each run appends the number of earlier steps to the file `hooks-<rank>` of `notes`.
-        notes: A directory for notes of ranks; `heard-<rank>` has the log entries that they received.
+        notes: A directory for notes of ranks; `received-<rank>` has the log entries that they received.
         forkable: The modules that a fork server imports for its ranks; with none, ranks are new processes.
     """
 

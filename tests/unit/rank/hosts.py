@@ -28,13 +28,13 @@ class RunningHost:
     def __init__(self, address: str, shared: bytes, name: str, *, cores: int | None = None) -> None:
         self._context: Context = zmq.Context()
         self.launcher = LocalLauncher()
-        self.link = HostSocket(self._context, address, curve_keys(shared, "host"), self._hear)
+        self.link = HostSocket(self._context, address, curve_keys(shared, "host"), self._receive)
         self.server = HostServer(
             self.launcher, send=self.link.send, read=self.link.read, name=name, cores=cores
         )
 
-    def _hear(self, peer: bytes, frame: bytes) -> None:
-        self.server.hear(peer, frame)
+    def _receive(self, peer: bytes, frame: bytes) -> None:
+        self.server.receive(peer, frame)
 
     async def close(self) -> None:
         await self.server.close()

@@ -15,7 +15,7 @@ import pytest
 from tests.patience import until
 from tests.unit.rank.fake_plugin import NAME, Behaviour
 from tests.unit.rank.test_worker_group import one_request, process_names
-from tests.unit.rank.worker_groups import Heard, Place, is_running
+from tests.unit.rank.worker_groups import Received, Place, is_running
 from vsched.aio.replicas import fork_server, launcher
 from vsched.aio.replicas.early import early_fork_servers
 from vsched.aio.replicas.fork_server import ForkServer
@@ -59,8 +59,8 @@ def no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 async def test_forked_ranks_are_as_new_processes_are(place: Place) -> None:
     """Children of the engine in sessions of their own, with process names; a killed one is reported and replaced."""
-    heard = Heard()
-    worker_group = place.worker_group(heard.events, ranks=2, behaviour=FORKED)
+    received = Received()
+    worker_group = place.worker_group(received.events, ranks=2, behaviour=FORKED)
     await worker_group.start()
     pids, server = worker_group.pids, the_server(place).pid
     assert process_names(server)[1] == "vsched: fork server"
@@ -71,13 +71,13 @@ async def test_forked_ranks_are_as_new_processes_are(place: Place) -> None:
         "vsched: generate rank 1",
     ]
     os.kill(pids[1], signal.SIGKILL)
-    await heard.wait_until(lambda: heard.lost)
-    assert heard.lost == [(["generate"], "generate: rank 1 was killed by SIGKILL")]
+    await received.wait_until(lambda: received.lost)
+    assert received.lost == [(["generate"], "generate: rank 1 was killed by SIGKILL")]
     await worker_group.stop(grace_s=0)
     assert not any(is_running(pid) for pid in pids)
     await worker_group.start()
     worker_group.leader("generate").decide(one_request())
-    await heard.wait_until(lambda: heard.results)
+    await received.wait_until(lambda: received.results)
     assert the_server(place).pid == server, "it has forked these, too"
     await worker_group.stop()
     place.launcher.close()
@@ -88,12 +88,12 @@ async def test_fork_server_that_was_begun_early_is_taken_over(tmp_path: Path) ->
     """It imports before there is a launcher, forks the ranks, is replaced when it dies, and ends with its context."""
     path = msgspec.json.encode(FORKED).decode()
     sets = [f"model.path={path}", f"generate.plugin={NAME}"]
-    with early_fork_servers(load_config(None, sets=sets, environ={}).config) as begun:
-        (server,) = begun.values()
+    with early_fork_servers(load_config(None, sets=sets, environ={}).config) as started:
+        (server,) = started.values()
         early = server.pid
         assert is_running(early)
-        place = Place(tmp_path, LocalLauncher(str(tmp_path), begun=begun))
-        worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+        place = Place(tmp_path, LocalLauncher(str(tmp_path), started=started))
+        worker_group = place.worker_group(Received().events, behaviour=FORKED)
         await worker_group.start()
         assert the_server(place) is server
         assert (server.pid, parent_of(*worker_group.pids)) == (early, os.getpid())
@@ -118,32 +118,32 @@ async def test_fork_server_that_was_begun_early_is_taken_over(tmp_path: Path) ->
 def test_fork_server_is_not_begun_where_ranks_cannot_be_forked(sets: list[str]) -> None:
     """Without a checkpoint, on a GPU, or if a plug-in does not allow it; the engine reports the error."""
     sets = [*sets, f"generate.plugin={NAME if '{' in str(sets) else 'transformers'}"]
-    with early_fork_servers(load_config(None, sets=sets, environ={}).config) as begun:
-        assert begun == {}
+    with early_fork_servers(load_config(None, sets=sets, environ={}).config) as started:
+        assert started == {}
 
 
 async def test_fork_server_that_dies_is_replaced_and_takes_no_rank_along(place: Place) -> None:
-    heard = Heard()
-    worker_group = place.worker_group(heard.events, behaviour=FORKED)
+    received = Received()
+    worker_group = place.worker_group(received.events, behaviour=FORKED)
     await worker_group.start()
     server = the_server(place)
     killed = server.pid
     os.kill(killed, signal.SIGKILL)
     await until(lambda: server.pid not in (0, killed), "another one starts without being asked")
     worker_group.leader("generate").decide(one_request())
-    await heard.wait_until(lambda: heard.results)
+    await received.wait_until(lambda: received.results)
     await worker_group.stop()
     await worker_group.start()
     assert parent_of(*worker_group.pids) == os.getpid()
     await worker_group.stop()
-    assert heard.lost == []
+    assert received.lost == []
 
 
 async def test_fork_server_that_hangs_costs_a_deadline(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rank becomes a new process, and the server is replaced."""
-    worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+    worker_group = place.worker_group(Received().events, behaviour=FORKED)
     await worker_group.start()
     await worker_group.stop()
     server = the_server(place)
@@ -164,7 +164,7 @@ async def test_fork_server_is_waited_for_while_it_works(
     monkeypatch.setattr(fork_server, "FORK_S", 0.001)
     worked = itertools.count()
     monkeypatch.setattr(ForkServer, "_worked_s", lambda _: next(worked) / 1000)
-    worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+    worker_group = place.worker_group(Received().events, behaviour=FORKED)
     await worker_group.start()
     assert parent_of(*worker_group.pids) == os.getpid()
     assert next(worked) > 2, "it did not report at once"
@@ -179,14 +179,14 @@ async def test_fork_server_that_works_for_ever_costs_a_deadline(
     monkeypatch.setattr(fork_server, "WORK_S", 0.0)
     worked = itertools.count()
     monkeypatch.setattr(ForkServer, "_worked_s", lambda _: next(worked))
-    worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+    worker_group = place.worker_group(Received().events, behaviour=FORKED)
     await worker_group.start()
     assert "the fork server said nothing in 0 s of a processor" in caplog.text
     await worker_group.stop()
 
 
 async def test_fork_server_tells_how_long_it_has_worked(place: Place) -> None:
-    worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+    worker_group = place.worker_group(Received().events, behaviour=FORKED)
     await worker_group.start()
     server = the_server(place)
     assert server._worked_s() > 0, "it has imported"
@@ -205,19 +205,19 @@ async def test_fork_server_tells_how_long_it_has_worked(place: Place) -> None:
 async def test_ranks_are_new_processes_where_nothing_can_be_forked(
     module: str, said: str, place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    heard = Heard()
-    worker_group = place.worker_group(heard.events, behaviour=Behaviour(forkable=(module,)))
+    received = Received()
+    worker_group = place.worker_group(received.events, behaviour=Behaviour(forkable=(module,)))
     await worker_group.start()
     assert said in capfd.readouterr().err
     worker_group.leader("generate").decide(one_request())
-    await heard.wait_until(lambda: heard.results)
+    await received.wait_until(lambda: received.results)
     await until(lambda: the_server(place).pid == 0, "the end of the server is seen")
     await worker_group.stop()
 
 
 async def test_start_that_is_given_up_waits_for_no_imports(place: Place) -> None:
     """No rank was forked yet, and none will be."""
-    worker_group = place.worker_group(Heard().events, behaviour=FORKED)
+    worker_group = place.worker_group(Received().events, behaviour=FORKED)
     starting = asyncio.ensure_future(worker_group.start())
     await until(lambda: isinstance(place.launcher, LocalLauncher) and place.launcher._fork_servers)
     os.kill(the_server(place).pid, signal.SIGSTOP)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.unit.rank.fake_plugin import Behaviour
-from tests.unit.rank.worker_groups import LIMITS, Heard, Place, is_running
+from tests.unit.rank.worker_groups import LIMITS, Received, Place, is_running
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.worker_group import WorkerGroup
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
@@ -40,18 +40,18 @@ def first_step() -> GenerateDecision:
     )
 
 
-async def answered(heard: Heard, count: int) -> None:
+async def answered(received: Received, count: int) -> None:
     """Wait for this number of results, or until something is lost."""
-    await heard.wait_until(lambda: len(heard.results) >= count or heard.lost)
+    await received.wait_until(lambda: len(received.results) >= count or received.lost)
 
 
 async def steps(
-    worker_group: WorkerGroup, heard: Heard, count: int, *, group: str = "generate"
+    worker_group: WorkerGroup, received: Received, count: int, *, group: str = "generate"
 ) -> None:
     """Run steps in a new group, or until something is lost."""
     for step in range(1, count + 1):
         worker_group.leader(group).decide(first_step() if step == 1 else GenerateDecision(step))
-        await answered(heard, step)
+        await answered(received, step)
 
 
 @asynccontextmanager
@@ -67,40 +67,40 @@ async def started(*worker_groups: WorkerGroup) -> AsyncIterator[None]:
 
 async def test_group_of_ranks_agrees(place: Place) -> None:
     """Every rank reports every step; rank 0's result is the group's."""
-    heard = Heard()
-    worker_group = place.worker_group(heard.events, ranks=2)
+    received = Received()
+    worker_group = place.worker_group(received.events, ranks=2)
     async with started(worker_group):
-        await steps(worker_group, heard, 30)
-        results = [result for _, result in heard.results]
+        await steps(worker_group, received, 30)
+        results = [result for _, result in received.results]
         assert [result.step for result in results] == list(range(1, 31))
         assert all(isinstance(result, GenerateResult) for result in results)
-        assert heard.lost == []
+        assert received.lost == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_group_of_ranks_that_differ_is_lost(place: Place, rank: int) -> None:
     """One token of one rank differs: the error names rank and step, and the group stops."""
-    heard = Heard()
+    received = Received()
     worker_group = place.worker_group(
-        heard.events, ranks=2, behaviour=Behaviour(differ_rank=rank, differ_at=5)
+        received.events, ranks=2, behaviour=Behaviour(differ_rank=rank, differ_at=5)
     )
     async with started(worker_group):
-        await steps(worker_group, heard, 20)
-        await heard.wait_until(lambda: heard.lost)
-        ((groups, reason),) = heard.lost
+        await steps(worker_group, received, 20)
+        await received.wait_until(lambda: received.lost)
+        ((groups, reason),) = received.lost
         assert groups == ["generate"]
         assert reason == "generate: rank 1 has another result of step 3 than rank 0 (RankDesync)"
-        assert len(heard.results) >= 2
+        assert len(received.results) >= 2
 
 
 async def test_group_of_ranks_runs_hooks_at_one_place(place: Place, tmp_path: Path) -> None:
     """Every rank runs the hook that rank 0 asked for between the same two steps, once."""
-    heard = Heard()
+    received = Received()
     behaviour = Behaviour(hook_s=0.0, hook_at=6, notes=str(tmp_path))
-    worker_group = place.worker_group(heard.events, ranks=2, behaviour=behaviour)
+    worker_group = place.worker_group(received.events, ranks=2, behaviour=behaviour)
     async with started(worker_group):
-        await steps(worker_group, heard, 30)
-        assert heard.lost == []
+        await steps(worker_group, received, 30)
+        assert received.lost == []
         await worker_group.stop()  # until then, the second rank is not waited for
     noted = [(tmp_path / f"hooks-{rank}").read_text() for rank in (0, 1)]
     assert noted[0] == noted[1]
@@ -111,38 +111,38 @@ async def test_group_of_ranks_runs_hooks_at_one_place(place: Place, tmp_path: Pa
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_group_rank_that_is_stopped_in_a_step_is_found(place: Place, rank: int) -> None:
     """By the timeout of ranks, not that of steps; a step that is merely long is not killed."""
-    heard = Heard()
+    received = Received()
     worker_group = place.worker_group(
-        heard.events,
+        received.events,
         ranks=2,
         behaviour=Behaviour(step_s=NEVER_S, slow_at=5),
         limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
     )
     async with started(worker_group):
-        await steps(worker_group, heard, 2)
+        await steps(worker_group, received, 2)
         worker_group.leader("generate").decide(GenerateDecision(3))
         await asyncio.sleep(0.1)
         os.kill(worker_group.pids[rank], signal.SIGSTOP)
-        await heard.wait_until(lambda: heard.lost)
-        assert heard.lost[0][1].startswith(f"generate: rank {rank} was silent for ")
+        await received.wait_until(lambda: received.lost)
+        assert received.lost[0][1].startswith(f"generate: rank {rank} was silent for ")
         pids = worker_group.pids
     assert not any(is_running(pid) for pid in pids)
 
 
 async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Path) -> None:
     """One rank of a group does not read: sending to it never blocks, and another group goes on."""
-    deaf_heard, heard = Heard(), Heard()
+    deaf_received, received = Received(), Received()
     patient = limits(rank_timeout_s=NEVER_S)
     run_dir = tmp_path / "other"
     run_dir.mkdir(mode=0o700)
     with closing(Place(run_dir)) as other:
-        backlogged = place.worker_group(deaf_heard.events, ranks=2, limits=patient)
-        worker_group = other.worker_group(heard.events, ranks=2)
+        backlogged = place.worker_group(deaf_received.events, ranks=2, limits=patient)
+        worker_group = other.worker_group(received.events, ranks=2)
         async with started(backlogged, worker_group):
             os.kill(backlogged.pids[1], signal.SIGSTOP)
             backlogged.leader("generate").decide(first_step())
             sent, step = 1, 0
-            while not deaf_heard.lost:
+            while not deaf_received.lost:
                 step += 1
                 worker_group.leader("generate").decide(
                     first_step() if step == 1 else GenerateDecision(step)
@@ -150,21 +150,21 @@ async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Pat
                 for _ in range(25):  # far more than a kernel would have in flight
                     sent += 1
                     backlogged.leader("generate").decide(GenerateDecision(sent))
-                await answered(heard, step)
-                assert len(heard.results) == step
+                await answered(received, step)
+                assert len(received.results) == step
                 # The rank that reads keeps up, however busy the machine is: only the other one falls behind.
-                await answered(deaf_heard, sent)
+                await answered(deaf_received, sent)
                 assert sent < 5000
-            assert heard.lost == []
-            ((_, reason),) = deaf_heard.lost
+            assert received.lost == []
+            ((_, reason),) = deaf_received.lost
             assert reason.startswith("generate: rank 1 ")
             assert "behind" in reason or "does not read" in reason
 
 
 async def test_group_together_follows_one_order(place: Place) -> None:
     """Two ranks that serve both stages carry out the steps of the two logs in the order they were decided."""
-    heard = Heard()
-    worker_group = place.worker_group(heard.events, groups=("encode", "generate"), ranks=2)
+    received = Received()
+    worker_group = place.worker_group(received.events, groups=("encode", "generate"), ranks=2)
     async with started(worker_group):
         decided = []
         for step in range(1, 101):
@@ -178,19 +178,21 @@ async def test_group_together_follows_one_order(place: Place) -> None:
                         first_step() if step == 1 else GenerateDecision(step)
                     )
             if step % 10 == 0:
-                await answered(heard, len(decided))
-        assert heard.lost == []
+                await answered(received, len(decided))
+        assert received.lost == []
         kinds = {"encode": EncodeResult, "generate": GenerateResult}
-        assert all(isinstance(result, kinds[group]) for group, result in heard.results)
+        assert all(isinstance(result, kinds[group]) for group, result in received.results)
         for group in kinds:
-            assert [one.step for name, one in heard.results if name == group] == list(range(1, 101))
+            assert [one.step for name, one in received.results if name == group] == list(
+                range(1, 101)
+            )
 
 
 async def test_group_of_ranks_idles(place: Place, tmp_path: Path) -> None:
     """Idle for VSCHED_IDLE_BEATS heartbeats: alive, and then at work. `test_idle_day.py` has the gaps between them."""
-    heard = Heard()
+    received = Received()
     worker_group = place.worker_group(
-        heard.events,
+        received.events,
         ranks=2,
         behaviour=Behaviour(notes=str(tmp_path)),
         limits=limits(heartbeat_s=0.25, rank_timeout_s=2),
@@ -202,12 +204,12 @@ async def test_group_of_ranks_idles(place: Place, tmp_path: Path) -> None:
     async with started(worker_group):
         pids = worker_group.pids
         await until(
-            lambda: heard.lost or min(beats(0), beats(1)) >= IDLE_BEATS,
+            lambda: received.lost or min(beats(0), beats(1)) >= IDLE_BEATS,
             "heartbeats",
             limit_s=PATIENCE_S + IDLE_BEATS,
         )
-        assert heard.lost == []
+        assert received.lost == []
         assert all(is_running(pid) for pid in pids)
         worker_group.leader("generate").decide(first_step())
-        await heard.wait_until(lambda: heard.results)
-        assert heard.lost == []
+        await received.wait_until(lambda: received.results)
+        assert received.lost == []

@@ -41,7 +41,7 @@ class FakeActor:
         self.bundle, self.secret, self.cores = bundle, secret, cores
         self.host: RunningHost | None = None
         self.dead = False
-        self.asked = 0
+        self.requested = 0
 
 
 class FakeRay:
@@ -72,7 +72,7 @@ class FakeRay:
         return self.actors[-1]
 
     async def address_of(self, actor: FakeActor) -> str:
-        actor.asked += 1
+        actor.requested += 1
         while actor.host is None:
             if actor.dead:
                 raise ActorDied("it was killed")

@@ -15,7 +15,7 @@ import pytest
 
 from tests.patience import NEVER_S, patience, until
 from tests.unit.rank.fake_plugin import Behaviour
-from tests.unit.rank.worker_groups import KV_TOKENS, LIMITS, Heard, Place, is_running, kv_sizing
+from tests.unit.rank.worker_groups import KV_TOKENS, LIMITS, Received, Place, is_running, kv_sizing
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import at_home
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
@@ -44,22 +44,22 @@ async def test_worker_group_starts_all_ranks_in_parallel(place: Place, tmp_path:
     """Every rank waits for the others while it loads; started one by one they would never be ready."""
     meet = tmp_path / "meet"
     meet.mkdir()
-    heard = Heard()
+    received = Received()
     worker_group = place.worker_group(
-        heard.events, ranks=3, behaviour=Behaviour(meet=str(meet), meet_ranks=3)
+        received.events, ranks=3, behaviour=Behaviour(meet=str(meet), meet_ranks=3)
     )
     ready = await worker_group.start()
     assert [one.kv_blocks for one in ready["generate"]] == [KV_TOKENS // 4] * 3
     assert len(set(worker_group.pids)) == 3
-    assert ("generate", "weights", 1.0) in heard.progress
+    assert ("generate", "weights", 1.0) in received.progress
     assert worker_group.memory()["generate"].keys() == {0, 1, 2}
     assert worker_group.memory()["generate"][2]["kv"] == KV_TOKENS * 8
     worker_group.leader("generate").decide(one_request())
-    await heard.wait_until(lambda: heard.results)
+    await received.wait_until(lambda: received.results)
     pids = worker_group.pids
     await worker_group.stop()
     assert not any(is_running(pid) for pid in pids)
-    assert heard.lost == []
+    assert received.lost == []
 
 
 def process_names(pid: int) -> tuple[str, str]:
@@ -69,7 +69,7 @@ def process_names(pid: int) -> tuple[str, str]:
 
 
 async def test_worker_group_ranks_are_known_by_name(place: Place) -> None:
-    worker_group = place.worker_group(Heard().events, groups=["generate-0"], ranks=2)
+    worker_group = place.worker_group(Received().events, groups=["generate-0"], ranks=2)
     await worker_group.start()
     names = [process_names(pid) for pid in worker_group.pids]
     await worker_group.stop()
@@ -81,7 +81,7 @@ async def test_worker_group_ranks_are_known_by_name(place: Place) -> None:
 
 async def test_worker_group_rank_says_its_name_in_its_log(place: Place) -> None:
     failing = Behaviour(load_error="CheckpointError")
-    worker_group = place.worker_group(Heard().events, groups=["encode-1"], behaviour=failing)
+    worker_group = place.worker_group(Received().events, groups=["encode-1"], behaviour=failing)
     rank = await asyncio.create_subprocess_exec(
         sys.executable,
         *RANK_COMMAND,
@@ -113,16 +113,16 @@ async def test_worker_group_rank_that_dies_while_it_loads_names_phase_limit_and_
     place: Place, tmp_path: Path, groups: list[str], keys: str
 ) -> None:
     """`std::bad_alloc` ends a process before it can report anything; here, after its progress was reported."""
-    heard, meet = Heard(), tmp_path / "meet"
+    received, meet = Received(), tmp_path / "meet"
     meet.mkdir()
     worker_group = place.worker_group(
-        heard.events,
+        received.events,
         groups=groups,
         behaviour=Behaviour(meet=str(meet), meet_ranks=2, load_signal=signal.SIGABRT),
         memory_limit_bytes=1 << 40,
     )
     starting = asyncio.create_task(worker_group.start())
-    await heard.wait_until(lambda: any(what == "weights" for _, what, _ in heard.progress))
+    await received.wait_until(lambda: any(what == "weights" for _, what, _ in received.progress))
     (meet / "heard").touch()
     with pytest.raises(GroupLostError) as caught:
         await starting
@@ -137,7 +137,7 @@ async def test_worker_group_rank_that_gets_no_memory_anywhere_while_it_starts_na
 ) -> None:
     """Even if no worker has turned the error into one of vsched's."""
     behaviour = Behaviour(load_error="MemoryError")
-    worker_group = place.worker_group(Heard().events, groups=["encode"], behaviour=behaviour)
+    worker_group = place.worker_group(Received().events, groups=["encode"], behaviour=behaviour)
     with pytest.raises(DeviceOutOfMemory, match=r"starting\. Remedy: raise encode\.memory_limit\."):
         await worker_group.start()
 
@@ -155,7 +155,7 @@ async def test_worker_group_that_has_both_stages_names_both_limits(
 ) -> None:
     """The worker that ran out of memory names the limit of its own stage; raising the other one helps, too."""
     worker_group = place.worker_group(
-        Heard().events,
+        Received().events,
         groups=groups,
         behaviour=Behaviour(load_error="DeviceOutOfMemory"),
         memory_limit_bytes=limit_bytes,
@@ -168,9 +168,9 @@ async def test_worker_group_that_has_both_stages_names_both_limits(
 
 async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -> None:
     """The deadline for readiness passes, and the message names its setting; nothing is left running."""
-    heard = Heard()
+    received = Received()
     worker_group = place.worker_group(
-        heard.events, behaviour=Behaviour(load_s=60), limits=limits(ready_s=0.6)
+        received.events, behaviour=Behaviour(load_s=60), limits=limits(ready_s=0.6)
     )
     starting = asyncio.ensure_future(worker_group.start())
     await asyncio.sleep(0)
@@ -181,7 +181,7 @@ async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -
         await starting
     assert pids
     assert not any(is_running(pid) for pid in pids)
-    assert heard.lost == []
+    assert received.lost == []
 
 
 async def test_worker_group_names_the_encoder_that_never_tells_what_it_reserves(
@@ -197,7 +197,7 @@ async def test_worker_group_names_the_encoder_that_never_tells_what_it_reserves(
 
     monkeypatch.setattr(asyncio, "timeout", watched)
     sizing = kv_sizing([["encode"], ["generate"]])
-    worker_group = place.worker_group(Heard().events, sizing=sizing)
+    worker_group = place.worker_group(Received().events, sizing=sizing)
     starting = asyncio.ensure_future(worker_group.start())
     await until(lambda: "generate" in sizing._loaded)
     (deadline,) = deadlines
@@ -213,7 +213,7 @@ async def test_worker_group_names_the_encoder_that_never_tells_what_it_reserves(
 async def test_worker_group_starts_an_encoder_again_with_its_share(place: Place) -> None:
     """Only the first start measures the needs of the worst batch."""
     sizing = kv_sizing([["encode"]])
-    worker_group = place.worker_group(Heard().events, groups=["encode"], sizing=sizing)
+    worker_group = place.worker_group(Received().events, groups=["encode"], sizing=sizing)
     first = worker_group._spec(0, "secret").encode
     assert first is not None
     assert first.reserved_bytes is None
@@ -240,13 +240,13 @@ async def test_worker_group_tells_why_a_rank_cannot_load(
     place: Place, name: str, error: type[Exception], message: str
 ) -> None:
     """The rank's report reaches the caller as the same error, without waiting for the deadline."""
-    heard = Heard()
-    worker_group = place.worker_group(heard.events, behaviour=Behaviour(load_error=name))
+    received = Received()
+    worker_group = place.worker_group(received.events, behaviour=Behaviour(load_error=name))
     async with patience():
         with pytest.raises(error, match=message):
             await worker_group.start()
     assert worker_group.pids == []
-    assert heard.lost == []
+    assert received.lost == []
 
 
 async def test_worker_group_one_failing_rank_stops_the_others(place: Place, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ async def test_worker_group_one_failing_rank_stops_the_others(place: Place, tmp_
     meet = tmp_path / "meet"
     meet.mkdir()
     behaviour = Behaviour(meet=str(meet), meet_ranks=2, load_error="CheckpointError")
-    worker_group = place.worker_group(Heard().events, ranks=2, behaviour=behaviour)
+    worker_group = place.worker_group(Received().events, ranks=2, behaviour=behaviour)
     async with patience():
         with pytest.raises(CheckpointError):
             await worker_group.start()
@@ -263,32 +263,32 @@ async def test_worker_group_one_failing_rank_stops_the_others(place: Place, tmp_
 
 async def test_worker_group_tells_of_a_killed_rank_and_starts_again(place: Place) -> None:
     """The loss is reported once, with the reason; the next start is a new group under a new address."""
-    heard = Heard()
-    worker_group = place.worker_group(heard.events)
+    received = Received()
+    worker_group = place.worker_group(received.events)
     await worker_group.start()
     (pid,) = worker_group.pids
     os.kill(pid, signal.SIGKILL)
-    await heard.wait_until(lambda: heard.lost)
-    assert heard.lost == [(["generate"], "generate: rank 0 was killed by SIGKILL")]
+    await received.wait_until(lambda: received.lost)
+    assert received.lost == [(["generate"], "generate: rank 0 was killed by SIGKILL")]
     worker_group.leader("generate").decide(one_request())  # a group that is being lost drops it
     await worker_group.stop(grace_s=0)
     await worker_group.start()
     assert worker_group.pids != [pid]
     worker_group.leader("generate").decide(one_request())
-    await heard.wait_until(lambda: heard.results)
-    ((group, result),) = heard.results
+    await received.wait_until(lambda: received.results)
+    ((group, result),) = received.results
     assert group == "generate"
     assert isinstance(result, GenerateResult)
     assert result.step == 1
     assert result.busy_ns > 0
     await worker_group.stop()
-    assert len(heard.lost) == 1
+    assert len(received.lost) == 1
 
 
 async def test_worker_group_stop_lets_ranks_end_by_themselves(place: Place) -> None:
     """`Stop` in the log ends every rank with code 0, without waiting for the grace period."""
     codes: list[int] = []
-    worker_group = place.worker_group(Heard().events, ranks=2)
+    worker_group = place.worker_group(Received().events, ranks=2)
     await worker_group.start()
     for process in worker_group._processes:
         assert isinstance(process, RankProcess)
@@ -300,15 +300,15 @@ async def test_worker_group_stop_lets_ranks_end_by_themselves(place: Place) -> N
 
 async def test_worker_group_rank_that_diverges_stops(place: Place) -> None:
     """A decision that contradicts the rank's state ends the group instead of being computed."""
-    heard = Heard()
-    worker_group = place.worker_group(heard.events)
+    received = Received()
+    worker_group = place.worker_group(received.events)
     await worker_group.start()
     worker_group.leader("generate").decide(GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
-    await heard.wait_until(lambda: heard.lost)
-    ((groups, reason),) = heard.lost
+    await received.wait_until(lambda: received.lost)
+    ((groups, reason),) = received.lost
     assert groups == ["generate"]
     assert reason == "generate: rank 0 stopped with RankDesync: a chunk for slot 2, which is empty"
-    assert heard.results == []
+    assert received.results == []
     await worker_group.stop(grace_s=0)
 
 
@@ -316,8 +316,8 @@ async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first
     place: Place,
 ) -> None:
     """On a busy machine, the last report is still in flight when the process has ended."""
-    heard = Heard()
-    worker_group = place.worker_group(heard.events)
+    received = Received()
+    worker_group = place.worker_group(received.events)
     await worker_group.start()
     (process,) = worker_group._processes
     assert isinstance(process, RankProcess)
@@ -328,52 +328,52 @@ async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first
     link._on_frame = lambda identity, frame: late.append(partial(take, identity, frame))
     process._exited.add_done_callback(lambda _: [word() for word in late])
     worker_group.leader("generate").decide(GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
-    await heard.wait_until(lambda: heard.lost)
-    assert "RankDesync" in heard.lost[0][1]
+    await received.wait_until(lambda: received.lost)
+    assert "RankDesync" in received.lost[0][1]
     await worker_group.stop(grace_s=0)
 
 
 async def test_worker_group_rank_refuses_decisions_of_another_stage(place: Place) -> None:
     """A log of the wrong group is a divergence too."""
-    heard = Heard()
-    worker_group = place.worker_group(heard.events)
+    received = Received()
+    worker_group = place.worker_group(received.events)
     await worker_group.start()
     worker_group.leader("generate").decide(EncodeDecision(1, []))
-    await heard.wait_until(lambda: heard.lost)
-    assert "RankDesync: a generate rank heard a decision of an encode group" in heard.lost[0][1]
+    await received.wait_until(lambda: received.lost)
+    assert "RankDesync: a generate rank heard a decision of an encode group" in received.lost[0][1]
     await worker_group.stop(grace_s=0)
 
 
 async def test_worker_group_rank_that_loads_longer_than_its_timeout_is_served(place: Place) -> None:
     """The timeout runs from the first entry on; until all are ready the leader sends nothing."""
-    heard = Heard()
+    received = Received()
     worker_group = place.worker_group(
-        heard.events,
+        received.events,
         behaviour=Behaviour(load_s=1.8),
         limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
     )
     await worker_group.start()
-    await heard.wait_until(lambda: worker_group.memory()["generate"][0].get("resident"))
+    await received.wait_until(lambda: worker_group.memory()["generate"][0].get("resident"))
     worker_group.leader("generate").decide(one_request())
-    await heard.wait_until(lambda: heard.results or heard.lost)
-    assert heard.lost == []
+    await received.wait_until(lambda: received.results or received.lost)
+    assert received.lost == []
     await worker_group.stop()
 
 
 async def test_worker_group_rank_stops_when_the_leader_falls_silent(place: Place) -> None:
     """A rank that receives nothing for its timeout stops with a clear error."""
-    heard = Heard()
+    received = Received()
     worker_group = place.worker_group(
-        heard.events, limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1)
+        received.events, limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1)
     )
     await worker_group.start()
     worker_group.leader("generate").decide(one_request())
-    await heard.wait_until(lambda: heard.results)
+    await received.wait_until(lambda: received.results)
     leader = worker_group._leaders["generate"]
     assert leader._timer is not None
     leader._timer.cancel()
-    await heard.wait_until(lambda: heard.lost)
-    reason = heard.lost[0][1]
+    await received.wait_until(lambda: received.lost)
+    reason = received.lost[0][1]
     assert (
         "GroupLostError: heard nothing from the engine for 1.5 s (deadlines.rank_timeout_s)"
         in reason
@@ -383,32 +383,32 @@ async def test_worker_group_rank_stops_when_the_leader_falls_silent(place: Place
 
 async def test_worker_group_together_serves_both_groups_in_one_process(place: Place) -> None:
     """One process with both roles: both groups are ready, both are led, and they are lost together."""
-    heard = Heard()
-    worker_group = place.worker_group(heard.events, groups=("encode", "generate"))
+    received = Received()
+    worker_group = place.worker_group(received.events, groups=("encode", "generate"))
     assert worker_group.groups == ["encode", "generate"]
     ready = await worker_group.start()
     assert sorted(ready) == ["encode", "generate"]
     assert len(worker_group.pids) == 1
     worker_group.leader("encode").decide(EncodeDecision(1, []))
     worker_group.leader("generate").decide(one_request())
-    await heard.wait_until(lambda: len(heard.results) == 2)
-    assert sorted(group for group, _ in heard.results) == ["encode", "generate"]
+    await received.wait_until(lambda: len(received.results) == 2)
+    assert sorted(group for group, _ in received.results) == ["encode", "generate"]
     os.kill(worker_group.pids[0], signal.SIGKILL)
-    await heard.wait_until(lambda: heard.lost)
-    assert heard.lost == [
+    await received.wait_until(lambda: received.lost)
+    assert received.lost == [
         (["encode", "generate"], "encode and generate: rank 0 was killed by SIGKILL")
     ]
     await worker_group.stop(grace_s=0)
-    assert len(heard.lost) == 1
+    assert len(received.lost) == 1
 
 
 async def test_worker_group_together_long_step_of_one_group_is_not_silence_in_the_other(
     place: Place,
 ) -> None:
     """One process reports to both leaders, and a step may take up to `deadlines.step_s`."""
-    heard = Heard()
+    received = Received()
     worker_group = place.worker_group(
-        heard.events,
+        received.events,
         groups=("encode", "generate"),
         behaviour=Behaviour(step_s=2.5, slow_at=3),
         limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
@@ -416,15 +416,15 @@ async def test_worker_group_together_long_step_of_one_group_is_not_silence_in_th
     await worker_group.start()
     worker_group.leader("generate").decide(one_request())
     try:
-        await heard.wait_until(lambda: heard.results or heard.lost)
-        assert heard.lost == []
+        await received.wait_until(lambda: received.results or received.lost)
+        assert received.lost == []
     finally:
         await worker_group.stop(grace_s=0)
 
 
 async def test_worker_group_start_that_is_cancelled_can_be_cleaned_up(place: Place) -> None:
     """Cancelling a start and then stopping leaves no process."""
-    worker_group = place.worker_group(Heard().events, behaviour=Behaviour(load_s=60))
+    worker_group = place.worker_group(Received().events, behaviour=Behaviour(load_s=60))
     starting = asyncio.ensure_future(worker_group.start())
     await asyncio.sleep(0.05)
     pids = worker_group.pids

@@ -35,7 +35,7 @@ LIMITS = Deadlines(ready_s=NEVER_S, step_s=NEVER_S, heartbeat_s=0.2, rank_timeou
 KV_TOKENS = 512
 
 
-class Heard:
+class Received:
     """Events of a worker group."""
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ class RecordedCluster(ModelCluster):
         self._begin = begin
         self._policies = policies or default_policies()
         self.recorder: Recorder | None = None
-        self.heard: list[Event] = []
+        self.received: list[Event] = []
         self.seen: list[tuple[dict[str, int], set[str]]] = []
         super().__init__(limits, self._policies)
 
@@ -93,7 +93,7 @@ class RecordedCluster(ModelCluster):
         if self.recorder is None:
             self.recorder = self._begin(self.kernel, self._policies)
         commands = self.kernel.handle(event, self.now_ns)
-        self.heard.append(event)
+        self.received.append(event)
         self.recorder.note(event, self.now_ns, commands)
         for command in commands:
             self.carry_out(command)

@@ -68,7 +68,7 @@ REQUEST = Request(
     cache_salt="tenant",
 )
 EVENTS: list[Event] = [
-    Arrived(7, "tenant", -1, 100, images=2, answers=3, outputs_max=5),
+    Arrived(7, "tenant", -1, 100, images=2, choices=3, outputs_max=5),
     Withdrawn(7),
     Submitted(REQUEST, (1, 2), arrival_id=8),
     Aborted("a", FinishReason.STOP),

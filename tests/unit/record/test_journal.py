@@ -12,10 +12,10 @@ from vsched.config import Config, ServerConfig
 from vsched.config.sections import RecordConfig
 from vsched.errors import ConfigError
 from vsched.record.journal import KeptRequest, Progress, RequestJournal, folder_of, open_journal
-from vsched.record.left import Begun
+from vsched.record.left import PartialOutput
 
 ONE = KeptRequest(request_id="one", path="/v1/completions", created=5, seed=7, body=b"{}" * 50)
-TWO = msgspec.structs.replace(ONE, request_id="two", given_id="mine", tenant="blue", answers=3)
+TWO = msgspec.structs.replace(ONE, request_id="two", given_id="mine", tenant="blue", choices=3)
 
 
 def journal(folder: Path, bytes_max: int = 1 << 20) -> RequestJournal:
@@ -43,10 +43,10 @@ def test_what_is_known_of_an_answer_is_kept_with_its_request(tmp_path: Path) -> 
     second = journal(tmp_path)
     assert [one.progress for one in second.left()] == [Progress()]
     second.note("one", Progress(resumed=1))
-    second.note("one", Progress(resumed=2, begun=Begun(b"digest", (1, 2, 3))))
+    second.note("one", Progress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3))))
     third = journal(tmp_path)
     (left,) = third.left()
-    assert left.progress == Progress(resumed=2, begun=Begun(b"digest", (1, 2, 3)))
+    assert left.progress == Progress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3)))
     third.end("one")
     assert files(tmp_path) == []
 

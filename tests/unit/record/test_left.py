@@ -15,7 +15,7 @@ from vsched.kernel.commands import RefusalCode
 from vsched.kernel.events import Submitted
 from vsched.record.entries import decode_header
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
-from vsched.record.left import Begun, prompt_digest, read_left
+from vsched.record.left import PartialOutput, prompt_digest, read_left
 from vsched.sim.ranks.stepped import correct_outputs
 from vsched.testing import ModelCluster
 from vsched.types import FinishReason
@@ -41,31 +41,31 @@ def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_told(
     segment_bytes = 4096 if seed % 3 else 64 << 20
     first = record_run(path, seed, policies=policies, segment_bytes=segment_bytes)
     begin, events = cut(path, share)
-    told, ended = first.seen[events - 1]
-    left = read_left(path, told.keys())
+    reported, ended = first.seen[events - 1]
+    left = read_left(path, reported.keys())
     assert not left.trouble
     if begin:  # requests that had ended by then are in earlier segments
         before = first.seen[begin - 1][1]
         ended = ended - before
-        told = {name: count for name, count in told.items() if name not in before}
+        reported = {name: count for name, count in reported.items() if name not in before}
     gone = {
         name
         for name in ended
         if first.ended[name].reason in (FinishReason.ABORT, FinishReason.ERROR)
     }
     assert left.ended.keys() == gone
-    assert left.begun.keys() == told.keys() - gone
+    assert left.started.keys() == reported.keys() - gone
     second = ModelCluster(first.limits)
-    for name, begun in left.begun.items():
+    for name, started in left.started.items():
         request = first.requests[name]
         expected = correct_outputs(request)
-        known = told[name] - (name in ended)  # its last token leads to the end again
-        assert begun.token_ids == tuple(expected[: max(known, 0)])
-        assert begun.prompt == prompt_digest(request)
-        second.hand_in(Submitted(request, emitted=begun.continued(request)))
+        known = reported[name] - (name in ended)  # its last token leads to the end again
+        assert started.token_ids == tuple(expected[: max(known, 0)])
+        assert started.prompt == prompt_digest(request)
+        second.hand_in(Submitted(request, emitted=started.continued(request)))
         second.drain()
         assert name not in second.refused
-        assert second.outputs[name] == expected[len(begun.token_ids) :]
+        assert second.outputs[name] == expected[len(started.token_ids) :]
         assert second.ended[name].reason is FinishReason.LENGTH
 
 
@@ -82,7 +82,7 @@ def test_answer_that_has_all_its_tokens_is_refused(tmp_path: Path) -> None:
 def test_another_prompt_or_image_is_refused(tmp_path: Path) -> None:
     cluster = record_run(tmp_path / "run.vlog", 0)
     request = next(one for one in cluster.requests.values() if one.items)
-    begun = Begun(prompt_digest(request), (1, 2))
+    started = PartialOutput(prompt_digest(request), (1, 2))
     (first, *others) = request.items
     items = (msgspec.structs.replace(first, key=b"another" * 4), *others)
     for changed in (
@@ -90,7 +90,7 @@ def test_another_prompt_or_image_is_refused(tmp_path: Path) -> None:
         msgspec.structs.replace(request, items=items),
     ):
         with pytest.raises(RequestRefused, match=r"Remedy: send the request again") as caught:
-            begun.continued(changed)
+            started.continued(changed)
         assert (caught.value.code, caught.value.status) == ("prompt_changed", 409)
 
 
@@ -104,10 +104,10 @@ def test_damaged_record_tells_what_stands_before_the_damage(tmp_path: Path) -> N
     path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
     left = read_left(path, names)
     assert "damaged at byte" in left.trouble
-    assert left.begun
-    for name, begun in left.begun.items():
+    assert left.started
+    for name, started in left.started.items():
         expected = correct_outputs(first.requests[name])
-        assert begun.token_ids == tuple(expected[: len(begun.token_ids)])
+        assert started.token_ids == tuple(expected[: len(started.token_ids)])
 
 
 @pytest.mark.parametrize("data", [None, b"", b"not a record"])
@@ -118,5 +118,5 @@ def test_record_that_cannot_be_read_tells_nothing_and_why(
     if data is not None:
         path.write_bytes(data)
     left = read_left(path, ["a"])
-    assert (left.begun, left.ended) == ({}, {})
+    assert (left.started, left.ended) == ({}, {})
     assert left.trouble

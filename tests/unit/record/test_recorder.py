@@ -72,7 +72,7 @@ def test_recorder_is_bounded_and_what_is_left_replays(tmp_path: Path) -> None:
     assert report.difference is None
     assert report.segments == 3
     assert report.first_event > 0
-    assert report.first_event + report.events == len(cluster.heard)
+    assert report.first_event + report.events == len(cluster.received)
 
 
 def test_recorder_does_not_write_a_large_state_after_every_event(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_recorder_sets_an_earlier_record_aside(tmp_path: Path) -> None:
     runs = []
     for seed in range(3):
         cluster = record_run(path, seed, events=200, segment_bytes=4096)
-        runs.append(len(cluster.heard))
+        runs.append(len(cluster.received))
     assert replay(path).events == runs[2]
     earlier = replay(tmp_path / "run.vlog.previous")
     assert earlier.events == runs[1]
@@ -191,7 +191,7 @@ def test_recorder_ends_where_a_policy_comes_to_hold_what_cannot_be_recorded(
     assert "the record ends after" in said.getMessage()
     report = replay(path)
     assert report.difference is None
-    assert 0 < report.events < len(cluster.heard)
+    assert 0 < report.events < len(cluster.received)
 
 
 def test_recorder_outlives_anything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,7 @@ def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
     )
     report = replay(str(tmp_path / "run.vlog"))
     assert report.difference is None
-    assert report.events == len(cluster.heard)
+    assert report.events == len(cluster.received)
     assert report.dropped_bytes == 0
 
 
@@ -278,19 +278,19 @@ def test_replay_command_lists_what_had_no_end_when_the_engine_was_killed(path: P
     reader = FrameReader(path, newest=True)
     bodies = [body for _, body in reader.bodies()]
     path.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies[: len(bodies) // 2])))
-    begun: dict[str, None] = {}
+    started: dict[str, None] = {}
     for body in bodies[1 : len(bodies) // 2]:
         for name, request_id, *_ in msgspec.msgpack.decode(body)[3]:
             if name == "Accept":
-                begun[request_id] = None
+                started[request_id] = None
             elif name == "Finish":
-                begun.pop(request_id, None)
-    assert begun, "no request was running"
-    assert [one.request_id for one in replay(path).unfinished] == [*begun]
+                started.pop(request_id, None)
+    assert started, "no request was running"
+    assert [one.request_id for one in replay(path).unfinished] == [*started]
     done = CliRunner().invoke(app, ["replay", str(path), "--unfinished"])
     assert done.exit_code == 0, done.output
     lines = done.output.partition("requests without an end:\n")[2].splitlines()
-    assert [line.split()[0] for line in lines] == [*begun]
+    assert [line.split()[0] for line in lines] == [*started]
 
 
 def test_replay_command_shows_the_difference_and_exits_with_1(path: Path) -> None:

@@ -98,8 +98,8 @@ def test_timeline_counts_what_steps_did(
     yielded = sum(one["args"].get("yielded", 0) for one in trace if one["ph"] == "X")
     decodes = sum(one["args"].get("decodes", 0) for one in trace if one["ph"] == "X")
     assert prefill == cluster.kernel.statistics()["generate"]["tokens_prefilled"]
-    heard = [event for event in cluster.heard if isinstance(event, Stepped)]
-    assert yielded == sum(token >= 0 for event in heard for token in event.tokens)
+    received = [event for event in cluster.received if isinstance(event, Stepped)]
+    assert yielded == sum(token >= 0 for event in received for token in event.tokens)
     assert 0 < decodes < yielded
     counters = {one["name"] for one in trace if one["ph"] == "C"}
     assert counters == {
@@ -113,10 +113,10 @@ def test_timeline_counts_what_steps_did(
 
 
 def test_timeline_ends_every_request_that_it_begins(trace: list[dict[str, Any]]) -> None:
-    begun = Counter((one["id"], one["name"]) for one in trace if one["ph"] == "b")
+    started = Counter((one["id"], one["name"]) for one in trace if one["ph"] == "b")
     ended = Counter((one["id"], one["name"]) for one in trace if one["ph"] == "e")
-    assert begun == ended
-    assert "decode" in {name for _, name in begun}
+    assert started == ended
+    assert "decode" in {name for _, name in started}
 
 
 def test_timeline_has_a_track_for_each_rank(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def pages_of_a_reader_given_away(patch: pytest.MonkeyPatch) -> None:
 def put_at_the_tail(patch: pytest.MonkeyPatch) -> None:
     real = GenerateGroup._preempt
 
-    def broken(self: GenerateGroup, state: Any, **manner: bool) -> None:
-        real(self, state, **manner)
+    def broken(self: GenerateGroup, state: Any, **mode: bool) -> None:
+        real(self, state, **mode)
         state.order = (state.number + 1000, 0)
 
     patch.setattr(GenerateGroup, "_preempt", broken)

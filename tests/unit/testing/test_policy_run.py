@@ -10,8 +10,8 @@ from vsched.policy import (
     Admission,
     AdmissionView,
     Admit,
-    FrontDoorAnswer,
-    FrontDoorView,
+    ArrivalDecision,
+    ArrivalView,
     MemoryPolicy,
     Preemption,
     PreemptionView,
@@ -32,7 +32,7 @@ class LastFirst(RequestPolicy, frozen=True, kw_only=True):
     state_type = Seen
     unwanted: str = "unwanted"
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         view.state.arrived += 1
         return Shed("not today") if view.request.tenant == self.unwanted else Admit()
 

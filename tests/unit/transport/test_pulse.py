@@ -23,13 +23,13 @@ def test_pulse_proves_itself_and_beats(tmp_path: Path) -> None:
     leader.bind(address)
     link = RankLink(address, 3)
     pulse = PulseThread(link, 3, "sesame", every_s=0.01)
-    heard: list[RankReport] = []
-    while len(heard) < 4:
+    received: list[RankReport] = []
+    while len(received) < 4:
         assert leader.poll(5000)
         identity, frame = leader.recv_multipart()
         assert identity == pulse_identity(3)
-        heard.append(decode_report(frame))
-    assert heard == [Hello(3, "sesame"), Pulse(), Pulse(), Pulse()]
+        received.append(decode_report(frame))
+    assert received == [Hello(3, "sesame"), Pulse(), Pulse(), Pulse()]
     pulse.close()
     link.close()
     context.destroy(linger=0)

@@ -26,20 +26,20 @@ class Leading:
     """A leader's link that keeps received messages."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self.heard: list[Frame] = []
+        self.received: list[Frame] = []
         self._changed = asyncio.Event()
         self.link = LeaderLink(context, address, self._on_frame)
 
     def _on_frame(self, identity: bytes, frame: bytes) -> None:
-        self.heard.append((identity, frame))
+        self.received.append((identity, frame))
         self._changed.set()
 
-    async def hear(self, count: int) -> list[Frame]:
+    async def receive(self, count: int) -> list[Frame]:
         async with patience():
-            while len(self.heard) < count:
+            while len(self.received) < count:
                 await self._changed.wait()
                 self._changed.clear()
-        return self.heard
+        return self.received
 
 
 @pytest.fixture
@@ -84,8 +84,8 @@ async def test_link_drains_everything_behind_one_edge(
     frames = [b"%d" % index for index in range(900)]  # fewer than make a sender wait
     for frame in frames:
         link.send(frame)
-    heard = await leading.hear(len(frames))
-    assert heard == [(rank_identity(0), frame) for frame in frames]
+    received = await leading.receive(len(frames))
+    assert received == [(rank_identity(0), frame) for frame in frames]
 
 
 async def test_link_hears_reports_whose_edge_a_send_has_swallowed(
@@ -94,15 +94,15 @@ async def test_link_hears_reports_whose_edge_a_send_has_swallowed(
     """Sending processes the socket's commands, and with them the edge of messages that arrived meanwhile."""
     link = connect(0)
     link.send(b"hello")
-    await leading.hear(1)
+    await leading.receive(1)
     for index in range(50):
         # The report arrives while the loop is kept from its descriptor.
         link.send(b"report %d" % index)
         assert zmq.Poller().poll(0) == []
         assert leading.link.send(0, b"decision %d" % index)
         assert receive(link, 1) == [b"decision %d" % index]
-        await leading.hear(2 + index)
-    assert len(leading.heard) == 51
+        await leading.receive(2 + index)
+    assert len(leading.received) == 51
 
 
 async def test_link_keeps_order_in_both_directions(
@@ -112,7 +112,7 @@ async def test_link_keeps_order_in_both_directions(
     links = [connect(rank) for rank in range(3)]
     for link in links:
         link.send(b"hello")
-    await leading.hear(3)
+    await leading.receive(3)
     for index in range(200):
         for rank in range(3):
             assert leading.link.send(rank, b"%d" % index)
@@ -131,7 +131,7 @@ async def test_link_tells_that_a_rank_is_gone(
     """A missing rank is detected by sending, at the latest when its queue is full."""
     link = RankLink(leading.link.address, 0)
     link.send(b"hello")
-    await leading.hear(1)
+    await leading.receive(1)
     link.close()
     async with patience():
         while leading.link.send(0, b"decision"):  # noqa: ASYNC110 - sending tells
@@ -145,7 +145,7 @@ async def test_link_never_waits_for_a_peer_that_never_reads(
     deaf, good = RankLinkThatNeverReads(leading.link.address, 0), connect(1)
     deaf.send(b"hello")
     good.send(b"hello")
-    await leading.hear(2)
+    await leading.receive(2)
     sent = 0
     frame = bytes(4096)
     while leading.link.send(0, frame):
@@ -178,7 +178,7 @@ async def test_link_drops_messages_of_another_shape(
     link.socket.send_multipart([b"two", b"frames"])
     link.socket.send_multipart([b"", b"", b""])
     link.send(b"one frame")
-    assert await leading.hear(1) == [(rank_identity(0), b"one frame")]
+    assert await leading.receive(1) == [(rank_identity(0), b"one frame")]
 
 
 async def test_link_second_peer_with_a_rank_identity_is_not_heard(
@@ -187,11 +187,11 @@ async def test_link_second_peer_with_a_rank_identity_is_not_heard(
     """The place of a connected rank cannot be taken over."""
     link = connect(0)
     link.send(b"hello")
-    await leading.hear(1)
+    await leading.receive(1)
     thief = connect(0)
     thief.send(b"I am rank 0")
     link.send(b"no, I am")
-    assert await leading.hear(2) == [
+    assert await leading.receive(2) == [
         (rank_identity(0), b"hello"),
         (rank_identity(0), b"no, I am"),
     ]

@@ -125,16 +125,16 @@ REPORTS: list[RankReport] = [
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: type(entry).__name__)
 def test_wire_entries_round_trip(entry: LogEntry) -> None:
     """A rank receives the decision unchanged, type included."""
-    heard = FollowerLog().accept(LeaderLog().append(entry))
-    assert heard == entry
-    assert type(heard) is type(entry)
+    received = FollowerLog().accept(LeaderLog().append(entry))
+    assert received == entry
+    assert type(received) is type(entry)
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
 def test_wire_reports_round_trip(report: RankReport) -> None:
-    heard = decode_report(encode_report(report))
-    assert heard == report
-    assert type(heard) is type(report)
+    received = decode_report(encode_report(report))
+    assert received == report
+    assert type(received) is type(report)
 
 
 @pytest.mark.parametrize(
@@ -252,9 +252,9 @@ def test_wire_follower_stops_at_any_difference(spoil: Callable[[Log], Log], mess
     """Gap, duplicate, reorder, another digest, another shape: detected, and not computed."""
     leader, follower = LeaderLog(), FollowerLog()
     log = spoil([leader.append(GenerateDecision(step)) for step in (1, 2, 3)])
-    heard = []
+    received = []
     with pytest.raises(RankDesync, match=message):
-        heard += [follower.accept(frame) for frame in log]
+        received += [follower.accept(frame) for frame in log]
     assert follower.seq < 3
 
 
@@ -275,7 +275,7 @@ def test_wire_steps_of_all_logs_have_turns() -> None:
     """A follower of two logs knows the one order in which their steps were decided."""
     turns = Turns()
     encode, generate = LeaderLog(turns), LeaderLog(turns)
-    heard = {"encode": FollowerLog(), "generate": FollowerLog()}
+    received = {"encode": FollowerLog(), "generate": FollowerLog()}
     order = []
     for name, log, entry in (
         ("generate", generate, GenerateDecision(1)),
@@ -285,8 +285,8 @@ def test_wire_steps_of_all_logs_have_turns() -> None:
         ("generate", generate, SizeKv(64, profile=False, headroom_bytes=0)),
         ("generate", generate, GenerateDecision(2)),
     ):
-        heard[name].accept(log.append(entry))
-        order.append(heard[name].turn)
+        received[name].accept(log.append(entry))
+        order.append(received[name].turn)
     assert order == [1, 2, 0, 3, 0, 4]
 
 

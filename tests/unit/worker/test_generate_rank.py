@@ -35,8 +35,8 @@ from vsched.worker.memory import DeviceMemory
 from vsched.worker.slots import STOP_TOKENS_MAX
 
 
-def _told(index: int, chunk: Chunk) -> PromptLogprobs:
-    numbers = np.arange(chunk.told, dtype=np.int32)
+def _reported(index: int, chunk: Chunk) -> PromptLogprobs:
+    numbers = np.arange(chunk.reported, dtype=np.int32)
     values = numbers.astype(np.float32)
     return PromptLogprobs(index, values, numbers, numbers, values)
 
@@ -78,7 +78,7 @@ class Script:
                 "positions": batch.decode_positions.tolist(),
                 "numbers": [sequence.number for sequence in batch.decode_sequences],
                 "chunks": [(one.slot, one.start, one.stop, one.samples) for one in batch.chunks],
-                "told": [one.told for one in batch.chunks],
+                "told": [one.reported for one in batch.chunks],
                 "items": [list(one.items) for one in batch.chunks],
                 "known": [one.sequence.tokens[: one.stop].tolist() for one in batch.chunks],
                 "special": [
@@ -88,7 +88,7 @@ class Script:
                 "blocks": batch.block_tables.copy(),
             }
         )
-        prompts = [_told(index, one) for index, one in enumerate(batch.chunks) if one.told]
+        prompts = [_reported(index, one) for index, one in enumerate(batch.chunks) if one.reported]
         return Sampled(np.asarray(self.steps.pop(0), np.int32), self.logprobs, prompts)
 
 
@@ -370,7 +370,7 @@ def test_generate_rank_hands_on_the_adapter_and_refuses_one_that_is_not_here() -
             seen.extend(chunk.sequence.adapter for chunk in batch.chunks)
             return super().step(batch)
 
-    def asked(number: int, adapter: int) -> GenerateDecision:
+    def requested(number: int, adapter: int) -> GenerateDecision:
         one = join(number, number, [1, 2])
         assert one.data is not None
         data = msgspec.structs.replace(one.data, adapter=adapter)
@@ -379,10 +379,10 @@ def test_generate_rank_hands_on_the_adapter_and_refuses_one_that_is_not_here() -
 
     rank = rank_of(Noting([5], [5]))
     rank.adapters.add(7)
-    rank.apply(asked(1, 7))
+    rank.apply(requested(1, 7))
     assert seen == [7]
     with pytest.raises(RankDesync, match="adapter 8, which is not here"):
-        rank.apply(asked(2, 8))
+        rank.apply(requested(2, 8))
 
 
 def test_generate_rank_stops_when_a_kept_sequence_has_another_length() -> None:

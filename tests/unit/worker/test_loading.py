@@ -20,12 +20,12 @@ class Recording(FakePlugin):
     """Records the models to load, and loads no deterministic one."""
 
     def __init__(self) -> None:
-        self.asked: list[bool] = []
+        self.requested: list[bool] = []
 
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> FakeGenerator:
-        self.asked.append(settings.deterministic)
+        self.requested.append(settings.deterministic)
         if settings.deterministic:
             raise CheckpointError("that was the model")
         return super().load_generator(info, settings, progress)
@@ -54,4 +54,4 @@ def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants
             RankLoading(spec, arena, [Member(spec, Link(), host)], host).begin()
     finally:
         arena.close()
-    assert plugin.asked == [False, True]
+    assert plugin.requested == [False, True]

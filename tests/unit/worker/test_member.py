@@ -94,7 +94,7 @@ def member_of(side: StageExecutor, rank: int = 0) -> Member[Link]:
     return member
 
 
-def hear(member: Member[Link], log: LeaderLog, entry: LogEntry) -> None:
+def receive(member: Member[Link], log: LeaderLog, entry: LogEntry) -> None:
     member.link.frames.append(log.append(entry))
     member.listen(0)
 
@@ -112,7 +112,7 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
     member, log = member_of(side, rank), LeaderLog()
     order: list[LogEntry] = [EncodeDecision(1, [], 10, 1), Continue(1, 2), Continue(1, 2)]
     for entry in (*order, Continue(1, 0), EncodeDecision(2, [])):
-        hear(member, log, entry)
+        receive(member, log, entry)
         assert member.log.turn == log.seq, "each has a turn"
         assert member.carry_out()
     steps = [3 * ["carries out"], 2 * ["carries out"]]
@@ -136,7 +136,7 @@ def test_member_answers_heartbeats_and_hooks_by_their_place_in_the_log() -> None
     side = StageExecutor()
     member, log = member_of(side), LeaderLog()
     for entry in (Heartbeat(), RunHook("balance"), Heartbeat()):
-        hear(member, log, entry)
+        receive(member, log, entry)
         assert member.carry_out()
     assert side.hooks == ["balance"]
     beats = [Beat(seq, {"resident": 5}, late) for seq, late in ((1, 0), (2, 1), (3, 1))]
@@ -155,10 +155,10 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     member.report_ready(Ready(8, {}))
     for step, threads in ((1, 4), (2, 3), (3, 3)):
         side.threads = threads
-        hear(member, log, EncodeDecision(step, []))
+        receive(member, log, EncodeDecision(step, []))
         assert member.carry_out()
     side.threads = 4
-    hear(member, log, Heartbeat())
+    receive(member, log, Heartbeat())
     assert member.carry_out()
     assert [type(one).__name__ for one in member.link.sent[1:]] == [
         *("Ready", "EncodeResult", "EncodeResult", "ThreadsInUse"),
@@ -235,7 +235,7 @@ def test_member_adds_and_removes_adapters_and_says_why_one_cannot_be_added() -> 
     side = member.executor = members.StageExecutor(worker)  # type: ignore[arg-type]
     entries: list[LogEntry] = [AddAdapter(1, "huge"), AddAdapter(2, "a"), AddAdapter(3, "b")]
     for entry in (*entries, RemoveAdapter(3), RemoveAdapter(2), AddAdapter(4, "b")):
-        hear(member, log, entry)
+        receive(member, log, entry)
         assert member.carry_out()
     (_, huge, *others) = member.link.sent
     assert isinstance(huge, AdapterChanged)
@@ -249,7 +249,7 @@ def test_member_adds_and_removes_adapters_and_says_why_one_cannot_be_added() -> 
 def test_member_without_adapters_follows_no_leader_that_adds_one() -> None:
     member = member_of(StageExecutor())
     member.executor = members.StageExecutor(object())  # type: ignore[arg-type]
-    hear(member, LeaderLog(), AddAdapter(1, "a"))
+    receive(member, LeaderLog(), AddAdapter(1, "a"))
     with pytest.raises(RankDesync, match="takes none"):
         member.carry_out()
 
@@ -260,7 +260,7 @@ def test_member_without_adapters_follows_no_leader_that_adds_one() -> None:
 def test_member_refuses_another_kv_cache_than_was_accepted(entry: LogEntry) -> None:
     """Sequences are in the current one."""
     member = member_of(StageExecutor())
-    hear(member, LeaderLog(), entry)
+    receive(member, LeaderLog(), entry)
     with pytest.raises(RankDesync, match="came after one was accepted"):
         member.carry_out()
 
@@ -275,11 +275,11 @@ def test_following_gives_leaders_the_whole_time_from_what_was_heard_last() -> No
     members, log = (member_of(side), member_of(side)), LeaderLog()
     following = Following(members, 20.0, RankHost(now_ns=lambda: side.now_ns))
     assert following.left_s() == 20.0
-    hear(members[0], log, Heartbeat())
+    receive(members[0], log, Heartbeat())
     members[0].carry_out()
     side.now_ns += 5 * SECOND_NS
     assert following.left_s() == 15.0
-    hear(members[1], LeaderLog(), Heartbeat())
+    receive(members[1], LeaderLog(), Heartbeat())
     members[1].carry_out()
     side.now_ns += 5 * SECOND_NS
     assert following.left_s() == 10.0
@@ -292,7 +292,7 @@ def test_following_counts_from_the_end_of_a_step() -> None:
     side = StageExecutor((60 * SECOND_NS, EncodeResult(1, None, 0)))
     member = member_of(side)
     following = Following([member], 20.0, RankHost(now_ns=lambda: side.now_ns))
-    hear(member, LeaderLog(), EncodeDecision(1, []))
+    receive(member, LeaderLog(), EncodeDecision(1, []))
     assert following.advance()
     assert following.left_s() == 20.0
 
@@ -307,14 +307,14 @@ def test_following_waits_for_what_is_on_the_way() -> None:
     assert member.listen(0)
     side.now_ns += 50 * SECOND_NS
     assert following.left_s() == 20.0
-    hear(member, log, Heartbeat())
+    receive(member, log, Heartbeat())
     following.advance()
     side.now_ns += 15 * SECOND_NS
     member.link.frames.append(ON_THE_WAY)
     assert member.listen(0)
     assert following.left_s() == 20.0
     assert following.next is None
-    hear(member, log, Heartbeat())
+    receive(member, log, Heartbeat())
     assert following.advance(), "it is not an entry of the log"
 
 
@@ -322,9 +322,9 @@ def test_following_waits_for_leaders_that_have_not_spoken() -> None:
     """Until every rank of a group is ready, its leader is silent; the first entry starts the clock."""
     member, log = member_of(StageExecutor()), LeaderLog()
     following = Following([member], 20.0)
-    following.heard_nothing()
-    hear(member, log, Heartbeat())
-    assert member.heard_ns is not None
+    following.received_nothing()
+    receive(member, log, Heartbeat())
+    assert member.received_ns is not None
     following.advance()
     with pytest.raises(GroupLostError, match="heard nothing from the engine for 20 s"):
-        following.heard_nothing()
+        following.received_nothing()

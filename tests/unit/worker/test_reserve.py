@@ -151,15 +151,15 @@ class ByteMemory(SimulatedMemory):
 
     def __init__(self, *, peak: int, after: int) -> None:
         super().__init__(256 * MIB)
-        self._told = {"before": 1000, "peak": 1000 + peak, "after": 1000 + after}
+        self._reported = {"before": 1000, "peak": 1000 + peak, "after": 1000 + after}
         self._ran = False
 
     def reserved(self) -> int:
-        return self._told["after" if self._ran else "before"]
+        return self._reported["after" if self._ran else "before"]
 
     def peak(self) -> int:
         self._ran = True
-        return self._told["peak"]
+        return self._reported["peak"]
 
 
 @pytest.mark.parametrize(

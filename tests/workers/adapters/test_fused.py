@@ -44,10 +44,10 @@ def load(path: Path, kind: str) -> Stage:
     return stage
 
 
-def questions(asked: Sequence[Sequence[int]]) -> list[Question]:
+def questions(requested: Sequence[Sequence[int]]) -> list[Question]:
     return [
         Question(prompt, count=9, adapter=adapter)
-        for prompt, adapter in zip(asked, ASKED, strict=True)
+        for prompt, adapter in zip(requested, ASKED, strict=True)
     ]
 
 
@@ -73,8 +73,8 @@ def test_adapters_change_fused_answers_and_leave_no_trace(tmp_path: Path) -> Non
     stage = load(tmp_path, "auto")
     worker: Any = stage.generator
 
-    def answers(asked: Sequence[int]) -> list[list[int]]:
-        same = [Question(prompts()[0], count=12, adapter=each) for each in asked]
+    def answers(requested: Sequence[int]) -> list[list[int]]:
+        same = [Question(prompts()[0], count=12, adapter=each) for each in requested]
         return [each.output for each in Driver(stage, chunk=40).run(same)]
 
     plain = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16")
@@ -102,17 +102,17 @@ def test_deterministic_answers_have_the_same_bits_alone_and_beside_other_adapter
     config = AutoConfig.from_pretrained(tmp_path)
     add_adapters(stage, [random_adapter(config, **each) for each in ADAPTERS])
     sampling = SamplingParams(temperature=0.0, logprobs=4)
-    asked = [
+    requested = [
         dataclasses.replace(each, sampling=sampling)
         for each in questions([prompts()[1], prompts()[2], *prompts()])
     ]
 
-    def told(some: Sequence[Question], chunk: int) -> list[str]:
+    def reported(some: Sequence[Question], chunk: int) -> list[str]:
         running = Driver(stage, chunk=chunk).run(some, arrivals=1)
         return [str([(one.logprob, one.top) for one in each.logprobs]) for each in running]
 
-    together = told(asked, 9)
-    assert [told([each], 100)[0] for each in asked] == together
+    together = reported(requested, 9)
+    assert [reported([each], 100)[0] for each in requested] == together
 
 
 def sums_of(kind: Any, seed: int, inputs: int, sizes: Sequence[int]) -> Any:

@@ -66,8 +66,8 @@ def test_chunks_decodes_and_preemptions_keep_to_the_adapters_of_their_requests(
     for number in (1, 2):
         worker.add_adapter(number, str(tmp_path / str(number)))
 
-    def answers(asked: tuple[int, ...]) -> list[list[int]]:
-        questions = [Question(prompt, count=OUTPUTS, adapter=each) for each in asked]
+    def answers(requested: tuple[int, ...]) -> list[list[int]]:
+        questions = [Question(prompt, count=OUTPUTS, adapter=each) for each in requested]
         return tokens_of(Driver(stage, chunk=7, seed=1).run(questions, arrivals=2, preempts=5))
 
     assert answers(ASKED) == [found[each] for each in ASKED]

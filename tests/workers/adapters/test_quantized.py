@@ -37,9 +37,11 @@ def test_published_models_with_adapters_answer_as_peft(tmp_path: Path, name: str
     assert isinstance(stage.generator, ServesAdapters)
     for number, adapter in enumerate(adapters, start=1):
         stage.generator.add_adapter(number, str(adapter))
-    prompt, asked = prompts()[1], (0, 1, 2, 1)
-    wanted = [expected_tokens(twin, adapters[each - 1] if each else None, prompt) for each in asked]
+    prompt, requested = prompts()[1], (0, 1, 2, 1)
+    wanted = [
+        expected_tokens(twin, adapters[each - 1] if each else None, prompt) for each in requested
+    ]
     assert len({*map(tuple, wanted)}) == 3, "each changes the answer"
-    questions = [Question(prompt, count=OUTPUTS, adapter=each) for each in asked]
+    questions = [Question(prompt, count=OUTPUTS, adapter=each) for each in requested]
     found = tokens_of(Driver(stage, chunk=7, seed=7).run(questions, arrivals=2, preempts=7))
     assert found == wanted

@@ -34,11 +34,11 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 def read(pieces: Any, prompt: str = "<assistant>") -> dict[str, str]:
     parser = TemplateParser(TEMPLATE, prompt, TOOLS)
     parts: list[AnswerPart] = [part for piece in pieces for part in parser.push(piece)]
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     for part in [*parts, *parser.finish()]:
         key = f"call {part.name}" if part.kind == "call" else part.kind
-        told[key] = told.get(key, "") + part.text
-    return told
+        reported[key] = reported.get(key, "") + part.text
+    return reported
 
 
 @pytest.mark.parametrize(

@@ -216,10 +216,10 @@ def test_convert_gguf_keeps_weights_tokens_and_template(
 def test_convert_gguf_that_is_interrupted_leaves_nothing(make: Make, tmp_path: Path) -> None:
     source = make()
     (tmp_path / "there").mkdir()
-    heard: list[tuple[str, float]] = []
+    received: list[tuple[str, float]] = []
 
     def progress(what: str, fraction: float) -> None:
-        heard.append((what, fraction))
+        received.append((what, fraction))
         if fraction > 0.5:
             raise KeyboardInterrupt
 
@@ -227,7 +227,7 @@ def test_convert_gguf_that_is_interrupted_leaves_nothing(make: Make, tmp_path: P
         convert_gguf(
             str(source), str(tmp_path / "there" / "made"), dtype="float32", progress=progress
         )
-    assert heard[-1][0] == "undoing the quantisation"
+    assert received[-1][0] == "undoing the quantisation"
     assert not list((tmp_path / "there").iterdir())
 
 

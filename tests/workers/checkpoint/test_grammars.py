@@ -64,10 +64,10 @@ def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
     """The library asks for the tokens of the whole rest at every step: 60,000 characters took 100 ms each time."""
     raw = [*(bytes([byte]) for byte in range(256)), b"", b"xx", b"xxxx"]
     table = TokenTable(raw, raw)
-    asked: list[int] = []
+    requested: list[int] = []
 
     def encode(text: str) -> list[int]:
-        asked.append(len(text))
+        requested.append(len(text))
         return [258] * (len(text) // 4) + [ord("x")] * (len(text) % 4)
 
     grammars = TokenGrammars(table, vocab_size=len(raw), ends=[256], encode=encode)
@@ -77,7 +77,7 @@ def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
         assert len(allowed(matcher)) == 1
         followed += 1
     assert not matcher.error
-    assert max(asked) <= 64
+    assert max(requested) <= 64
     assert 2_500 <= followed <= 2_504
 
 

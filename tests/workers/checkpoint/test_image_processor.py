@@ -51,7 +51,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, load(path)
 
 
-def asked(preprocessor: AnyPreprocessor, count: int) -> str:
+def requested(preprocessor: AnyPreprocessor, count: int) -> str:
     """Return the text of a request with `count` images."""
     images = [{"type": "image"} for _ in range(count)]
     text = {"type": "text", "text": "what is it?"}
@@ -79,7 +79,7 @@ def test_arrays_and_prompt_are_those_of_the_processor(loaded: Any, size: tuple[i
         options["use_image_special_tokens"] = True  # its default
     made, replacements = whole._process_images(prepared, **options)
     (expanded,), _ = whole.get_text_with_replacements(list(texts), replacements)
-    ids, (spans,) = preprocessor.expand(preprocessor.tokenize(asked(preprocessor, 1)), [plan])
+    ids, (spans,) = preprocessor.expand(preprocessor.tokenize(requested(preprocessor, 1)), [plan])
     wanted = whole.tokenizer(expanded, add_special_tokens=False)["input_ids"]
     if name == "paligemma":  # its processor adds a BOS token after the images, and an end
         wanted = [token for token in wanted if token != 1][:-1]
@@ -116,8 +116,8 @@ def test_bounds_of_a_request_are_given_to_the_processor(loaded: Any, size: tuple
     plan, image = bounded.plan_image(*size), drawn_image(3, *size)
     assert plan.tokens != preprocessor.plan_image(*size).tokens or size == SIZES[0]
     whole = preprocessor.processor._processor
-    asked = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
-    options = {**_defaults(whole), "return_tensors": "np", "size": asked}
+    requested = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
+    options = {**_defaults(whole), "return_tensors": "np", "size": requested}
     made, _ = whole._process_images([image], **options)
     other = preprocessor._images.bounded(
         bounds, pixels_max=1 << 40
@@ -180,7 +180,7 @@ def test_edges_of_an_expansion_are_tokenized_with_the_text_beside_it(tmp_path: P
     make_vision_checkpoint("gemma3", tmp_path, weights=False)
     preprocessor = load(tmp_path)
     plan = preprocessor.plan_image(60, 40)
-    ids, _ = preprocessor.expand(preprocessor.tokenize(asked(preprocessor, 1)), [plan])
+    ids, _ = preprocessor.expand(preprocessor.tokenize(requested(preprocessor, 1)), [plan])
     three = preprocessor._tokenizer.convert_tokens_to_ids("ĊĊĊ")
     assert ids.count(three) == 1, "the template has a line break after each image"
     two = preprocessor.tokenize("a<start_of_image>b")
@@ -236,7 +236,7 @@ def test_a_template_that_knows_no_parts_gets_the_marker_in_a_text(tmp_path: Path
     make_vision_checkpoint("llava", tmp_path, weights=False)
     (tmp_path / "chat_template.jinja").write_text(TEXT_TEMPLATE)
     preprocessor = load(tmp_path)
-    text = asked(preprocessor, 2)
+    text = requested(preprocessor, 2)
     assert text == "user: <image>\n<image>\nwhat is it?\nassistant: "
     assert preprocessor.tokenize(text).count(preprocessor.info.placeholder) == 2
 

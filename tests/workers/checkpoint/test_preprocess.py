@@ -144,11 +144,11 @@ def test_bounds_of_a_request_are_those_of_transformers(
     area = (processor.patch_size * processor.merge_size) ** 2
     found = PixelBounds(least and least * area, most and most * area)
     own = processor.size
-    asked = {
+    requested = {
         "shortest_edge": found.min_pixels or own["shortest_edge"],
         "longest_edge": found.max_pixels or own["longest_edge"],
     }
-    wanted = processor(drawn_image(1, *shape), size=asked, return_tensors="np")
+    wanted = processor(drawn_image(1, *shape), size=requested, return_tensors="np")
     front = load(size)
     assert isinstance(front, QwenPreprocessor)
     assert isinstance(front, BoundsImages)

@@ -212,11 +212,11 @@ def test_training_writes_what_a_server_loads_and_what_it_saw(tmp_path: Path) -> 
     report.write_report(
         tmp_path, trainer.plan, trainer.progress, {"font": {"number": (19, 20), "count": (0, 5)}}
     )
-    told = json.loads((tmp_path / "training.json").read_text())
-    assert told["plan"]["seed"] == PLAN.seed
-    assert told["steps_done"] == 2
-    assert told["held_out_accuracy"]["font"]["number"]["interval"] == [0.7639, 0.9911]
-    assert len(told["curve"]["step"]) == 2
+    reported = json.loads((tmp_path / "training.json").read_text())
+    assert reported["plan"]["seed"] == PLAN.seed
+    assert reported["steps_done"] == 2
+    assert reported["held_out_accuracy"]["font"]["number"]["interval"] == [0.7639, 0.9911]
+    assert len(reported["curve"]["step"]) == 2
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(report.accuracy_table({"font": {"number": (19, 20)}}))
     assert "95.0 (76.4-99.1)" in console.export_text()

@@ -137,12 +137,12 @@ class LateGroup:
 
     def __init__(self) -> None:
         self.aborted = threading.Event()
-        self.begun: list[torch.Tensor] = []
+        self.started: list[torch.Tensor] = []
 
     def allreduce(self, tensors: list[torch.Tensor]) -> Any:
         if not self.aborted.is_set():
             tensors[0].mul_(2)
-        self.begun += tensors
+        self.started += tensors
         return SimpleNamespace(wait=lambda: None)
 
     def abort(self) -> None:
@@ -206,13 +206,13 @@ def test_a_vote_that_is_cast_early_is_cast_once(late: tuple[RankGroup, LateGroup
     group, connected, _ = late
     for _ in range(2):
         with group.together():
-            connected.begun.clear()
+            connected.started.clear()
             group.vote_early()
-            assert len(connected.begun) == 1
-        assert len(connected.begun) == 1
+            assert len(connected.started) == 1
+        assert len(connected.started) == 1
         with group.together():
-            connected.begun.clear()
-        assert len(connected.begun) == 1
+            connected.started.clear()
+        assert len(connected.started) == 1
     assert group._agreed == 4
 
 

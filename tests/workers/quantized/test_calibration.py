@@ -252,10 +252,10 @@ def test_wrong_files_are_refused(
     if values is not None:
         changed[f"language.{name}"] = values
     save_arrays(changed, file, metadata=good | said)
-    with pytest.raises(CheckpointError, match=message) as told:
+    with pytest.raises(CheckpointError, match=message) as reported:
         check_calibration(str(file), path, "language")
-    assert str(told.value).startswith("generate.calibration: ")
-    assert "Remedy: " in str(told.value)
+    assert str(reported.value).startswith("generate.calibration: ")
+    assert "Remedy: " in str(reported.value)
 
 
 def test_files_that_say_nothing_are_refused(

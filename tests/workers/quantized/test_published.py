@@ -92,10 +92,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("said", "message"), REFUSED)
 def test_unsupported_schemes_are_refused_by_name(said: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message) as told:
+    with pytest.raises(CheckpointError, match=message) as reported:
         scheme_of({"text_config": {"quantization_config": said}})
-    assert "Supported: " in str(told.value)
-    assert "Remedy: " in str(told.value)
+    assert "Supported: " in str(reported.value)
+    assert "Remedy: " in str(reported.value)
 
 
 def test_unsupported_schemes_are_refused_before_weights_are_read(tmp_path: Path) -> None:
@@ -141,10 +141,10 @@ def test_description_tells_what_weights_take(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path / "source")
     publish(tmp_path / "source", tmp_path / "quantized", tmp_path / "twin", "gptq")
     plain, quantized = (describe_checkpoint(str(tmp_path / name)) for name in ("twin", "quantized"))
-    told, parameters = plain.weights_bytes["language"], plain.parameters["language"]
-    assert {"int8", "int4", "int8/32", "int4/64"} <= set(told)
-    assert parameters < told["int8"] < 1.1 * parameters
-    assert 0.5 * parameters < told["int4"] < told["int8"]
+    reported, parameters = plain.weights_bytes["language"], plain.parameters["language"]
+    assert {"int8", "int4", "int8/32", "int4/64"} <= set(reported)
+    assert parameters < reported["int8"] < 1.1 * parameters
+    assert 0.5 * parameters < reported["int4"] < reported["int8"]
     size = quantized.weights_bytes["language"]["auto"]
     assert 0.95 * quantized.file_bytes < size + 8192 < 1.1 * quantized.file_bytes + 8192
     assert size < 0.5 * plain.file_bytes

@@ -54,17 +54,17 @@ class AdapterOrders:
 
     async def _add_to_all(self, entry: AddAdapter, stages: Sequence[str]) -> None:
         """Send the entry to every group that is up, including those that come back in between, then keep it."""
-        told: list[Leader] = []
+        reported: list[Leader] = []
         added: set[str] = set()
         while True:
-            due = [group for group in self._up(stages) if group.leader not in told]
+            due = [group for group in self._up(stages) if group.leader not in reported]
             if not due:
                 break
-            told += [group.leader for group in due]
-            answers = await asyncio.gather(
+            reported += [group.leader for group in due]
+            choices = await asyncio.gather(
                 *(group.leader.change_adapters(entry) for group in due), return_exceptions=True
             )
-            for group, errors in zip(due, answers, strict=True):
+            for group, errors in zip(due, choices, strict=True):
                 if isinstance(errors, BaseException):
                     probe("adapters.lost_while_adding")
                     continue  # the group was lost; it gets the adapter when it is back

@@ -108,7 +108,7 @@ class RemoteHost:
             on_broken=self._lose,
             window_bytes=window_bytes,
         )
-        self._end = connect(self._stream.hear, self._stream.fail)
+        self._end = connect(self._stream.receive, self._stream.fail)
         open_s = patience.open_s
         self._opening = self._loop.call_later(open_s, self._miss) if open_s else None
         alive_s, silence_s = patience.alive_s, patience.silence_s
@@ -173,7 +173,7 @@ class RemoteHost:
             case Launched(rank, pid) if rank in self._ranks:
                 self._ranks[rank].pid = pid
             case FromRank(group, identity, frame) if group in self._links:
-                self._links[group].hear(identity, frame)
+                self._links[group].receive(identity, frame)
             case Fetched(group, step) if (group, step) in self._fetching:
                 del self._fetching[group, step]
             case Unsent(group, rank) if group in self._links:
@@ -290,7 +290,7 @@ class RemoteLink:
         """Handle all frames that have arrived."""
         self._host.read()
 
-    def hear(self, identity: bytes, frame: bytes) -> None:
+    def receive(self, identity: bytes, frame: bytes) -> None:
         """Pass a report to the leader."""
         if not self._closed:
             self._on_frame(identity, frame)

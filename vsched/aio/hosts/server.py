@@ -83,7 +83,7 @@ class HostServer:
         cores: int | None = None,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """Create a server whose `hear` is called with each frame.
+        """Create a server whose `receive` is called with each frame.
 
         `send` queues a frame for a peer and returns whether it could; `read` handles all frames that have arrived.
         `cores` is the number of cores that ranks share, by default all that this process may use.
@@ -98,7 +98,7 @@ class HostServer:
         self._ending: set[asyncio.Task[None]] = set()
         self._closing = False
 
-    def hear(self, peer: bytes, frame: bytes) -> None:
+    def receive(self, peer: bytes, frame: bytes) -> None:
         """Handle a frame of a peer; an unknown peer begins a new start."""
         start = self._starts.get(peer)
         if start is None:
@@ -119,7 +119,7 @@ class HostServer:
             )
             self._starts[peer] = start
             start.on_end = partial(self._starts.pop, peer, None)
-        start.hear(frame)
+        start.receive(frame)
 
     def _replace(self, opened: HostedStart) -> None:
         """End an engine's earlier start of the same groups: the engine has given it up, even if its link stands."""
@@ -179,7 +179,7 @@ class HostedStart:
         self._running: set[int] = set()
         self._ending = ending
         self._ready: set[tuple[str, bytes]] = set()
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._over = False
         self._alive_s = self._encouraged_s = 0.0
         self._loop = asyncio.get_running_loop()
@@ -192,7 +192,7 @@ class HostedStart:
             on_broken=lambda why: self.end(f"the engine {why}"),
             window_bytes=window_bytes,
         )
-        self.hear = self._stream.hear
+        self.receive = self._stream.receive
 
     @property
     def pids(self) -> list[int]:
@@ -209,28 +209,30 @@ class HostedStart:
         else:
             self._obey(message, self._place)
 
-    def _open(self, asked: OpenGroups) -> None:
+    def _open(self, requested: OpenGroups) -> None:
         if self._place is not None:
             self._stream.fail("said twice who it is")
             return
-        if asked.version != VERSION:
-            self.refuse(f"runs vsched {VERSION}, and the engine {asked.version}")
+        if requested.version != VERSION:
+            self.refuse(f"runs vsched {VERSION}, and the engine {requested.version}")
             return
         try:
-            self._arena = self._stream.arena = Arena.create(asked.layout)
+            self._arena = self._stream.arena = Arena.create(requested.layout)
         except VschedError as error:
             self.refuse(f"has no room: {error}")
             return
-        self.whose = (asked.engine, tuple(asked.groups))
-        self._alive_s = asked.alive_s
+        self.whose = (requested.engine, tuple(requested.groups))
+        self._alive_s = requested.alive_s
         self._on_open(self)
         # Nothing here is lost without its engine.
-        self._place = self._launcher.place(asked.groups, self._arena, lambda _why: None)
-        for group in asked.groups:
+        self._place = self._launcher.place(requested.groups, self._arena, lambda _why: None)
+        for group in requested.groups:
             self._links[group] = self._place.open_link(group, partial(self._report, group))
-        logger.info("serves %s", " and ".join(asked.groups))
+        logger.info("serves %s", " and ".join(requested.groups))
         self._stream.put(Opened(self._name))
-        self._stream.watch(alive_s=asked.alive_s, silence_s=asked.silence_s, look=self._read)
+        self._stream.watch(
+            alive_s=requested.alive_s, silence_s=requested.silence_s, look=self._read
+        )
 
     def refuse(self, why: str) -> None:
         """Tell the engine the reason, and end this start."""
@@ -322,10 +324,10 @@ class HostedStart:
         return frame if named is report else encode_report(named)
 
     def _tell_pids(self) -> None:
-        for rank in self._running - self._told:
+        for rank in self._running - self._reported:
             pid = self._ranks[rank].pid
             if pid:
-                self._told.add(rank)
+                self._reported.add(rank)
                 self._stream.put(Launched(rank, pid))
 
     def _exited(self, rank: int, code: int) -> None:
@@ -393,10 +395,10 @@ async def serve_host(
     launcher = LocalLauncher()
     context: Context = zmq.Context()
     try:
-        heard: list[Callable[[bytes, bytes], None]] = []
+        received: list[Callable[[bytes, bytes], None]] = []
         try:
             link = HostSocket(
-                context, address, curve_keys(shared, "host"), lambda *said: heard[0](*said)
+                context, address, curve_keys(shared, "host"), lambda *said: received[0](*said)
             )
         except zmq.ZMQError as error:
             raise ConfigError(
@@ -404,7 +406,7 @@ async def serve_host(
                 "tcp://0.0.0.0:7700"
             ) from error
         server = HostServer(launcher, send=link.send, read=link.read, name=name, cores=cores)
-        heard.append(server.hear)
+        received.append(server.receive)
         on_ready(link.address)
         try:
             await asyncio.get_running_loop().create_future()

@@ -100,7 +100,7 @@ class EngineSocket:
         self._monitor = socket.get_monitor_socket(_WATCHED)
         self._watching = _Readable(self._monitor, self._see)
         socket.connect(address)
-        self._hearing = _Readable(socket, self._hear)
+        self._receiving = _Readable(socket, self._receive)
 
     def send(self, frame: bytes) -> bool:
         """Queue a frame, without waiting; return False if that fails."""
@@ -108,14 +108,14 @@ class EngineSocket:
             self._socket.send(frame, zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
-        self._hearing.sent()
+        self._receiving.sent()
         return True
 
     def read(self) -> None:
         """Handle all frames that have arrived."""
-        self._hearing.read()
+        self._receiving.read()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         self._on_frame(self._socket.recv(zmq.DONTWAIT))
 
     def _see(self) -> None:
@@ -124,7 +124,7 @@ class EngineSocket:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._greeted = True
         elif event == zmq.EVENT_DISCONNECTED and self._greeted:
-            self._hearing.read()  # frames sent before it closed
+            self._receiving.read()  # frames sent before it closed
             self._on_cut("closed the connection")
         elif event == zmq.EVENT_DISCONNECTED:
             self.hung_up += 1
@@ -133,10 +133,10 @@ class EngineSocket:
 
     def close(self) -> None:
         """Close, after up to `LINGER_MS` for queued frames."""
-        if not self._hearing.closed:
+        if not self._receiving.closed:
             self._socket.disable_monitor()
             self._watching.close(0)
-            self._hearing.close(LINGER_MS)
+            self._receiving.close(LINGER_MS)
 
 
 class HostSocket:
@@ -176,7 +176,7 @@ class HostSocket:
             self._gating.close(0)
             raise
         self.address = str(socket.get_string(zmq.LAST_ENDPOINT))
-        self._hearing = _Readable(socket, self._hear)
+        self._receiving = _Readable(socket, self._receive)
 
     def _authenticate(self) -> None:
         """Accept a peer that proved to have the key (ZeroMQ's RFC 27)."""
@@ -194,21 +194,21 @@ class HostSocket:
             self._socket.send_multipart([identity, frame], zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
-        self._hearing.sent()
+        self._receiving.sent()
         return True
 
     def read(self) -> None:
         """Handle all frames that have arrived."""
-        self._hearing.read()
+        self._receiving.read()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
         if len(frames) == 1:
             self._on_frame(identity, frames[0])
 
     def close(self) -> None:
         """Close, after up to `LINGER_MS` for queued frames."""
-        self._hearing.close(LINGER_MS)
+        self._receiving.close(LINGER_MS)
         self._gating.close(0)
 
 

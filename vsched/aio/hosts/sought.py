@@ -42,7 +42,7 @@ class SoughtEnd:
         self._address = ""
         self._end: EngineEnd | None = None
         self._said: list[bytes] = []
-        self._heard = False
+        self._received = False
         self._seeking = asyncio.get_running_loop().create_task(self._seek())
 
     @property
@@ -51,13 +51,13 @@ class SoughtEnd:
         return 0 if self._end is None else self._end.hung_up
 
     async def _seek(self) -> None:
-        while not self._heard:
+        while not self._received:
             try:
                 address = await self._find()
             except VschedError as error:
                 self._on_cut(f"was not found: {error}")
                 return
-            if address != self._address and not self._heard:
+            if address != self._address and not self._received:
                 self._address = address
                 if not self._move(self._connect_to(address)):
                     self._on_cut("cannot be reached")
@@ -69,19 +69,19 @@ class SoughtEnd:
         if self._end is not None:
             self._end.close()
         logger.info("looking for a host at %s", self._address)
-        end = self._end = connect(self._hear, self._on_cut)
+        end = self._end = connect(self._receive, self._on_cut)
         return all(end.send(frame) for frame in self._said)
 
-    def _hear(self, frame: bytes) -> None:
-        if not self._heard:
-            self._heard = True
+    def _receive(self, frame: bytes) -> None:
+        if not self._received:
+            self._received = True
             self._said.clear()
             self._seeking.cancel()
         self._on_frame(frame)
 
     def send(self, frame: bytes) -> bool:
         """Queue a frame, without waiting; return False if that fails."""
-        if not self._heard:
+        if not self._received:
             self._said.append(frame)
         return self._end is None or self._end.send(frame)
 

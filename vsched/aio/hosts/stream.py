@@ -66,12 +66,12 @@ class Stream:
         self._window_bytes = window_bytes
         self._piece_bytes = min(PIECE_BYTES, window_bytes // 2)
         self._waiting: deque[bytes | ByteRange] = deque()
-        self._sent = self._heard = 0
-        self._bytes_taken = self._bytes_told = self._bytes_acknowledged = 0
+        self._sent = self._received = 0
+        self._bytes_taken = self._bytes_reported = self._bytes_acknowledged = 0
         self._bytes_at_last = 0
         """`bytes_sent` after the last frame taken from the queue."""
         self._loop = asyncio.get_running_loop()
-        self._sent_s = self._heard_s = self._loop.time()
+        self._sent_s = self._received_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
     # --- sending ---
@@ -127,18 +127,18 @@ class Stream:
     def _frame(self, body: bytes) -> None:
         self._sent += 1
         self.bytes_sent += len(body)
-        self._bytes_told = self._bytes_taken
+        self._bytes_reported = self._bytes_taken
         self._sent_s = self._loop.time()
         if not self._send(_HEADER.pack(self._sent, self._bytes_taken) + body):
             self.fail("cannot be reached any more")
 
     # --- receiving ---
 
-    def hear(self, frame: bytes) -> None:
+    def receive(self, frame: bytes) -> None:
         """Handle a received frame."""
         if self.broken:
             return
-        self._heard_s = self._loop.time()
+        self._received_s = self._loop.time()
         try:
             number, acknowledged = _HEADER.unpack_from(frame)
             body = memoryview(frame)[_HEADER.size :]
@@ -146,19 +146,19 @@ class Stream:
         except (struct.error, msgspec.DecodeError):
             self.fail("sent a frame that is no message")
             return
-        if number != self._heard + 1 or not self._bytes_acknowledged <= acknowledged <= (
+        if number != self._received + 1 or not self._bytes_acknowledged <= acknowledged <= (
             self.bytes_sent
         ):
-            self.fail(f"sent frame {number}, expected {self._heard + 1}")
+            self.fail(f"sent frame {number}, expected {self._received + 1}")
             return
-        self._heard = number
+        self._received = number
         self._bytes_acknowledged = acknowledged
         if isinstance(message, Write):
             self._write(message)
         elif not isinstance(message, Alive):
             self._take(message)
         self._bytes_taken += len(body)
-        if self._bytes_taken - self._bytes_told >= self._window_bytes // 4:
+        if self._bytes_taken - self._bytes_reported >= self._window_bytes // 4:
             self.put_ahead(Alive())
         self._pump()
 
@@ -169,14 +169,14 @@ class Stream:
 
         `look` reads frames that have arrived already: this process may have been suspended itself.
         """
-        self._heard_s = self._loop.time()
+        self._received_s = self._loop.time()
 
         def tick() -> None:
             if self.broken:
                 return
-            if self._loop.time() - self._heard_s > silence_s:
+            if self._loop.time() - self._received_s > silence_s:
                 look()
-            silent_s = self._loop.time() - self._heard_s
+            silent_s = self._loop.time() - self._received_s
             if silent_s > silence_s:
                 self.fail(f"was silent for {silent_s:.1f} s")
                 return

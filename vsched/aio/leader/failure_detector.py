@@ -57,7 +57,7 @@ class ProcessLiveness:
     Attributes:
         turns: Orders the steps of all logs that these processes follow.
         clock: The clock for their timeouts.
-        heard_s: Time of the last message of a rank's log follower.
+        received_s: Time of the last message of a rank's log follower.
         pulse_s: Time of the last message of a rank's process.
         owing: Number of outstanding answers of a rank to all its leaders.
     """
@@ -65,15 +65,15 @@ class ProcessLiveness:
     def __init__(self) -> None:
         self.turns = Turns()
         self.clock = RunningClock()
-        self.heard_s: dict[int, float] = {}
+        self.received_s: dict[int, float] = {}
         self.pulse_s: dict[int, float] = {}
         self.owing: Counter[int] = Counter()
 
-    def hear(self, rank: int, now_s: float, *, follows: bool) -> None:
+    def receive(self, rank: int, now_s: float, *, follows: bool) -> None:
         """Note a message of a rank; `follows` is True if its log follower sent it."""
         self.pulse_s[rank] = now_s
         if follows:
-            self.heard_s[rank] = now_s
+            self.received_s[rank] = now_s
 
 
 class PendingAck(NamedTuple):
@@ -133,7 +133,7 @@ class FailureDetector:
                     step, hook, _ = owed[0]
                     return AnswerOverdue(self._groups, rank, step, hook, waited_s, limits.step_s)
             elif not liveness.owing[rank]:
-                waited_s = now_s - liveness.heard_s.get(rank, now_s)
+                waited_s = now_s - liveness.received_s.get(rank, now_s)
                 if waited_s > silent_s:
                     return RankSilent(self._groups, rank, waited_s)
         return None

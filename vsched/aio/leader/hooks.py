@@ -26,7 +26,7 @@ class HookTimes:
         self._start_s = now_s
         self._ended_s: dict[str, float] = {}
         self._worked: set[str] = set()
-        self._asked: set[str] = set()
+        self._requested: set[str] = set()
         self._out: set[str] = set()
 
     def stepped(self) -> None:
@@ -38,14 +38,14 @@ class HookTimes:
         if name not in self._intervals:
             return False
         if name not in self._out:  # a run in progress satisfies the request
-            self._asked.add(name)
+            self._requested.add(name)
         return True
 
     def take_due(self, now_s: float) -> list[str]:
         """Return the hooks to run now; they count as running until `done`."""
         due = [name for name in self._intervals if self._is_due(name, now_s)]
         for name in due:
-            self._asked.discard(name)
+            self._requested.discard(name)
             self._out.add(name)
             self._worked.discard(name)
         return due
@@ -54,7 +54,7 @@ class HookTimes:
         if name in self._out:
             return False
         ended_s = self._ended_s.get(name)
-        if name in self._asked and (ended_s is None or now_s - ended_s >= HOOK_GAP_S):
+        if name in self._requested and (ended_s is None or now_s - ended_s >= HOOK_GAP_S):
             return True
         interval_s = self._intervals[name]
         if interval_s == 0 or name not in self._worked:

@@ -94,13 +94,13 @@ class _Gather(Generic[Answer]):
         loop = asyncio.get_running_loop()
         self.complete: asyncio.Future[list[Answer]] = loop.create_future()
         self._ranks = ranks
-        self._answers: dict[int, Answer] = {}
+        self._choices: dict[int, Answer] = {}
 
     def answer(self, rank: int, answer: Answer) -> None:
         """Add the answer of a rank; only its first counts."""
-        self._answers.setdefault(rank, answer)
-        if len(self._answers) == self._ranks and not self.complete.done():
-            self.complete.set_result([self._answers[rank] for rank in range(self._ranks)])
+        self._choices.setdefault(rank, answer)
+        if len(self._choices) == self._ranks and not self.complete.done():
+            self.complete.set_result([self._choices[rank] for rank in range(self._ranks)])
 
 
 class Leader:
@@ -293,7 +293,7 @@ class Leader:
         if identity not in self._proved:
             logger.warning("%s: dropped a report of a peer that did not prove itself", self.name)
             return
-        self._liveness.hear(rank, self._running_s(), follows=not pulse)
+        self._liveness.receive(rank, self._running_s(), follows=not pulse)
         if not pulse:
             self._on_report(rank, report)
 
@@ -363,7 +363,7 @@ class Leader:
                 self.lose(RanksDiffer(self._groups, rank, what))
                 return
         for rank in range(self._ranks):
-            self._liveness.hear(rank, self._running_s(), follows=True)
+            self._liveness.receive(rank, self._running_s(), follows=True)
         now_s = self._loop.time()
         self._hooks = HookTimes(first.hooks, now_s, override_s=self._deadlines.hooks_s)
         self._timer = self._loop.call_later(self._beat_s, self._tick)

@@ -124,7 +124,7 @@ class ForkServer:
         try:
             with theirs:
                 socket.send_fds(self._orders, [b"\n"], [theirs.fileno()])
-            said = await self._hear(channel, FORK_S if self._imported else IMPORT_S)
+            said = await self._receive(channel, FORK_S if self._imported else IMPORT_S)
         except BaseException as error:
             channel.close()
             if isinstance(error, OSError):
@@ -149,14 +149,14 @@ class ForkServer:
         try:
             with _adopting_orphans():
                 socket.send_fds(channel, [msgspec.json.encode(order)], descriptors)
-                pid = await self._hear(channel, FORK_S)
+                pid = await self._receive(channel, FORK_S)
         except (OSError, ValueError) as error:
             raise ForkServerLostError(f"the fork server takes no order ({error})") from None
         if not pid:
             raise ForkServerLostError("the fork server could not fork")
         return int.from_bytes(pid, "little")
 
-    async def _hear(self, channel: socket.socket, idle_s: float) -> bytes:
+    async def _receive(self, channel: socket.socket, idle_s: float) -> bytes:
         """Return the server's next message; kill the server if it is idle for `idle_s` or exceeds its CPU time.
 
         On an overloaded machine it may take minutes: it is not replaced while it makes progress, since a new one would

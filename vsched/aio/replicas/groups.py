@@ -80,7 +80,7 @@ class ServedGroup:
             "heartbeats": worker_group.heartbeats(self.name),
             "restarts": self.supervisor.restarts,
             "losses": dict(self.supervisor.losses),
-            "last_loss": _told(loss) if loss else None,
+            "last_loss": _reported(loss) if loss else None,
         }
 
     def _work(self, figures: Mapping[str, Any]) -> dict[str, int]:
@@ -93,7 +93,7 @@ class ServedGroup:
         return {"running": running, "waiting": own.get("waiting", 0)}
 
 
-def _told(loss: LastLoss) -> dict[str, str]:
+def _reported(loss: LastLoss) -> dict[str, str]:
     """Return the operator's view of a loss."""
     when = dt.datetime.fromtimestamp(loss.at_s, dt.UTC).isoformat()
     return {"kind": type(loss.failure).__name__, "reason": str(loss.failure), "at": when}

@@ -100,12 +100,12 @@ class LocalLauncher:
         *,
         command: Sequence[str] = RANK_COMMAND,
         forked: bool = True,
-        begun: Mapping[frozenset[str], ForkServer] | None = None,
+        started: Mapping[frozenset[str], ForkServer] | None = None,
     ) -> None:
         """Create a launcher; without `run_dir`, a temporary folder is created.
 
         `command` are the interpreter's arguments to run a rank. Without `forked`, each rank is a new interpreter.
-        `begun` are started fork servers, by their imports, which this launcher takes over.
+        `started` are started fork servers, by their imports, which this launcher takes over.
 
         Raises:
             ConfigError: When the path of a new folder is too long for a socket's address.
@@ -113,7 +113,7 @@ class LocalLauncher:
         self.run_dir = run_dir or make_socket_folder()
         self._command = command
         self._forked = forked
-        self._fork_servers = dict(begun or {})
+        self._fork_servers = dict(started or {})
         self._starts: Counter[str] = Counter()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 

@@ -51,8 +51,8 @@ class Answering(msgspec.Struct, frozen=True, kw_only=True):
     on_end: Callable[[], None]
 
 
-def interrupt_all(answers: Sequence[AnswerSink], message: str) -> None:
+def interrupt_all(choices: Sequence[AnswerSink], message: str) -> None:
     """End all choices of a request with an error."""
-    for answer in answers:
+    for answer in choices:
         answer.give_up(message)
         answer.abort()

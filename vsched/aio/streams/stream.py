@@ -365,7 +365,7 @@ class TokenStream:
         return delta
 
     def _take_first(self) -> OutputDelta:
-        told = None
+        reported = None
         if self._logprobs is not None:
-            told, self._logprobs = self._logprobs[:1], self._logprobs[1:]
-        return OutputDelta(self._text.pop(0), [self._token_ids.pop(0)], told)
+            reported, self._logprobs = self._logprobs[:1], self._logprobs[1:]
+        return OutputDelta(self._text.pop(0), [self._token_ids.pop(0)], reported)

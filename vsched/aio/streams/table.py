@@ -60,17 +60,19 @@ class StreamTable:
             stream = self._by_number.get(number) if token >= 0 else None
             if stream is None:
                 continue  # no token, or aborted while the step was in flight
-            told = logprobs.get(slot, ())
-            self._push(stream, token, told)
+            reported = logprobs.get(slot, ())
+            self._push(stream, token, reported)
             for further in more.get(slot, ()):
                 self._read(stream)  # one token per delta: clients count tokens by events
-                self._push(stream, further, told)
+                self._push(stream, further, reported)
             self._note(stream)
 
-    def _push(self, stream: AnswerSink, token: int, told: deque[SlotLogprob] | tuple[()]) -> None:
+    def _push(
+        self, stream: AnswerSink, token: int, reported: deque[SlotLogprob] | tuple[()]
+    ) -> None:
         logprob = None
-        if told:
-            found = told.popleft()
+        if reported:
+            found = reported.popleft()
             logprob = TokenLogprob(token, found.logprob, found.top)
         self._put(stream, token, logprob)
 

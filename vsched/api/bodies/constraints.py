@@ -86,48 +86,48 @@ def _guided(request: SamplingFields) -> StructuredOutputs:
     )
 
 
-def _of_response_format(asked: ResponseFormat | None) -> list[Constraint]:
-    if asked is None or asked.type == "text":
+def _of_response_format(requested: ResponseFormat | None) -> list[Constraint]:
+    if requested is None or requested.type == "text":
         return []
-    if asked.type == "json_object":
-        schema = _ANY_OBJECT if asked.schema is None else asked.schema
+    if requested.type == "json_object":
+        schema = _ANY_OBJECT if requested.schema is None else requested.schema
         return [Constraint("response_format", constraint_from_schema(schema))]
-    if asked.type != "json_schema":
+    if requested.type != "json_schema":
         remedy = "send text, json_object or json_schema as its type"
         raise unsupported("response_format.type", remedy=remedy)
-    if asked.json_schema is None or asked.json_schema.schema is None:
+    if requested.json_schema is None or requested.json_schema.schema is None:
         message = "`response_format.json_schema.schema` is missing. Remedy: send it."
         raise ParameterRefused(message, param="response_format")
-    return [Constraint("response_format", constraint_from_schema(asked.json_schema.schema))]
+    return [Constraint("response_format", constraint_from_schema(requested.json_schema.schema))]
 
 
-def _of_structured_outputs(name: str, asked: StructuredOutputs | None) -> list[Constraint]:
+def _of_structured_outputs(name: str, requested: StructuredOutputs | None) -> list[Constraint]:
     """Constraints from vLLM's fields; `name` is the name of the field, or the prefix of the older names."""
-    if asked is None:
+    if requested is None:
         return []
     prefix = name if name.endswith("_") else f"{name}."
-    if asked.structural_tag is not None:
+    if requested.structural_tag is not None:
         raise unsupported(f"{prefix}structural_tag", remedy="send a json schema or a grammar")
     for option in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
-        if getattr(asked, option):
+        if getattr(requested, option):
             raise unsupported(prefix + option, remedy="leave it out, and express it in the schema")
     found: list[Constraint] = []
-    if asked.json is not None:
-        schema = _schema(asked.json, prefix + "json")
+    if requested.json is not None:
+        schema = _schema(requested.json, prefix + "json")
         found.append(Constraint(prefix + "json", constraint_from_schema(schema)))
-    if asked.json_object:
+    if requested.json_object:
         found.append(Constraint(prefix + "json_object", constraint_from_schema(_ANY_OBJECT)))
-    if asked.regex is not None:
-        found.append(Constraint(prefix + "regex", _encoded(regex=asked.regex)))
-    if asked.choice is not None:
-        if not asked.choice or not all(asked.choice):
+    if requested.regex is not None:
+        found.append(Constraint(prefix + "regex", _encoded(regex=requested.regex)))
+    if requested.choice is not None:
+        if not requested.choice or not all(requested.choice):
             message = (
                 f"`{prefix}choice` must be a list of non-empty texts. Remedy: send at least one."
             )
             raise ParameterRefused(message, param=prefix + "choice")
-        found.append(Constraint(prefix + "choice", _encoded(choice=asked.choice)))
-    if asked.grammar is not None:
-        found.append(Constraint(prefix + "grammar", _encoded(grammar=asked.grammar)))
+        found.append(Constraint(prefix + "choice", _encoded(choice=requested.choice)))
+    if requested.grammar is not None:
+        found.append(Constraint(prefix + "grammar", _encoded(grammar=requested.grammar)))
     return found
 
 

@@ -20,7 +20,7 @@ async def keep_request(
     request_id: str,
     created: int,
     seed: int,
-    answers: int,
+    choices: int,
 ) -> None:
     """Save a request that is about to be accepted, and number its stream events, so that clients can resume.
 
@@ -34,12 +34,12 @@ async def keep_request(
         tenant=tenant_of(exchange.scope),
         created=created,
         seed=seed,
-        answers=answers,
+        choices=choices,
         body=body,
     )
     if len(body) <= _INLINE_BYTES:
         kept = journal.keep(request)
     else:
         kept = await asyncio.to_thread(journal.keep, request)
-    if kept and answers == 1:
+    if kept and choices == 1:
         exchange.number_events()

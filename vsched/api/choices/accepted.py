@@ -26,13 +26,13 @@ class Drawn(msgspec.Struct, frozen=True):
         return sum(found) / max(len(found), 1)
 
     @property
-    def told(self) -> int:
+    def reported(self) -> int:
         """Number of prompt log-probabilities in its response."""
         report = self.generation.prompt_report
         return 0 if report is None else report.values
 
 
-class AcceptedAnswers:
+class AcceptedChoices:
     """Choices for all prompts of one HTTP request: prompt by prompt, the same number for each.
 
     The choices of one prompt are accepted together; if a later prompt is refused, those already accepted are aborted.
@@ -41,14 +41,14 @@ class AcceptedAnswers:
     def __init__(self) -> None:
         self._families: list[Sequence[Generation]] = []
 
-    def add(self, answers: Sequence[Generation]) -> None:
+    def add(self, choices: Sequence[Generation]) -> None:
         """Add the choices of the next prompt."""
-        self._families.append(answers)
+        self._families.append(choices)
 
     @property
     def generations(self) -> list[Generation]:
         """All choices in order."""
-        return [one for answers in self._families for one in answers]
+        return [one for choices in self._families for one in choices]
 
     @property
     def usage(self) -> Usage:
@@ -70,9 +70,9 @@ class AcceptedAnswers:
         """
         chosen: list[Drawn] = []
         index = 0
-        for answers in self._families:
+        for choices in self._families:
             drawn = []
-            for generation in answers:
+            for generation in choices:
                 deltas: list[OutputDelta] = []
                 async for delta in generation:
                     record.output(index)

@@ -30,7 +30,7 @@ class AskEngine:
     async def _answer(self, exchange: HttpExchange, scope: Scope, send: Send) -> None:
         pieces = await exchange.read_body(ROOMLESS_BYTES, _no_room)
 
-        def asked(number: int) -> Ask:
+        def requested(number: int) -> Ask:
             return Ask(
                 number=number,
                 method=scope["method"],
@@ -40,7 +40,7 @@ class AskEngine:
                 body=b"".join(pieces),
             )
 
-        reply = await self._ask(asked)
+        reply = await self._ask(requested)
         exchange.started = True
         await send(
             {"type": "http.response.start", "status": reply.status, "headers": reply.headers}
@@ -58,12 +58,12 @@ async def _no_room(size: int) -> Any:
     raise RequestRefused(message, code="body_too_large", status=413)
 
 
-async def respond(app: ASGIApp, asked: Ask) -> HttpReply:
+async def respond(app: ASGIApp, requested: Ask) -> HttpReply:
     """Run an application on a forwarded request and return its response; the client never disconnects.
 
     Blocks: until the application is done.
     """
-    bodies = [asked.body]
+    bodies = [requested.body]
     status, headers, content = 500, [], bytearray()
 
     async def receive() -> Message:
@@ -83,14 +83,14 @@ async def respond(app: ASGIApp, asked: Ask) -> HttpReply:
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
         "scheme": "http",
-        "method": asked.method,
-        "path": asked.path,
-        "raw_path": asked.path.encode(),
-        "query_string": asked.query,
+        "method": requested.method,
+        "path": requested.path,
+        "raw_path": requested.path.encode(),
+        "query_string": requested.query,
         "root_path": "",
-        "headers": asked.headers,
+        "headers": requested.headers,
         "client": None,
         "server": None,
     }
     await app(scope, receive, send)
-    return HttpReply(asked.number, status, headers, bytes(content))
+    return HttpReply(requested.number, status, headers, bytes(content))

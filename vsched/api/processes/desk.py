@@ -54,7 +54,7 @@ class Desk:
         self._live: dict[int, RelayedAnswer] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._told: Facts | None = None
+        self._reported: Facts | None = None
 
     def take(self, messages: list[Up]) -> None:
         """Handle messages from the process."""
@@ -83,29 +83,29 @@ class Desk:
     def tell_facts(self) -> None:
         """Send the engine's state and adapters to the process, if they have changed."""
         facts = Facts(self._engine.state, self._engine.adapters())
-        if facts != self._told:
-            self._told = self._box.turn.facts = facts
+        if facts != self._reported:
+            self._reported = self._box.turn.facts = facts
 
     # --- requests ---
 
     async def _serve(self, arrive: Arrive, submitted: asyncio.Future[Submit]) -> None:
         number = arrive.number
         try:
-            answers = await self._engine.accept(
+            choices = await self._engine.accept(
                 arrive.request,
                 arrive.request_ids,
                 adapter=arrive.adapter,
                 images=arrive.images,
                 prepare=partial(self._prepared, arrive, submitted),
                 make_answer=partial(self._answer, arrive),
-                begun=arrive.begun,
+                started=arrive.started,
             )
         except Exception as error:  # noqa: BLE001 - `_refusal` reports it
             self._box.turn.refused.append(_refusal(number, error))
         else:
-            self._live.update((one.number, one) for one in answers if one.reason is None)
+            self._live.update((one.number, one) for one in choices if one.reason is None)
             # The process has the token ids of text prompts, but not those of prompts with images.
-            ids = answers[0].prompt_token_ids if arrive.images else None
+            ids = choices[0].prompt_token_ids if arrive.images else None
             self._box.turn.accepted.append(AcceptedRequest(number, ids))
         finally:
             del self._arriving[number]
@@ -134,7 +134,7 @@ class Desk:
         arriving = self._arriving.get(message.number)
         if arriving is not None:
             arriving[0].cancel()
-        for number in range(message.number, message.number + message.answers):
+        for number in range(message.number, message.number + message.choices):
             if number in self._live:
                 self._live[number].abort()
 
@@ -145,20 +145,20 @@ class Desk:
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _tokenize(self, asked: Tokenize) -> None:
+    async def _tokenize(self, requested: Tokenize) -> None:
         try:
-            images = [image.reference for image in asked.images]
-            token_ids = await self._engine.tokenize(asked.token_ids, images)
+            images = [image.reference for image in requested.images]
+            token_ids = await self._engine.tokenize(requested.token_ids, images)
         except Exception as error:  # noqa: BLE001 - `_refusal` reports it
-            self._box.turn.refused.append(_refusal(asked.number, error))
+            self._box.turn.refused.append(_refusal(requested.number, error))
         else:
-            self._box.turn.tokenized.append(Tokenized(asked.number, token_ids))
+            self._box.turn.tokenized.append(Tokenized(requested.number, token_ids))
 
-    async def _ask(self, asked: Ask) -> None:
+    async def _ask(self, requested: Ask) -> None:
         try:
-            reply = await respond(self._operations, asked)
+            reply = await respond(self._operations, requested)
         except Exception as error:  # noqa: BLE001 - `_refusal` reports it
-            self._box.turn.refused.append(_refusal(asked.number, error))
+            self._box.turn.refused.append(_refusal(requested.number, error))
         else:
             self._box.turn.replies.append(reply)
 

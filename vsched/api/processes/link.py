@@ -45,12 +45,12 @@ class Link(asyncio.Protocol):
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._take = take
         self._on_lost = on_lost
-        self._heard = bytearray()
+        self._received = bytearray()
         self._transport: asyncio.Transport | None = None
         self._writable = asyncio.Event()
         self._writable.set()
         self.lost = False
-        self._heard_s = asyncio.get_running_loop().time()
+        self._received_s = asyncio.get_running_loop().time()
 
     async def open(self, end: socket.socket) -> None:
         """Start on one socket of a pair."""
@@ -81,22 +81,22 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Handle the complete frames."""
-        self._heard_s = asyncio.get_running_loop().time()
-        heard = self._heard
-        heard += data
+        self._received_s = asyncio.get_running_loop().time()
+        received = self._received
+        received += data
         at = 0
-        while len(heard) - at >= _SIZE_BYTES:
+        while len(received) - at >= _SIZE_BYTES:
             start = at + _SIZE_BYTES
-            size = int.from_bytes(heard[at:start], "little")
+            size = int.from_bytes(received[at:start], "little")
             if size > self._frame_bytes_max:
                 self.lose(f"sent a frame of {size} bytes, limit {self._frame_bytes_max}")
             if self.lost:
                 return
             end = start + size
-            if len(heard) < end:
+            if len(received) < end:
                 break
             try:
-                with memoryview(heard) as view, view[start:end] as body:
+                with memoryview(received) as view, view[start:end] as body:
                     content = self._decoder.decode(body)
                 self._take(content)
             except Exception:
@@ -104,11 +104,11 @@ class Link(asyncio.Protocol):
                 self.lose("sent what could not be taken")
                 return
             at = end
-        del heard[:at]
+        del received[:at]
 
     def silent_s(self) -> float:
         """Time since the last data from the peer."""
-        return asyncio.get_running_loop().time() - self._heard_s
+        return asyncio.get_running_loop().time() - self._received_s
 
     def pause_writing(self) -> None:
         """Clear `writable`."""

@@ -16,7 +16,7 @@ from vsched.kernel.commands import Finish
 from vsched.media import ImageReference
 from vsched.media.base64_text import TextWithBase64
 from vsched.media.embeddings import BoundedImage, EmbeddedImage, NamedImage
-from vsched.record.left import Begun
+from vsched.record.left import PartialOutput
 from vsched.types import FinishReason, ModelInfo, Request
 from vsched.wire import PromptPiece
 from vsched.worker.capabilities import PixelBounds
@@ -104,7 +104,7 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
 class Arrive(msgspec.Struct, frozen=True, tag=True):
     """A request asks for admission; after it, `Submit` carries its prompt and images.
 
-    Its choices are numbered from `number` on, by the process. `begun` is as in `Engine.generate_answers`.
+    Its choices are numbered from `number` on, by the process. `started` is as in `Engine.generate_choices`.
     """
 
     number: int
@@ -112,7 +112,7 @@ class Arrive(msgspec.Struct, frozen=True, tag=True):
     request_ids: tuple[str, ...]
     images: int
     adapter: str
-    begun: Begun | None = None
+    started: PartialOutput | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -127,7 +127,7 @@ class GiveUp(msgspec.Struct, frozen=True, tag=True):
     """Cancel a request with this number of choices whose acceptance is not known."""
 
     number: int
-    answers: int
+    choices: int
 
 
 class End(msgspec.Struct, frozen=True, tag=True):

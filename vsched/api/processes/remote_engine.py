@@ -33,7 +33,7 @@ from vsched.api.processes.outbox import UpBox
 from vsched.assembly import media_settings
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
-from vsched.record.left import Begun
+from vsched.record.left import PartialOutput
 from vsched.types import FinishReason, ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker
@@ -44,12 +44,12 @@ class _Pending:
 
     def __init__(
         self,
-        asked: Request,
+        requested: Request,
         request_ids: tuple[str, ...],
         make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.asked = asked
+        self.requested = requested
         self.request_ids = request_ids
         self.make_stop_scope = make_stop_scope
         self.prompt_token_ids: list[int] = []
@@ -87,9 +87,9 @@ class RemoteEngine:
         self._lost = False
         self._next = 1
         self._pending: dict[int, _Pending] = {}
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._requested: dict[int, asyncio.Future[Any]] = {}
         self._streams = StreamTable(self._on_broken)
-        self._answers: dict[str, int] = {}
+        self._choices: dict[str, int] = {}
         self._media: MediaPipeline | None = None
         self._grammars: GrammarChecks
         self._tells_prompts = False
@@ -144,31 +144,31 @@ class RemoteEngine:
         for tokens in turn.tokenized:
             self._answer(tokens.number, tokens.token_ids)
         self._streams.report(turn.prompts)
-        told = turn.logprobs
+        reported = turn.logprobs
         for index, (number, token) in enumerate(zip(turn.numbers, turn.tokens, strict=True)):
-            self._streams.take(number, token, told.get(index) if told else None)
+            self._streams.take(number, token, reported.get(index) if reported else None)
         for finish in turn.finished:
-            self._answers.pop(finish.request_id, None)
+            self._choices.pop(finish.request_id, None)
             self._streams.finish(finish)
 
     def lose(self, why: str) -> None:
         """Fail every request, because the engine is gone."""
         self._lost = True
         error = RequestFailed(why, code="stopping", status=503, retry_after_s=5)
-        for number in [*self._pending, *self._asked]:
+        for number in [*self._pending, *self._requested]:
             self._refuse(number, error)
-        self._answers.clear()
+        self._choices.clear()
         self._streams.fail_all(why, code="stopping")
 
     def _answer(self, number: int, value: object) -> None:
-        asked = self._asked.pop(number, None)
-        if asked is not None and not asked.done():
-            asked.set_result(value)
+        requested = self._requested.pop(number, None)
+        if requested is not None and not requested.done():
+            requested.set_result(value)
 
     def _refuse(self, number: int, error: RequestRefused | RequestFailed) -> None:
-        asked, pending = self._asked.pop(number, None), self._pending.pop(number, None)
-        if asked is not None and not asked.done():
-            asked.set_exception(error)
+        requested, pending = self._requested.pop(number, None), self._pending.pop(number, None)
+        if requested is not None and not requested.done():
+            requested.set_exception(error)
         if pending is not None:
             pending.refuse(error)
 
@@ -176,17 +176,17 @@ class RemoteEngine:
         pending = self._pending.pop(accepted.number, None)
         if pending is None:
             return  # it was cancelled meanwhile
-        told = accepted.prompt_token_ids
-        token_ids = pending.prompt_token_ids if told is None else told
+        reported = accepted.prompt_token_ids
+        token_ids = pending.prompt_token_ids if reported is None else reported
         streams = self._make_streams(pending, token_ids)
         for number, stream in enumerate(streams, accepted.number):
-            self._answers[stream.request_id] = number
+            self._choices[stream.request_id] = number
             self._streams.add(number, stream)
         pending.accepted.set_result(streams)
 
     def _make_streams(self, pending: _Pending, token_ids: list[int]) -> list[TokenStream]:
         """Create the token streams of a request's choices, as in the engine's process."""
-        sampling = pending.asked.sampling
+        sampling = pending.requested.sampling
         own = () if sampling.ignore_eos else self.info.stop_token_ids
         stops = frozenset(check_stop_tokens(sampling.stop_token_ids, own))
         top = sampling.prompt_logprobs
@@ -209,7 +209,7 @@ class RemoteEngine:
         ]
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
-        number = self._answers.get(request_id)
+        number = self._choices.get(request_id)
         if number is not None:
             self._box.put(End(number, reason))
 
@@ -218,7 +218,7 @@ class RemoteEngine:
 
     # --- requests ---
 
-    async def generate_answers(
+    async def generate_choices(
         self,
         *,
         prompt: Prompt,
@@ -231,11 +231,11 @@ class RemoteEngine:
         tenant: str = "",
         session: str = "",
         adapter: str = "",
-        begun: Begun | None = None,
+        started: PartialOutput | None = None,
         make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> list[TokenStream]:
-        """Like `Engine.generate_answers`."""
-        asked = Request(
+        """Like `Engine.generate_choices`."""
+        requested = Request(
             request_id=request_ids[0],
             prompt_token_ids=[],
             sampling=sampling,
@@ -247,11 +247,11 @@ class RemoteEngine:
         )
         self._check_there()
         number, self._next = self._next, self._next + len(request_ids)
-        pending = self._pending[number] = _Pending(asked, tuple(request_ids), make_stop_scope)
-        self._box.put(Arrive(number, asked, pending.request_ids, len(images), adapter, begun))
+        pending = self._pending[number] = _Pending(requested, tuple(request_ids), make_stop_scope)
+        self._box.put(Arrive(number, requested, pending.request_ids, len(images), adapter, started))
         try:
             await pending.entered
-            with pending.preparing.begin(asked.request_id):
+            with pending.preparing.begin(requested.request_id):
                 await self._prepare(pending, number, prompt, images)
             return await pending.accepted
         except BaseException:
@@ -265,7 +265,7 @@ class RemoteEngine:
     ) -> None:
         """Do the preparation that belongs to this process, and submit the request."""
         assert self._media is not None, "requests arrive only after loading"
-        sampling = pending.asked.sampling
+        sampling = pending.requested.sampling
         if sampling.prompt_logprobs is not None and not self._tells_prompts:
             raise prompts_untold()
         await self._grammars.check(sampling)
@@ -301,15 +301,15 @@ class RemoteEngine:
     async def _call(self, make: Callable[[int], Up], *, is_large: bool = False) -> Any:
         self._check_there()
         number, self._next = self._next, self._next + 1
-        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        requested = self._requested[number] = asyncio.get_running_loop().create_future()
         try:
             if is_large:
                 await self._box.put_large(make(number))
             else:
                 self._box.put(make(number))
-            return await asked
+            return await requested
         finally:
-            self._asked.pop(number, None)
+            self._requested.pop(number, None)
 
     def _check_there(self) -> None:
         """Raise an error if the engine is gone."""

@@ -9,7 +9,7 @@ import msgspec
 
 from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.stream import OutputDelta
-from vsched.api.choices.accepted import AcceptedAnswers
+from vsched.api.choices.accepted import AcceptedChoices
 from vsched.api.completions import CheckedRequest
 from vsched.api.contract import Generation
 from vsched.errors import RequestFailed, RequestRefused
@@ -56,8 +56,8 @@ class GatheredAnswer:
 
     def _add(self, delta: OutputDelta) -> None:
         self.deltas.append(delta)
-        told = sum(_TOP_BYTES * (1 + len(one.top)) for one in delta.logprobs or ())
-        self.bytes += _DELTA_BYTES + len(delta.text) + told
+        reported = sum(_TOP_BYTES * (1 + len(one.top)) for one in delta.logprobs or ())
+        self.bytes += _DELTA_BYTES + len(delta.text) + reported
         self.ended = delta.finish_reason is not None
 
     def listen(self, key: int, reader: Callable[[], None] | None) -> None:
@@ -148,7 +148,7 @@ class ResumedRequest:
         self.request = request
         self.error: RequestRefused | RequestFailed | None = None
         self.job: CheckedRequest | None = None
-        self.answers: list[GatheredAnswer] = []
+        self.choices: list[GatheredAnswer] = []
         self._on_end = on_end
         self._settled = asyncio.Event()
 
@@ -160,19 +160,19 @@ class ResumedRequest:
     @property
     def ended(self) -> bool:
         """True if no more output follows."""
-        whole = bool(self.answers) and all(answer.ended for answer in self.answers)
+        whole = bool(self.choices) and all(answer.ended for answer in self.choices)
         return self.error is not None or whole
 
     @property
     def failed_for_good(self) -> bool:
         """True if it failed with an error that another server would report, too; a 503 depends on this server."""
-        errors = [self.error, *(answer.error for answer in self.answers)]
+        errors = [self.error, *(answer.error for answer in self.choices)]
         return any(error is not None and error.status != 503 for error in errors)
 
     @property
     def bytes(self) -> int:
         """Approximate memory of its choices."""
-        return sum(answer.bytes for answer in self.answers)
+        return sum(answer.bytes for answer in self.choices)
 
     def fail(self, error: RequestRefused | RequestFailed) -> None:
         """End it with an error."""
@@ -183,7 +183,7 @@ class ResumedRequest:
     def accepted(self, job: CheckedRequest, generations: Sequence[Generation]) -> None:
         """Start to buffer its choices."""
         self.job = msgspec.structs.replace(job, prompts=(), images=())
-        self.answers = [GatheredAnswer(one, self._on_answer_end) for one in generations]
+        self.choices = [GatheredAnswer(one, self._on_answer_end) for one in generations]
         self._settled.set()
         if self.ended:
             self._on_end(self)
@@ -192,7 +192,7 @@ class ResumedRequest:
         if self._settled.is_set() and self.ended:
             self._on_end(self)
 
-    async def read(self) -> tuple[CheckedRequest, AcceptedAnswers]:
+    async def read(self) -> tuple[CheckedRequest, AcceptedChoices]:
         """Return the checked request, and its choices from the start.
 
         Blocks: until it is accepted, which depends on the server's start and queue.
@@ -204,8 +204,8 @@ class ResumedRequest:
         if self.error is not None:
             raise self.error
         assert self.job is not None
-        accepted = AcceptedAnswers()
-        readers = [GatheredReader(answer) for answer in self.answers]
+        accepted = AcceptedChoices()
+        readers = [GatheredReader(answer) for answer in self.choices]
         for first in range(0, len(readers), self.job.drawn):
             accepted.add(readers[first : first + self.job.drawn])
         return self.job, accepted

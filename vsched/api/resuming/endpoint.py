@@ -51,16 +51,16 @@ class KeptAnswerEndpoint:
         after, stream = _after(exchange, query), _flag(query)
         name = scope["path_params"]["request_id"]
         resumed = self._resumption.find(name, self._path, tenant_of(scope))
-        job, answers = await resumed.read()
+        job, choices = await resumed.read()
         if stream is not None:
             job = msgspec.structs.replace(job, stream=stream)
-        if job.stream and len(answers.generations) == 1:
+        if job.stream and len(choices.generations) == 1:
             exchange.number_events(after=after)
         elif after >= 0:
             message = "`starting_after` is for streams with a single choice. Remedy: read it from the beginning"
             raise ParameterRefused(f"{message}.", param="starting_after")
-        await self._endpoint.tell(exchange, _Unmeasured(), answers, job)
-        self._resumption.told(resumed)
+        await self._endpoint.tell(exchange, _Unmeasured(), choices, job)
+        self._resumption.reported(resumed)
 
 
 class _Unmeasured(RequestRecord):

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import Message
 
 from vsched.aio.streams.stream import failure_of
-from vsched.api.choices.accepted import AcceptedAnswers
+from vsched.api.choices.accepted import AcceptedChoices
 from vsched.api.completions import CheckedRequest, CompletionEndpoint
 from vsched.api.errors import ParameterRefused
 from vsched.api.http_exchange import HttpExchange
@@ -24,7 +24,7 @@ from vsched.api.resuming.answers import ResumedRequest
 from vsched.config import Config
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.record.journal import KeptRequest, LeftRequest, Progress, RequestJournal, open_journal
-from vsched.record.left import Begun, Ended, read_left
+from vsched.record.left import PartialOutput, Ended, read_left
 
 logger = logging.getLogger(__name__)
 RESUMED_MAX = 2
@@ -89,7 +89,7 @@ class Resumption:
     def _read_record(self, journal: RequestJournal, left: list[LeftRequest]) -> dict[str, Ended]:
         """Read the generated tokens from the record, and save them: a new record is about to replace it."""
         # Requests with several choices are generated from the start: all choices continue together or not at all.
-        names = [one.request.request_id for one in left if one.request.answers == 1]
+        names = [one.request.request_id for one in left if one.request.choices == 1]
         found = read_left(self._record, names)
         if found.trouble:
             logger.error(
@@ -99,8 +99,8 @@ class Resumption:
             )
         for one in left:
             name = one.request.request_id
-            begun = found.begun.get(name, one.progress.begun)
-            self._progress[name] = msgspec.structs.replace(one.progress, begun=begun)
+            started = found.started.get(name, one.progress.started)
+            self._progress[name] = msgspec.structs.replace(one.progress, started=started)
             self._note(journal, name)
         return found.ended
 
@@ -163,17 +163,17 @@ class Resumption:
             if self.journal is not None:
                 self._note(self.journal, request.request_id)
             job = await self._job(request)
-            begun = progress.begun
+            started = progress.started
             if job.sampling.logprobs is not None or job.sampling.prompt_logprobs is not None:
-                begun = None  # the record has no log-probabilities
-            answers = await self._accept(request, job, begun)
+                started = None  # the record has no log-probabilities
+            choices = await self._accept(request, job, started)
         except (RequestRefused, RequestFailed) as error:
             resumed.fail(error)
         except Exception:
             logger.exception("request %s was not resumed", request.request_id)
             resumed.fail(RequestFailed("the server made a mistake"))
         else:
-            resumed.accepted(job, answers.generations)
+            resumed.accepted(job, choices.generations)
 
     async def _job(self, request: KeptRequest) -> CheckedRequest:
         """Read and check the saved body again, with the original seed and creation time."""
@@ -186,24 +186,24 @@ class Resumption:
         return msgspec.structs.replace(job, sampling=sampling, created=request.created)
 
     async def _accept(
-        self, request: KeptRequest, job: CheckedRequest, begun: Begun | None
-    ) -> AcceptedAnswers:
+        self, request: KeptRequest, job: CheckedRequest, started: PartialOutput | None
+    ) -> AcceptedChoices:
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._keep_s
         while True:
-            answers = AcceptedAnswers()
+            choices = AcceptedChoices()
             try:
-                await self._endpoints[request.path].accept(job, answers, request.tenant, begun)
+                await self._endpoints[request.path].accept(job, choices, request.tenant, started)
             except RequestRefused as error:
-                answers.abort()
+                choices.abort()
                 if error.status not in (429, 503) or loop.time() >= give_up_s:
                     raise
                 await asyncio.sleep(_AGAIN_S)
             except BaseException:
-                answers.abort()
+                choices.abort()
                 raise
             else:
-                return answers
+                return choices
 
     # --- for clients ---
 
@@ -237,7 +237,7 @@ class Resumption:
         )
         raise ParameterRefused(message, param="id", code="answer_unknown", status=404)
 
-    def told(self, resumed: ResumedRequest) -> None:
+    def reported(self, resumed: ResumedRequest) -> None:
         """Record that a client has received the whole response: the next server need not keep it."""
         if resumed.ended and self.journal is not None:
             self.journal.end(resumed.request.request_id)

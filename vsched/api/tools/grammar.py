@@ -194,8 +194,8 @@ class _Values(_Arguments):
         first: Node = ""
         for name, each, needed in reversed(_properties(schema)):
             item = self._rule(_all(key(name), self._value(each)))
-            begun = _all(item, rest)
-            first = begun if needed else {"any": [begun, first]}
+            started = _all(item, rest)
+            first = started if needed else {"any": [started, first]}
             more = _all(self._form.comma, item, rest)
             rest = self._rule(more if needed else {"any": [more, rest]})
         return first

@@ -83,8 +83,8 @@ class AnswerWording:
                 reasoning += "" if self._hides_reasoning else event.text
             elif isinstance(event, CallBegins):
                 made = self._call_id()
-                begun = FunctionOutput(event.name)
-                calls.append(ToolCallDelta(self._calls, begun, id=made, type="function"))
+                started = FunctionOutput(event.name)
+                calls.append(ToolCallDelta(self._calls, started, id=made, type="function"))
                 self._calls += 1
             else:
                 if not calls:  # continues from an earlier piece

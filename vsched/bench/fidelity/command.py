@@ -201,12 +201,12 @@ def _table(title: str, runs: Sequence[Run], *, adjusted: bool) -> Table:
             colour = "red" if abs(error) > LIMITS[figure] else "green"
             real, simulated = _shown(getattr(run.real, figure)), _shown(getattr(side, figure))
             cells.append(f"{real} / {simulated} [{colour}]({100 * error:+.0f}%)")
-        told = (
+        reported = (
             [f"{run.slowness[stage]:.2f} x" for stage in about]
             if adjusted
             else [str(run.requests), f"{run.others:.2f}"]
         )
-        table.add_row(_label(run), *told, *cells)
+        table.add_row(_label(run), *reported, *cells)
     return table
 
 

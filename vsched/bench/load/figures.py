@@ -124,23 +124,23 @@ def gaps(samples: Iterable[Sample], window: tuple[float, float] | None) -> list[
     ]
 
 
-def summarise(case: str, concurrency: int, answers: Answers) -> Figures:
+def summarise(case: str, concurrency: int, choices: Answers) -> Figures:
     """Summarise one run. A failed request is in no duration and no rate, but is counted with its error."""
-    samples = answers.samples
+    samples = choices.samples
     good = [sample for sample in samples if sample.error is None]
     errors = Counter(sample.error for sample in samples if sample.error is not None)
     wrong = [
         sample
-        for sample, tokens in zip(samples, answers.tokens, strict=True)
+        for sample, tokens in zip(samples, choices.tokens, strict=True)
         if sample.error is None and sample.output_tokens != tokens
     ]
     first, streams, window = good, good, None
-    if answers.decoders:
-        decoders = {id(sample) for index in answers.decoders for sample in answers.sessions[index]}
+    if choices.decoders:
+        decoders = {id(sample) for index in choices.decoders for sample in choices.sessions[index]}
         first = [sample for sample in good if id(sample) not in decoders]
         streams = [sample for sample in good if id(sample) in decoders]
-        window = answers.burst
-    wall_s = max(answers.wall_s, 1e-9)
+        window = choices.burst
+    wall_s = max(choices.wall_s, 1e-9)
     return Figures(
         case=case,
         concurrency=concurrency,
@@ -159,8 +159,8 @@ def summarise(case: str, concurrency: int, answers: Answers) -> Figures:
         itl_ms=times(gaps(streams, window)),
         tpot_ms=times(_per_token(streams)),
         request_ms=_whole(good),
-        client_cpu=round(answers.cpu_s / wall_s, 3),
-        turns=_turns(answers.sessions),
+        client_cpu=round(choices.cpu_s / wall_s, 3),
+        turns=_turns(choices.sessions),
     )
 
 

@@ -136,8 +136,8 @@ async def run(
     for messages in drawn.warmup:
         await client.chat_when_ready(body(messages, plan.shape.output_tokens))
     measure = _burst if plan.case is Case.MIXED else _closed_loop
-    answers = await measure(client, drawn, body, finished)
-    return summarise(plan.case, plan.concurrency, answers)
+    choices = await measure(client, drawn, body, finished)
+    return summarise(plan.case, plan.concurrency, choices)
 
 
 def _without_temperature(body: Body, messages: list[Message], tokens: int) -> bytes:

@@ -183,7 +183,7 @@ async def _converse(client: _Client, turns: Sequence[ExamTurn], max_tokens: int)
     from vsched.cli.demo.exam import user_message
 
     messages: list[dict[str, Any]] = []
-    asked: list[AskedTurn] = []
+    requested: list[AskedTurn] = []
     images = 0
     for turn in turns:
         messages.append(user_message(turn))
@@ -191,7 +191,7 @@ async def _converse(client: _Client, turns: Sequence[ExamTurn], max_tokens: int)
         answer = await client.ask(messages, max_tokens=max_tokens, show=False, temperature=0)
         messages.append({"role": "assistant", "content": answer})
         timeline = (await client.statistics())["recent"][-1]
-        asked.append(
+        requested.append(
             AskedTurn(
                 question=turn.question,
                 answer=answer,
@@ -200,7 +200,7 @@ async def _converse(client: _Client, turns: Sequence[ExamTurn], max_tokens: int)
                 encoded=timeline["encoded_items"],
             )
         )
-    return asked
+    return requested
 
 
 def _show(pictures: Sequence[bytes], folder: Path, name: str, console: Console) -> None:

@@ -87,7 +87,7 @@ class DraftGrants(Restorable):
         """Renew grants that end before this step, and return requests of known length to their buckets."""
         for number in self._asks.pop(step, ()):
             state = self._running.decoding.get(number)
-            if state is not None and state.asked_in == step:
+            if state is not None and state.requested_in == step:
                 self._ask(state, step, now_ns)
         for state in list(self._bounded.values()):
             if self._is_settled(state, step):
@@ -190,9 +190,9 @@ class DraftGrants(Restorable):
         if draft.tokens and state.bucket >= 0:
             self._running.leave_bucket(state)
             self._bounded[state.number] = state
-        state.asked_in = step + draft.steps if draft.steps else 0
-        if state.asked_in:
-            self._asks.setdefault(state.asked_in, []).append(state.number)
+        state.requested_in = step + draft.steps if draft.steps else 0
+        if state.requested_in:
+            self._asks.setdefault(state.requested_in, []).append(state.number)
         self.active = True
 
     # --- after a step ---
@@ -227,7 +227,7 @@ class DraftGrants(Restorable):
             self.tokens -= state.granted.tokens
             self._changes.pop(state.slot, None)
         self._bounded.pop(state.number, None)
-        state.granted, state.asked_in, state.unsettled = None, 0, 0
+        state.granted, state.requested_in, state.unsettled = None, 0, 0
         state.drafted = state.accepted = 0
 
     def rebuild(self) -> None:

@@ -325,7 +325,7 @@ class GenerateGroup(Group):
             if victim.order < state.order:
                 self._preemption.overrule("the victim was older than the request in need")
                 victim = state  # whatever the policy says, the older request continues: this ensures progress
-            self._preempt(victim, swap=answer.manner == "swap")
+            self._preempt(victim, swap=answer.mode == "swap")
             if victim is state:
                 probe("generate.preempted_itself")
                 return False

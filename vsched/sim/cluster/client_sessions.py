@@ -257,7 +257,7 @@ class ClientSession:
         for part in self._parts:
             prompt += [IMAGE_TOKEN] if isinstance(part, Image) else part
         name = f"library-{self.index}"
-        generations = await engine.generate_answers(
+        generations = await engine.generate_choices(
             prompt=prompt,
             images=[self._reference(image) for image in arrival.images],
             sampling=SamplingParams(

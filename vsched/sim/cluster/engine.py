@@ -96,7 +96,7 @@ class SimEngine:
         host_links: Properties of the links to the hosts in `cluster.hosts`.
         origin_ns: Origin of workload and fault times; by default ten seconds from now, when the
             engine has started.
-        answers_max: Maximum number of choices per request, for randomly drawn behaviours.
+        choices_max: Maximum number of choices per request, for randomly drawn behaviours.
         allow_policy_failures: Whether policies may fail; by default, a policy failure fails the
             simulation.
 
@@ -122,14 +122,14 @@ class SimEngine:
         links: LinkProfile | None = None,
         host_links: HostLinkProfile | None = None,
         origin_ns: int | None = None,
-        answers_max: int = 1,
+        choices_max: int = 1,
         allow_policy_failures: bool = False,
     ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop), "there is no virtual time on this loop"
         self.config = config or small_config()
         self.plan = faults or FaultPlan(seed=seed)
-        self._answers_max = answers_max
+        self._choices_max = choices_max
         for fault in self.plan.faults:
             if isinstance(fault, GroupOutage):
                 raise fault.refused(REMEDY)
@@ -333,7 +333,7 @@ class SimEngine:
             stop_token_ids=tuple(_draw_stops(rng)),
             stop=tuple(f" {one}" for one in _draw_stops(rng)),
             choices=tuple(_draw_choices(rng)) if rng.random() < HELD_SHARE else (),
-            answers=rng.randint(1, self._answers_max),
+            answers=rng.randint(1, self._choices_max),
             adapter=index % (1 + len(self.config.adapters.load)),
         )
 

@@ -143,10 +143,10 @@ class Connection:
     def reply(self, frame: bytes) -> bool:
         """Send a frame to the engine; return False if the host knows that the engine's end is closed."""
         if not self.gone:
-            self._after(self._machine.back, len(frame), self._hear, frame)
+            self._after(self._machine.back, len(frame), self._receive, frame)
         return not self.gone
 
-    def _hear(self, frame: bytes) -> None:
+    def _receive(self, frame: bytes) -> None:
         if self.closed:
             self._after(self._machine.there, 0, self._hang_up)
         else:
@@ -188,7 +188,7 @@ class Boot:
 
     def _read(self) -> None:
         while self._inbox and not self.ended:
-            self._server.hear(*self._inbox.popleft())
+            self._server.receive(*self._inbox.popleft())
 
     def _send(self, peer: bytes, frame: bytes) -> bool:
         return self.ended or self._machine.connections[peer].reply(frame)
@@ -270,7 +270,7 @@ class FailingHost:
             self._closing.append(loop.create_task(boot.close()))
             self._down_until_ns = fault.end_ns
             loop.call_at_ns(fault.end_ns, self._start)
-            for one in served if fault.manner == "killed" else ():
+            for one in served if fault.mode == "killed" else ():
                 one.break_off()
 
     async def close(self) -> None:

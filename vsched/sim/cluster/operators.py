@@ -91,9 +91,9 @@ async def operate(world: World, client: AsgiClient, operation: Operation) -> Non
     else:
         body = {"group": operation.group, "action": operation.action}
         calls = [("POST", "/admin/replicas", body)]
-    for method, path, asked in calls:
-        response = await client.request(method, path, json=asked)
+    for method, path, requested in calls:
+        response = await client.request(method, path, json=requested)
         world.expect(
             response.status in UNDERSTOOD or (method, response.status) == ("DELETE", 404),
-            f"{method} {path} {asked} was answered with {response.status}: {response.body!r}",
+            f"{method} {path} {requested} was answered with {response.status}: {response.body!r}",
         )

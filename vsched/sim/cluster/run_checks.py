@@ -107,7 +107,7 @@ def check_detection(
             limit_s = max(limit_s, silence_s(deadlines))
         until_ns = struck.now_ns + int((limit_s + AT_ONCE_S) * SECOND_NS)
         if until_ns < now_ns and not _was_lost(observer, group, struck.now_ns, until_ns):
-            world.violate(f"not noticed within {limit_s:g} s: {_told(struck)}")
+            world.violate(f"not noticed within {limit_s:g} s: {_reported(struck)}")
 
 
 def check_hosts(
@@ -117,8 +117,10 @@ def check_hosts(
     slow = _slow_hosts(world)
     for strike in strikes:
         fault = strike.fault
-        told = isinstance(fault, HostCrash) and fault.manner == "killed" and fault.host not in slow
-        limit_s = BROKEN_S if told else silence_s(deadlines) + AT_ONCE_S
+        reported = (
+            isinstance(fault, HostCrash) and fault.mode == "killed" and fault.host not in slow
+        )
+        limit_s = BROKEN_S if reported else silence_s(deadlines) + AT_ONCE_S
         until_ns = strike.at_ns + int(limit_s * SECOND_NS)
         if until_ns >= world.loop.now_ns() or not (
             isinstance(fault, HostCrash) or fault.end_ns > until_ns
@@ -145,7 +147,7 @@ def _was_lost(observer: EngineObserver, group: str, since_ns: int, until_ns: int
     )
 
 
-def _told(struck: Struck) -> str:
+def _reported(struck: Struck) -> str:
     return f"{struck.fault} struck at {struck.now_ns / SECOND_NS:.9f} s"
 
 

@@ -63,7 +63,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         slower: Factor on step durations.
         host_links: Properties of the links to other hosts.
-        answers_max: Maximum number of choices per request.
+        choices_max: Maximum number of choices per request.
         shut_down_ns: When the server is stopped while clients wait; by default it runs until
             everything has recovered.
     """
@@ -76,7 +76,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     links: LinkProfile
     slower: float
     host_links: HostLinkProfile = HostLinkProfile()
-    answers_max: int = 1
+    choices_max: int = 1
     shut_down_ns: int | None = None
 
     def with_policies(self, tables: Mapping[str, PolicyTable]) -> Scenario:
@@ -138,7 +138,7 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
         rng = random.Random(f"policies {seed}")  # noqa: S311
         return drawn.with_operations(draw_replacements(rng, SPAN_NS))
     if seed % 10 == 3:
-        return msgspec.structs.replace(drawn, answers_max=3)
+        return msgspec.structs.replace(drawn, choices_max=3)
     if seed % 10 == 9:
         return _with_adapters(drawn)
     if seed % 10 == 1:
@@ -361,7 +361,7 @@ async def play(scenario: Scenario) -> ScenarioReport:
         links=scenario.links,
         host_links=scenario.host_links,
         costs=slower(QUICK, scenario.slower, scenario.slower),
-        answers_max=scenario.answers_max,
+        choices_max=scenario.choices_max,
     )
     await engine.start()
     try:

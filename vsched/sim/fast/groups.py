@@ -67,7 +67,7 @@ class SimulatedGroup:
         log: Pending decisions, each with the times it was decided and received; the first one is
             running if the device runs this group.
         losses: Number of losses.
-        told_ns: When the engine receives the result of the last step.
+        reported_ns: When the engine receives the result of the last step.
         incarnation: Counts losses and rescheduled ends; an end announced in an earlier incarnation
             is void.
         slowdown: Factor on step durations.
@@ -82,7 +82,7 @@ class SimulatedGroup:
         self.link: GroupLink | None = None
         self.log: deque[tuple[Decision, int, int]] = deque()
         self.losses = 0
-        self.told_ns = 0
+        self.reported_ns = 0
         self.incarnation = 0
         self.slowdown = 1.0
         self.held_ns = 0
@@ -134,7 +134,7 @@ class SimulatedGroup:
             device.ready.append(self)  # continues after decisions made in the meantime
             return None
         decision, _, _ = self.log.popleft()
-        self.told_ns = now_ns if self.link is None else self.link.result_ns(decision, now_ns)
+        self.reported_ns = now_ns if self.link is None else self.link.result_ns(decision, now_ns)
         self.steps += 1
         return self._finish(decision, now_ns)
 
@@ -318,12 +318,12 @@ class TimedGenerateGroup(SimulatedGroup):
 
     def _verify(self) -> list[Drafted]:
         """Draw the accepted draft tokens, and move the ends of their sequences."""
-        told: list[Drafted] = []
+        reported: list[Drafted] = []
         for sequence, drafts in self._drafts:
             right = 0
             while right < drafts and self._rng.random() < self._luck.acceptance:
                 right += 1
-            told.append(Drafted(sequence.slot, drafts, [OUTPUT_TOKEN] * right))
+            reported.append(Drafted(sequence.slot, drafts, [OUTPUT_TOKEN] * right))
             if right:
                 self._ends[sequence.last].remove(sequence)
                 sequence.last -= right
@@ -332,7 +332,7 @@ class TimedGenerateGroup(SimulatedGroup):
                 self._offset += right
                 self.decoded += right
         self._drafts = []
-        return told
+        return reported
 
     def _prefill(self, decision: GenerateDecision) -> float:
         """Apply the chunks of a step; return their time."""

@@ -262,9 +262,9 @@ class Simulation:
         event = group.end(now_ns)
         if self._contention is not None or group.device.ready:
             self._leave(group, now_ns)
-        if event is None or group.told_ns <= now_ns:
+        if event is None or group.reported_ns <= now_ns:
             return event
-        self._push(group.told_ns, TOLD, (group, group.losses, event))
+        self._push(group.reported_ns, TOLD, (group, group.losses, event))
         return None
 
     def _leave(self, group: SimulatedGroup, now_ns: int) -> None:
@@ -305,9 +305,9 @@ class Simulation:
         if kind == LEAVE:
             return Withdrawn(subject)
         if kind == TOLD:
-            group, losses, told = subject
-            heard: Event | None = told if losses == group.losses else None
-            return heard
+            group, losses, reported = subject
+            received: Event | None = reported if losses == group.losses else None
+            return received
         if kind == JOB:
             if incarnation == subject.incarnation:  # else its end was rescheduled
                 if self._contention is not None:

@@ -182,7 +182,7 @@ class HostCrash(Lasting, frozen=True, kw_only=True):
     """A host and all its ranks end, and restart after the duration; after a power loss, peers get no notice."""
 
     host: str
-    manner: Literal["killed", "powered_off"] = "killed"
+    mode: Literal["killed", "powered_off"] = "killed"
 
 
 class HostStall(Lasting, frozen=True, kw_only=True):

@@ -263,13 +263,13 @@ class SimulatedRank:
     async def _listen(self, following: Following[SimulatedLink]) -> None:
         awaited = following.awaited()
         ends = [member.link.end for member in awaited]
-        heard = await wait_readable(ends, following.left_s()) or await wait_readable(
+        received = await wait_readable(ends, following.left_s()) or await wait_readable(
             ends, following.grace_s
         )
         for member in awaited:
             member.listen(0)
-        if not heard:
-            following.heard_nothing()
+        if not received:
+            following.received_nothing()
 
     def _note_digest(self, member: Member[SimulatedLink]) -> None:
         """Check that all ranks of a group have the same log."""

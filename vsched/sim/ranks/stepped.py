@@ -152,11 +152,11 @@ class _SteppedDrafts:
         self._group = group
 
     def propose(
-        self, asked: Mapping[int, int], in_slot: Mapping[int, SequenceState], table: SlotTable
+        self, requested: Mapping[int, int], in_slot: Mapping[int, SequenceState], table: SlotTable
     ) -> dict[int, list[int]]:
         """Return draft tokens by slot: first correct ones, then wrong ones."""
         proposed: dict[int, list[int]] = {}
-        for slot, count in asked.items():
+        for slot, count in requested.items():
             known: Known = in_slot[slot].state
             length = int(table.length[slot])
             seen = int(known.fingerprints[length - 2]) if length > 1 else known.root

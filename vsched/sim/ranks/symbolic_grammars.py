@@ -33,8 +33,8 @@ _WORDS = -(-(FIRST_TOKEN + TOKENS) // 32)
 def next_tokens(choices: Choices, outputs: Sequence[int]) -> list[int]:
     """Return the possible next tokens after an output, in order; empty if it is complete or matches no choice."""
     count = len(outputs)
-    begun = [each for each in choices if list(each[:count]) == list(outputs)]
-    return sorted({each[count] for each in begun if len(each) > count})
+    started = [each for each in choices if list(each[:count]) == list(outputs)]
+    return sorted({each[count] for each in started if len(each) > count})
 
 
 def chosen_token(fingerprint: int, allowed: Sequence[int]) -> int:

@@ -288,8 +288,8 @@ class SymbolicGenerator(StandInGenerator):
         )
         special = dict(batch.special)
         for row, (slot, sequence, position) in enumerate(decodes):
-            asked = special.get(row, sequence)
-            tokens.append(self._run(batch, slot, asked, position, position + 1))
+            requested = special.get(row, sequence)
+            tokens.append(self._run(batch, slot, requested, position, position + 1))
         for chunk in batch.chunks:
             damage = 0 if self._sees_items(chunk, batch.embeddings) else DAMAGE
             token = self._run(

@@ -84,22 +84,22 @@ class _TransportBench:
     def __init__(self, transport: Transport, bounds: Bounds, rng: random.Random) -> None:
         self.bounds = bounds
         self.rng = rng
-        self.heard: list[tuple[bytes, bytes]] = []
+        self.received: list[tuple[bytes, bytes]] = []
         self.got: list[list[bytes]] = []
         self.ranks: list[MemberLink] = []
         self._transport = transport
-        self.leader = transport.listen(lambda sender, frame: self.heard.append((sender, frame)))
+        self.leader = transport.listen(lambda sender, frame: self.received.append((sender, frame)))
         demand_members(self.leader, LeaderEnd, who="the leader's end")
 
     async def meet(self, ranks: int = _RANKS) -> None:
         """Connect ranks; each sends a hello."""
         for rank in range(ranks):
             self.connect(rank).send(b"hello")
-        await self.hear(ranks, "a hello of each rank")
-        senders = sorted(sender for sender, _ in self.heard)
+        await self.receive(ranks, "a hello of each rank")
+        senders = sorted(sender for sender, _ in self.received)
         known = sorted(rank_identity(rank) for rank in range(ranks))
         demand(senders == known, f"reports came from {senders}, not from {known}")
-        self.heard.clear()
+        self.received.clear()
 
     def connect(self, rank: int) -> MemberLink:
         end = self._transport.connect(rank)
@@ -117,11 +117,11 @@ class _TransportBench:
         demand(isinstance(taken, bool), f"`send` must return True or False, not {taken!r}")
         return taken
 
-    async def hear(self, count: int, what: str) -> None:
+    async def receive(self, count: int, what: str) -> None:
         """Wait until the leader has received `count` frames, then for unexpected ones."""
-        await self._until(lambda: len(self.heard) >= count)
+        await self._until(lambda: len(self.received) >= count)
         await self._settle()
-        found = len(self.heard)
+        found = len(self.received)
         demand(
             found == count,
             f"the leader should receive {what}: {count} frames, but received {found}",
@@ -205,9 +205,9 @@ async def check_reports_arrive_in_order(bench: _TransportBench) -> None:
             bench.send(turn % _RANKS, b"meanwhile")
             bench.leader.read()
             await asyncio.sleep(0)
-    await bench.hear(200 * _RANKS, "every report once")
+    await bench.receive(200 * _RANKS, "every report once")
     for rank, frames in sent.items():
-        found = [frame for sender, frame in bench.heard if sender == rank_identity(rank)]
+        found = [frame for sender, frame in bench.received if sender == rank_identity(rank)]
         _same(found, frames, f"the leader, from rank {rank},")
 
 
@@ -220,8 +220,8 @@ async def check_frames_are_whole(bench: _TransportBench) -> None:
         demand(bench.send(0, frame), f"a frame of {len(frame)} bytes was refused")
         bench.ranks[0].send(frame)
     _same(await bench.take(0, len(sent)), sent, "rank 0")
-    await bench.hear(len(sent), "frames of all lengths")
-    _same([frame for _, frame in bench.heard], sent, "the leader")
+    await bench.receive(len(sent), "frames of all lengths")
+    _same([frame for _, frame in bench.received], sent, "the leader")
 
 
 async def check_unknown_ranks_get_nothing(bench: _TransportBench) -> None:
@@ -263,8 +263,8 @@ async def check_ranks_that_go_are_noticed(bench: _TransportBench) -> None:
     for frame in sent:
         bench.ranks[0].send(frame)
     bench.ranks[0].close()
-    await bench.hear(len(sent), "the last words of a rank that closes")
-    _same([frame for _, frame in bench.heard], sent, "the leader")
+    await bench.receive(len(sent), "the last words of a rank that closes")
+    _same([frame for _, frame in bench.received], sent, "the leader")
     loop = asyncio.get_running_loop()
     until_s = loop.time() + bench.bounds.patience_s
     while bench.send(0, b"anybody?"):
@@ -282,7 +282,7 @@ async def check_close_ends_everything(bench: _TransportBench) -> None:
     demand(not bench.send(0, b"late"), "`send` must return False after `close`")
     bench.ranks[1].send(b"too late")
     bench.leader.read()
-    await bench.hear(0, "nothing after `close`")
+    await bench.receive(0, "nothing after `close`")
     _same(await bench.take(0, 0), [], "rank 0, after the leader has closed,")
     demand(bench.ranks[0].receive(0.001) is None, "`receive` must return None without a frame")
 

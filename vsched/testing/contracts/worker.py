@@ -209,8 +209,8 @@ class _WorkerBench:
         expected = [run_alone(place, ask, next(self.numbers)) for ask in asks]
         first = next(self.numbers)
         self.numbers = itertools.count(first + len(asks))
-        answers, events = run_together(place, asks, first, rng)
-        for ask, alone, together in zip(asks, expected, answers, strict=True):
+        choices, events = run_together(place, asks, first, rng)
+        for ask, alone, together in zip(asks, expected, choices, strict=True):
             demand(
                 alone == together,
                 f"a request of {len(ask.prompt)} tokens and {len(ask.images)} images with {ask.sampling} is answered "
@@ -277,12 +277,12 @@ class _WorkerBench:
         before = arena.copy()
         worker = _Overheard(encoder)
         rank = EncodeRank(worker, arena, self._read)
-        heard: RankReport | None = rank.apply(EncodeDecision(1, tasks, layers=layers))
+        received: RankReport | None = rank.apply(EncodeDecision(1, tasks, layers=layers))
         pauses = 0
-        while isinstance(heard, Paused):
+        while isinstance(received, Paused):
             pauses += 1
             demand(pauses < LAYERS_MAX, f"`advance` has not finished after {pauses} layers")
-            heard = rank.go_on(1, layers)
+            received = rank.go_on(1, layers)
         if worker.error is not None:
             raise ContractBroken(f"`encode` failed: {worker.error!r}") from worker.error
         others = np.ones(len(arena), np.bool_)

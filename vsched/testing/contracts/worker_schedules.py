@@ -171,9 +171,9 @@ def run_together(
         for index, ask in enumerate(asks)
     ]
     schedule = Schedule(place, requests, rng, plain=False)
-    answers = schedule.run()
+    choices = schedule.run()
     counts = ", ".join(f"{count} {what}" for what, count in sorted(schedule.events.items()))
-    return answers, counts
+    return choices, counts
 
 
 class Schedule:

@@ -35,7 +35,7 @@ from vsched.kernel.events import (
     Encoded,
     EncodeFailed,
     Event,
-    FurtherAnswer,
+    FurtherChoice,
     GroupLost,
     GroupReady,
     GroupRetired,
@@ -112,9 +112,9 @@ class ModelCluster:
             self.hand_in(self._entering.popleft())
         return commands
 
-    def submit(self, request: Request, *, answers: int = 1) -> list[Command]:
+    def submit(self, request: Request, *, choices: int = 1) -> list[Command]:
         """Submit a request; further choices have its name with suffix `#1`, `#2`, and so on."""
-        return self.hand_in(_submission(request, answers))
+        return self.hand_in(_submission(request, choices))
 
     def hand_in(self, event: Submitted) -> list[Command]:
         """Submit the request in an event."""
@@ -128,10 +128,10 @@ class ModelCluster:
                 del self.requests[one.request_id]
         return commands
 
-    def arrive(self, request: Request, *, answers: int = 1) -> int:
+    def arrive(self, request: Request, *, choices: int = 1) -> int:
         """Announce a request to the front-door policy, and submit it once it is admitted; return its arrival number."""
         self._arrivals += 1
-        self.at_gate[self._arrivals] = _submission(request, answers, arrival_id=self._arrivals)
+        self.at_gate[self._arrivals] = _submission(request, choices, arrival_id=self._arrivals)
         self.send(
             Arrived(
                 self._arrivals,
@@ -139,7 +139,7 @@ class ModelCluster:
                 request.priority,
                 request.ttft_target_ms,
                 images=len(request.items),
-                answers=answers,
+                choices=choices,
                 outputs_max=request.sampling.max_tokens,
             )
         )
@@ -347,7 +347,7 @@ class ModelCluster:
             assert not entry.pins, "an embedding is pinned by no step"
 
 
-def _submission(request: Request, answers: int, *, arrival_id: int = 0) -> Submitted:
+def _submission(request: Request, choices: int, *, arrival_id: int = 0) -> Submitted:
     name = request.request_id
-    further = tuple(FurtherAnswer(f"{name}#{one}", one) for one in range(1, answers))
+    further = tuple(FurtherChoice(f"{name}#{one}", one) for one in range(1, choices))
     return Submitted(request, further=further, arrival_id=arrival_id)

@@ -93,13 +93,13 @@ def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> 
             # was supported.
             request = random_request(rng, f"r{index}")
             if index % _TELLING == 0:
-                told = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
-                request = msgspec.structs.replace(request, sampling=told)
-            answers = _ANSWERS[index % len(_ANSWERS)]
+                reported = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
+                request = msgspec.structs.replace(request, sampling=reported)
+            choices = _ANSWERS[index % len(_ANSWERS)]
             if index % _GATED:
-                cluster.submit(request, answers=answers)
+                cluster.submit(request, choices=choices)
             else:
-                arrival_id = cluster.arrive(request, answers=answers)
+                arrival_id = cluster.arrive(request, choices=choices)
                 if index % (_GATED * _LEAVING) == 0:
                     cluster.withdraw(arrival_id)
         case "encode" if cluster.busy("encode"):

@@ -86,7 +86,7 @@ class DraftModel:
         self._followed.pop(slot, None)
 
     def propose(
-        self, asked: Mapping[int, int], sequences: Mapping[int, SequenceState], table: SlotTable
+        self, requested: Mapping[int, int], sequences: Mapping[int, SequenceState], table: SlotTable
     ) -> dict[int, list[int]]:
         """Return draft tokens after the known tokens of slots, at most the given number for each.
 
@@ -95,11 +95,11 @@ class DraftModel:
         """
         wanted = {
             slot: count
-            for slot, count in sorted(asked.items())
+            for slot, count in sorted(requested.items())
             if table.length[slot] + count <= self._info.context_tokens
         }
         for slot in wanted:
-            self._hear(slot, sequences[slot], table)
+            self._receive(slot, sequences[slot], table)
         found = self._catch_up(list(wanted), table)
         going = sorted(found)
         while going := [slot for slot in going if self._goes_on(slot, found, wanted)]:
@@ -126,7 +126,7 @@ class DraftModel:
         size = self._vocabulary
         return tokens[: next((at for at, one in enumerate(tokens) if one >= size), len(tokens))]
 
-    def _hear(self, slot: int, sequence: SequenceState, table: SlotTable) -> None:
+    def _receive(self, slot: int, sequence: SequenceState, table: SlotTable) -> None:
         """Update a sequence with its new tokens; rejected draft tokens are forgotten."""
         length = int(table.length[slot])
         tokens = np.minimum(sequence.tokens[:length], self._info.vocab_size - 1)

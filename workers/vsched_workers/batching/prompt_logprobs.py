@@ -21,7 +21,7 @@ Logits = Callable[[torch.Tensor, int], torch.Tensor]
 
 def tells_prompts(batch: Batch) -> bool:
     """Return whether a chunk of a batch needs prompt log-probabilities."""
-    return any(chunk.told for chunk in batch.chunks)
+    return any(chunk.reported for chunk in batch.chunks)
 
 
 def prompt_logprobs(
@@ -34,10 +34,10 @@ def prompt_logprobs(
     found = []
     row = len(batch.decode_slots)
     for index, chunk in enumerate(batch.chunks):
-        if chunk.told:
+        if chunk.reported:
             pieces = [
                 _piece(logits(hidden[row + first : row + last], last - first), chunk, first)
-                for first, last in _ranges(chunk.told, rows_max)
+                for first, last in _ranges(chunk.reported, rows_max)
             ]
             logprobs, ranks, ids, top = (np.concatenate(one) for one in zip(*pieces, strict=True))
             found.append(PromptLogprobs(index, logprobs, ranks, ids, top))
@@ -61,8 +61,8 @@ def _piece(
     start = chunk.start + 1 + first
     following = chunk.sequence.tokens[start : start + len(logits)].astype(np.int64)
     raw = logits.float()
-    told = torch.from_numpy(following).to(raw.device)[:, None]
-    own = raw.gather(1, told)
+    reported = torch.from_numpy(following).to(raw.device)[:, None]
+    own = raw.gather(1, reported)
     ranks = (raw > own).sum(dim=1) + 1
     total = raw.logsumexp(dim=1, keepdim=True)
     count = min(chunk.sequence.sampling.prompt_logprobs or 0, raw.shape[1])

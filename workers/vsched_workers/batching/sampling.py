@@ -117,8 +117,8 @@ def biases(entry: SpecialRow, vocabulary: int) -> dict[int, float]:
     if len(outputs) < params.min_tokens:
         forbidden += sequence.stop_token_ids
     for *before, last in params.bad_words:
-        begun = len(before) <= len(outputs)
-        if begun and outputs[len(outputs) - len(before) :].tolist() == before:
+        started = len(before) <= len(outputs)
+        if started and outputs[len(outputs) - len(before) :].tolist() == before:
             forbidden.append(last)
     added.update((token, -np.inf) for token in forbidden if 0 <= token < vocabulary)
     return added

@@ -303,9 +303,9 @@ class RankGroup:
     def _verdict(self, words: str) -> Exception:
         """Leave a group after an interrupted collective; return the resulting exception."""
         store = self._open()
-        told = store.get(_FAILED).decode() if store.check([_FAILED]) else ""
+        reported = store.get(_FAILED).decode() if store.check([_FAILED]) else ""
         self._leave()
-        if not told:
+        if not reported:
             if "imed out" in words:
                 return PeerLost(
                     limit_message(
@@ -317,7 +317,7 @@ class RankGroup:
                 )
             logger.warning("a collective was interrupted: %s", words)
             return PeerLost("the connection to another rank of the group is gone")
-        rank, _, kind = told.partition(" ")
+        rank, _, kind = reported.partition(" ")
         if kind == _MEMORY:
             return DeviceOutOfMemory(f"another rank of the group, {rank}, ran out of memory.")
         return PeerFailed(f"another rank of the group, {rank}, failed: {kind}")

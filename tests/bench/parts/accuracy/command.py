@@ -160,7 +160,7 @@ async def _measure(
     with Progress(*columns, console=console, transient=True) as progress:
         whole = progress.add_task("settings", total=len(variants))
 
-        def begun(variant: Variant, answers: int) -> Advance:
+        def started(variant: Variant, answers: int) -> Advance:
             for task in progress.task_ids:
                 if task != whole:
                     progress.remove_task(task)
@@ -174,7 +174,7 @@ async def _measure(
             variants=variants,
             own=assignments,
             clients=clients,
-            begun=begun,
+            started=started,
         )
 
 

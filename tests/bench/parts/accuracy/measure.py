@@ -188,11 +188,11 @@ async def measure_accuracy(
     variants: Sequence[Variant],
     own: Sequence[str] = (),
     clients: int,
-    begun: Callable[[Variant, int], Advance],
+    started: Callable[[Variant, int], Advance],
 ) -> AccuracyReport:
     """Run the exam under each setting, over HTTP; the first setting is the reference.
 
-    `begun` is called with each setting and its number of answers, and returns a callback for the
+    `started` is called with each setting and its number of answers, and returns a callback for the
     number of new answers.
 
     Raises:
@@ -205,7 +205,7 @@ async def measure_accuracy(
     longest_tokens = 0
     for variant in variants:
         sets = merged_sets(variant, own, path=path, longest_tokens=longest_tokens)
-        advance = begun(variant, variant.passes * len(questions))
+        advance = started(variant, variant.passes * len(questions))
         facts: dict[str, Any] = {
             "name": variant.name,
             "summary": variant.summary,

@@ -144,8 +144,10 @@ async def measure_conversations(
                 for turn in range(1, turns + 1):
                     images = [draw_image(repeat * 1000 + i, image_pixels) for i in range(turn)]
                     before_ms = engine.statistics()["busy_ms"]["encode"]
-                    asked = await _ask(engine, _prompt(engine, turn), images, tokens=ANSWER_TOKENS)
-                    rows.append((engine.statistics()["busy_ms"]["encode"] - before_ms, asked))
+                    requested = await _ask(
+                        engine, _prompt(engine, turn), images, tokens=ANSWER_TOKENS
+                    )
+                    rows.append((engine.statistics()["busy_ms"]["encode"] - before_ms, requested))
                     advanced()
                 samples[name].append(rows)
     return [
@@ -162,7 +164,7 @@ async def measure_conversations(
                 )
                 for turn in range(turns)
             ],
-            answers=[asked.token_ids for run in runs for _, asked in run],
+            answers=[requested.token_ids for run in runs for _, requested in run],
         )
         for name, runs in samples.items()
     ]
@@ -189,9 +191,9 @@ async def measure_probe(
                 refusal = error.message
                 break
             held = count
-        asked = await _ask(engine, _prompt(engine, 1), [draw_image(0, image_pixels)], tokens=2)
+        requested = await _ask(engine, _prompt(engine, 1), [draw_image(0, image_pixels)], tokens=2)
     return CapacityProbe(
-        encoding=encoding, images=held, refusal=refusal, served_after=len(asked.token_ids) == 2
+        encoding=encoding, images=held, refusal=refusal, served_after=len(requested.token_ids) == 2
     )
 
 
@@ -225,9 +227,9 @@ async def measure_mixed(
         for _ in range(decoders):
             await decoding.acquire()
         large = asyncio.create_task(_ask(engine, _prompt(engine, images), pictures, tokens=2))
-        asked = await asyncio.gather(*running)
+        requested = await asyncio.gather(*running)
         await large
-    gaps = sorted(gap for one in asked for gap in one.gaps_ms)
+    gaps = sorted(gap for one in requested for gap in one.gaps_ms)
     return GapsBesideImages(
         decoders=decoders,
         images=images,

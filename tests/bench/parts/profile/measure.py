@@ -171,9 +171,9 @@ async def _measure(
     order: LoadOrder, meter: Meter, engine: Engine, folder: Path
 ) -> tuple[ProfileWindow, Figures]:
     async with ready_clients(order) as process:
-        begun = _http_calls(meter)
+        started = _http_calls(meter)
         begin_clients(process)
-        while _http_calls(meter) == begun:  # noqa: ASYNC110 - a server that is measured tells nobody
+        while _http_calls(meter) == started:  # noqa: ASYNC110 - a server that is measured tells nobody
             await asyncio.sleep(_START_POLL_S)
         before = _snapshot(meter, engine, folder)
         others = OtherLoad(lambda: [*engine.rank_pids, process.pid])

@@ -66,21 +66,21 @@ class _Vsched:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, _back: str) -> None:
         self._log = LeaderLog()
-        self._link = LeaderLink(context, address, self._hear)
-        self._heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._link = LeaderLink(context, address, self._receive)
+        self._received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-    def _hear(self, _identity: bytes, frame: bytes) -> None:
+    def _receive(self, _identity: bytes, frame: bytes) -> None:
         report = decode_report(frame)
-        self._heard.set_result(report.tokens if isinstance(report, GenerateResult) else b"")
+        self._received.set_result(report.tokens if isinstance(report, GenerateResult) else b"")
 
     async def up(self) -> None:
-        await self._heard
+        await self._received
 
     async def send(self, decision: GenerateDecision) -> int:
-        self._heard = asyncio.get_running_loop().create_future()
+        self._received = asyncio.get_running_loop().create_future()
         sent_ns = time.monotonic_ns()
         assert self._link.send(0, self._log.append(decision))
-        return int.from_bytes(await self._heard, "little") - sent_ns
+        return int.from_bytes(await self._received, "little") - sent_ns
 
     async def stop(self) -> None:
         self._link.send(0, self._log.append(Stop()))

@@ -55,12 +55,12 @@ def follow_log(address: str) -> None:
 async def subscribe_on_a_loop(address: str, back: str) -> None:
     """Read a broadcast with zmq.asyncio."""
     context = zmq.asyncio.Context()
-    heard, reply = context.socket(zmq.SUB), context.socket(zmq.PUSH)
-    heard.setsockopt(zmq.SUBSCRIBE, b"")
-    heard.connect(address)
+    received, reply = context.socket(zmq.SUB), context.socket(zmq.PUSH)
+    received.setsockopt(zmq.SUBSCRIBE, b"")
+    received.connect(address)
     reply.connect(back)
     decoder = msgspec.msgpack.Decoder(GenerateDecision)
-    while body := await heard.recv():
+    while body := await received.recv():
         decoder.decode(body)
         await reply.send(stamp(time.monotonic_ns()))
     context.destroy(linger=0)
@@ -69,12 +69,12 @@ async def subscribe_on_a_loop(address: str, back: str) -> None:
 def subscribe(address: str, back: str) -> None:
     """Read a broadcast with blocking calls."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    heard, reply = context.socket(zmq.SUB), context.socket(zmq.PUSH)
-    heard.setsockopt(zmq.SUBSCRIBE, b"")
-    heard.connect(address)
+    received, reply = context.socket(zmq.SUB), context.socket(zmq.PUSH)
+    received.setsockopt(zmq.SUBSCRIBE, b"")
+    received.connect(address)
     reply.connect(back)
     decoder = msgspec.msgpack.Decoder(GenerateDecision)
-    while body := heard.recv():
+    while body := received.recv():
         decoder.decode(body)
         reply.send(stamp(time.monotonic_ns()))
     context.destroy(linger=0)

@@ -77,7 +77,7 @@ class _Stream:
 
     def __init__(self, engine: Engine, number: int) -> None:
         self.token_ids: list[int] = []
-        self.heard_s: list[float] = []
+        self.received_s: list[float] = []
         self._engine = engine
         self._number = number
         self.ended = asyncio.create_task(self._read())
@@ -96,7 +96,7 @@ class _Stream:
             request_id=f"stream-{self._number}-{time.monotonic_ns()}",
         )
         async for delta in generation:
-            self.heard_s += [time.monotonic()] * len(delta.token_ids)
+            self.received_s += [time.monotonic()] * len(delta.token_ids)
             self.token_ids += delta.token_ids
 
     async def reach(self, tokens: int) -> None:
@@ -165,7 +165,7 @@ async def _kill(
     seen_s = await _until(lambda: engine.state != "ready")
     ready_s = await _until(lambda: engine.state == "ready")
     await asyncio.gather(*(stream.ended for stream in streams))
-    firsts = [min((at for at in one.heard_s if at > seen_s), default=0.0) for one in streams]
+    firsts = [min((at for at in one.received_s if at > seen_s), default=0.0) for one in streams]
     ends = [seen_s, stations.spoke_s, stations.sizing_s, ready_s, max(firsts)]
     tokens = [stream.token_ids for stream in streams]
     return Recovery(

@@ -44,7 +44,8 @@ def sampler(
     for row in rows:
         low, high = row.spread_ms
         table.add_row(
-            *(row.logits, str(row.rows), row.asked, f"{row.step_ms:.2f}"), f"{low:.2f}-{high:.2f}"
+            *(row.logits, str(row.rows), row.requested, f"{row.step_ms:.2f}"),
+            f"{low:.2f}-{high:.2f}",
         )
     Console().print(table)
     if out is not None:

@@ -52,7 +52,7 @@ class SamplerRow(msgspec.Struct, frozen=True, kw_only=True):
 
     logits: str
     rows: int
-    asked: str
+    requested: str
     step_ms: float
     spread_ms: tuple[float, float]
 
@@ -81,10 +81,12 @@ def measure_sampler(
     for kind in KINDS:
         for count in rows:
             choose = make(draw_logits(kind, count, vocabulary))
-            asked = {name: _special(fields, count, vocabulary) for name, fields in cases.items()}
-            spent: dict[str, list[float]] = {name: [] for name in asked}
+            requested = {
+                name: _special(fields, count, vocabulary) for name, fields in cases.items()
+            }
+            spent: dict[str, list[float]] = {name: [] for name in requested}
             for repeat in range(repeats + 1):
-                for name, special in asked.items():
+                for name, special in requested.items():
                     began_ns = time.process_time_ns()
                     choose(special)
                     if repeat > 0:  # the first one fills caches
@@ -93,7 +95,7 @@ def measure_sampler(
                 SamplerRow(
                     logits=kind,
                     rows=count,
-                    asked=name,
+                    requested=name,
                     step_ms=statistics.median(times),
                     spread_ms=(min(times), max(times)),
                 )

@@ -36,14 +36,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_ns = self.queued_ns = 0
-        self.heard: list[Event] = []
+        self.received: list[Event] = []
 
     def times(self, *, budget_ms: float, slow_max: int) -> PolicyTimes:
         return PolicyTimes(
             budget_ms=budget_ms,
             slow_max=slow_max,
             now_ns=lambda: self.now_ns,
-            handle=self.heard.append,
+            handle=self.received.append,
             queued_ns=lambda: self.queued_ns,
         )
 
@@ -65,9 +65,9 @@ def test_calls_are_counted_and_answers_passed_on(caplog: pytest.LogCaptureFixtur
         assert [ask("view") for _ in range(2)] == [7, 7]
     assert times.statistics() == {"s": {"calls": 2, "seconds": 0.014, "longest_ms": 7.0, "slow": 2}}
     assert "value 7.0 ms, limit 5 ms. Remedy: make it faster" in caplog.text
-    assert clock.heard == []
+    assert clock.received == []
     ask("view")
-    (event,) = clock.heard
+    (event,) = clock.received
     assert isinstance(event, PolicyReplaced)
     assert event.seat == "s"
     assert "3 of 3 calls" in event.reason
@@ -82,7 +82,7 @@ def test_slow_calls_that_are_rare_replace_nothing() -> None:
         took[0] = 9 if number % 50 == 0 else 1
         ask("view")
     assert times.statistics()["s"]["slow"] == 12
-    assert clock.heard == []
+    assert clock.received == []
 
 
 @pytest.mark.parametrize(("queued_ms", "slow"), [(95, 0), (96, 0), (94, 1)])
@@ -92,7 +92,7 @@ def test_waits_for_a_core_replace_nothing(queued_ms: int, slow: int) -> None:
     times = clock.times(budget_ms=5, slow_max=0)
     times.watch("s", clock.ask(100, queued_ms))("view")
     assert times.statistics()["s"]["slow"] == slow
-    assert len(clock.heard) == slow
+    assert len(clock.received) == slow
 
 
 def test_queue_clock_never_goes_back() -> None:
@@ -104,7 +104,7 @@ def test_no_budget_replaces_nothing() -> None:
     clock = Clock()
     ask = clock.times(budget_ms=0, slow_max=0).watch("s", clock.ask(10_000))
     ask("view")
-    assert clock.heard == []
+    assert clock.received == []
 
 
 def two_requests(cluster: ModelCluster) -> int:
@@ -144,15 +144,15 @@ def test_a_snapshot_knows_what_was_replaced() -> None:
     policies = default_policies(generate_admission=OneAtATime())
     again = restore_snapshot(Scheduler(LIMITS, policies), encode_snapshot(cluster.kernel))
     assert again.statistics()["policy_replaced"] == {SEAT: "too slow"}
-    asked: list[str] = []
+    requested: list[str] = []
 
     def watch(seat: str, ask: Any) -> Any:
-        asked.append(seat)
+        requested.append(seat)
         return ask
 
     again.watch_policies(watch)
-    assert SEAT not in asked
-    assert "routing" in asked
+    assert SEAT not in requested
+    assert "routing" in requested
 
 
 def test_a_record_of_a_replacement_is_replayed(

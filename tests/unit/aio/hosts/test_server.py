@@ -46,13 +46,13 @@ class Link:
 
     def __init__(self, on_frame: OnFrame) -> None:
         self.report = on_frame
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
 
     def carry(self, _entry: LogEntry) -> None:
         """No-op."""
 
     def send(self, _rank: int, frame: bytes) -> bool:
-        self.heard.append(frame)
+        self.received.append(frame)
         return True
 
     def read(self) -> None:
@@ -108,15 +108,15 @@ class Wire:
         self.home = Home()
         self.there: deque[bytes] = deque()
         self.back: deque[bytes] = deque()
-        self.heard: list[object] = []
+        self.received: list[object] = []
         self.server = HostServer(self.home, send=self._answer, read=lambda: None, name="far")
         self.engine = Stream(
             ToEngine,
             Arena.create(LAYOUT),
             send=self._send,
-            take=self.heard.append,
-            write=self.heard.append,
-            on_broken=self.heard.append,
+            take=self.received.append,
+            write=self.received.append,
+            on_broken=self.received.append,
         )
         self.engine.put(OpenGroups(VERSION, "engine", ["encode"], LAYOUT, 0.0, 60.0))
         self.engine.put(Launch(SPEC))
@@ -134,9 +134,9 @@ class Wire:
         """Deliver all frames in flight."""
         while self.there or self.back:
             while self.there:
-                self.server.hear(b"peer", self.there.popleft())
+                self.server.receive(b"peer", self.there.popleft())
             while self.back:
-                self.engine.hear(self.back.popleft())
+                self.engine.receive(self.back.popleft())
 
 
 @pytest.fixture
@@ -152,12 +152,12 @@ async def test_server_tells_ranks_that_what_they_wait_for_is_on_the_way(wire: Wi
     wire.engine.put_range(ByteRange(0, PIECE_BYTES))
     wire.engine.put(ToRank("encode", 0, b"order"))
     wire.deliver()
-    assert wire.home.link.heard == [b"order"]
+    assert wire.home.link.received == [b"order"]
     wire.home.link.report(FIRST, encode_report(Ready(1, {})))
     wire.engine.put_range(ByteRange(0, 3 * PIECE_BYTES))
     wire.engine.put(ToRank("encode", 0, b"entry"))
     wire.deliver()
-    assert wire.home.link.heard == [b"order", *[ON_THE_WAY] * 3, b"entry"]
+    assert wire.home.link.received == [b"order", *[ON_THE_WAY] * 3, b"entry"]
 
 
 async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
@@ -166,15 +166,15 @@ async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
     report(FIRST, encode_report(Ready(1, {})))
     wire.engine.put(Fetch("encode", 1, [ByteRange(0, 2 * WINDOW_BYTES)]))
     while wire.there:
-        wire.server.hear(b"peer", wire.there.popleft())
-    wire.heard.clear()
+        wire.server.receive(b"peer", wire.there.popleft())
+    wire.received.clear()
     report(FIRST, encode_report(EncodeResult(1, None, 0)))
     pulse = FromRank("encode", pulse_identity(0), encode_report(Pulse()))
     report(pulse.identity, pulse.frame)
     wire.deliver()
-    kinds = [type(one) for one in wire.heard]
-    assert wire.heard.count(pulse) == 1
-    behind = kinds[wire.heard.index(pulse) :].count(Write)
+    kinds = [type(one) for one in wire.received]
+    assert wire.received.count(pulse) == 1
+    behind = kinds[wire.received.index(pulse) :].count(Write)
     assert behind * PIECE_BYTES >= WINDOW_BYTES
     assert kinds[-2:] == [Fetched, FromRank], "its result comes after its rows"
 
@@ -189,17 +189,17 @@ async def test_server_sends_the_rows_of_a_step_that_succeeded(
     for step in (1, 2):
         wire.engine.put(Fetch("encode", step, [ByteRange(100 * step, 8)]))
     wire.deliver()
-    wire.heard.clear()
+    wire.received.clear()
     for step in (1, 2):
         report(FIRST, encode_report(EncodeResult(step, failure, 0)))
         wire.deliver()
-        *written, fetched, result = wire.heard
+        *written, fetched, result = wire.received
         assert [(one.offset, len(one.data)) for one in written if isinstance(one, Write)] == (
             [(100 * step, 8)] * rows
         )
         assert fetched == Fetched("encode", step)
         assert isinstance(result, FromRank)
-        wire.heard.clear()
+        wire.received.clear()
 
 
 async def test_server_that_closes_serves_nobody_new(wire: Wire) -> None:
@@ -214,15 +214,15 @@ async def test_server_that_closes_serves_nobody_new(wire: Wire) -> None:
         ToEngine,
         None,
         send=say,
-        take=wire.heard.append,
-        write=wire.heard.append,
-        on_broken=wire.heard.append,
+        take=wire.received.append,
+        write=wire.received.append,
+        on_broken=wire.received.append,
     )
     again.put(OpenGroups(VERSION, "engine", ["encode"], LAYOUT, 0.0, 60.0))
     wire.home.rank.may_end.clear()
     closing = asyncio.create_task(wire.server.close())
     await asyncio.sleep(0)
-    wire.server.hear(b"another peer", said.pop())
+    wire.server.receive(b"another peer", said.pop())
     wire.home.rank.may_end.set()
     await closing
     assert wire.home.places == 1

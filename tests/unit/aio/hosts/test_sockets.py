@@ -19,7 +19,7 @@ from vsched.errors import ConfigError
 SHARED = make_secret()
 
 
-class Heard:
+class Received:
     """A host that echoes, and the messages it received."""
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class Heard:
 
 
 @pytest.fixture
-async def host() -> AsyncIterator[Heard]:
-    host = Heard()
+async def host() -> AsyncIterator[Received]:
+    host = Received()
     yield host
     host.close()
 
@@ -51,29 +51,29 @@ async def context() -> AsyncIterator[Context]:
     context.destroy(linger=0)
 
 
-async def test_sockets_carry_frames_of_who_has_the_key(host: Heard, context: Context) -> None:
-    heard: list[bytes] = []
+async def test_sockets_carry_frames_of_who_has_the_key(host: Received, context: Context) -> None:
+    received: list[bytes] = []
     cut: list[str] = []
     keys = curve_keys(SHARED, "engine")
-    engine = EngineSocket(context, host.link.address, keys, heard.append, cut.append)
+    engine = EngineSocket(context, host.link.address, keys, received.append, cut.append)
     for index in range(100):
         assert engine.send(b"%d" % index)
-    await until(lambda: len(heard) == 100)
-    assert heard == host.frames == [b"%d" % index for index in range(100)]
+    await until(lambda: len(received) == 100)
+    assert received == host.frames == [b"%d" % index for index in range(100)]
     host.link.close()
     await until(lambda: cut)
     assert cut == ["closed the connection"]
     engine.close()
 
 
-async def test_sockets_let_nobody_in_without_the_key(host: Heard, context: Context) -> None:
+async def test_sockets_let_nobody_in_without_the_key(host: Received, context: Context) -> None:
     """Another secret, only the host's key, or no CURVE at all."""
     other = curve_keys(make_secret(), "engine")
     known_server = other._replace(peer=curve_keys(SHARED, "engine").peer)
-    heard: list[bytes] = []
+    received: list[bytes] = []
     cut: list[str] = []
     strangers = [
-        EngineSocket(context, host.link.address, keys, heard.append, cut.append)
+        EngineSocket(context, host.link.address, keys, received.append, cut.append)
         for keys in (other, known_server)
     ]
     plain = context.socket(zmq.DEALER)
@@ -83,28 +83,28 @@ async def test_sockets_let_nobody_in_without_the_key(host: Heard, context: Conte
         stranger.send(b"let me in")
     await until(lambda: cut and strangers[0].hung_up)
     keys = curve_keys(SHARED, "engine")
-    engine = EngineSocket(context, host.link.address, keys, heard.append, cut.append)
+    engine = EngineSocket(context, host.link.address, keys, received.append, cut.append)
     engine.send(b"me")
-    await until(lambda: heard)
+    await until(lambda: received)
     await asyncio.sleep(0)
-    assert host.frames == heard == [b"me"]
+    assert host.frames == received == [b"me"]
     assert "does not take the key" in cut[0]
     for socket in (*strangers, engine):
         socket.close()
     plain.close(linger=0)
 
 
-async def test_wire_shows_nothing_of_what_is_sent(host: Heard, context: Context) -> None:
-    heard: list[bytes] = []
+async def test_wire_shows_nothing_of_what_is_sent(host: Received, context: Context) -> None:
+    received: list[bytes] = []
     cut: list[str] = []
     async with Cable(host.link.address) as cable:
         cable.read = bytearray()
         keys = curve_keys(SHARED, "engine")
-        engine = EngineSocket(context, cable.address, keys, heard.append, cut.append)
+        engine = EngineSocket(context, cable.address, keys, received.append, cut.append)
         engine.send(b"what is in the picture? " * 4)
-        await until(lambda: heard)
+        await until(lambda: received)
         engine.close()
-    assert heard == host.frames == [b"what is in the picture? " * 4]
+    assert received == host.frames == [b"what is in the picture? " * 4]
     assert cable.read
     assert b"picture" not in cable.read
 

@@ -40,16 +40,16 @@ class Search:
 
     def __init__(self) -> None:
         self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.asked = 0
+        self.requested = 0
         self.ends: list[End] = []
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.cuts: list[str] = []
         self.end = SoughtEnd(
-            self.find, self.connect_to, self.heard.append, self.cuts.append, ask_again_s=0
+            self.find, self.connect_to, self.received.append, self.cuts.append, ask_again_s=0
         )
 
     async def find(self) -> str:
-        self.asked += 1
+        self.requested += 1
         return await asyncio.shield(self.address)
 
     def connect_to(self, address: str) -> Connect:
@@ -67,8 +67,8 @@ class Search:
 
     async def asks_again(self) -> None:
         """Wait until the next lookup has been answered."""
-        asked = self.asked
-        await until(lambda: self.asked >= asked + 2)
+        requested = self.requested
+        await until(lambda: self.requested >= requested + 2)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ async def test_sought_host_hears_everything_once_it_is_found() -> None:
         seen.end.read()
         assert end.reads == 1
         end.say(b"hello")
-        assert seen.heard == [b"hello"]
+        assert seen.received == [b"hello"]
 
 
 async def test_sought_host_is_told_again_where_it_went() -> None:
@@ -121,11 +121,11 @@ async def test_sought_host_stays_where_it_spoke() -> None:
         seen.moves_to("there")
         await until(lambda: seen.ends)
         seen.ends[0].say(b"hello")
-        asked = seen.asked
+        requested = seen.requested
         seen.moves_to("elsewhere")
         for _ in range(5):
             await asyncio.sleep(0)
-        assert (seen.asked, len(seen.ends)) == (asked, 1)
+        assert (seen.requested, len(seen.ends)) == (requested, 1)
         seen.ends[0].cut("closed the connection")
         assert seen.cuts == ["closed the connection"]
 

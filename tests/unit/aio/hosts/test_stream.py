@@ -23,7 +23,7 @@ class Side:
     def __init__(self) -> None:
         self.arena = Arena.create(LAYOUT)
         self.frames: deque[bytes] = deque()
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.written: list[Write] = []
         self.broken: list[str] = []
         self.reachable = True
@@ -31,7 +31,7 @@ class Side:
             ToHost,
             self.arena,
             send=self._send,
-            take=self.heard.append,
+            take=self.received.append,
             write=self.written.append,
             on_broken=self.broken.append,
             window_bytes=WINDOW,
@@ -44,7 +44,7 @@ class Side:
 
 def deliver(source: Side, sink: Side) -> None:
     while source.frames:
-        sink.stream.hear(source.frames.popleft())
+        sink.stream.receive(source.frames.popleft())
 
 
 async def test_stream_keeps_order_between_messages_and_bytes() -> None:
@@ -56,9 +56,9 @@ async def test_stream_keeps_order_between_messages_and_bytes() -> None:
     engine.stream.put(Kill(2))
     kinds = []
     while engine.frames:
-        before = len(host.heard), len(host.written)
-        host.stream.hear(engine.frames.popleft())
-        kinds.append((len(host.heard) - before[0], len(host.written) - before[1]))
+        before = len(host.received), len(host.written)
+        host.stream.receive(engine.frames.popleft())
+        kinds.append((len(host.received) - before[0], len(host.written) - before[1]))
     assert kinds == [(1, 0), (0, 1), (1, 0)]
     assert (host.written[0].offset, host.written[0].data) == (100, b"abc")
 
@@ -70,12 +70,12 @@ async def test_stream_has_a_window_under_way_and_no_more() -> None:
     engine.stream.put_range(ByteRange(0, 1 << 20))
     assert engine.stream.put(Kill(1))
     assert sum(map(len, engine.frames)) <= WINDOW + 1000
-    assert not host.heard
+    assert not host.received
     while engine.frames or host.frames:
         deliver(engine, host)
         deliver(host, engine)
     assert b"".join(one.data for one in host.written) == b"x" * (1 << 20)
-    assert host.heard == [Kill(1)]
+    assert host.received == [Kill(1)]
 
 
 async def test_stream_lets_a_sign_of_life_go_ahead_of_bytes_that_wait() -> None:
@@ -85,11 +85,11 @@ async def test_stream_lets_a_sign_of_life_go_ahead_of_bytes_that_wait() -> None:
     engine.stream.put(Kill(1))
     engine.stream.put_ahead(Kill(2))
     deliver(engine, host)
-    assert host.heard == [Kill(2)]
+    assert host.received == [Kill(2)]
     while engine.frames or host.frames:
         deliver(engine, host)
         deliver(host, engine)
-    assert host.heard == [Kill(2), Kill(1)]
+    assert host.received == [Kill(2), Kill(1)]
     assert not host.broken
 
 
@@ -125,7 +125,7 @@ async def test_stream_ends_when_a_frame_is_amiss(fault: str) -> None:
     deliver(engine, host)
     (why,) = host.broken
     assert said in why
-    assert len(host.heard) <= 1
+    assert len(host.received) <= 1
     assert not host.stream.put(Bye())
     assert not host.frames
 
@@ -145,9 +145,9 @@ async def test_stream_sends_a_message_beyond_the_window_between_signs_of_life() 
     engine.stream.put_ahead(Alive())
     assert engine.stream.put(big)
     deliver(engine, host)
-    assert host.heard == [Kill(1)]
+    assert host.received == [Kill(1)]
     host.stream.put_ahead(Alive())
     engine.stream.put_ahead(Alive())
     deliver(host, engine)
     deliver(engine, host)
-    assert host.heard == [Kill(1), big]
+    assert host.received == [Kill(1), big]

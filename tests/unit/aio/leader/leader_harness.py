@@ -132,7 +132,7 @@ class LeaderHarness:
         self.link = FakeLink(on_frame)
         return self.link
 
-    def hear(self, rank: int, report: RankReport) -> None:
+    def receive(self, rank: int, report: RankReport) -> None:
         self.link.on_frame(rank_identity(rank), encode_report(report))
 
     def pulse(self, *ranks: int) -> None:
@@ -143,9 +143,9 @@ class LeaderHarness:
 
     def enter(self, *ranks: int, hooks: dict[str, float] | None = None) -> None:
         for rank in ranks:
-            self.hear(rank, Hello(rank, "sesame"))
+            self.receive(rank, Hello(rank, "sesame"))
         for rank in ranks:
-            self.hear(rank, Ready(10, {"kv": rank}, hooks or {}))
+            self.receive(rank, Ready(10, {"kv": rank}, hooks or {}))
 
     def advance(self, seconds: float, *, pulses: Sequence[int] | None = None) -> None:
         """Advance the clock while these ranks, or all, send pulses."""

@@ -88,10 +88,10 @@ async def test_leader_sends_time_slices_between_the_steps_of_the_other_group(
     generate.enter(0)
     encode.leader.decide(batch(1, 200))
     generate.leader.decide(GenerateDecision(1))
-    encode.hear(0, Paused(1, 1, 50 * MS))
+    encode.receive(0, Paused(1, 1, 50 * MS))
     generate.leader.decide(GenerateDecision(2))
-    encode.hear(0, Paused(1, 2, 100 * MS))
-    encode.hear(0, EncodeResult(1, None, 0))
+    encode.receive(0, Paused(1, 2, 100 * MS))
+    encode.receive(0, EncodeResult(1, None, 0))
     assert layers(encode.entries()) == [1, 2, 2]
     assert [encode.turns(), generate.turns()] == [[1, 3, 5], [2, 4]]
     assert (encode.lost, encode.results) == ([], [EncodeResult(1, None, 0)])
@@ -106,7 +106,7 @@ async def test_leader_of_processes_apart_sends_whole_batches(
     led.enter(0)
     led.leader.decide(batch(1, 200, time_slice_ms=0))
     assert layers(led.entries()) == [0]
-    led.hear(0, Paused(1, 1, MS))
+    led.receive(0, Paused(1, 1, MS))
     assert led.lost == ["encode: rank 0 paused in step 1, which is not encoded in time slices"]
     led.leader.close()
 
@@ -114,11 +114,11 @@ async def test_leader_of_processes_apart_sends_whole_batches(
 async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: LeaderHarness) -> None:
     """A rank waiting for its next layer has to reach the point of the failure, and then fails there as well."""
     led.leader.decide(batch(1, 200))
-    led.hear(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
+    led.receive(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
     assert led.entries(rank=1)[-1] == Continue(1, 0)
-    led.hear(1, StepCheck(1, b"failed"))
+    led.receive(1, StepCheck(1, b"failed"))
     led.leader.decide(batch(2, 200))
-    led.hear(0, EncodeResult(2, None, 0))
+    led.receive(0, EncodeResult(2, None, 0))
     assert isinstance(led.entries(rank=1)[-1], EncodeDecision), "no rank waits"
     assert led.lost == []
 
@@ -131,7 +131,7 @@ async def test_leader_gives_up_a_rank_that_pauses_out_of_order(
 ) -> None:
     """Only the first rank may report a pause, of the step in flight, with progress."""
     led.leader.decide(batch(1, 200))
-    led.hear(rank, paused)
+    led.receive(rank, paused)
     assert led.lost == [
         f"encode: rank {rank} paused in step {paused.step}, which is not encoded in time slices"
     ]
@@ -142,7 +142,7 @@ async def test_leader_gives_each_stretch_the_time_of_a_step(led: LeaderHarness) 
     led.leader.decide(batch(1, 200))
     for _ in range(3):
         led.advance(LIMITS.step_s - 1)
-        led.hear(0, Paused(1, 1, MS))
+        led.receive(0, Paused(1, 1, MS))
     assert led.lost == []
     led.advance(LIMITS.step_s + LIMITS.heartbeat_s)
     assert "rank 0 has not answered step 1" in led.lost[0]
@@ -152,9 +152,9 @@ async def test_leader_gives_up_a_batch_without_end(led: LeaderHarness) -> None:
     """Each time slice is short; together they take longer than the step deadline."""
     led.leader.decide(batch(1, 200))
     for _ in range(int(LIMITS.step_s)):
-        led.hear(0, Paused(1, 1, 1000 * MS))
+        led.receive(0, Paused(1, 1, 1000 * MS))
     assert led.lost == []
-    led.hear(0, Paused(1, 1, 1000 * MS))
+    led.receive(0, Paused(1, 1, 1000 * MS))
     assert led.lost == ["encode: rank 0 has worked on step 1 for 31 s, limit 30 (deadlines.step_s)"]
 
 
@@ -162,7 +162,7 @@ async def test_leader_of_one_rank_has_nobody_go_on(monkeypatch: pytest.MonkeyPat
     led = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS, name="encode")
     led.enter(0)
     led.leader.decide(batch(1, 200))
-    led.hear(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
+    led.receive(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
     assert layers(led.entries()) == [1]
     led.leader.close()
 
@@ -171,14 +171,14 @@ async def test_leader_runs_no_hook_within_a_batch(led: LeaderHarness) -> None:
     """A hook runs between two steps, never within one; heartbeats continue."""
     led.leader.decide(batch(1, 200))
     led.advance(20)
-    led.hear(0, Paused(1, 1, MS))
+    led.receive(0, Paused(1, 1, MS))
     assert not [one for one in led.entries() if isinstance(one, RunHook)]
     assert [one for one in led.entries() if isinstance(one, Heartbeat)]
-    led.hear(0, EncodeResult(1, None, 0))
-    led.hear(1, StepCheck(1, b""))
+    led.receive(0, EncodeResult(1, None, 0))
+    led.receive(1, StepCheck(1, b""))
     led.advance(5)
     hooks = [index for index, one in enumerate(led.entries(), 1) if isinstance(one, RunHook)]
     assert len(hooks) == 1
     for rank in (0, 1):
-        led.hear(rank, Beat(hooks[0], {}))
+        led.receive(rank, Beat(hooks[0], {}))
     assert led.lost == []

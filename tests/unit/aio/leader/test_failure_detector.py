@@ -15,7 +15,7 @@ FIRST_S = 1000.0
 @pytest.fixture
 def liveness() -> ProcessLiveness:
     liveness = ProcessLiveness()
-    liveness.hear(0, FIRST_S, follows=True)
+    liveness.receive(0, FIRST_S, follows=True)
     return liveness
 
 
@@ -34,7 +34,7 @@ def test_detector_log_follower_is_silent_only_after_the_whole_time(
 ) -> None:
     """Even while the process sends pulses."""
     detects = detector(liveness)
-    liveness.hear(0, FIRST_S + SILENT_S, follows=False)
+    liveness.receive(0, FIRST_S + SILENT_S, follows=False)
     assert detects.failure(FIRST_S + SILENT_S) is None
     assert isinstance(detects.failure(FIRST_S + SILENT_S + 1), RankSilent)
 
@@ -42,7 +42,7 @@ def test_detector_log_follower_is_silent_only_after_the_whole_time(
 def test_detector_answer_is_overdue_only_after_the_whole_time(liveness: ProcessLiveness) -> None:
     detects = detector(liveness)
     detects.expect(1, FIRST_S)
-    liveness.hear(0, FIRST_S + LIMITS.step_s, follows=False)
+    liveness.receive(0, FIRST_S + LIMITS.step_s, follows=False)
     assert detects.failure(FIRST_S + LIMITS.step_s) is None
     assert isinstance(detects.failure(FIRST_S + LIMITS.step_s + 1), AnswerOverdue)
 
@@ -54,7 +54,7 @@ def test_detector_rank_at_work_for_another_group_is_not_silent(liveness: Process
     encodes.expect(1, FIRST_S)
     encodes.expect(2, FIRST_S)
     for _ in range(2):
-        liveness.hear(0, late_s, follows=False)
+        liveness.receive(0, late_s, follows=False)
         assert generates.failure(late_s) is None
         encodes.answered(0, late_s)
     assert isinstance(generates.failure(late_s), RankSilent)
@@ -70,7 +70,7 @@ def test_detector_renews_the_time_of_the_step_that_paused(
     detects = detector(liveness)
     detects.expect(7, FIRST_S, hook=hook)
     now_s = FIRST_S + LIMITS.step_s + 1
-    liveness.hear(0, now_s, follows=False)
+    liveness.receive(0, now_s, follows=False)
     detects.renew(number, now_s)
     assert (detects.failure(now_s) is None) == renewed
 

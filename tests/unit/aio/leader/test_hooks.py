@@ -95,8 +95,8 @@ async def test_leader_puts_due_hooks_before_a_step(led: LeaderHarness) -> None:
         led.leader.decide(GenerateDecision(step))
         for seq, entry in enumerate(led.entries(), 1):
             if entry == RunHook("balance") and seq >= len(led.entries()) - 1:
-                led.hear(0, Beat(seq, {}))
-        led.hear(0, result(step))
+                led.receive(0, Beat(seq, {}))
+        led.receive(0, result(step))
         led.advance(1)
     entries = [entry for entry in led.entries() if entry != Heartbeat()]
     steps_before = [at for at, entry in enumerate(entries) if isinstance(entry, RunHook)]
@@ -110,10 +110,10 @@ async def test_leader_runs_a_hook_that_a_rank_asks_for(led: LeaderHarness) -> No
     led.enter(0, 1, hooks={"balance": 0.0})
     led.leader.decide(GenerateDecision(1))
     led.leader.decide(GenerateDecision(2))
-    led.hear(0, result(1, wanted=["balance"]))
-    led.hear(0, result(2, wanted=["balance"]))
+    led.receive(0, result(1, wanted=["balance"]))
+    led.receive(0, result(2, wanted=["balance"]))
     assert led.entries() == [GenerateDecision(1), GenerateDecision(2), RunHook("balance")]
-    led.hear(0, Beat(3, {}))
+    led.receive(0, Beat(3, {}))
     led.advance(100, pulses=[0, 1])
     assert led.entries().count(RunHook("balance")) == 1
 
@@ -124,7 +124,7 @@ async def test_leader_runs_no_hook_in_an_idle_group(led: LeaderHarness) -> None:
     for _ in range(60):
         led.loop.advance(1)
         for rank in (0, 1):
-            led.hear(rank, Beat(len(led.link.sent.get(rank, [])), {}))
+            led.receive(rank, Beat(len(led.link.sent.get(rank, [])), {}))
     assert set(map(type, led.entries())) == {Heartbeat}
     assert led.lost == []
 
@@ -133,7 +133,7 @@ async def test_leader_deadline_of_a_hook(led: LeaderHarness) -> None:
     """A hook that does not end is subject to the step deadline."""
     led.enter(0, 1, hooks={"balance": 1.0})
     led.leader.decide(GenerateDecision(1))
-    led.hear(0, result(1))
+    led.receive(0, result(1))
     led.advance(LIMITS.heartbeat_s + 1)
     assert led.entries()[-1] == RunHook("balance")
     led.advance(LIMITS.step_s + 2 * LIMITS.heartbeat_s)
@@ -145,11 +145,11 @@ async def test_leader_answer_to_a_heartbeat_is_none_to_a_hook(led: LeaderHarness
     led.enter(0, 1, hooks={"balance": 1.0})
     led.leader.decide(GenerateDecision(1))
     for rank in (0, 1):
-        led.hear(rank, result(1) if rank == 0 else StepCheck(1, check_of(result(1))))
+        led.receive(rank, result(1) if rank == 0 else StepCheck(1, check_of(result(1))))
     led.advance(LIMITS.heartbeat_s + 1)
     seq = led.entries().index(RunHook("balance")) + 1
     for rank in (0, 1):
-        led.hear(rank, Beat(seq - 1, {}))
+        led.receive(rank, Beat(seq - 1, {}))
     led.advance(LIMITS.step_s + 2 * LIMITS.heartbeat_s)
     assert "limit 30 (deadlines.step_s)" in led.lost[0]
 
@@ -159,10 +159,10 @@ async def test_leader_result_is_no_answer_to_the_hook_at_a_place_of_the_same_num
 ) -> None:
     led.enter(0, 1, hooks={"balance": 1.0})
     led.leader.decide(GenerateDecision(1))
-    led.hear(0, result(1))
+    led.receive(0, result(1))
     led.advance(LIMITS.heartbeat_s + 1)
     seq = led.entries().index(RunHook("balance")) + 1
-    led.hear(0, result(seq))
+    led.receive(0, result(seq))
     assert led.lost == ["generate: rank 0 sent a result of no step that is out"]
 
 
@@ -173,7 +173,7 @@ async def test_leader_runs_what_is_due_by_its_interval_before_a_step_and_not_aft
     led.enter(0, 1, hooks={"balance": LIMITS.heartbeat_s / 4})
     led.leader.decide(GenerateDecision(1))
     led.loop.advance(LIMITS.heartbeat_s / 2)
-    led.hear(0, result(1))
+    led.receive(0, result(1))
     assert led.entries() == [GenerateDecision(1)]
     led.leader.decide(GenerateDecision(2))
     assert led.entries() == [GenerateDecision(1), RunHook("balance"), GenerateDecision(2)]
@@ -186,7 +186,7 @@ async def test_leader_runs_no_hook_in_a_group_that_its_result_brought_down(
     led.enter(0, 1, hooks={"balance": 0.0})
     led.leader.decide(GenerateDecision(1))
     led.leader._on_result = lambda _: led.leader.refuse(1, "is gone")
-    led.hear(0, result(1, wanted=["balance"]))
+    led.receive(0, result(1, wanted=["balance"]))
     assert len(led.lost) == 1
     assert led.entries() == [GenerateDecision(1)]
 
@@ -195,7 +195,7 @@ async def test_leader_gives_up_a_rank_that_wants_what_is_not_there(led: LeaderHa
     """An unknown hook would be an error on every rank."""
     led.enter(0, 1, hooks={"balance": 1.0})
     led.leader.decide(GenerateDecision(1))
-    led.hear(0, result(1, wanted=["tidy"]))
+    led.receive(0, result(1, wanted=["tidy"]))
     assert led.lost == ["generate: rank 0 asked for the hook 'tidy', which it did not announce"]
     assert led.results == []
 
@@ -207,7 +207,7 @@ async def test_leader_takes_the_interval_of_the_configuration(
     led = LeaderHarness(monkeypatch, ranks=1, limits=msgspec.structs.replace(LIMITS, hooks_s=2.0))
     led.enter(0, hooks={"balance": 1000.0})
     led.leader.decide(GenerateDecision(1))
-    led.hear(0, result(1))
+    led.receive(0, result(1))
     led.advance(3)
     led.leader.decide(GenerateDecision(2))
     assert led.entries() == [GenerateDecision(1), RunHook("balance"), GenerateDecision(2)]

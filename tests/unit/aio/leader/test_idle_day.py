@@ -33,11 +33,11 @@ class Wires:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.hear: Callable[[bytes, bytes], None] = lambda *_: None
+        self.receive: Callable[[bytes, bytes], None] = lambda *_: None
         self.ranks: dict[int, RankBeside] = {}
 
     def lead(self, on_frame: Any) -> Wires:
-        self.hear = on_frame
+        self.receive = on_frame
         return self
 
     def send(self, rank: int, frame: bytes) -> bool:
@@ -57,7 +57,7 @@ class RankBeside:
     """An in-process rank: the real group member, a pulse, and the time of each log entry."""
 
     def __init__(self, wires: Wires, rank: int) -> None:
-        self.heard_s: list[float] = []
+        self.received_s: list[float] = []
         self.inbox: deque[bytes] = deque()
         self._wires = wires
         self._rank = rank
@@ -69,13 +69,13 @@ class RankBeside:
         self._beat(encode_report(Hello(rank, "sesame")))
 
     def take(self, frame: bytes) -> None:
-        self.heard_s.append(self._wires.loop.time())
+        self.received_s.append(self._wires.loop.time())
         self.inbox.append(frame)
         self.member.listen(0)
         assert self.member.carry_out()
 
     def _beat(self, frame: bytes) -> None:
-        self._wires.hear(pulse_identity(self._rank), frame)
+        self._wires.receive(pulse_identity(self._rank), frame)
         every_s = LIMITS.rank_timeout_s / PULSES_PER_TIMEOUT
         self._wires.loop.call_later(every_s, self._beat, encode_report(Pulse()))
 
@@ -88,7 +88,7 @@ class Link:
         self._rank = rank
 
     def send(self, frame: bytes) -> None:
-        self._wires.loop.call_soon(self._wires.hear, rank_identity(self._rank), frame)
+        self._wires.loop.call_soon(self._wires.receive, rank_identity(self._rank), frame)
 
     def receive(self, _timeout_s: float = 0.0) -> bytes:
         return self._wires.ranks[self._rank].inbox.popleft()
@@ -126,10 +126,10 @@ def test_idle_group_lives_for_a_day(wires: Wires) -> None:
         await asyncio.sleep(DAY_S)
         leader.close()
         for rank in ranks:
-            gaps = [after - before for before, after in itertools.pairwise(rank.heard_s)]
+            gaps = [after - before for before, after in itertools.pairwise(rank.received_s)]
             assert len(gaps) >= DAY_S / LIMITS.heartbeat_s - 2
             assert max(gaps) <= LIMITS.heartbeat_s
-            assert rank.heard_s[-1] > DAY_S - 2 * LIMITS.heartbeat_s
+            assert rank.received_s[-1] > DAY_S - 2 * LIMITS.heartbeat_s
 
     wires.loop.run_until_complete(idle())
     assert lost == []

@@ -56,10 +56,10 @@ async def test_leader_is_ready_when_every_rank_is(led_two: LeaderHarness) -> Non
     led = led_two
     led.enter(1)
     assert not led.leader.ready.done()
-    led.hear(0, Hello(0, "sesame"))
-    led.hear(0, Loading("weights", 0.5))
+    led.receive(0, Hello(0, "sesame"))
+    led.receive(0, Loading("weights", 0.5))
     assert not led.leader.ready.done()
-    led.hear(0, Ready(10, {"kv": 0}))
+    led.receive(0, Ready(10, {"kv": 0}))
     assert led.leader.ready.result() == [Ready(10, {"kv": 0}), Ready(10, {"kv": 1})]
     assert led.progress == [("weights", 0.5)]
     assert led.leader.memory == {0: {"kv": 0}, 1: {"kv": 1}}
@@ -73,10 +73,10 @@ async def test_leader_ignores_who_does_not_prove_itself(
 ) -> None:
     """Messages with a wrong secret, none, or another rank's are ignored without an error."""
     if hello is not None:
-        led.hear(0, hello)
-    led.hear(0, Ready(99, {}))
-    led.hear(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "ha"))
-    led.hear(0, RESULT)
+        led.receive(0, hello)
+    led.receive(0, Ready(99, {}))
+    led.receive(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "ha"))
+    led.receive(0, RESULT)
     assert not led.leader.ready.done()
     assert (led.lost, led.results) == ([], [])
     led.enter(0)
@@ -89,7 +89,7 @@ async def test_leader_logs_what_it_drops_of_a_rank_that_did_not_prove_itself(
     """Peers that are no rank at all are not logged: they could fill the log."""
     led.link.on_frame(b"rank-9", encode_report(RESULT))
     assert caplog.messages == []
-    led.hear(0, RESULT)
+    led.receive(0, RESULT)
     assert caplog.messages == ["generate: dropped a report of a peer that did not prove itself"]
 
 
@@ -132,9 +132,9 @@ async def test_leader_hears_results_of_the_first_rank(led_two: LeaderHarness) ->
     led = led_two
     led.enter(0, 1)
     led.leader.decide(GenerateDecision(1))
-    led.hear(1, StepCheck(1, check_of(RESULT)))
+    led.receive(1, StepCheck(1, check_of(RESULT)))
     assert led.results == []
-    led.hear(0, RESULT)
+    led.receive(0, RESULT)
     assert led.results == [RESULT]
 
 
@@ -158,7 +158,7 @@ async def test_leader_idle_sends_heartbeats(led: LeaderHarness) -> None:
     led.enter(0)
     for _ in range(1000):
         led.loop.advance(LIMITS.heartbeat_s)
-        led.hear(0, Beat(len(led.link.sent[0]), {}))
+        led.receive(0, Beat(len(led.link.sent[0]), {}))
     assert led.lost == []
     assert set(map(type, led.entries())) == {Heartbeat}
     assert 1000 <= len(led.entries()) <= 1000 / EARLY + 1
@@ -169,7 +169,7 @@ async def test_leader_with_work_sends_no_heartbeats(led: LeaderHarness) -> None:
     led.enter(0)
     for step in range(1, 50):
         led.leader.decide(GenerateDecision(step))
-        led.hear(0, RESULT)
+        led.receive(0, RESULT)
         led.loop.advance(1)
     assert not any(isinstance(entry, Heartbeat) for entry in led.entries())
 
@@ -180,7 +180,7 @@ async def test_leader_gap_is_at_most_one_interval(led: LeaderHarness, last_s: fl
     led.enter(0)
     led.loop.advance(last_s)
     led.leader.decide(GenerateDecision(1))
-    led.hear(0, RESULT)
+    led.receive(0, RESULT)
     sent_s = led.loop.now_s
     while len(led.entries()) == 1:
         led.loop.advance(0.1)
@@ -195,13 +195,13 @@ async def test_leader_gives_up_a_silent_rank(led_two: LeaderHarness) -> None:
     while not led.lost:
         led.loop.advance(1)
         waited_s += 1
-        led.hear(0, Beat(1, {}))
+        led.receive(0, Beat(1, {}))
         assert waited_s < 60
     (reason,) = led.lost
     assert reason.startswith("generate: rank 1 was silent for 2")
     assert LIMITS.rank_timeout_s < waited_s <= LIMITS.rank_timeout_s + 3 * LIMITS.heartbeat_s
     led.loop.advance(100)
-    led.hear(0, RESULT)
+    led.receive(0, RESULT)
     assert len(led.lost) == 1
     assert led.results == []
 
@@ -254,7 +254,7 @@ async def test_leader_deadline_of_a_step_ends_with_its_result(led: LeaderHarness
     led.leader.decide(GenerateDecision(1))
     led.advance(LIMITS.step_s - 1)
     led.leader.decide(GenerateDecision(2))
-    led.hear(0, RESULT)
+    led.receive(0, RESULT)
     led.advance(LIMITS.step_s - 1)
     assert led.lost == []
 
@@ -267,7 +267,7 @@ async def test_leader_deadline_of_a_step_begins_when_the_one_before_is_done(
     led.leader.decide(GenerateDecision(1))
     led.leader.decide(GenerateDecision(2))
     led.advance(LIMITS.step_s - 1)
-    led.hear(0, RESULT)
+    led.receive(0, RESULT)
     led.advance(LIMITS.step_s - 1)
     assert led.lost == []
     led.advance(1 + LIMITS.heartbeat_s)
@@ -293,7 +293,7 @@ async def test_leader_gives_up_a_rank_that_talks_garbage(led: LeaderHarness, fra
 async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: LeaderHarness) -> None:
     """A result without a step in flight is a divergence, which is reported and not raised into the event loop."""
     led.enter(0)
-    led.hear(0, RESULT)
+    led.receive(0, RESULT)
     assert led.results == []
     assert led.lost == ["generate: rank 0 sent a result of no step that is out"]
 
@@ -301,7 +301,7 @@ async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: Leader
 async def test_leader_passes_on_why_a_rank_stops(led: LeaderHarness) -> None:
     """The failure reaches the caller."""
     led.enter(0)
-    led.hear(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "heard entry 3, expected 2"))
+    led.receive(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "heard entry 3, expected 2"))
     assert led.lost == ["generate: rank 0 stopped with RankDesync: heard entry 3, expected 2"]
 
 
@@ -310,8 +310,8 @@ async def test_leader_passes_on_no_result_of_a_group_that_is_lost(led_two: Leade
     led = led_two
     led.enter(0, 1)
     led.leader.decide(GenerateDecision(1))
-    led.hear(1, RankFailed(ErrorKind.DESYNC, "RankDesync", "another digest"))
-    led.hear(0, RESULT)
+    led.receive(1, RankFailed(ErrorKind.DESYNC, "RankDesync", "another digest"))
+    led.receive(0, RESULT)
     assert (len(led.lost), led.results) == (1, [])
 
 
@@ -319,7 +319,7 @@ async def test_leader_passes_on_no_result_of_another_step_than_is_due(led: Leade
     led.enter(0)
     led.leader.decide(GenerateDecision(1))
     led.leader.decide(GenerateDecision(2))
-    led.hear(0, msgspec.structs.replace(RESULT, step=2))
+    led.receive(0, msgspec.structs.replace(RESULT, step=2))
     assert led.lost == ["generate: rank 0 sent the result of step 2, due was 1"]
     assert led.results == []
 
@@ -332,7 +332,7 @@ async def test_leader_sends_nothing_to_a_group_that_is_lost(
     led = led_two
     led.enter(0, 1)
     if lost_by == "report":
-        led.hear(1, RankFailed(ErrorKind.DESYNC, "RankDesync", "another digest"))
+        led.receive(1, RankFailed(ErrorKind.DESYNC, "RankDesync", "another digest"))
         sent = len(led.entries(0))
     else:
         while not led.lost:
@@ -362,8 +362,8 @@ async def test_leader_answer_to_a_heartbeat_is_none_to_the_step_of_the_same_numb
     led.loop.advance(LIMITS.heartbeat_s)
     assert led.entries() == [Heartbeat()]
     led.leader.decide(GenerateDecision(1))
-    led.hear(0, Beat(1, {}))
-    led.hear(0, RESULT)
+    led.receive(0, Beat(1, {}))
+    led.receive(0, RESULT)
     assert (led.lost, led.results) == ([], [RESULT])
 
 
@@ -393,9 +393,9 @@ async def test_leader_waits_for_the_word_of_the_rank_that_is_missed(led_two: Lea
     """
     led = led_two
     led.enter(0, 1)
-    led.hear(0, RankFailed(ErrorKind.PEER_LOST, "PeerLost", "the connection is gone"))
+    led.receive(0, RankFailed(ErrorKind.PEER_LOST, "PeerLost", "the connection is gone"))
     assert not led.lost
-    led.hear(1, RankFailed(ErrorKind.OUT_OF_MEMORY, "DeviceOutOfMemory", "no room"))
+    led.receive(1, RankFailed(ErrorKind.OUT_OF_MEMORY, "DeviceOutOfMemory", "no room"))
     led.loop.advance(1)
     assert led.lost == ["generate: rank 1 stopped with DeviceOutOfMemory: no room"]
 
@@ -403,7 +403,7 @@ async def test_leader_waits_for_the_word_of_the_rank_that_is_missed(led_two: Lea
 async def test_leader_takes_a_rank_at_its_word_when_no_other_speaks(led_two: LeaderHarness) -> None:
     led = led_two
     led.enter(0, 1)
-    led.hear(0, RankFailed(ErrorKind.PEER_LOST, "PeerLost", "the connection is gone"))
+    led.receive(0, RankFailed(ErrorKind.PEER_LOST, "PeerLost", "the connection is gone"))
     led.loop.advance(1)
     assert led.lost == ["generate: rank 0 stopped with PeerLost: the connection is gone"]
 
@@ -411,7 +411,7 @@ async def test_leader_takes_a_rank_at_its_word_when_no_other_speaks(led_two: Lea
 async def test_leader_that_is_closed_says_nothing_more(led: LeaderHarness) -> None:
     led.enter(0)
     led.leader.close()
-    led.hear(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "late"))
+    led.receive(0, RankFailed(ErrorKind.DESYNC, "RankDesync", "late"))
     led.loop.advance(100)
     led.leader.stop()
     assert (led.lost, led.entries()) == ([], [])

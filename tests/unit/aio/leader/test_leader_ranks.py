@@ -60,7 +60,7 @@ async def test_leader_ranks_that_agree_go_on(led: LeaderHarness, order: tuple[in
     for step in range(1, 6):
         led.leader.decide(GenerateDecision(step))
         for rank in order:
-            led.hear(rank, said(rank, step))
+            led.receive(rank, said(rank, step))
             assert len(led.results) == step - (0 not in order[: order.index(rank) + 1])
     assert (led.lost, [one.step for one in led.results]) == ([], [1, 2, 3, 4, 5])
     assert len(led.leader._checks) == 0
@@ -73,7 +73,7 @@ async def test_leader_rank_that_computed_something_else_is_named(
     """The error names rank and step, however late; a result that is known to differ is not passed on."""
     led.leader.decide(GenerateDecision(1))
     for rank in order:
-        led.hear(rank, said(rank, 1, b"\2\0\0\0" if rank == 2 else b"\1\0\0\0"))
+        led.receive(rank, said(rank, 1, b"\2\0\0\0" if rank == 2 else b"\1\0\0\0"))
     assert led.lost == ["generate: rank 2 has another result of step 1 than rank 0 (RankDesync)"]
     assert len(led.results) == (order.index(0) < order.index(2))
 
@@ -82,12 +82,12 @@ async def test_leader_ranks_may_be_steps_apart(led: LeaderHarness) -> None:
     """The difference is found when the slow rank reaches that step."""
     for step in range(1, 5):
         led.leader.decide(GenerateDecision(step))
-        led.hear(0, said(0, step))
-        led.hear(1, said(1, step))
+        led.receive(0, said(0, step))
+        led.receive(1, said(1, step))
     for step in range(1, 4):
-        led.hear(2, said(2, step))
+        led.receive(2, said(2, step))
     assert led.lost == []
-    led.hear(2, said(2, 4, b"\7\0\0\0"))
+    led.receive(2, said(2, 4, b"\7\0\0\0"))
     assert led.lost == ["generate: rank 2 has another result of step 4 than rank 0 (RankDesync)"]
 
 
@@ -96,12 +96,12 @@ async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.M
     led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS, name="encode-1")
     led.enter(0, 1)
     led.leader.decide(EncodeDecision(1, []))
-    led.hear(0, EncodeResult(1, EncodeErrorKind.OUT_OF_MEMORY, 0))
-    led.hear(1, StepCheck(1, check_of(EncodeResult(1, EncodeErrorKind.FAILED, 0))))
+    led.receive(0, EncodeResult(1, EncodeErrorKind.OUT_OF_MEMORY, 0))
+    led.receive(1, StepCheck(1, check_of(EncodeResult(1, EncodeErrorKind.FAILED, 0))))
     assert led.lost == []
     led.leader.decide(EncodeDecision(2, []))
-    led.hear(1, StepCheck(2, check_of(EncodeResult(2, EncodeErrorKind.FAILED, 0))))
-    led.hear(0, EncodeResult(2, None, 0))
+    led.receive(1, StepCheck(2, check_of(EncodeResult(2, EncodeErrorKind.FAILED, 0))))
+    led.receive(0, EncodeResult(2, None, 0))
     assert led.lost == ["encode-1: rank 1 has another result of step 2 than rank 0 (RankDesync)"]
     led.leader.close()
 
@@ -125,7 +125,7 @@ async def test_leader_gives_up_a_rank_that_is_out_of_order(
 ) -> None:
     """Each rank reports every step once, in order, with the report of its role."""
     led.leader.decide(GenerateDecision(1))
-    led.hear(rank, report)
+    led.receive(rank, report)
     assert led.lost == [f"generate: {reason}"]
 
 
@@ -136,9 +136,9 @@ async def test_leader_rank_that_stops_reporting_is_given_up(led: LeaderHarness) 
         step, waited_s = step + 1, waited_s + 1
         led.leader.decide(GenerateDecision(step))
         for rank in (0, 1):
-            led.hear(rank, said(rank, step))
+            led.receive(rank, said(rank, step))
         if step == 1:
-            led.hear(2, said(2, step))
+            led.receive(2, said(2, step))
         led.advance(1)
         assert waited_s < 100
     assert led.lost[0].startswith("generate: rank 2 has not answered step 2 for 3")
@@ -150,7 +150,7 @@ async def test_leader_rank_that_is_too_far_behind_is_deaf(led: LeaderHarness) ->
     for step in range(1, QUEUE_MAX + 1):
         led.leader.decide(GenerateDecision(step))
         for rank in (0, 1):
-            led.hear(rank, said(rank, step))
+            led.receive(rank, said(rank, step))
     assert led.lost == []
     led.leader.decide(GenerateDecision(QUEUE_MAX + 1))
     assert led.lost == ["generate: rank 2 is more steps behind than its queue is long"]
@@ -173,7 +173,7 @@ async def test_leader_pulse_does_not_stand_for_an_answer(led: LeaderHarness) -> 
         led.advance(1)
         waited_s += 1
         for rank in (0, 2):
-            led.hear(rank, Beat(len(led.link.sent.get(rank, [])), {}))
+            led.receive(rank, Beat(len(led.link.sent.get(rank, [])), {}))
         assert waited_s < 100
     assert led.lost[0].startswith("generate: rank 1 was silent for ")
     assert waited_s > LIMITS.rank_timeout_s
@@ -196,10 +196,10 @@ async def test_leader_hears_nothing_but_life_from_a_pulse(led: LeaderHarness) ->
 async def test_leader_passes_the_threads_of_each_rank_on(led: LeaderHarness) -> None:
     """Whatever else is due: a report of threads counts as no reply."""
     led.leader.decide(GenerateDecision(1))
-    led.hear(0, Ready(10, {}, threads=ThreadsInUse(2, 2)))
-    led.hear(1, ThreadsInUse(1, 2))
+    led.receive(0, Ready(10, {}, threads=ThreadsInUse(2, 2)))
+    led.receive(1, ThreadsInUse(1, 2))
     assert led.threads == [(0, ThreadsInUse(2, 2)), (1, ThreadsInUse(1, 2))]
-    led.hear(0, result(1))
+    led.receive(0, result(1))
     assert ([one.step for one in led.results], led.lost) == ([1], [])
 
 
@@ -227,10 +227,10 @@ async def test_leader_ranks_must_be_ready_for_the_same(
 ) -> None:
     """The same KV cache and the same periodic work, or the group does not start."""
     led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
-    led.hear(0, Hello(0, "sesame"))
-    led.hear(1, Hello(1, "sesame"))
-    led.hear(1, other)
-    led.hear(0, Ready(10, {}, {"balance": 2.0}))
+    led.receive(0, Hello(0, "sesame"))
+    led.receive(1, Hello(1, "sesame"))
+    led.receive(1, other)
+    led.receive(0, Ready(10, {}, {"balance": 2.0}))
     assert not led.leader.ready.done()
     assert led.lost[0].startswith("generate: rank 1 is ready with 1")
     assert led.lost[0].endswith("(RankDesync)")
@@ -248,7 +248,7 @@ async def test_leader_asks_ranks_that_voted_differently_to_meet_anew(
         sizing = asyncio.ensure_future(led.leader.size(order))
         await asyncio.sleep(0)
         for rank, outcome in enumerate(votes):
-            led.hear(rank, Sized(outcome, "", MEMORY))  # type: ignore[arg-type]
+            led.receive(rank, Sized(outcome, "", MEMORY))  # type: ignore[arg-type]
         assert [vote.outcome for vote in await sizing] == list(votes)
     orders = [entry for entry in led.entries() if isinstance(entry, SizeKv)]
     assert [one.renew for one in orders] == [False, True, False]
@@ -270,8 +270,8 @@ async def test_leaders_of_the_same_processes_share_one_order(
     generate.leader.decide(GenerateDecision(1))
     encode.leader.decide(EncodeDecision(2, []))
     for rank in (0, 1):
-        encode.hear(rank, EncodeResult(1, None, 0) if rank == 0 else StepCheck(1, b""))
-        encode.hear(rank, EncodeResult(2, None, 0) if rank == 0 else StepCheck(2, b""))
+        encode.receive(rank, EncodeResult(1, None, 0) if rank == 0 else StepCheck(1, b""))
+        encode.receive(rank, EncodeResult(2, None, 0) if rank == 0 else StepCheck(2, b""))
     encode.advance(LIMITS.step_s - 1)
     assert (encode.lost, generate.lost) == ([], [])
     assert liveness.turns.last == 3

@@ -25,7 +25,7 @@ def piece(start: int, count: int, *, top: int = 2, shift: float = 0.0) -> Prompt
     )
 
 
-def told(at: int, *, top: int = 2) -> PromptToken:
+def reported(at: int, *, top: int = 2) -> PromptToken:
     best = [(at + one, -(at + one) / 8) for one in range(top)]
     return PromptToken(TOKENS[at], -at, at + 1, best)
 
@@ -38,7 +38,7 @@ def test_prompt_report_joins_pieces(cuts: list[int], top: int) -> None:
     for count in cuts:
         report.take(piece(start, count, top=top))
         start += count
-    assert list(report.tokens()) == [told(at, top=top) for at in range(1, 5)]
+    assert list(report.tokens()) == [reported(at, top=top) for at in range(1, 5)]
 
 
 def test_prompt_report_keeps_what_it_knew_when_told_again() -> None:

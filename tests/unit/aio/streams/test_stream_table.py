@@ -148,8 +148,8 @@ async def test_stream_table_gives_the_tokens_of_drafts_one_by_one_with_their_log
     await asyncio.sleep(0)
     found = [one for one in taken if one is not None]
     assert [one.token_ids for one in found] == [[7], [9], [10]]
-    told = [[(each.token_id, each.logprob) for each in one.logprobs or ()] for one in found]
-    assert told == [[(7, -1.0)], [(9, -2.0)], [(10, -3.0)]]
+    reported = [[(each.token_id, each.logprob) for each in one.logprobs or ()] for one in found]
+    assert reported == [[(7, -1.0)], [(9, -2.0)], [(10, -3.0)]]
     assert table.generations[1].output_tokens == 3
     table.streams.emit(result)
     table.generations[1].subscribe(None)
@@ -235,9 +235,9 @@ async def test_stream_table_gives_each_prompt_what_is_told_of_it() -> None:
         table.generations[number].prompt_report = report
     value = b"\0\0\0\0"
 
-    def told(number: int, start: int) -> PromptPiece:
+    def reported(number: int, start: int) -> PromptPiece:
         return PromptPiece(number, start, value, value, b"", b"")
 
-    table.streams.report([told(1, 1), told(2, 2), told(3, 1), told(9, 1)])
+    table.streams.report([reported(1, 1), reported(2, 2), reported(3, 1), reported(9, 1)])
     assert [one.token_id for one in reports[0].tokens()] == [8]
     assert table.broken == ["r2"]

@@ -106,7 +106,7 @@ async def test_a_token_that_the_model_has_not_is_refused_in_any_prompt() -> None
 )
 async def test_more_answers_than_allowed_are_refused(fields: dict[str, Any], param: str) -> None:
     engine = FakeEngine()
-    reply = await post(engine, PLAIN, {"prompt": "x", **fields}, ApiSettings(answers_max=6))
+    reply = await post(engine, PLAIN, {"prompt": "x", **fields}, ApiSettings(choices_max=6))
     assert (reply.status, reply.error["param"]) == (400, param)
     assert "limit 6 answers. Remedy: " in reply.error["message"]
     assert not engine.calls
@@ -155,10 +155,10 @@ async def test_failure_of_one_ends_all(stream: bool) -> None:
 
 async def test_refusal_of_a_later_prompt_ends_the_earlier_ones() -> None:
     class Refusing(FakeEngine):
-        async def generate_answers(self, **call: Any) -> Any:
+        async def generate_choices(self, **call: Any) -> Any:
             if len(self.calls) == 2:
                 self.refusal = RequestRefused("too many wait", code="queue_full", status=429)
-            return await super().generate_answers(**call)
+            return await super().generate_choices(**call)
 
     engine = Refusing()
     reply = await post(engine, PLAIN, {"prompt": ["x", "y", "z"], "n": 2})

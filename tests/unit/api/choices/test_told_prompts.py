@@ -20,8 +20,8 @@ PROMPT = [72, 105, 33]
 class TellingEngine(FakeEngine):
     """Reports every prompt, always the same, with two alternatives per token."""
 
-    async def generate_answers(self, **call: Any) -> list[FakeGeneration]:
-        generations = await super().generate_answers(**call)
+    async def generate_choices(self, **call: Any) -> list[FakeGeneration]:
+        generations = await super().generate_choices(**call)
         report = PromptReport(PROMPT, 2)
         ids, top = [[105, 104], [63, 46]], [[-0.5, -1.0], [-0.25, -2.0]]
         report.take(
@@ -135,8 +135,8 @@ async def test_prompt_logprobs_beside_an_echo_are_each_as_many_as_asked_for() ->
     body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 0}
     (choice,) = (await post(engine, PLAIN, body)).json["choices"]
     assert choice["logprobs"]["top_logprobs"][:3] == ECHOED["top_logprobs"][:3]
-    told = [list(one) if one else None for one in choice["prompt_logprobs"]]
-    assert told == [None, ["105"], ["33"]]
+    reported = [list(one) if one else None for one in choice["prompt_logprobs"]]
+    assert reported == [None, ["105"], ["33"]]
 
 
 async def test_nothing_is_generated_with_max_tokens_0() -> None:
@@ -173,8 +173,8 @@ async def test_the_whole_vocabulary_of_a_prompt_within_the_limit() -> None:
     body = {"prompt": "x", "prompt_logprobs": -1}
     reply = await post(engine, PLAIN, body, ApiSettings(logprobs_max=256))
     assert engine.sampling.prompt_logprobs == 256
-    told = reply.json["choices"][0]["prompt_logprobs"]
-    assert [len(one or ()) for one in told] == [0, 2, 3]
+    reported = reply.json["choices"][0]["prompt_logprobs"]
+    assert [len(one or ()) for one in reported] == [0, 2, 3]
 
 
 async def test_long_reports_are_worded_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,8 +99,8 @@ async def test_a_forced_call_that_is_cut_shows_no_markup(path: str, stream: bool
     for end in (1, 8, len("<tool_call>\n{"), AT - 1, AT, AT + 1, AT + 5, len(ANSWER) - 9):
         engine = saying(ANSWER[:end], "length", size=1)
         answer = read(await post(engine, path, {**body, "stream": stream}), stream=stream)
-        told = ANSWER[AT : min(end, AT + len(ARGUMENTS))]
-        assert answer == ("", [told] if told else [], "length")
+        reported = ANSWER[AT : min(end, AT + len(ARGUMENTS))]
+        assert answer == ("", [reported] if reported else [], "length")
 
 
 @pytest.mark.parametrize("path", DIALECTS)

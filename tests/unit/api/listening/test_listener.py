@@ -27,21 +27,21 @@ def test_listener_of_several_processes_only_keeps_the_address() -> None:
             assert one.getsockname() == other.getsockname() == address
             one.listen()
             other.listen()
-            heard = {one: 0, other: 0}
-            for listener in heard:
+            received = {one: 0, other: 0}
+            for listener in received:
                 listener.setblocking(False)
             for _ in range(64):
                 with socket.create_connection(address):
                     pass
-            for listener in heard:
+            for listener in received:
                 try:
                     while True:
                         listener.accept()[0].close()
-                        heard[listener] += 1
+                        received[listener] += 1
                 except BlockingIOError:
                     pass
-            assert sum(heard.values()) == 64
-            assert min(heard.values()) > 8, "one gets nearly all"
+            assert sum(received.values()) == 64
+            assert min(received.values()) > 8, "one gets nearly all"
 
 
 def test_listener_of_several_processes_tells_of_a_port_in_use() -> None:

@@ -30,13 +30,13 @@ def test_reports_add_to_the_counters_and_histograms_of_a_process() -> None:
     other = counted("stop", "", tenant="b")
     frame = msgspec.msgpack.encode(other.report())
     own.reports = lambda: [msgspec.msgpack.decode(frame, type=Report)]
-    told = lines(own)
-    assert 'vsched_requests_total{endpoint="chat",outcome="stop"} 2.0' in told
-    assert 'vsched_requests_total{endpoint="chat",outcome="length"} 1.0' in told
-    assert 'vsched_tenant_requests_total{outcome="stop",tenant="b"} 1.0' in told
-    assert "vsched_prompt_tokens_total 20.0" in told
-    assert 'vsched_time_to_first_token_seconds_bucket{le="+Inf"} 4.0' in told
-    assert "vsched_e2e_request_latency_seconds_count 3.0" in told
+    reported = lines(own)
+    assert 'vsched_requests_total{endpoint="chat",outcome="stop"} 2.0' in reported
+    assert 'vsched_requests_total{endpoint="chat",outcome="length"} 1.0' in reported
+    assert 'vsched_tenant_requests_total{outcome="stop",tenant="b"} 1.0' in reported
+    assert "vsched_prompt_tokens_total 20.0" in reported
+    assert 'vsched_time_to_first_token_seconds_bucket{le="+Inf"} 4.0' in reported
+    assert "vsched_e2e_request_latency_seconds_count 3.0" in reported
     assert own.under_way == 1
 
 

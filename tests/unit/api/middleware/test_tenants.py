@@ -34,16 +34,16 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def test_tenant_is_that_of_the_key() -> None:
-    asked = [bearer("key of red"), {"x-api-key": "key of blue"}, bearer("another"), {}]
-    found, metrics = await tenants_of(asked, tenant_keys=KEYS)
+    requested = [bearer("key of red"), {"x-api-key": "key of blue"}, bearer("another"), {}]
+    found, metrics = await tenants_of(requested, tenant_keys=KEYS)
     assert found == ["red", "blue", 401, 401]
     assert 'vsched_tenant_requests_total{outcome="stop",tenant="red"} 1.0' in metrics
     assert 'vsched_tenant_tokens_total{kind="prompt",tenant="blue"}' in metrics
 
 
 async def test_tenant_of_the_common_key_is_nobody() -> None:
-    asked = [bearer("common"), bearer("key of red")]
-    found, metrics = await tenants_of(asked, tenant_keys=KEYS, api_key="common")
+    requested = [bearer("common"), bearer("key of red")]
+    found, metrics = await tenants_of(requested, tenant_keys=KEYS, api_key="common")
     assert found == ["", "red"]
     assert 'tenant=""' not in metrics
 
@@ -55,10 +55,10 @@ async def test_key_of_a_tenant_is_no_admin_key() -> None:
 
 
 async def test_tenant_is_that_of_the_header_where_it_is_configured() -> None:
-    asked = [{"x-team": "red"}, {}, {"x-team": "no name"}, {"x-team": "x" * 65}]
-    found, _ = await tenants_of(asked, tenant_header="x-team")
+    requested = [{"x-team": "red"}, {}, {"x-team": "no name"}, {"x-team": "x" * 65}]
+    found, _ = await tenants_of(requested, tenant_header="x-team")
     assert found == ["red", "", 400, 400]
-    ignored, _ = await tenants_of(asked[:1])
+    ignored, _ = await tenants_of(requested[:1])
     assert ignored == [""], "it was not requested"
 
 
@@ -69,8 +69,8 @@ async def test_client_with_a_key_cannot_claim_another_tenant() -> None:
 
 
 async def test_metrics_have_a_bounded_number_of_tenants() -> None:
-    asked = [{"x-team": f"t{number % 5}"} for number in range(10)]
-    found, metrics = await tenants_of(asked, tenant_header="x-team", tenants_max=2)
+    requested = [{"x-team": f"t{number % 5}"} for number in range(10)]
+    found, metrics = await tenants_of(requested, tenant_header="x-team", tenants_max=2)
     assert found == ["t0", "t1", "t2", "t3", "t4"] * 2, "policies see it in any case"
     for tenant, count in (("t0", 2), ("t1", 2), ("other tenants", 6)):
         line = f'vsched_tenant_requests_total{{outcome="stop",tenant="{tenant}"}} {count}.0'

@@ -108,11 +108,11 @@ class Joined:
     @property
     def numbers(self) -> tuple[int, int, int]:
         """Number of live requests in the kernel, in the desk, and in the process: all 0 in the end."""
-        told = self.played.shell.statistics()
+        reported = self.played.shell.statistics()
         desk = len(self.desk._arriving) + len(self.desk._live)
         remote = self.remote
-        known = len(remote._pending) + len(remote._answers) + len(remote._streams._by_number)
-        return told["running"] + told["waiting"], desk, known
+        known = len(remote._pending) + len(remote._choices) + len(remote._streams._by_number)
+        return reported["running"] + reported["waiting"], desk, known
 
     async def turns(self, count: int = 12) -> None:
         """Let the loop turn a few times: long enough for any message, since all parts share this process."""

@@ -21,13 +21,13 @@ class Side:
     """One end: the messages it received, and the reason for its loss."""
 
     def __init__(self, kind: object, **limits: int) -> None:
-        self.heard: list[object] = []
+        self.received: list[object] = []
         self.lost: list[str] = []
         self.error: Exception | None = None
         self.link = Link(kind, self._take, self.lost.append, **limits)
 
     def _take(self, content: object) -> None:
-        self.heard.append(content)
+        self.received.append(content)
         if self.error is not None:
             raise self.error
 
@@ -60,8 +60,8 @@ async def test_link_brings_messages_as_they_were_sent(pair: Pair) -> None:
     await pair.open()
     for message in sent:
         pair.up.link.send([message])
-    await until(lambda: len(pair.down.heard) == len(sent))
-    assert pair.down.heard == [[message] for message in sent]
+    await until(lambda: len(pair.down.received) == len(sent))
+    assert pair.down.received == [[message] for message in sent]
 
 
 async def test_link_frames_come_whole_however_they_are_cut(pair: Pair) -> None:
@@ -74,8 +74,8 @@ async def test_link_frames_come_whole_however_they_are_cut(pair: Pair) -> None:
     for at in range(len(frames)):
         await loop.sock_sendall(pair.ours, frames[at : at + 1])
         await asyncio.sleep(0)
-    await until(lambda: len(pair.down.heard) == 2)
-    assert pair.down.heard == [[TakesRequests("a")], [TakesRequests("bc")]]
+    await until(lambda: len(pair.down.received) == 2)
+    assert pair.down.received == [[TakesRequests("a")], [TakesRequests("bc")]]
     pair.ours.close()
 
 
@@ -134,9 +134,9 @@ async def test_link_large_messages_go_one_after_the_other_as_they_are_read(pair:
     await pair.down.link.open(pair.end)
     async with patience():
         await asyncio.gather(*large)
-    await until(lambda: len(pair.down.heard) == 4)
-    heard = [message for messages in pair.down.heard for message in messages]  # type: ignore[attr-defined]
-    assert [message.number for message in heard] == [0, 1, 2, 3]
+    await until(lambda: len(pair.down.received) == 4)
+    received = [message for messages in pair.down.received for message in messages]  # type: ignore[attr-defined]
+    assert [message.number for message in received] == [0, 1, 2, 3]
 
 
 async def test_link_order_is_read_before_there_is_a_loop(pair: Pair) -> None:

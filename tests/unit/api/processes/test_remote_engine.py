@@ -16,8 +16,8 @@ from vsched.aio.streams.stream import StopScope
 from vsched.api.processes.messages import Ask, GiveUp, Submit
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import Aborted, Arrived, Cleared, Event, Submitted, Withdrawn
-from vsched.policy import Admit, FrontDoorAnswer, FrontDoorView, RequestPolicy, Shed
-from vsched.record.left import Begun, prompt_digest
+from vsched.policy import Admit, ArrivalDecision, ArrivalView, RequestPolicy, Shed
+from vsched.record.left import PartialOutput, prompt_digest
 from vsched.types import FinishReason, Request, SamplingParams
 
 
@@ -40,17 +40,17 @@ async def joined(played: ShellHarness, monkeypatch: pytest.MonkeyPatch) -> Async
 @pytest.fixture
 def events(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """The kernel's events about requests."""
-    heard: list[Event] = []
+    received: list[Event] = []
     handle = joined.played.shell._kernel.handle
     kinds = (Arrived, Submitted, Withdrawn, Aborted, Cleared)
 
     def note(event: Event, now_ns: int) -> Any:
         if isinstance(event, kinds):
-            heard.append(event)
+            received.append(event)
         return handle(event, now_ns)
 
     monkeypatch.setattr(joined.played.shell._kernel, "handle", note)
-    return heard
+    return received
 
 
 def ask(
@@ -58,18 +58,18 @@ def ask(
     prompt: Any = "hello",
     *,
     names: tuple[str, ...] = ("r",),
-    begun: Begun | None = None,
+    started: PartialOutput | None = None,
     make_stop_scope: Callable[[], StopScope] | None = None,
     **sampling: Any,
 ) -> Any:
     wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 3, **sampling})
-    return engine.generate_answers(
+    return engine.generate_choices(
         prompt=prompt,
         images=(),
         sampling=wanted,
         request_ids=names,
         tenant="t",
-        begun=begun,
+        started=started,
         make_stop_scope=make_stop_scope,
     )
 
@@ -78,7 +78,7 @@ async def test_remote_answer_is_that_of_the_engine(joined: Joined, events: list[
     """Tokens, text, finish reason, usage, and the kernel's events."""
     (near,) = await ask(joined.engine)
     wanted = await joined.read(near)
-    heard, events[:] = list(events), []
+    received, events[:] = list(events), []
     (far,) = await ask(joined.remote)
     found = await joined.read(far)
     assert [token for delta in found for token in delta.token_ids] == [
@@ -89,7 +89,7 @@ async def test_remote_answer_is_that_of_the_engine(joined: Joined, events: list[
     assert (far.prompt_tokens, far.output_tokens) == (near.prompt_tokens, near.output_tokens)
     assert far.prompt_token_ids == near.prompt_token_ids
     assert (near.cached_tokens, far.cached_tokens) == (0, 4), "the second finds what the first left"
-    assert [type(event) for event in events] == [type(event) for event in heard]
+    assert [type(event) for event in events] == [type(event) for event in received]
     assert joined.numbers == (0, 0, 0)
 
 
@@ -98,13 +98,13 @@ async def test_remote_answer_goes_on_where_a_dead_engine_left_it(joined: Joined)
     (whole,) = await ask(joined.engine, max_tokens=5)
     wanted = [token for delta in await joined.read(whole) for token in delta.token_ids]
     prompt = [ord(one) for one in "hello"]
-    asked = Request(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams())
-    begun = Begun(prompt_digest(asked), tuple(wanted[:3]))
-    (rest,) = await ask(joined.remote, max_tokens=5, begun=begun)
+    requested = Request(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams())
+    started = PartialOutput(prompt_digest(requested), tuple(wanted[:3]))
+    (rest,) = await ask(joined.remote, max_tokens=5, started=started)
     found = [token for delta in await joined.read(rest) for token in delta.token_ids]
     assert found == wanted
     with pytest.raises(RequestRefused) as refused:
-        await ask(joined.remote, "another", begun=begun)
+        await ask(joined.remote, "another", started=started)
     assert refused.value.code == "prompt_changed"
     assert joined.numbers == (0, 0, 0)
 
@@ -123,7 +123,7 @@ async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
     """The arrival policy decides first; a rejected request is never tokenized, and leaves nothing."""
 
     class Full(RequestPolicy, frozen=True, kw_only=True):
-        def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        def arrive(self, view: ArrivalView) -> ArrivalDecision:
             return Shed("full", 7) if view.request.tenant == "t" else Admit()
 
     joined.played.shell._kernel._gate._seat.ask = Full().arrive
@@ -249,17 +249,17 @@ async def test_remote_and_engine_keep_stop_strings_to_their_scope(joined: Joined
 
 async def test_remote_clear_ends_what_is_being_prepared_in_the_process(joined: Joined) -> None:
     """As in the engine; the work of the process is interrupted, too."""
-    begun, go_on = asyncio.Event(), asyncio.Event()
+    started, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def render() -> str:
-        loop.call_soon_threadsafe(begun.set)
+        loop.call_soon_threadsafe(started.set)
         asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
         return "hello"
 
     task = asyncio.ensure_future(ask(joined.remote, render))
     async with patience():
-        await begun.wait()
+        await started.wait()
         await joined.engine.clear()
         with pytest.raises(RequestFailed) as failed:
             await task

@@ -17,7 +17,7 @@ from vsched.api.resuming import resumption as resuming
 from vsched.api.resuming.resumption import Resumption
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.record.journal import RequestJournal
-from vsched.record.left import Begun, Ended, Left
+from vsched.record.left import PartialOutput, Ended, Left
 
 DELTAS = (
     OutputDelta("Hel", [1]),
@@ -84,14 +84,14 @@ class Server:
 
 def record(monkeypatch: pytest.MonkeyPatch, left: Left) -> list[list[str]]:
     """Replace the record of the dead engine; return the list of names it is queried with."""
-    asked: list[list[str]] = []
+    requested: list[list[str]] = []
 
     def read(_path: Path, names: list[str]) -> Left:
-        asked.append(names)
+        requested.append(names)
         return left
 
     monkeypatch.setattr(resuming, "read_left", read)
-    return asked
+    return requested
 
 
 def blocks(reply: Reply) -> list[bytes]:
@@ -125,16 +125,16 @@ async def test_client_reads_the_rest_of_a_stream_after_its_last_event(
     """Both parts together are an undisturbed stream."""
     body = body_for(path, stream=True)
     first = Server(tmp_path)
-    begun = await first.killed_in(path, body, tokens=2)
-    had = ids(begun)
+    started = await first.killed_in(path, body, tokens=2)
+    had = ids(started)
     assert had == list(range(len(had)))
     second = await Server(tmp_path).start()
-    name = answer_id(begun)
+    name = answer_id(started)
     everything = await second.get(f"{path}/{name}")
     assert everything.status == 200
-    assert everything.body.startswith(begun.body)
+    assert everything.body.startswith(started.body)
     rest = await second.get(f"{path}/{name}?starting_after={had[-1]}")
-    assert begun.body + rest.body == everything.body
+    assert started.body + rest.body == everything.body
     same = await second.get(f"{path}/{name}", **{"last-event-id": str(had[-1])})
     assert same.body == rest.body
     last = ids(everything)[-1]
@@ -165,13 +165,13 @@ async def test_answer_goes_on_behind_what_the_record_has(
     first = Server(tmp_path)
     reply = await first.killed_in(CHAT, chat(stream=True))
     name = answer_id(reply)
-    begun = Begun(b"digest", (1, 2))
-    asked = record(monkeypatch, Left({name: begun}, {}))
+    started = PartialOutput(b"digest", (1, 2))
+    requested = record(monkeypatch, Left({name: started}, {}))
     await Server(tmp_path).resumption.read()
-    assert asked == [[name]]
+    assert requested == [[name]]
     record(monkeypatch, Left({}, {}, "it is gone"))
     second = await Server(tmp_path).start()
-    assert [call["begun"] for call in second.engine.calls] == [begun]
+    assert [call["begun"] for call in second.engine.calls] == [started]
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": True}, {"n": 2}])
@@ -181,7 +181,9 @@ async def test_what_is_in_no_record_is_computed_from_the_beginning(
     first = Server(tmp_path)
     await first.killed_in(CHAT, chat(**fields), headers={"x-request-id": "mine"})
     name = first.engine.calls[0]["request_ids"][0]
-    record(monkeypatch, Left({name: Begun(b"digest", (1, 2))} if "n" not in fields else {}, {}))
+    record(
+        monkeypatch, Left({name: PartialOutput(b"digest", (1, 2))} if "n" not in fields else {}, {})
+    )
     second = await Server(tmp_path).start()
     assert [call["begun"] for call in second.engine.calls] == [None]
     choices = (await second.get(f"{CHAT}/mine")).json["choices"]
@@ -446,14 +448,14 @@ async def test_without_a_journal_streams_are_as_they_were() -> None:
 @pytest.mark.slow
 async def test_openai_client_reads_on_behind_its_last_event(tmp_path: Path) -> None:
     openai, httpx2 = pytest.importorskip("openai"), pytest.importorskip("httpx2")
-    begun = await Server(tmp_path).killed_in("/v1/responses", {"input": "hi", "stream": True})
+    started = await Server(tmp_path).killed_in("/v1/responses", {"input": "hi", "stream": True})
     second = await Server(tmp_path).start()
     transport = httpx2.ASGITransport(second.app)
     async with httpx2.AsyncClient(transport=transport) as inner:
         client = openai.AsyncOpenAI(
             base_url="http://localhost/v1", api_key="key", http_client=inner, max_retries=0
         )
-        name, last = answer_id(begun), ids(begun)[-1]
+        name, last = answer_id(started), ids(started)[-1]
         stream = await client.responses.retrieve(name, stream=True, starting_after=last)
         numbers = [event.sequence_number async for event in stream]
         assert numbers == list(range(last + 1, last + 1 + len(numbers)))

@@ -99,7 +99,7 @@ def test_calls_that_are_cut_say_what_there_was_and_no_markup(name: str, forced: 
     options: dict[str, Any] = {"tools": tools, "forced": forced, "cut": True}
     whole = read_with(known, [answer], **options)["calls"]
     assert [(called, json.loads(text)) for called, text in whole] == calls
-    begun: set[str] = set()
+    started: set[str] = set()
     for end in range(len(answer)):
         message = read_with(known, [answer[:end]], **options)
         assert read_with(known, [answer[: end // 2], answer[end // 2 : end]], **options) == message
@@ -107,8 +107,8 @@ def test_calls_that_are_cut_say_what_there_was_and_no_markup(name: str, forced: 
         for (called, text), (wanted, full) in zip(message["calls"], whole, strict=False):
             assert called == wanted
             assert full.startswith(text)
-        begun.add("".join(text for _, text in message["calls"]))
-    assert len(begun) > 20
+        started.add("".join(text for _, text in message["calls"]))
+    assert len(started) > 20
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)

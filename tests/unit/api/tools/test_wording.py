@@ -44,8 +44,8 @@ def merged(events: list[Any]) -> dict[str, Any]:
 
 
 async def test_a_whole_answer_with_calls() -> None:
-    asked = engine(CALLS)
-    reply = await post(asked, CHAT, chat(tools=TOOLS))
+    requested = engine(CALLS)
+    reply = await post(requested, CHAT, chat(tools=TOOLS))
     (choice,) = reply.json["choices"]
     ids = [call.pop("id") for call in choice["message"]["tool_calls"]]
     assert len(set(ids)) == 2
@@ -65,7 +65,7 @@ async def test_a_whole_answer_with_calls() -> None:
             ],
         },
     }
-    assert asked.calls[0]["prompt"].startswith(
+    assert requested.calls[0]["prompt"].startswith(
         "tools=[{'type': 'function', 'function': {'name': 'f'"
     )
 
@@ -109,12 +109,12 @@ async def test_without_tools_nothing_is_read_as_a_call() -> None:
 
 
 async def test_a_model_whose_form_is_unknown_takes_no_tools() -> None:
-    asked = engine("Hello")
-    asked.preprocessor.chat_template = "{{ tools }}"
-    reply = await post(asked, CHAT, chat(tools=TOOLS))
+    requested = engine("Hello")
+    requested.preprocessor.chat_template = "{{ tools }}"
+    reply = await post(requested, CHAT, chat(tools=TOOLS))
     assert (reply.status, reply.error["code"]) == (400, "tools_not_supported")
     assert "model.tool_format" in reply.error["message"]
-    reply = await post(asked, CHAT, chat(tools=TOOLS), ApiSettings(tool_format="hermes"))
+    reply = await post(requested, CHAT, chat(tools=TOOLS), ApiSettings(tool_format="hermes"))
     assert reply.status == 200
 
 
@@ -123,9 +123,9 @@ THOUGHT = "<think>\nLet me see.\n</think>\n\nYes."
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_is_told_beside_the_content(stream: bool) -> None:
-    asked = engine(THOUGHT)
-    asked.preprocessor.chat_template = "{{ '<think>' }}"
-    reply = await post(asked, CHAT, chat(stream=stream))
+    requested = engine(THOUGHT)
+    requested.preprocessor.chat_template = "{{ '<think>' }}"
+    reply = await post(requested, CHAT, chat(stream=stream))
     if stream:
         deltas = [event["choices"][0]["delta"] for event in reply.events]
         assert "".join(each.get("reasoning_content", "") for each in deltas) == "Let me see."
@@ -141,23 +141,23 @@ async def test_reasoning_is_told_beside_the_content(stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_is_not_told_where_nobody_wants_it(stream: bool) -> None:
     """Each of its tokens still has an event, because clients count them."""
-    asked = engine(THOUGHT)
-    asked.preprocessor.chat_template = "{{ '<think>' }}"
-    reply = await post(asked, CHAT, chat(stream=stream, include_reasoning=False))
+    requested = engine(THOUGHT)
+    requested.preprocessor.chat_template = "{{ '<think>' }}"
+    reply = await post(requested, CHAT, chat(stream=stream, include_reasoning=False))
     assert b"reasoning" not in reply.body
     if stream:
         deltas = [event["choices"][0]["delta"] for event in reply.events]
         assert "".join(each["content"] for each in deltas) == "Yes."
-        plain = await post(asked, CHAT, chat(stream=stream))
+        plain = await post(requested, CHAT, chat(stream=stream))
         assert len(deltas) == len(plain.events)
     else:
         assert reply.json["choices"][0]["message"]["content"] == "Yes."
 
 
 async def test_reasoning_is_content_where_the_settings_say_so() -> None:
-    asked = engine(THOUGHT)
-    asked.preprocessor.chat_template = "{{ '<think>' }}"
-    reply = await post(asked, CHAT, chat(), ApiSettings(reasoning_format="none"))
+    requested = engine(THOUGHT)
+    requested.preprocessor.chat_template = "{{ '<think>' }}"
+    reply = await post(requested, CHAT, chat(), ApiSettings(reasoning_format="none"))
     assert reply.json["choices"][0]["message"]["content"] == THOUGHT
 
 
@@ -166,8 +166,8 @@ async def test_reasoning_that_the_prompt_began_goes_on(
     monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     """Also for a long prompt, which is rendered later; a grammar constrains the text after the reasoning."""
-    asked = engine("Let me see.</think>Yes.")
-    front = asked.preprocessor
+    requested = engine("Let me see.</think>Yes.")
+    front = requested.preprocessor
     front.chat_template = "{{ '<think>' }}"
     render = front.render
     monkeypatch.setattr(
@@ -175,7 +175,7 @@ async def test_reasoning_that_the_prompt_began_goes_on(
     )
     messages = [{"role": "user", "content": "x" * length}]
     body = chat(messages=messages, guided_regex="Yes")
-    message = (await post(asked, CHAT, body)).json["choices"][0]["message"]
+    message = (await post(requested, CHAT, body)).json["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Yes.")
-    grammar = msgspec.json.decode(asked.sampling.grammar)
+    grammar = msgspec.json.decode(requested.sampling.grammar)
     assert grammar == {"thought": {"end": "</think>", "answer": {"regex": "Yes"}}}

@@ -68,11 +68,11 @@ async def test_cable_that_is_pulled_tells_nobody(echo: str) -> None:
         cable.pull()
         writer.write(b"word")
         await until(lambda: cable.lost == 4)
-        heard = asyncio.ensure_future(reader.read(1))
+        received = asyncio.ensure_future(reader.read(1))
         cable.plug_in()
         assert await said_over(cable.address, b"word") == b"word"
-        assert not heard.done(), "a connection that lost bytes is lost, and open"
-        heard.cancel()
+        assert not received.done(), "a connection that lost bytes is lost, and open"
+        received.cancel()
         writer.close()
 
 
@@ -94,10 +94,12 @@ async def test_links_count_by_machine_and_direction(echo: str) -> None:
 
 def test_table_compares_rounds_with_one_host_and_bytes_with_the_rate() -> None:
     def cell(*images_s: float, carried: int = 0) -> Cell:
-        asked = [Asked(10 / each, [5.0] * 10) for each in images_s]
+        requested = [Asked(10 / each, [5.0] * 10) for each in images_s]
         links = {"engine out": carried, "engine in": carried // 2, "encoder out": 0}
         return Cell(
-            [Asked(1.0, [3.0])] * len(asked), asked, [links if carried else {}] * len(asked)
+            [Asked(1.0, [3.0])] * len(requested),
+            requested,
+            [links if carried else {}] * len(requested),
         )
 
     cells = {

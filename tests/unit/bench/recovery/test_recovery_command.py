@@ -40,13 +40,13 @@ def test_recovery_shows_lowest_median_and_highest_of_each_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The cases are the product of the options; a stream that lost tokens is an exit code of 1."""
-    asked: list[RecoveryCase] = []
+    requested: list[RecoveryCase] = []
 
     async def measured(
         settings: list[str], *, cases: list[RecoveryCase], **_: object
     ) -> list[Recovery]:
         assert settings == ["model.path=nowhere"]
-        asked.extend(cases)
+        requested.extend(cases)
         return [
             *(loss(case, last_s) for last_s in (1.25, 0.75, 1.5) for case in cases[:-1]),
             loss(cases[-1], 3.0, same=False),
@@ -55,7 +55,7 @@ def test_recovery_shows_lowest_median_and_highest_of_each_case(
     monkeypatch.setattr(measure, "measure_recovery", measured)
     options = ["--dtype", "float32", "--busy", "0", "--busy", "3", "--new-processes"]
     done = CliRunner().invoke(app, ["recovery", "nowhere", *options])
-    assert [(case.busy, case.forked) for case in asked] == [
+    assert [(case.busy, case.forked) for case in requested] == [
         (0, True),
         (0, False),
         (3, True),

@@ -12,14 +12,14 @@ from vsched.worker.contract import SequenceState
 
 
 def test_sampler_cases_reach_the_sampler() -> None:
-    asked: list[list[int]] = []
+    requested: list[list[int]] = []
     shapes: list[tuple[int, ...]] = []
 
     def make(logits: npt.NDArray[np.float32]) -> object:
         shapes.append(logits.shape)
 
         def choose(special: Sequence[tuple[int, SequenceState]]) -> npt.NDArray[np.int32]:
-            asked.append([row for row, _ in special])
+            requested.append([row for row, _ in special])
             return np.zeros(len(logits), np.int32)
 
         return choose
@@ -27,9 +27,9 @@ def test_sampler_cases_reach_the_sampler() -> None:
     found = measure_sampler(make, vocabulary=50, rows=(1, 3), repeats=2)  # type: ignore[arg-type]
     assert shapes == [(1, 50), (3, 50)] * len(KINDS)
     assert len(found) == len(KINDS) * 2 * len(ASKED)
-    assert len(asked) == 3 * len(found)
+    assert len(requested) == 3 * len(found)
     greedy = len(ASKED)
-    assert asked[:greedy] == [[], *([[0]] * (greedy - 1))]
+    assert requested[:greedy] == [[], *([[0]] * (greedy - 1))]
     assert all(row.spread_ms[0] <= row.step_ms <= row.spread_ms[1] for row in found)
 
 

@@ -46,7 +46,7 @@ def test_a_sampler_that_chooses_what_it_may_not_is_not_measured(
 
 
 def test_peers_take_their_cases_in_turns() -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     shapes: list[tuple[int, ...]] = []
 
     def make(logits: Logits, fields: Mapping[str, float], history: npt.NDArray[np.int32]) -> Choose:
@@ -54,16 +54,16 @@ def test_peers_take_their_cases_in_turns() -> None:
         name = next(name for name, one in table.CASES.items() if one is fields)
 
         def choose() -> npt.NDArray[np.int32]:
-            asked.append(name)
+            requested.append(name)
             return tokens(*logits.argmax(axis=1).tolist())
 
         return choose
 
     found = measure(make, draw_logits("flat", 2, 50), table.CASES, 2, "flat", 2)
-    assert asked == list(table.CASES) * 3, "the first round is not counted"
+    assert requested == list(table.CASES) * 3, "the first round is not counted"
     assert set(shapes) == {(2, PROMPT + OUTPUTS)}
     rows = table.read(json.dumps({"rows": found}).encode())
-    assert [row.asked for row in rows] == list(table.CASES)
+    assert [row.requested for row in rows] == list(table.CASES)
     assert all(row.spread_ms[0] <= row.step_ms <= row.spread_ms[1] for row in rows)
 
 
@@ -86,9 +86,13 @@ def test_what_peers_import_is_theirs_or_numpys() -> None:
 
 
 def test_sides_stand_beside_each_other_by_case() -> None:
-    def row(asked: str, rows: int, step_ms: float) -> SamplerRow:
+    def row(requested: str, rows: int, step_ms: float) -> SamplerRow:
         return SamplerRow(
-            logits="flat", rows=rows, asked=asked, step_ms=step_ms, spread_ms=(step_ms, step_ms)
+            logits="flat",
+            rows=rows,
+            requested=requested,
+            step_ms=step_ms,
+            spread_ms=(step_ms, step_ms),
         )
 
     ours = [row("top-k 20", 8, 1.0), row("greedy", 64, 2.0), row("greedy", 8, 3.0)]

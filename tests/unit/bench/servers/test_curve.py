@@ -52,17 +52,17 @@ def sides_of(limited: float, pause: float) -> dict[str, list[Run]]:
 def test_verdict_is_the_aim_beside_the_peer_with_the_shortest_pauses(
     limited: float, pause: float, said: str
 ) -> None:
-    told = verdict("text", sides_of(limited, pause), POINTS)
-    assert said in told
-    assert "40.0 ms" in told
+    reported = verdict("text", sides_of(limited, pause), POINTS)
+    assert said in reported
+    assert "40.0 ms" in reported
     assert "no peer" in verdict("text", {"100/8": side("100/8", (1.0, 1.0))}, POINTS)
 
 
 def test_table_compares_rounds_and_the_picture_is_drawn(tmp_path: Path) -> None:
     sides = sides_of(9.0, 50.0)
-    told = lines("text", sides, POINTS)
-    assert "| text | vsched 50/2 | 9.00 | 0.90 |" in told
-    assert "| text | openvino | 9.00 | 0.90 |" in told
+    reported = lines("text", sides, POINTS)
+    assert "| text | vsched 50/2 | 9.00 | 0.90 |" in reported
+    assert "| text | openvino | 9.00 | 0.90 |" in reported
     draw({"text": sides}, POINTS, "tiny25", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
 

@@ -138,18 +138,18 @@ def test_a_side_that_does_not_start_keeps_no_other_from_being_measured(
 def test_table_measures_quiet_and_beside_neighbours_in_turns(
     tmp_path: Path, servers: dict[str, Spec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[int] = []
+    started: list[int] = []
 
     @contextlib.contextmanager
     def beside(count: int) -> Iterator[list[int]]:
-        begun.append(count)
+        started.append(count)
         yield []
 
     monkeypatch.setattr(sessions, "neighbours", beside)
     del servers["vsched-best"], servers["llamacpp"]
     found = parsed(tmp_path, "--neighbours", "0,1", "--concurrency", "8")
     run_table(found)
-    assert begun == [0, 1, 1, 0], "each comes first every other round"
+    assert started == [0, 1, 1, 0], "each comes first every other round"
     page = (found.out / "table-mid25.md").read_text()
     assert "| requests/s | kept of quiet |" in page
     assert "| text x 8, beside 1 | vsched |" in page

@@ -19,7 +19,7 @@ from vsched.testing import ModelCluster, run_random
 class Listening(ModelCluster):
     """Keeps every command."""
 
-    heard: list[Command]
+    received: list[Command]
 
     def carry_out(self, command: Command) -> None:
         self.__dict__.setdefault("heard", []).append(command)
@@ -52,7 +52,7 @@ def test_marked_groups_decide_what_asking_all_would(
     monkeypatch.setattr(DirtyGroups, "walk", all_of)
     full = run(seed)
     assert isinstance(full, Listening)
-    assert marked.heard == full.heard
+    assert marked.received == full.received
     assert marked.kernel.statistics() == full.kernel.statistics()
 
 

@@ -67,12 +67,12 @@ def test_a_request_is_granted_drafts_with_its_first_token_and_until_they_are_ove
 def test_a_step_without_grants_is_what_it_was() -> None:
     """The same decisions, blocks and buckets; the policy is called once per request."""
     plain = ModelCluster(msgspec.structs.replace(DRAFTS, drafts=False), default_policies())
-    asked, policy = cluster_of(Draft())
-    for cluster in (plain, asked):
+    requested, policy = cluster_of(Draft())
+    for cluster in (plain, requested):
         for name in "abc":
             cluster.submit(make_request(name, words(5), max_tokens=30))
         cluster.drain()
-    assert asked.decisions == plain.decisions
+    assert requested.decisions == plain.decisions
     assert len(policy.seen) == 3
     never, silent = cluster_of(Draft(3), limits=msgspec.structs.replace(DRAFTS, drafts=False))
     never.submit(make_request("a", words(5), max_tokens=30))
@@ -119,10 +119,10 @@ def test_grants_go_when_requests_take_the_slots() -> None:
         cluster.submit(make_request(name, words(5, start=10 * ord(name)), max_tokens=8))
         cluster.run_generate()
     assert DraftGrant(0, 0, 1) in [one for _, grants in granted(cluster) for one in grants]
-    asked = len(policy.seen)
+    requested = len(policy.seen)
     cluster.drain()
     assert_served(cluster, "a", "b", "c", "d")
-    assert len(policy.seen) > asked, "the policy was not called again when slots were free"
+    assert len(policy.seen) > requested, "the policy was not called again when slots were free"
 
 
 @pytest.mark.parametrize("wrong", [Draft(33), Draft(-1), Draft(1, -1), Draft(1, 1, -1), None])

@@ -31,7 +31,7 @@ class Scripted(RequestPolicy, frozen=True, kw_only=True):
 NOBODY = StepShares([])
 
 
-def cluster_of(*prompts: int, answers: list[Any], **limits: Any) -> ModelCluster:
+def cluster_of(*prompts: int, choices: list[Any], **limits: Any) -> ModelCluster:
     """A cluster in which requests with these prompts have joined with a block each, and no step is in flight."""
     SEEN.clear()
     ANSWERS.clear()
@@ -42,7 +42,7 @@ def cluster_of(*prompts: int, answers: list[Any], **limits: Any) -> ModelCluster
     cluster.run_generate()
     while len(cluster.decisions[-1].chunks) < len(prompts):
         cluster.run_generate()
-    ANSWERS.extend(answers)
+    ANSWERS.extend(choices)
     return cluster
 
 
@@ -53,7 +53,7 @@ def chunks(cluster: ModelCluster) -> list[tuple[int, int]]:
 
 
 def test_step_goes_in_the_order_and_by_the_tokens_of_the_policy() -> None:
-    cluster = cluster_of(40, 40, 40, answers=[StepShares([2, 0], [3, 2]), StepShares([1])])
+    cluster = cluster_of(40, 40, 40, choices=[StepShares([2, 0], [3, 2]), StepShares([1])])
     assert chunks(cluster) == [(2, 3), (0, 2)]
     assert chunks(cluster) == [(1, 4)]
     cluster.drain()
@@ -62,7 +62,7 @@ def test_step_goes_in_the_order_and_by_the_tokens_of_the_policy() -> None:
 
 
 def test_step_view_tells_what_is_left_and_what_was_learned() -> None:
-    cluster = cluster_of(40, 40, answers=[])
+    cluster = cluster_of(40, 40, choices=[])
     chunks(cluster)
     first, second = SEEN[-1].prefilling
     assert first.tokens + first.computed == second.tokens + second.computed == 40
@@ -71,13 +71,13 @@ def test_step_view_tells_what_is_left_and_what_was_learned() -> None:
 
 
 def test_step_that_the_policy_leaves_empty_is_filled_in_order_where_nobody_decodes() -> None:
-    cluster = cluster_of(40, 40, answers=[NOBODY])
+    cluster = cluster_of(40, 40, choices=[NOBODY])
     assert chunks(cluster) == [(0, 4), (1, 4)]
     assert cluster.kernel.statistics()["policy_faults"] == {}
 
 
 def test_step_may_leave_prefill_out_while_others_decode_but_not_for_ever() -> None:
-    cluster = cluster_of(9, 60, answers=[NOBODY])
+    cluster = cluster_of(9, 60, choices=[NOBODY])
     while not cluster.kernel.generators[0].decoding:
         chunks(cluster)
     assert chunks(cluster) == []
@@ -103,7 +103,7 @@ def test_step_may_leave_prefill_out_while_others_decode_but_not_for_ever() -> No
     ids=repr,
 )
 def test_step_default_is_all_in_order(answer: Any) -> None:
-    cluster = cluster_of(40, 40, answers=[answer])
+    cluster = cluster_of(40, 40, choices=[answer])
     assert chunks(cluster) == [(0, 4), (1, 4)]
     assert cluster.kernel.statistics()["policy_faults"] == {"Scripted": 1}
     assert "Input: StepView(" in cluster.notices[0]
@@ -120,9 +120,9 @@ def test_step_policy_is_asked_about_requests_that_can_go_on() -> None:
     while cluster.kernel.generators[0].steps_in_flight:
         cluster.run_generate()
     assert {len(view.prefilling) for view in SEEN} <= {0, 1}, "the image is not encoded"
-    asked = len(SEEN)
+    requested = len(SEEN)
     cluster.drain()
-    assert len(SEEN) > asked
+    assert len(SEEN) > requested
     assert_served(cluster, "image", "text")
 
 

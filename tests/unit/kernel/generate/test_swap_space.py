@@ -36,7 +36,7 @@ def running(
     sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
     request = msgspec.structs.replace(request, sampling=sampling)
     state = RequestState.arrived(
-        request, number, (), 0, scope="item", root=None, first=number, answers=1
+        request, number, (), 0, scope="item", root=None, first=number, choices=1
     )
     state.blocks = pool.take(blocks)
     return state

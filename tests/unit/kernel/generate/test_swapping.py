@@ -352,7 +352,7 @@ class Answers(RequestPolicy, frozen=True, kw_only=True):
 )
 def test_preemption_answers_are_checked(answer: object, found: Preemption, faults: int) -> None:
     """A number means recomputation; without a victim or a valid mode it is a fault, and the default decides."""
-    told = PolicyFaults()
+    reported = PolicyFaults()
     view = PreemptionView(now_ns=0, running=running(4, 8))
-    assert ask_preemption(PolicySeat(Answers(answer=answer), "victim", told), view) == found
-    assert len(told.take_notices()) == faults
+    assert ask_preemption(PolicySeat(Answers(answer=answer), "victim", reported), view) == found
+    assert len(reported.take_notices()) == faults

@@ -349,10 +349,10 @@ def test_run_own_target_of_a_request_comes_first() -> None:
 
 
 def test_run_tells_how_far_it_is() -> None:
-    told: list[int] = []
+    reported: list[int] = []
     workload = conversations(seed=0, requests=200, rate=50.0, turns=2, think_s=0.1, image_tokens=9)
-    simulate(config(), workload, cost=COST, progress=told.append)
-    assert told == [64, 128, 192]
+    simulate(config(), workload, cost=COST, progress=reported.append)
+    assert reported == [64, 128, 192]
 
 
 def test_run_of_nothing() -> None:

@@ -70,10 +70,10 @@ class Shadow:
             case Submitted():
                 return cluster.hand_in(event)
             case Stepped(step, tokens, finished, busy_ns, group):
-                told = {one.slot: one for one in event.drafted}
-                cluster.generators[group].luck = partial(luck, told)
+                reported = {one.slot: one for one in event.drafted}
+                cluster.generators[group].luck = partial(luck, reported)
                 result, _ = cluster.generators[group].step()
-                assert [one.slot for one in result.drafted] == sorted(told)
+                assert [one.slot for one in result.drafted] == sorted(reported)
                 self.drafted += sum(len(one.tokens) for one in result.drafted)
                 assert result.step == step
                 assert [token >= 0 for token in result.tokens] == [token >= 0 for token in tokens]
@@ -109,10 +109,10 @@ class Shadow:
         return cluster.send(Encoded(decision.step, group))
 
 
-def luck(told: Mapping[int, Drafted], slot: int, drafts: int) -> int:
+def luck(reported: Mapping[int, Drafted], slot: int, drafts: int) -> int:
     """Number of accepted draft tokens in the simulation, which must have drafted as many."""
-    assert told[slot].drafts == drafts
-    return len(told[slot].tokens)
+    assert reported[slot].drafts == drafts
+    return len(reported[slot].tokens)
 
 
 def plain(commands: Sequence[Command]) -> list[Command]:

@@ -73,30 +73,30 @@ async def test_call_that_is_cancelled_before_its_turn_never_begins() -> None:
 @pytest.mark.sim
 async def test_what_a_thread_posts_comes_before_its_result_and_in_order() -> None:
     loop = current()
-    heard: list[object] = []
+    received: list[object] = []
 
     def work() -> str:
         for index in range(3):
-            loop.call_soon_threadsafe(heard.append, index)
+            loop.call_soon_threadsafe(received.append, index)
         return "result"
 
-    heard.append(await asyncio.to_thread(work))
-    assert heard == [0, 1, 2, "result"]
+    received.append(await asyncio.to_thread(work))
+    assert received == [0, 1, 2, "result"]
 
 
 @pytest.mark.sim
 async def test_what_a_thread_posts_waits_until_nothing_else_can_run() -> None:
     """However fast the thread is: anything that was ready before is done first."""
     loop = current()
-    heard: list[str] = []
-    thread = threading.Thread(target=loop.call_soon_threadsafe, args=(heard.append, "posted"))
+    received: list[str] = []
+    thread = threading.Thread(target=loop.call_soon_threadsafe, args=(received.append, "posted"))
     thread.start()
     thread.join()
     for _ in range(5):
         await asyncio.sleep(0)
-        heard.append("ready")
+        received.append("ready")
     await asyncio.sleep(1)
-    assert heard == ["ready"] * 5 + ["posted"]
+    assert received == ["ready"] * 5 + ["posted"]
 
 
 @pytest.mark.sim

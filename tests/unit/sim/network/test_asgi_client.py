@@ -160,16 +160,16 @@ async def test_client_is_told_when_the_application_ends_without_a_word() -> None
 @pytest.mark.sim
 async def test_application_is_told_of_the_end_of_a_complete_response() -> None:
     """By the same message as for a disconnect; later messages of the application are dropped."""
-    heard: list[Any] = []
+    received: list[Any] = []
 
     async def app(_scope: Any, receive: Any, send: Any) -> None:
-        heard.append(await receive())
+        received.append(await receive())
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
-        heard.append(await receive())
+        received.append(await receive())
 
     assert (await AsgiClient(app).request("GET", "/")).status == 204
-    assert [message["type"] for message in heard] == ["http.request", "http.disconnect"]
+    assert [message["type"] for message in received] == ["http.request", "http.disconnect"]
 
 
 @pytest.mark.sim

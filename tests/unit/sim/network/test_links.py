@@ -37,10 +37,10 @@ class Wire:
         self.loop = current()
         self.injector = Injector(FaultPlan(faults=faults), self.loop)
         self.network = Network(self.loop, random.Random(seed), self.injector, profile=profile)
-        self.heard: list[tuple[float, bytes, bytes]] = []
+        self.received: list[tuple[float, bytes, bytes]] = []
         self.leader: LeaderEnd = self.network.listen(
             "ipc:///run/generate-0-1",
-            lambda identity, frame: self.heard.append((self.now_ms, identity, frame)),
+            lambda identity, frame: self.received.append((self.now_ms, identity, frame)),
         )
         self.ranks = [self.network.connect(self.leader.address, rank) for rank in range(ranks)]
         self.taken: list[tuple[float, int]] = []
@@ -89,7 +89,7 @@ async def test_link_carries_reports_to_the_leader_under_the_identity() -> None:
     wire.ranks[1].send(b"report")
     pulse.send(b"pulse")
     await asyncio.sleep(1)
-    assert wire.heard == [(1, rank_identity(1), b"report"), (1, pulse_identity(1), b"pulse")]
+    assert wire.received == [(1, rank_identity(1), b"report"), (1, pulse_identity(1), b"pulse")]
 
 
 @pytest.mark.sim
@@ -148,7 +148,7 @@ async def test_link_flips_one_bit_of_a_damaged_frame() -> None:
     for _ in range(50):
         wire.ranks[0].send(bytes(40))
     await asyncio.sleep(1)
-    values = [int.from_bytes(frame, "little") for _, _, frame in wire.heard]
+    values = [int.from_bytes(frame, "little") for _, _, frame in wire.received]
     assert [value.bit_count() for value in values] == [1] * 50
     assert len(set(values)) > 25
 
@@ -176,7 +176,7 @@ async def test_link_to_a_rank_that_is_not_there_refuses_frames() -> None:
     wire.ranks[0].close()
     assert not wire.leader.send(0, b"x")
     await asyncio.sleep(1)
-    assert [frame for _, _, frame in wire.heard] == [b"last words"]
+    assert [frame for _, _, frame in wire.received] == [b"last words"]
     assert not wire.ranks[0].readable
 
 
@@ -187,12 +187,12 @@ async def test_leader_that_has_closed_hears_nothing_and_another_can_take_its_pla
     wire.leader.close()
     assert not wire.leader.send(0, b"x")
     await asyncio.sleep(1)
-    assert wire.heard == []
-    heard: list[bytes] = []
-    wire.network.listen(wire.leader.address, lambda _, frame: heard.append(frame))
+    assert wire.received == []
+    received: list[bytes] = []
+    wire.network.listen(wire.leader.address, lambda _, frame: received.append(frame))
     wire.ranks[0].send(b"hello")
     await asyncio.sleep(1)
-    assert heard == [b"hello"]
+    assert received == [b"hello"]
 
 
 # --- faults of a plan ---
@@ -221,7 +221,7 @@ async def test_partition_loses_frames_of_both_directions_while_it_lasts() -> Non
     for _ in range(40):
         wire.ranks[0].send(b"x")
         await asyncio.sleep(0.001)
-    assert [at for at, *_ in wire.heard] == [*range(1, 10), *range(31, 41)]
+    assert [at for at, *_ in wire.received] == [*range(1, 10), *range(31, 41)]
 
 
 @pytest.mark.sim
@@ -240,7 +240,7 @@ async def test_message_fault_strikes_its_direction_of_its_link_in_its_time() -> 
     await wire.send(60, every_ms=0.5, of=2)
     assert sum(number % 2 == 0 for number in wire.numbers) == 30
     assert sum(number % 2 == 1 for number in wire.numbers) == 20
-    assert len(wire.heard) == 2
+    assert len(wire.received) == 2
 
 
 @pytest.mark.sim
@@ -281,9 +281,9 @@ async def test_heartbeats_are_answered_late_or_not_at_all() -> None:
         wire.ranks[0].send(encode_report(Beat(seq, {})))
         await asyncio.sleep(0.001)
     await asyncio.sleep(1)
-    beats = [(at, frame) for at, _, frame in wire.heard if frame != encode_report(Pulse())]
+    beats = [(at, frame) for at, _, frame in wire.received if frame != encode_report(Pulse())]
     assert [at for at, _ in beats] == [*range(2, 6), *range(7, 11), 56]
-    assert len(wire.heard) == 10 + 9
+    assert len(wire.received) == 10 + 9
 
 
 # --- waiting ---

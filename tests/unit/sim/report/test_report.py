@@ -118,9 +118,9 @@ def with_tenants(outcome: SimulationOutcome) -> SimulationOutcome:
 def test_table_csv_and_html_tell_of_tenants_reasons_and_failures(
     outcomes: list[SimulationOutcome], tmp_path: Path
 ) -> None:
-    told = [with_tenants(outcomes[0]), outcomes[1]]
-    text, html = printed(told), render_html(told)
-    write_csv(told, tmp_path / "out.csv")
+    reported = [with_tenants(outcomes[0]), outcomes[1]]
+    text, html = printed(reported), render_html(reported)
+    write_csv(reported, tmp_path / "out.csv")
     one, other = csv.DictReader((tmp_path / "out.csv").read_text().splitlines())
     for name, value in {
         "shed: tenant [a] sends too fast": "2",

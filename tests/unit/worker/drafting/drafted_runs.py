@@ -16,7 +16,7 @@ from vsched.worker.generate_rank import GenerateRank
 
 
 @dataclass
-class Heard:
+class Received:
     """Output of one request."""
 
     tokens: list[int] = field(default_factory=list)
@@ -33,12 +33,12 @@ def run_drafted(
     stops: tuple[int, ...] = (),
     model: bool = False,
     blocks: Callable[[int], list[int]],
-) -> tuple[list[Heard], list[Drafted]]:
+) -> tuple[list[Received], list[Drafted]]:
     """Run requests concurrently to their ends, with random grants of draft tokens if there is a generator.
 
     `blocks` returns all blocks that a slot can need. With `model`, draft tokens come from a draft model, too.
     """
-    heard = [Heard() for _ in prompts]
+    received = [Received() for _ in prompts]
     joins = [
         msgspec.structs.replace(
             join(slot + 1, slot, prompt, sampling=sampling, stops=stops), blocks=blocks(slot)
@@ -49,18 +49,18 @@ def run_drafted(
         1, joined=joins, chunks=[whole(slot, len(prompt)) for slot, prompt in enumerate(prompts)]
     )
     drafted: list[Drafted] = []
-    while not all(one.reason for one in heard):
+    while not all(one.reason for one in received):
         result = rank.apply(decision)
         drafted += result.drafted
         more = {one.slot: one.tokens for one in result.drafted}
-        for slot, token in enumerate(tokens_of(result)[: len(heard)]):
+        for slot, token in enumerate(tokens_of(result)[: len(received)]):
             if token >= 0:
-                heard[slot].tokens += [token, *more.get(slot, [])]
-        for told in result.logprobs:
-            heard[told.slot].logprobs.append(told.logprob)
+                received[slot].tokens += [token, *more.get(slot, [])]
+        for reported in result.logprobs:
+            received[reported.slot].logprobs.append(reported.logprob)
         for end in result.finished:
-            assert heard[end.slot].reason is None, "two ends"
-            heard[end.slot].reason = end.reason
+            assert received[end.slot].reason is None, "two ends"
+            received[end.slot].reason = end.reason
         granted = []
         if rng is not None:
             granted = [
@@ -69,4 +69,4 @@ def run_drafted(
                 if rng.random() < 0.4
             ]
         decision = GenerateDecision(decision.step + 1, granted=granted)
-    return heard, drafted
+    return received, drafted

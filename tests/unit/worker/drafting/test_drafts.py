@@ -95,20 +95,20 @@ def rank_of(worker: Script) -> GenerateRank:
     )
 
 
-def begun(
+def started(
     worker: Script, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **more: object
 ) -> GenerateRank:
     """Return a rank with a request in slot 1, after its first token and with all blocks it needs."""
     rank = rank_of(worker)
-    asked = join(1, 1, list(prompt), sampling=sampling, **more)  # type: ignore[arg-type]
-    asked = msgspec.structs.replace(asked, blocks=list(range(CONTEXT // BLOCK_SIZE)))
-    rank.apply(GenerateDecision(1, joined=[asked], chunks=[whole(1, len(prompt))]))
+    requested = join(1, 1, list(prompt), sampling=sampling, **more)  # type: ignore[arg-type]
+    requested = msgspec.structs.replace(requested, blocks=list(range(CONTEXT // BLOCK_SIZE)))
+    rank.apply(GenerateDecision(1, joined=[requested], chunks=[whole(1, len(prompt))]))
     return rank
 
 
 def test_generate_rank_verifies_drafts_in_rows_behind_the_last_token() -> None:
     worker = Script([6], [5, 6, 9, 5], [1])
-    rank = begun(worker, [5, 6, 5])
+    rank = started(worker, [5, 6, 5])
     result = rank.apply(GenerateDecision(2, granted=[DraftGrant(1, 3, 2)]))
     batch = worker.batches[1]
     assert (batch["slots"], batch["tokens"]) == ([1, 1, 1, 1], [6, 5, 6, 5])
@@ -122,7 +122,7 @@ def test_generate_rank_verifies_drafts_in_rows_behind_the_last_token() -> None:
 
 def test_generate_rank_keeps_a_grant_until_another_or_a_leave() -> None:
     worker = Script([6], [5, 1], [6], [7, 1], [8])
-    rank = begun(worker, [5, 6, 5])
+    rank = started(worker, [5, 6, 5])
     rank.apply(GenerateDecision(2, granted=[DraftGrant(1, 1, 1)]))
     rank.apply(GenerateDecision(3, granted=[DraftGrant(1, 0, 1)]))
     assert worker.batches[2]["slots"] == [1]
@@ -140,13 +140,13 @@ def test_generate_rank_keeps_a_grant_until_another_or_a_leave() -> None:
 def test_generate_rank_drafts_no_further_than_blocks_and_limit() -> None:
     worker = Script([7], [7, 7], [7])
     rank = rank_of(worker)
-    asked = join(1, 0, [7, 7, 7, 7, 7], sampling=GREEDY)  # two blocks: eight positions
-    rank.apply(GenerateDecision(1, joined=[asked], chunks=[whole(0, 5)]))
+    requested = join(1, 0, [7, 7, 7, 7, 7], sampling=GREEDY)  # two blocks: eight positions
+    rank.apply(GenerateDecision(1, joined=[requested], chunks=[whole(0, 5)]))
     worker.steps[0] = [7, 7, 7]
     rank.apply(GenerateDecision(2, granted=[DraftGrant(0, 8, 1)]))
     assert worker.batches[1]["positions"] == [5, 6, 7]
     limited = Script([7], [7, 7, 7])
-    rank = begun(limited, [7, 7], msgspec.structs.replace(GREEDY, max_tokens=4))
+    rank = started(limited, [7, 7], msgspec.structs.replace(GREEDY, max_tokens=4))
     result = rank.apply(GenerateDecision(2, granted=[DraftGrant(1, 8, 1)]))
     assert limited.batches[1]["positions"] == [2, 3, 4]
     assert result.drafted == [Drafted(1, 2, [7, 7])]
@@ -155,7 +155,7 @@ def test_generate_rank_drafts_no_further_than_blocks_and_limit() -> None:
 
 def test_generate_rank_ends_at_a_stop_token_among_drafts() -> None:
     worker = Script([5], [7, 9, 6, 5], [1])
-    rank = begun(worker, [5, 7, 9, 6], stops=(9,))
+    rank = started(worker, [5, 7, 9, 6], stops=(9,))
     result = rank.apply(GenerateDecision(2, granted=[DraftGrant(1, 3, 1)]))
     assert worker.batches[1]["tokens"] == [5, 7, 9, 6]
     assert result.drafted == [Drafted(1, 3, [9])]
@@ -210,7 +210,7 @@ class Periodic(Script):
             assert table[slot, position // BLOCK_SIZE] >= 0
         rows += [(chunk.sequence, chunk.stop) for chunk in batch.chunks if chunk.samples]
         special = dict(batch.special)
-        tokens, told = [], []
+        tokens, reported = [], []
         for row, (sequence, length) in enumerate(rows):
             a, b = sequence.tokens[length - 2 : length].tolist()
             seed = sequence.sampling.seed
@@ -220,8 +220,8 @@ class Periodic(Script):
             allowed = [one for one in range(FIRST, FIRST + 16) if mask is None or allows(mask, one)]
             tokens.append(allowed[value % len(allowed)])
             if sequence.sampling.logprobs is not None:
-                told.append(TokenLogprobs(row, -float(length), [(tokens[-1], -float(length))]))
-        return Sampled(int32(*tokens), told)
+                reported.append(TokenLogprobs(row, -float(length), [(tokens[-1], -float(length))]))
+        return Sampled(int32(*tokens), reported)
 
 
 def all_blocks(slot: int) -> list[int]:
@@ -247,10 +247,10 @@ def test_generate_rank_yields_with_drafts_what_it_yields_without() -> None:
             )
             for _ in prompts
         ]
-        asked = partial(run_drafted, rank_of(Periodic()), prompts, params)
-        plain, none = asked(None, stops=(FIRST + 4,), blocks=all_blocks)
-        asked = partial(run_drafted, rank_of(Periodic()), prompts, params)
-        found, drafted = asked(rng, stops=(FIRST + 4,), blocks=all_blocks)
+        requested = partial(run_drafted, rank_of(Periodic()), prompts, params)
+        plain, none = requested(None, stops=(FIRST + 4,), blocks=all_blocks)
+        requested = partial(run_drafted, rank_of(Periodic()), prompts, params)
+        found, drafted = requested(rng, stops=(FIRST + 4,), blocks=all_blocks)
         assert found == plain
         assert not none
         drafts += sum(one.drafts for one in drafted)

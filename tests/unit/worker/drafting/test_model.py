@@ -122,10 +122,10 @@ def own_blocks(slot: int) -> list[int]:
     return list(range(slot * count, (slot + 1) * count))
 
 
-def begun(rank: GenerateRank, prompt: Sequence[int], **changes: object) -> list[int]:
+def started(rank: GenerateRank, prompt: Sequence[int], **changes: object) -> list[int]:
     """Have a request join slot 0 and yield its first token."""
-    asked = msgspec.structs.replace(join(1, 0, list(prompt)), blocks=own_blocks(0), **changes)
-    rank.apply(GenerateDecision(1, joined=[asked], chunks=[whole(0, len(prompt))]))
+    requested = msgspec.structs.replace(join(1, 0, list(prompt)), blocks=own_blocks(0), **changes)
+    rank.apply(GenerateDecision(1, joined=[requested], chunks=[whole(0, len(prompt))]))
     return own_blocks(0)
 
 
@@ -136,7 +136,7 @@ def by_model(tokens: int) -> list[DraftGrant]:
 def test_draft_model_proposes_and_all_prove_right_where_both_think_alike() -> None:
     small = Small()
     rank = rank_of(Periodic(), small)
-    begun(rank, [16, 17, 18])
+    started(rank, [16, 17, 18])
     found = rank.apply(GenerateDecision(2, granted=by_model(3))).drafted[0]
     assert (found.drafts, len(found.tokens)) == (3, 3)
     # Four known tokens and two draft tokens; the last draft token is not computed.
@@ -150,7 +150,7 @@ def test_draft_model_proposes_and_all_prove_right_where_both_think_alike() -> No
 def test_draft_model_forgets_drafts_that_proved_wrong() -> None:
     small, right = Small(wrong_every=3), 0
     rank = rank_of(Periodic(), small)
-    begun(rank, [16, 17, 18])
+    started(rank, [16, 17, 18])
     for step in range(2, 9):
         found = rank.apply(GenerateDecision(step, granted=by_model(4))).drafted[0]
         assert found.drafts == 4
@@ -161,10 +161,10 @@ def test_draft_model_forgets_drafts_that_proved_wrong() -> None:
 def test_draft_model_catches_up_in_chunks_and_drafts_when_it_has() -> None:
     small = Small()
     rank = rank_of(Periodic(), small, chunk=8)
-    begun(rank, [16 + at % 3 for at in range(20)])
-    told = [rank.apply(GenerateDecision(step, granted=by_model(2))) for step in range(2, 6)]
+    started(rank, [16 + at % 3 for at in range(20)])
+    reported = [rank.apply(GenerateDecision(step, granted=by_model(2))) for step in range(2, 6)]
     # 21, 22, 23 tokens are known in these steps, and each computes 8 more of them.
-    assert [len(one.drafted) for one in told] == [0, 0, 1, 1]
+    assert [len(one.drafted) for one in reported] == [0, 0, 1, 1]
     assert small.computed == 23 + 1 + 2 + 1
 
 
@@ -172,20 +172,20 @@ def test_draft_model_takes_no_more_positions_a_step_than_memory_is_proved_for() 
     """One sequence catches up while draft tokens are proposed for another."""
     small = Small()
     rank = rank_of(Periodic(), small, chunk=8, batch=10)
-    begun(rank, [16, 17, 18])
+    started(rank, [16, 17, 18])
     long = [16 + at % 3 for at in range(20)]
     late = msgspec.structs.replace(join(2, 1, long), blocks=own_blocks(1))
     rank.apply(GenerateDecision(2, granted=by_model(3), joined=[late], chunks=[whole(1, 20)]))
-    asked = [DraftGrant(1, 3, 0, True)]
-    told = [rank.apply(GenerateDecision(3 + at, granted=asked)) for at in range(4)]
-    assert [[each.slot for each in one.drafted] for one in told] == [[0], [0], [0], [0, 1]]
+    requested = [DraftGrant(1, 3, 0, True)]
+    reported = [rank.apply(GenerateDecision(3 + at, granted=requested)) for at in range(4)]
+    assert [[each.slot for each in one.drafted] for one in reported] == [[0], [0], [0], [0, 1]]
     assert small.largest <= 10
 
 
 def test_draft_model_computes_nothing_unless_a_grant_says_so() -> None:
     small = Small()
     rank = rank_of(Periodic(), small)
-    begun(rank, [16, 17, 18])
+    started(rank, [16, 17, 18])
     rank.apply(GenerateDecision(2, granted=[DraftGrant(0, 3, 1)]))
     rank.apply(GenerateDecision(3, granted=[DraftGrant(0, 0, 0, True)]))
     assert small.batches_run == 0
@@ -194,7 +194,7 @@ def test_draft_model_computes_nothing_unless_a_grant_says_so() -> None:
 def test_draft_model_is_asked_only_where_lookup_has_nothing() -> None:
     small = Small()
     rank = rank_of(Periodic(), small)
-    begun(rank, [16, 17] * 6)
+    started(rank, [16, 17] * 6)
     both = [DraftGrant(0, 3, 1, True)]
     assert rank.apply(GenerateDecision(2, granted=both)).drafted
     assert small.batches_run == 0
@@ -204,7 +204,7 @@ def test_draft_model_knows_what_blocks_of_the_prefix_cache_it_has_filled() -> No
     small = Small()
     rank = rank_of(Periodic(), small, chunk=CONTEXT)
     prompt = [16, 17, 18, 16, 17, 18, 16, 17, 18]
-    blocks = begun(rank, prompt)
+    blocks = started(rank, prompt)
     rank.apply(GenerateDecision(2, granted=by_model(1)))
     assert small.computed == 10
     again = msgspec.structs.replace(join(2, 1, prompt), blocks=[*blocks[:2], 40, 41], computed=8)
@@ -226,7 +226,7 @@ def test_draft_model_knows_what_blocks_of_the_prefix_cache_it_has_filled() -> No
 def test_draft_model_computes_anew_what_was_swapped_back() -> None:
     small = Small()
     rank = rank_of(Swapping(), small, chunk=CONTEXT)
-    blocks = begun(rank, [16, 17, 18, 16, 17, 18])
+    blocks = started(rank, [16, 17, 18, 16, 17, 18])
     rank.apply(GenerateDecision(2, granted=by_model(1)))
     rank.apply(
         GenerateDecision(3, left=[Leave(1, 0, keep=True)], swaps=SwapCopies([0, 0, 1, 1], []))
@@ -254,7 +254,7 @@ class Swapping(Periodic):
 def test_draft_model_drafts_within_its_context_and_the_other_vocabulary() -> None:
     small = Small()
     rank = rank_of(Periodic(), small, chunk=CONTEXT, vocabulary=FIRST + 1)
-    begun(rank, [16, 17, 18])
+    started(rank, [16, 17, 18])
     drafted = [
         one
         for step in range(2, 12)
@@ -266,7 +266,7 @@ def test_draft_model_drafts_within_its_context_and_the_other_vocabulary() -> Non
     rank = rank_of(Periodic(), short, chunk=CONTEXT)
     assert rank._draft_model is not None
     rank._draft_model._info = stand_in_info(context_tokens=6)
-    begun(rank, [16, 17, 18])
+    started(rank, [16, 17, 18])
     assert rank.apply(GenerateDecision(2, granted=by_model(3))).drafted == []
     assert rank.apply(GenerateDecision(3, granted=by_model(1))).drafted[0].drafts == 1
 
@@ -277,7 +277,7 @@ def test_draft_model_reads_tokens_beyond_its_vocabulary_and_drafts_no_image() ->
     data = join(1, 0, [16, 200, 200, 17]).data
     assert data is not None
     with_image = msgspec.structs.replace(data, items=[ItemPlace(1, 2)])
-    begun(rank, [16, 200, 200, 17], data=with_image)
+    started(rank, [16, 200, 200, 17], data=with_image)
     rank.apply(GenerateDecision(2, granted=by_model(2)))
     assert small.kv[0].tolist() == [16, 99, 99, 17]
 

@@ -62,7 +62,7 @@ class Children:
     """Replaces the compiling processes: records the requested kernels, and compiles a given number of them."""
 
     def __init__(self, folder: Path, *, fails: int = -1) -> None:
-        self.asked: list[list[Need]] = []
+        self.requested: list[list[Need]] = []
         self.stdin = self
         self.stdout: list[bytes] = []
         self._fails = fails
@@ -78,8 +78,8 @@ class Children:
         pass
 
     def write(self, given: bytes) -> None:
-        self.asked.append(msgspec.json.decode(given, type=list[Need]))
-        self.stdout = [b"%d\n" % n for n in range(len(self.asked[-1])) if n != self._fails]
+        self.requested.append(msgspec.json.decode(given, type=list[Need]))
+        self.stdout = [b"%d\n" % n for n in range(len(self.requested[-1])) if n != self._fails]
 
     def close(self) -> None:
         pass
@@ -102,15 +102,15 @@ def quiet(_what: str, _share: float) -> None:
 def test_each_kernel_is_compiled_once_and_its_progress_is_told(
     folder: Path, compiling: Callable[..., Children]
 ) -> None:
-    processes, told = compiling(), []
+    processes, reported = compiling(), []
     wanted = [GREEDY, NORM, GREEDY]
-    assert compile_ahead(wanted, lambda what, share: told.append((what, share))) == 2
-    assert processes.asked == [[GREEDY, NORM]]
-    assert [share for _, share in told] == [0.0, pytest.approx(1 / 3), 1.0]
-    assert told[0][0].startswith("compiling 2 kernels for this processor, once, about 1 s")
+    assert compile_ahead(wanted, lambda what, share: reported.append((what, share))) == 2
+    assert processes.requested == [[GREEDY, NORM]]
+    assert [share for _, share in reported] == [0.0, pytest.approx(1 / 3), 1.0]
+    assert reported[0][0].startswith("compiling 2 kernels for this processor, once, about 1 s")
     assert compile_ahead(wanted, quiet) == 0
     assert compile_ahead([needs("low rank")], quiet) == 1
-    assert processes.asked[1:] == [[needs("low rank")]]
+    assert processes.requested[1:] == [[needs("low rank")]]
 
 
 def test_a_kernel_that_was_not_compiled_is_tried_again(
@@ -129,7 +129,7 @@ def test_nothing_is_compiled_ahead_where_it_cannot_be_kept(
     assert compile_ahead([GREEDY], quiet) == 0
     monkeypatch.setattr(ahead, "kernel_folder", lambda: Path("/proc"))
     assert compile_ahead([GREEDY], quiet) == 0
-    assert processes.asked == []
+    assert processes.requested == []
 
 
 def test_expected_time_is_that_of_the_longest_or_of_all_shared_out() -> None:
@@ -242,10 +242,10 @@ def test_ranks_find_all_that_they_need(
     """Real processes compile; afterwards nothing is missing."""
     make_checkpoint(str(tmp_path / size), size, dtype=dtype)
     settings = msgspec.json.encode(WorkerSettings(**given)).decode()
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", LEFT, str(tmp_path / size), dtype, settings],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout == ""
+    assert reported.stdout == ""

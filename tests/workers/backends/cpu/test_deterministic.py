@@ -89,7 +89,7 @@ class Recorded:
 
         monkeypatch.setattr(worker, "_head", kept)
 
-    def run(self, asked: Sequence[Question], **options: Any) -> list[list[bytes]]:
+    def run(self, requested: Sequence[Question], **options: Any) -> list[list[bytes]]:
         """Return the logits of each request, token by token; a recomputed token must have the same logits."""
         arrivals, preempts = options.pop("arrivals", 0), options.pop("preempts", 0)
         one = options.pop("driver", None) or Driver(self.stage, **options)
@@ -112,7 +112,7 @@ class Recorded:
                 found.setdefault(number, {})[before[number]] = bits
 
         one.step = watched  # type: ignore[method-assign]
-        every = one.run(asked, arrivals=arrivals, preempts=preempts)
+        every = one.run(requested, arrivals=arrivals, preempts=preempts)
         assert all(len(found[n]) == len(each.output) for n, each in enumerate(every))
         return [[found[n][place] for place in sorted(found[n])] for n in range(len(every))]
 
@@ -140,14 +140,14 @@ def test_logits_are_the_same_alone_among_others_in_any_chunks_and_recomputed(
 
 def check_invariant(recorded: Recorded) -> None:
     """Check requests alone, in a batch, in chunks of other sizes, and recomputed."""
-    asked = questions(32)
-    together = recorded.run(asked, chunk=40, seed=3)
-    alone = [recorded.run([asked[n]], chunk=1000)[0] for n in range(6)]
+    requested = questions(32)
+    together = recorded.run(requested, chunk=40, seed=3)
+    alone = [recorded.run([requested[n]], chunk=1000)[0] for n in range(6)]
     assert alone == together[:6]
     for chunk in CHUNKS:
-        assert recorded.run(asked[:4], chunk=chunk, seed=chunk) == together[:4]
+        assert recorded.run(requested[:4], chunk=chunk, seed=chunk) == together[:4]
     # A preempted request is recomputed from prompt and output, as after the loss of its rank.
-    assert recorded.run(asked[:6], chunk=40, arrivals=1, preempts=4) == together[:6]
+    assert recorded.run(requested[:6], chunk=40, arrivals=1, preempts=4) == together[:6]
 
 
 @needs_bf16_dot
@@ -159,9 +159,9 @@ def test_a_model_of_text_alone_leaves_no_trace(
     settings = WorkerSettings(threads=1, deterministic=True)
     stage = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16", settings=settings)
     recorded = Recorded(stage, monkeypatch)
-    asked = [Question(prompt, count=8) for prompt in prompts()]
-    together = recorded.run(asked, chunk=7, arrivals=1, preempts=4)
-    assert [recorded.run([each], chunk=1000)[0] for each in asked] == together
+    requested = [Question(prompt, count=8) for prompt in prompts()]
+    together = recorded.run(requested, chunk=7, arrivals=1, preempts=4)
+    assert [recorded.run([each], chunk=1000)[0] for each in requested] == together
 
 
 @needs_bf16_dot
@@ -254,15 +254,15 @@ class _Operations(TorchDispatchMode):
 @needs_bf16_dot
 def test_amx_is_not_used(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor with AMX computes as one without: the stored choice of operands is not used."""
-    asked = questions(3)
-    wanted = Recorded(load("demo"), monkeypatch).run(asked, chunk=40)
+    requested = questions(3)
+    wanted = Recorded(load("demo"), monkeypatch).run(requested, chunk=40)
     monkeypatch.undo()
     monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
     for module in (prefill_attention, products, quantized_products):
         monkeypatch.setattr(module, "has_tiles", lambda: True)
     settings = WorkerSettings(threads=1, deterministic=True)
     stage = Stage.load(str(TRAINED), attention="auto", dtype="bfloat16", settings=settings)
-    assert Recorded(stage, monkeypatch).run(asked, chunk=40) == wanted
+    assert Recorded(stage, monkeypatch).run(requested, chunk=40) == wanted
 
 
 @needs_bf16_dot
@@ -291,9 +291,9 @@ def encoded(stage: Stage, images: Sequence[Any]) -> list[bytes]:
 @needs_bf16_dot
 def test_logits_differ_without_it(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(load("demo", deterministic=False), monkeypatch)
-    asked = [*questions(6), Question("Why? " * 20)]
-    together = recorded.run(asked, chunk=40, arrivals=1, preempts=4)
-    assert [recorded.run([one], chunk=1000)[0] for one in asked] != together
+    requested = [*questions(6), Question("Why? " * 20)]
+    together = recorded.run(requested, chunk=40, arrivals=1, preempts=4)
+    assert [recorded.run([one], chunk=1000)[0] for one in requested] != together
 
 
 def test_a_choice_of_operands_is_kept_for_the_next_process(

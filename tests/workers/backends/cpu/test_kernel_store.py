@@ -36,15 +36,15 @@ print(len(compiled), sampling.__file__)
 def compiled_in(workers: Path, **environment: str) -> int:
     """Return the number of functions that a process compiles for `argmax`, given a folder of kernels."""
     path = os.pathsep.join([str(workers), *filter(None, sys.path)])
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", COUNTS],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    assert Path(told[1]).is_relative_to(workers)
-    return int(told[0])
+    assert Path(reported[1]).is_relative_to(workers)
+    return int(reported[0])
 
 
 @pytest.fixture

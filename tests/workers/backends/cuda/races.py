@@ -67,7 +67,7 @@ class Event:
         self.known: Known = {}
 
     def record(self, stream: Stream) -> None:
-        self.known = dict(self._machine.told(stream.name))
+        self.known = dict(self._machine.reported(stream.name))
 
     def synchronize(self) -> None:
         self._machine.learn(HOST, self.known)
@@ -188,7 +188,7 @@ class Machine(TorchDispatchMode):
         for other, when in known.items():
             mine[other] = max(mine.get(other, 0), when)
 
-    def told(self, who: str) -> Known:
+    def reported(self, who: str) -> Known:
         """Return the clock of a stream after the host has enqueued work on it."""
         self.learn(who, self._known[HOST])
         return self._known[who]
@@ -250,7 +250,7 @@ class Machine(TorchDispatchMode):
         makes = not given and not pinned and kwargs.get("device") is not None
         who = self.current.name if on_device or makes else HOST
         if who != HOST:
-            self.told(who)
+            self.reported(who)
         found = func(*args, **kwargs)
         places = {_place(each) for each in given}
         made = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]

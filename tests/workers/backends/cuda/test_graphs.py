@@ -167,18 +167,18 @@ def test_steps_run_ahead_and_what_was_computed_is_used(
     """When a sequence ends, the others take their tokens from the step in flight."""
     found = captured("nano25")
     questions = [lone(18), dataclasses.replace(lone(30), text="Compare."), lone(26)]
-    begun: list[Batch] = []
+    started: list[Batch] = []
     graphs = found.stage.generator._captured  # type: ignore[attr-defined]
     begin = graphs._begin
 
     def noted(batch: Batch) -> object:
-        begun.append(batch)
+        started.append(batch)
         return begin(batch)
 
     monkeypatch.setattr(graphs, "_begin", noted)
     assert outputs(run(found.stage, questions)) == outputs(run(stages("nano25"), questions))
     steps = 29
-    assert len(begun) < steps
+    assert len(started) < steps
     assert found.stream.starts <= steps + 3
 
 
@@ -210,18 +210,18 @@ def test_sampled_rows_run_ahead(
     found = captured("nano25")
     questions = [lone(30), *(dataclasses.replace(lone(n), sampling=sampling) for n in (18, 26))]
     graphs = found.stage.generator._captured  # type: ignore[attr-defined]
-    begun: list[Batch] = []
+    started: list[Batch] = []
     begin = graphs._begin
 
     def noted(batch: Batch) -> object:
-        begun.append(batch)
+        started.append(batch)
         return begin(batch)
 
     monkeypatch.setattr(graphs, "_begin", noted)
     expected = outputs(run(stages("nano25"), questions, **options))
     assert outputs(run(found.stage, questions, **options)) == expected
     assert expected[1] != run(stages("nano25"), [lone(18)])[0].output, "it was sampled"
-    taken = found.stream.starts - len(begun)
+    taken = found.stream.starts - len(started)
     assert taken > (12 if not options else 2)
 
 

@@ -163,16 +163,16 @@ class MessagesFormatter:
         self._generation = generation
         self._model = model
         self._blocks = blocks
-        self._begun = False
+        self._started = False
 
     def chunk(self, delta: OutputDelta) -> list[MessagesEvent]:
         """Events of a delta, none without text; the first and last delta have additional ones."""
         events: list[MessagesEvent] = []
-        if not self._begun:
+        if not self._started:
             message = self._response([])
             message.usage.output_tokens = 0  # the message is still empty
             events.append(MessageStart(message=message))
-            self._begun = True
+            self._started = True
         events += map(_event, self._blocks.take(delta))
         if self._blocks.finish_reason:
             end = StopDelta(self._stop_reason(), self._blocks.stop_string)

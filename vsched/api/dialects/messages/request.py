@@ -64,7 +64,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
     last = messages[-1] if messages else None
     return ChatRequest(
         messages=messages,
-        continue_final_message=last is not None and _is_begun(last),
+        continue_final_message=last is not None and _is_started(last),
         stop=request.stop_sequences,
         tools=[_tool(each, index) for index, each in enumerate(request.tools or ())] or None,
         tool_choice=_choice(request),
@@ -75,7 +75,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
     )
 
 
-def _is_begun(last: Message) -> bool:
+def _is_started(last: Message) -> bool:
     """True if the last message is a prefilled answer, which the model continues."""
     return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
@@ -217,12 +217,12 @@ def _choice(request: MessagesRequest) -> str | ToolChoice | None:
 
 
 def _format(request: MessagesRequest) -> ResponseFormat | None:
-    asked = request.output_config.format if request.output_config is not None else None
-    if asked is None:
+    requested = request.output_config.format if request.output_config is not None else None
+    if requested is None:
         return None
-    if asked.type != "json_schema":
+    if requested.type != "json_schema":
         raise unsupported("output_config.format.type", remedy="send json_schema as its type")
-    return ResponseFormat("json_schema", NamedSchema(schema=asked.schema))
+    return ResponseFormat("json_schema", NamedSchema(schema=requested.schema))
 
 
 def _template_arguments(request: MessagesRequest) -> dict[str, bool | int | float | str] | None:

@@ -26,7 +26,7 @@ _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "
 
 
 class ResponsesFormatter:
-    """Formats one response; it repeats settings of the request `asked`; `told` formats the logprob of a token."""
+    """Formats one response; it repeats settings of the request `requested`; `reported` formats the logprob of a token."""
 
     def __init__(
         self,
@@ -35,27 +35,27 @@ class ResponsesFormatter:
         created: int,
         model: str,
         blocks: AnswerBlocks,
-        asked: ResponsesRequest,
-        told: Callable[[TokenLogprob], ChatLogprob],
+        requested: ResponsesRequest,
+        reported: Callable[[TokenLogprob], ChatLogprob],
     ) -> None:
         self._generation = generation
         self._created = created
         self._model = model
         self._blocks = blocks
-        self._asked = asked
-        self._told = told
-        self._begun = False
+        self._requested = requested
+        self._reported = reported
+        self._started = False
 
     def chunk(self, delta: OutputDelta) -> list[NumberedEvent]:
         """Events of a delta, none without text; the first and last delta have additional ones."""
         events: list[NumberedEvent] = []
-        if not self._begun:
+        if not self._started:
             response = self._response("in_progress", [])
             events += [
                 made.ResponseCreated(response=response),
                 made.ResponseInProgress(response=response),
             ]
-            self._begun = True
+            self._started = True
         for step in self._blocks.take(delta):
             events += self._events(step)
         if self._blocks.finish_reason:
@@ -95,7 +95,7 @@ class ResponsesFormatter:
             case BlockGrows(text=text, logprobs=logprobs):
                 event = made.DELTAS[block.kind](item_id=own, output_index=index, delta=text)
                 if isinstance(event, made.OutputTextDelta):
-                    event.logprobs = list(map(self._told, logprobs))
+                    event.logprobs = list(map(self._reported, logprobs))
                 yield event
             case BlockEnds():
                 yield self._done(block)
@@ -109,7 +109,7 @@ class ResponsesFormatter:
         own, index, text = self._id(block), block.index, block.text
         match block.kind:
             case BlockKind.TEXT:
-                logprobs = list(map(self._told, block.logprobs))
+                logprobs = list(map(self._reported, block.logprobs))
                 return made.OutputTextDone(
                     item_id=own, output_index=index, text=text, logprobs=logprobs
                 )
@@ -140,7 +140,9 @@ class ResponsesFormatter:
 
     def _part(self, block: AnswerBlock) -> made.OutputPart:
         if block.kind is BlockKind.TEXT:
-            return made.OutputTextPart(block.text, logprobs=list(map(self._told, block.logprobs)))
+            return made.OutputTextPart(
+                block.text, logprobs=list(map(self._reported, block.logprobs))
+            )
         return made.ReasoningPart(block.text)
 
     def _id(self, block: AnswerBlock) -> str:
@@ -155,7 +157,7 @@ class ResponsesFormatter:
         return response
 
     def _response(self, status: str, output: list[made.OutputItem]) -> made.ResponseObject:
-        asked = self._asked
+        requested = self._requested
         has_ended = status != "in_progress"
         return made.ResponseObject(
             id=self._generation.request_id,
@@ -164,18 +166,18 @@ class ResponsesFormatter:
             model=self._model,
             output=output,
             usage=self._usage() if has_ended else None,
-            instructions=asked.instructions,
-            max_output_tokens=asked.max_output_tokens,
-            metadata=asked.metadata or {},
-            parallel_tool_calls=asked.parallel_tool_calls is not False,
-            reasoning=asked.reasoning,
-            temperature=asked.temperature,
-            text=_with_format(asked.text),
-            tool_choice="auto" if asked.tool_choice is None else asked.tool_choice,
-            tools=asked.tools or [],
-            top_logprobs=asked.top_logprobs or 0,
-            top_p=asked.top_p,
-            user=asked.user,
+            instructions=requested.instructions,
+            max_output_tokens=requested.max_output_tokens,
+            metadata=requested.metadata or {},
+            parallel_tool_calls=requested.parallel_tool_calls is not False,
+            reasoning=requested.reasoning,
+            temperature=requested.temperature,
+            text=_with_format(requested.text),
+            tool_choice="auto" if requested.tool_choice is None else requested.tool_choice,
+            tools=requested.tools or [],
+            top_logprobs=requested.top_logprobs or 0,
+            top_p=requested.top_p,
+            user=requested.user,
         )
 
     def _usage(self) -> made.ResponsesUsage:

@@ -36,11 +36,11 @@ class ResponsesEndpoint(ChatEndpoint):
         refuse_unsupported(request)
         with named_as(NAMES):
             job = await self.job_of(chat_request(request), request_id)
-        return msgspec.structs.replace(job, asked=msgspec.structs.replace(request, input=""))
+        return msgspec.structs.replace(job, requested=msgspec.structs.replace(request, input=""))
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         assert not index, "requests of this API have a single choice"
-        assert isinstance(job.asked, ResponsesRequest)
+        assert isinstance(job.requested, ResponsesRequest)
         return ResponsesFormatter(
             generation,
             created=job.created,
@@ -49,6 +49,6 @@ class ResponsesEndpoint(ChatEndpoint):
                 job.wording(index) if job.wording is not None else None,
                 logprobs=job.sampling.logprobs is not None,
             ),
-            asked=job.asked,
-            told=partial(chat_logprob, preprocessor=self._engine.preprocessor),
+            requested=job.requested,
+            reported=partial(chat_logprob, preprocessor=self._engine.preprocessor),
         )

@@ -179,8 +179,8 @@ def _choice(choice: str | ResponsesToolChoice | None) -> str | ToolChoice | None
 
 
 def _format(request: ResponsesRequest) -> ResponseFormat | None:
-    asked = request.text.format if request.text is not None else None
-    if asked is None:
+    requested = request.text.format if request.text is not None else None
+    if requested is None:
         return None
-    schema = NamedSchema(asked.name, asked.description, asked.schema, asked.strict)
-    return ResponseFormat(asked.type, schema if asked.type == "json_schema" else None)
+    schema = NamedSchema(requested.name, requested.description, requested.schema, requested.strict)
+    return ResponseFormat(requested.type, schema if requested.type == "json_schema" else None)

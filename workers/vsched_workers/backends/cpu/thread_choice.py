@@ -183,7 +183,7 @@ class ThreadChoice:
         self._idle_cores = idle_cores or IdleCores()
         self._trial: _Trial | None = None
         self._retry_s = {reason: reason.value[0] for reason in _Reason}
-        self._last_s = self._asked_s = self._ended_s = now_s()
+        self._last_s = self._requested_s = self._ended_s = now_s()
         self._seen_s = waited_s()
         self._sampled_s = 0.0
         self._share = 0.0
@@ -232,8 +232,11 @@ class ThreadChoice:
         if self.threads < self._most:
             if passed_s >= self._retry_s[_Reason.BLIND]:
                 return _Reason.BLIND
-            if passed_s >= self._retry_s[_Reason.IDLE] and self._ended_s - self._asked_s >= RETRY_S:
-                self._asked_s = self._ended_s
+            if (
+                passed_s >= self._retry_s[_Reason.IDLE]
+                and self._ended_s - self._requested_s >= RETRY_S
+            ):
+                self._requested_s = self._ended_s
                 if self._idle_cores() >= IDLE_MIN:
                     return _Reason.IDLE
         waited = self._share >= WAITED_MIN and passed_s >= self._retry_s[_Reason.WAITED]

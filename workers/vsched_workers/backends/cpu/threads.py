@@ -88,9 +88,9 @@ class ThreadPool:
         if threads != self._get(layout.ACTIVE_AT):
             layout.use(self.state_at, threads)
             torch.set_num_threads(min(threads, self._torch_threads))
-        begun_s = time.perf_counter()
+        started_s = time.perf_counter()
         yield
-        choice.add(kind, rows, time.perf_counter() - begun_s)
+        choice.add(kind, rows, time.perf_counter() - started_s)
 
     def _get(self, at: int) -> int:
         return int(self._words[at // 8])

@@ -45,14 +45,14 @@ def multiply_few(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(2)
-    real, asked = output < outputs, row < count
+    real, requested = output < outputs, row < count
     line = output.to(tl.int64)[:, None]
     summed = tl.zeros([OUTPUTS, ROWS], tl.float32)
     first = part * part_tiles * TILE
     last = tl.minimum(inputs, first + part_tiles * TILE)
     for start in range(first, last, TILE):
         place = start + tl.arange(0, TILE)
-        there = asked[None, :] & (place < inputs)[:, None]
+        there = requested[None, :] & (place < inputs)[:, None]
         given = tl.load(rows + row[None, :] * inputs + place[:, None], mask=there, other=0.0)
         # A byte contains two int4 values.
         byte = start // 2 + tl.arange(0, TILE // 2) if KIND == "int4" else place
@@ -71,7 +71,7 @@ def multiply_few(
             offset = tl.load(offsets + cell, mask=real, other=0.0).to(tl.float32)
             summed += offset[:, None] * tl.sum(given.to(tl.float32), axis=0)[None, :]
     at = (part * count + row).to(tl.int64)[None, :] * outputs + output[:, None]
-    tl.store(sums + at, summed, mask=real[:, None] & asked[None, :])
+    tl.store(sums + at, summed, mask=real[:, None] & requested[None, :])
 
 
 @triton.jit

@@ -205,8 +205,8 @@ class ImageInputs:
             "attention_mask": torch.ones_like(ids),
             **_joined([unpack_metadata(item.metadata) for item in items]),
         }
-        asked = inspect.signature(self._rope).parameters
-        found, deltas = self._rope(**{name: given[name] for name in asked if name in given})
+        requested = inspect.signature(self._rope).parameters
+        found, deltas = self._rope(**{name: given[name] for name in requested if name in given})
         return found[:, 0].numpy().astype(np.int64), int(deltas.reshape(-1)[0])
 
 

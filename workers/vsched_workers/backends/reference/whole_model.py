@@ -287,14 +287,14 @@ def check_kept(found: FirstRun, info: ModelInfo) -> None:
     """
     kept = torch.int8 if info.kv_dtype == "int8" else getattr(torch, info.dtype)
     per_token = sum(each.kept_bytes(kept) for each in found.kv)
-    for written, told, what in (
+    for written, reported, what in (
         (per_token, info.kv_bytes_per_token, "token"),
         (found.states.size_bytes, info.state_bytes, "sequence"),
     ):
-        if written != told:
+        if written != reported:
             raise refusal(
                 info.family,
-                f"layers that keep {written} bytes of a {what}, where config.json tells {told}",
+                f"layers that keep {written} bytes of a {what}, where config.json tells {reported}",
             )
 
 

@@ -91,10 +91,10 @@ class ImageProcessor:
         self._processor = processor
         self.marker: str = processor.image_token
         self.placeholder = placeholder
-        asked: dict[str, Any] = processor._merge_kwargs(  # noqa: SLF001
+        requested: dict[str, Any] = processor._merge_kwargs(  # noqa: SLF001
             tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors=tensors
         )
-        self._options = asked["images_kwargs"] | _named_options(processor, asked)
+        self._options = requested["images_kwargs"] | _named_options(processor, requested)
         self._shaping = threading.Lock()
         self._hollow = self._hollow_processor()
         self.pixels_max = None if self._hollow is not None else BLANK_PIXELS_MAX
@@ -152,7 +152,7 @@ class ImageProcessor:
         """Return the number of embedding rows of an image of this size."""
         return self.shape(width, height).text.count(self.placeholder)
 
-    def told(self, sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    def reported(self, sizes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
         """Return transformers' counts of tokens for images of these sizes, if it has a function for that.
 
         With some processors, they include all of the placeholder text, not only the embedding rows.
@@ -167,7 +167,7 @@ class ImageProcessor:
             if len(sizes) == 1:
                 return {}
             middle = len(sizes) // 2  # one invalid size fails the whole call
-            return self.told(sizes[:middle]) | self.told(sizes[middle:])
+            return self.reported(sizes[:middle]) | self.reported(sizes[middle:])
 
     def shape(self, width: int, height: int) -> ImageShape:
         """Return the result for an image of this size; one call at a time, to limit memory."""
@@ -196,11 +196,11 @@ class ImageProcessor:
         return arrays, str(texts[0])
 
 
-def _named_options(processor: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _named_options(processor: Any, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return the named parameters for processing images, apart from the options of the image processor."""
     taken = inspect.signature(processor._process_images).parameters.values()  # noqa: SLF001
     names = {each.name for each in taken if each.kind is not inspect.Parameter.VAR_KEYWORD}
-    return {name: value for name, value in asked.items() if name in names}
+    return {name: value for name, value in requested.items() if name in names}
 
 
 def _hollow_image(width: int, height: int) -> npt.NDArray[np.uint8]:
@@ -291,8 +291,8 @@ def telling_sizes(
         with suppress(ValueError):
             counts.add(processor.tokens(*size))
     if len(counts) > 1:
-        told = processor.told(_sizes(SIDES, pixels_max))
-        ranked = sorted(told, key=lambda size: (-told[size], size[0] * size[1]))
+        reported = processor.reported(_sizes(SIDES, pixels_max))
+        ranked = sorted(reported, key=lambda size: (-reported[size], size[0] * size[1]))
         yield from ranked[:PROMISING] or _sizes(FEW_SIDES, pixels_max)
         yield from ranked[-1:]
 

@@ -34,7 +34,7 @@ class TemplateParser:
         )
         self._unread = ""
         self._broken = False
-        self._begun: set[str] = set()
+        self._started: set[str] = set()
 
     def push(self, text: str) -> list[AnswerPart]:
         """Take the next piece of the output; return the parts that are complete.
@@ -80,13 +80,13 @@ class TemplateParser:
                 self._unread = ""
             elif field != CALLS and kind == "region_chunk":
                 self._unread = self._unread.partition(event["text"])[2]
-                text = event["text"] if field in self._begun else event["text"].lstrip()
+                text = event["text"] if field in self._started else event["text"].lstrip()
                 if text:
-                    self._begun.add(field)
-                    told: Literal["reasoning", "content"] = (
+                    self._started.add(field)
+                    reported: Literal["reasoning", "content"] = (
                         "reasoning" if field in REASONING else "content"
                     )
-                    parts.append(AnswerPart(told, text))
+                    parts.append(AnswerPart(reported, text))
         return parts
 
     def _calls(self, value: Any) -> list[AnswerPart]:

@@ -99,11 +99,11 @@ def test_a_history_with_calls_and_images() -> None:
 
 
 def test_an_answer_that_is_begun_goes_on() -> None:
-    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]
-    assert meant(messages=begun).continue_final_message
+    started = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]
+    assert meant(messages=started).continue_final_message
     call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
-    begun[1] = {"role": "assistant", "content": [call]}  # type: ignore[dict-item]
-    assert not meant(messages=begun).continue_final_message
+    started[1] = {"role": "assistant", "content": [call]}  # type: ignore[dict-item]
+    assert not meant(messages=started).continue_final_message
 
 
 async def test_parameters_reach_the_engine() -> None:

@@ -52,9 +52,9 @@ def item_of(events: list[Any], index: int) -> Any:
         item["type"], "function_call_arguments"
     )
     if not is_call:
-        begun = events.pop(0)
-        assert begun["type"] == "response.content_part.added"
-        assert (begun["part"]["type"], begun["part"]["text"]) == (name, "")
+        started = events.pop(0)
+        assert started["type"] == "response.content_part.added"
+        assert (started["part"]["type"], started["part"]["text"]) == (name, "")
     text = ""
     while events[0]["type"] == f"response.{name}.delta":
         delta = events.pop(0)
@@ -120,7 +120,7 @@ async def test_thoughts_are_items_and_cut_answers_incomplete(*, stream: bool) ->
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
 
 
-def told(*tokens: str) -> list[TokenLogprob]:
+def reported(*tokens: str) -> list[TokenLogprob]:
     return [
         TokenLogprob(ord(token), -0.5, [(ord(token), -0.5), (120, -math.inf)]) for token in tokens
     ]
@@ -130,11 +130,11 @@ def told(*tokens: str) -> list[TokenLogprob]:
 async def test_logprobs_are_those_of_the_texts(*, stream: bool) -> None:
     """Reasoning tokens are left out; half a character, and the token that completes it, come with the text."""
     engine = FakeEngine(
-        OutputDelta("<think>", [60], told("<")),
-        OutputDelta("h</think>", [104, 62], told("h", ">")),
-        OutputDelta("", [97], told("a")),
-        OutputDelta("ab", [98], told("b")),
-        OutputDelta("", [0], told("!"), finish_reason="stop"),
+        OutputDelta("<think>", [60], reported("<")),
+        OutputDelta("h</think>", [104, 62], reported("h", ">")),
+        OutputDelta("", [97], reported("a")),
+        OutputDelta("ab", [98], reported("b")),
+        OutputDelta("", [0], reported("!"), finish_reason="stop"),
     )
     sent = body(stream=stream, include=["message.output_text.logprobs"], top_logprobs=2)
     reply = await post(engine, RESPONSES, sent, ApiSettings(reasoning_format="think"))
@@ -177,7 +177,7 @@ async def test_logprobs_are_asked_for_in_two_ways(
 
 
 async def test_an_answer_repeats_what_was_asked() -> None:
-    asked = {
+    requested = {
         "instructions": "Be short.",
         "max_output_tokens": 30,
         "metadata": {"a": "b"},
@@ -186,8 +186,8 @@ async def test_an_answer_repeats_what_was_asked() -> None:
         "tool_choice": {"type": "function", "name": "f"},
         "text": {"format": {"type": "json_object"}},
     }
-    response = (await post(saying("x"), RESPONSES, body(tools=TOOLS, **asked))).json
-    assert {name: response[name] for name in asked} == asked
+    response = (await post(saying("x"), RESPONSES, body(tools=TOOLS, **requested))).json
+    assert {name: response[name] for name in requested} == requested
     assert response["tools"][0]["name"] == "f"
     assert (response["object"], response["store"]) == ("response", False)
     plain = (await post(saying("x"), RESPONSES, body())).json

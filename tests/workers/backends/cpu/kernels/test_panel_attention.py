@@ -50,7 +50,7 @@ class Layer:
         self.out = [torch.zeros(n, self.heads, head_dim).bfloat16() for n in lengths]
 
     def attend(
-        self, *parts: tuple[int, int, int], parallel: bool = False, asked: Sequence[int] = ()
+        self, *parts: tuple[int, int, int], parallel: bool = False, requested: Sequence[int] = ()
     ) -> None:
         """Attend for the rows `first` to `stop` of each sequence, all at once, or only for some positions."""
         places = [(each, place) for each, first, stop in parts for place in range(first, stop)]
@@ -60,7 +60,8 @@ class Layer:
         cos, sin = (bits(each.bfloat16()) for each in (angles.cos(), angles.sin()))
         tables = np.stack([self.tables[each] for each, _ in places])
         contexts = np.array(
-            [place + 1 if place in asked or not asked else 0 for _, place in places], dtype=np.int32
+            [place + 1 if place in requested or not requested else 0 for _, place in places],
+            dtype=np.int32,
         )
         size = self.block_size
         slots = np.array(
@@ -164,10 +165,10 @@ def test_rows_that_nobody_asks_for_are_left_out() -> None:
     """Their keys are written."""
     layer, other = (Layer(2, 64, 16, [40, 1]) for _ in range(2))
     layer.attend((0, 0, 40))
-    other.attend((0, 0, 40), asked=[7, 39])
+    other.attend((0, 0, 40), requested=[7, 39])
     for place in range(40):
-        asked = place in {7, 39}
-        assert other.out[0][place].equal(layer.out[0][place] * asked)
+        requested = place in {7, 39}
+        assert other.out[0][place].equal(layer.out[0][place] * requested)
 
 
 def test_neighbours_of_two_sequences_with_contexts_that_follow_each_other_are_no_run() -> None:

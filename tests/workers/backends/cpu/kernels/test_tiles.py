@@ -241,9 +241,9 @@ def test_few_rows_keep_their_kernel_and_8_bits_their_word() -> None:
     assert torch.equal(few(rows[:-1]), tiled(rows[:-1]))
     assert not torch.equal(few(rows), tiled(rows))
     assert torch.equal(few(rows.float()), tiled(rows.float()))
-    asked = [WorkerSettings(activations=each) for each in ("auto", "float", "int8")]
-    assert [widens_in_tiles(each, torch.bfloat16) for each in asked] == [True, True, False]
-    assert not widens_in_tiles(asked[0], torch.float32)
+    requested = [WorkerSettings(activations=each) for each in ("auto", "float", "int8")]
+    assert [widens_in_tiles(each, torch.bfloat16) for each in requested] == [True, True, False]
+    assert not widens_in_tiles(requested[0], torch.float32)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

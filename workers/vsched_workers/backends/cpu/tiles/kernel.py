@@ -127,11 +127,11 @@ def has_tiles() -> bool:
 
     Linux kills a process that executes a tile instruction without permission.
     """
-    return _asked(os.getpid())
+    return _requested(os.getpid())
 
 
 @functools.cache
-def _asked(_process: int) -> bool:
+def _requested(_process: int) -> bool:
     config: Any = numba.config
     chosen = config.CPU_NAME or config.CPU_FEATURES
     if chosen or not has_amx():
