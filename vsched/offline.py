@@ -24,10 +24,9 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vsched.api.bodies.messages import split_messages
+from vsched.api.chat_messages import split_messages, with_template_calls
 from vsched.api.contract import ApiSettings
 from vsched.api.request_schema import Message
-from vsched.api.tools.history import with_template_calls
 from vsched.config import Config, load_config
 from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused, VschedError

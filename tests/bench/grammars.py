@@ -17,7 +17,7 @@ from tests.bench.options import options_of, settings_of
 from tests.bench.report.pairs import pair_cells
 from vsched import Config, Engine, SamplingParams
 from vsched.aio.streams.generation import Generation
-from vsched.api.bodies.constraints import constraint_from_schema
+from vsched.api.structured_outputs import constraint_from_schema
 from vsched.config import load_config
 
 ITEM = {

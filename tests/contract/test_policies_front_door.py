@@ -10,9 +10,9 @@ import pytest
 from vsched.config import Config, load_config
 from vsched.policy import (
     Admit,
-    ArrivingRequest,
     ArrivalDecision,
     ArrivalView,
+    ArrivingRequest,
     Hold,
     Redirect,
     RequestPolicy,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.unit.memory.views import (
     TOTAL,
-    requested,
     attempted,
     rank_memory,
+    requested,
     reserved,
 )
 from tests.workers.properties import REPEATABLE

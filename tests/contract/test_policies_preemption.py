@@ -90,7 +90,7 @@ def took(*, token_ns: int, block_ns: int) -> Measurements:
 
 
 @pytest.mark.parametrize(
-    ("view", "manner"),
+    ("view", "mode"),
     [
         # Nothing is measured: by the tokens that would be computed again.
         (long_view(511), "recompute"),

@@ -187,7 +187,7 @@ class Forgetful(SimTransport):
     def connect(self, rank: int) -> RankEnd:
         end = super().connect(rank)
         report = end._report
-        end._to_leader._deliver = lambda frame: not end.closed and report(frame)
+        end._to_leader._deliver = lambda frame: None if end.closed else report(frame)
         return end
 
 

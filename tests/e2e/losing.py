@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tests.e2e.asking import Answer, Ask, choices, begin
+from tests.e2e.asking import Answer, Ask, begin, choices
 from tests.e2e.conftest import assert_idle
 from tests.patience import PATIENCE_S, patience, until
 from vsched import Engine

@@ -17,7 +17,7 @@ from tests.e2e.asking import TEXTS, Answer, Ask, answer, begin, drawn_image, rea
 from tests.e2e.conftest import assert_idle
 from tests.patience import until
 from vsched import Config, Engine, SamplingParams
-from vsched.api.bodies.constraints import constraint_from_schema
+from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import ConfigError
 from vsched_workers.checkpoint.random_init import make_checkpoint
 

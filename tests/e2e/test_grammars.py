@@ -18,8 +18,8 @@ openai = pytest.importorskip("openai")
 from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read  # noqa: E402
 from tests.patience import PATIENCE_S, until  # noqa: E402
 from vsched import Config, Engine, SamplingParams  # noqa: E402
-from vsched.api.bodies.constraints import constraint_from_schema  # noqa: E402
 from vsched.api.server import RunningServer  # noqa: E402
+from vsched.api.structured_outputs import constraint_from_schema  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

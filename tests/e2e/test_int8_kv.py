@@ -19,7 +19,7 @@ from vsched.record import replay
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
 INT8 = "generate.kv_dtype=int8"
-SWAPS = ("generate.preemption.manner=swap", "generate.swap_memory=64MiB")
+SWAPS = ("generate.preemption.mode=swap", "generate.swap_memory=64MiB")
 
 
 async def requested(config: Config) -> list[list[int]]:

@@ -19,7 +19,7 @@ pytest.importorskip("numba")
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read
 from tests.patience import until
 from vsched import Config, Engine, SamplingParams
-from vsched.api.bodies.constraints import constraint_from_schema
+from vsched.api.structured_outputs import constraint_from_schema
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -47,7 +47,7 @@ SAMPLINGS = (
 LOOKUP = (
     'generate.drafting={use="prompt-lookup", ngram=1, gain_min=0.01, speedup_min=0, pause_steps=4}'
 )
-SWAPPED = ("generate.preemption.manner=swap", "generate.swap_memory=64MiB")
+SWAPPED = ("generate.preemption.mode=swap", "generate.swap_memory=64MiB")
 THREADS = ("encode.threads=2", "generate.threads=2")
 WAYS: dict[str, tuple[str, ...]] = {
     "nano25 bfloat16": ("model.dtype=bfloat16",),

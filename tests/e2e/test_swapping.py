@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
 SWAPPED = (
     "generate.preemption.use=youngest",
-    "generate.preemption.manner=swap",
+    "generate.preemption.mode=swap",
     "generate.swap_memory=64MiB",
 )
 

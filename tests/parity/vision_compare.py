@@ -19,9 +19,9 @@ from tests.parity.compare import (
     Expected,
     Parity,
     answers_so,
+    reported_by,
     telling,
     tokens_of,
-    reported_by,
     with_cached_prefixes,
 )
 from tests.parity.vision_architectures import (

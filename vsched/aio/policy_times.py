@@ -49,7 +49,7 @@ class QueueClock:
 class _SeatTimes:
     """Calls of one seat; `latest_slow` has the numbers of the latest slow calls."""
 
-    __slots__ = ("calls", "latest_slow", "longest_ns", "slow", "told", "total_ns")
+    __slots__ = ("calls", "latest_slow", "longest_ns", "reported", "slow", "total_ns")
 
     def __init__(self, slow_max: int) -> None:
         self.calls = self.total_ns = self.longest_ns = self.slow = 0

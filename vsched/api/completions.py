@@ -15,14 +15,12 @@ from starlette.types import Receive, Scope, Send
 from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
 from vsched.aio.streams.stream import StopScope
 from vsched.api import parameters
-from vsched.api.bodies.constraints import behind_thought, beside_calls, constraint_of
 from vsched.api.bodies.keeping import keep_request
-from vsched.api.bodies.messages import split_messages
 from vsched.api.bodies.reading import RequestBodies
-from vsched.api.choices.accepted import AcceptedChoices, Drawn, answer_id, without_logprobs
+from vsched.api.chat_messages import arguments_characters, split_messages, with_template_calls
+from vsched.api.choices import AcceptedChoices, Drawn, SseWriter, Voice, answer_id, without_logprobs
 from vsched.api.contract import ApiSettings, Generation, ServingContract
 from vsched.api.errors import ClientDisconnected, ParameterRefused
-from vsched.api.fields.neutral import refuse_unsupported
 from vsched.api.formatters import (
     AnswerOptions,
     ChatFormatter,
@@ -31,18 +29,16 @@ from vsched.api.formatters import (
 )
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
-from vsched.api.middleware.request_id import new_id
-from vsched.api.middleware.tenants import tenant_of
+from vsched.api.middleware.access import tenant_of
+from vsched.api.middleware.response_tags import new_id
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
-from vsched.api.responses import ChatResponse, CompletionResponse, Usage
-from vsched.api.sse_writer import SseWriter, Voice
+from vsched.api.response_schema import ChatResponse, CompletionResponse, Usage
+from vsched.api.structured_outputs import behind_thought, beside_calls, constraint_of
 from vsched.api.tools.choice import ToolUse, tool_use
 from vsched.api.tools.formats import call_format, reasoning_format
-from vsched.api.tools.history import arguments_characters, with_template_calls
-from vsched.api.tools.reader import AnswerReader
-from vsched.api.tools.stop_scope import CallStopScope
-from vsched.api.tools.template_reader import TemplateReader
+from vsched.api.tools.reader import AnswerReader, CallStopScope, TemplateReader
 from vsched.api.tools.wording import AnswerWording
+from vsched.api.unsupported import refuse_unsupported
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.record.journal import RequestJournal
@@ -157,7 +153,7 @@ def _effort(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> int:
 
 
 class CompletionEndpoint:
-    """An ASGI application for one of the two endpoints."""
+    """Continue a text."""
 
     name = "completions"
     id_prefix = "cmpl"
@@ -474,7 +470,7 @@ def _wording(
 
 
 class ChatEndpoint(CompletionEndpoint):
-    """The chat endpoint: messages and images instead of a prompt."""
+    """Continue a conversation, with images."""
 
     name = "chat"
     id_prefix = "chatcmpl"

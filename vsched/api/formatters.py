@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api.contract import Generation
-from vsched.api.responses import (
+from vsched.api.response_schema import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,

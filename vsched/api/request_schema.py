@@ -1,9 +1,9 @@
 """Request bodies as msgspec structs; types and simple bounds are checked while decoding.
 
 OpenAI's fields that do not change the answer are accepted and ignored. Fields that would change it are accepted only
-with neutral values (`fields.neutral`). An unknown field is an error, so that a misspelt `temperature` is not lost. In
+with neutral values (`unsupported`). An unknown field is an error, so that a misspelt `temperature` is not lost. In
 messages and nested objects unknown fields are ignored, because histories contain fields of other servers, unless the
-settings ask for strictness (`bodies.strict_fields`).
+settings ask for strictness (`bodies.reading`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from vsched.api.fields.neutral import OtherServersFields, neutral
+from vsched.api.unsupported import OtherServersFields, neutral
 
 _MAX_INT32 = 2**31 - 1
+NAME = r"[\w.:/-]{1,128}"
+"""Pattern of function names."""
 
 Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0, le=10)]
@@ -401,3 +403,11 @@ class GroupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 PolicyTables = dict[str, dict[str, Any]]
 """The body of POST /admin/policies, and its response: configuration tables of policies by path."""
+
+
+def deeper(value: object, depth: int) -> bool:
+    """True if a JSON value is nested deeper than `depth`."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(deeper(one, depth - 1) for one in inner)

@@ -16,9 +16,8 @@ from vsched.aio.environment import Environment
 from vsched.aio.replicas.worker_group import STOP_GRACE_S
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
-from vsched.api.listening.http_server import favour_event_loop, http_server
-from vsched.api.listening.listener import listen
-from vsched.api.middleware.tenants import read_tenant_keys
+from vsched.api.http_server import favour_event_loop, http_server, listen
+from vsched.api.middleware.access import read_tenant_keys
 from vsched.api.processes.supervisor import ApiProcesses
 from vsched.api.resuming.resumption import Resumption, open_resumption
 from vsched.config import Config

@@ -133,7 +133,7 @@ def _serve(
     import uvloop
 
     from vsched.aio.environment import Environment, make_launcher
-    from vsched.api.listening.http_server import forgo_models
+    from vsched.api.http_server import forgo_models
     from vsched.api.server import serve as serve_http
     from vsched.config.placement import placement_here
     from vsched.terminal.progress import loading_progress

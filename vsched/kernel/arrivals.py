@@ -21,7 +21,7 @@ from vsched.kernel.policy_calls import ask_front_door
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request_table import RequestTable, add_to, at_least
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.policy import Admit, ArrivingRequest, ArrivalView, Hold, Redirect, RequestPolicy
+from vsched.policy import Admit, ArrivalView, ArrivingRequest, Hold, Redirect, RequestPolicy
 from vsched.policy.measured import Measured
 
 OUTCOMES = ("admitted", "held", "shed", "redirected")

@@ -21,6 +21,8 @@ from vsched.policy import (
     Admission,
     AdmissionView,
     Admit,
+    ArrivalDecision,
+    ArrivalView,
     CachePolicy,
     Dispatch,
     DispatchView,
@@ -29,13 +31,11 @@ from vsched.policy import (
     DraftingView,
     EncodingView,
     EvictionOrder,
-    ArrivalDecision,
-    ArrivalView,
     Hold,
     ImagePolicy,
     InsertionView,
-    PreemptionMode,
     Preemption,
+    PreemptionMode,
     PreemptionView,
     ReclaimView,
     RecordableOrder,
@@ -50,7 +50,7 @@ from vsched.policy import (
 
 Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")
-MANNERS: tuple[PreemptionMode, ...] = get_args(PreemptionMode)
+MODES: tuple[PreemptionMode, ...] = get_args(PreemptionMode)
 HOLD_MAX_NS = 60 * 1_000_000_000
 """Default of `SchedulerLimits.passed_over_ns`: a policy can delay a request, but not stop it."""
 
@@ -189,15 +189,15 @@ def ask_encoding(seat: PolicySeat[ImagePolicy], view: EncodingView) -> list[int]
 
 
 def ask_preemption(seat: PolicySeat[RequestPolicy], view: PreemptionView) -> Preemption:
-    """Return the victim and the manner; by default the youngest is recomputed."""
+    """Return the victim and the mode; by default the youngest is recomputed."""
     count = len(view.running)
 
     def read(answer: int | Preemption) -> Preemption:
         found = answer if isinstance(answer, Preemption) else Preemption(whole(answer))
         index = _index(found.victim, count=count)
-        if found.mode not in MANNERS:
-            raise ValueError(f"manner {found.mode!r} is none of {', '.join(MANNERS)}")
-        return Preemption(index, MANNERS[MANNERS.index(found.mode)])
+        if found.mode not in MODES:
+            raise ValueError(f"mode {found.mode!r} is none of {', '.join(MODES)}")
+        return Preemption(index, MODES[MODES.index(found.mode)])
 
     return _ask(seat, view, read) or Preemption(count - 1)
 

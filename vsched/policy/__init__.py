@@ -51,13 +51,13 @@ from vsched.policy.memory import Reservation as Reservation
 from vsched.policy.requests import Admission as Admission
 from vsched.policy.requests import AdmissionView as AdmissionView
 from vsched.policy.requests import Admit as Admit
-from vsched.policy.requests import ArrivingRequest as ArrivingRequest
-from vsched.policy.requests import EncodeLimits as EncodeLimits
 from vsched.policy.requests import ArrivalDecision as ArrivalDecision
 from vsched.policy.requests import ArrivalView as ArrivalView
+from vsched.policy.requests import ArrivingRequest as ArrivingRequest
+from vsched.policy.requests import EncodeLimits as EncodeLimits
 from vsched.policy.requests import Hold as Hold
-from vsched.policy.requests import PreemptionMode as PreemptionMode
 from vsched.policy.requests import Preemption as Preemption
+from vsched.policy.requests import PreemptionMode as PreemptionMode
 from vsched.policy.requests import PreemptionView as PreemptionView
 from vsched.policy.requests import PrefillView as PrefillView
 from vsched.policy.requests import Redirect as Redirect

@@ -294,7 +294,7 @@ class Preemption(msgspec.Struct, frozen=True):
 
     Attributes:
         victim: Index into `view.running`.
-        manner: `recompute` to compute its KV again, except the blocks that the prefix cache still has; `swap` to copy
+        mode: `recompute` to compute its KV again, except the blocks that the prefix cache still has; `swap` to copy
             its blocks to host memory now and back when it resumes. A request that does not fit into the swap space is
             recomputed.
     """

@@ -9,9 +9,9 @@ from math import ceil
 from vsched.errors import limit_message
 from vsched.policy import (
     Admit,
-    Fraction,
     ArrivalDecision,
     ArrivalView,
+    Fraction,
     PositiveCount,
     Redirect,
     RequestPolicy,

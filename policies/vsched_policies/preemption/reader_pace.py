@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from vsched.policy import Count, PreemptionMode, Preemption, PreemptionView, RequestPolicy
+from vsched.policy import Count, Preemption, PreemptionMode, PreemptionView, RequestPolicy
 
 
 class ReaderPace(RequestPolicy, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vsched.policy import PreemptionMode, Preemption, PreemptionView, RequestPolicy
+from vsched.policy import Preemption, PreemptionMode, PreemptionView, RequestPolicy
 
 
 class Youngest(RequestPolicy, frozen=True, kw_only=True):

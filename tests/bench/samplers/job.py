@@ -69,7 +69,7 @@ def measure(
         {
             "logits": kind,
             "rows": count,
-            "asked": name,
+            "requested": name,
             "step_ms": statistics.median(times),
             "spread_ms": [min(times), max(times)],
         }

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from tests.bench.compare import machine, publish
 from tests.bench.parts.sampler.measure import KINDS, SamplerRow, draw_logits, measure_sampler
 from tests.bench.report.tables import markdown
 from tests.bench.servers import sides
 from tests.bench.servers.peers import OFFLINE, PEERS
+from tests.bench.sessions import machine, publish
 from vsched.errors import ConfigError
 from vsched_workers.plugin import TransformersPlugin
 
@@ -118,7 +118,7 @@ def table(found: Mapping[str, Sequence[SamplerRow]]) -> str:
             low, high = row.spread_ms
             text = f"{row.step_ms:.2f} ({low:.2f}-{high:.2f})"
             cells.setdefault((row.requested, row.logits, row.rows), {})[side] = text
-    head = ["asked", "logits", "rows", *found]
+    head = ["requested", "logits", "rows", *found]
     lines = [
         [requested, logits, str(count), *(sides_.get(side, "-") for side in found)]
         for (requested, logits, count), sides_ in sorted(

@@ -118,7 +118,7 @@ class Fleet:
             tenant="",
             priority=0,
             images=1,
-            answers=1,
+            choices=1,
             outputs_max=1,
             ttft_target_ms=None,
         )

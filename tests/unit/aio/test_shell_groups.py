@@ -197,7 +197,7 @@ async def test_shell_fault_during_recovery_ends_in_service(
 
 @pytest.mark.parametrize("groups", [TWO_OF_EACH, TWO_TOGETHER], ids=str)
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [
         (CheckpointError("weights are missing"), "weights are missing"),
         (OSError("no pid"), "no pid"),

@@ -15,8 +15,7 @@ from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
-from vsched.api.listening.http_server import http_server
-from vsched.api.listening.listener import listen
+from vsched.api.http_server import http_server, listen
 from vsched.api.server import api_settings
 from vsched.config import Config, ServerConfig
 from vsched.errors import RequestRefused

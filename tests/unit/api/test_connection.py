@@ -298,7 +298,9 @@ async def test_connection_offer_of_another_protocol_is_ignored(offer: bytes, bod
         assert (await client.response()).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.parametrize("asked", [b"", b"Connection: keep-alive\r\n", b"Expect: 100-continue\r\n"])
+@pytest.mark.parametrize(
+    "requested", [b"", b"Connection: keep-alive\r\n", b"Expect: 100-continue\r\n"]
+)
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
 async def test_connection_answer_to_old_http_ends_with_it(requested: bytes, body: bytes) -> None:
     """HTTP/1.0 has neither chunks nor 100 Continue, and needs no Host."""

@@ -16,9 +16,9 @@ import pytest
 from tests.patience import PATIENCE_S, patience, until
 from vsched.aio.replicas.worker_group import STOP_GRACE_S
 from vsched.api import ApiSettings, create_app
+from vsched.api import http_server as http_server_module
 from vsched.api import server as server_module
-from vsched.api.listening import http_server as http_server_module
-from vsched.api.listening.http_server import http_server
+from vsched.api.http_server import http_server
 from vsched.api.server import RunningServer, running_server, serve
 from vsched.config import Config, ModelConfig, ServerConfig
 from vsched.engine import Engine
@@ -203,7 +203,7 @@ async def test_server_url_can_be_reached(acted: Acted, host: str, url: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("host", "code", "told"),
+    ("host", "code", "reported"),
     [
         ("127.0.0.1", errno.EACCES, "server.port: .*Permission denied.* from 1024 on"),
         ("192.0.2.1", errno.EADDRNOTAVAIL, "server.host: .*Cannot assign .* 0.0.0.0 or :: for all"),

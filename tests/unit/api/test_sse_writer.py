@@ -12,11 +12,11 @@ from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import FakeEngine, FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams.stream import OutputDelta, TokenStream
+from vsched.api.choices import SseWriter, Voice
 from vsched.api.formatters import ChatFormatter, CompletionFormatter
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics
-from vsched.api.responses import ChatChunk, ChatChunkChoice, ChatDelta
-from vsched.api.sse_writer import SseWriter, Voice
+from vsched.api.response_schema import ChatChunk, ChatChunkChoice, ChatDelta
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason

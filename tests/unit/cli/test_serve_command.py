@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from vsched.aio.environment import Environment
 from vsched.aio.replicas import early, fork_server
+from vsched.api import http_server as http_server_module
 from vsched.api import server as server_module
-from vsched.api.listening import http_server as http_server_module
 from vsched.api.server import RunningServer
 from vsched.cli import app, serve_command
 from vsched.config import Config

@@ -17,6 +17,8 @@ from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.policy import (
     Admission,
     AdmissionView,
+    ArrivalDecision,
+    ArrivalView,
     CachePolicy,
     Dispatch,
     DispatchView,
@@ -24,8 +26,6 @@ from vsched.policy import (
     DraftingPolicy,
     DraftingView,
     EncodingView,
-    ArrivalDecision,
-    ArrivalView,
     Hold,
     ImagePolicy,
     InsertionView,

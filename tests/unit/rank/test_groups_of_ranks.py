@@ -14,7 +14,7 @@ import pytest
 
 from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.unit.rank.fake_plugin import Behaviour
-from tests.unit.rank.worker_groups import LIMITS, Received, Place, is_running
+from tests.unit.rank.worker_groups import LIMITS, Place, Received, is_running
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.worker_group import WorkerGroup
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData

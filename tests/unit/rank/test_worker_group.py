@@ -15,7 +15,7 @@ import pytest
 
 from tests.patience import NEVER_S, patience, until
 from tests.unit.rank.fake_plugin import Behaviour
-from tests.unit.rank.worker_groups import KV_TOKENS, LIMITS, Received, Place, is_running, kv_sizing
+from tests.unit.rank.worker_groups import KV_TOKENS, LIMITS, Place, Received, is_running, kv_sizing
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import at_home
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess

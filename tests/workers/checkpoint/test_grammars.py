@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from vsched.api.bodies.constraints import constraint_from_schema
+from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import RequestRefused
 from vsched.types import FinishReason, ModelInfo
 from vsched_workers.checkpoint.detokenize import TokenTable

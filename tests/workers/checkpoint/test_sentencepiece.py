@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from vsched.api.bodies.constraints import constraint_from_schema
+from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import CheckpointError
 from vsched.types import FinishReason
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable

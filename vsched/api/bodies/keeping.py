@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from vsched.api.http_exchange import HttpExchange
-from vsched.api.middleware.request_id import sent_id
-from vsched.api.middleware.tenants import tenant_of
+from vsched.api.middleware.access import tenant_of
+from vsched.api.middleware.response_tags import sent_id
 from vsched.record.journal import KeptRequest, RequestJournal
 
 _INLINE_BYTES = 64 * 1024

@@ -19,13 +19,14 @@ import asyncio
 import codecs
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from vsched.api import parameters
 from vsched.api.bodies.long_base64 import put_beside, take_base64
-from vsched.api.bodies.strict_fields import refuse_unknown
 from vsched.api.contract import ApiSettings
+from vsched.api.errors import ParameterRefused
 from vsched.api.http_exchange import HttpExchange
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
@@ -236,3 +237,47 @@ def _marks(characters: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     for mark in _MARKS[1:]:
         found |= characters == mark
     return found
+
+
+_PATH_CHARACTERS_MAX = 100
+
+
+def refuse_unknown(body: bytes, request: object) -> None:
+    """Reject a body with more fields than the request that was decoded from it.
+
+    Raises:
+        ParameterRefused: With the path of the first such field.
+    """
+    try:
+        path = _unknown(msgspec.json.decode(body), msgspec.to_builtins(request), "")
+    except (
+        msgspec.MsgspecError,
+        UnicodeError,
+        RecursionError,
+    ):  # unknown fields were not parsed before
+        message = "the body is not JSON, or nested too deeply. Remedy: send a flat object in UTF-8."
+        raise ParameterRefused(message, param=None, code="invalid_json") from None
+    if path:
+        name = path[:_PATH_CHARACTERS_MAX]
+        message = (
+            f"`{name}` is not known, and server.strict_fields is set. "
+            "Remedy: check its spelling or leave it out."
+        )
+        raise ParameterRefused(message, param=name, code="unknown_parameter")
+
+
+def _unknown(sent: object, known: object, path: str) -> str:
+    """Path of the first unknown field; empty if there is none."""
+    pairs: list[tuple[object, object, str]] = []
+    if isinstance(sent, dict) and isinstance(known, dict):
+        for name, value in sent.items():
+            where = f"{path}.{name}".removeprefix(".")
+            if name not in known:
+                return where
+            pairs.append((value, known[name], where))
+    elif isinstance(sent, list) and isinstance(known, list | tuple):
+        pairs = [
+            (value, other, f"{path}[{index}]")
+            for index, (value, other) in enumerate(zip(sent, known, strict=False))
+        ]
+    return next(filter(None, (_unknown(*pair) for pair in pairs)), "")

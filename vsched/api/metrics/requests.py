@@ -6,8 +6,9 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -15,7 +16,6 @@ from prometheus_client.utils import floatToGoString
 
 from vsched.api.contract import EngineContract
 from vsched.api.metrics.engine import EngineCollector
-from vsched.api.metrics.reports import Added, MetricSamples, Report
 
 logger = logging.getLogger(__name__)
 
@@ -188,3 +188,67 @@ class RequestRecord:
         if self._tenant:
             self._metrics.tenant_requests.labels(self._tenant, outcome).inc()
         self._metrics.request_s.observe(time.perf_counter() - self._began)
+
+
+_SINCE = "_created"
+"""Suffix of creation times: in a total, the earliest one is used."""
+
+Sample = tuple[str, dict[str, str], float]
+"""Name, labels and value."""
+
+
+class MetricSamples(msgspec.Struct, frozen=True, array_like=True):
+    """The samples of one metric."""
+
+    name: str
+    what: str
+    kind: str
+    samples: list[Sample]
+
+    @classmethod
+    def of(cls, metric: Metric) -> MetricSamples:
+        """Convert a metric."""
+        samples = [(one.name, one.labels, float(one.value)) for one in metric.samples]
+        return cls(metric.name, metric.documentation, metric.type, samples)
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """Metrics of one process: requests in flight, and metric families."""
+
+    in_flight: int = 0
+    families: list[MetricSamples] = []
+
+
+class Added(Collector):
+    """Sums the counters and histograms of several processes."""
+
+    def __init__(self, reports: Iterable[Report]) -> None:
+        self._reports = reports
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family, with the sums of its samples."""
+        for family in added(self._reports):
+            metric = Metric(family.name, family.what, family.kind)
+            for name, labels, value in family.samples:
+                metric.add_sample(name, labels, value)
+            yield metric
+
+
+def added(reports: Iterable[Report]) -> list[MetricSamples]:
+    """Sum all families; samples are in order of first occurrence."""
+    families: dict[str, MetricSamples] = {}
+    sums: dict[str, dict[tuple[str, tuple[str, ...]], Sample]] = {}
+    for report in reports:
+        for family in report.families:
+            families.setdefault(family.name, family)
+            known = sums.setdefault(family.name, {})
+            for name, labels, value in family.samples:
+                key = (name, tuple(labels.values()))
+                found = known.get(key)
+                if found is not None:
+                    value = min(found[2], value) if name.endswith(_SINCE) else found[2] + value
+                known[key] = (name, labels, value)
+    return [
+        msgspec.structs.replace(family, samples=list(sums[name].values()))
+        for name, family in families.items()
+    ]

@@ -8,7 +8,7 @@ import msgspec
 
 from vsched.aio.streams.stream import TokenLogprob
 from vsched.api.contract import ApiSettings
-from vsched.api.metrics.reports import Report
+from vsched.api.metrics.requests import Report
 from vsched.api.processes.link import WAITING_BYTES_MAX
 from vsched.config import Config
 from vsched.errors import RequestFailed, RequestRefused

@@ -14,13 +14,11 @@ import uvloop
 from setproctitle import setproctitle
 
 from vsched.api.app import create_front
-from vsched.api.listening.http_server import favour_event_loop, forgo_models, http_server
+from vsched.api.http_server import favour_event_loop, forgo_models, http_server
 from vsched.api.metrics import ApiMetrics
-from vsched.api.processes.asgi import AskEngine
 from vsched.api.processes.link import BEAT_S, SILENT_S, Link, read_order
 from vsched.api.processes.messages import Counted, Order, TakesRequests, Turn, bodies_bytes
-from vsched.api.processes.outbox import UpBox
-from vsched.api.processes.remote_engine import RemoteEngine
+from vsched.api.processes.remote_engine import AskEngine, RemoteEngine, UpBox
 from vsched.errors import VschedError
 from vsched.logs import configure_logging
 

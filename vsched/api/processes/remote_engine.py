@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+from starlette.types import Receive, Scope, Send
 
 from vsched.aio.grammar_checks import GrammarChecks, grammar_processes
 from vsched.aio.pending_arrivals import PendingArrivals
@@ -14,6 +16,8 @@ from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.sink import Answering
 from vsched.aio.streams.stream import StopScope, TokenStream
 from vsched.aio.streams.table import StreamTable
+from vsched.api.http_exchange import ROOMLESS_BYTES, HttpExchange
+from vsched.api.processes.link import Link
 from vsched.api.processes.messages import (
     AcceptedRequest,
     Arrive,
@@ -29,14 +33,45 @@ from vsched.api.processes.messages import (
     Turn,
     Up,
 )
-from vsched.api.processes.outbox import UpBox
 from vsched.assembly import media_settings
-from vsched.errors import RequestFailed, RequestRefused
+from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
 from vsched.record.left import PartialOutput
 from vsched.types import FinishReason, ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker
+
+
+class UpBox:
+    """Messages of an API process, in order."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._waiting: list[Up] = []
+        self._large = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, message: Up) -> None:
+        """Send a message, together with the others of this iteration."""
+        if not self._waiting:
+            self._loop.call_soon(self.flush)
+        self._waiting.append(message)
+
+    async def put_large(self, message: Up) -> None:
+        """Send a large message after all earlier ones, once the engine has read previous large messages.
+
+        Blocks: until then, or until the link is lost.
+        """
+        async with self._large:
+            await self._link.writable()
+            self.flush()
+            self._link.send([message])
+
+    def flush(self) -> None:
+        """Send the collected messages."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._link.send(waiting)
 
 
 class _Pending:
@@ -319,3 +354,46 @@ class RemoteEngine:
 
 def _to_send(images: Sequence[ImageReference]) -> list[SentImage]:
     return [SentImage.of(image) for image in images]
+
+
+class AskEngine:
+    """ASGI application that forwards requests to the engine's process; a disconnect does not cancel them."""
+
+    def __init__(self, ask: Callable[[Callable[[int], Ask]], Awaitable[HttpReply]]) -> None:
+        """Use `ask` to send messages: it assigns a number to a message and returns the reply."""
+        self._ask = ask
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.answer_itself(self._answer(exchange, scope, send))
+
+    async def _answer(self, exchange: HttpExchange, scope: Scope, send: Send) -> None:
+        pieces = await exchange.read_body(ROOMLESS_BYTES, _no_room)
+
+        def requested(number: int) -> Ask:
+            return Ask(
+                number=number,
+                method=scope["method"],
+                path=scope["path"],
+                query=scope.get("query_string", b""),
+                headers=[(bytes(name), bytes(value)) for name, value in scope["headers"]],
+                body=b"".join(pieces),
+            )
+
+        reply = await self._ask(requested)
+        exchange.started = True
+        await send(
+            {"type": "http.response.start", "status": reply.status, "headers": reply.headers}
+        )
+        await send({"type": "http.response.body", "body": reply.body})
+
+
+async def _no_room(size: int) -> Any:
+    message = limit_message(
+        "the request body is too large for this path",
+        value=f"{size} bytes",
+        limit=f"{ROOMLESS_BYTES} bytes with several server.processes",
+        remedy="send a smaller body",
+    )
+    raise RequestRefused(message, code="body_too_large", status=413)

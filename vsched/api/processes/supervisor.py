@@ -13,13 +13,12 @@ import msgspec
 
 from vsched.api.app import create_operations
 from vsched.api.contract import ApiSettings
-from vsched.api.listening.listener import another
+from vsched.api.http_server import another
 from vsched.api.metrics import ApiMetrics
-from vsched.api.metrics.reports import Report, added
-from vsched.api.processes.desk import Desk
+from vsched.api.metrics.requests import Report, added
+from vsched.api.processes.desk import Desk, TurnBox
 from vsched.api.processes.link import BEAT_S, SILENT_S, Link, framed
 from vsched.api.processes.messages import Counted, Order, Served, TakesRequests, Up, bodies_bytes
-from vsched.api.processes.outbox import TurnBox
 from vsched.engine import Engine
 from vsched.errors import ConfigError
 

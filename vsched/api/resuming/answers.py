@@ -9,7 +9,7 @@ import msgspec
 
 from vsched.aio.streams.prompt_report import PromptReport
 from vsched.aio.streams.stream import OutputDelta
-from vsched.api.choices.accepted import AcceptedChoices
+from vsched.api.choices import AcceptedChoices
 from vsched.api.completions import CheckedRequest
 from vsched.api.contract import Generation
 from vsched.errors import RequestFailed, RequestRefused

@@ -9,12 +9,19 @@ from typing import Any
 import msgspec
 
 from vsched.api.contract import ApiSettings
-from vsched.api.errors import ParameterRefused, out_of_bounds, shown
-from vsched.api.fields.unserved import unsupported_type
-from vsched.api.request_schema import ChatRequest, FunctionTool, NamedTool, Tool, ToolChoice
-from vsched.api.tools.formats import NAME, CallFormat, call_format
+from vsched.api.errors import ParameterRefused, check_count, out_of_bounds, shown
+from vsched.api.request_schema import (
+    NAME,
+    ChatRequest,
+    FunctionTool,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    deeper,
+)
+from vsched.api.tools.formats import CallFormat, call_format
 from vsched.api.tools.grammar import forced_calls
-from vsched.api.tools.history import deeper
+from vsched.api.unsupported import unsupported_type
 
 _FORCING = "required"
 _DEPTH_MAX = 64
@@ -97,13 +104,7 @@ def shown_tools(tools: Sequence[Tool], settings: ApiSettings) -> list[dict[str, 
 
 
 def _functions(tools: Sequence[Tool], settings: ApiSettings) -> list[FunctionTool]:
-    if len(tools) > settings.tools_max:
-        raise out_of_bounds(
-            "tools",
-            value=f"{len(tools)} tools",
-            limit=f"{settings.tools_max} tools",
-            remedy="send fewer",
-        )
+    check_count("tools", len(tools), settings.tools_max, "tools")
     functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     _check_names([function.name for function in functions])
     return functions

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-NAME = r"[\w.:/-]{1,128}"
+from vsched.api.request_schema import NAME
+
 GAP = r"\s{0,8}"
 """Whitespace between the parts of a call: limited, so that the length of its head is limited."""
 _CALL_ID = r"(?:\[CALL_ID\]\w{1,32})?"

@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from vsched.api.errors import ParameterRefused
-from vsched.api.fields.closed_schemas import closed
 from vsched.api.request_schema import FunctionTool
-from vsched.api.tools.arguments.kinds import resolved, types_of
+from vsched.api.structured_outputs import closed
+from vsched.api.tools.arguments import resolved, types_of
 from vsched.api.tools.formats import CallFormat, TaggedArguments, ValueArguments
 
 Node = str | dict[str, Any]

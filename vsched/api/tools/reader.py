@@ -17,17 +17,15 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from vsched.api.tools.arguments.json_scan import JsonScan
-from vsched.api.tools.arguments.marks import first_mark, longest_overlap
-from vsched.api.tools.arguments.tagged_scan import TaggedScan
-from vsched.api.tools.arguments.value_scan import ValueScan
+from vsched.api.request_schema import NAME
+from vsched.api.tools.arguments import JsonScan, TaggedScan, ValueScan, first_mark, longest_overlap
 from vsched.api.tools.formats import (
-    NAME,
     CallFormat,
     ReasoningFormat,
     TaggedArguments,
     ValueArguments,
 )
+from vsched.worker.capabilities import AnswerParser, AnswerPart
 
 HEAD_CHARACTERS_MAX = 512
 """Maximum length of a call's head, including whitespace: a longer one is not a call."""
@@ -442,3 +440,67 @@ def _scan_of(known: CallFormat, schema: Mapping[str, Any]) -> ArgumentScan:
         case ValueArguments() as form:
             return ValueScan(form)
     return JsonScan()
+
+
+class CallStopScope(AnswerReader):
+    """Splits the output into tool calls, in which stop strings do not apply, and the rest."""
+
+    def __init__(self, calls: CallFormat | None, **options: Any) -> None:
+        """Take the arguments of `AnswerReader`."""
+        super().__init__(calls, **options)
+        self._in_call = (self._head, self._arguments, self._rest_of_object, self._after)
+        self._parts: list[tuple[str, bool]] = []
+
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """See `StopScope.split`."""
+        self.push(text)
+        return self._taken()
+
+    def split_rest(self, *, cut: bool) -> list[tuple[str, bool]]:
+        """See `StopScope.split_rest`."""
+        self.finish(cut=cut)
+        return [*self._taken(), (self._buffer + self._half, False)]
+
+    def _taken(self) -> list[tuple[str, bool]]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _take(self, count: int) -> str:
+        counts = self._state not in self._in_call
+        taken = super()._take(count)
+        self._parts.append((taken, counts))
+        return taken
+
+
+class TemplateReader:
+    """Parser of one choice; see `AnswerReader`. With `single`, calls after the first are dropped."""
+
+    has_open_call = False
+    """Calls are emitted only when they are complete."""
+
+    def __init__(self, parser: AnswerParser, *, single: bool = False) -> None:
+        self._parser = parser
+        self._single = single
+        self._calls = 0
+
+    def push(self, text: str) -> list[Event]:
+        """Process the next piece of the output; return the events that are certain."""
+        return self._events(self._parser.push(text))
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """Return the events held back; none is dropped, because the parser does not report partial calls."""
+        del cut
+        return self._events(self._parser.finish())
+
+    def _events(self, parts: Sequence[AnswerPart]) -> list[Event]:
+        events: list[Event] = []
+        for part in parts:
+            if part.kind == "call":
+                self._calls += 1
+                if not self._single or self._calls == 1:
+                    events += [CallBegins(part.name), CallArguments(part.text)]
+            else:
+                events.append(
+                    ContentText(part.text) if part.kind == "content" else Reasoning(part.text)
+                )
+        return events

@@ -7,15 +7,21 @@ from hashlib import blake2b
 
 from msgspec import UNSET
 
-from vsched.api.responses import (
+from vsched.api.response_schema import (
     ChatDelta,
     ChatMessage,
     FunctionOutput,
     ToolCallDelta,
     ToolCallOutput,
 )
-from vsched.api.tools.reader import AnswerReader, CallBegins, ContentText, Event, Reasoning
-from vsched.api.tools.template_reader import TemplateReader
+from vsched.api.tools.reader import (
+    AnswerReader,
+    CallBegins,
+    ContentText,
+    Event,
+    Reasoning,
+    TemplateReader,
+)
 
 ID_CHARACTERS = 9
 """Length of a call id: Mistral's templates require this one; others accept any."""

@@ -49,7 +49,7 @@ def tune(
     import uvloop
     from rich.console import Console
 
-    from vsched.api.listening.http_server import forgo_models
+    from vsched.api.http_server import forgo_models
     from vsched.bench.tune import measure as bench
     from vsched.terminal.progress import loading_progress
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from vsched.aio.replicas.supervisor import RESTART_DELAYS_S
 from vsched.sim.cluster.observer import EngineObserver
@@ -31,9 +31,13 @@ from vsched.sim.world import World
 from vsched.types import stage_of
 
 if TYPE_CHECKING:
+    from vsched.config import Config
     from vsched.config.sections import DeadlinesConfig
-    from vsched.sim.cluster.engine import SimEngine
-    from vsched.sim.cluster.machines import Strike
+    from vsched.engine import Engine
+    from vsched.sim.cluster.client_sessions import ClientSession
+    from vsched.sim.cluster.machines import SimulatedCluster, Strike
+    from vsched.sim.cluster.operators import Operation
+    from vsched.sim.faults.plan import FaultPlan
 
 SECOND_NS = 1_000_000_000
 AT_ONCE_S = 0.05
@@ -61,6 +65,20 @@ ALWAYS_REFUSED = (
 POLL_S = 0.5
 RECOVERY_S = 60.0
 """Sum of all restart delays and as many starts."""
+
+
+class CheckedRun(Protocol):
+    """The part of a run that these checks read; see `vsched.sim.cluster.engine.SimEngine`."""
+
+    config: Config
+    plan: FaultPlan
+    world: World
+    observer: EngineObserver | None
+    engine: Engine
+    launcher: SimulatedCluster
+    sessions: list[ClientSession]
+    operations: list[Operation]
+    was_shut_down: bool
 
 
 def silence_s(deadlines: DeadlinesConfig) -> float:
@@ -160,7 +178,7 @@ def check_causes(world: World, observer: EngineObserver) -> None:
         world.expect(found or loss.planned, f"{loss.group} was lost without a cause: {loss.reason}")
 
 
-def check_ends(run: SimEngine) -> None:
+def check_ends(run: CheckedRun) -> None:
     """Check that requests end without an error unless a fault explains it."""
     kinds = {type(fault) for fault in run.plan.faults}
     losses = run.observer.losses if run.observer is not None else []
@@ -187,7 +205,7 @@ def check_ends(run: SimEngine) -> None:
             )
 
 
-async def check_healed(run: SimEngine) -> None:
+async def check_healed(run: CheckedRun) -> None:
     """Check the state after the last fault: all groups are back or correctly retired, and nothing is held."""
     world, observer, served = run.world, run.observer, run.engine
     if observer is None:
@@ -211,7 +229,7 @@ async def check_healed(run: SimEngine) -> None:
         _check_nothing_held(run, observer)
 
 
-def _check_given_up(run: SimEngine) -> None:
+def _check_given_up(run: CheckedRun) -> None:
     """Check that a group was retired only after all restart attempts."""
     for row in run.engine.groups():
         launches = run.world.launches[row["name"]]
@@ -222,7 +240,7 @@ def _check_given_up(run: SimEngine) -> None:
         )
 
 
-def _rests(run: SimEngine, observer: EngineObserver) -> bool:
+def _rests(run: CheckedRun, observer: EngineObserver) -> bool:
     """Return True if all groups are back and no step is in flight."""
     if run.engine.state not in ("ready", "degraded"):
         return True
@@ -235,7 +253,7 @@ def _rests(run: SimEngine, observer: EngineObserver) -> bool:
     )
 
 
-def _check_nothing_held(run: SimEngine, observer: EngineObserver) -> None:
+def _check_nothing_held(run: CheckedRun, observer: EngineObserver) -> None:
     expect = run.world.expect
     kernel = observer.kernel
     statistics = run.engine.statistics()

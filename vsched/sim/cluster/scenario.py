@@ -208,7 +208,7 @@ def _with_swapping(drawn: Scenario) -> Scenario:
     generate = msgspec.structs.replace(
         generate,
         swap_memory=places * generate.block_size * info.kv_bytes_per_token,
-        preemption={**generate.preemption, "manner": "swap"},
+        preemption={**generate.preemption, "mode": "swap"},
     )
     return msgspec.structs.replace(
         drawn, config=msgspec.structs.replace(drawn.config, generate=generate)

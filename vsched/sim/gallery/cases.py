@@ -154,7 +154,7 @@ CASES: dict[str, GalleryCase] = {
                 "youngest": (),
                 "cheapest": (("generate.preemption", {"use": "cheapest"}),),
                 "reader-pace": (("generate.preemption", {"use": "reader-pace"}),),
-                "youngest, swap": (("generate.preemption", {"use": "youngest", "manner": "swap"}),),
+                "youngest, swap": (("generate.preemption", {"use": "youngest", "mode": "swap"}),),
                 "swap-long": (("generate.preemption", {"use": "swap-long"}),),
             },
             shown=("talks", "documents"),

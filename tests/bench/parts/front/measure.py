@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from tests.bench.parts.front.stub_plugin import NAME
-from vsched.api.listening.http_server import favour_event_loop, forgo_models
+from vsched.api.http_server import favour_event_loop, forgo_models
 from vsched.api.server import RunningServer, running_server
 from vsched.bench.load.client_process_main import LoadOrder
 from vsched.bench.load.client_processes import ready_clients, run_clients

@@ -24,7 +24,7 @@ from tests.bench.parts.lag.cases import LagCase, lag_cases
 from tests.bench.parts.lag.client_process_main import ANSWER_S, ClientsOrder
 from tests.bench.parts.lag.meter import LagMeter
 from vsched.api.contract import ApiSettings
-from vsched.api.listening.http_server import favour_event_loop, forgo_models
+from vsched.api.http_server import favour_event_loop, forgo_models
 from vsched.api.server import RunningServer, running_server
 from vsched.config import load_config
 

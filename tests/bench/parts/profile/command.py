@@ -51,7 +51,7 @@ def profile(
     from rich.console import Console
 
     from tests.bench.parts.profile.measure import profile as measure
-    from vsched.api.listening.http_server import forgo_models
+    from vsched.api.http_server import forgo_models
     from vsched.bench.load.client_process_main import LoadOrder
     from vsched.terminal.progress import loading_progress
 

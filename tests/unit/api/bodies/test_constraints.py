@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
-from vsched.api.bodies.constraints import constraint_from_schema
+from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import RequestRefused
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["x"]}}}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vsched.api.fields.closed_schemas import DEPTH_MAX, closed
+from vsched.api.structured_outputs import DEPTH_MAX, closed
 
 INTEGER = {"type": "integer"}
 OBJECT = {"type": "object", "properties": {"a": INTEGER}}

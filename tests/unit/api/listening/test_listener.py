@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from vsched.api.contract import ApiSettings
-from vsched.api.listening.listener import another, listen
+from vsched.api.http_server import another, listen
 from vsched.api.processes.supervisor import share_of
 from vsched.config import Config, ServerConfig
 from vsched.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from vsched.api.metrics import ApiMetrics
-from vsched.api.metrics.reports import Report, added
+from vsched.api.metrics.requests import Report, added
 
 
 def counted(*outcomes: str, tenant: str = "") -> ApiMetrics:

@@ -17,11 +17,10 @@ from vsched.api.app import create_operations
 from vsched.api.contract import ApiSettings
 from vsched.api.metrics import ApiMetrics
 from vsched.api.processes import remote_engine as remote_engine_module
-from vsched.api.processes.desk import Desk
+from vsched.api.processes.desk import Desk, TurnBox
 from vsched.api.processes.link import Link
 from vsched.api.processes.messages import Counted, Served, TakesRequests, Turn, Up
-from vsched.api.processes.outbox import TurnBox, UpBox
-from vsched.api.processes.remote_engine import RemoteEngine
+from vsched.api.processes.remote_engine import RemoteEngine, UpBox
 from vsched.config import Config
 from vsched.engine import Engine
 from vsched.media import MediaPipeline, MediaSettings, PixelStore

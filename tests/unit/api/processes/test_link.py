@@ -11,7 +11,7 @@ import pytest
 from tests.patience import patience, until
 from vsched.api.processes.link import Link, framed, read_order
 from vsched.api.processes.messages import End, GiveUp, Submit, TakesRequests, Up
-from vsched.api.processes.outbox import UpBox
+from vsched.api.processes.remote_engine import UpBox
 from vsched.types import FinishReason
 
 LIMIT_BYTES = 1 << 20

@@ -17,7 +17,7 @@ from vsched.api.resuming import resumption as resuming
 from vsched.api.resuming.resumption import Resumption
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.record.journal import RequestJournal
-from vsched.record.left import PartialOutput, Ended, Left
+from vsched.record.left import Ended, Left, PartialOutput
 
 DELTAS = (
     OutputDelta("Hel", [1]),
@@ -171,7 +171,7 @@ async def test_answer_goes_on_behind_what_the_record_has(
     assert requested == [[name]]
     record(monkeypatch, Left({}, {}, "it is gone"))
     second = await Server(tmp_path).start()
-    assert [call["begun"] for call in second.engine.calls] == [started]
+    assert [call["started"] for call in second.engine.calls] == [started]
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": True}, {"n": 2}])
@@ -185,7 +185,7 @@ async def test_what_is_in_no_record_is_computed_from_the_beginning(
         monkeypatch, Left({name: PartialOutput(b"digest", (1, 2))} if "n" not in fields else {}, {})
     )
     second = await Server(tmp_path).start()
-    assert [call["begun"] for call in second.engine.calls] == [None]
+    assert [call["started"] for call in second.engine.calls] == [None]
     choices = (await second.get(f"{CHAT}/mine")).json["choices"]
     assert [choice["message"]["content"] for choice in choices] == ["Hello!"] * len(choices)
     assert len(choices) == fields.get("n", 1)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.api.tools.test_reader import read_with
-from vsched.api.tools.arguments.kinds import type_name
+from vsched.api.tools.arguments import type_name
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS
 from vsched.api.tools.grammar import written_calls
 

@@ -6,11 +6,10 @@ import msgspec
 import pytest
 
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
-from vsched.api.bodies.messages import split_messages
+from vsched.api.chat_messages import ARGUMENTS_CHARACTERS_MAX, split_messages, with_template_calls
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import CalledFunction, Message, ToolCall
-from vsched.api.tools.history import ARGUMENTS_CHARACTERS_MAX, with_template_calls
 
 
 def call(arguments: object, name: str = "add") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tests.unit.media.fakes import FakeDetokenizer
 from vsched.aio.streams.stream import TokenStream
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS
 from vsched.api.tools.grammar import written_calls
-from vsched.api.tools.stop_scope import CallStopScope
+from vsched.api.tools.reader import CallStopScope
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
 

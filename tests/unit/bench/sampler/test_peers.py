@@ -97,7 +97,7 @@ def test_sides_stand_beside_each_other_by_case() -> None:
 
     ours = [row("top-k 20", 8, 1.0), row("greedy", 64, 2.0), row("greedy", 8, 3.0)]
     written = table.table({"vsched": ours, "vllm": [row("greedy", 64, 4.0)]}).splitlines()
-    assert written[0] == "| asked | logits | rows | vsched | vllm |"
+    assert written[0] == "| requested | logits | rows | vsched | vllm |"
     assert written[2:] == [
         "| greedy | flat | 8 | 3.00 (3.00-3.00) | - |",
         "| greedy | flat | 64 | 2.00 (2.00-2.00) | 4.00 (4.00-4.00) |",

@@ -22,7 +22,7 @@ class Listening(ModelCluster):
     received: list[Command]
 
     def carry_out(self, command: Command) -> None:
-        self.__dict__.setdefault("heard", []).append(command)
+        self.__dict__.setdefault("received", []).append(command)
         super().carry_out(command)
 
 

@@ -11,8 +11,8 @@ import pytest
 from tests.unit.api.dialects.responses.test_answer import RESPONSES, TOOLS, body
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from vsched.api.bodies.reading import SMALL_BYTES
-from vsched.api.dialects.responses.request import chat_request
-from vsched.api.dialects.responses.schema import ResponsesRequest
+from vsched.api.compat.responses import chat_request
+from vsched.api.compat.responses_schema import ResponsesRequest
 from vsched.api.request_schema import ChatRequest
 from vsched.media.base64_text import base64_of
 

@@ -1,0 +1,238 @@
+"""Convert messages of a body to the format of chat templates, and extract their images."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from vsched.api.contract import ApiSettings
+from vsched.api.errors import ParameterRefused, out_of_bounds
+from vsched.api.request_schema import (
+    NAME,
+    ImageArea,
+    ImageEmbedsPart,
+    ImagePart,
+    ImageUrl,
+    Message,
+    ProcessorArguments,
+    RedactedThinkingPart,
+    RefusalPart,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    deeper,
+)
+from vsched.media import BoundedImage, EmbeddedImage, ImageReference, NamedImage
+from vsched.worker.capabilities import PixelBounds
+
+_ROLES = {"developer": "system", "function": "tool"}
+"""Role names of chat templates for OpenAI's newer and deprecated roles."""
+
+
+def split_messages(
+    messages: Sequence[Message], settings: ApiSettings, processing: ProcessorArguments | None = None
+) -> tuple[list[dict[str, Any]], list[ImageReference]]:
+    """Convert messages for the chat template, with placeholders for images, and list the images in order.
+
+    `processing` has the default pixel bounds of images without their own.
+
+    Raises:
+        ParameterRefused: If there are too many messages or parts, or one is not supported.
+    """
+    if not 0 < len(messages) <= settings.messages_max:
+        raise out_of_bounds(
+            "messages",
+            value=f"{len(messages)} messages",
+            limit=f"1 to {settings.messages_max} messages",
+            remedy="send that many",
+        )
+    for message in messages:
+        if message.function_call is not None and not message.tool_calls:
+            message.tool_calls = [ToolCall(message.function_call)]
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    parts += sum(len(message.tool_calls or ()) for message in messages)
+    if parts > settings.parts_max:
+        raise out_of_bounds(
+            "messages",
+            value=f"{parts} content parts and tool calls",
+            limit=f"{settings.parts_max} content parts",
+            remedy="send fewer",
+        )
+    check_arguments(messages)
+    bounds = _bounds(processing)
+    images: list[ImageReference] = []
+    rendered: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        role = _ROLES.get(message.role, message.role)
+        made: dict[str, Any] = {"role": role, "content": _content(message, images, bounds)}
+        if message.tool_calls:
+            if role != "assistant":
+                raise out_of_bounds(
+                    f"messages[{index}].tool_calls",
+                    value=f"role {message.role}",
+                    limit="role assistant",
+                    remedy="send tool calls in the assistant message that made them",
+                )
+            made["tool_calls"] = (
+                message.tool_calls
+            )  # `with_template_calls` decodes them, perhaps in a thread
+        thought = message.reasoning_content or message.reasoning or _thought(message) or None
+        if role == "assistant" and isinstance(thought, str):
+            made["reasoning_content"] = thought
+        if role == "tool":
+            answered = {"tool_call_id": message.tool_call_id, "name": message.name}
+            made |= {key: value for key, value in answered.items() if value is not None}
+        rendered.append(made)
+    return rendered, images
+
+
+def _content(
+    message: Message, images: list[ImageReference], bounds: PixelBounds
+) -> str | list[dict[str, str]]:
+    if message.content is None:
+        return message.refusal if isinstance(message.refusal, str) else ""
+    if isinstance(message.content, str):
+        return message.content
+    content: list[dict[str, str]] = []
+    for part in message.content:
+        match part:
+            case TextPart(text=text) | RefusalPart(refusal=text):
+                content.append({"type": "text", "text": text})
+            case ThinkingPart(thinking=text):
+                if message.role != "assistant":  # `_thought` returns the assistant's
+                    content.append({"type": "text", "text": text})
+            case RedactedThinkingPart():
+                pass
+            case ImageEmbedsPart():
+                images.append(EmbeddedImage(part.image_embeds.data))
+                content.append({"type": "image"})
+            case ImagePart():
+                images.append(_bounded(part, bounds))
+                content.append({"type": "image"})
+    return content
+
+
+def _thought(message: Message) -> str:
+    parts = message.content if isinstance(message.content, list) else []
+    return "\n".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
+
+
+def _bounds(processing: ProcessorArguments | None) -> PixelBounds:
+    sent = processing or ProcessorArguments()
+    size = sent.size or ImageArea()
+    return PixelBounds(
+        size.shortest_edge if sent.min_pixels is None else sent.min_pixels,
+        size.longest_edge if sent.max_pixels is None else sent.max_pixels,
+    )
+
+
+def _bounded(part: ImagePart, bounds: PixelBounds) -> ImageReference:
+    """Reference to an image with its own pixel bounds, or those of the request."""
+    found = PixelBounds(
+        bounds.min_pixels if part.min_pixels is None else part.min_pixels,
+        bounds.max_pixels if part.max_pixels is None else part.max_pixels,
+    )
+    image = _reference(part)
+    return image if found == PixelBounds() else BoundedImage(image, found)
+
+
+def _reference(part: ImagePart) -> str | NamedImage:
+    url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+    if part.uuid is not None:
+        return NamedImage(part.uuid, url or None)
+    if url is None:
+        message = "`image_url` is missing. Remedy: send it, or the uuid of an image sent before."
+        raise ParameterRefused(message, param="image_url")
+    return url
+
+
+ARGUMENTS_CHARACTERS_MAX = 1024 * 1024
+"""Maximum characters of all argument texts in one request, which limits the time to decode their JSON."""
+_OBJECT_CHARACTERS = 16_384
+"""Characters that an argument object counts as: its size was limited when the body was read."""
+_DEPTH_MAX = 32
+INVALID_JSON = "INVALID_JSON"
+"""The single argument of a call whose arguments are not a JSON object, such as truncated ones, as Anthropic advises."""
+
+
+def arguments_characters(calls: Sequence[ToolCall]) -> int:
+    """Number of characters in the arguments of these calls."""
+    sent = [call.function.arguments or "" for call in calls]
+    return sum(len(each) if isinstance(each, str) else _OBJECT_CHARACTERS for each in sent)
+
+
+def check_arguments(messages: Sequence[Message]) -> None:
+    """Reject calls whose arguments would take long to decode.
+
+    Raises:
+        ParameterRefused: With the limit.
+    """
+    characters = sum(arguments_characters(message.tool_calls or ()) for message in messages)
+    if characters > ARGUMENTS_CHARACTERS_MAX:
+        raise out_of_bounds(
+            "messages",
+            value=f"{characters} characters of arguments",
+            limit=f"{ARGUMENTS_CHARACTERS_MAX} characters of arguments",
+            remedy="send fewer calls, or shorten their arguments",
+        )
+
+
+def with_template_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert the tool calls of messages for chat templates.
+
+    Blocks: while arguments are decoded; call it off the event loop for long ones.
+
+    Raises:
+        ParameterRefused: If a name is invalid, or arguments are nested too deeply; names the call.
+    """
+    return [
+        {**message, "tool_calls": _calls(message["tool_calls"], f"messages[{index}].tool_calls")}
+        if "tool_calls" in message
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _calls(calls: Sequence[ToolCall], param: str) -> list[dict[str, Any]]:
+    """Convert calls so that arguments are objects: templates write them as JSON, and would quote a string again."""
+    found: list[dict[str, Any]] = []
+    for index, call in enumerate(calls):
+        where = f"{param}[{index}].function"
+        name = call.function.name
+        if re.fullmatch(NAME, name, re.ASCII) is None:
+            raise out_of_bounds(
+                f"{where}.name",
+                value=f"a text of {len(name)} characters",
+                limit="1 to 128 letters, digits and _ . : / -",
+                remedy="send the name of the function",
+            )
+        arguments = _arguments(call.function.arguments, f"{where}.arguments")
+        function = {"name": name, "arguments": arguments}
+        found.append({"id": call.id or "", "type": "function", "function": function})
+    return found
+
+
+def _arguments(sent: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
+    found = sent if isinstance(sent, dict) else as_object(sent or "")
+    if deeper(found, _DEPTH_MAX):
+        raise out_of_bounds(
+            param,
+            value=f"a text of {len(sent)} characters" if isinstance(sent, str) else "an object",
+            limit=f"one JSON object, nested at most {_DEPTH_MAX} deep",
+            remedy="send the arguments of the model's call unchanged",
+        )
+    return found
+
+
+def as_object(arguments: str) -> dict[str, Any]:
+    """Parse the arguments of a call; text that is not a JSON object becomes the argument `INVALID_JSON`."""
+    try:
+        found = msgspec.json.decode(arguments.strip() or "{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        found = arguments
+    if found is None:
+        return {}
+    return found if isinstance(found, dict) else {INVALID_JSON: arguments}

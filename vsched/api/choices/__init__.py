@@ -1,1 +1,0 @@
-"""Several choices in one response: several prompts, `n` and `best_of`."""

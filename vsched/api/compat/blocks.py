@@ -1,0 +1,154 @@
+"""Chat deltas as a sequence of content blocks, the unit of streaming in other vendors' APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.api.response_schema import ChatDelta
+from vsched.api.tools.wording import AnswerWording
+
+
+class BlockKind(Enum):
+    """Type of a block."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+class AnswerBlock:
+    """One block of the output; `text` is its content, or the arguments of a tool call.
+
+    Attributes:
+        logprobs: Log-probabilities of a text's tokens, if requested.
+    """
+
+    def __init__(self, index: int, kind: BlockKind, *, call_id: str = "", name: str = "") -> None:
+        self.index = index
+        self.kind = kind
+        self.call_id = call_id
+        self.name = name
+        self.logprobs: list[TokenLogprob] = []
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, text: str) -> None:
+        """Append text."""
+        self._pieces.append(text)
+
+
+class BlockBegins(NamedTuple):
+    """Start of a block, still empty."""
+
+    block: AnswerBlock
+
+
+class BlockGrows(NamedTuple):
+    """Text appended to a block; with the tokens of a text block, if log-probabilities are requested."""
+
+    block: AnswerBlock
+    text: str
+    logprobs: Sequence[TokenLogprob] = ()
+
+
+class BlockEnds(NamedTuple):
+    """End of a block."""
+
+    block: AnswerBlock
+
+
+BlockStep = BlockBegins | BlockGrows | BlockEnds
+
+
+class AnswerBlocks:
+    """Blocks of one output; one at a time is open.
+
+    Attributes:
+        blocks: Blocks so far.
+        reasoning_tokens: Tokens in deltas with only reasoning.
+        finish_reason: OpenAI's finish reason; empty before the end.
+        stop_string: Stop string that ended the output.
+    """
+
+    def __init__(self, wording: AnswerWording | None, *, logprobs: bool = False) -> None:
+        """Create it with the parser of the output, if any; with `logprobs`, text blocks have their tokens."""
+        self.blocks: list[AnswerBlock] = []
+        self.reasoning_tokens = 0
+        self.finish_reason = ""
+        self.stop_string: str | None = None
+        self._wording = wording
+        self._open: AnswerBlock | None = None
+        self._tells_logprobs = logprobs
+        self._untold: list[TokenLogprob] = []
+
+    def take(self, delta: OutputDelta) -> list[BlockStep]:
+        """Convert the next delta to steps; the last delta ends the output, which has at least one block."""
+        reason = delta.finish_reason
+        added = ChatDelta(content=delta.text)
+        if self._wording is not None:
+            added = self._wording.added(delta.text, reason)
+            reason = reason and self._wording.finish_reason(reason)
+        if added.reasoning_content and not added.content and not added.tool_calls:
+            self.reasoning_tokens += len(delta.token_ids)
+        steps = list(self._added(added))
+        if self._tells_logprobs:
+            self._untold += delta.logprobs or ()
+        if reason is not None:
+            self.finish_reason, self.stop_string = reason, delta.stop_string
+            if not self.blocks:
+                steps += self._begin(BlockKind.TEXT)
+            if self._untold and self._open is not None:
+                steps.append(BlockGrows(self._open, ""))
+            steps += self._end()
+        return self._with_tokens(steps) if self._untold else steps
+
+    def _with_tokens(self, steps: list[BlockStep]) -> list[BlockStep]:
+        """Attach the tokens received so far to the last text step; tokens of other blocks are dropped."""
+        grown = [step for step in steps if isinstance(step, BlockGrows)]
+        texts = [step for step in grown if step.block.kind is BlockKind.TEXT]
+        if not grown:
+            return steps  # an incomplete character, or a possible beginning of a call
+        tokens, self._untold = self._untold, []
+        if not texts:
+            return steps
+        last = texts[-1]
+        last.block.logprobs += tokens
+        return [last._replace(logprobs=tokens) if step is last else step for step in steps]
+
+    def _added(self, added: ChatDelta) -> Iterator[BlockStep]:
+        for kind, text in (
+            (BlockKind.REASONING, added.reasoning_content),
+            (BlockKind.TEXT, added.content),
+        ):
+            if text:
+                yield from self._grow(kind, text)
+        for call in added.tool_calls or ():
+            if call.id:
+                name = call.function.name or ""
+                yield from self._begin(BlockKind.CALL, call_id=call.id, name=name)
+            if call.function.arguments:
+                yield from self._grow(BlockKind.CALL, call.function.arguments)
+
+    def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockStep]:
+        if self._open is None or self._open.kind is not kind:
+            yield from self._begin(kind)
+        assert self._open is not None
+        self._open.add(text)
+        yield BlockGrows(self._open, text)
+
+    def _begin(self, kind: BlockKind, *, call_id: str = "", name: str = "") -> Iterator[BlockStep]:
+        yield from self._end()
+        self._open = AnswerBlock(len(self.blocks), kind, call_id=call_id, name=name)
+        self.blocks.append(self._open)
+        yield BlockBegins(self._open)
+
+    def _end(self) -> Iterator[BlockStep]:
+        if self._open is not None:
+            yield BlockEnds(self._open)
+        self._open = None

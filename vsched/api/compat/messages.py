@@ -1,0 +1,394 @@
+"""/v1/messages and /v1/messages/count_tokens, served as chat requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from vsched.aio.streams.stream import OutputDelta
+from vsched.api.chat_messages import as_object
+from vsched.api.compat.blocks import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockBegins,
+    BlockEnds,
+    BlockGrows,
+    BlockKind,
+    BlockStep,
+)
+from vsched.api.compat.fields import named_as, shared_fields
+from vsched.api.compat.messages_schema import (
+    CountedTokens,
+    DialogueMessage,
+    ImageBlock,
+    MessagesEvent,
+    MessagesModel,
+    MessagesModelList,
+    MessagesRequest,
+    MessagesResponse,
+    MessagesTool,
+    MessagesUsage,
+    OutputBlock,
+    RedactedThinkingBlock,
+    SearchResultBlock,
+    ShownBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from vsched.api.completions import ChatEndpoint, CheckedRequest, check_ready
+from vsched.api.contract import Generation
+from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
+from vsched.api.formatters import Formatter
+from vsched.api.http_exchange import HttpExchange
+from vsched.api.request_schema import (
+    CalledFunction,
+    ChatRequest,
+    FunctionTool,
+    ImagePart,
+    Message,
+    NamedSchema,
+    NamedTool,
+    ResponseFormat,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from vsched.api.response_schema import Model, Usage
+from vsched.api.unsupported import refuse_unsupported, unsupported_type
+from vsched.media.base64_text import TextWithBase64
+
+
+class MessagesEndpoint(ChatEndpoint):
+    """Continue a conversation, with Anthropic's Messages API."""
+
+    name = "messages"
+    id_prefix = "msg"
+
+    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
+        """Read a request and convert it to a chat request.
+
+        Raises:
+            RequestRefused: If it cannot be served.
+            ClientDisconnected: If the client disconnected before it was complete.
+        """
+        tokens = self._engine.info.context_tokens
+        request = await self._bodies.read(exchange, MessagesRequest, tokens=tokens)
+        refuse_unsupported(request)
+        with named_as(NAMES):
+            return await self.job_of(chat_request(request), request_id)
+
+    async def count_tokens(self, exchange: HttpExchange) -> CountedTokens:
+        """Count the tokens of a conversation, with Anthropic's Messages API."""
+        check_ready(self._engine)
+        job = await self.read(exchange, "")
+        return CountedTokens(len(await self._engine.tokenize(job.prompts[0], job.images)))
+
+    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
+        assert not index, "requests of this API have a single choice"
+        blocks = AnswerBlocks(job.wording(index) if job.wording is not None else None)
+        return MessagesFormatter(generation, model=job.model, blocks=blocks)
+
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+_DELTAS = {
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.CALL: ("input_json_delta", "partial_json"),
+}
+"""Type of a delta, and the name of its field."""
+
+
+class MessagesFormatter:
+    """Formats one response."""
+
+    def __init__(self, generation: Generation, *, model: str, blocks: AnswerBlocks) -> None:
+        self._generation = generation
+        self._model = model
+        self._blocks = blocks
+        self._started = False
+
+    def chunk(self, delta: OutputDelta) -> list[MessagesEvent]:
+        """Events of a delta, none without text; the first and last delta have additional ones."""
+        events: list[MessagesEvent] = []
+        if not self._started:
+            message = self._response([])
+            message.usage.output_tokens = 0  # the message is still empty
+            events.append(MessagesEvent(type="message_start", message=message))
+            self._started = True
+        events += map(_event, self._blocks.take(delta))
+        if self._blocks.finish_reason:
+            end = {"stop_reason": self._stop_reason(), "stop_sequence": self._blocks.stop_string}
+            events.append(MessagesEvent(type="message_delta", delta=end, usage=self._usage()))
+            events.append(MessagesEvent(type="message_stop"))
+        return events
+
+    def usage_chunk(self, usage: Usage) -> list[MessagesEvent]:
+        """Return no events: the event before the last one has the usage."""
+        del usage
+        return []
+
+    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> MessagesResponse:
+        """Return the response that corresponds to all events of a stream."""
+        del usage
+        for delta in deltas:
+            self._blocks.take(delta)
+        response = self._response([_output(block, block.text) for block in self._blocks.blocks])
+        response.stop_reason = self._stop_reason()
+        response.stop_sequence = self._blocks.stop_string
+        return response
+
+    def _response(self, content: list[OutputBlock]) -> MessagesResponse:
+        return MessagesResponse(
+            id=self._generation.request_id,
+            model=self._model,
+            content=content,
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> MessagesUsage:
+        generation = self._generation
+        cached = generation.cached_tokens
+        return MessagesUsage(generation.prompt_tokens - cached, generation.output_tokens, cached)
+
+    def _stop_reason(self) -> str:
+        if self._blocks.stop_string is not None and self._blocks.finish_reason == "stop":
+            return "stop_sequence"
+        reason = self._blocks.finish_reason
+        return _REASONS.get(reason, reason)
+
+
+def _event(step: BlockStep) -> MessagesEvent:
+    index = step.block.index
+    match step:
+        case BlockBegins(block):
+            empty = _output(block, "")
+            return MessagesEvent(type="content_block_start", index=index, content_block=empty)
+        case BlockGrows(block, text):
+            kind, name = _DELTAS[block.kind]
+            delta: dict[str, str | None] = {"type": kind, name: text}
+            return MessagesEvent(type="content_block_delta", index=index, delta=delta)
+        case BlockEnds():
+            return MessagesEvent(type="content_block_stop", index=index)
+
+
+def _output(block: AnswerBlock, text: str) -> OutputBlock:
+    match block.kind:
+        case BlockKind.TEXT:
+            return TextBlock(text)
+        case BlockKind.REASONING:
+            return ThinkingBlock(text)
+        case BlockKind.CALL:
+            return ToolUseBlock(block.call_id, block.name, as_object(text))
+
+
+def messages_model(model: Model) -> MessagesModel:
+    """Convert a model to Anthropic's format."""
+    created_at = datetime.fromtimestamp(model.created, UTC)
+    return MessagesModel(model.id, model.id, created_at, model.max_model_len)
+
+
+def messages_model_list(models: Sequence[Model]) -> MessagesModelList:
+    """Convert models, at least one, to Anthropic's format."""
+    data = [messages_model(each) for each in models]
+    return MessagesModelList(data, data[0].id, data[-1].id)
+
+
+NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+"""Names of chat parameters in this API."""
+_DIFFERENT = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_request(request: MessagesRequest) -> ChatRequest:
+    """Convert a body to a chat request.
+
+    Raises:
+        ParameterRefused: If it has content without a counterpart in chat requests.
+    """
+    choice = request.tool_choice
+    single = choice is not None and choice.disable_parallel_tool_use
+    messages = [*_system(request.system)]
+    for message in request.messages:
+        match message.role:
+            case "user":
+                messages += _user(message)
+            case "assistant":
+                messages.append(_assistant(message))
+            case "system":
+                messages += _system(_texts(message))
+    last = messages[-1] if messages else None
+    return ChatRequest(
+        messages=messages,
+        continue_final_message=last is not None and _is_started(last),
+        stop=request.stop_sequences,
+        tools=[_tool(each, index) for index, each in enumerate(request.tools or ())] or None,
+        tool_choice=_choice(request),
+        parallel_tool_calls=False if single else None,
+        response_format=_format(request),
+        chat_template_kwargs=_template_arguments(request),
+        **shared_fields(request, but=_DIFFERENT),
+    )
+
+
+def _is_started(last: Message) -> bool:
+    """True if the last message is a prefilled answer, which the model continues."""
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
+
+
+def _system(system: str | list[TextBlock] | None) -> list[Message]:
+    if not system:
+        return []
+    return [Message("system", system if isinstance(system, str) else _content(system))]
+
+
+def _texts(message: DialogueMessage) -> str | list[TextBlock]:
+    if isinstance(message.content, str):
+        return message.content
+    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    if len(texts) < len(message.content):
+        raise _misplaced("system", "text")
+    return texts
+
+
+def _user(message: DialogueMessage) -> list[Message]:
+    """Convert a user turn; tool results become separate messages, in order."""
+    if isinstance(message.content, str):
+        return [Message("user", message.content)]
+    made: list[Message] = []
+    parts: list[ShownBlock] = []
+    for block in message.content:
+        match block:
+            case TextBlock() | ImageBlock() | SearchResultBlock():
+                parts.append(block)
+            case ToolResultBlock(tool_use_id=call, content=content):
+                if parts:
+                    made.append(Message("user", _content(parts)))
+                    parts = []
+                text = content if isinstance(content, str) else _content(content or ())
+                made.append(Message("tool", text, tool_call_id=call))
+            case _:
+                raise _misplaced("user", "text, image, search_result or tool_result")
+    if parts or not made:
+        made.append(Message("user", _content(parts)))
+    return made
+
+
+def _assistant(message: DialogueMessage) -> Message:
+    if isinstance(message.content, str):
+        return Message("assistant", message.content)
+    parts: list[TextBlock | ImageBlock] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for block in message.content:
+        match block:
+            case TextBlock():
+                parts.append(block)
+            case ThinkingBlock(thinking=text):
+                thoughts.append(text)
+            case ToolUseBlock(id=made, name=name, input=arguments):
+                calls.append(ToolCall(CalledFunction(name, arguments), made))
+            case RedactedThinkingBlock():
+                pass
+            case _:
+                raise _misplaced("assistant", "text, tool_use or thinking")
+    return Message(
+        "assistant",
+        _content(parts),
+        tool_calls=calls or None,
+        reasoning_content="\n".join(thoughts) or None,
+    )
+
+
+def _misplaced(role: str, allowed: str) -> ParameterRefused:
+    return out_of_bounds(
+        "messages",
+        value=f"another content block with role {role}",
+        limit=allowed,
+        remedy="send it in a message with a matching role",
+    )
+
+
+def _content(blocks: Sequence[ShownBlock]) -> str | list[Any]:
+    """Convert blocks to content; a single text block becomes a string, which every template accepts."""
+    parts = [_part(block) for block in blocks]
+    texts = [part.text for part in parts if isinstance(part, TextPart)]
+    return "".join(texts) if len(texts) == len(parts) <= 1 else parts
+
+
+def _part(block: ShownBlock) -> TextPart | ImagePart:
+    match block:
+        case TextBlock(text=text):
+            return TextPart(text)
+        case ImageBlock():
+            return _image(block)
+        case SearchResultBlock(content=content, source=source, title=title):
+            return TextPart(
+                "\n".join(filter(None, (title, source, *(one.text for one in content))))
+            )
+        case ToolReferenceBlock(tool_name=name):
+            return TextPart(name)
+
+
+def _image(block: ImageBlock) -> ImagePart:
+    source = block.source
+    if source.type == "url" and source.url:
+        return ImagePart(source.url)
+    if source.type == "base64" and source.data and source.media_type:
+        before, data = f"data:{source.media_type};base64,", source.data
+        if isinstance(data, TextWithBase64):
+            start = len(before) + data.start
+            return ImagePart(TextWithBase64.of(before + data, start, data.base64))
+        return ImagePart(before + data)
+    raise out_of_bounds(
+        "messages",
+        value=f"an image whose source is {shown(source.type)}",
+        limit="base64 with data and media_type, or url with url",
+        remedy="send the image in one of these ways",
+    )
+
+
+def _tool(tool: MessagesTool, index: int) -> Tool:
+    if tool.type not in {None, "custom"}:
+        remedy = "describe a function with name and input_schema for the client to carry out"
+        where = f"tools[{index}]"
+        raise unsupported_type(tool.type, where) or unsupported(f"{where}.type", remedy=remedy)
+    return Tool(function=FunctionTool(tool.name, tool.description, tool.input_schema))
+
+
+def _choice(request: MessagesRequest) -> str | ToolChoice | None:
+    choice = request.tool_choice
+    if choice is None:
+        return None
+    if choice.type == "tool" and choice.name:
+        return ToolChoice("function", NamedTool(choice.name))
+    if choice.type not in _CHOICES:
+        raise out_of_bounds(
+            "tool_choice.type",
+            value=shown(choice.type),
+            limit="auto, any, none, or tool with a name",
+            remedy="send one of these",
+        )
+    return _CHOICES[choice.type]
+
+
+def _format(request: MessagesRequest) -> ResponseFormat | None:
+    requested = request.output_config.format if request.output_config is not None else None
+    if requested is None:
+        return None
+    if requested.type != "json_schema":
+        raise unsupported("output_config.format.type", remedy="send json_schema as its type")
+    return ResponseFormat("json_schema", NamedSchema(schema=requested.schema))
+
+
+def _template_arguments(request: MessagesRequest) -> dict[str, bool | int | float | str] | None:
+    if request.thinking is None:
+        return request.chat_template_kwargs
+    thinks = request.thinking.type != "disabled"
+    return {"enable_thinking": thinks, **(request.chat_template_kwargs or {})}

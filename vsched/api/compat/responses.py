@@ -1,0 +1,444 @@
+"""/v1/responses, served as chat requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.api.compat.blocks import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockBegins,
+    BlockEnds,
+    BlockGrows,
+    BlockKind,
+    BlockStep,
+)
+from vsched.api.compat.fields import named_as, shared_fields
+from vsched.api.compat.responses_schema import (
+    CallItem,
+    IncompleteDetails,
+    InputDetails,
+    InputImage,
+    InputItem,
+    InputPart,
+    MessageItem,
+    OutputDetails,
+    OutputItem,
+    OutputPart,
+    OutputTextPart,
+    ReasoningItem,
+    ReasoningPart,
+    ResponseObject,
+    ResponsesEvent,
+    ResponsesFormat,
+    ResponsesRequest,
+    ResponsesTool,
+    ResponsesToolChoice,
+    ResponsesUsage,
+    TextOptions,
+)
+from vsched.api.completions import ChatEndpoint, CheckedRequest
+from vsched.api.contract import Generation
+from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
+from vsched.api.formatters import Formatter, chat_logprob
+from vsched.api.http_exchange import HttpExchange
+from vsched.api.request_schema import (
+    AllowedTools,
+    CalledFunction,
+    ChatRequest,
+    FunctionTool,
+    ImagePart,
+    Message,
+    NamedChoice,
+    NamedSchema,
+    NamedTool,
+    RefusalPart,
+    ResponseFormat,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from vsched.api.response_schema import ChatLogprob, Usage
+from vsched.api.unsupported import refuse_unsupported, unsupported_type
+
+
+class ResponsesEndpoint(ChatEndpoint):
+    """Continue a conversation, with OpenAI's Responses API, without state."""
+
+    name = "responses"
+    id_prefix = "resp"
+
+    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
+        """Read a request and convert it to a chat request.
+
+        Raises:
+            RequestRefused: If it cannot be served.
+            ClientDisconnected: If the client disconnected before it was complete.
+        """
+        tokens = self._engine.info.context_tokens
+        request = await self._bodies.read(exchange, ResponsesRequest, tokens=tokens)
+        refuse_unsupported(request)
+        with named_as(NAMES):
+            job = await self.job_of(chat_request(request), request_id)
+        return msgspec.structs.replace(job, requested=msgspec.structs.replace(request, input=""))
+
+    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
+        assert not index, "requests of this API have a single choice"
+        assert isinstance(job.requested, ResponsesRequest)
+        return ResponsesFormatter(
+            generation,
+            created=job.created,
+            model=job.model,
+            blocks=AnswerBlocks(
+                job.wording(index) if job.wording is not None else None,
+                logprobs=job.sampling.logprobs is not None,
+            ),
+            requested=job.requested,
+            reported=partial(chat_logprob, preprocessor=self._engine.preprocessor),
+        )
+
+
+_PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
+_EVENTS = {
+    BlockKind.TEXT: "response.output_text",
+    BlockKind.REASONING: "response.reasoning_text",
+    BlockKind.CALL: "response.function_call_arguments",
+}
+
+
+class ResponsesFormatter:
+    """Formats one response; it repeats settings of the request `requested`; `reported` formats the logprob of a token."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        created: int,
+        model: str,
+        blocks: AnswerBlocks,
+        requested: ResponsesRequest,
+        reported: Callable[[TokenLogprob], ChatLogprob],
+    ) -> None:
+        self._generation = generation
+        self._created = created
+        self._model = model
+        self._blocks = blocks
+        self._requested = requested
+        self._reported = reported
+        self._started = False
+
+    def chunk(self, delta: OutputDelta) -> list[ResponsesEvent]:
+        """Events of a delta, none without text; the first and last delta have additional ones."""
+        events: list[ResponsesEvent] = []
+        if not self._started:
+            response = self._response("in_progress", [])
+            events += [
+                ResponsesEvent(type="response.created", response=response),
+                ResponsesEvent(type="response.in_progress", response=response),
+            ]
+            self._started = True
+        for step in self._blocks.take(delta):
+            events += self._events(step)
+        if self._blocks.finish_reason:
+            ended = self._ended()
+            events.append(ResponsesEvent(type=f"response.{ended.status}", response=ended))
+        return events
+
+    def usage_chunk(self, usage: Usage) -> list[ResponsesEvent]:
+        """Return no events: the last event has the usage."""
+        del usage
+        return []
+
+    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> ResponseObject:
+        """Return the response that corresponds to all events of a stream."""
+        del usage
+        for delta in deltas:
+            self._blocks.take(delta)
+        return self._ended()
+
+    def _events(self, step: BlockStep) -> Iterator[ResponsesEvent]:
+        block, index = step.block, step.block.index
+        match step:
+            case BlockBegins():
+                item = self._item(block, "in_progress")
+                yield ResponsesEvent(
+                    type="response.output_item.added", output_index=index, item=item
+                )
+                yield from self._part_event("added", block, self._parts(block, empty=True))
+            case BlockGrows(text=text, logprobs=logprobs):
+                event = self._text_event("delta", block, logprobs)
+                event.delta = text
+                yield event
+            case BlockEnds():
+                event = self._text_event("done", block, block.logprobs)
+                if block.kind is BlockKind.CALL:
+                    event.arguments, event.name = block.text, block.name
+                else:
+                    event.text = block.text
+                yield event
+                yield from self._part_event("done", block, self._parts(block))
+                item = self._ended_item(block)
+                yield ResponsesEvent(
+                    type="response.output_item.done", output_index=index, item=item
+                )
+
+    def _text_event(
+        self, step: str, block: AnswerBlock, logprobs: Sequence[TokenLogprob]
+    ) -> ResponsesEvent:
+        event = ResponsesEvent(
+            type=f"{_EVENTS[block.kind]}.{step}", item_id=self._id(block), output_index=block.index
+        )
+        if block.kind is not BlockKind.CALL:
+            event.content_index = 0
+        if block.kind is BlockKind.TEXT:
+            event.logprobs = list(map(self._reported, logprobs))
+        return event
+
+    def _part_event(
+        self, step: str, block: AnswerBlock, parts: Sequence[OutputPart]
+    ) -> Iterator[ResponsesEvent]:
+        for part in parts:
+            yield ResponsesEvent(
+                type=f"response.content_part.{step}",
+                item_id=self._id(block),
+                output_index=block.index,
+                content_index=0,
+                part=part,
+            )
+
+    def _ended_item(self, block: AnswerBlock) -> OutputItem:
+        cut = self._blocks.finish_reason == "length" and block is self._blocks.blocks[-1]
+        return self._item(block, "incomplete" if cut else "completed")
+
+    def _item(self, block: AnswerBlock, status: str) -> OutputItem:
+        own, empty = self._id(block), status == "in_progress"
+        parts = [] if empty else self._parts(block)
+        match block.kind:
+            case BlockKind.TEXT:
+                return MessageItem(own, status, parts)
+            case BlockKind.REASONING:
+                return ReasoningItem(own, status, parts)
+            case BlockKind.CALL:
+                text = "" if empty else block.text
+                return CallItem(own, status, block.call_id, block.name, text)
+
+    def _parts(self, block: AnswerBlock, *, empty: bool = False) -> list[OutputPart]:
+        """The only part of a message or reasoning; a call has none."""
+        match block.kind:
+            case BlockKind.TEXT if not empty:
+                logprobs = list(map(self._reported, block.logprobs))
+                return [OutputTextPart(block.text, logprobs=logprobs)]
+            case BlockKind.TEXT:
+                return [OutputTextPart("")]
+            case BlockKind.REASONING:
+                return [ReasoningPart("" if empty else block.text)]
+            case BlockKind.CALL:
+                return []
+
+    def _id(self, block: AnswerBlock) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._generation.request_id}_{block.index}"
+
+    def _ended(self) -> ResponseObject:
+        output = [self._ended_item(block) for block in self._blocks.blocks]
+        if self._blocks.finish_reason != "length":
+            return self._response("completed", output)
+        response = self._response("incomplete", output)
+        response.incomplete_details = IncompleteDetails("max_output_tokens")
+        return response
+
+    def _response(self, status: str, output: list[OutputItem]) -> ResponseObject:
+        requested = self._requested
+        has_ended = status != "in_progress"
+        return ResponseObject(
+            id=self._generation.request_id,
+            created_at=self._created,
+            status=status,
+            model=self._model,
+            output=output,
+            usage=self._usage() if has_ended else None,
+            instructions=requested.instructions,
+            max_output_tokens=requested.max_output_tokens,
+            metadata=requested.metadata or {},
+            parallel_tool_calls=requested.parallel_tool_calls is not False,
+            reasoning=requested.reasoning,
+            temperature=requested.temperature,
+            text=_with_format(requested.text),
+            tool_choice="auto" if requested.tool_choice is None else requested.tool_choice,
+            tools=requested.tools or [],
+            top_logprobs=requested.top_logprobs or 0,
+            top_p=requested.top_p,
+            user=requested.user,
+        )
+
+    def _usage(self) -> ResponsesUsage:
+        generation = self._generation
+        return ResponsesUsage(
+            generation.prompt_tokens,
+            InputDetails(generation.cached_tokens),
+            generation.output_tokens,
+            OutputDetails(self._blocks.reasoning_tokens),
+            generation.prompt_tokens + generation.output_tokens,
+        )
+
+
+def _with_format(text: TextOptions | None) -> TextOptions:
+    sent = text or TextOptions()
+    return msgspec.structs.replace(sent, format=sent.format or ResponsesFormat("text"))
+
+
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "top_logprobs",
+}
+"""Names of chat parameters in this API."""
+_DIFFERENT = frozenset({"tools", "tool_choice", "top_logprobs", "stream_options"})
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+"""Accepted values of `include`; reasoning is never encrypted, because its full text is included."""
+_ITEMS = "message, function_call, function_call_output or reasoning"
+
+
+def chat_request(request: ResponsesRequest) -> ChatRequest:
+    """Convert a body to a chat request.
+
+    Raises:
+        ParameterRefused: If it has content without a counterpart in chat requests.
+    """
+    return ChatRequest(
+        messages=_messages(request),
+        max_tokens=request.max_output_tokens,
+        tools=[_tool(each) for each in request.tools or ()] or None,
+        tool_choice=_choice(request.tool_choice),
+        response_format=_format(request),
+        logprobs=_tells_logprobs(request),
+        top_logprobs=request.top_logprobs,
+        **shared_fields(request, but=_DIFFERENT),
+    )
+
+
+def _tells_logprobs(request: ResponsesRequest) -> bool:
+    """True if log-probabilities are requested, by `include` or `top_logprobs`.
+
+    Raises:
+        ParameterRefused: If `include` has an unsupported value.
+    """
+    included = request.include or ()
+    for name in included:
+        if name not in _INCLUDED:
+            limit = " or ".join(_INCLUDED)
+            raise out_of_bounds("include", value=shown(name), limit=limit, remedy="leave it out")
+    return _LOGPROBS in included or bool(request.top_logprobs)
+
+
+def _messages(request: ResponsesRequest) -> list[Message]:
+    made: list[Message] = []
+    if request.instructions:
+        made.append(Message("system", request.instructions))
+    if isinstance(request.input, str):
+        return [*made, Message("user", request.input)]
+    for index, item in enumerate(request.input):
+        _append(made, item, f"input[{index}]")
+    return made
+
+
+def _append(made: list[Message], item: InputItem, where: str) -> None:
+    """Append an item; the items of one model turn are merged into one message."""
+    last = made[-1] if made and made[-1].role == "assistant" else None
+    match item.type or "message":
+        case "message" if item.role is not None:
+            content = _content(item.content, where)
+            if item.role != "assistant" or last is None or last.content or last.tool_calls:
+                made.append(Message(item.role, content))
+            else:
+                last.content = content
+        case "function_call" if item.name and item.call_id:
+            call = ToolCall(CalledFunction(item.name, item.arguments or ""), item.call_id)
+            if last is None:
+                made.append(Message("assistant", tool_calls=[call]))
+            else:
+                last.tool_calls = [*(last.tool_calls or ()), call]
+        case "function_call_output" if item.call_id and item.output is not None:
+            content = _content(item.output, where)
+            made.append(Message("tool", content, tool_call_id=item.call_id))
+        case "reasoning":
+            sent = item.content if isinstance(item.content, list) else item.summary
+            thought = "\n".join(_text(part) for part in sent or ())
+            made.append(Message("assistant", reasoning_content=thought or None))
+        case "message" if item.type is None and item.content is None and item.id is not None:
+            raise _unserved("item_reference", where)
+        case "message" | "function_call" | "function_call_output":
+            needed = (
+                "a message its role, a call its call_id and name, an output its call_id and output"
+            )
+            message = f"`{where}` lacks a field that its type needs: {needed}. Remedy: send it."
+            raise ParameterRefused(message, param=where)
+        case other:
+            raise _unserved(other, where)
+
+
+def _unserved(kind: str, where: str) -> ParameterRefused:
+    remedy = "leave out items of tools that another server runs"
+    return unsupported_type(kind, where) or out_of_bounds(
+        f"{where}.type", value=shown(kind), limit=_ITEMS, remedy=remedy
+    )
+
+
+def _content(sent: str | list[InputPart] | None, where: str) -> str | list[Any]:
+    """Convert parts to content; a single text part becomes a string, which every template accepts."""
+    if not isinstance(sent, list):
+        return sent or ""
+    if len(sent) <= 1 and not any(isinstance(part, InputImage) for part in sent):
+        return "".join(map(_text, sent))
+    return _parts(sent, where)
+
+
+def _parts(sent: Sequence[InputPart], where: str) -> list[TextPart | ImagePart]:
+    made: list[TextPart | ImagePart] = []
+    for part in sent:
+        if not isinstance(part, InputImage):
+            made.append(TextPart(_text(part)))
+            continue
+        if part.image_url is None:
+            raise unsupported(f"{where}.content.file_id", remedy="send the image as image_url")
+        made.append(ImagePart(part.image_url))
+    return made
+
+
+def _text(part: InputPart) -> str:
+    if isinstance(part, InputImage):
+        return ""  # reasoning and calls have no images
+    return part.refusal if isinstance(part, RefusalPart) else part.text
+
+
+def _tool(tool: ResponsesTool) -> Tool:
+    if tool.type != "function":
+        return Tool(tool.type)  # the chat request is refused for it
+    function = FunctionTool(tool.name or "", tool.description, tool.parameters, tool.strict)
+    return Tool(function=function)
+
+
+def _choice(choice: str | ResponsesToolChoice | None) -> str | ToolChoice | None:
+    if not isinstance(choice, ResponsesToolChoice):
+        return choice
+    if choice.type == "function" and choice.name:
+        return ToolChoice("function", NamedTool(choice.name))
+    if choice.type == "allowed_tools" and choice.mode and choice.tools:
+        named = [NamedChoice(NamedTool(each.name)) for each in choice.tools if each.name]
+        return ToolChoice("allowed_tools", allowed_tools=AllowedTools(choice.mode, named))
+    return ToolChoice(choice.type)  # the chat request is refused for it
+
+
+def _format(request: ResponsesRequest) -> ResponseFormat | None:
+    requested = request.text.format if request.text is not None else None
+    if requested is None:
+        return None
+    schema = NamedSchema(requested.name, requested.description, requested.schema, requested.strict)
+    return ResponseFormat(requested.type, schema if requested.type == "json_schema" else None)

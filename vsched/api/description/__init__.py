@@ -1,1 +1,0 @@
-"""Description of the API, as an OpenAPI document and as a page."""

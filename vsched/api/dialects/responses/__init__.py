@@ -1,1 +1,0 @@
-"""OpenAI's Responses API, without state on the server."""

@@ -1,1 +1,0 @@
-"""Request fields that are only accepted or refused."""

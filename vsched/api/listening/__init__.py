@@ -1,1 +1,0 @@
-"""Listening for HTTP: the socket, and uvicorn within the configured limits."""

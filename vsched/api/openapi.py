@@ -1,0 +1,226 @@
+"""The OpenAPI document, generated from the structs of requests and responses."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from html import escape
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from vsched.api.errors import ErrorEnvelope
+from vsched.api.http_exchange import HttpExchange
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+_REFERENCE = "#/components/schemas/{name}"
+
+
+class JsonEndpoint:
+    """An ASGI application: sends the result of a coroutine function as JSON, unless it has responded itself."""
+
+    def __init__(self, handler: Callable[[HttpExchange], Awaitable[object]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.answer(self._handler(exchange))
+
+
+class ApiRoute(Route):
+    """One method of one path; the docstring of its endpoint is its summary.
+
+    Attributes:
+        request: Type of the body, if any.
+        response: Type of the body on success.
+        event: Type of stream events, if any.
+        media_type: Media type of the response.
+        error: Type of the body of an error.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        endpoint: Callable[..., Any],
+        request: Any = None,
+        response: Any = None,
+        *,
+        event: Any = None,
+        media_type: str = JSON,
+        error: Any = ErrorEnvelope,
+    ) -> None:
+        """Create a route to an ASGI application, or to a method that serves an `HttpExchange`."""
+        is_method = inspect.ismethod(endpoint)
+        super().__init__(path, JsonEndpoint(endpoint) if is_method else endpoint, methods=[method])
+        self.method = method
+        self.summary = (inspect.getdoc(endpoint) or "").partition("\n")[0]
+        self.request = request
+        self.response = response
+        self.event = event
+        self.media_type = media_type
+        self.error = error
+
+
+def get(path: str, endpoint: Callable[..., Any], response: Any = None, **options: Any) -> ApiRoute:
+    """Create a route for GET."""
+    return ApiRoute("GET", path, endpoint, None, response, **options)
+
+
+def post(
+    path: str,
+    endpoint: Callable[..., Any],
+    request: Any = None,
+    response: Any = None,
+    **options: Any,
+) -> ApiRoute:
+    """Create a route for POST."""
+    return ApiRoute("POST", path, endpoint, request, response, **options)
+
+
+class Documentation:
+    """The document of some routes, and a page with it; the same for every model."""
+
+    def __init__(self) -> None:
+        self.routes: Sequence[ApiRoute] = ()
+
+    @functools.cached_property
+    def document(self) -> dict[str, Any]:
+        """The OpenAPI document."""
+        return document(self.routes)
+
+    async def openapi(self, exchange: HttpExchange) -> None:
+        """This document."""
+        await exchange.send_json(self.document)
+
+    async def page(self, exchange: HttpExchange) -> None:
+        """This document as a page."""
+        await exchange.send_bytes(
+            rendered(self.document).encode(),
+            content_type=b"text/html; charset=utf-8",
+            headers=[(b"content-security-policy", _POLICY)],
+        )
+
+
+def document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
+    """Build the OpenAPI document of these routes."""
+    kinds = {
+        kind: None
+        for each in routes
+        for kind in (each.request, each.response, each.event, each.error)
+        if kind is not None
+    }
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
+    references = dict(zip(kinds, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for each in routes:
+        paths.setdefault(each.path_format, {})[each.method.lower()] = _described(each, references)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "vsched", "version": version("vsched")},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _described(each: ApiRoute, references: dict[type, Any]) -> dict[str, Any]:
+    content = {each.media_type: {"schema": references[each.response]} if each.response else {}}
+    if each.event is not None:
+        content[EVENTS] = {"schema": references[each.event]}
+    described: dict[str, Any] = {
+        "summary": each.summary,
+        "responses": {
+            "200": {"description": "Success.", "content": content},
+            "default": {
+                "description": "An error.",
+                "content": {JSON: {"schema": references[each.error]}},
+            },
+        },
+        "security": [{}, {"key": []}],
+    }
+    if each.request is not None:
+        body = {JSON: {"schema": references[each.request]}}
+        described["requestBody"] = {"required": True, "content": body}
+    if each.param_convertors:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in each.param_convertors
+        ]
+    return described
+
+
+_POLICY = b"default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "code{font-size:.9em}table{border-collapse:collapse}td{padding:.1rem 1rem .1rem 0;"
+    "vertical-align:top}summary{cursor:pointer}details{margin:.3rem 0}"
+)
+
+
+def rendered(found: dict[str, Any]) -> str:
+    """Format an OpenAPI document as HTML: the paths, then the fields of every struct."""
+    info = found["info"]
+    title = f"{escape(info['title'])} {escape(info['version'])}"
+    lines = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>",
+        f"<style>{_STYLE}</style><h1>{title}</h1>",
+        '<p>The same as a document: <a href="openapi.json">openapi.json</a>.</p><table>',
+    ]
+    for path, methods in found["paths"].items():
+        lines += [_operation(method, path, each) for method, each in methods.items()]
+    lines.append("</table><h2>Bodies</h2>")
+    for name, schema in found["components"]["schemas"].items():
+        lines += _struct(name, schema)
+    return "\n".join(lines)
+
+
+def _operation(method: str, path: str, each: dict[str, Any]) -> str:
+    body = each.get("requestBody", {}).get("content", {}).get(JSON, {}).get("schema")
+    takes = f" Takes {_kind(body)}." if body else ""
+    name = f"<code>{method.upper()} {escape(path)}</code>"
+    return f"<tr><td>{name}<td>{escape(each['summary'])}{takes}"
+
+
+def _struct(name: str, schema: dict[str, Any]) -> Iterator[str]:
+    yield f'<details id="{escape(name)}"><summary><code>{escape(name)}</code> '
+    yield f"{escape(schema.get('description', ''))}</summary><table>"
+    required = schema.get("required", ())
+    for field, kind in schema.get("properties", {}).items():
+        note = "required" if field in required else escape(json.dumps(kind.get("default")))
+        yield f"<tr><td><code>{escape(field)}</code><td>{_kind(kind)}<td>{note}"
+    yield "</table></details>"
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """Describe a schema in words."""
+    if reference := schema.get("$ref"):
+        name = escape(reference.rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    if choices := schema.get("anyOf"):
+        return " or ".join(map(_kind, choices))
+    if "enum" in schema:
+        return " or ".join(escape(json.dumps(value)) for value in schema["enum"])
+    kind = escape(str(schema.get("type", "anything")))
+    if isinstance(items := schema.get("items"), dict):
+        return f"{kind} of {_kind(items)}"
+    bounds = [
+        f"{sign} {schema[key]}"
+        for key, sign in (
+            ("minimum", "≥"),
+            ("exclusiveMinimum", "&gt;"),
+            ("maximum", "≤"),
+            ("exclusiveMaximum", "&lt;"),
+        )
+        if key in schema
+    ]
+    return f"{kind} {' '.join(bounds)}".rstrip()

@@ -1,1 +1,0 @@
-"""Arguments of tool calls: incremental conversion from the model's format to JSON."""

@@ -1,0 +1,339 @@
+"""Fields that are known but not supported: accepted with neutral values, refused with others.
+
+Clients that were written for another server may send its fields. Each field here has its neutral values and a remedy.
+
+Unknown fields of a request are refused, since a misspelled `temperature` that is ignored is worse than an error, and
+OpenAI refuses them. Unknown fields inside messages are ignored: other servers wrote them, clients send them back, and
+no template reads them (`server.strict_fields` refuses them).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from vsched.api.errors import ParameterRefused, shown
+from vsched.errors import limit_message
+
+
+class Neutral(NamedTuple):
+    """Neutral values of a field, in addition to null, and the remedy for other values."""
+
+    remedy: str
+    values: tuple[Any, ...] = ()
+
+
+def neutral(*values: Any, remedy: str = "leave it out") -> Neutral:
+    """Annotate a field with its neutral values."""
+    return Neutral(remedy, values)
+
+
+_FalseOnly = Annotated[Any, neutral(False)]
+_TrueOnly = Annotated[Any, neutral(True)]
+_Nothing = Annotated[Any, neutral()]
+_NoObject = Annotated[Any, neutral({})]
+_Constraint = Annotated[Any, neutral(remedy="send it in structured_outputs")]
+_Placement = Annotated[Any, neutral(remedy="leave it out; replicas are chosen by the server")]
+
+
+class OtherServersFields(msgspec.Struct, kw_only=True):
+    """Fields of other servers.
+
+    These are the sampling and extra parameters of vLLM's two request classes, and SGLang's own parameters. Fields of
+    plain type `Any` never change an answer here.
+    """
+
+    # --- vLLM ---
+    use_beam_search: Annotated[Any, neutral(False, remedy="sample, with temperature")] = None
+    length_penalty: Annotated[Any, neutral(1, remedy="leave it out; there are no beams")] = None
+    early_stopping: _FalseOnly = None
+    watermarking: _FalseOnly = None
+    truncate_prompt_tokens: Annotated[Any, neutral(remedy="send a prompt that fits")] = None
+    truncation_side: Any = None
+    allowed_token_ids: Annotated[
+        Any, neutral(remedy="send the texts as structured_outputs.choice, or use logit_bias")
+    ] = None
+    logprob_token_ids: Annotated[Any, neutral(remedy="send top_logprobs")] = None
+    repetition_detection: Annotated[
+        Any, neutral(remedy="send repetition_penalty or max_tokens")
+    ] = None
+    thinking_token_budget: Annotated[Any, neutral(-1, remedy="send max_tokens")] = None
+    include_reasoning: _TrueOnly = None
+    spaces_between_special_tokens: Any = None
+    mm_processor_kwargs: _NoObject = None
+    documents: Annotated[Any, neutral([], remedy="put them into the messages")] = None
+    chat_template: Annotated[Any, neutral("", remedy="serve it with model.chat_template")] = None
+    chat_template_content_format: Any = None
+    media_io_kwargs: _NoObject = None
+    return_prompt_text: Annotated[Any, neutral(False, remedy="ask /tokenize")] = None
+    return_token_offsets: _FalseOnly = None
+    return_mm_kwargs: Any = None
+    kv_transfer_params: _NoObject = None
+    ec_transfer_params: _NoObject = None
+    vllm_xargs: _NoObject = None
+    logits_processors: Annotated[Any, neutral([], remedy="send logit_bias or bad_words")] = None
+    routed_experts_prompt_start: Annotated[Any, neutral(0)] = None
+    stream_interval: Annotated[Any, neutral(1)] = None
+    request_id: Any = None
+    session_id: Any = None
+
+    # --- SGLang ---
+    lora_path: _Nothing = None
+    json_schema: _Constraint = None
+    regex: _Constraint = None
+    ebnf: _Constraint = None
+    stop_regex: Annotated[Any, neutral([], remedy="send stop, or structured_outputs.regex")] = None
+    no_stop_trim: Annotated[
+        Any, neutral(False, remedy="send include_stop_str_in_output = true")
+    ] = None
+    separate_reasoning: _TrueOnly = None
+    stream_reasoning: _TrueOnly = None
+    return_hidden_states: _FalseOnly = None
+    return_routed_experts: _FalseOnly = None
+    routed_experts_start_len: Annotated[Any, neutral(0)] = None
+    return_cached_tokens_details: _FalseOnly = None
+    return_prompt_token_ids: Annotated[
+        Any, neutral(False, remedy="send return_token_ids = true")
+    ] = None
+    return_meta_info: _FalseOnly = None
+    input_ids: Annotated[Any, neutral(remedy="send them to /v1/completions as prompt")] = None
+    task: _Nothing = None
+    session_params: _NoObject = None
+    custom_params: _NoObject = None
+    custom_logit_processor: Annotated[Any, neutral(remedy="send logit_bias or bad_words")] = None
+    images_config: _NoObject = None
+    max_dynamic_patch: _Nothing = None
+    min_dynamic_patch: _Nothing = None
+    use_audio_in_video: _FalseOnly = None
+    extra_key: Annotated[Any, neutral(remedy="send cache_salt to separate caches")] = None
+    ngram_corpus_id: _Nothing = None
+    bootstrap_host: _Placement = None
+    bootstrap_port: _Placement = None
+    bootstrap_room: _Placement = None
+    routed_dp_rank: _Placement = None
+    disagg_prefill_dp_rank: _Placement = None
+    data_parallel_rank: _Placement = None
+    custom_labels: Any = None
+    rid: Any = None
+
+
+def refuse_unsupported(request: msgspec.Struct) -> None:
+    """Reject unsupported fields that would change the meaning of a request.
+
+    Raises:
+        ParameterRefused: With the field, its value, the neutral values and the remedy.
+    """
+    for name, known in _neutral_fields(type(request)):
+        value = getattr(request, name)
+        if value is None or any(_same(value, one) for one in known.values):
+            continue
+        message = limit_message(
+            f"`{name}` is not supported with this value",
+            value=shown(value),
+            limit=" or ".join(_json(one) for one in known.values) or "null",
+            remedy=known.remedy,
+        )
+        raise ParameterRefused(message, param=name, code="unsupported_parameter")
+
+
+@functools.cache
+def _neutral_fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, Neutral], ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple(
+        (name, note)
+        for name, hint in hints.items()
+        for note in getattr(hint, "__metadata__", ())
+        if isinstance(note, Neutral)
+    )
+
+
+def _same(value: object, known: object) -> bool:
+    # `True == 1` in Python; in a request it is an error.
+    return value == known and isinstance(value, bool) == isinstance(known, bool)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+_KINDS = {
+    "send a transcript as text": "audio audio_url input_audio output_audio",
+    "send frames of it as images": "video video_url input_video",
+    "send its text as text, or its pages as images": "file input_file document container_upload",
+    "send the summary as text": "compaction compaction_trigger",
+    "send the history itself; the server keeps nothing": "item_reference fallback configuration_update",
+    # --- tools ---
+    "describe it as a function with one string argument": "custom",
+    "send its functions as separate tools": "namespace",
+    "describe it as a function for the client to carry out": """
+        bash text_editor memory computer computer_use computer_use_preview local_shell shell apply_patch
+        browser_toolset computer_toolset""",
+    "leave it out, or describe a function for the client to carry out; this server runs no tools": """
+        web_search web_search_preview web_fetch file_search code_interpreter code_execution image_generation mcp
+        mcp_toolset advisor tool_search tool_search_tool_bm25 tool_search_tool_regex programmatic_tool_calling""",
+    "send all tools of the request in tools": "additional_tools tool_addition tool_removal",
+    # --- calls of these tools, in histories ---
+    "send it as function_call and function_call_output": "custom_tool_call custom_tool_call_output",
+    "leave it out of the history, or send its content as text; this server runs no tools": """
+        web_search_call file_search_call code_interpreter_call image_generation_call computer_call computer_call_output
+        local_shell_call local_shell_call_output shell_call shell_call_output apply_patch_call apply_patch_call_output
+        mcp_list_tools mcp_approval_request mcp_approval_response mcp_call tool_search_call tool_search_output
+        program program_output server_tool_use web_search_tool_result web_fetch_tool_result
+        code_execution_tool_result bash_code_execution_tool_result text_editor_code_execution_tool_result
+        tool_search_tool_result advisor_tool_result mcp_tool_use mcp_tool_result mcp_tool_listing browser_state""",
+}
+_REMEDIES = {kind: remedy for remedy, kinds in _KINDS.items() for kind in kinds.split()}
+_DATE = re.compile(r"_\d{4}_?\d{2}_?\d{2}\Z")
+_STEP = re.compile(r"[^.\[\]]+|\[\d+\]")
+
+
+def unsupported_type(kind: object, where: str) -> ParameterRefused | None:
+    """Return the error for a type that is not supported; None for unknown types. Version dates are ignored."""
+    remedy = _REMEDIES.get(_DATE.sub("", kind)) if isinstance(kind, str) else None
+    if remedy is None:
+        return None
+    message = f"`{where}.type` {shown(kind)} is not supported. Remedy: {remedy}."
+    return ParameterRefused(message, param=f"{where}.type", code="unsupported_parameter")
+
+
+def find_unsupported_type(
+    body: Any, path: str, *, served: Collection[str]
+) -> ParameterRefused | None:
+    """Return the error for the outermost object of an unsupported type on a path in a body; None if there is none."""
+    value, where = body, ""
+    for step in (*_STEP.findall(path), None):
+        kind = value.get("type") if isinstance(value, dict) and where else None
+        refusal = unsupported_type(kind, where)
+        if refusal is not None and kind not in served:
+            return refusal
+        try:
+            value = value[int(step[1:-1])] if step.startswith("[") else value[step]
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return None
+        where += step if step.startswith("[") else f".{step}" if where else step
+    return None
+
+
+class _Service(NamedTuple):
+    """A service that is not supported: its name, the remedy, and its paths, which include all paths below them."""
+
+    name: str
+    remedy: str
+    paths: tuple[str, ...]
+
+
+_MODEL = "send these requests to a server of such a model"
+_HISTORY = "send the whole history with each request; nothing is kept between requests"
+_SERVICES = (
+    _Service(
+        "embeddings, scores and classes",
+        "send these requests to a server of an embedding model; ranks here sample tokens and send no hidden states",
+        (
+            *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"),
+            *("/rerank", "/v1/rerank", "/v2/rerank"),
+        ),
+    ),
+    _Service(
+        "batches",
+        "send the requests themselves, as many at a time as you like; the server batches them",
+        ("/v1/batches", "/v1/messages/batches"),
+    ),
+    _Service(
+        "files and uploads",
+        "send images within the request, as URLs or data URLs",
+        ("/v1/files", "/v1/uploads"),
+    ),
+    _Service("moderations", _MODEL, ("/v1/moderations",)),
+    _Service(
+        "reviews of content and safety",
+        "leave it out; the server keeps no content that could be reviewed",
+        ("/v1/compliance", "/v1/content_provenance_checks", "/v1/safety"),
+    ),
+    _Service("generation of images and videos", _MODEL, ("/v1/images", "/v1/videos")),
+    _Service("audio", _MODEL, ("/v1/audio",)),
+    _Service("live sessions", "stream a chat", ("/v1/realtime", "/v1/live")),
+    _Service(
+        "vector stores",
+        "search in the client, and send the results with the request",
+        ("/v1/vector_stores",),
+    ),
+    _Service(
+        "conversations, assistants and threads",
+        _HISTORY,
+        ("/v1/conversations", "/v1/assistants", "/v1/threads"),
+    ),
+    _Service(
+        "fine-tuning and its graders",
+        "train elsewhere, and have an operator load the result as a LoRA adapter",
+        ("/v1/fine_tuning", "/v1/fine-tunes"),
+    ),
+    _Service(
+        "agents, skills, containers and evaluations",
+        "run them in the client; the server only answers requests",
+        (
+            *("/v1/agents", "/v1/chatkit", "/v1/containers", "/v1/decisions", "/v1/deployments"),
+            *("/v1/deployment_runs", "/v1/dreams", "/v1/environments", "/v1/evals"),
+            *("/v1/memory_stores", "/v1/sessions", "/v1/skills", "/v1/tunnels", "/v1/vaults"),
+        ),
+    ),
+    _Service(
+        "administration of accounts",
+        "name keys and tenants in the server's configuration",
+        (
+            *("/v1/organization", "/v1/organizations", "/v1/projects", "/v1/user_profiles"),
+            *("/v1/webhook_endpoints", "/v1/webhook_event_types"),
+        ),
+    ),
+    _Service(
+        "older completions",
+        "send it to /v1/completions, /v1/chat/completions or /v1/messages",
+        ("/v1/complete", "/v1/edits", "/v1/engines"),
+    ),
+    _Service(
+        "counting the tokens of a response",
+        "send its input as messages to /tokenize or /v1/messages/count_tokens",
+        ("/v1/responses/input_tokens",),
+    ),
+    _Service(
+        "compaction of a history",
+        "shorten the history in the client",
+        ("/v1/responses/compact",),
+    ),
+    _Service(
+        "cancelling a response by its id",
+        "close the connection that waits for it; that ends the request",
+        ("/v1/responses/{id}/cancel",),
+    ),
+    _Service(
+        "stored inputs and messages",
+        _HISTORY,
+        ("/v1/responses/{id}/input_items", "/v1/chat/completions/{id}/messages"),
+    ),
+)
+_STORED = _Service(
+    "changing or deleting a stored answer", "leave it out; answers are not stored", ()
+)
+_PATTERNS = [
+    (re.compile(re.escape(path).replace(r"\{id\}", "[^/]+") + "(/.*)?"), service)
+    for service in _SERVICES
+    for path in service.paths
+]
+_STORED_PATH = re.compile("/v1/(chat/completions|responses)/.+")
+
+
+def not_served(path: str, method: str = "GET") -> str | None:
+    """Return the error message for a known path that is not served; None for any other path."""
+    for pattern, service in _PATTERNS:
+        if pattern.fullmatch(path):
+            return _message(path, service)
+    if method != "GET" and _STORED_PATH.fullmatch(path):
+        return _message(path, _STORED)
+    return None
+
+
+def _message(path: str, service: _Service) -> str:
+    return f"`{path[:100]}` is not served ({service.name}). Remedy: {service.remedy}."
