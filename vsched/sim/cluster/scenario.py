@@ -14,8 +14,14 @@ import msgspec
 from vsched.config import Config
 from vsched.config.adapters import AdaptersConfig
 from vsched.config.cluster import OWN_HOST, ClusterConfig, check_cluster
-from vsched.config.policies import check_combinations, check_together
+from vsched.config.policies import (
+    check_combinations,
+    check_together,
+    policy_table,
+    seats_of_table,
+)
 from vsched.config.section import PolicyTable
+from vsched.policy import SEVERAL
 from vsched.sim.cluster.client_sessions import adapter_name
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
 from vsched.sim.cluster.operators import (
@@ -80,9 +86,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     shut_down_ns: int | None = None
 
     def with_policies(self, tables: Mapping[str, PolicyTable]) -> Scenario:
-        """Return the scenario with these policy tables, by path, instead of the drawn ones."""
-        config = self.config
-        for path, table in tables.items():
+        """Return the scenario with these policy tables, by path, instead of the drawn ones.
+
+        The tables that the table `policy` stands for are reset to their defaults.
+        """
+        config, reset = self.config, {}
+        if SEVERAL in tables:
+            reset = {path: policy_table(Config(), path) for path in seats_of_table(tables[SEVERAL])}
+        for path, table in {**reset, **tables}.items():
             section, _, name = path.rpartition(".")
             if section:
                 own = msgspec.structs.replace(getattr(config, section), **{name: table})

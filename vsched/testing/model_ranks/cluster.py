@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 
 import msgspec
 
+from vsched.errors import PolicyError
 from vsched.failures import EncodeErrorKind, LostTooOften, Simulated
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
@@ -319,6 +320,19 @@ class ModelCluster:
         """Explain each request without a terminal reply."""
         missing = self.requests.keys() - self.ended.keys() - self.refused.keys()
         return [f"{name}: {self.kernel.explain(name)}" for name in sorted(missing)]
+
+    def check_policies(self) -> None:
+        """Raise the first failure of a policy, with the traceback of each failure as a note.
+
+        Raises:
+            PolicyError: When a call raised or returned an invalid answer.
+        """
+        faults = [notice for notice in self.notices if notice.startswith("policy ")]
+        if faults:
+            error = PolicyError(faults[0])
+            for trace in self.kernel.policy_failures.values():
+                error.add_note("".join(trace.format()).rstrip())
+            raise error
 
     def check_settled(self) -> None:
         """Assert that every request was served correctly or refused, and that nothing is held."""
