@@ -66,9 +66,9 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     log-probabilities are needed only for that selection. `echoes` are the texts of prompts, or of a chat's last
     message, to repeat in the response; None for a prompt of token ids. `constrained_by` is the parameter that the
     grammar comes from. `wording` creates the parser of a choice with tool calls or reasoning, `make_stop_scope` the
-    scope that excludes tool calls from stop strings. `requested` are the request fields that another vendor's API repeats
-    in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter, otherwise
-    empty.
+    scope that excludes tool calls from stop strings. `requested` are the request fields that another vendor's API
+    repeats in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter,
+    otherwise empty.
     """
 
     prompts: Sequence[Prompt]
