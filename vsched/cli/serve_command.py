@@ -121,7 +121,7 @@ def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> Non
 
 
 def _serve(
-    settings: Config, console: Console, started: Mapping[frozenset[str], ForkServer]
+    settings: Config, console: Console, started: Mapping[tuple[str, ...], ForkServer]
 ) -> None:
     """Serve until a signal, and report progress: as sentences on a terminal, as log lines elsewhere."""
     started_s = time.monotonic()
