@@ -204,7 +204,6 @@ def test_last_layer_attends_for_rows_that_are_asked_for(
 ) -> None:
     """The middle of a prompt yields no token: the last layer writes keys and values and computes nothing further."""
     stage = stages("nano25", "auto", "bfloat16")
-    generator: Any = stage.generator
     attended: dict[int, list[int]] = {}
     ruled = language_layers.prefill_by_rule
 
