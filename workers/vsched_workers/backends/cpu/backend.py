@@ -199,7 +199,7 @@ class CpuBackend(ReferenceBackend):
     def load_attention(self) -> None:
         sampling.warm_up()
         prefill = prefill_by_gather
-        if self.dtype == torch.bfloat16:
+        if self.dtype == torch.bfloat16 and not self._deterministic:
             prefill_attention.warm_up()
             prefill = prefill_attention.prefill
         self._decode = NumbaDecode(self.dtype, self.kv_dtype, self._threads)

@@ -228,7 +228,9 @@ class FusedLanguage:
         if self._rows_factor != 1.0:
             hidden *= self._rows_factor
         if self._is_compiled(step, images, count):
-            return self._run_compiled(hidden, positions, step)
+            normed = self._run_compiled(hidden, positions, step)
+            # A deterministic step has chunks as well, of which only the last rows are wanted.
+            return normed[torch.from_numpy(wanted)] if len(wanted) < count else normed
         first = self._layers[0].attention
         attended = room_for(hidden, len(hidden), first.heads * first.head_dim)
         rows = StepRows(hidden, attended)
