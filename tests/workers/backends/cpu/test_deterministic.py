@@ -166,7 +166,11 @@ def test_a_cached_prefix_leaves_no_trace(load: Load, monkeypatch: pytest.MonkeyP
         (owner,) = one.run([first])
         blocks = owner.sequence.prompt_length // driver.BLOCK_SIZE
         assert blocks > 4
-        for shared in (1, blocks // 2, blocks - (owner.sequence.prompt_length % driver.BLOCK_SIZE == 0)):
+        for shared in (
+            1,
+            blocks // 2,
+            blocks - (owner.sequence.prompt_length % driver.BLOCK_SIZE == 0),
+        ):
             _give_blocks(one, owner, shared)
             assert recorded.run([second], driver=one) == [wanted]
 

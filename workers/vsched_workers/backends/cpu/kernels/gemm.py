@@ -1,4 +1,4 @@
-"""GEMM of bfloat16 activations and a packed weight, which prefetches the next panel while it multiplies.
+"""GEMM of bfloat16 activations and a packed weight.
 
     C[m, n] = bias[n] + sum_k A[m, k] * B[n, k]      (float32 accumulators, result rounded)
 
@@ -13,10 +13,6 @@ of K, with 4 vectors of weights and one broadcast input:
   a (row 0)   c00  c01  c02  c03
     ..
   a (row 5)   c50  c51  c52  c53      29 of 32 registers
-
-oneDNN blocks rows as well, but its first pass waits for the panel to arrive from memory while later passes find it in
-the cache, so a step of a large model takes the time of reading plus the time of multiplying. Here each pass over a
-panel prefetches a part of the next panel.
 
 Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (ACM TOMS 2008), for panels and
 register blocking.
@@ -60,8 +56,6 @@ _TOGETHER_PRODUCTS = 1 << 17
 """Products that a thread claims at once: about 10 microseconds, or reading 256 KiB."""
 _PAIR_BYTES = PANEL * 2 * 2
 """Bytes of one pair of inputs in a panel."""
-_PREFETCHED_LINES = (0, 1, 2, 4)
-"""Choices for the lines that a pass prefetches per pair of inputs; four are the whole next panel."""
 
 
 class Pass:
@@ -72,7 +66,6 @@ class Pass:
         builder: Any,
         rows: int,
         *,
-        lines: int = 0,
         vectors: int = 4,
         panel_vectors: int = 0,
         float32: bool = False,
@@ -82,7 +75,6 @@ class Pass:
         Args:
             builder: LLVM builder to emit into.
             rows: Rows of the pass.
-            lines: Cache lines to prefetch per pair of inputs.
             vectors: Vectors of outputs.
             panel_vectors: Vectors of a whole panel, if `panel_at` points into one; default: `vectors`.
             float32: True for float32 rows and widened weights; False for bfloat16 and VDPBF16PS.
@@ -90,14 +82,11 @@ class Pass:
         self._builder = builder
         self._writer = InstructionWriter(builder)
         self._rows = rows
-        self._lines = lines
         self._vectors = vectors
         self._panel_vectors = panel_vectors or vectors
         self._float32 = float32
 
-    def sums(
-        self, rows_at: Any, row_bytes: Any, panel_at: Any, pairs: Any, next_at: Any = None
-    ) -> Sequence[Any]:
+    def sums(self, rows_at: Any, row_bytes: Any, panel_at: Any, pairs: Any) -> Sequence[Any]:
         """Emit the loop over all pairs of inputs; returns the accumulators, row by row."""
         advance = self._writer.advance
         loop = Loop(self._builder, [ZEROS] * (self._rows * self._vectors))
@@ -105,9 +94,6 @@ class Pass:
         places = self._places(panel_at, loop.index)
         add = self._add_float32 if self._float32 else self._add_bf16
         sums: Sequence[Any] = add(loop.carried, inputs_at, row_bytes, places)
-        for line in range(self._lines):
-            at = advance(next_at, loop.index, self._lines * LINE, line * LINE)
-            self._writer.prefetch(at, locality=2)
         loop.end(sums, pairs)
         return sums
 
@@ -187,63 +173,35 @@ class Pass:
                 writer.store(total if float32 else builder.fptrunc(total, BF16S), at)
 
 
-@emits(numba.void, *[numba.intp] * 10)
+@emits(numba.void, *[numba.intp] * 8)
 def _multiply_pass(
     builder: Any,
     rows: Any,
-    lines: Any,
     rows_at: Any,
     row_bytes: Any,
     panel_at: Any,
     pairs: Any,
-    next_at: Any,
     bias_at: Any,
     out_at: Any,
     out_bytes: Any,
 ) -> None:
-    """Multiply 1 to 6 bfloat16 rows by a panel, and prefetch lines of the next panel.
-
-    Emits one unrolled loop for each combination of rows and prefetched lines.
-    """
-    # A case number has the lines in its lower three bits, and the rows above them.
-    number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), lines)
-    numbers = [8 * row + line for row in range(1, PASS_ROWS + 1) for line in _PREFETCHED_LINES]
-    for case in cases(builder, number, numbers):
-        one = Pass(builder, case // 8, lines=case % 8)
-        sums = one.sums(rows_at, row_bytes, panel_at, pairs, next_at)
-        one.store(sums, out_at, out_bytes, bias_at=bias_at)
+    """Multiply 1 to 6 bfloat16 rows by a panel: an unrolled loop for each number of rows."""
+    for count in cases(builder, rows, range(1, PASS_ROWS + 1)):
+        one = Pass(builder, count)
+        one.store(one.sums(rows_at, row_bytes, panel_at, pairs), out_at, out_bytes, bias_at=bias_at)
 
 
 @compiled()
 def _multiply_panel(
-    rows_at: int,
-    rows: int,
-    pairs: int,
-    panel_at: int,
-    bias_at: int,
-    out_at: int,
-    out_bytes: int,
-    has_next: int,
+    rows_at: int, rows: int, pairs: int, panel_at: int, bias_at: int, out_at: int, out_bytes: int
 ) -> None:
-    """Multiply all rows by one panel, in passes of about equal size, and prefetch the next panel, if any."""
+    """Multiply all rows by one panel, in passes of about equal size."""
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
-    lines = 4 if passes == 1 else 2 if passes < 4 else 1
     row = 0
     for index in range(passes):
         count = (rows - row) // (passes - index)
-        fetched = lines if has_next and index * lines < 4 else 0
-        _multiply_pass(
-            count,
-            fetched,
-            rows_at + row * 4 * pairs,
-            4 * pairs,
-            panel_at,
-            pairs,
-            panel_at + pairs * (_PAIR_BYTES + index * fetched * LINE),
-            bias_at,
-            out_at + row * out_bytes,
-            out_bytes,
-        )
+        row_at, to_at = rows_at + row * 4 * pairs, out_at + row * out_bytes
+        _multiply_pass(count, row_at, 4 * pairs, panel_at, pairs, bias_at, to_at, out_bytes)
         row += count
 
 
@@ -268,20 +226,16 @@ def _multiply_panels(
 ) -> None:
     """Multiply all rows by the panels `first` to `stop`, without the padding of the last panel."""
     out_bytes = 2 * outputs
-    last = (outputs - 1) // PANEL
     for panel in range(first, stop):
         panel_at = weight_at + panel * pairs * _PAIR_BYTES
         column = panel * PANEL
-        column_bias_at, has_next = bias_at + 2 * column, panel < last
-        at = out_at + 2 * column
+        column_bias_at, at = bias_at + 2 * column, out_at + 2 * column
         if column + PANEL <= outputs:
-            _multiply_panel(rows_at, rows, pairs, panel_at, column_bias_at, at, out_bytes, has_next)
+            _multiply_panel(rows_at, rows, pairs, panel_at, column_bias_at, at, out_bytes)
             continue
         part = np.empty((rows, PANEL), dtype=np.uint16)
         part_at = part.ctypes.data
-        _multiply_panel(
-            rows_at, rows, pairs, panel_at, column_bias_at, part_at, 2 * PANEL, has_next
-        )
+        _multiply_panel(rows_at, rows, pairs, panel_at, column_bias_at, part_at, 2 * PANEL)
         for row in range(rows):
             target, source = bf16_array(at + row * out_bytes, outputs - column), part[row]
             for index in range(len(target)):
