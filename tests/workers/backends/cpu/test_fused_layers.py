@@ -17,7 +17,7 @@ from tests.workers.driver import Driver, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import mixed_questions
 from vsched.worker.contract import EncodeJob
-from vsched_workers.backends.cpu import language_layers, products
+from vsched_workers.backends.cpu import language_layers, prefill_attention, products
 from vsched_workers.backends.cpu.kernels.activation import swiglu
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
 from vsched_workers.backends.cpu.kernels.norm import add_norm
@@ -205,7 +205,7 @@ def test_last_layer_attends_for_rows_that_are_asked_for(
     """The middle of a prompt yields no token: the last layer writes keys and values and computes nothing further."""
     stage = stages("nano25", "auto", "bfloat16")
     attended: dict[int, list[int]] = {}
-    ruled = language_layers.prefill_by_rule
+    ruled = prefill_attention.prefill_by_rule
 
     def watch(query: torch.Tensor, layer: int, *others: Any) -> None:
         attended.setdefault(layer, []).append(query.shape[1])

@@ -255,8 +255,8 @@ def test_deterministic_models_have_no_tiles() -> None:
         settings = WorkerSettings(weights="int8", threads=1, deterministic=deterministic)
         backend = CpuBackend(settings, torch.bfloat16)
         assert backend._make_plain is not None
-        assert backend._make_head is not None
-        plain, quantised = backend._make_plain(weight, None), backend._make_head(weight, None)
+        assert backend.make_head is not None
+        plain, quantised = backend._make_plain(weight, None), backend.make_head(weight, None)
         assert isinstance(plain, PanelProduct)
         assert isinstance(quantised, QuantizedProduct)
         assert (plain.kernel is multiply_in_tiles) is not deterministic
