@@ -564,10 +564,14 @@ class Engine:
             **served,
             "media": msgspec.to_builtins(media) if media else {},
             "grammars": running.grammars.statistics() if running is not None else {},
-            "memory": engine_memory(running.arena.layout) if running is not None else {},
+            "memory": self._memory(running) if running is not None else {},
             "ledger": {**ledger.as_dict(), "in_use": used} if ledger else {},
             "recent": [msgspec.to_builtins(timeline) for timeline in self._recent],
         }
+
+    def _memory(self, running: RunningParts) -> dict[str, int]:
+        layout, media = running.arena.layout, running.media
+        return engine_memory(layout, images=media.server_pid, grammars=running.grammars.server_pid)
 
     def _worker_groups(
         self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents

@@ -217,6 +217,11 @@ class MediaPipeline:
         finally:
             self._preparing -= 1
 
+    @property
+    def server_pid(self) -> int:
+        """The process id of the image server; 0 if there is none."""
+        return 0 if self._pictures is None else self._pictures.pid
+
     def statistics(self) -> MediaStatistics:
         """Return a snapshot."""
         return MediaStatistics(
@@ -404,4 +409,6 @@ def _shorten(kept: OrderedDict[Any, Any], count: int) -> None:
 def _give_way() -> None:
     """Lower the priority of this thread, on systems with thread priorities."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LONG_TEXTS_NICE)
+        thread = threading.get_native_id()
+        own = os.getpriority(os.PRIO_PROCESS, thread)  # of a server that is niced, too
+        os.setpriority(os.PRIO_PROCESS, thread, own + _LONG_TEXTS_NICE)
