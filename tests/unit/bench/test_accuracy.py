@@ -20,9 +20,9 @@ from tests.bench.parts.accuracy.measure import (
     measure_accuracy,
     offenders,
 )
+from tests.bench.parts.accuracy.questions import CHAINED, Question, draw_questions
 from tests.bench.parts.accuracy.variants import REFERENCE, UNCLAMPED, choose, clamped, merged_sets
 from vsched.checkpoint_tools import CheckpointTools, ExamTurn
-from vsched.cli.demo.exam import CHAINED, Question, draw_questions
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError
 
