@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vsched.errors import CheckpointError
-from vsched_workers.checkpoint.files import new_checkpoint
+from vsched_workers.checkpoint.files import new_checkpoint, without_bars
 from vsched_workers.families import FAMILIES
 
 SPECIAL_TOKENS = (
@@ -362,9 +362,6 @@ def _write_model(directory: Path, size: Size, tokenizer: Any, dtype: str, seed: 
     model.generation_config = library.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    library.logging.disable_progress_bar()
-    try:
+    with without_bars():
         model.save_pretrained(directory)
-    finally:
-        library.logging.enable_progress_bar()
     return sum(parameter.numel() for parameter in model.parameters())

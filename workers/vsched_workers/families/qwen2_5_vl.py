@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vsched_workers.families.base import Family
-from vsched_workers.families.decoder import Decoder
+from vsched_workers.families.decoder import Decoder, usual_sharing
 from vsched_workers.families.sharing import Sharing, Split
 
 if TYPE_CHECKING:
@@ -39,16 +40,8 @@ class Qwen25Vl(Family):
         "intermediate_size": 3420,
         "num_heads": 16,
     }
-    language_sharing: ClassVar[Sharing] = Sharing(
-        linears={
-            "layers.*.self_attn.[qkv]_proj": Split.COLUMN,
-            "layers.*.self_attn.o_proj": Split.ROW,
-            "layers.*.mlp.gate_proj": Split.COLUMN,
-            "layers.*.mlp.up_proj": Split.COLUMN,
-            "layers.*.mlp.down_proj": Split.ROW,
-        },
-        counts={"layers.*.self_attn": ("num_heads", "num_key_value_heads")},
-        sizes=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    language_sharing: ClassVar[Sharing] = replace(
+        usual_sharing(decoder), counts={"layers.*.self_attn": ("num_heads", "num_key_value_heads")}
     )
     vision_sharing: ClassVar[Sharing] = Sharing(
         linears={

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vsched_workers.families.base import Family
-from vsched_workers.families.decoder import Decoder
+from vsched_workers.families.decoder import Decoder, usual_sharing
 from vsched_workers.families.sharing import Sharing, Split
 
 if TYPE_CHECKING:
@@ -40,16 +40,7 @@ class Qwen3Vl(Family):
         "intermediate_size": 4304,
         "num_heads": 16,
     }
-    language_sharing: ClassVar[Sharing] = Sharing(
-        linears={
-            "layers.*.self_attn.[qkv]_proj": Split.COLUMN,
-            "layers.*.self_attn.o_proj": Split.ROW,
-            "layers.*.mlp.gate_proj": Split.COLUMN,
-            "layers.*.mlp.up_proj": Split.COLUMN,
-            "layers.*.mlp.down_proj": Split.ROW,
-        },
-        sizes=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    )
+    language_sharing: ClassVar[Sharing] = usual_sharing(decoder)
     vision_sharing: ClassVar[Sharing] = Sharing(
         linears={
             "blocks.*.attn.qkv": Split.FUSED,
