@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -91,7 +92,10 @@ class Engine:
         *,
         on_progress: Progress | None = None,
         environment: Environment | None = None,
+        seed: int | None = None,
     ) -> None:
+        """Create an engine; `seed` determines the seeds of requests without one, which are random by default."""
+        self._seeds = random.Random(seed)  # noqa: S311 - draws of tokens, not secrets
         self.config = plain_config(config)
         self._environment = environment or Environment()
         self._policies = resolve_policies(self.config)
@@ -278,11 +282,11 @@ class Engine:
         """Prepare the images, submit a request with one choice per id, and return once it is accepted.
 
         The choices share the prompt, which is computed once, and differ in their seeds; the first has the seed of
-        `sampling`. Either all are accepted or none. `max_tokens` of 0 means up to the end of the context. Without
-        `sampling`, `max_tokens` is 0 and the rest comes from the checkpoint's defaults. `adapter` is the name of a
-        loaded adapter, empty for the base model; `started` is the part of an answer that an earlier engine process had
-        generated before it died. `make_stop_scope` returns a `StopScope`, which limits stop strings to parts of the
-        text; by default they apply everywhere. Cancelling undoes everything.
+        `sampling`, or a drawn one. Either all are accepted or none. `max_tokens` of 0 means up to the end of the
+        context. Without `sampling`, `max_tokens` is 0 and the rest comes from the checkpoint's defaults. `adapter` is
+        the name of a loaded adapter, empty for the base model; `started` is the part of an answer that an earlier
+        engine process had generated before it died. `make_stop_scope` returns a `StopScope`, which limits stop strings
+        to parts of the text; by default they apply everywhere. Cancelling undoes everything.
 
         Arguments are first converted to the declared types (`vsched.plain_values`): `temperature=0` to 0.0, numpy
         numbers and arrays to numbers and lists.
@@ -299,7 +303,7 @@ class Engine:
         requested = request_of(
             names[0],
             {
-                "sampling": self._default_sampling() if sampling is None else sampling,
+                "sampling": self.default_sampling() if sampling is None else sampling,
                 "priority": priority,
                 "ttft_target_ms": ttft_target_ms,
                 "cache_salt": cache_salt,
@@ -336,12 +340,15 @@ class Engine:
         """Admit a request, prepare it, submit it, and return the sinks of its choices.
 
         `requested` is the request without prompt and images, and `images` the number of its images; `prepare` is called
-        once the request is admitted. Cancelling undoes everything.
+        once the request is admitted. Seeds are drawn in the order of the calls. Cancelling undoes everything.
 
         Raises:
             RequestRefused, RequestFailed: As in `generate_choices`.
         """
         parts = self._serving()
+        if requested.sampling.seed is None:
+            sampling = msgspec.structs.replace(requested.sampling, seed=self._seeds.getrandbits(63))
+            requested = msgspec.structs.replace(requested, sampling=sampling)
         received_s = time.perf_counter()
         given = contextlib.ExitStack()
         try:
@@ -383,7 +390,8 @@ class Engine:
             given.close()
             raise
 
-    def _default_sampling(self) -> SamplingParams:
+    def default_sampling(self) -> SamplingParams:
+        """Return the checkpoint's sampling parameters, up to the end of the context."""
         return SamplingParams(max_tokens=0, **msgspec.structs.asdict(self.info.sampling))
 
     async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:

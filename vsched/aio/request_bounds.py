@@ -101,7 +101,7 @@ def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_s
     _within("max_tokens", sampling.max_tokens, 0, _INT32_MAX)
     _within("min_tokens", sampling.min_tokens, 0, _INT32_MAX)
     _within("top_k", sampling.top_k, -1, _INT32_MAX)
-    _within("seed", sampling.seed, -_SEED_MAX - 1, _SEED_MAX)
+    _within("seed", sampling.seed or 0, -_SEED_MAX - 1, _SEED_MAX)
     _within("logprobs", sampling.logprobs or 0, 0, vocab_size)
     _within("prompt_logprobs", sampling.prompt_logprobs or 0, 0, vocab_size)
     _within("temperature", sampling.temperature, 0, 1e6)

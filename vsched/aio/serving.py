@@ -149,7 +149,7 @@ def submit_choices(
     generations = [answer(request_id) for request_id in request_ids]
     if hold is not None:
         hold.run(partial(interrupt_all, generations))
-    further = further_choices(request_ids, sampling.seed)
+    further = further_choices(request_ids, sampling.seed or 0)
     with_streams = dict(zip(further, generations[1:], strict=True))
     shell.submit(
         request,

@@ -300,7 +300,7 @@ class CompletionEndpoint:
                     exchange,
                     request_id=job.request_id,
                     created=job.created,
-                    seed=job.sampling.seed,
+                    seed=job.sampling.seed or 0,
                     choices=len(job.prompts) * job.drawn,
                 )
             await self.accept(job, choices, tenant_of(exchange.scope))
