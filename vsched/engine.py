@@ -467,7 +467,7 @@ class Engine:
         Raises:
             RequestRefused: If there is no such group, it is down, or it is the last of its stage that is up.
         """
-        return await self._serving().shell.administration.drain(group)
+        return await self._serving().shell.groups.drain(group)
 
     async def restart_group(self, group: str) -> bool:
         """Drain a group and replace its ranks; return True if it is up again.
@@ -477,7 +477,7 @@ class Engine:
         Raises:
             RequestRefused: If there is no such group, or it is down.
         """
-        return await self._serving().shell.administration.restart(group)
+        return await self._serving().shell.groups.restart(group)
 
     def resume_group(self, group: str) -> None:
         """Give requests to a drained group again.
@@ -485,7 +485,7 @@ class Engine:
         Raises:
             RequestRefused: If there is no such group, or it was not drained.
         """
-        self._serving().shell.administration.resume(group)
+        self._serving().shell.groups.resume(group)
 
     def replace_policy(self, table: str, policy: Policy | dict[str, Any]) -> None:
         """Let another policy decide at the seats of a configuration table, while requests run; see `replace_policies`.
@@ -522,7 +522,7 @@ class Engine:
 
     def groups(self) -> list[dict[str, Any]]:
         """Return all groups: name, stage, state, ranks, running and waiting requests, restarts, last loss."""
-        return self._running.shell.groups() if self._running is not None else []
+        return self._running.shell.group_rows() if self._running is not None else []
 
     def _serving(self) -> RunningParts:
         """Return the running parts.

@@ -82,7 +82,6 @@ GAP_INTERVALS = 2
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
-
 PEER_REPORT_S = 0.5
 """Time to wait for the report of a failed rank after another rank reports its loss."""
 
@@ -94,20 +93,20 @@ class _Gather(Generic[Answer]):
         loop = asyncio.get_running_loop()
         self.complete: asyncio.Future[list[Answer]] = loop.create_future()
         self._ranks = ranks
-        self._choices: dict[int, Answer] = {}
+        self._by_rank: dict[int, Answer] = {}
 
-    def answer(self, rank: int, answer: Answer) -> None:
+    def add(self, rank: int, answer: Answer) -> None:
         """Add the answer of a rank; only its first counts."""
-        self._choices.setdefault(rank, answer)
-        if len(self._choices) == self._ranks and not self.complete.done():
-            self.complete.set_result([self._choices[rank] for rank in range(self._ranks)])
+        self._by_rank.setdefault(rank, answer)
+        if len(self._by_rank) == self._ranks and not self.complete.done():
+            self.complete.set_result([self._by_rank[rank] for rank in range(self._ranks)])
 
 
 class Leader:
     """Leads the ranks of one group.
 
-    `on_result` gets the result of each step. `on_lost` is called once, with the failure, when the group is lost.
-    `on_threads` gets a rank's number of threads when it changes.
+    `on_result` gets the name of the group and the result of each step. `on_lost` is called once, with the failure, when
+    the group is lost. `on_threads` gets a rank's number of threads when it changes.
 
     Attributes:
         memory: Last memory report of each rank, in bytes by name.
@@ -124,7 +123,7 @@ class Leader:
         secret: str,
         ranks: int,
         deadlines: Deadlines,
-        on_result: Callable[[GenerateResult | EncodeResult], None],
+        on_result: Callable[[str, GenerateResult | EncodeResult], None],
         on_lost: Callable[[GroupFailure], None],
         on_threads: Callable[[int, ThreadsInUse], None],
         on_progress: Callable[[str, float], None],
@@ -322,11 +321,11 @@ class Leader:
                 if rank == 0:
                     self._on_progress(what, fraction)
             case Loaded(memory):
-                self.loaded.answer(rank, memory)
+                self.loaded.add(rank, memory)
             case Reserved():
-                self.reserved.answer(rank, report)
+                self.reserved.add(rank, report)
             case Sized():
-                self._votes.answer(rank, report)
+                self._votes.add(rank, report)
             case Ready():
                 self._take_ready(rank, report)
             case _:  # signs of life only, which are noted already
@@ -395,7 +394,7 @@ class Leader:
             if not self._hooks.ask(name):
                 self.refuse(0, f"asked for the hook {name!r}, which it did not announce")
                 return
-        self._on_result(answer)
+        self._on_result(self.name, answer)
         if answer.wanted and not self._over:
             self._run_hooks()
 
@@ -434,7 +433,7 @@ class Leader:
             return
         self._detector.answered(rank, self._running_s())
         change = self._changes[seq]
-        change.answer(rank, error)
+        change.add(rank, error)
         if change.complete.done():
             del self._changes[seq]
 
