@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.aio.adapters.orders import AdapterOrders
-from vsched.aio.adapters.table import AdapterSettings, AdapterTable
+from vsched.aio.adapters import AdapterOrders, AdapterSettings, AdapterTable
 from vsched.aio.draft_checks import inspect_draft
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.leader.leader import Deadlines

@@ -17,33 +17,28 @@ from typing import Any, Self
 
 import msgspec
 
-from vsched.aio.adapters.table import AdapterTable
+from vsched.aio.adapters import AdapterTable
 from vsched.aio.draft_checks import verifies_drafts
 from vsched.aio.environment import Environment
 from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
-from vsched.aio.request_bounds import (
+from vsched.aio.serving import (
+    FrontEnd,
     RequestIds,
+    RunningParts,
+    Sink,
     checked_argument,
     checked_images,
     checked_prompt,
-    request_of,
-)
-from vsched.aio.serving import (
-    FrontEnd,
-    RunningParts,
-    Sink,
     load_front_end,
+    request_of,
     submit_choices,
-    token_stream,
 )
 from vsched.aio.shell import start_shell
-from vsched.aio.streams.generation import Generation
-from vsched.aio.streams.sink import Answering
-from vsched.aio.streams.stream import StopScope
-from vsched.aio.streams.timing import RequestTimeline
+from vsched.aio.streams.stream import ChoiceInputs, Generation, StopScope, TokenStream
+from vsched.aio.streams.table import RequestTimeline
 from vsched.assembly import (
     adapter_table,
     arena_layout,
@@ -320,7 +315,9 @@ class Engine:
                 prompt, images, requested.cache_salt, requested.sampling
             ),
             make_answer=partial(
-                token_stream, self.preprocessor.detokenizer, make_stop_scope=make_stop_scope
+                TokenStream,
+                make_detokenizer=self.preprocessor.detokenizer,
+                make_stop_scope=make_stop_scope,
             ),
             started=started,
         )
@@ -334,7 +331,7 @@ class Engine:
         adapter: str,
         images: int,
         prepare: Callable[[RunningParts], Awaitable[PreparedRequest]],
-        make_answer: Callable[[Answering], Sink],
+        make_answer: Callable[[ChoiceInputs], Sink],
         started: PartialOutput | None = None,
     ) -> list[Sink]:
         """Admit a request, prepare it, submit it, and return the sinks of its choices.

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vsched.aio.grammar_checks import GrammarChecker, grammar_processes
-from vsched.aio.hosts.keys import curve_keys, make_secret, read_key_file
 from vsched.aio.hosts.on_ray import RayCalls, RayHosts
 from vsched.aio.hosts.placement import PlacedLauncher, hosts_at, hosts_sought, ray_host
 from vsched.aio.hosts.ray_calls import InstalledRay
 from vsched.aio.hosts.remote import Connect, Patience
+from vsched.aio.hosts.sockets import curve_keys, make_secret, read_key_file
 from vsched.aio.hosts.stream import WINDOW_BYTES
 from vsched.aio.policy_times import QueueClock
 from vsched.aio.replicas.fork_server import ForkServer

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
-from vsched.aio.adapters.orders import AdapterOrders
+from vsched.aio.adapters import AdapterOrders
 from vsched.aio.pending_arrivals import PendingArrival, PendingArrivals
 from vsched.aio.policy_times import PolicyTimes
 from vsched.aio.refusals import refusal_error
@@ -26,9 +26,8 @@ from vsched.aio.replicas.worker_group import (
     WorkerGroupEvents,
     all_or_first_error,
 )
-from vsched.aio.streams.sink import AnswerSink
 from vsched.aio.streams.stream import failure_of
-from vsched.aio.streams.table import StreamTable, int32_array
+from vsched.aio.streams.table import AnswerSink, StreamTable, int32_array
 from vsched.errors import GroupLostError, RequestRefused, StartFailedError, limit_message
 from vsched.failures import GroupFailure
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import zmq
 
-from vsched.aio.hosts.keys import CurveKeys
 from vsched.aio.hosts.remote import Connect, EngineEnd, Patience, RemoteHost
-from vsched.aio.hosts.sockets import Context, EngineSocket
+from vsched.aio.hosts.sockets import Context, CurveKeys, EngineSocket
 from vsched.aio.hosts.stream import WINDOW_BYTES
 from vsched.aio.replicas.launcher import Host, Launcher
 from vsched.config.cluster import OWN_HOST, RAY_HOST

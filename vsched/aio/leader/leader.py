@@ -13,20 +13,17 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from vsched.aio.leader.encode_slices import EncodeSlices
 from vsched.aio.leader.failure_detector import (
     Deadlines,
     FailureDetector,
     ProcessLiveness,
     ResultComparison,
 )
-from vsched.aio.leader.hooks import HookTimes
-from vsched.aio.leader.link import LeaderEnd
 from vsched.failures import (
     ErrorKind,
     GroupFailure,
@@ -70,6 +67,131 @@ from vsched.wire import (
     check_of,
     undamaged_report,
 )
+
+HOOK_GAP_S = 1.0
+"""Minimum time between runs of a hook on request of ranks, so that it is not part of every step."""
+
+
+class HookTimes:
+    """The hooks of one group.
+
+    A hook is due when its interval has passed since its last run and there were steps in between, because nothing
+    changes while a group is idle, or when a rank requests it; with an interval of 0 only then. `override_s` replaces
+    all other intervals.
+    """
+
+    def __init__(
+        self, intervals: Mapping[str, float], now_s: float, *, override_s: float | None = None
+    ) -> None:
+        self._intervals = {
+            name: interval_s if override_s is None or interval_s == 0 else override_s
+            for name, interval_s in intervals.items()
+        }
+        self._start_s = now_s
+        self._ended_s: dict[str, float] = {}
+        self._worked: set[str] = set()
+        self._requested: set[str] = set()
+        self._out: set[str] = set()
+
+    def stepped(self) -> None:
+        """Note that a step was sent."""
+        self._worked.update(self._intervals)
+
+    def ask(self, name: str) -> bool:
+        """Request a hook; return False if there is none of this name."""
+        if name not in self._intervals:
+            return False
+        if name not in self._out:  # a run in progress satisfies the request
+            self._requested.add(name)
+        return True
+
+    def take_due(self, now_s: float) -> list[str]:
+        """Return the hooks to run now; they count as running until `done`."""
+        due = [name for name in self._intervals if self._is_due(name, now_s)]
+        for name in due:
+            self._requested.discard(name)
+            self._out.add(name)
+            self._worked.discard(name)
+        return due
+
+    def _is_due(self, name: str, now_s: float) -> bool:
+        if name in self._out:
+            return False
+        ended_s = self._ended_s.get(name)
+        if name in self._requested and (ended_s is None or now_s - ended_s >= HOOK_GAP_S):
+            return True
+        interval_s = self._intervals[name]
+        if interval_s == 0 or name not in self._worked:
+            return False
+        return now_s - (self._start_s if ended_s is None else ended_s) >= interval_s
+
+    def done(self, name: str, now_s: float) -> None:
+        """Note the end of a run."""
+        self._out.discard(name)
+        self._ended_s[name] = now_s
+
+
+class EncodeSlices:
+    """The time slices of one encode group.
+
+    Attributes:
+        open: Whether a batch in flight is encoded in time slices.
+        busy_ns: Total time of its slices so far.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self.busy_ns = 0
+        self._time_slice_ns = 0
+        self._tokens = 0
+        self._layer_ns = 0.0
+
+    def begin(self, decision: EncodeDecision) -> EncodeDecision:
+        """Return a batch with the number of layers of its first time slice."""
+        self._time_slice_ns = decision.time_slice_ns
+        self._tokens = sum(task.tokens for task in decision.tasks if not task.encoded)
+        self.open = bool(self._time_slice_ns and self._tokens)
+        self.busy_ns = 0
+        return msgspec.structs.replace(decision, layers=self._layers()) if self.open else decision
+
+    def go_on(self, paused: Paused) -> int:
+        """Return the number of layers of the next time slice."""
+        layer_ns = paused.busy_ns / paused.layers / self._tokens
+        self._layer_ns = max(layer_ns, self._layer_ns) if self.busy_ns else layer_ns
+        self.busy_ns += paused.busy_ns
+        return self._layers()
+
+    def end(self) -> bool:
+        """Note the end of the batch; return True if it was encoded in time slices."""
+        was_open, self.open = self.open, False
+        return was_open
+
+    def _layers(self) -> int:
+        """Return the number of layers that fit, at least one; one before the first measurement."""
+        if not self._layer_ns:
+            return 1
+        return max(1, int(self._time_slice_ns / (self._layer_ns * self._tokens)))
+
+
+class LeaderEnd(Protocol):
+    """The leader's end of the links to the ranks of one group; see `vsched.transport.zmq_link.LeaderLink`."""
+
+    def carry(self, entry: LogEntry) -> None:
+        """Prepare for an entry whose frames are sent next: the arena bytes that it reads must arrive before it."""
+        ...
+
+    def send(self, rank: int, frame: bytes) -> bool:
+        """Queue a frame for a rank, without waiting; return False if it is gone or backlogged."""
+        ...
+
+    def read(self) -> None:
+        """Handle all frames that have arrived."""
+        ...
+
+    def close(self) -> None:
+        """Stop receiving and drop queued frames."""
+        ...
+
 
 __all__ = ["Deadlines", "Leader", "ProcessLiveness"]
 
