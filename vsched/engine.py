@@ -49,9 +49,7 @@ from vsched.assembly import (
     make_worker_groups,
     media_settings,
     memory_in_use,
-    rank_spec,
     scheduler_limits,
-    worker_group_plans,
 )
 from vsched.config import Config, plain_config, resolve_policies
 from vsched.config.policies import check_replacement, policy_tables
@@ -587,11 +585,14 @@ class Engine:
         self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents
     ) -> list[WorkerGroup]:
         """Create the worker groups, without starting them."""
-        config, info = self.config, self.info
-        plans = worker_group_plans(config, info, self._policies)
-        specs = [rank_spec(config, info, plan, arena.layout) for plan in plans]
         return make_worker_groups(
-            config, plans, specs, launcher=launcher, arena=arena, events=events, sizing=sizing
+            self.config,
+            self.info,
+            self._policies,
+            launcher=launcher,
+            arena=arena,
+            events=events,
+            sizing=sizing,
         )
 
 

@@ -23,6 +23,7 @@ import msgspec
 
 from vsched.aio.leader.leader import Leader
 from vsched.aio.replicas.groups import ServedGroup, ServedGroups
+from vsched.config import Config
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.probes import probe
 from vsched.types import Request
@@ -135,24 +136,6 @@ def _check(leader: Leader, added: asyncio.Future[list[str]]) -> None:
 NAME_CHARACTERS_MAX = 256
 
 
-class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of adapters; see the configuration keys of the same names.
-
-    Attributes:
-        base: Name of the base model.
-        kept_in: Folder for the copies of adapters.
-        drain_s: Time for requests to finish with an adapter that is being unloaded.
-    """
-
-    base: str
-    count_max: int
-    rank_max: int
-    directory: str
-    encoder: bool
-    drain_s: float
-    kept_in: str
-
-
 class ServedAdapter:
     """One adapter.
 
@@ -204,10 +187,8 @@ class AdapterHold:
             self._adapter.idle.set()
 
 
-def with_adapter(request: Request, hold: AdapterHold | None) -> Request:
-    """Return a request with its adapter, if any; if that changes the encoder, image keys include its number."""
-    if hold is None:
-        return request
+def with_adapter(request: Request, hold: AdapterHold) -> Request:
+    """Return a request with its adapter; if that changes the encoder, image keys include its number."""
     items = request.items
     if hold.changes_encoder:
         number = hold.number.to_bytes(8, "little")
@@ -233,9 +214,17 @@ Keep = Callable[[str, str], AdapterFacts]
 class AdapterTable:
     """Loads, unloads and finds adapters by name."""
 
-    def __init__(self, settings: AdapterSettings, orders: AdapterOrders, keep: Keep | None) -> None:
-        """Create an empty table; `keep` is None if the plug-in supports no adapters."""
-        self._settings = settings
+    def __init__(
+        self, config: Config, orders: AdapterOrders, keep: Keep | None, *, kept_in: str
+    ) -> None:
+        """Create an empty table; `keep` is None if the plug-in supports no adapters.
+
+        Copies of adapters are kept in the folder `kept_in`.
+        """
+        self._base = config.model.served_name
+        self._limits = config.adapters
+        self._drain_s = config.deadlines.drain_s
+        self._kept_in = Path(kept_in)
         self._orders = orders
         self._keep = keep
         self._named: dict[str, ServedAdapter] = {}
@@ -283,7 +272,7 @@ class AdapterTable:
         Raises:
             RequestRefused: When it is not below the configured directory.
         """
-        directory = self._settings.directory
+        directory = self._limits.directory
         if not directory:
             raise RequestRefused(
                 "adapters are loaded at start only. Remedy: set adapters.directory to the folder that they lie in.",
@@ -350,7 +339,7 @@ class AdapterTable:
         await asyncio.shield(task)
 
     async def _load(self, adapter: ServedAdapter) -> None:
-        kept = Path(self._settings.kept_in) / str(adapter.number)
+        kept = self._kept_in / str(adapter.number)
         try:
             adapter.facts = await asyncio.to_thread(self._copy, adapter.path, kept)
             await self._orders.add(adapter.number, str(kept), adapter.stages)
@@ -378,7 +367,7 @@ class AdapterTable:
                     status=404,
                 ) from error
             raise RequestRefused(str(error), code="adapter_unusable") from error
-        if facts.changes_encoder and not self._settings.encoder:
+        if facts.changes_encoder and not self._limits.encoder:
             raise RequestRefused(
                 "the adapter changes how images are encoded. Remedy: set adapters.encoder, or use one of the language "
                 "model alone.",
@@ -389,13 +378,13 @@ class AdapterTable:
     async def _unload(self, adapter: ServedAdapter) -> None:
         if adapter.users:
             try:
-                async with asyncio.timeout(self._settings.drain_s):
+                async with asyncio.timeout(self._drain_s):
                     await adapter.idle.wait()
             except TimeoutError:
                 self._interrupt(adapter)
         await self._orders.remove(adapter.number, adapter.stages)
         del self._named[adapter.name]
-        kept = Path(self._settings.kept_in) / str(adapter.number)
+        kept = self._kept_in / str(adapter.number)
         await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
 
     def _interrupt(self, adapter: ServedAdapter) -> None:
@@ -404,11 +393,10 @@ class AdapterTable:
             if interrupt is not None:
                 interrupt(
                     f"the adapter {adapter.name!r} was unloaded, and the request was not done within "
-                    f"{self._settings.drain_s:g} s (deadlines.drain_s)"
+                    f"{self._drain_s:g} s (deadlines.drain_s)"
                 )
 
     def _check(self, name: str) -> None:
-        settings = self._settings
         if not name or len(name) > NAME_CHARACTERS_MAX or not name.isprintable():
             raise RequestRefused(
                 limit_message(
@@ -419,19 +407,19 @@ class AdapterTable:
                 ),
                 code="invalid_name",
             )
-        if name == settings.base or name in self._named:
-            what = "the model itself" if name == settings.base else "an adapter that is there"
+        if name == self._base or name in self._named:
+            what = "the model itself" if name == self._base else "an adapter that is there"
             raise RequestRefused(
                 f"{name!r} is the name of {what}. Remedy: use another name, or unload that adapter first.",
                 code="name_taken",
                 status=409,
             )
-        if len(self._named) >= settings.count_max or self._keep is None:
+        if len(self._named) >= self._limits.count_max or self._keep is None:
             raise RequestRefused(
                 limit_message(
                     "adapters at a time",
                     value=len(self._named) + 1,
-                    limit=settings.count_max if self._keep is not None else 0,
+                    limit=self._limits.count_max if self._keep is not None else 0,
                     remedy="unload one first, or raise adapters.count_max",
                 ),
                 code="too_many_adapters",

@@ -65,7 +65,8 @@ class RunningParts:
         """
         if sampling.prompt_logprobs is not None and not self.tells_prompts:
             raise prompts_untold()
-        await self.grammars.check(sampling)
+        if sampling.grammar:
+            await self.grammars.check(sampling)
         return await self.media.prepare(prompt, images, cache_salt)
 
     async def stop(self, *, grace_s: float) -> None:
@@ -121,7 +122,9 @@ def submit_choices(
     sampling = _with_length(sampling, shell, prompt_tokens=len(prompt_token_ids))
     own = () if sampling.ignore_eos else info.stop_token_ids
     stop_token_ids = check_stop_tokens(sampling.stop_token_ids, own)
-    request = with_adapter(msgspec.structs.replace(request, sampling=sampling), hold)
+    request = msgspec.structs.replace(request, sampling=sampling)
+    if hold is not None:
+        request = with_adapter(request, hold)
     release = LastEnd(len(request_ids), give_back)
 
     def answer(request_id: str) -> Sink:

@@ -9,8 +9,11 @@ from typing import Any, cast
 import pytest
 
 from tests.patience import until
-from vsched.aio.adapters import AdapterOrders, AdapterSettings, AdapterTable, with_adapter
+from vsched.aio.adapters import AdapterOrders, AdapterTable, with_adapter
 from vsched.aio.replicas.groups import ServedGroup, ServedGroups
+from vsched.config import Config
+from vsched.config.adapters import AdaptersConfig
+from vsched.config.sections import DeadlinesConfig, ModelConfig
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.testing import make_request
 from vsched.wire import AddAdapter, RemoveAdapter
@@ -175,16 +178,16 @@ class Bench:
         self.groups = FakeGroups()
         self.folder = folder
         self.facts: AdapterFacts | Exception = AdapterFacts(4)
-        settings = AdapterSettings(
-            base="base",
-            count_max=2,
-            rank_max=8,
-            directory=str(folder / "adapters"),
-            encoder=encoder,
-            drain_s=drain_s,
-            kept_in=str(folder / "kept"),
+        config = Config(
+            model=ModelConfig(name="base"),
+            adapters=AdaptersConfig(
+                count_max=2, rank_max=8, directory=str(folder / "adapters"), encoder=encoder
+            ),
+            deadlines=DeadlinesConfig(drain_s=drain_s),
         )
-        self.table = AdapterTable(settings, orders_of(self.groups), self.keep)
+        self.table = AdapterTable(
+            config, orders_of(self.groups), self.keep, kept_in=str(folder / "kept")
+        )
 
     def keep(self, path: str, kept: str) -> AdapterFacts:
         Path(kept).mkdir(parents=True)
