@@ -581,10 +581,19 @@ def memory_in_use(
     return used
 
 
-def engine_memory(layout: ArenaLayout) -> dict[str, int]:
-    """Memory of the engine's own process, in bytes."""
+def engine_memory(layout: ArenaLayout, *, images: int, grammars: int) -> dict[str, int]:
+    """Memory of the engine's process and of the servers with these process ids, in bytes; 0 without a server."""
     return {
         "engine_resident": status_bytes("VmRSS"),
+        "image_server_resident": _resident(images),
+        "grammar_server_resident": _resident(grammars),
         "arena_pixels": layout.pixel_bytes,
         "arena_embeddings": layout.embedding_bytes,
     }
+
+
+def _resident(pid: int) -> int:
+    try:
+        return status_bytes("VmRSS", Path(f"/proc/{pid}/status")) if pid else 0
+    except OSError:
+        return 0  # it has just ended

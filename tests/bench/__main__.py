@@ -12,8 +12,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from tests.bench import adapters, compare, growth, price, regress, scheduler
-from tests.bench.curve.measure import curve
+from tests.bench import adapters, price, regress
 from tests.bench.options import make_parser
 from tests.bench.samplers.table import samplers
 from tests.bench.servers import setup
@@ -23,13 +22,9 @@ from tests.bench.timeline.measure import timeline
 from vsched.errors import VschedError
 
 MEASURED: Mapping[str, Callable[[argparse.Namespace, Console], None]] = {
-    "compare": compare.compare,
     "table": table,
-    "curve": curve,
     "timeline": timeline,
-    "growth": growth.growth,
     "regress": regress.regress,
-    "scheduler": scheduler.scheduler,
     "samplers": samplers,
 }
 """Commands that measure in turns and write tables."""

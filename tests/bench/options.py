@@ -128,47 +128,6 @@ def _common(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=_count, help="output tokens per request; default by case")
 
 
-def _peer(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--peer", choices=list(PEERS), default="vllm")
-    add("--peers", type=Path, required=True, help="folder that `setup` installed peers into")
-    add("--budget", type=_count, default=2048, help="the peer's --max-num-batched-tokens")
-    add("--peer-argument", action="append", default=[], help="added to the peer's command")
-    add("--peer-environment", type=assignment, action="append", default=[], help="NAME=value")
-
-
-def points(text: str) -> list[str]:
-    """Parse step time limits separated by commas: milliseconds, and a multiple of the decode time."""
-    found = list(dict.fromkeys(text.split(",")))
-    for each in found:
-        target, slash, ratio = each.partition("/")
-        if not (slash and target.isdecimal() and ratio.replace(".", "", 1).isdecimal()):
-            raise argparse.ArgumentTypeError(
-                f"{each!r} is not of the form TARGET_MS/RATIO, as 100/8"
-            )
-    return found
-
-
-def _curve(parser: argparse.ArgumentParser) -> None:
-    _sizes(parser)
-    parser.set_defaults(slots=32, context=2048, turns=1, idle_s=5.0, timeout_s=600.0, set=[])
-    add = parser.add_argument
-    add("--peers", type=Path, required=True, help="folder of `setup`")
-    add("--budget", type=_count, default=2048, help="of vLLM's steps, in tokens")
-    add("--checkpoint", choices=TABLED, default="mid25")
-    add("--sides", type=among(list(PEERS)), default=["llamacpp", "openvino"], help="peers")
-    add("--cases", type=among(("text", "image")), default=["text"])
-    add("--clients", type=_count, default=8)
-    add("--sessions", type=_count, help="sessions per run; default 3 x clients")
-    add(
-        "--points",
-        type=points,
-        default=["100/8", "1000/8", "100/4", "50/2", "25/1"],
-        help="TARGET_MS/RATIO of a step with prefill; the others are compared with the first",
-    )
-    add("--best", type=assignment, action="append", default=[], help="a setting of vsched")
-
-
 def _timeline(parser: argparse.ArgumentParser) -> None:
     _sizes(parser)
     parser.set_defaults(slots=32, context=2048, turns=1, idle_s=5.0, timeout_s=600.0)
@@ -202,17 +161,6 @@ def make_parser() -> argparse.ArgumentParser:
     setup.add_argument("--peers", type=Path, required=True, help="folder; the peer's name is added")
     setup.add_argument("--pip-arguments", default="", help="such as --extra-index-url URL")
 
-    compare = commands.add_parser("compare", help="vsched compared with a peer, interleaved")
-    _common(compare)
-    _peer(compare)
-    compare.add_argument("--cases", type=cases, default=list(CASES))
-    compare.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
-    compare.add_argument(
-        "--sweep", type=numbers, metavar="BUDGETS", help="token budgets to try first"
-    )
-    compare.add_argument("--sweep-concurrency", type=_count, help="default the maximum")
-    compare.add_argument("--sweep-repeats", type=_count, default=1, help="runs a case and budget")
-
     table = commands.add_parser("table", help="vsched and all peers, in rounds: one table")
     _sizes(table)
     table.set_defaults(slots=32, context=2048, turns=1, idle_s=5.0, timeout_s=600.0)
@@ -238,32 +186,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     _timeline(commands.add_parser("timeline", help="requests/s with temporary neighbours"))
 
-    _curve(commands.add_parser("curve", help="requests and pauses by limits on a step"))
-
-    growth = commands.add_parser("growth", help="rates by clients and by length of prompts")
-    _common(growth)
-    _peer(growth)
-    growth.set_defaults(slots=256, context=17408, repeats=1)
-    growth.add_argument("--concurrency", type=numbers, default=[2**power for power in range(9)])
-    growth.add_argument("--lengths", type=numbers, default=[2**power for power in range(7, 15)])
-    growth.add_argument("--length-clients", type=_count, default=4, help="clients of long prompts")
-    growth.add_argument("--length-sessions", type=_count, help="default 2 x clients")
-
     regress = commands.add_parser("regress", help="vsched compared with an earlier commit")
     _common(regress)
     regress.add_argument("--before", required=True, help="the commit")
     regress.add_argument("--before-set", type=assignment, action="append", help="in place of --set")
     regress.add_argument("--cases", type=cases, default=list(CASES))
     regress.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
-
-    scheduler = commands.add_parser("scheduler", help="both schedulers without a model")
-    scheduler.add_argument("--peers", type=Path, required=True)
-    scheduler.add_argument("--checkpoint", choices=CHECKPOINTS, default="tiny25")
-    scheduler.add_argument("--checkpoints", type=Path, default=ROOT / "checkpoints")
-    scheduler.add_argument("--repeats", type=_count, default=3)
-    scheduler.add_argument("--steps", type=_count, default=100, help="steps a case and round")
-    scheduler.add_argument("--out", type=Path, required=True)
-    scheduler.add_argument("--write-docs", action="store_true")
 
     samplers = commands.add_parser("samplers", help="samplers of vsched, vLLM and llama.cpp")
     samplers.add_argument("--peers", type=Path, required=True)
@@ -313,12 +241,11 @@ def settings_text(options: argparse.Namespace) -> str:
     parts = [sizes_of(options).text, f"turns={options.turns}"]
     parts += [
         f"{name}={getattr(options, name)}"
-        for name in ("sessions", "length_sessions", "words", "output_tokens")
+        for name in ("sessions", "words", "output_tokens")
         if getattr(options, name, None)
     ]
     parts += sorted(options.set)
-    for name in ("peer_argument", "peer_environment", "before_set"):
-        parts += [f"{name}:{text}" for text in getattr(options, name, None) or ()]
+    parts += [f"before_set:{text}" for text in getattr(options, "before_set", None) or ()]
     return " ".join(parts)
 
 

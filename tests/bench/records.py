@@ -78,24 +78,12 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     taken: str
 
 
-class SchedulerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One case of a scheduler without a model; microseconds."""
-
-    side: str
-    case: str
-    running: int
-    repeat: int
-    p50_us: float
-    p99_us: float
-
-
 class Report(msgspec.Struct, kw_only=True):
     """Content of the file."""
 
     machine: str = ""
     runs: list[Run] = []
     starts: list[Started] = []
-    scheduler: list[SchedulerRow] = []
 
 
 class Store:

@@ -13,7 +13,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.bench.compare import (
+from tests.bench.options import sizes_of
+from tests.bench.report import plots, tables
+from tests.bench.report.ratios import rows
+from tests.bench.servers import sides
+from tests.bench.servers.server import Spec
+from tests.bench.sessions import (
     belongs,
     checkpoint_of,
     context_line,
@@ -22,11 +27,6 @@ from tests.bench.compare import (
     session_of,
     starts_here,
 )
-from tests.bench.options import sizes_of
-from tests.bench.report import plots, tables
-from tests.bench.report.ratios import rows
-from tests.bench.servers import sides
-from tests.bench.servers.server import Spec
 from vsched.errors import ConfigError
 
 BEFORE = "before"

@@ -10,7 +10,7 @@ from vsched.aio.grammar_checks import GrammarChecker, grammar_processes
 from vsched.aio.hosts.placement import placed
 from vsched.aio.policy_times import QueueClock
 from vsched.aio.replicas.fork_server import ForkServer
-from vsched.aio.replicas.launcher import Launcher, LocalLauncher
+from vsched.aio.replicas.launcher import Launcher, LocalLauncher, Modules
 from vsched.aio.replicas.process import RANK_COMMAND
 from vsched.aio.shell import Recorder
 from vsched.config import Config
@@ -26,7 +26,7 @@ def make_launcher(
     *,
     command: Sequence[str] = RANK_COMMAND,
     forked: bool = True,
-    started: Mapping[frozenset[str], ForkServer] | None = None,
+    started: Mapping[Modules, ForkServer] | None = None,
 ) -> Launcher:
     """Return a launcher for the configured hosts; the other arguments are those of `LocalLauncher`.
 

@@ -110,16 +110,28 @@ def _built(decision: str, table: bytes) -> Policy:
 
 def _several(config: Config) -> dict[str, Policy]:
     """Build the policy that makes several decisions with one state; return it by the tables that it stands for."""
-    table = {key: value for key, value in config.policy.items() if key != "seats"}
-    policy = resolve_policy(SEVERAL, table)
-    named = _seats_of(policy, config.policy, _able(policy))
+    policy, named = _resolve_several(config.policy)
     for path in named:
         if policy_table(config, path) != policy_table(Config(), path):
             raise ConfigError(
                 f"{path}: both this table and policy name a policy. Remedy: leave {path} out, or set policy.seats to "
-                f"the tables that {table['use']} stands for"
+                f"the tables that {config.policy['use']} stands for"
             )
     return dict.fromkeys(named, policy)
+
+
+def seats_of_table(table: PolicyTable) -> list[str]:
+    """Return the tables that a table `policy` stands for.
+
+    Raises:
+        ConfigError, PolicyError: As from `resolve_policies`.
+    """
+    return _resolve_several(table)[1]
+
+
+def _resolve_several(table: PolicyTable) -> tuple[Policy, list[str]]:
+    policy = resolve_policy(SEVERAL, {key: table[key] for key in table if key != "seats"})
+    return policy, _seats_of(policy, table, _able(policy))
 
 
 def _able(policy: Policy) -> list[str]:

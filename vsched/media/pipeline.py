@@ -217,6 +217,11 @@ class MediaPipeline:
         finally:
             self._preparing -= 1
 
+    @property
+    def server_pid(self) -> int:
+        """The process id of the image server; 0 if there is none."""
+        return 0 if self._pictures is None else self._pictures.pid
+
     def statistics(self) -> MediaStatistics:
         """Return a snapshot."""
         return MediaStatistics(

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.bench.records import Run
 from tests.bench.report.ratios import Read, Row
-from tests.bench.report.tables import quantile, requests_s
+from tests.bench.report.tables import requests_s
 from vsched.terminal.options import new_figure
 
 COLOURS = ("tab:blue", "tab:orange")
@@ -61,57 +61,6 @@ def draw_rates(rows: Sequence[Row], sides: tuple[str, str], title: str, path: Pa
         axes.set_ylim(bottom=0)
         _ticks(axes, mine, "clients")
     _legend(axes, 8)
-    figure.savefig(path, dpi=DPI)
-
-
-def draw_times(rows: Sequence[Row], sides: tuple[str, str], title: str, path: Path) -> None:
-    """Draw quantiles of TTFT and ITL by concurrency, a column per case."""
-    cases = list(dict.fromkeys(row.case for row in rows))
-    figure = new_figure(max(3 * len(cases), 4), 5.6)
-    figure.suptitle(f"{title}: times (less is better)", size=10)
-    kinds = (("ttft_ms", "TTFT, ms"), ("itl_ms", "ITL, ms"))
-    grid = figure.subplots(2, len(cases), squeeze=False)
-    for line, (kind, label) in zip(grid, kinds, strict=True):
-        for axes, case in zip(line, cases, strict=True):
-            mine = [row for row in rows if row.case == case]
-            for index, side in enumerate(sides):
-                for name, style in STYLES.items():
-                    _line(
-                        axes,
-                        mine,
-                        index,
-                        quantile(kind, name),
-                        linestyle=style,
-                        label=f"{side} {name}",
-                    )
-            axes.set_yscale("log")
-            axes.set_title(case, size=9)
-            axes.set_ylabel(label, size=8)
-            _ticks(axes, mine, "clients")
-    _legend(axes, 6)
-    figure.savefig(path, dpi=DPI)
-
-
-def draw_growth(
-    clients: Sequence[Row], prompts: Sequence[Row], sides: tuple[str, str], title: str, path: Path
-) -> None:
-    """Draw rates and times to first token by concurrency, and by prompt length."""
-    figure = new_figure(9, 6)
-    figure.suptitle(title, size=10)
-    grid = figure.subplots(2, 2)
-    reads = ((requests_s, "requests/s"), (quantile("ttft_ms", "p50"), "TTFT p50, ms"))
-    columns = ((clients, "clients"), (prompts, "prompt tokens"))
-    for line, (read, label) in zip(grid, reads, strict=True):
-        for axes, (rows, below) in zip(line, columns, strict=True):
-            if not rows:
-                axes.set_axis_off()
-                continue
-            for index, side in enumerate(sides):
-                _line(axes, rows, index, read, label=side)
-            axes.set_yscale("log")
-            axes.set_ylabel(label, size=8)
-            _ticks(axes, rows, below)
-    _legend(grid[0][0], 8)
     figure.savefig(path, dpi=DPI)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tests.bench.records import Key, Run
@@ -97,28 +96,3 @@ def rows(ours: Iterable[Run], theirs: Iterable[Run], cases: Sequence[str]) -> li
             pairs, key=lambda place: (order.get(place[0], len(order)), *place[1:])
         )
     ]
-
-
-def best_budgets(
-    rates: Mapping[int, Mapping[str, float]], *, tolerance: float = 0.05
-) -> dict[str, int]:
-    """Return the budget for each case, from the rates of each budget by case.
-
-    One budget is the best of all cases together (the greatest geometric mean); a case deviates from
-    it only if another one is faster by more than the tolerance, because each compared budget
-    requires another start of the peer.
-    """
-    cases = set.intersection(*(set(one) for one in rates.values())) if rates else set()
-    if not cases:
-        return {}
-
-    def overall(budget: int) -> float:
-        return sum(math.log(max(rates[budget][case], 1e-9)) for case in sorted(cases))
-
-    common = max(sorted(rates), key=overall)
-    result = {}
-    for case in sorted(cases):
-        fastest = max(sorted(rates), key=lambda budget: rates[budget][case])
-        gain = rates[fastest][case] / max(rates[common][case], 1e-9)
-        result[case] = fastest if gain > 1 + tolerance else common
-    return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from tests.bench.records import Run, SchedulerRow, Started
+from tests.bench.records import Started
 from tests.bench.report.ratios import Read, Row
 from vsched.bench.load.figures import Figures, Times
 
@@ -110,35 +110,6 @@ def latencies(rows: Sequence[Row]) -> str:
     return markdown(("case", "clients", *(name for name, _ in LATENCIES)), lines)
 
 
-def prompts(rows: Sequence[Row], sides: tuple[str, str]) -> str:
-    """Return a sentence that shows whether both sides were given the same prompts."""
-    found = {}
-    for row in rows:
-        medians = row.medians(lambda figures: figures.prompt_tokens_mean)
-        found[row.case, row.concurrency] = " / ".join(number(value) for value in medians)
-    texts = [f"{case} x {clients}: {both}" for (case, clients), both in found.items()]
-    return f"Mean tokens of a prompt, {' / '.join(sides)}: {', '.join(texts)}."
-
-
-def sweep(runs: Sequence[Run], chosen: dict[str, int]) -> str:
-    """Return the table of a sweep, medians of the repeats; the budget compared for a case is bold."""
-    groups: dict[tuple[str, int, int], list[Figures]] = {}
-    for run in sorted(runs, key=lambda run: (run.key.case, run.key.budget)):
-        place = (run.key.case, run.key.budget, run.key.concurrency)
-        groups.setdefault(place, []).append(run.figures)
-    lines = []
-    for (case, budget, concurrency), found in groups.items():
-        bold = "**" if chosen.get(case) == budget else ""
-        cells = [case, f"{bold}{budget:,}{bold}", str(concurrency)]
-        for read in (requests_s, *(read for _, read in LATENCIES)):
-            values = [value for figures in found if (value := read(figures)) is not None]
-            cells.append(number(statistics.median(values)) if values else "-")
-        lines.append([*cells, str(sum(figures.failed for figures in found))])
-    names = (name for name, _ in LATENCIES)
-    headings = ("case", "token budget", "clients", "requests/s", *names, "failed")
-    return markdown(headings, lines)
-
-
 def memory(found: Sequence[Started]) -> str:
     """Return the resident memory of the median start, and of each of its processes."""
     parts = [list(one.memory_mib.values()) for one in found]
@@ -175,42 +146,5 @@ def starts(started: Sequence[Started]) -> str:
         "resident, MiB",
         "starts",
         "stopped between turns",
-    )
-    return markdown(headings, lines)
-
-
-def scheduler(found: Sequence[SchedulerRow], sides: tuple[str, str]) -> str:
-    """Return the table of schedulers: medians of the rounds, and ratios round by round."""
-    places = dict.fromkeys((row.case, row.running) for row in found)
-    lines = []
-    for case, running in places:
-        rounds = [
-            {
-                row.repeat: row
-                for row in found
-                if (row.side, row.case, row.running) == (side, case, running)
-            }
-            for side in sides
-        ]
-        ratios = [
-            rounds[1][repeat].p50_us / rounds[0][repeat].p50_us
-            for repeat in rounds[0]
-            if repeat in rounds[1]
-        ]
-        cells = [case, f"{running:,}" if running else "-"]
-        for one in rounds:
-            for name in ("p50_us", "p99_us"):
-                values = [getattr(row, name) for row in one.values()]
-                cells.append(number(statistics.median(values)) if values else "-")
-        cells.append(
-            f"{number(statistics.median(ratios))} ({number(min(ratios))} to {number(max(ratios))})"
-            if ratios
-            else "-"
-        )
-        lines.append(cells)
-    ours, theirs = sides
-    headings = (
-        *("case", "running", f"{ours} p50, µs", "p99", f"{theirs} p50, µs", "p99"),
-        "times cheaper: median (min to max)",
     )
     return markdown(headings, lines)

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from tests.bench.compare import machine, publish
 from tests.bench.parts.sampler.measure import KINDS, SamplerRow, draw_logits, measure_sampler
 from tests.bench.report.tables import markdown
 from tests.bench.servers import sides
 from tests.bench.servers.peers import OFFLINE, PEERS
+from tests.bench.sessions import machine, publish
 from vsched.errors import ConfigError
 from vsched_workers.plugin import TransformersPlugin
 

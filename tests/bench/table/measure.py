@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.bench.compare import checkpoint_of, machine
 from tests.bench.options import sizes_of
 from tests.bench.records import Key, Store
 from tests.bench.servers import sides
@@ -19,6 +18,7 @@ from tests.bench.servers.peers import PEERS, PeerStart
 from tests.bench.servers.server import ServerError, Spec
 from tests.bench.servers.session import Session
 from tests.bench.servers.start import spec_of
+from tests.bench.sessions import checkpoint_of, machine
 from tests.bench.table import report
 from tests.bench.table.sizes import PURPOSE, SIZES, plan_for, rest_s, settings_of
 from vsched.bench.load.generator import LoadPlan

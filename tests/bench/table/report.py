@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tests.bench.compare import context_line, publish
 from tests.bench.records import Run, Store
 from tests.bench.report import tables
 from tests.bench.report.ratios import Ratio, Row, rows
 from tests.bench.servers import sides
+from tests.bench.sessions import context_line, publish
 from tests.bench.table.sizes import PURPOSE, SIZES, settings_of
 
 RATE_MIN = 1.1

@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.bench.compare import plan_of
 from tests.bench.options import sizes_of
 from tests.bench.records import Key, Run, Started
+from tests.bench.sessions import plan_of
 from vsched.bench.load.generator import LoadPlan
 
 PURPOSE = "table"

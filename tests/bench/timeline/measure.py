@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
-from tests.bench.compare import checkpoint_of, machine, plan_of
 from tests.bench.options import sizes_of
 from tests.bench.records import Key, Run, Store
 from tests.bench.servers.neighbours import neighbours
 from tests.bench.servers.server import ServerError, Spec
 from tests.bench.servers.session import Session, now
+from tests.bench.sessions import checkpoint_of, machine, plan_of
 from tests.bench.table.measure import specs_of
 from tests.bench.table.sizes import SIZES
 from tests.bench.timeline import report

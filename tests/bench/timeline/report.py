@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.bench.compare import context_line, publish
 from tests.bench.records import Run
 from tests.bench.report import tables
 from tests.bench.report.pairs import spread
 from tests.bench.report.plots import DPI
 from tests.bench.servers.session import Session
+from tests.bench.sessions import context_line, publish
 from vsched.terminal.options import new_figure
 
 BACK_MIN = 0.95

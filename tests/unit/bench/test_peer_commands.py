@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tests.bench import compare, growth, options, scheduler
+from tests.bench import options, sessions
 from tests.bench.options import CASES
 from tests.bench.records import Key, Run, Store
 from tests.bench.servers import processes, setup, sides, torchvision
@@ -47,7 +47,7 @@ FIGURES = Figures(
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    return options.make_parser().parse_args([*words, "--out", "o", "--peers", "p"])
+    return options.make_parser().parse_args([*words, "--out", "o"])
 
 
 # --- options ---
@@ -66,7 +66,7 @@ def test_numbers_refuse_what_is_none(text: str) -> None:
 
 def test_neighbours_are_numbers_and_none_is_one_of_them() -> None:
     assert options.neighbours("1,0,1") == [0, 1]
-    assert parsed("table").neighbours == [0]
+    assert parsed("table", "--peers", "p").neighbours == [0]
     for text in ("", "-1", "a", "0,,1"):
         with pytest.raises(argparse.ArgumentTypeError, match="list of numbers such as 0,1"):
             options.neighbours(text)
@@ -84,18 +84,11 @@ def test_assignments_have_a_name_and_a_value(text: str) -> None:
         options.assignment(text)
 
 
-def test_defaults_are_the_whole_comparison() -> None:
-    found = parsed("compare")
-    assert (found.cases, found.concurrency, found.repeats) == (list(CASES), [1, 8, 32], 3)
-    assert (found.peer, found.checkpoint, found.sweep) == ("vllm", "tiny25", None)
-    grown = parsed("growth")
-    assert (grown.concurrency[-1], grown.lengths[-1]) == (256, 16384)
-    assert grown.context > grown.lengths[-1]
-    assert grown.slots >= grown.concurrency[-1]
-
-
 def test_settings_tell_runs_apart_that_differ() -> None:
-    same, other = parsed("compare"), parsed("compare", "--repeats", "5")
+    same, other = (
+        parsed("regress", "--before", "HEAD"),
+        parsed("regress", "--before", "HEAD", "--repeats", "5"),
+    )
     assert options.settings_text(same) == options.settings_text(other)
     for words in (
         ["--set", "a.b=1"],
@@ -103,10 +96,10 @@ def test_settings_tell_runs_apart_that_differ() -> None:
         ["--sessions", "4"],
         ["--words", "4"],
         ["--output-tokens", "4"],
-        ["--peer-argument=--enforce-eager"],
-        ["--peer-environment", "A=1"],
     ):
-        assert options.settings_text(parsed("compare", *words)) != options.settings_text(same)
+        assert options.settings_text(
+            parsed("regress", "--before", "HEAD", *words)
+        ) != options.settings_text(same)
 
 
 # --- sides ---
@@ -285,41 +278,23 @@ def test_store_makes_halves_of_pairs_again(tmp_path: Path) -> None:
 def test_measure_starts_nothing_when_all_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = parsed("compare", "--cases", "text", "--concurrency", "1", "--repeats", "2")
+    found = parsed(
+        "regress", "--before", "HEAD", "--cases", "text", "--concurrency", "1", "--repeats", "2"
+    )
     found.out = tmp_path
     specs = (
         Spec(side="vsched", command=["no-such-program"], model="m", port=1, version="v"),
         Spec(side="vllm", command=["no-such-program"], model="m", port=2, version="v", budget=2048),
     )
-    session = compare.session_of(found, Console(file=io.StringIO()))
+    session = sessions.session_of(found, Console(file=io.StringIO()))
     with pytest.raises(FileNotFoundError):
-        compare.measure(found, session, specs, found.cases)
+        sessions.measure(found, session, specs, found.cases)
     for repeat in range(2):
         for spec in specs:
-            one = compare.plan_of(found, "text", 1, seed=str(repeat))
+            one = sessions.plan_of(found, "text", 1, seed=str(repeat))
             key = session.key(one, spec, purpose="compare", repeat=repeat)
             session.store.add(run_with(key))
-    compare.measure(found, session, specs, found.cases)
-    written = io.StringIO()
-    compare.report(found, session, {"text": 2048}, Console(file=written))
-    assert "1.00 (1.00 to 1.00)" in written.getvalue()
-    assert {path.suffix for path in tmp_path.iterdir()} == {"", ".json", ".md", ".png"}, (
-        "logs next to the figures"
-    )
-
-
-def test_words_for_a_prompt_follow_two_prompts() -> None:
-    words = growth.Words((100, 210), (400, 810))
-    assert words(2010) == 980, "two tokens a word, ten of the template, and 2 % short"
-    assert words(1) == 1
-
-
-def test_scheduler_rows_are_read_from_either_side() -> None:
-    content = (
-        b'{"load":1,"rows":[{"case":"decode step","running":1,"events":5,"p50_us":2,"p99_us":3}]}'
-    )
-    (row,) = scheduler.read("vsched", 2, content)
-    assert (row.side, row.case, row.repeat, row.p50_us) == ("vsched", "decode step", 2, 2)
+    sessions.measure(found, session, specs, found.cases)
 
 
 # --- servers ---

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.bench.compare import context_line
 from tests.bench.options import MADE, PAGES, SMOLLM2, options_of, settings_of
-from tests.bench.records import Key, Run, SchedulerRow, Started
+from tests.bench.records import Key, Run, Started
 from tests.bench.report import page, tables
 from tests.bench.report.pairs import pair_cells
-from tests.bench.report.ratios import best_budgets, rows
+from tests.bench.report.ratios import rows
+from tests.bench.sessions import context_line
 from vsched.bench.load.client import Sample
 from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, Times, gaps, summarise, times
 from vsched.errors import ConfigError
@@ -165,23 +165,6 @@ def test_ratio_of_what_is_not_there_is_none() -> None:
     assert row.ratio(tables.quantile("ttft_ms", "p50")) is None
 
 
-@pytest.mark.parametrize(
-    ("rates", "expected"),
-    [
-        ({512: {"a": 1.0, "b": 1.0}, 2048: {"a": 2.0, "b": 2.0}}, {"a": 2048, "b": 2048}),
-        ({512: {"a": 1.0, "b": 4.0}, 2048: {"a": 8.0, "b": 2.0}}, {"a": 2048, "b": 512}),
-        ({512: {"a": 1.0, "b": 2.05}, 2048: {"a": 2.0, "b": 2.0}}, {"a": 2048, "b": 2048}),
-        ({512: {"a": 0.0}}, {"a": 512}),
-        ({512: {"a": 0.0}, 2048: {"a": 1.0}}, {"a": 2048}),
-        ({}, {}),
-    ],
-)
-def test_best_budgets_are_one_for_all_unless_a_case_gains(
-    rates: dict[int, dict[str, float]], expected: dict[str, int]
-) -> None:
-    assert best_budgets(rates) == expected
-
-
 # --- tables ---
 
 
@@ -219,31 +202,6 @@ def test_latencies_show_ratios_of_ours_to_theirs() -> None:
     assert cells(tables.latencies(found), 2)[2:6] == ["50.0 / 100 (0.50)"] * 3 + ["- / -"]
 
 
-def test_prompts_of_another_length_are_seen() -> None:
-    ours, theirs = (
-        msgspec.structs.replace(
-            run := run_of(side, 1),
-            figures=msgspec.structs.replace(run.figures, prompt_tokens_mean=tokens),
-        )
-        for side, tokens in (("vsched", 162.0), ("vllm", 163.0))
-    )
-    said = tables.prompts(rows([ours], [theirs], ["text"]), ("vsched", "vllm"))
-    assert said == "Mean tokens of a prompt, vsched / vllm: text x 8: 162 / 163."
-
-
-def test_sweep_marks_the_budget_that_is_compared() -> None:
-    runs = [
-        run_of("vllm", rate, budget=budget, repeat=repeat)
-        for budget, rates in ((512, (1, 2, 6)), (2048, (4, 4, 5)))
-        for repeat, rate in enumerate(rates)
-    ]
-    table = tables.sweep(runs, {"text": 2048})
-    assert [cells(table, line)[1:4] for line in (2, 3)] == [
-        ["512", "8", "2.00"],
-        ["**2,048**", "8", "4.00"],
-    ]
-
-
 def test_starts_show_medians_and_who_is_stopped() -> None:
     def started(side: str, ready_s: float, *, paused: bool) -> Started:
         return Started(
@@ -275,28 +233,6 @@ def test_starts_show_medians_and_who_is_stopped() -> None:
         "no",
     ]
     assert cells(table, 3)[-1] == "yes"
-
-
-def test_scheduler_table_compares_round_by_round() -> None:
-    found = [
-        SchedulerRow(side=side, case="decode step", running=64, repeat=repeat, p50_us=us, p99_us=us)
-        for side, values in (("vsched", (2, 4)), ("vllm", (100, 400)))
-        for repeat, us in enumerate(values)
-    ]
-    found.append(
-        SchedulerRow(side="vsched", case="decode step", running=4096, repeat=0, p50_us=1, p99_us=1)
-    )
-    table = tables.scheduler(found, ("vsched", "vllm"))
-    assert cells(table, 2) == [
-        "decode step",
-        "64",
-        "3.00",
-        "3.00",
-        "250",
-        "250",
-        "75.0 (50.0 to 100)",
-    ]
-    assert cells(table, 3)[-3:] == ["-", "-", "-"]
 
 
 # --- the page ---

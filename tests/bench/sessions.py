@@ -1,4 +1,4 @@
-"""vsched compared with a peer: the peer's best setting is found first, then both run the same load in turns."""
+"""Sessions of paired servers: checkpoint, load plan, missing runs in turns, and published tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -15,12 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.bench.options import IMAGES, PAGES, SMOLLM2, settings_text, sizes_of
+from tests.bench.options import IMAGES, PAGES, SMOLLM2, settings_text
 from tests.bench.records import Key, Run, Started, Store
-from tests.bench.report import page, plots, tables
-from tests.bench.report.ratios import best_budgets, rows
+from tests.bench.report import page
 from tests.bench.servers import sides
-from tests.bench.servers.peers import PEERS, PeerStart
 from tests.bench.servers.server import Spec
 from tests.bench.servers.session import Session
 from vsched.bench.load.generator import DECODER_TOKENS, LoadPlan, sessions_for
@@ -88,34 +85,6 @@ def plan_of(
     )
 
 
-def peer_spec(options: argparse.Namespace, checkpoint: Path, budget: int) -> Spec:
-    """Return the specification of the peer's server with a token budget."""
-    start = PeerStart(
-        checkpoint=checkpoint,
-        sizes=sizes_of(options),
-        folder=PEERS[options.peer].folder(options.peers),
-        budget=budget,
-        arguments=options.peer_argument,
-        environment=dict(text.split("=", 1) for text in options.peer_environment),
-    )
-    return PEERS[options.peer].spec(start)
-
-
-def compare(options: argparse.Namespace, console: Console) -> None:
-    """Sweep, measure in turns, and write the results."""
-    checkpoint = checkpoint_of(options, console)
-    session = session_of(options, console)
-    chosen = dict.fromkeys(options.cases, options.budget)
-    if options.sweep and PEERS[options.peer].budgeted:
-        chosen = sweep(options, session, checkpoint)
-        console.print(f"token budget of the peer by case: {chosen}", markup=False)
-    ours = sides.vsched(checkpoint, sizes_of(options), options.set)
-    for budget in sorted(set(chosen.values())) if not options.report_only else ():
-        cases = [case for case in options.cases if chosen[case] == budget]
-        measure(options, session, (ours, peer_spec(options, checkpoint, budget)), cases)
-    report(options, session, chosen, console)
-
-
 def measure(
     options: argparse.Namespace,
     session: Session,
@@ -139,73 +108,6 @@ def measure(
     if missing:
         with session.servers(specs) as servers:
             session.take_turns(servers, missing)
-
-
-def sweep(options: argparse.Namespace, session: Session, checkpoint: Path) -> dict[str, int]:
-    """Run each case with each token budget; return the best budget for each case."""
-    concurrency = options.sweep_concurrency or max(options.concurrency)
-    budgets = sorted({max(budget, options.slots) for budget in options.sweep})
-    rates: dict[int, dict[str, float]] = {}
-    for budget in budgets:
-        spec = peer_spec(options, checkpoint, budget)
-        work: dict[tuple[Key, ...], LoadPlan] = {}
-        for case in options.cases:
-            for repeat in range(options.sweep_repeats):
-                plan = plan_of(options, case, concurrency, seed=str(repeat), purpose="sweep")
-                work[(session.key(plan, spec, purpose="sweep", repeat=repeat),)] = plan
-        missing = session.missing(work, [spec])
-        if missing and options.report_only:
-            continue
-        if missing:
-            with session.servers([spec]) as servers:
-                session.take_turns(servers, missing)
-        made = {run.key: run.figures.requests_s for run in session.store.report.runs}
-        rates[budget] = {
-            case: statistics.median(made[key] for (key,) in work if key.case == case)
-            for case in options.cases
-        }
-    return best_budgets(rates) or dict.fromkeys(options.cases, options.budget)
-
-
-def report(
-    options: argparse.Namespace, session: Session, chosen: dict[str, int], console: Console
-) -> None:
-    """Write tables and plots of all runs with these options."""
-    found = session.store.report
-    mine = [run for run in found.runs if belongs(run, session, "compare")]
-    ours = [run for run in mine if run.key.side == sides.VSCHED]
-    budgets = chosen if PEERS[options.peer].budgeted else dict.fromkeys(chosen, 0)
-    theirs = [
-        run
-        for run in mine
-        if run.key.side == options.peer and run.key.budget == budgets.get(run.key.case)
-    ]
-    pairs = rows(ours, theirs, options.cases)
-    if not pairs:
-        return
-    names = (sides.VSCHED, options.peer)
-    started = [one for one in found.starts if starts_here(one, session, names)]
-    swept = [run for run in found.runs if belongs(run, session, "sweep") and run.key.case in chosen]
-    parts = [
-        tables.starts(sorted(started, key=lambda one: one.side != sides.VSCHED)),
-        tables.rates(pairs, names),
-        f"Times in ms, {sides.VSCHED} / {options.peer} (ratio): medians of the repeats.",
-        tables.latencies(pairs),
-        textwrap.fill(tables.prompts(pairs, names), LINE),
-        context_line(found.machine, session.settings, ours + theirs),
-    ]
-    if swept:
-        parts.insert(1, tables.sweep(swept, chosen))
-    title = f"{options.checkpoint}, {sides.VSCHED} and {options.peer}"
-    name = f"{options.peer}-{options.checkpoint}"
-    files = {
-        f"bench-{name}-rates.png": plots.draw_rates,
-        f"bench-{name}-times.png": plots.draw_times,
-    }
-    for file, draw_plot in files.items():
-        draw_plot(pairs, names, title, options.out / file)
-    captions = ("Request rates by concurrency", "Times by concurrency")
-    publish(options, name, parts, dict(zip(files, captions, strict=True)), console)
 
 
 def starts_here(one: Started, session: Session, names: Sequence[str]) -> bool:

@@ -1,1 +1,0 @@
-"""`python -m tests.bench.apart`: upper bound for the gain of prefill/decode disaggregation."""
