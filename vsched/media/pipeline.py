@@ -409,4 +409,6 @@ def _shorten(kept: OrderedDict[Any, Any], count: int) -> None:
 def _give_way() -> None:
     """Lower the priority of this thread, on systems with thread priorities."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LONG_TEXTS_NICE)
+        thread = threading.get_native_id()
+        own = os.getpriority(os.PRIO_PROCESS, thread)  # of a server that is niced, too
+        os.setpriority(os.PRIO_PROCESS, thread, own + _LONG_TEXTS_NICE)
