@@ -327,7 +327,7 @@ class CompletionEndpoint:
             path=exchange.scope["path"],
             tenant=tenant_of(exchange.scope),
             created=job.created,
-            seed=job.sampling.seed,
+            seed=job.sampling.seed or 0,
             choices=len(job.prompts) * job.drawn,
             body=body,
         )

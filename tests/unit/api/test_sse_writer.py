@@ -11,7 +11,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import FakeEngine, FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
-from vsched.aio.streams.stream import OutputDelta, TokenStream
+from vsched.aio.streams.stream import ChoiceInputs, OutputDelta, TokenStream
 from vsched.api.choices import SseWriter, Voice
 from vsched.api.formatters import ChatFormatter, CompletionFormatter
 from vsched.api.http_exchange import HttpExchange
@@ -64,14 +64,13 @@ class Letters:
 
 def live_generation() -> TokenStream:
     return TokenStream(
-        "id",
-        prompt_token_ids=[1],
-        detokenizer=Letters(),
-        stop=(),
-        stop_token_ids=frozenset(),
-        logprobs=False,
-        on_stop=lambda *_: None,
-        on_end=lambda: None,
+        ChoiceInputs(
+            request_id="id",
+            prompt_token_ids=[1],
+            on_stop=lambda *_: None,
+            on_end=lambda: None,
+        ),
+        lambda **_: Letters(),
     )
 
 

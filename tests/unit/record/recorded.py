@@ -14,8 +14,12 @@ from vsched.config.sections import RecordConfig
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
+from vsched.kernel.snapshot import LAYOUT
 from vsched.policy import Policy
 from vsched.record import Recorder, open_recorder
+from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
+from vsched.record.replay import REMOVED_SETTINGS
+from vsched.record.segments import find_segments
 from vsched.testing import ModelCluster, run_random
 from vsched.testing.defaults import default_policies
 
@@ -135,6 +139,18 @@ def record_run(
     assert cluster.recorder is not None
     cluster.recorder.close()
     return cluster
+
+
+def downgrade(path: Path) -> None:
+    """Rewrite a record as an earlier version wrote it: with unreadable snapshots and settings that are gone."""
+    for segment in find_segments(path):
+        bodies = [body for _, body in FrameReader(segment, newest=True).bodies()]
+        *header, _, layout = msgspec.msgpack.decode(bodies[0])
+        assert layout == LAYOUT
+        for section, name in REMOVED_SETTINGS:
+            header[5].setdefault(section, {})[name] = False
+        bodies[0] = msgspec.msgpack.encode([*header, b"a state as it once was"])
+        segment.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies)))
 
 
 if __name__ == "__main__":

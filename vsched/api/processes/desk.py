@@ -12,9 +12,7 @@ import msgspec
 from starlette.types import ASGIApp, Scope
 
 from vsched.aio.serving import RunningParts
-from vsched.aio.streams.prompt_report import PromptReport
-from vsched.aio.streams.sink import Answering
-from vsched.aio.streams.stream import TokenLogprob, broken
+from vsched.aio.streams.stream import ChoiceInputs, PromptReport, TokenLogprob, broken
 from vsched.api.processes.link import Link
 from vsched.api.processes.messages import (
     AcceptedRequest,
@@ -88,20 +86,20 @@ class RelayedAnswer:
     """
 
     def __init__(
-        self, answering: Answering, number: int, box: TurnBox, on_end: Callable[[int], None]
+        self, inputs: ChoiceInputs, number: int, box: TurnBox, on_end: Callable[[int], None]
     ) -> None:
-        self.request_id = answering.request_id
+        self.request_id = inputs.request_id
         self.number = number
-        self.prompt_token_ids = answering.prompt_token_ids
-        self.prompt_tokens = len(answering.prompt_token_ids)
+        self.prompt_token_ids = inputs.prompt_token_ids
+        self.prompt_tokens = len(inputs.prompt_token_ids)
         self.output_tokens = 0
         self.times = RequestTimes()
         self.reason: FinishReason | None = None
         self.prompt_report: PromptReport | None = (
-            None if answering.report is None else _RelayedReport(box, number)
+            None if inputs.report is None else _RelayedReport(box, number)
         )
         self._box = box
-        self._answering = answering
+        self._inputs = inputs
         self._on_end = on_end
         self._broken = ""
 
@@ -122,7 +120,7 @@ class RelayedAnswer:
         self.reason, self.times = finish.reason, finish.times
         self._box.turn.finished.append(msgspec.structs.replace(finish, number=self.number))
         self._on_end(self.number)
-        self._answering.on_end()
+        self._inputs.on_end()
 
     def give_up(self, message: str) -> None:
         """Report this error to the client instead of the actual end."""
@@ -135,7 +133,7 @@ class RelayedAnswer:
     def end(self, reason: FinishReason) -> None:
         """End it early; no-op after its end."""
         if self.reason is None:
-            self._answering.on_stop(self.request_id, reason)
+            self._inputs.on_stop(self.request_id, reason)
 
     def deliver(self) -> None:
         """No-op: messages are sent at the end of the iteration."""
@@ -216,9 +214,9 @@ class Desk:
         finally:
             del self._arriving[number]
 
-    def _answer(self, arrive: Arrive, answering: Answering) -> RelayedAnswer:
-        number = arrive.number + arrive.request_ids.index(answering.request_id)
-        return RelayedAnswer(answering, number, self._box, self._ended)
+    def _answer(self, arrive: Arrive, inputs: ChoiceInputs) -> RelayedAnswer:
+        number = arrive.number + arrive.request_ids.index(inputs.request_id)
+        return RelayedAnswer(inputs, number, self._box, self._ended)
 
     def _ended(self, number: int) -> None:
         self._live.pop(number, None)

@@ -10,11 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from vsched.aio.grammar_checks import GrammarChecks, grammar_processes
 from vsched.aio.pending_arrivals import PendingArrivals
-from vsched.aio.request_bounds import check_stop_tokens, prompts_untold
-from vsched.aio.serving import load_front_end, token_stream
-from vsched.aio.streams.prompt_report import PromptReport
-from vsched.aio.streams.sink import Answering
-from vsched.aio.streams.stream import StopScope, TokenStream
+from vsched.aio.serving import check_stop_tokens, load_front_end, prompts_untold
+from vsched.aio.streams.stream import ChoiceInputs, PromptReport, StopScope, TokenStream
 from vsched.aio.streams.table import StreamTable
 from vsched.api.http_exchange import ROOMLESS_BYTES, HttpExchange
 from vsched.api.processes.link import Link
@@ -226,9 +223,8 @@ class RemoteEngine:
         top = sampling.prompt_logprobs
         report = None if top is None else PromptReport(token_ids, top)
         return [
-            token_stream(
-                self.preprocessor.detokenizer,
-                Answering(
+            TokenStream(
+                ChoiceInputs(
                     request_id=name,
                     prompt_token_ids=token_ids,
                     sampling=sampling,
@@ -237,6 +233,7 @@ class RemoteEngine:
                     on_stop=self._end,
                     on_end=lambda: None,
                 ),
+                self.preprocessor.detokenizer,
                 make_stop_scope=pending.make_stop_scope,
             )
             for name in pending.request_ids

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, FakeGeneration, chat, post
-from vsched.aio.streams.prompt_report import PromptReport
-from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.aio.streams.stream import OutputDelta, PromptReport, TokenLogprob
 from vsched.api import ApiSettings
 from vsched.wire import PromptPiece
 

@@ -10,11 +10,11 @@ from tests.unit.aio.streams.test_stream import Ended
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.api.tools.written_calls import written_calls
 from tests.unit.media.fakes import FakeDetokenizer
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.stream import ChoiceInputs, TokenStream
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS
 from vsched.api.tools.reader import CallStopScope
 from vsched.kernel.commands import Finish, RequestTimes
-from vsched.types import FinishReason
+from vsched.types import FinishReason, SamplingParams
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("f", {"a": "x", "b": [1]}),
@@ -73,15 +73,15 @@ def test_stream_with_a_scope_stops_outside_of_calls_alone(
     call = written_calls(known, CALLS[:1])
     ended = Ended()
     made = TokenStream(
-        "r",
-        prompt_token_ids=[1],
-        detokenizer=FakeDetokenizer(),
-        stop=(stop,),
-        stop_token_ids=frozenset(),
-        stop_scope=CallStopScope(known, tools=TOOLS),
-        logprobs=False,
-        on_stop=ended.on_stop,
-        on_end=ended.on_end,
+        ChoiceInputs(
+            request_id="r",
+            prompt_token_ids=[1],
+            sampling=SamplingParams(stop=(stop,)),
+            on_stop=ended.on_stop,
+            on_end=ended.on_end,
+        ),
+        lambda **_: FakeDetokenizer(),
+        make_stop_scope=lambda: CallStopScope(known, tools=TOOLS),
     )
     answer = f"Look.{call}\n" + ("Done." if stop == "D" else "")
     for letter in answer:
