@@ -18,8 +18,7 @@ from vsched.kernel.events import FurtherChoice, Submitted
 from vsched.kernel.generate.chunks import drop_claims_before, reach
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
-from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_calls import ask_encoding
+from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.prefix_hashes import choices_root, root_hash
 from vsched.kernel.request import Phase, RequestState, host_bytes
@@ -46,7 +45,6 @@ class RequestMoves(Restorable):
     def __init__(
         self,
         limits: SchedulerLimits,
-        policies: KernelPolicies,
         table: RequestTable,
         cache: EmbeddingCache,
         groups: Sequence[GenerateGroup],
@@ -55,14 +53,12 @@ class RequestMoves(Restorable):
         loads: Loads,
     ) -> None:
         self._limits = limits
-        self._encoding = seats.add_seat("encode.encoding", policies.encoding)
+        self._encoding = seats.add_seat("encode.encoding")
         self._table = table
         self._cache = cache
         self._groups = groups
         self._loads = loads
-        self._router = Router(
-            seats.add_seat("routing", policies.routing), limits, groups, measured, loads
-        )
+        self._router = Router(seats.add_seat("routing"), limits, groups, measured, loads)
         self.ended_choices: list[RequestState] = []
 
     def group_of(self, state: RequestState) -> GenerateGroup:
@@ -199,7 +195,7 @@ class RequestMoves(Restorable):
             measured=self.group_of(state).measured,
             state=self._encoding.state,
         )
-        for index in ask_encoding(self._encoding, view):
+        for index in self._choose_items(view):
             item = state.items[index]
             if index in state.wanted or item.end <= start:
                 continue
@@ -210,6 +206,14 @@ class RequestMoves(Restorable):
                 message = "the image's token count differs from its cached embedding's"
                 return [self.fail(state, now_ns, message, code="length_mismatch")]
         return ()
+
+    def _choose_items(self, view: EncodingView) -> list[int]:
+        """Return indices of the items to encode now: those that the chunk needs, and those that the policy adds."""
+        items, needed = view.items, view.needed
+        chosen: list[int] = self._encoding.decide(view, len(items))
+        if not all(items[index].ready or index in chosen for index in needed):
+            self._encoding.overrule("items that the chunk needs were left out")
+        return sorted({*needed, *chosen})
 
     def _awaits_prompt(self, state: RequestState) -> bool:
         """Return True if a further choice waits until the first one has computed their prompt.

@@ -57,7 +57,7 @@ from vsched.kernel.request_moves import RequestMoves
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.snapshot import Restorable, Saved, SavedKeys, SnapshotRoot
 from vsched.kernel.waiting_queue import Holds, OrderedQueue
-from vsched.policy import POLICY_TABLES, SEVERAL
+from vsched.policy import POLICY_TABLES, SEVERAL, without_seats
 from vsched.probes import probe
 from vsched.types import FinishReason, group_names
 
@@ -120,22 +120,14 @@ class Scheduler(SnapshotRoot):
         self.limits = limits
         self._build = policies.build
         self._installed = InstalledPolicies(self._install_policies)
-        self._seats = seats = PolicySeats(policies.several)
+        self._seats = seats = PolicySeats(policies)
         self._faults = seats.faults
         self._table = RequestTable(limits.waiting_ns)
-        reclaim = seats.add_seat("encode.reclaim", policies.reclaim)
-        self.embeddings = EmbeddingCache(limits, policies.embedding_eviction, reclaim, seats.faults)
-        self.encode = EncodeStage(
-            limits,
-            seats.add_seat("encode.admission", policies.encode_admission),
-            seats.add_seat("encode.dispatch", policies.dispatch),
-            self.embeddings,
-        )
+        self.embeddings = EmbeddingCache(limits, seats)
+        self.encode = EncodeStage(limits, seats, self.embeddings)
         self._dirty = dirty = DirtyGroups(limits.generators)
         self.generators = [
-            GenerateGroup(
-                name, index, limits, policies, self.embeddings, self._table.live, seats, dirty
-            )
+            GenerateGroup(name, index, limits, self.embeddings, self._table.live, seats, dirty)
             for index, name in enumerate(group_names("generate", limits.generators))
         ]
         self._loads = loads = Loads(self.generators)
@@ -145,10 +137,10 @@ class Scheduler(SnapshotRoot):
             group.measured = MeasuredGroups((group,), self.encode)
             group.loads = loads
         self._moves = RequestMoves(
-            limits, policies, self._table, self.embeddings, self.generators, seats, measured, loads
+            limits, self._table, self.embeddings, self.generators, seats, measured, loads
         )
         self._gate = ArrivalGate(
-            seats.add_seat("front_door", policies.front_door),
+            seats.add_seat("front_door"),
             limits,
             self._table,
             self.generators,
@@ -280,9 +272,8 @@ class Scheduler(SnapshotRoot):
     def _install_policies(self, tables: Mapping[str, PolicyTable]) -> None:
         built: list[tuple[str, Any]] = []
         for path, table in tables.items():
-            fields = {key: value for key, value in table.items() if key != "seats"}
             decision = SEVERAL if path == SEVERAL else POLICY_TABLES[path]
-            policy = self._build(decision, fields)
+            policy = self._build(decision, without_seats(table))
             PolicyMemory(policy)  # raises if its state cannot be kept
             built.append((path, policy))
         for path, policy in built:

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from vsched.policy.base import Policy
+from vsched.policy.base import Decision, Policy
+from vsched.policy.checks import COUNT_MAX, check_number
 from vsched.policy.measured import Measured, Measurements
 
 DRAFT_TOKENS_MAX = 32
@@ -68,6 +69,16 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
     state: Any = None
 
 
+def check_draft(returned: Draft) -> Draft:
+    """Return the checked grant."""
+    return Draft(
+        check_number(returned.tokens, most=DRAFT_TOKENS_MAX),
+        check_number(returned.steps, most=COUNT_MAX),
+        check_number(returned.ngram, most=COUNT_MAX),
+        bool(returned.model),
+    )
+
+
 class DraftingPolicy(Policy, frozen=True, kw_only=True):
     """Decides the number of draft tokens of a request, and for how many steps it applies."""
 
@@ -77,3 +88,15 @@ class DraftingPolicy(Policy, frozen=True, kw_only=True):
         Called when a request begins to decode, and at the end of each grant with `steps`.
         """
         raise NotImplementedError
+
+
+DECISIONS = (
+    Decision(
+        "drafting",
+        DraftingPolicy,
+        "grant",
+        ("generate.drafting",),
+        check_draft,
+        Draft,
+    ),
+)

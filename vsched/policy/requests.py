@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from itertools import islice
+from operator import index as to_int
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from vsched.policy.base import Policy, WaitingEntry
+from vsched.policy.base import Decision, Policy, WaitingEntry
+from vsched.policy.checks import (
+    COUNT_MAX,
+    TIME_MAX_NS,
+    check_distinct,
+    check_hold,
+    check_index,
+    check_number,
+    check_text,
+)
 from vsched.policy.measured import Measured, Measurements
 
 # --- arrival ----------------------------------------------------------------------------------------------------------
@@ -105,6 +116,35 @@ class Redirect(msgspec.Struct, frozen=True):
 
 
 ArrivalDecision = Admit | Hold | Shed | Redirect
+SHED_STATUS = (429, 503)
+RETRY_AFTER_MAX_S = 24 * 3600
+
+
+def check_arrival(
+    returned: object, now_ns: int, arrived_ns: int, hold_max_ns: int
+) -> ArrivalDecision:
+    """Return the checked decision about an arrived request."""
+    match returned:
+        case Admit():
+            return Admit()
+        case Hold(until_ns):
+            return Hold(check_hold(until_ns, now_ns, arrived_ns, hold_max_ns))
+        case Shed(reason, retry_after_s, status):
+            if status not in SHED_STATUS:
+                raise ValueError(f"status {status} is none of {SHED_STATUS}")
+            seconds = check_number(retry_after_s, least=1, most=RETRY_AFTER_MAX_S)
+            return Shed(check_text(reason), seconds, to_int(status))
+        case Redirect(base_url):
+            url = check_text(base_url)
+            if not url.startswith(("http://", "https://")) or not url.isprintable():
+                raise ValueError(f"{url!r} is no base URL")
+            return Redirect(url)
+    raise TypeError(f"{returned!r} is no Admit, Hold, Shed or Redirect")
+
+
+def default_arrival(*_: int) -> ArrivalDecision:
+    """Admit the request."""
+    return Admit()
 
 
 # --- admission --------------------------------------------------------------------------------------------------------
@@ -155,6 +195,33 @@ class Admission(msgspec.Struct, frozen=True):
 
     indices: Sequence[int] = ()
     hold_until_ns: int | None = None
+
+
+def check_admission(
+    returned: Admission,
+    waiting: Sequence[WaitingEntry],
+    entries_free: int,
+    running: int,
+    now_ns: int,
+    hold_max_ns: int,
+) -> Admission:
+    """Return the checked admission; while nothing runs, an entry must join, or all be held."""
+    del entries_free
+    indices = check_distinct(returned.indices, len(waiting))
+    hold_until_ns = returned.hold_until_ns
+    if hold_until_ns is None:
+        if not indices and not running and waiting:
+            raise ValueError("nothing runs, nothing is admitted and no time to hold until is given")
+        return Admission(indices)
+    if indices:
+        raise ValueError("entries join, and yet everything is held")
+    arrived_ns = min(entry.arrived_ns for entry in waiting)
+    return Admission(indices, check_hold(hold_until_ns, now_ns, arrived_ns, hold_max_ns))
+
+
+def default_admission(waiting: Sequence[WaitingEntry], entries_free: int, *_: int) -> Admission:
+    """Admit all entries for which there is capacity, in queue order."""
+    return Admission(range(min(len(waiting), max(entries_free, 1))))
 
 
 # --- step -------------------------------------------------------------------------------------------------------------
@@ -233,6 +300,24 @@ class StepShares(msgspec.Struct, frozen=True):
     time_ns: int | None = None
 
 
+def check_shares(returned: StepShares, count: int) -> StepShares:
+    """Return the checked shares of `count` requests."""
+    order = check_distinct(returned.order, count)
+    tokens, time_ns = returned.tokens, returned.time_ns
+    if tokens is not None:
+        tokens = [check_number(one, most=COUNT_MAX) for one in islice(tokens, count + 1)]
+        if len(tokens) != len(order):
+            raise ValueError(f"{tokens} are not counts for each of {order}")
+    if time_ns is not None:
+        time_ns = check_number(time_ns, most=TIME_MAX_NS)
+    return StepShares(order, tokens, time_ns)
+
+
+def default_shares(count: int) -> StepShares:
+    """Let all requests advance, oldest first."""
+    return StepShares(range(count))
+
+
 # --- preemption -------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +372,7 @@ class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PreemptionMode = Literal["recompute", "swap"]
+MODES: tuple[PreemptionMode, ...] = get_args(PreemptionMode)
 
 
 class Preemption(msgspec.Struct, frozen=True):
@@ -301,6 +387,20 @@ class Preemption(msgspec.Struct, frozen=True):
 
     victim: int
     mode: PreemptionMode = "recompute"
+
+
+def check_preemption(returned: int | Preemption, count: int) -> Preemption:
+    """Return the checked victim among `count` requests, with its mode."""
+    found = returned if isinstance(returned, Preemption) else Preemption(to_int(returned))
+    index = check_index(found.victim, count)
+    if found.mode not in MODES:
+        raise ValueError(f"mode {found.mode!r} is none of {', '.join(MODES)}")
+    return Preemption(index, MODES[MODES.index(found.mode)])
+
+
+def default_preemption(count: int) -> Preemption:
+    """Recompute the youngest request."""
+    return Preemption(count - 1)
 
 
 # --- the policy --------------------------------------------------------------------------------------------------
@@ -338,7 +438,7 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         Called when entries wait and the stage has capacity. The kernel takes the entries in the given order and stops
         before the first that does not fit; the other entries keep their places.
         """
-        return Admission(range(min(len(view.waiting), max(view.entries_free, 1))))
+        return default_admission(view.waiting, view.entries_free)
 
     def encode_limits(self) -> EncodeLimits:
         """Return the largest batch that `admit` allows in the encode stage; memory is reserved for it.
@@ -354,7 +454,7 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         chunk: the minimum of its tokens, of the remaining tokens and time of the step, and of the tokens before the
         first missing embedding. If no request at all would advance, all advance in order.
         """
-        return StepShares(range(len(view.prefilling)))
+        return default_shares(len(view.prefilling))
 
     def victim(self, view: PreemptionView) -> int | Preemption:
         """Return the running request to preempt, as an index into `view.running`; by default the youngest.
@@ -363,3 +463,39 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         is resumed; an index alone means `recompute`.
         """
         return len(view.running) - 1
+
+
+DECISIONS = (
+    Decision(
+        "front_door",
+        RequestPolicy,
+        "arrive",
+        ("front_door",),
+        check_arrival,
+        default_arrival,
+    ),
+    Decision(
+        "admission",
+        RequestPolicy,
+        "admit",
+        ("encode.admission", "generate.admission"),
+        check_admission,
+        default_admission,
+    ),
+    Decision(
+        "step",
+        RequestPolicy,
+        "share",
+        ("generate.step",),
+        check_shares,
+        default_shares,
+    ),
+    Decision(
+        "preemption",
+        RequestPolicy,
+        "victim",
+        ("generate.preemption",),
+        check_preemption,
+        default_preemption,
+    ),
+)

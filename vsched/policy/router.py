@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from vsched.policy.base import Policy
+from vsched.policy.base import Decision, Policy
+from vsched.policy.checks import check_index
 from vsched.policy.measured import Measured, Measurements
 
 
@@ -74,6 +75,18 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     state: Any = None
 
 
+def check_replica(returned: int, count: int, usable: Sequence[int], loads: Sequence[int]) -> int:
+    """Return the checked index of one of `count` replicas."""
+    del usable, loads
+    return check_index(returned, count)
+
+
+def default_replica(count: int, usable: Sequence[int], loads: Sequence[int]) -> int:
+    """Choose the usable replica with the fewest tokens, the first of equals."""
+    del count
+    return min(usable, key=loads.__getitem__)
+
+
 class RoutingPolicy(Policy, frozen=True, kw_only=True):
     """Decides which replica serves a request."""
 
@@ -84,3 +97,15 @@ class RoutingPolicy(Policy, frozen=True, kw_only=True):
         went down.
         """
         raise NotImplementedError
+
+
+DECISIONS = (
+    Decision(
+        "routing",
+        RoutingPolicy,
+        "choose",
+        ("routing",),
+        check_replica,
+        default_replica,
+    ),
+)

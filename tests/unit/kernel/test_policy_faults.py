@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +17,10 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.kernel.policy_calls import (
-    GuardedOrder,
-    ask_admission,
-    ask_dispatch,
-    ask_drafting,
-    ask_front_door,
-    ask_preemption,
-    ask_step,
-)
+from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.policy_seats import PolicyFaults
 from vsched.policy import (
+    DECISIONS,
     Admission,
     AdmissionView,
     CachePolicy,
@@ -289,7 +281,7 @@ def test_guard_insertion_default_decides(answer: Any) -> None:
     assert cluster.kernel.statistics()["generate"]["blocks_cached"] > 0
 
 
-@pytest.mark.parametrize("cache", ["embedding_eviction", "prefix_eviction"])
+@pytest.mark.parametrize("cache", ["encode_eviction", "generate_eviction"])
 @pytest.mark.parametrize(
     "order",
     [
@@ -314,7 +306,7 @@ def test_guard_eviction_default_decides(cache: str, order: Any) -> None:
 def test_guard_eviction_may_keep_nothing() -> None:
     """`add` may return False: the entry is dropped at once."""
     BROKEN["eviction"] = Answers(BadOrder("add", False))
-    cluster = serve_all({"embedding_eviction": BadEviction()})
+    cluster = serve_all({"encode_eviction": BadEviction()})
     assert cluster.notices == []
     encode = cluster.kernel.statistics()["encode"]
     assert isinstance(encode, dict)
@@ -348,44 +340,28 @@ class Reason(str):
 
 
 @pytest.mark.parametrize(
-    ("ask", "view", "answer"),
+    ("decision", "facts", "answer"),
     [
         (
-            ask_admission,
-            SimpleNamespace(
-                waiting=[SimpleNamespace(arrived_ns=5)], running=0, now_ns=7, entries_free=1
-            ),
+            "admission",
+            ([SimpleNamespace(arrived_ns=5)], 1, 0, 7, 60),
             Admission([], np.int64(9)),  # type: ignore[arg-type]
         ),
-        (
-            ask_preemption,
-            SimpleNamespace(running=[0, 1]),
-            Preemption(np.int8(1), PreemptionMode("swap")),  # type: ignore[arg-type]
-        ),
-        (ask_drafting, None, Draft(np.int64(2), np.int64(3), np.int64(2), np.True_)),  # type: ignore[arg-type]
-        (
-            ask_step,
-            SimpleNamespace(prefilling=[0, 1]),
-            StepShares(np.array([1, 0]), np.array([3, 4]), np.int64(9)),  # type: ignore[arg-type]
-        ),
-        (
-            ask_front_door,
-            ARRIVED,
-            Hold(np.int64(9)),  # type: ignore[arg-type]
-        ),
-        (ask_front_door, ARRIVED, Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
-        (ask_front_door, ARRIVED, Redirect(Reason("http://other:8000"))),
-        (
-            partial(ask_dispatch, free={}, encoding=1),
-            SimpleNamespace(waiting=[0]),
-            Dispatch(None, [np.int8(0)]),  # type: ignore[list-item]
-        ),
+        ("preemption", (2,), Preemption(np.int8(1), PreemptionMode("swap"))),  # type: ignore[arg-type]
+        ("drafting", (), Draft(np.int64(2), np.int64(3), np.int64(2), np.True_)),  # type: ignore[arg-type]
+        ("step", (2,), StepShares(np.array([1, 0]), np.array([3, 4]), np.int64(9))),  # type: ignore[arg-type]
+        ("front_door", (7, 5, 60), Hold(np.int64(9))),  # type: ignore[arg-type]
+        ("front_door", (7, 5, 60), Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
+        ("front_door", (7, 5, 60), Redirect(Reason("http://other:8000"))),
+        ("dispatch", (1, {}, 1), Dispatch(None, [np.int8(0)])),  # type: ignore[list-item]
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_guard_answers_become_values_that_can_be_recorded(ask: Any, view: Any, answer: Any) -> None:
+def test_checked_answers_can_be_recorded(decision: str, facts: Any, answer: Any) -> None:
     """A record holds the resulting commands, in the built-in types."""
-    seen = ask(SimpleNamespace(ask=lambda _: answer, accept=lambda: None, fail=pytest.fail), view)
+    check = DECISIONS[decision].check
+    assert check is not None
+    seen = check(answer, *facts)
     assert seen == msgspec.msgpack.decode(msgspec.msgpack.encode(seen), type=type(seen))
 
 

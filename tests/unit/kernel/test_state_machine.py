@@ -112,7 +112,7 @@ def test_kernel_overrules_a_policy_that_never_admits() -> None:
 def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
     """Found with seed 256041. The cached prefix ends between two occurrences of one image that is not retained."""
     limits = make_limits(slots=1, chunk_tokens=8, block_size=4)
-    cluster = ModelCluster(limits, default_policies(embedding_eviction=KeepNothing()))
+    cluster = ModelCluster(limits, default_policies(encode_eviction=KeepNothing()))
     image = b"image"
     cluster.submit(make_request("once", words(2), [(0, 12, image)]))
     cluster.submit(make_request("twice", words(9), [(0, 12, image), (0, 12, image)]))

@@ -16,22 +16,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
+from typing import cast
 
 import msgspec
 
+from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, ask_reclaim
-from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
+from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
 from vsched.kernel.waiting_queue import OrderedQueue
-from vsched.policy import (
-    CachePolicy,
-    ImagePolicy,
-    ReadyEmbedding,
-    ReclaimView,
-    WaitingEntry,
-)
+from vsched.policy import CachePolicy, ReadyEmbedding, ReclaimView, WaitingEntry
 from vsched.policy.measured import Measured, Measurements
 from vsched.probes import probe
 from vsched.types import MediaItem
@@ -132,16 +127,15 @@ class EmbeddingCache(Restorable):
     def __init__(
         self,
         limits: SchedulerLimits,
-        eviction: CachePolicy,
-        reclaim: PolicySeat[ImagePolicy],
-        faults: PolicyFaults,
+        seats: PolicySeats,
     ) -> None:
         self.measured: Measured = Measurements()
-        self._reclaim = reclaim
+        self._reclaim = seats.add_seat("encode.reclaim")
+        eviction = cast("CachePolicy", seats.policies.by_table["encode.eviction"])
         self.queue = OrderedQueue()
         self._limits = limits
         self.entries = {}
-        self._order = GuardedOrder(eviction, faults)
+        self._order = GuardedOrder(eviction, seats.faults)
         self._free = list(range(limits.pages - 1, -1, -1))
         self._evictable_pages = 0
 
@@ -332,7 +326,7 @@ class EmbeddingCache(Restorable):
             measured=self.measured,
             state=self._reclaim.state,
         )
-        order = ask_reclaim(self._reclaim, view)
+        order: list[int] = self._reclaim.decide(view, len(ready))
         if front:
             # The spared ones follow, or the oldest request might never progress.
             if sum(len(ready[index].pages) for index in order) < pages:

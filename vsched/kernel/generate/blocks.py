@@ -15,8 +15,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from operator import eq
 
+from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, ask_insertion
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
@@ -174,7 +174,7 @@ class BlockPool(Restorable):
 
 
 def blocks_kept(
-    seat: PolicySeat[CachePolicy],
+    seat: PolicySeat,
     limits: SchedulerLimits,
     state: RequestState,
     computed: int,
@@ -204,5 +204,8 @@ def blocks_kept(
         measured=measured,
         state=seat.state,
     )
-    kept = ask_insertion(seat, view)
+    kept: int = seat.decide(view, full)
+    if kept < found:
+        seat.overrule("blocks that were found in the cache stay")
+        kept = found
     return kept if kept < full else None

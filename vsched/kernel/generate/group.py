@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
@@ -44,18 +45,12 @@ from vsched.kernel.generate.step_budget import (
 from vsched.kernel.generate.step_shares import prefill_shares
 from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.groups import DirtyGroups, Group, Loads
-from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_calls import (
-    PASSED_OVER,
-    GuardedOrder,
-    ask_admission,
-    ask_preemption,
-    put_first,
-)
+from vsched.kernel.guarded_order import GuardedOrder
+from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.snapshot import Saved
-from vsched.policy import Admission, AdmissionView, CachePolicy, PreemptionView
+from vsched.policy import AdmissionView, CachePolicy, Preemption, PreemptionView
 from vsched.policy.measured import Measured, Measurements, SwapTime
 from vsched.probes import probe
 
@@ -93,7 +88,6 @@ class GenerateGroup(Group):
         name: str,
         index: int,
         limits: SchedulerLimits,
-        policies: KernelPolicies,
         cache: EmbeddingCache,
         requests: Mapping[int, RequestState],
         seats: PolicySeats,
@@ -104,12 +98,12 @@ class GenerateGroup(Group):
         self.loads: Loads | None = None  # set once all groups are there
         super().__init__(name)
         self._limits = limits
-        self._prefix_eviction = policies.prefix_eviction
-        self._admission = seats.add_seat(f"{name}.admission", policies.generate_admission)
-        self._preemption = seats.add_seat(f"{name}.preemption", policies.preemption)
-        self._drafting = seats.add_seat(f"{name}.drafting", policies.drafting)
-        self._insertion = seats.add_seat(f"{name}.insertion", policies.insertion)
-        self._step = seats.add_seat(f"{name}.step", policies.step)
+        self._prefix_eviction = cast("CachePolicy", seats.policies.by_table["generate.eviction"])
+        self._admission = seats.add_seat(f"{name}.admission")
+        self._preemption = seats.add_seat(f"{name}.preemption")
+        self._drafting = seats.add_seat(f"{name}.drafting")
+        self._insertion = seats.add_seat(f"{name}.insertion")
+        self._step = seats.add_seat(f"{name}.step")
         self._cache = cache
         self._requests = requests
         self._faults = seats.faults
@@ -320,12 +314,12 @@ class GenerateGroup(Group):
                 measured=self.measured,
                 state=self._preemption.state,
             )
-            answer = ask_preemption(self._preemption, view)
-            victim = running[answer.victim]
+            chosen: Preemption = self._preemption.decide(view, len(running))
+            victim = running[chosen.victim]
             if victim.order < state.order:
                 self._preemption.overrule("the victim was older than the request in need")
                 victim = state  # whatever the policy says, the older request continues: this ensures progress
-            self._preempt(victim, swap=answer.mode == "swap")
+            self._preempt(victim, swap=chosen.mode == "swap")
             if victim is state:
                 probe("generate.preempted_itself")
                 return False
@@ -382,17 +376,11 @@ class GenerateGroup(Group):
             measured=self.measured,
             state=self._admission.state,
         )
-        if self._front_first:
-            admission = Admission((0,))
-        else:
-            admission = ask_admission(
-                self._admission, view, hold_max_ns=self._limits.passed_over_ns
-            )
-        queue.hold_until_ns = admission.hold_until_ns
-        indices = admission.indices
-        if overdue is not None and (first := put_first(indices, overdue)) is not indices:
-            self._admission.overrule(PASSED_OVER)
-            indices, self._helped = first, waiting[overdue].state.number
+        indices: Sequence[int] = (0,)
+        if not self._front_first:
+            indices, helped = queue.admit(self._admission, view, self._limits.passed_over_ns)
+            if helped and overdue is not None:
+                self._helped = waiting[overdue].state.number
         for state in [waiting[index].state for index in indices]:
             if plan.budget.spent or not running.slots_free:
                 return

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import cast
 
 import msgspec
 
@@ -45,6 +46,7 @@ from vsched.kernel.events import (
     TimerFired,
     Withdrawn,
 )
+from vsched.policy import ImagePolicy
 from vsched.testing.defaults import default_policies
 from vsched.testing.model_ranks.generator import ModelGenerator, output_token, prompt_seed
 from vsched.types import FinishReason, Request, group_names, stage_of
@@ -94,7 +96,7 @@ class ModelCluster:
                 limits,
                 self.pages,
                 lambda number: self.requests[self.names[number]],
-                scope=policies.encoding.scope,
+                scope=cast("ImagePolicy", policies.by_table["encode.encoding"]).scope,
             )
             for name in group_names("generate", limits.generators)
         }

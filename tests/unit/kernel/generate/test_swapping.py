@@ -24,10 +24,10 @@ from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.events import Cleared, Drain
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.swap_space import SwapSpace
-from vsched.kernel.policy_calls import ask_preemption
 from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
 from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import (
+    DECISIONS,
     Draft,
     DraftingPolicy,
     DraftingView,
@@ -354,5 +354,8 @@ def test_preemption_answers_are_checked(answer: object, found: Preemption, fault
     """A number means recomputation; without a victim or a valid mode it is a fault, and the default decides."""
     reported = PolicyFaults()
     view = PreemptionView(now_ns=0, running=running(4, 8))
-    assert ask_preemption(PolicySeat(Answers(answer=answer), "victim", reported), view) == found
+    assert (
+        PolicySeat(Answers(answer=answer), DECISIONS["preemption"], reported).decide(view, 2)
+        == found
+    )
     assert len(reported.take_notices()) == faults
