@@ -94,7 +94,8 @@ def test_no_view_can_be_changed(kind: str) -> None:
     policies = places(kind, wrapped(default_of(kind), around))
     if kind == "admission":
         policies = {
-            place: wrapped(type(getattr(default_policies(), place)), around) for place in policies
+            place: wrapped(type(default_policies().by_table[SEATS[place]]), around)
+            for place in policies
         }
     cluster = serve(**policies)
     assert not done

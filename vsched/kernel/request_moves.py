@@ -8,6 +8,7 @@ commands that follow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import msgspec
 
@@ -25,7 +26,7 @@ from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.routing import Router
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.policy import EncodingView, ItemSpan
+from vsched.policy import EncodingView, ImagePolicy, ItemSpan
 from vsched.policy.measured import Measured
 from vsched.probes import probe
 from vsched.types import FinishReason, Request
@@ -54,6 +55,7 @@ class RequestMoves(Restorable):
     ) -> None:
         self._limits = limits
         self._encoding = seats.add_seat("encode.encoding")
+        self._scope = cast("ImagePolicy", self._encoding.policy).scope  # new policies must have it
         self._table = table
         self._cache = cache
         self._groups = groups
@@ -88,7 +90,7 @@ class RequestMoves(Restorable):
                 each,
                 event.stop_token_ids,
                 now_ns,
-                scope=self._encoding.policy.scope,
+                scope=self._scope,
                 root=root,
                 first=first,
                 choices=choices,
@@ -108,8 +110,7 @@ class RequestMoves(Restorable):
         request, emitted = event.request, len(event.emitted)
         if self._given_up:
             return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self._given_up)
-        scope = self._encoding.policy.scope
-        refusal = refuse_impossible(request, self._limits, scope=scope, emitted=emitted)
+        refusal = refuse_impossible(request, self._limits, scope=self._scope, emitted=emitted)
         if refusal is None and any(self._table.find(one.request_id) for one in requests):
             refusal = Refuse(request.request_id, RefusalCode.DUPLICATE_ID)
         return refusal or self._refuse_full(request, len(requests))

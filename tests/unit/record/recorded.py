@@ -42,8 +42,8 @@ def config_for(
         front_door=table(policies.by_table["front_door"]),
         record=record,
     )
-    for path, policy in policies.by_table.items():
-        section, _, name = path.partition(".")
+    for place, policy in policies.by_table.items():
+        section, _, name = place.partition(".")
         if name:
             changed = msgspec.structs.replace(getattr(config, section), **{name: table(policy)})
             config = msgspec.structs.replace(config, **{section: changed})
