@@ -488,8 +488,11 @@ class Scheduler(SnapshotRoot):
 
     def _at_rest(self) -> bool:
         """Return True if nothing is in flight, and groups of both stages are ready."""
-        if self.encode.in_flight or any(group.steps_in_flight for group in self.generators):
+        if self.encode.in_flight:
             return False
+        for group in self.generators:
+            if group.steps_in_flight:
+                return False
         return self.encode.ready and any(group.ready for group in self.generators)
 
     def _set_timer(self, commands: list[Command], now_ns: int) -> None:

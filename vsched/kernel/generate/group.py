@@ -410,7 +410,7 @@ class GenerateGroup(Group):
         found = self._cached_blocks(state)
         prefix = found[: self._snapshots.usable(state.hashes, len(found))]
         computed = self._swap.reach(state, len(prefix))
-        if not self.can_start(state, computed):
+        if state.items and not self.can_start(state, computed):
             # Its embeddings or its cached prefix were evicted while it waited.
             probe("generate.embedding_gone")
             self.queue.dequeue(state)
