@@ -192,7 +192,10 @@ class RequestMoves(Restorable):
             chunk_tokens=self._limits.chunk_tokens,
             prompt_tokens=len(state.tokens),
             arriving=arriving,
+            priority=state.request.priority,
+            target_ns=state.target_ns,
             tenant=state.request.tenant,
+            session=state.request.session,
             measured=self.group_of(state).measured,
             state=self._encoding.state,
         )

@@ -120,7 +120,10 @@ class Router(Restorable):
             item_keys=keys,
             routed=self._routed,
             load_limit_tokens=self._limits.blocks * self._limits.block_size,
+            max_tokens=state.request.sampling.max_tokens,
+            priority=state.request.priority,
             tenant=state.request.tenant,
+            session=state.request.session,
             measured=self._measured,
             state=self._seat.state,
         )

@@ -70,24 +70,29 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
     def admit(
         self, seat: PolicySeat, view: AdmissionView, hold_max_ns: int
-    ) -> tuple[Sequence[int], bool]:
+    ) -> tuple[Admission, bool]:
         """Call the admission policy, and note its hold.
 
         Returns:
-            The indices of the entries to admit, in order; and whether the overdue one was put first.
+            The entries to admit, in order; and whether the overdue one was put first.
         """
-        waiting, free, overdue = view.waiting, view.entries_free, view.overdue
+        waiting, free, overdue, eligible = (
+            view.waiting,
+            view.entries_free,
+            view.overdue,
+            view.eligible,
+        )
         admission: Admission = seat.decide(
-            view, waiting, free, view.running, view.now_ns, hold_max_ns
+            view, waiting, free, view.running, view.now_ns, hold_max_ns, eligible
         )
         self.hold_until_ns = admission.hold_until_ns
         indices = admission.indices
-        if len(indices) > free:
+        if len(indices) > free + len(admission.preempt):
             seat.overrule("more entries than can join")
         if overdue is None or (first := put_first(indices, overdue)) is indices:
-            return indices, False
+            return admission, False
         seat.overrule(PASSED_OVER)
-        return first, True
+        return Admission(first), True
 
     def put_new(self, entry: Waiting) -> None:
         """Insert a new entry, and end the hold, since the policy may admit it at once."""

@@ -40,6 +40,11 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
         target_ns: Deadline of the first token; None for no target. Of an image: the earliest of the requests that need
             it.
         tenant: Tenant of the request; empty for none. Of an image: of the first request that needed it.
+        session: Identifier of its conversation; empty if the client sent none, and for an image.
+        images: Number of its images; 0 for an image.
+        image_tokens: Encoder output tokens of its images, a part of the prompt; 0 for an image.
+        max_tokens: Maximum output tokens; 0 for an image.
+        outputs: Output tokens so far: above 0 if it was preempted, or continues after a restart. 0 for an image.
     """
 
     tokens: int | None
@@ -48,6 +53,11 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
     arrived_ns: int = 0
     target_ns: int | None = None
     tenant: str = ""
+    session: str = ""
+    images: int = 0
+    image_tokens: int = 0
+    max_tokens: int = 0
+    outputs: int = 0
 
 
 class Decision(msgspec.Struct, frozen=True):

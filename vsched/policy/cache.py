@@ -82,6 +82,7 @@ class InsertionView(msgspec.Struct, frozen=True, kw_only=True):
         items: Images in its prompt.
         priority: Its priority.
         tenant: Its tenant; empty for none.
+        session: Identifier of its conversation; empty if the client sent none.
         measured: Measurements of its replica.
         state: State of the policy, to be changed in place; None without a `state_type`.
     """
@@ -96,6 +97,7 @@ class InsertionView(msgspec.Struct, frozen=True, kw_only=True):
     items: int = 0
     priority: int = 0
     tenant: str = ""
+    session: str = ""
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 

@@ -49,6 +49,7 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
         drafted: Tokens drafted under that grant, as far as known.
         accepted: Tokens of these that were accepted.
         model: Whether ranks have a draft model.
+        priority: Its priority; larger is more urgent.
         tenant: Its tenant; empty for none.
         measured: Measurements of its replica.
         state: State of the policy, to be changed in place; None without a `state_type`.
@@ -64,6 +65,7 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
     drafted: int = 0
     accepted: int = 0
     model: bool = False
+    priority: int = 0
     tenant: str = ""
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None

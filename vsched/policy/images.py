@@ -33,7 +33,10 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
         chunk_tokens: Maximum tokens of a prefill chunk.
         prompt_tokens: Tokens to prefill: the prompt and, after a preemption, the outputs so far.
         arriving: True on the first call for the request.
+        priority: Its priority; larger is more urgent.
+        target_ns: Deadline of its first token; None without a target, and after the first token.
         tenant: Its tenant; empty for none.
+        session: Identifier of its conversation; empty if the client sent none.
         measured: Measurements of its replica.
         state: State of the policy, to be changed in place; None without a `state_type`.
     """
@@ -44,7 +47,10 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     prompt_tokens: int
     arriving: bool
+    priority: int = 0
+    target_ns: int | None = None
     tenant: str = ""
+    session: str = ""
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from operator import index as to_int
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -150,6 +150,48 @@ def default_arrival(*_: int) -> ArrivalDecision:
 # --- admission --------------------------------------------------------------------------------------------------------
 
 
+class RunningView(msgspec.Struct, frozen=True, kw_only=True):
+    """One running request.
+
+    Attributes:
+        tokens: Tokens computed so far, prompt and output.
+        blocks: KV blocks that it holds.
+        outputs: Output tokens so far.
+        priority: Its priority; larger is more urgent.
+        arrived_ns: Time of its arrival.
+        tenant: Its tenant; empty for none.
+        session: Identifier of its conversation; empty if the client sent none.
+        target_ns: Deadline of its first token; None without a target, and after the first token.
+        images: Number of its images.
+        max_tokens: Maximum output tokens.
+        blocks_shared: The part of `blocks` that other requests hold as well, so that they need not be computed or
+            copied again to resume it. Only counted if there is swap space; else 0.
+    """
+
+    tokens: int
+    blocks: int
+    outputs: int
+    priority: int
+    arrived_ns: int
+    tenant: str = ""
+    session: str = ""
+    target_ns: int | None = None
+    images: int = 0
+    max_tokens: int = 0
+    blocks_shared: int = 0
+
+
+PreemptionMode = Literal["recompute", "swap"]
+MODES: tuple[PreemptionMode, ...] = get_args(PreemptionMode)
+
+
+def check_mode(returned: str) -> PreemptionMode:
+    """Return the checked mode."""
+    if returned not in MODES:
+        raise ValueError(f"mode {returned!r} is none of {', '.join(MODES)}")
+    return MODES[MODES.index(returned)]
+
+
 class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
     """Input of an admission policy: the waiting entries and the free capacity of a stage.
 
@@ -164,6 +206,9 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
         running: Requests with a slot, or images that are being encoded.
         divisible: Whether an entry can join with a part of its tokens (chunked prefill).
         default_tokens: Default token budget of a step or batch.
+        running_requests: The running requests, oldest first; empty in the encode stage, and for a policy class whose
+            `preempts` is False.
+        eligible: Indices into `running_requests` of the requests that can be preempted now; see `Admission.preempt`.
         overdue: Index of the entry that goes first whatever the policy returns: it was passed over for longer than
             `policies.passed_over_max_s`. None for none.
         measured: Measurements of this replica; of all replicas in the encode stage.
@@ -179,6 +224,8 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     divisible: bool
     default_tokens: int
+    running_requests: Sequence[RunningView] = ()
+    eligible: Sequence[int] = ()
     overdue: int | None = None
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
@@ -191,10 +238,17 @@ class Admission(msgspec.Struct, frozen=True):
         indices: Indices into `view.waiting` of the entries that join now, in this order; empty for none.
         hold_until_ns: Time until which no entry joins and the policy is not called; None for no hold. At most
             `policies.passed_over_max_s` after the arrival of each waiting entry.
+        preempt: Indices into `view.running_requests` of the requests that give up their slots, in this order: one for
+            each entry of `indices` that finds no free slot. All are in `view.eligible`: they decode and got a token
+            since they joined, did not take their slot from another request, and were without a slot because of such
+            preemptions for less than `policies.passed_over_max_s` in total. None is while a request is overdue.
+        mode: How they are resumed, as in `Preemption`.
     """
 
     indices: Sequence[int] = ()
     hold_until_ns: int | None = None
+    preempt: Sequence[int] = ()
+    mode: PreemptionMode = "recompute"
 
 
 def check_admission(
@@ -204,11 +258,19 @@ def check_admission(
     running: int,
     now_ns: int,
     hold_max_ns: int,
+    eligible: Sequence[int] = (),
 ) -> Admission:
     """Return the checked admission; while nothing runs, an entry must join, or all be held."""
     del entries_free
     indices = check_distinct(returned.indices, len(waiting))
     hold_until_ns = returned.hold_until_ns
+    if len(returned.preempt):
+        preempt = check_distinct(returned.preempt, max(eligible, default=-1) + 1)
+        if not {*eligible}.issuperset(preempt):
+            raise ValueError(f"{list(preempt)} cannot all be preempted, only {list(eligible)}")
+        if hold_until_ns is not None or len(indices) < len(preempt):
+            raise ValueError(f"{len(preempt)} requests are preempted for {len(indices)} that join")
+        return Admission(indices, None, preempt, check_mode(returned.mode))
     if hold_until_ns is None:
         if not indices and not running and waiting:
             raise ValueError("nothing runs, nothing is admitted and no time to hold until is given")
@@ -219,7 +281,7 @@ def check_admission(
     return Admission(indices, check_hold(hold_until_ns, now_ns, arrived_ns, hold_max_ns))
 
 
-def default_admission(waiting: Sequence[WaitingEntry], entries_free: int, *_: int) -> Admission:
+def default_admission(waiting: Sequence[WaitingEntry], entries_free: int, *_: Any) -> Admission:
     """Admit all entries for which there is capacity, in queue order."""
     return Admission(range(min(len(waiting), max(entries_free, 1))))
 
@@ -239,6 +301,7 @@ class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
         target_ns: Deadline of its first token; None without a target.
         tenant: Its tenant; empty for none.
         session: Identifier of its conversation; empty if the client sent none.
+        max_tokens: Maximum output tokens.
     """
 
     tokens: int
@@ -249,6 +312,7 @@ class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
     target_ns: int | None = None
     tenant: str = ""
     session: str = ""
+    max_tokens: int = 0
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
@@ -321,29 +385,6 @@ def default_shares(count: int) -> StepShares:
 # --- preemption -------------------------------------------------------------------------------------------------------
 
 
-class RunningView(msgspec.Struct, frozen=True, kw_only=True):
-    """One running request.
-
-    Attributes:
-        tokens: Tokens computed so far, prompt and output.
-        blocks: KV blocks that it holds.
-        outputs: Output tokens so far.
-        priority: Its priority; larger is more urgent.
-        arrived_ns: Time of its arrival.
-        tenant: Its tenant; empty for none.
-        blocks_shared: The part of `blocks` that other requests hold as well, so that they need not be computed or
-            copied again to resume it. Only counted if there is swap space; else 0.
-    """
-
-    tokens: int
-    blocks: int
-    outputs: int
-    priority: int
-    arrived_ns: int
-    tenant: str = ""
-    blocks_shared: int = 0
-
-
 class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
     """Input of a preemption policy: the running requests when no KV block is free.
 
@@ -371,10 +412,6 @@ class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
         return range(self.in_need, len(self.running))
 
 
-PreemptionMode = Literal["recompute", "swap"]
-MODES: tuple[PreemptionMode, ...] = get_args(PreemptionMode)
-
-
 class Preemption(msgspec.Struct, frozen=True):
     """The request to preempt, and how it is resumed.
 
@@ -393,9 +430,7 @@ def check_preemption(returned: int | Preemption, count: int) -> Preemption:
     """Return the checked victim among `count` requests, with its mode."""
     found = returned if isinstance(returned, Preemption) else Preemption(to_int(returned))
     index = check_index(found.victim, count)
-    if found.mode not in MODES:
-        raise ValueError(f"mode {found.mode!r} is none of {', '.join(MODES)}")
-    return Preemption(index, MODES[MODES.index(found.mode)])
+    return Preemption(index, check_mode(found.mode))
 
 
 def default_preemption(count: int) -> Preemption:
@@ -425,6 +460,10 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
     A subclass overrides the methods of the decisions that it makes. The kernel's defaults decide the others.
     """
 
+    preempts: ClassVar[bool] = False
+    """Whether `admit` may preempt running requests for waiting ones (`Admission.preempt`), in the generate stage. It is
+    then called while no slot is free, too, and its view has the running requests."""
+
     def arrive(self, view: ArrivalView) -> ArrivalDecision:
         """Return `Admit`, `Hold`, `Shed` or `Redirect` for a request before its preprocessing; by default `Admit`.
 
@@ -435,8 +474,8 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Admission:
         """Return indices into `view.waiting` of the entries that join the next step; by default all, in queue order.
 
-        Called when entries wait and the stage has capacity. The kernel takes the entries in the given order and stops
-        before the first that does not fit; the other entries keep their places.
+        Called when entries wait and the stage has capacity; with `preempts`, also without a free slot. The kernel takes
+        the entries in the given order and stops before the first that does not fit; the others keep their places.
         """
         return default_admission(view.waiting, view.entries_free)
 

@@ -60,7 +60,10 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
         item_keys: Content hashes of its images, in prompt order; empty for none.
         routed: Number of requests routed before it.
         load_limit_tokens: Tokens that one replica can run at the same time: the size of its KV cache.
+        max_tokens: Maximum output tokens of the request.
+        priority: Its priority; larger is more urgent.
         tenant: Its tenant; empty for none.
+        session: Identifier of its conversation; empty if the client sent none.
         measured: Measurements of all replicas together.
         state: State of the policy, to be changed in place; None without a `state_type`.
     """
@@ -70,7 +73,10 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     item_keys: Sequence[bytes]
     routed: int
     load_limit_tokens: int = 0
+    max_tokens: int = 0
+    priority: int = 0
     tenant: str = ""
+    session: str = ""
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 

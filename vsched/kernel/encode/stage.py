@@ -246,8 +246,8 @@ class EncodeStage(Restorable):
             measured=self.measured,
             state=self._admission.state,
         )
-        indices, _ = self._queue.admit(self._admission, view, self._limits.passed_over_ns)
-        chosen = [waiting[index] for index in indices][: self._limits.encode_items]
+        admission, _ = self._queue.admit(self._admission, view, self._limits.passed_over_ns)
+        chosen = [waiting[index] for index in admission.indices][: self._limits.encode_items]
         batch = self._take(chosen, now_ns)
         if not batch and chosen:
             # The policy's first choice has no room. The first entry of the queue can always get it.

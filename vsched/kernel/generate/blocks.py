@@ -87,6 +87,10 @@ class BlockPool(Restorable):
         holders = self._holders
         return bisect_left(blocks, True, key=lambda block: holders[block] < 2)
 
+    def freed_by(self, blocks: Iterable[int]) -> list[int]:
+        """Return the blocks that become available once their only holder releases these."""
+        return [block for block in blocks if self._holders[block] == 1]
+
     def hold(self, blocks: Sequence[int]) -> None:
         """Add a holder to found blocks."""
         for block in blocks:
@@ -201,6 +205,7 @@ def blocks_kept(
         items=len(state.items),
         priority=state.request.priority,
         tenant=state.request.tenant,
+        session=state.request.session,
         measured=measured,
         state=seat.state,
     )

@@ -169,6 +169,7 @@ class DraftGrants(Restorable):
             drafted=state.drafted,
             accepted=state.accepted,
             model=self._limits.draft_model,
+            priority=state.request.priority,
             tenant=state.request.tenant,
             measured=self._measured(),
             state=self._seat.state,

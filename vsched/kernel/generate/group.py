@@ -50,7 +50,14 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.snapshot import Saved
-from vsched.policy import AdmissionView, CachePolicy, Preemption, PreemptionView
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    CachePolicy,
+    Preemption,
+    PreemptionView,
+    RequestPolicy,
+)
 from vsched.policy.measured import Measured, Measurements, SwapTime
 from vsched.probes import probe
 
@@ -213,7 +220,10 @@ class GenerateGroup(Group):
         grown = self._grow(step, now_ns)
         able = self._able() if running.prefilling else ()
         # In the steady state, with decodes only, there is no budget to share.
+        preemptions = self._counts["preemptions"]
         plan = self._fill(step, able, now_ns) if able or entries else None
+        if grown and self._counts["preemptions"] > preemptions:
+            grown = running.without_left(grown)  # of requests that gave way to joining ones
         decodes = len(running.decoding) - (in_flight.firsts(step) if plan else 0)
         chunks, prefilled = (plan.chunks, plan.prefilled) if plan else ((), ())
         sent = self._send(step, decodes, grown, plan) if decodes or chunks else None
@@ -354,7 +364,8 @@ class GenerateGroup(Group):
         queue, running = self.queue, self._running
         if queue.held_until(now_ns) is not None:
             return
-        queue.blocked = not running.slots_free
+        preempts = cast("RequestPolicy", self._admission.policy).preempts
+        queue.blocked = not (running.slots_free or preempts)
         waiting, preempted = queue.entries, self._in_flight.oldest_preempted()
         if preempted is not None:
             # It returns in the next step: its blocks are not for younger requests.
@@ -362,6 +373,12 @@ class GenerateGroup(Group):
         if queue.blocked or not waiting:
             return
         shown, overdue = queue.shown(), self._overdue(len(waiting), now_ns)
+        in_order = running.in_order() if preempts else []
+        eligible: tuple[int, ...] = ()
+        if preempts and overdue is None:
+            eligible = tuple([i for i, one in enumerate(in_order) if self._may_yield(one)])
+        if not (running.slots_free or eligible or self._front_first):
+            return
         view = AdmissionView(
             stage="generate",
             now_ns=now_ns,
@@ -372,26 +389,44 @@ class GenerateGroup(Group):
             running=len(running),
             divisible=True,
             default_tokens=self._limits.batch_tokens,
+            running_requests=tuple(
+                [running.view(one, self._in_flight.planned) for one in in_order]
+            ),
+            eligible=eligible,
             overdue=overdue,
             measured=self.measured,
             state=self._admission.state,
         )
-        indices: Sequence[int] = (0,)
+        admission = Admission((0,))
         if not self._front_first:
-            indices, helped = queue.admit(self._admission, view, self._limits.passed_over_ns)
+            admission, helped = queue.admit(self._admission, view, self._limits.passed_over_ns)
             if helped and overdue is not None:
                 self._helped = waiting[overdue].state.number
-        for state in [waiting[index].state for index in indices]:
-            if plan.budget.spent or not running.slots_free:
+        victims = [in_order[index] for index in reversed(admission.preempt)]
+        for state in [waiting[index].state for index in admission.indices]:
+            if plan.budget.spent or not (running.slots_free or victims):
                 return
             if not self._quarantine.admits(state):
                 probe("generate.suspect_waits")
                 self._admission.overrule("a request that ran when its group was lost runs alone")
                 continue
-            self._join(state, plan, now_ns)
+            victim = None if running.slots_free else victims.pop()
+            self._join(state, plan, now_ns, victim, swap=admission.mode == "swap")
             if state.phase is Phase.READY:
                 return
             # A request that is not ready any more does not hold up those after it.
+
+    def _may_yield(self, state: RequestState) -> bool:
+        """Return True if a policy may preempt a running request for a waiting one.
+
+        It got a token since it joined, so each turn makes progress. It did not take its slot from another, so two
+        requests cannot take turns at each other's expense. And all such preemptions together cost it limited time.
+        """
+        return (
+            0 <= state.first_step <= self._in_flight.done
+            and not state.took_slot
+            and state.away_ns < self._limits.passed_over_ns
+        )
 
     def _overdue(self, count: int, now_ns: int) -> int | None:
         """Return the index of the waiting request, of the first `count`, that goes first whatever the policy says.
@@ -404,8 +439,19 @@ class GenerateGroup(Group):
         runs = helped is not None and helped.slot >= 0
         return None if overdue is None or overdue >= count or runs else overdue
 
-    def _join(self, state: RequestState, plan: StepBuilder, now_ns: int) -> None:
-        """Give a request a slot, blocks for all its known tokens, and its first chunk, if there is room."""
+    def _join(
+        self,
+        state: RequestState,
+        plan: StepBuilder,
+        now_ns: int,
+        victim: RequestState | None = None,
+        *,
+        swap: bool = False,
+    ) -> None:
+        """Give a request a slot, blocks for all its known tokens, and its first chunk, if there is room.
+
+        If no slot is free, `victim` is preempted for it.
+        """
         budget = plan.budget
         found = self._cached_blocks(state)
         prefix = found[: self._snapshots.usable(state.hashes, len(found))]
@@ -424,18 +470,29 @@ class GenerateGroup(Group):
             probe("generate.atom_waits")
             return
         missing = self._limits.blocks_for(len(state.tokens)) - len(prefix)
-        if missing > self._pool.available - self._pool.cached_among(prefix):
+        available = self._pool.available - self._pool.cached_among(prefix)
+        if victim is not None:
+            available += len({*self._pool.freed_by(victim.blocks)}.difference(prefix))
+        if missing > available:
             self.queue.blocked = True
             return
         self.queue.dequeue(state, chosen_ns=now_ns)
         restored = self._snapshots.read(state, found=len(found), used=len(prefix))
         self._pool.hold(prefix)
+        if victim is not None:
+            probe("generate.slot_yielded")
+            self._preempt(victim, swap=swap)
+            victim.yielded_ns = now_ns
         blocks = prefix + self._pool.take(missing)
         self._swap_in(state, blocks, cached=len(prefix), computed=computed)
         self._running.assign_slot(state, blocks, computed)
         self._quarantine.begin(state)
         self._counts["tokens_cached"] += len(prefix) * self._limits.block_size
         self._counts["admitted"] += 1
+        state.took_slot = victim is not None
+        if state.yielded_ns:
+            state.away_ns += now_ns - state.yielded_ns
+            state.yielded_ns = 0
         if not state.admitted_ns:
             state.admitted_ns = now_ns
             state.cached_tokens = computed

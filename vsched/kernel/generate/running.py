@@ -73,6 +73,10 @@ class RunningSet(Restorable):
             priority=state.request.priority,
             arrived_ns=state.submitted_ns,
             tenant=state.request.tenant,
+            session=state.request.session,
+            target_ns=state.target_ns,
+            images=len(state.items),
+            max_tokens=state.request.sampling.max_tokens,
             blocks_shared=self.pool.shared(state.blocks) if self._counts_shared else 0,
         )
 

@@ -84,4 +84,5 @@ def _view(state: RequestState) -> PrefillView:
         target_ns=state.target_ns,
         tenant=state.request.tenant,
         session=state.request.session,
+        max_tokens=state.request.sampling.max_tokens,
     )

@@ -230,7 +230,9 @@ def run_seed(seed: int) -> int:
     limits = msgspec.structs.replace(swap_limits(rng), blocks=rng.randint(12, 40))
     policies = SWAPPING if seed % 3 else random_policies(rng)
     if seed % 3 == 1:
-        policies = msgspec.structs.replace(random_policies(rng), preemption=Swapping())
+        drawn = random_policies(rng)
+        by_table = {**drawn.by_table, "generate.preemption": Swapping()}
+        policies = msgspec.structs.replace(drawn, by_table=by_table)
     cluster = run_random(rng, policies, limits=limits, events=160)
     return sum(one.counts()["swap_blocks_in"] for one in cluster.kernel.generators)
 
