@@ -62,7 +62,7 @@ from vsched.config.policies import check_replacement, policy_tables
 from vsched.errors import ConfigError, PolicyError, RequestRefused
 from vsched.kernel.events import Arrived, PolicyReplaced
 from vsched.media import ImageReference, Prompt
-from vsched.media.pipeline import MediaPipeline, PreparedRequest
+from vsched.media.pipeline import PreparedRequest
 from vsched.media.pixels import PixelStore
 from vsched.memory import Ledger
 from vsched.policy import Policy
@@ -159,11 +159,8 @@ class Engine:
             started.callback(arena.close)
             launcher = environment.make_launcher(config)
             started.callback(launcher.close)
-            checker = environment.make_grammar_checker(config, info)
-            grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)
-            started.callback(grammars.close)
-            loading = asyncio.create_task(self._load_media(load_front_end, arena))
-            started.push_async_callback(_give_up, loading)
+            loading = asyncio.ensure_future(asyncio.to_thread(load_front_end, info))
+            started.callback(loading.cancel)
             shell = await start_shell(
                 partial(self._worker_groups, arena, launcher, self._sizing),
                 limits=lambda blocks: scheduler_limits(
@@ -180,7 +177,13 @@ class Engine:
                 queued_ns=environment.make_queue_clock(),
             )
             started.push_async_callback(shell.stop)
-            media, tells_prompts = await loading
+            self.preprocessor, tells_prompts = await loading
+            # Last: their processes should not load at the same time as the ranks.
+            checker = environment.make_grammar_checker(config, info)
+            grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)
+            started.callback(grammars.close)
+            store = PixelStore(arena.pixels, arena.fd)
+            media = environment.make_media(self.preprocessor, store, media_settings(config))
             started.pop_all()
         return RunningParts(
             arena=arena,
@@ -191,18 +194,6 @@ class Engine:
             tells_prompts=tells_prompts,
             adapters=adapter_table(config, info, shell.adapters, run_dir=launcher.run_dir),
         )
-
-    async def _load_media(
-        self, load_front_end: Callable[[ModelInfo], FrontEnd], arena: Arena
-    ) -> tuple[MediaPipeline, bool]:
-        """Load the preprocessor and start the media pipeline; its processes load in parallel with the ranks."""
-        loop = asyncio.get_running_loop()
-        self.preprocessor, tells_prompts = await loop.run_in_executor(
-            None, load_front_end, self.info
-        )
-        store = PixelStore(arena.pixels, arena.fd)
-        settings = media_settings(self.config)
-        return self._environment.make_media(self.preprocessor, store, settings), tells_prompts
 
     async def drain(self) -> None:
         """Accept no new requests, and wait for the running ones.
@@ -588,11 +579,3 @@ class Engine:
         return make_worker_groups(
             config, plans, specs, launcher=launcher, arena=arena, events=events, sizing=sizing
         )
-
-
-async def _give_up(loading: asyncio.Task[tuple[MediaPipeline, bool]]) -> None:
-    """Stop and close a media pipeline that is not needed, loaded or not."""
-    loading.cancel()
-    with contextlib.suppress(asyncio.CancelledError, Exception):
-        media, _ = await loading
-        await asyncio.to_thread(media.close)

@@ -144,6 +144,11 @@ def drop_code_pages() -> None:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
+def release_free_memory() -> None:
+    """Return the free pages of the C library's heap to the system, which `MALLOC_TRIM_THRESHOLD_` keeps otherwise."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def main() -> int:
     """Import the modules of the command line and of the first message, then fork on request.
 
@@ -169,6 +174,7 @@ def main() -> int:
     gc.freeze()  # a collection in a rank would copy its pages
     gc.enable()
     drop_code_pages()
+    release_free_memory()
     serve(orders)
     return 0
 

@@ -21,7 +21,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
-from vsched.fork_server import drop_code_pages
+from vsched.fork_server import drop_code_pages, release_free_memory
 from vsched.logs import configure_logging
 from vsched.transport.arena import Arena
 from vsched.transport.pulse import PulseThread
@@ -61,6 +61,7 @@ def run(spec: RankSpec) -> None:
             gc.collect()
             gc.freeze()  # objects from loading live forever, so collections need not scan them
             drop_code_pages()  # mostly pages of the compiler, which loaded the kernels
+            release_free_memory()  # of loading, and of the largest steps
             follow(members, spec.timeout_s)
         except Exception as error:
             for member in members:

@@ -6,18 +6,19 @@ import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import zmq
 
 from vsched.sim.faults.injection import Injector
-from vsched.sim.faults.plan import FaultPlan
+from vsched.sim.faults.plan import Direction, Effect, FaultPlan, MessageFault
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.channel import LinkProfile
 from vsched.sim.network.links import LeaderEnd, Network, RankEnd
 from vsched.testing import ContractBroken, check_transport
 from vsched.testing.contracts.transport import Bounds, Transport
-from vsched.transport.zmq_link import LeaderLink, OnFrame, RankLink, rank_identity
+from vsched.transport.zmq_link import QUEUE_MAX, LeaderLink, OnFrame, RankLink, rank_identity
 
 ADDRESS = "ipc:///run/generate-0-1"
 MS = 1_000_000
@@ -53,15 +54,26 @@ class SimTransport:
 
     leader_type = LeaderEnd
 
-    def __init__(self, profile: LinkProfile | None = None) -> None:
+    def __init__(self, effect: Effect | None = None, *, queue_max: int = QUEUE_MAX) -> None:
+        """Create a network; `effect` strikes every fiftieth frame."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        self.network = Network(
-            loop,
-            random.Random(0),
-            Injector(FaultPlan(), loop),
-            profile=profile or LinkProfile(jitter_ns=MS),
-        )
+        faults = [
+            MessageFault(
+                duration_ns=1 << 60,
+                group="generate-0",
+                rank=rank,
+                direction=direction,
+                effect=effect,
+                rate=0.02,
+            )
+            for rank in range(3)
+            for direction in get_args(Direction)
+            if effect is not None
+        ]
+        profile = LinkProfile(jitter_ns=0 if effect else MS, queue_max=queue_max)
+        injector = Injector(FaultPlan(faults=tuple(faults)), loop)
+        self.network = Network(loop, random.Random(0), injector, profile=profile)
 
     def listen(self, on_frame: OnFrame) -> LeaderEnd:
         return self.network.listen(ADDRESS, on_frame)
@@ -93,12 +105,12 @@ async def test_sim_transport_keeps_the_contract(seed: int) -> None:
     await check_transport(SimTransport, seed=seed)
 
 
-BROKEN = {
-    "misses": LinkProfile(loss=0.02),
-    "another order": LinkProfile(reordering=0.02),
-    r"20[1-9] frames of 200": LinkProfile(duplication=0.02),
-    "nobody sent": LinkProfile(corruption=0.02),
-    "must return False at some time": LinkProfile(queue_max=1 << 20),
+BROKEN: dict[str, Callable[[], SimTransport]] = {
+    "misses": lambda: SimTransport("loss"),
+    "another order": lambda: SimTransport("reordering"),
+    r"20[1-9] frames of 200": lambda: SimTransport("duplication"),
+    "nobody sent": lambda: SimTransport("corruption"),
+    "must return False at some time": lambda: SimTransport(queue_max=1 << 20),
 }
 
 
@@ -108,7 +120,7 @@ async def test_check_transport_refuses_a_network_with_faults(complaint: str) -> 
     """Loss, reordering, duplication, damage, and a queue without a bound."""
     # Greetings may be hit, too; another seed spares them.
     with pytest.raises(ContractBroken, match=complaint):
-        await check_transport(lambda: SimTransport(BROKEN[complaint]), seed=1)
+        await check_transport(BROKEN[complaint], seed=1)
 
 
 class Broadcasting(SimTransport):
@@ -175,7 +187,7 @@ class Forgetful(SimTransport):
     def connect(self, rank: int) -> RankEnd:
         end = super().connect(rank)
         report = end._report
-        end._to_leader._deliver = lambda frame: not end.closed and report(frame)
+        end._to_leader._deliver = lambda frame: None if end.closed else report(frame)
         return end
 
 

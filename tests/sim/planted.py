@@ -14,13 +14,15 @@ from typing import NamedTuple
 class Plant(NamedTuple):
     """A defect: in this function (`module:Class.method`), `right` is changed to `wrong`.
 
-    With `twice`, it shows as a difference between two runs.
+    `seed` is the first scenario of the swarm that finds it. With `twice`, it shows as a difference
+    between two runs.
     """
 
     name: str
     place: str
     right: str
     wrong: str
+    seed: int
     twice: bool = False
 
 
@@ -30,24 +32,28 @@ PLANTS = (
         "vsched.kernel.request_moves:RequestMoves.requeue",
         "commands = list(",
         "self._table._arrivals += 1; state.order = (self._table._arrivals, 0); commands = list(",
+        seed=35,
     ),
     Plant(
         "an early counter commit",
         "vsched.kernel.generate.group:GenerateGroup.remove",
         "computed = len(state.tokens) - 1",
         "computed = len(state.tokens)",
+        seed=14,
     ),
     Plant(
         "a permit leak",
         "vsched.media.fills:Fills._end",
         "fill.give_back()",
         "fill.lease.release() if outcome else fill.give_back()",
+        seed=22,
     ),
     Plant(
         "a set in the batch order",
         "vsched.kernel.encode.stage:EncodeStage._take",
         "for entry in chosen:",
         "for entry in set(chosen):",
+        seed=8,
         twice=True,
     ),
     Plant(
@@ -55,48 +61,56 @@ PLANTS = (
         "vsched.worker.slots:SlotTable.reset",
         "width <= STOP_TOKENS_MAX",
         "width < STOP_TOKENS_MAX",
+        seed=1,
     ),
     Plant(
         "a heartbeat with two deadlines",
         "vsched.aio.leader.failure_detector:FailureDetector.failure",
         "silent_s = limits.rank_timeout_s + limits.heartbeat_s",
         "silent_s = limits.heartbeat_s",
+        seed=3,
     ),
     Plant(
         "a cache view pinning its buffer",
         "vsched.worker.kv_builder:KvBuilder._tear_down",
         "worker.drop_kv()",
         "pass",
+        seed=4,
     ),
     Plant(
         "an eviction that ignores pins",
         "vsched.kernel.encode.embedding_cache:EmbeddingCache._preemptible",
         "and not other.pins",
         "",
+        seed=7,
     ),
     Plant(
         "a retry by one rank",
         "vsched.worker.encode_rank:EncodeRank._run",
         "except DeviceOutOfMemory as error:",
         "except DeviceOutOfMemory as error:\n        if not self._first:\n            return self._run(step, 0, work)",
+        seed=70,
     ),
     Plant(
         "a part of a batch taken for all of it",
         "vsched.worker.encode_rank:EncodeRank._run",
         "if done:",
         "if True:",
+        seed=17,
     ),
     Plant(
         "a lost terminal reply",
         "vsched.aio.streams.table:StreamTable.finish",
         "generation.finish(finish)",
         "generation.finish(finish) if self._by_number else None",
+        seed=0,
     ),
     Plant(
         "a broken connection that nobody looks at",
         "vsched.aio.hosts.remote:RemoteHost.__init__",
         "connect(self._stream.receive, self._stream.fail)",
         "connect(self._stream.receive, lambda why: None)",
+        seed=98,
     ),
 )
 

@@ -15,7 +15,7 @@ from vsched.sim.workload.requests import Arrival
 Engines = Callable[..., SimEngine]
 
 
-@pytest.mark.sim(seeds=8)
+@pytest.mark.sim(seeds=4)
 @pytest.mark.parametrize("path", [SEES_IMAGES, SEES_PROMPTS])
 async def test_what_sees_itself_stays_whole_whatever_happens(
     sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, path: str

@@ -26,7 +26,7 @@ def hybrid_config(**generate: Any) -> Config:
     )
 
 
-@pytest.mark.sim(seeds=8)
+@pytest.mark.sim(seeds=4)
 @pytest.mark.parametrize("places", [0, 1, 4])
 async def test_states_survive_whatever_happens(
     sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, places: int

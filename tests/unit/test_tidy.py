@@ -270,7 +270,7 @@ def hurried(tree: ast.Module) -> list[int]:
 def test_tidy_tests_measure_no_time() -> None:
     """The speed of a machine proves nothing about the code; `tests/patience.py` has the waits for tests."""
     virtual = ROOT / "tests" / "unit" / "sim"  # seconds of simulations are virtual
-    names = ("bench", "mutants", "vllm_suite")  # they are commands, not tests
+    names = ("bench", "vllm_suite")  # they are commands, not tests
     commands = [ROOT / "tests" / name for name in names]
     measuring = (path for folder in commands for path in folder.rglob("*.py"))
     excepted = {ROOT / "tests" / "patience.py", *measuring}

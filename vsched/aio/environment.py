@@ -16,7 +16,7 @@ from vsched.aio.hosts.remote import Connect, Patience
 from vsched.aio.hosts.stream import WINDOW_BYTES
 from vsched.aio.policy_times import QueueClock
 from vsched.aio.replicas.fork_server import ForkServer
-from vsched.aio.replicas.launcher import Launcher, LocalLauncher
+from vsched.aio.replicas.launcher import Launcher, LocalLauncher, Modules
 from vsched.aio.replicas.process import RANK_COMMAND
 from vsched.aio.shell import Recorder
 from vsched.config import Config
@@ -32,7 +32,7 @@ def local_launcher(
     *,
     command: Sequence[str] = RANK_COMMAND,
     forked: bool = True,
-    started: Mapping[frozenset[str], ForkServer] | None = None,
+    started: Mapping[Modules, ForkServer] | None = None,
 ) -> LocalLauncher:
     """Return a launcher for ranks as processes of this host; see `LocalLauncher`."""
     del config  # `Environment.make_launcher` gives it
@@ -40,7 +40,7 @@ def local_launcher(
 
 
 def make_launcher(
-    config: Config, *, started: Mapping[frozenset[str], ForkServer] | None = None
+    config: Config, *, started: Mapping[Modules, ForkServer] | None = None
 ) -> Launcher:
     """Return a launcher for the configured hosts.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import cast
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,28 +13,57 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp
 
-from vsched.api import openapi
 from vsched.api.bodies.reading import RequestBodies
-from vsched.api.compat.messages import CountTokensEndpoint, MessagesEndpoint
+from vsched.api.compat.messages import MessagesEndpoint
+from vsched.api.compat.messages_schema import (
+    CountedTokens,
+    MessagesEvent,
+    MessagesRequest,
+    MessagesResponse,
+)
 from vsched.api.compat.responses import ResponsesEndpoint
+from vsched.api.compat.responses_schema import ResponseObject, ResponsesEvent, ResponsesRequest
 from vsched.api.completions import ChatEndpoint, CompletionEndpoint
 from vsched.api.contract import ApiSettings, EngineContract, ServingContract
-from vsched.api.http_exchange import MessagesForm, form_of, is_anthropic_client
+from vsched.api.http_exchange import (
+    MessagesError,
+    MessagesForm,
+    WireForm,
+    form_of,
+    is_anthropic_client,
+)
 from vsched.api.metrics import ApiMetrics
 from vsched.api.middleware.access import access_middleware
 from vsched.api.middleware.response_tags import response_id
-from vsched.api.operations import (
-    AdapterEndpoints,
-    Descriptions,
-    DetokenizeEndpoint,
-    Endpoint,
-    Operations,
-    PoliciesEndpoint,
-    ReplicasEndpoint,
-    TokenizeEndpoint,
-    json_response,
+from vsched.api.openapi import ApiRoute, Documentation, get, post
+from vsched.api.operations import ClientOperations, OperatorOperations
+from vsched.api.request_schema import (
+    AdapterRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GroupRequest,
+    LoadLoraRequest,
+    PolicyTables,
+    TokenizeRequest,
+    UnloadLoraRequest,
 )
-from vsched.api.resuming.resumption import KeptAnswerEndpoint, KeptAnswerRoute, Resumption
+from vsched.api.response_schema import (
+    AdapterList,
+    AdapterRow,
+    ChatChunk,
+    ChatResponse,
+    CompletionResponse,
+    Detokenized,
+    GroupAction,
+    Load,
+    Model,
+    ModelList,
+    State,
+    Tokens,
+    Version,
+)
+from vsched.api.resuming.resumption import KeptAnswerRoute, Resumption
 from vsched.api.unsupported import not_served
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 
@@ -55,13 +85,8 @@ def create_app(
     metrics = metrics or ApiMetrics(engine, tenants_max=settings.tenants_max)
     resumption = resumption or Resumption()
     bodies = RequestBodies(settings, keeps=resumption.journal is not None)
-    return _application(
-        [
-            *_answering(engine, settings, metrics, bodies, resumption),
-            *_operating(engine, metrics, bodies),
-        ],
-        settings,
-    )
+    operator_routes = _operator_routes(engine, metrics, bodies)
+    return _full_application(engine, settings, metrics, bodies, resumption, operator_routes)
 
 
 def create_front(
@@ -70,83 +95,125 @@ def create_front(
     """Build the application of an API process, which has no engine: `operations` serves the operator routes."""
     bodies = RequestBodies(settings)
     # Only the paths and methods of these routes are used; their endpoints are never called.
-    operating = _operating(cast("EngineContract", engine), metrics, bodies)
-    return _application(
-        [
-            *_answering(engine, settings, metrics, bodies, Resumption()),
-            *(Route(one.path, operations, methods=_methods(one)) for one in operating),
-        ],
-        settings,
-    )
+    routes = _operator_routes(cast("EngineContract", engine), metrics, bodies)
+    for route in routes:
+        route.app = operations
+    return _full_application(engine, settings, metrics, bodies, Resumption(), routes)
 
 
 def create_operations(
     engine: EngineContract, settings: ApiSettings, metrics: ApiMetrics
 ) -> Starlette:
     """Build the operator routes that `create_front` forwards; access was checked there."""
-    return _application(_operating(engine, metrics, RequestBodies(settings)), None)
+    return _application(_operator_routes(engine, metrics, RequestBodies(settings)), None)
 
 
-def _answering(
+def _full_application(
     engine: ServingContract,
     settings: ApiSettings,
     metrics: ApiMetrics,
     bodies: RequestBodies,
     resumption: Resumption,
-) -> list[Route]:
+    operator_routes: list[ApiRoute],
+) -> Starlette:
+    documentation = Documentation()
+    client_routes = _client_routes(engine, settings, metrics, bodies, resumption, documentation)
+    documentation.routes = [*client_routes, *operator_routes]
+    return _application(documentation.routes, settings)
+
+
+def _client_routes(
+    engine: ServingContract,
+    settings: ApiSettings,
+    metrics: ApiMetrics,
+    bodies: RequestBodies,
+    resumption: Resumption,
+    documentation: Documentation,
+) -> list[ApiRoute]:
     """Routes for clients, and routes that need no engine."""
-    described = Descriptions(engine)
     parts = engine, settings, metrics, bodies, resumption.journal
     messages = MessagesEndpoint(*parts)
-    answering: dict[str, CompletionEndpoint] = {
-        "/v1/chat/completions": ChatEndpoint(*parts),
-        "/v1/completions": CompletionEndpoint(*parts),
-        "/v1/responses": ResponsesEndpoint(*parts),
-        "/v1/messages": messages,
-    }
-    resumption.serve(answering)
-    return [
-        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in answering.items()),
-        Route("/v1/messages/count_tokens", CountTokensEndpoint(engine, messages), methods=["POST"]),
-        *(
-            KeptAnswerRoute(path, KeptAnswerEndpoint(resumption, path, endpoint))
-            for path, endpoint in answering.items()
+    operations = ClientOperations(engine, settings, bodies)
+    generating = [
+        post(
+            "/v1/chat/completions",
+            ChatEndpoint(*parts),
+            ChatRequest,
+            ChatResponse,
+            event=ChatChunk,
         ),
-        Route("/v1/models", described.models),
-        Route("/v1/models/{model:path}", described.model),
-        Route("/tokenize", TokenizeEndpoint(engine, settings, bodies), methods=["POST"]),
-        Route("/detokenize", DetokenizeEndpoint(engine, bodies), methods=["POST"]),
-        Route("/health", described.health),
-        Route("/ready", described.health),
-        Route("/ping", described.health, methods=["GET", "POST"]),
-        Route("/version", described.version),
-        Route("/openapi.json", openapi.openapi),
-        Route("/docs", openapi.page),
+        post(
+            "/v1/completions",
+            CompletionEndpoint(*parts),
+            CompletionRequest,
+            CompletionResponse,
+            event=CompletionResponse,
+        ),
+        post(
+            "/v1/responses",
+            ResponsesEndpoint(*parts),
+            ResponsesRequest,
+            ResponseObject,
+            event=ResponsesEvent,
+        ),
+        post(
+            "/v1/messages",
+            messages,
+            MessagesRequest,
+            MessagesResponse,
+            event=MessagesEvent,
+            error=MessagesError,
+        ),
     ]
-
-
-def _operating(engine: EngineContract, metrics: ApiMetrics, bodies: RequestBodies) -> list[Route]:
-    """Routes for operators, which need the engine."""
-    operations = Operations(engine, metrics)
-    adapters = AdapterEndpoints(engine, bodies)
+    resumption.serve(
+        {route.path: cast("CompletionEndpoint", route.endpoint) for route in generating}
+    )
+    count_tokens = "/v1/messages/count_tokens"
     return [
-        Route("/load", operations.load),
-        Route("/metrics", operations.metrics),
-        Route("/admin/statistics", operations.statistics),
-        Route("/admin/clear", operations.clear, methods=["POST"]),
-        Route("/admin/replicas", operations.replicas),
-        Route("/admin/replicas", ReplicasEndpoint(engine, bodies), methods=["POST"]),
-        Route("/admin/policies", operations.policies),
-        Route("/admin/policies", PoliciesEndpoint(engine, bodies), methods=["POST"]),
-        Route("/admin/adapters", adapters.look),
-        Route("/admin/adapters", Endpoint(adapters.load), methods=["POST"]),
-        Route("/admin/adapters/{name:path}", Endpoint(adapters.unload), methods=["DELETE"]),
-        Route("/v1/load_lora_adapter", Endpoint(adapters.load_lora), methods=["POST"]),
-        Route("/v1/unload_lora_adapter", Endpoint(adapters.unload_lora), methods=["POST"]),
+        *generating,
+        post(
+            count_tokens, messages.count_tokens, MessagesRequest, CountedTokens, error=MessagesError
+        ),
+        *(KeptAnswerRoute(route, resumption) for route in generating),
+        get("/v1/models", operations.models, ModelList),
+        get("/v1/models/{model:path}", operations.model, Model),
+        post("/tokenize", operations.tokenize, TokenizeRequest, Tokens),
+        post("/detokenize", operations.detokenize, DetokenizeRequest, Detokenized),
+        get("/health", operations.health, State),
+        get("/ready", operations.health, State),
+        get("/ping", operations.health, State),
+        post("/ping", operations.health, None, State),
+        get("/version", operations.version, Version),
+        get("/openapi.json", documentation.openapi),
+        get("/docs", documentation.page, media_type="text/html"),
     ]
 
 
-def _application(routes: list[Route], settings: ApiSettings | None) -> Starlette:
+def _operator_routes(
+    engine: EngineContract, metrics: ApiMetrics, bodies: RequestBodies
+) -> list[ApiRoute]:
+    """Routes for operators, which need the engine."""
+    operations = OperatorOperations(engine, metrics, bodies)
+    load_lora, unload_lora = operations.load_lora_adapter, operations.unload_lora_adapter
+    adapter = "/admin/adapters/{name:path}"
+    return [
+        get("/load", operations.load, Load),
+        get("/metrics", operations.metrics, media_type="text/plain"),
+        get("/admin/statistics", operations.statistics),
+        post("/admin/clear", operations.clear),
+        get("/admin/replicas", operations.replicas),
+        post("/admin/replicas", operations.change_replica, GroupRequest, GroupAction),
+        get("/admin/policies", operations.policies, PolicyTables),
+        post("/admin/policies", operations.replace_policies, PolicyTables, PolicyTables),
+        get("/admin/adapters", operations.adapters, AdapterList),
+        post("/admin/adapters", operations.load_adapter, AdapterRequest, AdapterRow),
+        ApiRoute("DELETE", adapter, operations.unload_adapter, None, AdapterRow),
+        post("/v1/load_lora_adapter", load_lora, LoadLoraRequest, media_type="text/plain"),
+        post("/v1/unload_lora_adapter", unload_lora, UnloadLoraRequest, media_type="text/plain"),
+    ]
+
+
+def _application(routes: list[ApiRoute], settings: ApiSettings | None) -> Starlette:
     """Build the application; without settings, access was checked by another process.
 
     Access checks wrap each route, after routing: a request with an unknown path or method gets a 404 or 405, not a
@@ -169,6 +236,11 @@ def _methods(route: BaseRoute) -> list[str]:
     return sorted(route.methods or ()) if isinstance(route, Route) else []
 
 
+def _error_response(form: WireForm, error: RequestRefused | RequestFailed) -> Response:
+    body = msgspec.json.encode(form.error(error))
+    return Response(body, status_code=error.status, media_type="application/json")
+
+
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method, headers = request.url.path, request.method, {}
@@ -187,8 +259,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
         refused = RequestRefused(_not_found(path, method), code="not_found", status=404)
     if "transfer-encoding" in request.headers or "content-length" in request.headers:
         headers["connection"] = "close"  # the body is not read
-    form = MessagesForm() if is_anthropic_client(request.headers.raw) else form_of(path)
-    response = json_response(form.error(refused), refused.status)
+    form = MessagesForm() if is_anthropic_client(request.headers.raw) else form_of(request.scope)
+    response = _error_response(form, refused)
     response.headers.update(headers)
     return response
 
@@ -207,7 +279,7 @@ def _not_found(path: str, method: str) -> str:
 async def _mistake(request: Request, error: Exception) -> Response:
     del error
     failed = RequestFailed("the server made a mistake")
-    response = json_response(form_of(request.url.path).error(failed), failed.status)
+    response = _error_response(form_of(request.scope), failed)
     # This handler runs outside all middleware, so the response is tagged here.
     response.headers["x-request-id"] = response_id(request.scope).decode()
     return response

@@ -66,9 +66,9 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     log-probabilities are needed only for that selection. `echoes` are the texts of prompts, or of a chat's last
     message, to repeat in the response; None for a prompt of token ids. `constrained_by` is the parameter that the
     grammar comes from. `wording` creates the parser of a choice with tool calls or reasoning, `make_stop_scope` the
-    scope that excludes tool calls from stop strings. `requested` are the request fields that another vendor's API
-    repeats in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter,
-    otherwise empty.
+    scope that excludes tool calls from stop strings. `requested` are the request fields that another vendor's API repeats
+    in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter, otherwise
+    empty.
     """
 
     prompts: Sequence[Prompt]
@@ -153,7 +153,7 @@ def _effort(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> int:
 
 
 class CompletionEndpoint:
-    """An ASGI application for one of the two endpoints."""
+    """Continue a text."""
 
     name = "completions"
     id_prefix = "cmpl"
@@ -470,7 +470,7 @@ def _wording(
 
 
 class ChatEndpoint(CompletionEndpoint):
-    """The chat endpoint: messages and images instead of a prompt."""
+    """Continue a conversation, with images."""
 
     name = "chat"
     id_prefix = "chatcmpl"

@@ -76,6 +76,18 @@ def out_of_bounds(param: str, *, value: object, limit: object, remedy: str) -> P
     return ParameterRefused(message, param=param)
 
 
+def check_count(
+    param: str, count: int, limit: int, unit: str, *, remedy: str = "send fewer"
+) -> None:
+    """Refuse a parameter with more than `limit` elements.
+
+    Raises:
+        ParameterRefused: With both numbers, in this unit.
+    """
+    if count > limit:
+        raise out_of_bounds(param, value=f"{count} {unit}", limit=f"{limit} {unit}", remedy=remedy)
+
+
 def shown(value: object) -> str:
     """Format a request value as JSON, shortened if it is long."""
     if isinstance(value, list | dict):

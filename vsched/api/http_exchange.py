@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Headers = Iterable[tuple[bytes, bytes]]
 
-_ENCODER = msgspec.json.Encoder()
+_ENCODER = msgspec.json.Encoder(enc_hook=str)
+"""Values that JSON cannot represent, such as some statistics, become text."""
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -53,7 +54,7 @@ class HttpExchange:
         self.scope = scope
         self.started = False
         self.body = b""
-        self._form = form_of(scope.get("path", ""))
+        self._form = form_of(scope)
         self._receive = receive
         self._send = send
         self._body_read = False
@@ -129,10 +130,12 @@ class HttpExchange:
             raise ClientDisconnected
 
     async def answer(self, work: Awaitable[object]) -> None:
-        """Send the result of `work` as JSON, or its error; nothing if the client has disconnected."""
+        """Send the result of `work` as JSON unless it has responded itself; otherwise as `answer_itself`."""
 
         async def answered() -> None:
-            await self.send_json(await work)
+            result = await work
+            if not self.started:
+                await self.send_json(result)
 
         await self.answer_itself(answered())
 
@@ -318,8 +321,10 @@ class WireForm:
         return b"id: %d\n%b" % (number, event) if number > self.after else b""
 
 
-class StreamEvent(msgspec.Struct, kw_only=True, tag_field="type"):
-    """An event whose tag is its name."""
+class StreamEvent(msgspec.Struct, kw_only=True):
+    """An event that is named by its type."""
+
+    type: str
 
 
 class NamedEvents(WireForm):
@@ -332,8 +337,8 @@ class NamedEvents(WireForm):
         return b"".join(map(self._event, content))
 
     def _event(self, event: StreamEvent) -> bytes:
-        name = str(event.__struct_config__.tag).encode()
-        return self._numbered(b"event: %b\ndata: %b\n\n" % (name, _ENCODER.encode(event)))
+        name, data = event.type.encode(), _ENCODER.encode(event)
+        return self._numbered(b"event: %b\ndata: %b\n\n" % (name, data))
 
 
 class MessagesErrorBody(msgspec.Struct):
@@ -344,9 +349,10 @@ class MessagesErrorBody(msgspec.Struct):
     details: dict[str, Any] | UnsetType = UNSET
 
 
-class MessagesError(StreamEvent, tag="error"):
+class MessagesError(StreamEvent, kw_only=True):
     """Envelope of an Anthropic error, as a body and as an event."""
 
+    type: str = "error"
     error: MessagesErrorBody
 
 
@@ -388,9 +394,10 @@ class NumberedEvent(StreamEvent, kw_only=True):
     sequence_number: int = 0
 
 
-class ResponsesErrorEvent(NumberedEvent, tag="error"):
+class ResponsesErrorEvent(NumberedEvent, kw_only=True):
     """An error within a stream of /v1/responses."""
 
+    type: str = "error"
     code: str | None
     message: str
     param: str | None
@@ -418,11 +425,13 @@ _FORMS: dict[str, type[WireForm]] = {
 """Formats by the path component after /v1."""
 
 
-def form_of(path: str) -> WireForm:
-    """Format for clients of a path."""
-    parts = path.split("/")
-    found = _FORMS.get(parts[2], WireForm) if parts[:2] == ["", "v1"] and parts[2:] else WireForm
-    return found()
+def form_of(scope: Scope) -> WireForm:
+    """Format for the client of a request: by its path, for `/v1/models` by its headers."""
+    parts = scope.get("path", "").split("/")
+    api = parts[2] if parts[:2] == ["", "v1"] and parts[2:] else ""
+    if api == "models" and is_anthropic_client(scope["headers"]):
+        return MessagesForm()
+    return _FORMS.get(api, WireForm)()
 
 
 def is_anthropic_client(headers: Iterable[tuple[bytes, bytes]]) -> bool:

@@ -3,225 +3,125 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from html import escape
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from vsched.api.compat.messages import CountedTokens, MessagesEvent, MessagesResponse
-from vsched.api.compat.messages_schema import MessagesRequest
-from vsched.api.compat.responses import ResponseObject, ResponsesEvent
-from vsched.api.compat.responses_schema import ResponsesRequest
 from vsched.api.errors import ErrorEnvelope
-from vsched.api.http_exchange import MessagesError
-from vsched.api.request_schema import (
-    AdapterRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GroupRequest,
-    LoadLoraRequest,
-    PolicyTables,
-    TokenizeRequest,
-    UnloadLoraRequest,
-)
-from vsched.api.response_schema import (
-    AdapterList,
-    AdapterRow,
-    ChatChunk,
-    ChatResponse,
-    CompletionResponse,
-    Detokenized,
-    GroupAction,
-    Load,
-    Model,
-    ModelList,
-    State,
-    Tokens,
-    Version,
-)
+from vsched.api.http_exchange import HttpExchange
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
 _REFERENCE = "#/components/schemas/{name}"
 
 
-class ApiOperation(NamedTuple):
-    """Operation of one method on one path.
+class JsonEndpoint:
+    """An ASGI application: sends the result of a coroutine function as JSON, unless it has responded itself."""
 
-    `response` is the body on success, `event` the type of stream events, if any, `kind` the media type, and `error` the
-    body of an error.
+    def __init__(self, handler: Callable[[HttpExchange], Awaitable[object]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.answer(self._handler(exchange))
+
+
+class ApiRoute(Route):
+    """One method of one path; the docstring of its endpoint is its summary.
+
+    Attributes:
+        request: Type of the body, if any.
+        response: Type of the body on success.
+        event: Type of stream events, if any.
+        media_type: Media type of the response.
+        error: Type of the body of an error.
     """
 
-    method: str
-    path: str
-    summary: str
-    request: type | None = None
-    response: type | None = None
-    event: Any = None
-    kind: str = JSON
-    error: type = ErrorEnvelope
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        endpoint: Callable[..., Any],
+        request: Any = None,
+        response: Any = None,
+        *,
+        event: Any = None,
+        media_type: str = JSON,
+        error: Any = ErrorEnvelope,
+    ) -> None:
+        """Create a route to an ASGI application, or to a method that serves an `HttpExchange`."""
+        is_method = inspect.ismethod(endpoint)
+        super().__init__(path, JsonEndpoint(endpoint) if is_method else endpoint, methods=[method])
+        self.method = method
+        self.summary = (inspect.getdoc(endpoint) or "").partition("\n")[0]
+        self.request = request
+        self.response = response
+        self.event = event
+        self.media_type = media_type
+        self.error = error
 
 
-OPERATIONS: tuple[ApiOperation, ...] = (
-    ApiOperation(
-        "POST",
-        "/v1/chat/completions",
-        "Continue a conversation.",
-        ChatRequest,
-        ChatResponse,
-        ChatChunk,
-    ),
-    ApiOperation(
-        "POST",
-        "/v1/completions",
-        "Continue a text.",
-        CompletionRequest,
-        CompletionResponse,
-        CompletionResponse,
-    ),
-    ApiOperation(
-        "POST",
-        "/v1/responses",
-        "Continue a conversation, with OpenAI's Responses API.",
-        ResponsesRequest,
-        ResponseObject,
-        ResponsesEvent,
-    ),
-    ApiOperation(
-        "POST",
-        "/v1/messages",
-        "Continue a conversation, with Anthropic's Messages API.",
-        MessagesRequest,
-        MessagesResponse,
-        MessagesEvent,
-        error=MessagesError,
-    ),
-    ApiOperation(
-        "POST",
-        "/v1/messages/count_tokens",
-        "Count the tokens of a conversation, with Anthropic's Messages API.",
-        MessagesRequest,
-        CountedTokens,
-        error=MessagesError,
-    ),
-    ApiOperation(
-        "GET",
-        "/v1/chat/completions/{request_id}",
-        "Fetch the response to a request that was resumed after a crash.",
-        None,
-        ChatResponse,
-        ChatChunk,
-    ),
-    ApiOperation(
-        "GET",
-        "/v1/completions/{request_id}",
-        "Fetch the response to a request that was resumed after a crash.",
-        None,
-        CompletionResponse,
-        CompletionResponse,
-    ),
-    ApiOperation(
-        "GET",
-        "/v1/responses/{request_id}",
-        "Fetch the response to a request that was resumed after a crash, with OpenAI's Responses API.",
-        None,
-        ResponseObject,
-        ResponsesEvent,
-    ),
-    ApiOperation(
-        "GET",
-        "/v1/messages/{request_id}",
-        "Fetch the response to a request that was resumed after a crash, with Anthropic's Messages API.",
-        None,
-        MessagesResponse,
-        MessagesEvent,
-        error=MessagesError,
-    ),
-    ApiOperation(
-        "GET",
-        "/v1/models",
-        "List the served model and its adapters; in Anthropic's format with the header anthropic-version.",
-        None,
-        ModelList,
-    ),
-    ApiOperation(
-        "GET",
-        "/v1/models/{model}",
-        "Describe the served model, or an adapter; in Anthropic's format with the header anthropic-version.",
-        None,
-        Model,
-    ),
-    ApiOperation("POST", "/tokenize", "Count the tokens of a prompt.", TokenizeRequest, Tokens),
-    ApiOperation("POST", "/detokenize", "Convert tokens to text.", DetokenizeRequest, Detokenized),
-    ApiOperation(
-        "GET",
-        "/health",
-        "State of the engine: 200 if it accepts requests, otherwise 503.",
-        None,
-        State,
-    ),
-    ApiOperation("GET", "/ready", "The same as /health.", None, State),
-    ApiOperation("GET", "/ping", "The same as /health.", None, State),
-    ApiOperation("POST", "/ping", "The same as /health.", None, State),
-    ApiOperation("GET", "/version", "Version of vsched.", None, Version),
-    ApiOperation("GET", "/load", "Number of requests in progress.", None, Load),
-    ApiOperation("GET", "/metrics", "Metrics for Prometheus.", kind="text/plain"),
-    ApiOperation("GET", "/openapi.json", "This document."),
-    ApiOperation("GET", "/docs", "This document as a page.", kind="text/html"),
-    ApiOperation("GET", "/admin/statistics", "Counters and measurements of the engine."),
-    ApiOperation("POST", "/admin/clear", "Abort all requests."),
-    ApiOperation("GET", "/admin/replicas", "All groups: state, ranks, last loss."),
-    ApiOperation(
-        "POST", "/admin/replicas", "Drain, restart or resume a group.", GroupRequest, GroupAction
-    ),
-    ApiOperation("GET", "/admin/policies", "The policy of each table.", None, PolicyTables),
-    ApiOperation(
-        "POST",
-        "/admin/policies",
-        "Replace policies while requests run.",
-        PolicyTables,
-        PolicyTables,
-    ),
-    ApiOperation("GET", "/admin/adapters", "All adapters.", None, AdapterList),
-    ApiOperation("POST", "/admin/adapters", "Load an adapter.", AdapterRequest, AdapterRow),
-    ApiOperation("DELETE", "/admin/adapters/{name}", "Unload an adapter.", None, AdapterRow),
-    ApiOperation(
-        "POST",
-        "/v1/load_lora_adapter",
-        "Load an adapter, in vLLM's format.",
-        LoadLoraRequest,
-        kind="text/plain",
-    ),
-    ApiOperation(
-        "POST",
-        "/v1/unload_lora_adapter",
-        "Unload an adapter, in vLLM's format.",
-        UnloadLoraRequest,
-        kind="text/plain",
-    ),
-)
+def get(path: str, endpoint: Callable[..., Any], response: Any = None, **options: Any) -> ApiRoute:
+    """Create a route for GET."""
+    return ApiRoute("GET", path, endpoint, None, response, **options)
 
 
-@functools.cache
-def document() -> dict[str, Any]:
-    """Build the document; it is the same for every model."""
+def post(
+    path: str,
+    endpoint: Callable[..., Any],
+    request: Any = None,
+    response: Any = None,
+    **options: Any,
+) -> ApiRoute:
+    """Create a route for POST."""
+    return ApiRoute("POST", path, endpoint, request, response, **options)
+
+
+class Documentation:
+    """The document of some routes, and a page with it; the same for every model."""
+
+    def __init__(self) -> None:
+        self.routes: Sequence[ApiRoute] = ()
+
+    @functools.cached_property
+    def document(self) -> dict[str, Any]:
+        """The OpenAPI document."""
+        return document(self.routes)
+
+    async def openapi(self, exchange: HttpExchange) -> None:
+        """This document."""
+        await exchange.send_json(self.document)
+
+    async def page(self, exchange: HttpExchange) -> None:
+        """This document as a page."""
+        await exchange.send_bytes(
+            rendered(self.document).encode(),
+            content_type=b"text/html; charset=utf-8",
+            headers=[(b"content-security-policy", _POLICY)],
+        )
+
+
+def document(routes: Sequence[ApiRoute]) -> dict[str, Any]:
+    """Build the OpenAPI document of these routes."""
     kinds = {
         kind: None
-        for each in OPERATIONS
+        for each in routes
         for kind in (each.request, each.response, each.event, each.error)
         if kind is not None
     }
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     references = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, Any] = {}
-    for each in OPERATIONS:
-        paths.setdefault(each.path, {})[each.method.lower()] = _described(each, references)
+    for each in routes:
+        paths.setdefault(each.path_format, {})[each.method.lower()] = _described(each, references)
     return {
         "openapi": "3.1.0",
         "info": {"title": "vsched", "version": version("vsched")},
@@ -233,8 +133,8 @@ def document() -> dict[str, Any]:
     }
 
 
-def _described(each: ApiOperation, references: dict[type, Any]) -> dict[str, Any]:
-    content = {each.kind: {"schema": references[each.response]} if each.response else {}}
+def _described(each: ApiRoute, references: dict[type, Any]) -> dict[str, Any]:
+    content = {each.media_type: {"schema": references[each.response]} if each.response else {}}
     if each.event is not None:
         content[EVENTS] = {"schema": references[each.event]}
     described: dict[str, Any] = {
@@ -251,37 +151,20 @@ def _described(each: ApiOperation, references: dict[type, Any]) -> dict[str, Any
     if each.request is not None:
         body = {JSON: {"schema": references[each.request]}}
         described["requestBody"] = {"required": True, "content": body}
-    if "{" in each.path:
-        name = each.path.partition("{")[2].removesuffix("}")
-        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        described["parameters"] = [parameter]
+    if each.param_convertors:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in each.param_convertors
+        ]
     return described
 
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+_POLICY = b"default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
     "code{font-size:.9em}table{border-collapse:collapse}td{padding:.1rem 1rem .1rem 0;"
     "vertical-align:top}summary{cursor:pointer}details{margin:.3rem 0}"
 )
-
-
-async def openapi(request: Request) -> Response:
-    """Return the OpenAPI document."""
-    del request
-    return Response(_encoded(), media_type=JSON)
-
-
-async def page(request: Request) -> Response:
-    """Return the page."""
-    del request
-    headers = {"content-security-policy": _POLICY}
-    return Response(rendered(document()), media_type="text/html", headers=headers)
-
-
-@functools.cache
-def _encoded() -> bytes:
-    return json.dumps(document()).encode()
 
 
 def rendered(found: dict[str, Any]) -> str:

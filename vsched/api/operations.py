@@ -1,27 +1,26 @@
-"""Endpoints other than completions: models, tokenize, health, metrics, statistics, clear, groups."""
+"""Endpoints other than completions: models, tokenize, health and those for operators."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from vsched.api import parameters
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.chat_messages import split_messages
 from vsched.api.compat.messages import messages_model, messages_model_list
+from vsched.api.compat.messages_schema import MessagesModel, MessagesModelList
 from vsched.api.completions import check_model, check_ready, rendered
 from vsched.api.contract import ApiSettings, EngineContract, ServingContract
 from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.formatters import text_of, token_text
-from vsched.api.http_exchange import HttpExchange, MessagesForm, WireForm, is_anthropic_client
+from vsched.api.http_exchange import HttpExchange, is_anthropic_client
 from vsched.api.metrics import CONTENT_TYPE, ApiMetrics
 from vsched.api.request_schema import (
     AdapterRequest,
@@ -51,50 +50,44 @@ from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.worker.contract import Preprocessor
 
 ACTIONS = ("drain", "restart", "resume")
+TEXT = b"text/plain; charset=utf-8"
 
 
-def json_response(content: object, status: int = 200) -> Response:
-    """Encode a JSON response; values that JSON cannot represent become text."""
-    body = msgspec.json.encode(content, enc_hook=str)
-    return Response(body, status_code=status, media_type="application/json")
+class ClientOperations:
+    """Endpoints for clients, which every HTTP process serves by itself: models, tokens, state and version."""
 
-
-class Descriptions:
-    """Endpoints that every HTTP process can serve by itself: state, version, models."""
-
-    def __init__(self, engine: ServingContract) -> None:
+    def __init__(
+        self, engine: ServingContract, settings: ApiSettings, bodies: RequestBodies
+    ) -> None:
         self._engine = engine
+        self._settings = settings
+        self._bodies = bodies
         self._created = int(time.time())
 
-    async def health(self, request: Request) -> Response:
-        """Report the engine's state: 200 if it accepts requests, 503 otherwise."""
-        del request
+    async def health(self, exchange: HttpExchange) -> None:
+        """State of the engine: 200 if it accepts requests, 503 otherwise."""
         state = self._engine.state
-        return json_response(State(state), 200 if state in {"ready", "degraded"} else 503)
+        status = 200 if state in {"ready", "degraded"} else 503
+        await exchange.send_json(State(state), status=status)
 
-    async def version(self, request: Request) -> Response:
-        """Return the version of vsched."""
-        del request
-        return json_response(Version(version("vsched")))
+    async def version(self, exchange: HttpExchange) -> Version:
+        """Version of vsched."""
+        del exchange
+        return Version(version("vsched"))
 
-    async def models(self, request: Request) -> Response:
-        """List the model and its adapters, in Anthropic's format if the client is Anthropic's."""
+    async def models(self, exchange: HttpExchange) -> ModelList | MessagesModelList:
+        """List the model and its adapters, in Anthropic's format with the header anthropic-version."""
         ready = [row["name"] for row in self._engine.adapters() if row["state"] == "ready"]
         listed = [self._model(), *map(self._model, ready)]
-        if is_anthropic_client(request.headers.raw):
-            return json_response(messages_model_list(listed))
-        return json_response(ModelList(listed))
+        if is_anthropic_client(exchange.scope["headers"]):
+            return messages_model_list(listed)
+        return ModelList(listed)
 
-    async def model(self, request: Request) -> Response:
-        """Describe the model or an adapter, in Anthropic's format if the client is Anthropic's."""
-        anthropics = is_anthropic_client(request.headers.raw)
-        try:
-            adapter = check_model(request.path_params["model"], self._engine)
-        except ParameterRefused as error:
-            form = MessagesForm() if anthropics else WireForm()
-            return json_response(form.error(error), error.status)
-        described = self._model(adapter)
-        return json_response(messages_model(described) if anthropics else described)
+    async def model(self, exchange: HttpExchange) -> Model | MessagesModel:
+        """Describe the model or an adapter, in Anthropic's format with the header anthropic-version."""
+        described = self._model(check_model(exchange.scope["path_params"]["model"], self._engine))
+        is_anthropic = is_anthropic_client(exchange.scope["headers"])
+        return messages_model(described) if is_anthropic else described
 
     def _model(self, adapter: str = "") -> Model:
         base = self._engine.model_name
@@ -106,61 +99,8 @@ class Descriptions:
             parent=base if adapter else None,
         )
 
-
-class Operations:
-    """Operator endpoints that respond at once."""
-
-    def __init__(self, engine: EngineContract, metrics: ApiMetrics) -> None:
-        self._engine = engine
-        self._metrics = metrics
-
-    async def load(self, request: Request) -> Response:
-        """Return the number of completions in progress."""
-        del request
-        return json_response(Load(self._metrics.under_way))
-
-    async def metrics(self, request: Request) -> Response:
-        """Render the metrics."""
-        del request
-        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
-
-    async def statistics(self, request: Request) -> Response:
-        """Return the engine's statistics."""
-        del request
-        return json_response({"state": self._engine.state, **self._engine.statistics()})
-
-    async def clear(self, request: Request) -> Response:
-        """Interrupt every request."""
-        del request
-        return json_response(await self._engine.clear())
-
-    async def replicas(self, request: Request) -> Response:
-        """Return all groups: state, ranks, running and waiting requests, last loss."""
-        del request
-        return json_response({"state": self._engine.state, "groups": self._engine.groups()})
-
-    async def policies(self, request: Request) -> Response:
-        """Return the configuration table of the policy that decides for each policy table."""
-        del request
-        return json_response(self._engine.policies())
-
-
-class TokenizeEndpoint:
-    """An ASGI application for /tokenize."""
-
-    def __init__(
-        self, engine: ServingContract, settings: ApiSettings, bodies: RequestBodies
-    ) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._bodies = bodies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        exchange = HttpExchange(scope, receive, send)
-        await exchange.answer(self._tokenize(exchange))
-
-    async def _tokenize(self, exchange: HttpExchange) -> Tokens:
+    async def tokenize(self, exchange: HttpExchange) -> Tokens:
+        """Tokenize a prompt, or rendered messages with their images, and count the tokens."""
         check_ready(self._engine)  # before that, the model is unknown
         limit = self._engine.info.context_tokens
         request = await self._bodies.read(exchange, TokenizeRequest, tokens=limit)
@@ -192,20 +132,8 @@ class TokenizeEndpoint:
         message = "one of `prompt` and `messages` is needed. Remedy: send exactly one of them."
         raise ParameterRefused(message, param="prompt")
 
-
-class DetokenizeEndpoint:
-    """An ASGI application for /detokenize."""
-
-    def __init__(self, engine: ServingContract, bodies: RequestBodies) -> None:
-        self._engine = engine
-        self._bodies = bodies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        exchange = HttpExchange(scope, receive, send)
-        await exchange.answer(self._detokenize(exchange))
-
-    async def _detokenize(self, exchange: HttpExchange) -> Detokenized:
+    async def detokenize(self, exchange: HttpExchange) -> Detokenized:
+        """Convert tokens to text."""
         check_ready(self._engine)
         limit = self._engine.info.context_tokens
         request = await self._bodies.read(exchange, DetokenizeRequest, tokens=limit)
@@ -227,40 +155,41 @@ def _texts(preprocessor: Preprocessor, token_ids: list[int]) -> list[str]:
     return [token_text(one, preprocessor) for one in token_ids]
 
 
-class PoliciesEndpoint:
-    """An ASGI application: replaces the policies of some configuration tables; the response is the table of each."""
+class OperatorOperations:
+    """Endpoints for operators, which need the engine; an action continues if its client disconnects."""
 
-    def __init__(self, engine: EngineContract, bodies: RequestBodies) -> None:
+    def __init__(self, engine: EngineContract, metrics: ApiMetrics, bodies: RequestBodies) -> None:
         self._engine = engine
+        self._metrics = metrics
         self._bodies = bodies
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        exchange = HttpExchange(scope, receive, send)
-        await exchange.answer(self._replace(exchange))
+    async def load(self, exchange: HttpExchange) -> Load:
+        """Number of completions in progress."""
+        del exchange
+        return Load(self._metrics.under_way)
 
-    async def _replace(self, exchange: HttpExchange) -> PolicyTables:
-        tables = await self._bodies.read(exchange, PolicyTables, tokens=0)
-        self._engine.replace_policies(tables)
-        return self._engine.policies()
+    async def metrics(self, exchange: HttpExchange) -> None:
+        """Metrics for Prometheus."""
+        content_type = CONTENT_TYPE.encode()
+        await exchange.send_bytes(self._metrics.render(), content_type=content_type)
 
+    async def statistics(self, exchange: HttpExchange) -> dict[str, Any]:
+        """Counters and measurements of the engine."""
+        del exchange
+        return {"state": self._engine.state, **self._engine.statistics()}
 
-class ReplicasEndpoint:
-    """An ASGI application: one action on one group; it responds when the action is done or its deadline has passed.
+    async def clear(self, exchange: HttpExchange) -> dict[str, int]:
+        """Abort every request."""
+        del exchange
+        return await self._engine.clear()
 
-    The action continues if the client disconnects: `GET /admin/replicas` reports the result.
-    """
+    async def replicas(self, exchange: HttpExchange) -> dict[str, Any]:
+        """All groups: state, ranks, running and waiting requests, last loss."""
+        del exchange
+        return {"state": self._engine.state, "groups": self._engine.groups()}
 
-    def __init__(self, engine: EngineContract, bodies: RequestBodies) -> None:
-        self._engine = engine
-        self._bodies = bodies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        exchange = HttpExchange(scope, receive, send)
-        await exchange.answer(self._act(exchange))
-
-    async def _act(self, exchange: HttpExchange) -> GroupAction:
+    async def change_replica(self, exchange: HttpExchange) -> GroupAction:
+        """Drain, restart or resume a group; respond when it is done or its deadline has passed."""
         # Allowed while the engine loads, and without token limits.
         request = await self._bodies.read(exchange, GroupRequest, tokens=0)
         exchange.release_room()  # a drain takes long
@@ -277,95 +206,70 @@ class ReplicasEndpoint:
                     f"there is no action {unknown!r}. Remedy: name one of {', '.join(ACTIONS)}."
                 )
                 raise ParameterRefused(message, param="action", code="unknown_action")
-        state = next(
-            (row["state"] for row in self._engine.groups() if row["name"] == request.group), "down"
-        )
-        return GroupAction(request.group, request.action, done, state)
+        states = {row["name"]: row["state"] for row in self._engine.groups()}
+        return GroupAction(request.group, request.action, done, states.get(request.group, "down"))
 
+    async def policies(self, exchange: HttpExchange) -> PolicyTables:
+        """Configuration table of the policy that decides for each policy table."""
+        del exchange
+        return self._engine.policies()
 
-TEXT = b"text/plain; charset=utf-8"
+    async def replace_policies(self, exchange: HttpExchange) -> PolicyTables:
+        """Replace the policies of some configuration tables; return the table of each."""
+        tables = await self._bodies.read(exchange, PolicyTables, tokens=0)
+        self._engine.replace_policies(tables)
+        return self._engine.policies()
 
+    async def adapters(self, exchange: HttpExchange) -> AdapterList:
+        """All adapters."""
+        del exchange
+        return AdapterList(list(self._adapters().values()))
 
-class AdapterEndpoints:
-    """Adapter endpoints for operators; an operation continues if its client disconnects."""
+    def _adapters(self) -> dict[str, AdapterRow]:
+        return {row["name"]: AdapterRow(**row) for row in self._engine.adapters()}
 
-    def __init__(self, engine: EngineContract, bodies: RequestBodies) -> None:
-        self._engine = engine
-        self._bodies = bodies
-
-    async def look(self, request: Request) -> Response:
-        """List the adapters."""
-        del request
-        return json_response(AdapterList([AdapterRow(**row) for row in self._engine.adapters()]))
-
-    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def load_adapter(self, exchange: HttpExchange) -> AdapterRow:
         """Load an adapter."""
-        exchange = HttpExchange(scope, receive, send)
-        await exchange.answer(self._load(exchange))
-
-    async def unload(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Unload an adapter."""
-        exchange = HttpExchange(scope, receive, send)
-        await exchange.answer(self._unload(scope["path_params"]["name"]))
-
-    async def load_lora(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Load an adapter, in vLLM's format."""
-        exchange = HttpExchange(scope, receive, send)
-        await _answer_in_text(exchange, self._load_lora(exchange))
-
-    async def unload_lora(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Unload an adapter, in vLLM's format."""
-        exchange = HttpExchange(scope, receive, send)
-        await _answer_in_text(exchange, self._unload_lora(exchange))
-
-    async def _load(self, exchange: HttpExchange) -> AdapterRow:
-        requested = await self._bodies.read(exchange, AdapterRequest, tokens=0)
+        request = await self._bodies.read(exchange, AdapterRequest, tokens=0)
         exchange.release_room()  # loading may take long
-        await self._engine.load_adapter(requested.name, requested.path)
-        return next(
-            AdapterRow(**row) for row in self._engine.adapters() if row["name"] == requested.name
-        )
+        await self._engine.load_adapter(request.name, request.path)
+        return self._adapters()[request.name]
 
-    async def _unload(self, name: str) -> AdapterRow:
-        row = next((row for row in self._engine.adapters() if row["name"] == name), {})
-        await self._engine.unload_adapter(name)
-        return AdapterRow(**{**row, "state": "unloaded", "running": 0})
+    async def unload_adapter(self, exchange: HttpExchange) -> AdapterRow:
+        """Unload an adapter."""
+        name = exchange.scope["path_params"]["name"]
+        row = self._adapters().get(name)
+        await self._engine.unload_adapter(name)  # refused if there is none
+        assert row is not None
+        return msgspec.structs.replace(row, state="unloaded", running=0)
 
-    async def _load_lora(self, exchange: HttpExchange) -> str:
-        requested = await self._bodies.read(exchange, LoadLoraRequest, tokens=0)
+    async def load_lora_adapter(self, exchange: HttpExchange) -> None:
+        """Load an adapter, in vLLM's format."""
+        request = await self._bodies.read(exchange, LoadLoraRequest, tokens=0)
         exchange.release_room()
-        await self._engine.load_adapter(requested.lora_name, requested.lora_path)
-        return f"Success: LoRA adapter {requested.lora_name!r} added successfully."
+        with _vllm_status():
+            await self._engine.load_adapter(request.lora_name, request.lora_path)
+        await _send_success(exchange, request.lora_name, "added")
 
-    async def _unload_lora(self, exchange: HttpExchange) -> str:
-        requested = await self._bodies.read(exchange, UnloadLoraRequest, tokens=0)
+    async def unload_lora_adapter(self, exchange: HttpExchange) -> None:
+        """Unload an adapter, in vLLM's format."""
+        request = await self._bodies.read(exchange, UnloadLoraRequest, tokens=0)
         exchange.release_room()
-        await self._engine.unload_adapter(requested.lora_name)
-        return f"Success: LoRA adapter {requested.lora_name!r} removed successfully."
+        with _vllm_status():
+            await self._engine.unload_adapter(request.lora_name)
+        await _send_success(exchange, request.lora_name, "removed")
 
 
-class Endpoint:
-    """An ASGI application as an object, so that the router passes the connection to it unchanged."""
-
-    def __init__(self, serve: Any) -> None:
-        """Wrap a coroutine function that serves a connection."""
-        self._serve = serve
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        await self._serve(scope, receive, send)
+@contextlib.contextmanager
+def _vllm_status() -> Iterator[None]:
+    """Refuse a conflict with status 400, like vLLM."""
+    try:
+        yield
+    except RequestRefused as error:
+        error.status = 400 if error.status == 409 else error.status
+        raise
 
 
-async def _answer_in_text(exchange: HttpExchange, work: Awaitable[str]) -> None:
-    """Send a sentence, or an error with the status that vLLM uses for it."""
-
-    async def answer() -> None:
-        try:
-            said = await work
-        except RequestRefused as error:
-            if error.status == 409:
-                error.status = 400
-            raise
-        await exchange.send_bytes(said.encode(), content_type=TEXT)
-
-    await exchange.answer_itself(answer())
+async def _send_success(exchange: HttpExchange, name: str, action: str) -> None:
+    text = f"Success: LoRA adapter {name!r} {action} successfully."
+    await exchange.send_bytes(text.encode(), content_type=TEXT)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from vsched.api.contract import ApiSettings
-from vsched.api.errors import ParameterRefused, out_of_bounds, shown
+from vsched.api.errors import ParameterRefused, check_count, out_of_bounds, shown
 from vsched.api.formatters import AnswerOptions
 from vsched.api.request_schema import (
     ChatRequest,
@@ -244,13 +244,7 @@ def _logit_bias(
     biases: dict[str, float] | None, info: ModelInfo, settings: ApiSettings
 ) -> tuple[tuple[int, float], ...]:
     biases = biases or {}
-    if len(biases) > settings.logit_bias_max:
-        raise out_of_bounds(
-            "logit_bias",
-            value=f"{len(biases)} tokens",
-            limit=f"{settings.logit_bias_max} tokens",
-            remedy="send fewer",
-        )
+    check_count("logit_bias", len(biases), settings.logit_bias_max, "tokens")
     strange = [
         name
         for name in biases
@@ -279,44 +273,30 @@ def bad_words(
         ParameterRefused: If they are too many or too long.
     """
     words = request.bad_words or []
-    if len(words) > settings.bad_words_max:
-        raise out_of_bounds(
-            "bad_words",
-            value=f"{len(words)} words",
-            limit=f"{settings.bad_words_max} words",
-            remedy="send fewer",
-        )
+    check_count("bad_words", len(words), settings.bad_words_max, "words")
     found: list[tuple[int, ...]] = []
     for word in words:
-        if not 0 < len(word) <= settings.stop_characters_max:
-            raise out_of_bounds(
-                "bad_words",
-                value=f"{len(word)} characters",
-                limit=f"1 to {settings.stop_characters_max} characters",
-                remedy="send a word of that length",
-            )
+        _check_length("bad_words", word, settings, "a word")
         texts = (word.lstrip() or word, " " + word.lstrip())
         found += (tuple(preprocessor.tokenize(text, images=False)) for text in texts)
     return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
 
+def _check_length(param: str, text: str, settings: ApiSettings, what: str) -> None:
+    if not 0 < len(text) <= settings.stop_characters_max:
+        raise out_of_bounds(
+            param,
+            value=f"{len(text)} characters",
+            limit=f"1 to {settings.stop_characters_max} characters",
+            remedy=f"send {what} of that length",
+        )
+
+
 def _stop(stop: str | list[str] | None, settings: ApiSettings) -> tuple[str, ...]:
     strings = [stop] if isinstance(stop, str) else stop or []
-    if len(strings) > settings.stop_max:
-        raise out_of_bounds(
-            "stop",
-            value=f"{len(strings)} strings",
-            limit=f"{settings.stop_max} strings",
-            remedy="send fewer",
-        )
+    check_count("stop", len(strings), settings.stop_max, "strings")
     for text in strings:
-        if not 0 < len(text) <= settings.stop_characters_max:
-            raise out_of_bounds(
-                "stop",
-                value=f"{len(text)} characters",
-                limit=f"1 to {settings.stop_characters_max} characters",
-                remedy="send a stop string of that length",
-            )
+        _check_length("stop", text, settings, "a stop string")
     return tuple(strings)
 
 
@@ -324,13 +304,7 @@ def _stop_token_ids(
     token_ids: list[int] | None, info: ModelInfo, settings: ApiSettings
 ) -> tuple[int, ...]:
     token_ids = token_ids or []
-    if len(token_ids) > settings.stop_token_ids_max:
-        raise out_of_bounds(
-            "stop_token_ids",
-            value=f"{len(token_ids)} tokens",
-            limit=f"{settings.stop_token_ids_max} tokens",
-            remedy="send fewer",
-        )
+    check_count("stop_token_ids", len(token_ids), settings.stop_token_ids_max, "tokens")
     check_vocabulary("stop_token_ids", token_ids, info)
     return tuple(token_ids)
 
@@ -364,13 +338,13 @@ def check_cache_salt(request: SamplingFields, settings: ApiSettings) -> str:
         ParameterRefused: If it is too long.
     """
     salt = request.cache_salt or ""
-    if len(salt) > settings.cache_salt_characters_max:
-        raise out_of_bounds(
-            "cache_salt",
-            value=f"{len(salt)} characters",
-            limit=f"{settings.cache_salt_characters_max} characters",
-            remedy="send a shorter salt",
-        )
+    check_count(
+        "cache_salt",
+        len(salt),
+        settings.cache_salt_characters_max,
+        "characters",
+        remedy="send a shorter salt",
+    )
     return salt
 
 

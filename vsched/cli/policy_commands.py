@@ -1,11 +1,13 @@
-"""`vsched policies`: list registered policies, describe one, and show its effect in the simulator."""
+"""`vsched policies`: list registered policies, describe one, try one, and show its effect in the simulator."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,13 +25,15 @@ from vsched.policy import DECISIONS, POLICY_TABLES, SEVERAL
 from vsched.terminal.options import PlotOption
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from vsched.sim.fast.metrics import SimulationOutcome
     from vsched.sim.gallery.cases import GalleryCase
 
 PIPE_COLUMNS = 160
 """Width of the table if standard output is no terminal."""
 
-policies_app = typer.Typer(help="List the registered policies, or describe one.")
+policies_app = typer.Typer(help="List the registered policies, describe one, or try one.")
 app.add_typer(policies_app, name="policies")
 
 
@@ -72,7 +76,7 @@ def show(
         return
     found = [policy for policy in list_policies() if policy.name == name]
     if not found:
-        idea = did_you_mean(name, [policy.name for policy in list_policies()])
+        idea = did_you_mean(name, {policy.name for policy in list_policies()})
         raise ConfigError(
             f"policies show {name}: no such policy; `vsched policies` lists them.{idea}"
         )
@@ -83,6 +87,96 @@ def show(
         drawn = _effect(policy, plot) or drawn
     if plot is not None and not drawn:
         raise ConfigError(f"--plot {plot}: no case of the gallery shows {name}")
+
+
+@policies_app.command("try")
+def try_(
+    name: Annotated[str, typer.Argument(help="module:Class, or the name of a built-in policy.")],
+    *,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Set one of its fields."),
+    ] = None,
+    seats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--seat",
+            metavar="TABLE",
+            help="A table that it decides for, such as encode.admission; by default all that it has methods for, of "
+            "two stages the generate stage.",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Run fewer checks and cases.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Also write the report as one HTML file.", show_default=False),
+    ] = None,
+) -> None:
+    """Check a policy, run it with random faults, and compare it with the built-ins on the gallery's workloads.
+
+    The exit status is 1 if a check failed.
+    """
+    from rich.console import Console
+
+    from vsched.cli.policy_trial import report, write_html
+    from vsched.config.loading import parse_value
+    from vsched.testing import policy_trial
+
+    target = name if ":" in name else _target_of(name)
+    table: dict[str, Any] = {"use": target}
+    for assignment in fields or ():
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment}: not an assignment. Remedy: write FIELD=VALUE")
+        table[key.strip()] = parse_value(text.strip())
+    with _bars() as on_progress:
+        trial = policy_trial.try_policy(
+            table,
+            tables=seats or (),
+            effort=policy_trial.QUICK if quick else policy_trial.THOROUGH,
+            on_progress=on_progress,
+        )
+    console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+    console.print(report(trial, target))
+    if html is not None:
+        write_html(trial, target, html)
+        typer.echo(f"wrote {html}")
+    if not trial.passed:
+        raise typer.Exit(1)
+
+
+def _target_of(name: str) -> str:
+    """Return module:Class of a registered policy."""
+    found = sorted({policy.target for policy in list_policies() if policy.name == name})
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"{name}: several policies. Remedy: name one of {', '.join(found)}")
+    idea = did_you_mean(name, {policy.name for policy in list_policies()})
+    raise ConfigError(f"{name}: no such policy. Remedy: name it as module:Class.{idea}")
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar for each part of a trial on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show_progress(part: str, done: int, total: int) -> None:
+            if part not in tasks:
+                tasks[part] = bars.add_task(f"{part:10}", total=total)
+            bars.update(tasks[part], completed=done)
+
+        yield show_progress
 
 
 @policies_app.command()

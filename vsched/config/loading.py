@@ -176,7 +176,7 @@ def _read(path: Path) -> Tree:
 def _assignment(key: str, text: str) -> Tree:
     """Convert one `a.b=c` to a tree."""
     field = config_keys().get(key)
-    value: Any = _parse(text) if field is None else _parse_as(text, field.type)
+    value: Any = parse_value(text) if field is None else _parse_as(text, field.type)
     tree: Tree = {}
     for part in reversed(key.split(".")):
         tree = {part: value}
@@ -191,10 +191,10 @@ def _parse_as(text: str, wanted: Any) -> Any:
             return msgspec.convert(text, wanted)
         except msgspec.ValidationError:
             pass
-    return _parse(text)
+    return parse_value(text)
 
 
-def _parse(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Parse a TOML value; other text is taken literally, so that shells need no second pair of quotes."""
     try:
         parsed = tomllib.loads(f"value = {text}")

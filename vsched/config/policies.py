@@ -94,8 +94,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
 
 def _several(config: Config) -> dict[str, Policy]:
     """Build the policy that makes several decisions with one state; return it by the tables that it stands for."""
-    policy = resolve_policy(SEVERAL, without_seats(config.policy))
-    named = _seats_of(policy, config.policy)
+    policy, named = _resolve_several(config.policy)
     for path in named:
         if policy_table(config, path) != policy_table(Config(), path):
             raise ConfigError(
@@ -103,6 +102,20 @@ def _several(config: Config) -> dict[str, Policy]:
                 f"the tables that {config.policy['use']} stands for"
             )
     return dict.fromkeys(named, policy)
+
+
+def seats_of_table(table: PolicyTable) -> list[str]:
+    """Return the tables that a table `policy` stands for.
+
+    Raises:
+        ConfigError, PolicyError: As from `resolve_policies`.
+    """
+    return _resolve_several(table)[1]
+
+
+def _resolve_several(table: Mapping[str, Any]) -> tuple[Policy, list[str]]:
+    policy = resolve_policy(SEVERAL, without_seats(table))
+    return policy, _seats_of(policy, table)
 
 
 def _seats_of(

@@ -192,6 +192,7 @@ class PolicySeat(Restorable):
         accept: Keeps the changes that the call made to the state.
         replaced: Reason why it is no longer called; empty while it is.
         overruled: Number of valid answers that the kernel did not follow, by reason.
+        failed: Number of failed calls since this kernel was created.
     """
 
     replaced: Saved[str] = ""
@@ -209,6 +210,7 @@ class PolicySeat(Restorable):
         self.method = decision.method
         self._check, self._default = decision.check, decision.default
         self.overruled = {}
+        self.failed = 0
         self._recorded = b""
         self._faults = faults
         self.install(policy, memory or PolicyMemory(policy))
@@ -252,6 +254,7 @@ class PolicySeat(Restorable):
         """Report a call that failed, and undo what it did to the state."""
         if self.replaced:
             return
+        self.failed += 1
         self._faults.report(self.policy, self.method, error, view)
         try:
             self._memory.drop_changes()
@@ -335,6 +338,10 @@ class PolicySeats(Restorable):
     def replaced(self) -> dict[str, str]:
         """Return the seats where the default decides, with the reasons."""
         return {name: seat.replaced for name, seat in self._seats.items() if seat.replaced}
+
+    def failed(self) -> dict[str, int]:
+        """Return the number of failed calls since this kernel was created, by seat."""
+        return {name: seat.failed for name, seat in self._seats.items() if seat.failed}
 
     def overruled(self) -> dict[str, dict[str, int]]:
         """Return by seat how often the kernel did not follow a valid answer, and why."""

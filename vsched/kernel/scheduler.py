@@ -586,6 +586,11 @@ class Scheduler(SnapshotRoot):
         """The traceback of each policy's first failure since this scheduler was created, by class name."""
         return self._faults.first
 
+    @property
+    def policy_failure_counts(self) -> Mapping[str, int]:
+        """Number of failed policy calls since this scheduler was created, by seat."""
+        return self._seats.failed()
+
     def check_invariants(self) -> None:
         """Assert that nothing is lost or owned twice, and that no request is stuck."""
         live = self._table.live

@@ -21,6 +21,7 @@ from vsched.kernel.events import (
     EncodeFailed,
     Event,
     GroupLost,
+    PolicyReplaced,
     Stepped,
     Submitted,
 )
@@ -177,6 +178,8 @@ class Oracles:
             del self._writing[event.group]
         elif type(event) is GroupLost:
             self._lose(event.group)
+        elif type(event) is PolicyReplaced and "generate.admission" in event.tables:
+            self._fifo = event.tables["generate.admission"] == {"use": "fifo"}
 
     def _lose(self, group: str) -> None:
         if stage_of(group) == "encode":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from vsched.config.policies import configured_policies
 from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.plugins import check_contract
-from vsched.policy import POLICY_TABLES, Policy
+from vsched.policy import POLICY_TABLES, SEVERAL, Policy, decisions_of
 from vsched.sim.cost.model import CostModel
 from vsched.types import ModelInfo
 from vsched.worker.registry import load_worker
@@ -71,7 +72,9 @@ def prepare(
     Args:
         config: The configuration.
         cost: Cost model; also the fallback for the model shape and the KV cache size.
-        policies: Replacements for configured policies, by table, such as `encode.encoding`.
+        policies: Replacements for configured policies, by table, such as `encode.encoding`. The table `policy` stands
+            for all tables that the policy has methods for and that are not named. An object that several tables name
+            has one state for all of them.
         info: The model's shape; by default the cost model's, else the shape of the checkpoint at
             `model.path`.
         kv_tokens: KV cache size of a replica; by default as pinned by `generate.memory`, else the
@@ -117,18 +120,46 @@ def _replace(
     """Replace some policies, by table, and derive the limits from the result."""
     if not policies:
         return configured
-    built = configured.by_table
+    placed: dict[str, Policy] = {}
     for table, policy in policies.items():
-        if table not in TABLES:
+        if table not in TABLES and table != SEVERAL:
             raise ConfigError(
-                f"{table}: not a policy table. Remedy: use one of {', '.join(TABLES)}"
+                f"{table}: not a policy table. Remedy: use one of {', '.join((*TABLES, SEVERAL))}"
             )
         if isinstance(policy, type):
             raise PolicyError(
                 f"{table}: {policy.__name__} is a class, not an instance. Remedy: pass {policy.__name__}()"
             )
-        check_contract(type(policy), POLICY_TABLES[table])
-    return configured_policies(config, {**built, **policies})
+        check_contract(type(policy), POLICY_TABLES.get(table, SEVERAL))
+        if table == SEVERAL:
+            made = decisions_of(type(policy))
+            named = [one for one in TABLES if POLICY_TABLES[one] in made and one not in policies]
+            placed |= dict.fromkeys(named, policy)
+        else:
+            placed[table] = policy
+    found = configured_policies(config, {**configured.by_table, **placed})
+    kept = {one: configured.by_table[one] for one in configured.several}
+    return msgspec.structs.replace(found, several=_with_one_state({**kept, **placed}))
+
+
+def _with_one_state(named: Mapping[str, Policy]) -> tuple[str, ...]:
+    """Return the tables that name one object with a state; empty if each object is named once.
+
+    Raises:
+        PolicyError: When there are two such objects.
+    """
+    counts = Counter(id(policy) for policy in named.values() if policy.state_type is not None)
+    shared = [one for one, count in counts.items() if count > 1]
+    if len(shared) > 1:
+        raise PolicyError(
+            limit_message(
+                "objects with a state that several tables name",
+                value=len(shared),
+                limit=1,
+                remedy="pass an object of its own for each table",
+            )
+        )
+    return tuple(table for table, policy in named.items() if id(policy) in shared)
 
 
 def _kv_tokens(config: Config, info: ModelInfo, cost: CostModel, given: int | None) -> int:

@@ -7,8 +7,6 @@ import itertools
 import logging
 import random
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -25,27 +23,7 @@ from vsched.types import MediaItem
 logger = logging.getLogger(__name__)
 ORIGIN_NS = 10_000_000_000
 """Virtual time by which a simulated engine has started; workload and fault times count from it by default."""
-
-
 HINTS_MAX = 5
-
-
-class StepCosts(Protocol):
-    """Step durations in nanoseconds, as given by a `CostModel`."""
-
-    def encode_ns(self, tokens: Sequence[int]) -> float:
-        """Duration of an encoder step for images with these token counts."""
-        ...
-
-    def generate_ns(
-        self, *, decodes: int, context: int, prefill: int = 0, pairs: float = 0.0
-    ) -> float:
-        """Duration of a generator step."""
-        ...
-
-    def swap_ns(self, size: int) -> float:
-        """Duration of copying `size` bytes of KV blocks to host memory or back."""
-        ...
 
 
 QUICK = CostModel(
@@ -91,7 +69,7 @@ class World:
         seed: int,
         plan: FaultPlan,
         *,
-        costs: StepCosts = QUICK,
+        costs: CostModel = QUICK,
         delays: Delays | None = None,
         links: LinkProfile | None = None,
         origin_ns: int = ORIGIN_NS,

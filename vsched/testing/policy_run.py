@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from vsched.errors import PolicyError
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.commands import RequestTimes
 from vsched.policy import Policy, decisions_of
@@ -84,12 +83,7 @@ def run_policy(
     times_ns = [int(one.at_s * SECOND_NS) for one in requests]
     due = sorted(zip(times_ns, named, strict=True), key=lambda pair: pair[0])
     arrived = _serve(cluster, due, int(step_ms * 1e6))
-    faults = [notice for notice in cluster.notices if notice.startswith("policy ")]
-    if faults:
-        error = PolicyError(faults[0])
-        for trace in cluster.kernel.policy_failures.values():
-            error.add_note("".join(trace.format()))
-        raise error
+    cluster.check_policies()
     cluster.check_settled()
     return PolicyRun(
         joined=[cluster.names[one.number] for step in cluster.decisions for one in step.joined],

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 TRAINED = Path(__file__).parents[1] / "demo-model"
 """The trained checkpoint, next to the package in the repository; wheels do not contain it."""
 
+LEAN_TORCH = "vsched_workers.lean_torch"
+"""Imported before other modules by CPU ranks that use no modules of transformers."""
+
 RANK_MODULES = (
     "vsched_workers.backends.cpu.backend",
     "vsched_workers.batching.sliced_run",
@@ -85,7 +88,7 @@ class TransformersPlugin:
         if info.family in FAMILIES and isinstance(
             language_family(info.family, info.path, settings), OwnQwen25Vl
         ):
-            return [*RANK_MODULES, *OWN_MODULES]
+            return [LEAN_TORCH, *RANK_MODULES, *OWN_MODULES]
         names = [info.family]
         if info.family not in FAMILIES:
             from transformers.models.auto.configuration_auto import model_type_to_module_name

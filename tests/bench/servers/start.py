@@ -31,6 +31,7 @@ from tests.bench.servers.server import HOST, Server, Spec, serving
 from tests.bench.servers.sides import ENTRY, ROOT, python_path
 
 PORT = 8306
+BYTECODE = Path(tempfile.gettempdir()) / "vsched-bytecode"
 _STAGE = re.compile(r"^\S+ (\d+):(\d+):([\d.]+) INFO \[engine\] vsched\.(?:loading|serve): (.*)$")
 
 
@@ -57,7 +58,12 @@ def spec_of(checkpoint: Path, assignments: Sequence[str]) -> Spec:
         model=checkpoint.name,
         port=PORT,
         version="",
-        environment={"PYTHONPATH": python_path(ROOT)},
+        # As in an installation: bytecode is written once.
+        environment={
+            "PYTHONPATH": python_path(ROOT),
+            "PYTHONPYCACHEPREFIX": str(BYTECODE),
+            "PYTHONDONTWRITEBYTECODE": "",
+        },
         directory=ROOT,
     )
 

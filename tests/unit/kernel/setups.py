@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from vsched.kernel import SchedulerLimits
+from vsched.sim.ranks.stepped import correct_outputs
 from vsched.testing import ModelCluster, make_request
 from vsched.types import Request
 
@@ -70,7 +71,7 @@ def assert_served(cluster: ModelCluster, *names: str) -> None:
     """Assert that requests ended at their length limit with the right outputs."""
     for name in names:
         assert cluster.ended[name].reason == "length", cluster.ended[name]
-        assert cluster.outputs[name] == cluster.expected_outputs(cluster.requests[name])
+        assert cluster.outputs[name] == correct_outputs(cluster.requests[name])
 
 
 def assert_holds_nothing(cluster: ModelCluster) -> None:

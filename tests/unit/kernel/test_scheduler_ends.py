@@ -291,7 +291,7 @@ def test_scheduler_fails_what_a_rank_could_not_hold_to_its_grammar() -> None:
     result, sampled = generator.step()
     for sampler, token in sampled:
         cluster.outputs[cluster.names[sampler]].append(token)
-    generator.sequences[number].decoding = False  # as a rank that saw it end
+    generator.end(slot)
     ended = [Finished(slot, number, FinishReason.ERROR)]
     cluster.send(msgspec.structs.replace(result, finished=ended))
     assert cluster.ended["r"].reason is FinishReason.ERROR

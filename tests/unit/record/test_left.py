@@ -16,6 +16,7 @@ from vsched.kernel.events import Submitted
 from vsched.record.entries import decode_header
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
 from vsched.record.left import PartialOutput, prompt_digest, read_left
+from vsched.sim.ranks.stepped import correct_outputs
 from vsched.testing import ModelCluster
 from vsched.types import FinishReason
 
@@ -57,7 +58,7 @@ def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_told(
     second = ModelCluster(first.limits)
     for name, started in left.started.items():
         request = first.requests[name]
-        expected = first.expected_outputs(request)
+        expected = correct_outputs(request)
         known = reported[name] - (name in ended)  # its last token leads to the end again
         assert started.token_ids == tuple(expected[: max(known, 0)])
         assert started.prompt == prompt_digest(request)
@@ -72,7 +73,7 @@ def test_answer_that_has_all_its_tokens_is_refused(tmp_path: Path) -> None:
     cluster = record_run(tmp_path / "run.vlog", 0)
     name = next(iter(cluster.requests))
     request = msgspec.structs.replace(cluster.requests[name], request_id="full")
-    tokens = tuple(cluster.expected_outputs(request))
+    tokens = tuple(correct_outputs(request))
     fresh = ModelCluster(cluster.limits)
     fresh.hand_in(Submitted(request, emitted=tokens))
     assert fresh.refused["full"].code is RefusalCode.EMPTY
@@ -105,7 +106,7 @@ def test_damaged_record_tells_what_stands_before_the_damage(tmp_path: Path) -> N
     assert "damaged at byte" in left.trouble
     assert left.started
     for name, started in left.started.items():
-        expected = first.expected_outputs(first.requests[name])
+        expected = correct_outputs(first.requests[name])
         assert started.token_ids == tuple(expected[: len(started.token_ids)])
 
 

@@ -302,7 +302,7 @@ def test_render_refuses_text_that_cannot_fit_before_the_template_runs(
     most = preprocessor.info.context_tokens * preprocessor._special._whole.bytes_per_token_max
     fits = [{"role": "user", "content": "a" * (most // parts)}] * parts
     assert "aaa" in preprocessor.render(fits)
-    monkeypatch.setattr(preprocessor._tokenizer, "apply_chat_template", None)
+    monkeypatch.setattr(preprocessor, "_rendered", None)
     text = [{"type": "text", "text": "a" * (parts + 1)}]
     with pytest.raises(RequestRefused, match="longer than the context"):
         preprocessor.render([*fits, {"role": "user", "content": text}])

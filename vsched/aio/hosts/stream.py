@@ -68,6 +68,8 @@ class Stream:
         self._waiting: deque[bytes | ByteRange] = deque()
         self._sent = self._received = 0
         self._bytes_taken = self._bytes_reported = self._bytes_acknowledged = 0
+        self._bytes_at_last = 0
+        """`bytes_sent` after the last frame taken from the queue."""
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._received_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -100,7 +102,10 @@ class Stream:
                 min(first.size, self._piece_bytes) if isinstance(first, ByteRange) else len(first)
             )
             under_way = self.bytes_sent - self._bytes_acknowledged
-            if under_way and under_way + size > self._window_bytes:
+            # A message of a whole window waits for those before it, but not for signs of life, of
+            # which one may always be under way.
+            waits = self._bytes_acknowledged < self._bytes_at_last
+            if waits and under_way + size > self._window_bytes:
                 return
             if isinstance(first, ByteRange):
                 body = self._piece(first, size)
@@ -108,6 +113,7 @@ class Stream:
                 body = first
                 self._waiting.popleft()
             self._frame(body)
+            self._bytes_at_last = self.bytes_sent
 
     def _piece(self, where: ByteRange, size: int) -> bytes:
         assert self.arena is not None, "only a side with an arena sends bytes"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from vsched.aio.replicas.launcher import make_fork_server, modules_of
+from vsched.aio.replicas.launcher import Modules, make_fork_server, modules_of
 from vsched.errors import VschedError
 from vsched.worker.capabilities import LeanPreprocessing
 from vsched.worker.registry import load_worker
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 @contextmanager
 def early_fork_servers(
     config: Config, idle: IdleForkServer | None = None
-) -> Iterator[Mapping[frozenset[str], ForkServer]]:
+) -> Iterator[Mapping[Modules, ForkServer]]:
     """Start the fork server of a configuration's ranks, for a launcher to take over; leaving the context ends it.
 
     Its process is `idle`, if given, which the caller ends. Empty if ranks are not forked, or their imports are unknown
     because of an error, which the engine reports.
     """
-    servers: dict[frozenset[str], ForkServer] = {}
+    servers: dict[Modules, ForkServer] = {}
     with suppress(VschedError):
         modules = _modules(config)
         if modules:
@@ -46,7 +46,7 @@ def early_fork_servers(
             server.close()
 
 
-def _modules(config: Config) -> frozenset[str]:
+def _modules(config: Config) -> Modules:
     """Return the imports of ranks of the generate stage; those of the encode stage are usually the same.
 
     Raises:
@@ -54,7 +54,7 @@ def _modules(config: Config) -> frozenset[str]:
     """
     section = config.generate
     if not config.model.path or not section.on_cpu or config.cluster.elsewhere:
-        return frozenset()
+        return ()
     plugin = load_worker(section.plugin, path="generate.plugin")
     if isinstance(plugin, LeanPreprocessing):
         plugin.forgo_models(config.model.path)  # before anything looks for torch

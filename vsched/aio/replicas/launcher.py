@@ -28,6 +28,8 @@ from vsched.worker.capabilities import ForkableRanks
 from vsched.worker.registry import load_worker
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
+Modules = tuple[str, ...]
+"""Names of modules, in the order of their import."""
 OnExit = Callable[[int], None]
 """Called once, on the event loop, with the exit code of a rank."""
 
@@ -100,7 +102,7 @@ class LocalLauncher:
         *,
         command: Sequence[str] = RANK_COMMAND,
         forked: bool = True,
-        started: Mapping[frozenset[str], ForkServer] | None = None,
+        started: Mapping[Modules, ForkServer] | None = None,
     ) -> None:
         """Create a launcher; without `run_dir`, a temporary folder is created.
 
@@ -141,7 +143,7 @@ class LocalLauncher:
             fork_server=self._fork_server(forkable_modules(spec)) if self._forked else None,
         )
 
-    def _fork_server(self, modules: frozenset[str]) -> ForkServer | None:
+    def _fork_server(self, modules: Modules) -> ForkServer | None:
         """Return the fork server with these imports; None for no imports."""
         if modules and modules not in self._fork_servers:
             self._fork_servers[modules] = make_fork_server(modules)
@@ -211,26 +213,26 @@ def at_home(
     return msgspec.structs.replace(spec, run_dir=run_dir, arena_fd=arena_fd, **changes)
 
 
-def make_fork_server(modules: frozenset[str], *, idle: IdleForkServer | None = None) -> ForkServer:
+def make_fork_server(modules: Modules, *, idle: IdleForkServer | None = None) -> ForkServer:
     """Return a fork server with these imports, whose first process is `idle`; without one it has not started."""
     # One thread, because libraries start their threads when they are imported; ranks set their own number.
     environment = rank_environment(1)
-    return ForkServer(sorted(modules), environment, idle)
+    return ForkServer(modules, environment, idle)
 
 
-def forkable_modules(spec: RankSpec) -> frozenset[str]:
+def forkable_modules(spec: RankSpec) -> Modules:
     """Return the modules to import before a rank is forked; empty if one of its roles needs a new process."""
     roles = [role for role in (spec.encode, spec.generate) if role is not None]
     return modules_of(spec.info, [(role.plugin, role.settings.device) for role in roles])
 
 
-def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> frozenset[str]:
+def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> Modules:
     """Return the modules to import for roles (plug-in name and device); empty if one allows no imports."""
-    modules: set[str] = set()
+    modules: dict[str, None] = {}  # in the order of the plug-in
     for name, device in roles:
         plugin = load_worker(name)
         needed = plugin.forkable_modules(info, device) if isinstance(plugin, ForkableRanks) else ()
         if not needed:
-            return frozenset()
-        modules.update(needed)
-    return frozenset(modules)
+            return ()
+        modules.update(dict.fromkeys(needed))
+    return tuple(modules)

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-from starlette.types import Receive, Scope, Send
-
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api.chat_messages import as_object
 from vsched.api.compat.blocks import (
@@ -22,12 +19,20 @@ from vsched.api.compat.blocks import (
 )
 from vsched.api.compat.fields import named_as, shared_fields
 from vsched.api.compat.messages_schema import (
+    CountedTokens,
     DialogueMessage,
     ImageBlock,
+    MessagesEvent,
+    MessagesModel,
+    MessagesModelList,
     MessagesRequest,
+    MessagesResponse,
     MessagesTool,
+    MessagesUsage,
+    OutputBlock,
     RedactedThinkingBlock,
     SearchResultBlock,
+    ShownBlock,
     TextBlock,
     ThinkingBlock,
     ToolReferenceBlock,
@@ -35,10 +40,10 @@ from vsched.api.compat.messages_schema import (
     ToolUseBlock,
 )
 from vsched.api.completions import ChatEndpoint, CheckedRequest, check_ready
-from vsched.api.contract import Generation, ServingContract
+from vsched.api.contract import Generation
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
 from vsched.api.formatters import Formatter
-from vsched.api.http_exchange import HttpExchange, StreamEvent
+from vsched.api.http_exchange import HttpExchange
 from vsched.api.request_schema import (
     CalledFunction,
     ChatRequest,
@@ -59,7 +64,7 @@ from vsched.media.base64_text import TextWithBase64
 
 
 class MessagesEndpoint(ChatEndpoint):
-    """Endpoint of Anthropic's Messages API."""
+    """Continue a conversation, with Anthropic's Messages API."""
 
     name = "messages"
     id_prefix = "msg"
@@ -77,162 +82,27 @@ class MessagesEndpoint(ChatEndpoint):
         with named_as(NAMES):
             return await self.job_of(chat_request(request), request_id)
 
+    async def count_tokens(self, exchange: HttpExchange) -> CountedTokens:
+        """Count the tokens of a conversation, with Anthropic's Messages API."""
+        check_ready(self._engine)
+        job = await self.read(exchange, "")
+        return CountedTokens(len(await self._engine.tokenize(job.prompts[0], job.images)))
+
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         assert not index, "requests of this API have a single choice"
         blocks = AnswerBlocks(job.wording(index) if job.wording is not None else None)
         return MessagesFormatter(generation, model=job.model, blocks=blocks)
 
 
-class CountTokensEndpoint:
-    """Endpoint that counts the input tokens of a message."""
-
-    def __init__(self, engine: ServingContract, messages: MessagesEndpoint) -> None:
-        self._engine = engine
-        self._messages = messages
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        exchange = HttpExchange(scope, receive, send)
-        await exchange.answer(self._count(exchange))
-
-    async def _count(self, exchange: HttpExchange) -> CountedTokens:
-        check_ready(self._engine)
-        job = await self._messages.read(exchange, "")
-        return CountedTokens(len(await self._engine.tokenize(job.prompts[0], job.images)))
-
-
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesUsage(msgspec.Struct):
-    """Token counts of a request; `input_tokens` excludes cached ones."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_read_input_tokens: int
-    cache_creation_input_tokens: int = 0
-
-
-class TextOutput(msgspec.Struct, tag_field="type", tag="text"):
-    """A piece of text."""
-
-    text: str
-
-
-class ThinkingOutput(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Reasoning of the model, without a signature."""
-
-    thinking: str
-    signature: str = ""
-
-
-class ToolUseOutput(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A function call."""
-
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-OutputBlock = TextOutput | ThinkingOutput | ToolUseOutput
-
-
-class MessagesResponse(msgspec.Struct, kw_only=True):
-    """A complete response, or an empty one at the start of a stream."""
-
-    id: str
-    type: str = "message"
-    role: str = "assistant"
-    model: str
-    content: list[OutputBlock]
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
-    usage: MessagesUsage
-
-
-class MessageStart(StreamEvent, tag="message_start"):
-    """The first event."""
-
-    message: MessagesResponse
-
-
-class ContentBlockStart(StreamEvent, tag="content_block_start"):
-    """Start of a block, still empty."""
-
-    index: int
-    content_block: OutputBlock
-
-
-class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
-    """Text appended to a text block."""
-
-    text: str
-
-
-class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
-    """Text appended to a thinking block."""
-
-    thinking: str
-
-
-class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    """Text appended to the arguments of a tool call."""
-
-    partial_json: str
-
-
-_DELTAS: dict[BlockKind, type[TextDelta | ThinkingDelta | InputJsonDelta]] = {
-    BlockKind.TEXT: TextDelta,
-    BlockKind.REASONING: ThinkingDelta,
-    BlockKind.CALL: InputJsonDelta,
+_DELTAS = {
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.CALL: ("input_json_delta", "partial_json"),
 }
-
-
-class ContentBlockDelta(StreamEvent, tag="content_block_delta"):
-    """Content appended to a block."""
-
-    index: int
-    delta: TextDelta | ThinkingDelta | InputJsonDelta
-
-
-class ContentBlockStop(StreamEvent, tag="content_block_stop"):
-    """End of a block."""
-
-    index: int
-
-
-class StopDelta(msgspec.Struct):
-    """Stop reason."""
-
-    stop_reason: str
-    stop_sequence: str | None
-
-
-class MessageDelta(StreamEvent, tag="message_delta"):
-    """End of the message, with its total usage."""
-
-    delta: StopDelta
-    usage: MessagesUsage
-
-
-class MessageStop(StreamEvent, tag="message_stop"):
-    """The last event."""
-
-
-MessagesEvent = (
-    MessageStart
-    | ContentBlockStart
-    | ContentBlockDelta
-    | ContentBlockStop
-    | MessageDelta
-    | MessageStop
-)
-
-
-class CountedTokens(msgspec.Struct):
-    """The response of /v1/messages/count_tokens."""
-
-    input_tokens: int
+"""Type of a delta, and the name of its field."""
 
 
 class MessagesFormatter:
@@ -250,12 +120,13 @@ class MessagesFormatter:
         if not self._started:
             message = self._response([])
             message.usage.output_tokens = 0  # the message is still empty
-            events.append(MessageStart(message=message))
+            events.append(MessagesEvent(type="message_start", message=message))
             self._started = True
         events += map(_event, self._blocks.take(delta))
         if self._blocks.finish_reason:
-            end = StopDelta(self._stop_reason(), self._blocks.stop_string)
-            events += [MessageDelta(delta=end, usage=self._usage()), MessageStop()]
+            end = {"stop_reason": self._stop_reason(), "stop_sequence": self._blocks.stop_string}
+            events.append(MessagesEvent(type="message_delta", delta=end, usage=self._usage()))
+            events.append(MessagesEvent(type="message_stop"))
         return events
 
     def usage_chunk(self, usage: Usage) -> list[MessagesEvent]:
@@ -293,44 +164,28 @@ class MessagesFormatter:
         return _REASONS.get(reason, reason)
 
 
-def _event(step: BlockStep) -> ContentBlockStart | ContentBlockDelta | ContentBlockStop:
+def _event(step: BlockStep) -> MessagesEvent:
     index = step.block.index
     match step:
         case BlockBegins(block):
-            return ContentBlockStart(index=index, content_block=_output(block, ""))
+            empty = _output(block, "")
+            return MessagesEvent(type="content_block_start", index=index, content_block=empty)
         case BlockGrows(block, text):
-            return ContentBlockDelta(index=index, delta=_DELTAS[block.kind](text))
+            kind, name = _DELTAS[block.kind]
+            delta: dict[str, str | None] = {"type": kind, name: text}
+            return MessagesEvent(type="content_block_delta", index=index, delta=delta)
         case BlockEnds():
-            return ContentBlockStop(index=index)
+            return MessagesEvent(type="content_block_stop", index=index)
 
 
 def _output(block: AnswerBlock, text: str) -> OutputBlock:
     match block.kind:
         case BlockKind.TEXT:
-            return TextOutput(text)
+            return TextBlock(text)
         case BlockKind.REASONING:
-            return ThinkingOutput(text)
+            return ThinkingBlock(text)
         case BlockKind.CALL:
-            return ToolUseOutput(block.call_id, block.name, as_object(text))
-
-
-class MessagesModel(msgspec.Struct, tag_field="type", tag="model"):
-    """The served model or an adapter."""
-
-    id: str
-    display_name: str
-    created_at: datetime
-    max_input_tokens: int
-    lifecycle: str = "active"
-
-
-class MessagesModelList(msgspec.Struct):
-    """All models, on one page."""
-
-    data: list[MessagesModel]
-    first_id: str
-    last_id: str
-    has_more: bool = False
+            return ToolUseBlock(block.call_id, block.name, as_object(text))
 
 
 def messages_model(model: Model) -> MessagesModel:
@@ -348,7 +203,6 @@ def messages_model_list(models: Sequence[Model]) -> MessagesModelList:
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 """Names of chat parameters in this API."""
 _DIFFERENT = frozenset({"messages", "tools", "tool_choice", "chat_template_kwargs"})
-ShownBlock = TextBlock | ImageBlock | SearchResultBlock | ToolReferenceBlock
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from vsched.api.compat.fields import ChatFields
+from vsched.api.http_exchange import StreamEvent
 from vsched.api.request_schema import PositiveCount
 from vsched.api.unsupported import neutral
 
@@ -55,42 +58,45 @@ class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference")
     tool_name: str
 
 
+ShownBlock = TextBlock | ImageBlock | SearchResultBlock | ToolReferenceBlock
+"""Content that the model reads."""
+
+
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
     """Result of a tool call; the model learns from its content that it is an error."""
 
     tool_use_id: str
-    content: str | list[TextBlock | ImageBlock | SearchResultBlock | ToolReferenceBlock] | None = (
-        None
-    )
+    content: str | list[ShownBlock] | None = None
     is_error: bool | None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Reasoning of the model; the signature is ignored."""
+    """Reasoning of the model; a signature is ignored, and the server's own is empty."""
 
     thinking: str
+    signature: Any = ""
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
     """Encrypted reasoning of another server; it is dropped."""
 
 
+SentBlock = (
+    TextBlock
+    | ImageBlock
+    | SearchResultBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+)
+
+
 class DialogueMessage(msgspec.Struct):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: (
-        str
-        | list[
-            TextBlock
-            | ImageBlock
-            | SearchResultBlock
-            | ToolUseBlock
-            | ToolResultBlock
-            | ThinkingBlock
-            | RedactedThinkingBlock
-        ]
-    )
+    content: str | list[SentBlock]
 
 
 class MessagesTool(msgspec.Struct):
@@ -177,3 +183,68 @@ class MessagesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
                 for each in inner if isinstance(inner, list) else ():
                     if isinstance(each, ImageBlock):
                         yield each.source, "data"
+
+
+class MessagesUsage(msgspec.Struct):
+    """Token counts of a request; `input_tokens` excludes cached ones."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+OutputBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessagesResponse(msgspec.Struct, kw_only=True):
+    """A complete response, or an empty one at the start of a stream."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[OutputBlock]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+
+
+class MessagesEvent(StreamEvent, kw_only=True):
+    """An event of a stream of /v1/messages; its fields depend on its type.
+
+    The types are `message_start` with the empty message; `content_block_start`, `content_block_delta` and
+    `content_block_stop` with the index of a block; `message_delta` with the stop reason and the total usage; and
+    `message_stop`.
+    """
+
+    message: MessagesResponse | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: OutputBlock | UnsetType = UNSET
+    delta: dict[str, str | None] | UnsetType = UNSET
+    usage: MessagesUsage | UnsetType = UNSET
+
+
+class CountedTokens(msgspec.Struct):
+    """The response of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class MessagesModel(msgspec.Struct, tag_field="type", tag="model"):
+    """The served model or an adapter."""
+
+    id: str
+    display_name: str
+    created_at: datetime
+    max_input_tokens: int
+    lifecycle: str = "active"
+
+
+class MessagesModelList(msgspec.Struct):
+    """All models, on one page."""
+
+    data: list[MessagesModel]
+    first_id: str
+    last_id: str
+    has_more: bool = False

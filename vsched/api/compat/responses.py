@@ -20,21 +20,33 @@ from vsched.api.compat.blocks import (
 )
 from vsched.api.compat.fields import named_as, shared_fields
 from vsched.api.compat.responses_schema import (
+    CallItem,
+    IncompleteDetails,
+    InputDetails,
     InputImage,
     InputItem,
     InputPart,
+    MessageItem,
+    OutputDetails,
+    OutputItem,
+    OutputPart,
+    OutputTextPart,
+    ReasoningItem,
+    ReasoningPart,
+    ResponseObject,
+    ResponsesEvent,
     ResponsesFormat,
     ResponsesRequest,
     ResponsesTool,
     ResponsesToolChoice,
-    SentRefusal,
+    ResponsesUsage,
     TextOptions,
 )
 from vsched.api.completions import ChatEndpoint, CheckedRequest
 from vsched.api.contract import Generation
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
 from vsched.api.formatters import Formatter, chat_logprob
-from vsched.api.http_exchange import HttpExchange, NumberedEvent
+from vsched.api.http_exchange import HttpExchange
 from vsched.api.request_schema import (
     AllowedTools,
     CalledFunction,
@@ -45,6 +57,7 @@ from vsched.api.request_schema import (
     NamedChoice,
     NamedSchema,
     NamedTool,
+    RefusalPart,
     ResponseFormat,
     TextPart,
     Tool,
@@ -56,7 +69,7 @@ from vsched.api.unsupported import refuse_unsupported, unsupported_type
 
 
 class ResponsesEndpoint(ChatEndpoint):
-    """Endpoint of OpenAI's Responses API, without state."""
+    """Continue a conversation, with OpenAI's Responses API, without state."""
 
     name = "responses"
     id_prefix = "resp"
@@ -92,10 +105,15 @@ class ResponsesEndpoint(ChatEndpoint):
 
 
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
+_EVENTS = {
+    BlockKind.TEXT: "response.output_text",
+    BlockKind.REASONING: "response.reasoning_text",
+    BlockKind.CALL: "response.function_call_arguments",
+}
 
 
 class ResponsesFormatter:
-    """Formats one response; it repeats the settings in `requested`; `reported` formats the logprob of a token."""
+    """Formats one response; it repeats settings of the request `requested`; `reported` formats the logprob of a token."""
 
     def __init__(
         self,
@@ -115,27 +133,24 @@ class ResponsesFormatter:
         self._reported = reported
         self._started = False
 
-    def chunk(self, delta: OutputDelta) -> list[NumberedEvent]:
+    def chunk(self, delta: OutputDelta) -> list[ResponsesEvent]:
         """Events of a delta, none without text; the first and last delta have additional ones."""
-        events: list[NumberedEvent] = []
+        events: list[ResponsesEvent] = []
         if not self._started:
             response = self._response("in_progress", [])
             events += [
-                ResponseCreated(response=response),
-                ResponseInProgress(response=response),
+                ResponsesEvent(type="response.created", response=response),
+                ResponsesEvent(type="response.in_progress", response=response),
             ]
             self._started = True
         for step in self._blocks.take(delta):
             events += self._events(step)
         if self._blocks.finish_reason:
             ended = self._ended()
-            cut = ended.incomplete_details is not None
-            events.append(
-                ResponseIncomplete(response=ended) if cut else ResponseCompleted(response=ended)
-            )
+            events.append(ResponsesEvent(type=f"response.{ended.status}", response=ended))
         return events
 
-    def usage_chunk(self, usage: Usage) -> list[NumberedEvent]:
+    def usage_chunk(self, usage: Usage) -> list[ResponsesEvent]:
         """Return no events: the last event has the usage."""
         del usage
         return []
@@ -147,60 +162,84 @@ class ResponsesFormatter:
             self._blocks.take(delta)
         return self._ended()
 
-    def _events(self, step: BlockStep) -> Iterator[NumberedEvent]:
-        block = step.block
-        is_call = block.kind is BlockKind.CALL
-        own, index = self._id(block), block.index
+    def _events(self, step: BlockStep) -> Iterator[ResponsesEvent]:
+        block, index = step.block, step.block.index
         match step:
             case BlockBegins():
-                item = self._item(block, "in_progress", [])
-                yield OutputItemAdded(output_index=index, item=item)
-                if not is_call:
-                    yield ContentPartAdded(item_id=own, output_index=index, part=_empty_part(block))
+                item = self._item(block, "in_progress")
+                yield ResponsesEvent(
+                    type="response.output_item.added", output_index=index, item=item
+                )
+                yield from self._part_event("added", block, self._parts(block, empty=True))
             case BlockGrows(text=text, logprobs=logprobs):
-                event = DELTAS[block.kind](item_id=own, output_index=index, delta=text)
-                if isinstance(event, OutputTextDelta):
-                    event.logprobs = list(map(self._reported, logprobs))
+                event = self._text_event("delta", block, logprobs)
+                event.delta = text
                 yield event
             case BlockEnds():
-                yield self._done(block)
-                if not is_call:
-                    yield ContentPartDone(item_id=own, output_index=index, part=self._part(block))
-                yield OutputItemDone(output_index=index, item=self._ended_item(block))
-
-    def _done(self, block: AnswerBlock) -> NumberedEvent:
-        own, index, text = self._id(block), block.index, block.text
-        match block.kind:
-            case BlockKind.TEXT:
-                logprobs = list(map(self._reported, block.logprobs))
-                return OutputTextDone(item_id=own, output_index=index, text=text, logprobs=logprobs)
-            case BlockKind.REASONING:
-                return ReasoningDone(item_id=own, output_index=index, text=text)
-            case BlockKind.CALL:
-                return ArgumentsDone(
-                    item_id=own, output_index=index, arguments=text, name=block.name
+                event = self._text_event("done", block, block.logprobs)
+                if block.kind is BlockKind.CALL:
+                    event.arguments, event.name = block.text, block.name
+                else:
+                    event.text = block.text
+                yield event
+                yield from self._part_event("done", block, self._parts(block))
+                item = self._ended_item(block)
+                yield ResponsesEvent(
+                    type="response.output_item.done", output_index=index, item=item
                 )
+
+    def _text_event(
+        self, step: str, block: AnswerBlock, logprobs: Sequence[TokenLogprob]
+    ) -> ResponsesEvent:
+        event = ResponsesEvent(
+            type=f"{_EVENTS[block.kind]}.{step}", item_id=self._id(block), output_index=block.index
+        )
+        if block.kind is not BlockKind.CALL:
+            event.content_index = 0
+        if block.kind is BlockKind.TEXT:
+            event.logprobs = list(map(self._reported, logprobs))
+        return event
+
+    def _part_event(
+        self, step: str, block: AnswerBlock, parts: Sequence[OutputPart]
+    ) -> Iterator[ResponsesEvent]:
+        for part in parts:
+            yield ResponsesEvent(
+                type=f"response.content_part.{step}",
+                item_id=self._id(block),
+                output_index=block.index,
+                content_index=0,
+                part=part,
+            )
 
     def _ended_item(self, block: AnswerBlock) -> OutputItem:
         cut = self._blocks.finish_reason == "length" and block is self._blocks.blocks[-1]
-        parts: list[OutputPart] = [] if block.kind is BlockKind.CALL else [self._part(block)]
-        return self._item(block, "incomplete" if cut else "completed", parts)
+        return self._item(block, "incomplete" if cut else "completed")
 
-    def _item(self, block: AnswerBlock, status: str, parts: list[OutputPart]) -> OutputItem:
-        own = self._id(block)
+    def _item(self, block: AnswerBlock, status: str) -> OutputItem:
+        own, empty = self._id(block), status == "in_progress"
+        parts = [] if empty else self._parts(block)
         match block.kind:
             case BlockKind.TEXT:
-                return MessageItem(own, status, list(parts))
+                return MessageItem(own, status, parts)
             case BlockKind.REASONING:
-                return ReasoningItem(own, status, list(parts))
+                return ReasoningItem(own, status, parts)
             case BlockKind.CALL:
-                text = "" if status == "in_progress" else block.text
+                text = "" if empty else block.text
                 return CallItem(own, status, block.call_id, block.name, text)
 
-    def _part(self, block: AnswerBlock) -> OutputPart:
-        if block.kind is BlockKind.TEXT:
-            return OutputTextPart(block.text, logprobs=list(map(self._reported, block.logprobs)))
-        return ReasoningPart(block.text)
+    def _parts(self, block: AnswerBlock, *, empty: bool = False) -> list[OutputPart]:
+        """The only part of a message or reasoning; a call has none."""
+        match block.kind:
+            case BlockKind.TEXT if not empty:
+                logprobs = list(map(self._reported, block.logprobs))
+                return [OutputTextPart(block.text, logprobs=logprobs)]
+            case BlockKind.TEXT:
+                return [OutputTextPart("")]
+            case BlockKind.REASONING:
+                return [ReasoningPart("" if empty else block.text)]
+            case BlockKind.CALL:
+                return []
 
     def _id(self, block: AnswerBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self._generation.request_id}_{block.index}"
@@ -251,253 +290,6 @@ class ResponsesFormatter:
 def _with_format(text: TextOptions | None) -> TextOptions:
     sent = text or TextOptions()
     return msgspec.structs.replace(sent, format=sent.format or ResponsesFormat("text"))
-
-
-def _empty_part(block: AnswerBlock) -> OutputPart:
-    is_text = block.kind is BlockKind.TEXT
-    return OutputTextPart("") if is_text else ReasoningPart("")
-
-
-class OutputTextPart(msgspec.Struct, tag_field="type", tag="output_text"):
-    """The text of a message."""
-
-    text: str
-    annotations: list[Any] = msgspec.field(default_factory=list)
-    logprobs: list[ChatLogprob] = msgspec.field(default_factory=list)
-
-
-class ReasoningPart(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """The text of a reasoning item."""
-
-    text: str
-
-
-OutputPart = OutputTextPart | ReasoningPart
-
-
-class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
-    """A message."""
-
-    id: str
-    status: str
-    content: list[OutputPart]
-    role: str = "assistant"
-
-
-class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """Reasoning of the model; its full text is included, so there is no summary."""
-
-    id: str
-    status: str
-    content: list[OutputPart]
-    summary: list[Any] = msgspec.field(default_factory=list)
-
-
-class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A function call."""
-
-    id: str
-    status: str
-    call_id: str
-    name: str
-    arguments: str
-
-
-OutputItem = MessageItem | ReasoningItem | CallItem
-
-
-class InputDetails(msgspec.Struct):
-    """Origin of prompt tokens."""
-
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputDetails(msgspec.Struct):
-    """Kinds of output tokens."""
-
-    reasoning_tokens: int
-
-
-class ResponsesUsage(msgspec.Struct):
-    """Token counts of a request."""
-
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
-class IncompleteDetails(msgspec.Struct):
-    """Reason that a response is incomplete."""
-
-    reason: str
-
-
-class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response, empty at the start of a stream; the fields from `instructions` on repeat the request."""
-
-    id: str
-    object: str = "response"
-    created_at: int
-    status: str
-    model: str
-    output: list[OutputItem]
-    usage: ResponsesUsage | None
-    error: None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: Any
-    parallel_tool_calls: bool
-    reasoning: Any
-    temperature: float | None
-    text: TextOptions
-    tool_choice: str | ResponsesToolChoice
-    tools: list[ResponsesTool]
-    top_logprobs: int
-    top_p: float | None
-    user: Any
-    background: bool = False
-    previous_response_id: None = None
-    store: bool = False
-    truncation: str = "disabled"
-
-
-class ResponseCreated(NumberedEvent, tag="response.created"):
-    """The first event."""
-
-    response: ResponseObject
-
-
-class ResponseInProgress(NumberedEvent, tag="response.in_progress"):
-    """The second event."""
-
-    response: ResponseObject
-
-
-class ResponseCompleted(NumberedEvent, tag="response.completed"):
-    """The last event of a completed response."""
-
-    response: ResponseObject
-
-
-class ResponseIncomplete(NumberedEvent, tag="response.incomplete"):
-    """The last event of a truncated response."""
-
-    response: ResponseObject
-
-
-class OutputItemAdded(NumberedEvent, tag="response.output_item.added"):
-    """Start of an item, still empty."""
-
-    output_index: int
-    item: OutputItem
-
-
-class OutputItemDone(NumberedEvent, tag="response.output_item.done"):
-    """End of an item."""
-
-    output_index: int
-    item: OutputItem
-
-
-class ContentPartAdded(NumberedEvent, tag="response.content_part.added"):
-    """Start of the only part of an item, still empty."""
-
-    item_id: str
-    output_index: int
-    part: OutputPart
-    content_index: int = 0
-
-
-class ContentPartDone(NumberedEvent, tag="response.content_part.done"):
-    """End of the part."""
-
-    item_id: str
-    output_index: int
-    part: OutputPart
-    content_index: int = 0
-
-
-class OutputTextDelta(NumberedEvent, tag="response.output_text.delta"):
-    """Text appended to a message."""
-
-    item_id: str
-    output_index: int
-    delta: str
-    content_index: int = 0
-    logprobs: list[ChatLogprob] = msgspec.field(default_factory=list)
-
-
-class OutputTextDone(NumberedEvent, tag="response.output_text.done"):
-    """End of a text."""
-
-    item_id: str
-    output_index: int
-    text: str
-    content_index: int = 0
-    logprobs: list[ChatLogprob] = msgspec.field(default_factory=list)
-
-
-class ReasoningDelta(NumberedEvent, tag="response.reasoning_text.delta"):
-    """Text appended to a reasoning item."""
-
-    item_id: str
-    output_index: int
-    delta: str
-    content_index: int = 0
-
-
-class ReasoningDone(NumberedEvent, tag="response.reasoning_text.done"):
-    """End of a reasoning text."""
-
-    item_id: str
-    output_index: int
-    text: str
-    content_index: int = 0
-
-
-class ArgumentsDelta(NumberedEvent, tag="response.function_call_arguments.delta"):
-    """Text appended to the arguments of a call."""
-
-    item_id: str
-    output_index: int
-    delta: str
-
-
-class ArgumentsDone(NumberedEvent, tag="response.function_call_arguments.done"):
-    """End of the arguments."""
-
-    item_id: str
-    output_index: int
-    arguments: str
-    name: str
-
-
-ResponsesEvent = (
-    ResponseCreated
-    | ResponseInProgress
-    | ResponseCompleted
-    | ResponseIncomplete
-    | OutputItemAdded
-    | OutputItemDone
-    | ContentPartAdded
-    | ContentPartDone
-    | OutputTextDelta
-    | OutputTextDone
-    | ReasoningDelta
-    | ReasoningDone
-    | ArgumentsDelta
-    | ArgumentsDone
-)
-
-DELTAS: dict[BlockKind, type[OutputTextDelta | ReasoningDelta | ArgumentsDelta]] = {
-    BlockKind.TEXT: OutputTextDelta,
-    BlockKind.REASONING: ReasoningDelta,
-    BlockKind.CALL: ArgumentsDelta,
-}
 
 
 NAMES = {
@@ -623,7 +415,7 @@ def _parts(sent: Sequence[InputPart], where: str) -> list[TextPart | ImagePart]:
 def _text(part: InputPart) -> str:
     if isinstance(part, InputImage):
         return ""  # reasoning and calls have no images
-    return part.refusal if isinstance(part, SentRefusal) else part.text
+    return part.refusal if isinstance(part, RefusalPart) else part.text
 
 
 def _tool(tool: ResponsesTool) -> Tool:

@@ -6,20 +6,21 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from vsched.api.compat.fields import ChatFields
-from vsched.api.request_schema import Count, JsonSchema, PositiveCount
+from vsched.api.http_exchange import NumberedEvent
+from vsched.api.request_schema import (
+    AnswerTextPart,
+    Count,
+    InputTextPart,
+    JsonSchema,
+    PositiveCount,
+    RefusalPart,
+    TextPart,
+)
+from vsched.api.response_schema import ChatLogprob
 from vsched.api.unsupported import neutral
-
-
-class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
-    """A piece of text from the client."""
-
-    text: str
-
-
-class ChatText(InputText, tag="text"):
-    """A text part of a chat completion message."""
 
 
 class InputImage(msgspec.Struct, tag_field="type", tag="input_image"):
@@ -28,18 +29,6 @@ class InputImage(msgspec.Struct, tag_field="type", tag="input_image"):
     image_url: str | None = None
     file_id: str | None = None
     detail: Any = None
-
-
-class SentOutputText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """A piece of the model's output that a client sends back."""
-
-    text: str
-
-
-class SentRefusal(msgspec.Struct, tag_field="type", tag="refusal"):
-    """A refusal by the model."""
-
-    refusal: str
 
 
 class SentReasoning(msgspec.Struct, tag_field="type", tag="reasoning_text"):
@@ -55,7 +44,13 @@ class SentSummary(msgspec.Struct, tag_field="type", tag="summary_text"):
 
 
 InputPart = (
-    InputText | ChatText | InputImage | SentOutputText | SentRefusal | SentReasoning | SentSummary
+    InputTextPart
+    | TextPart
+    | InputImage
+    | AnswerTextPart
+    | RefusalPart
+    | SentReasoning
+    | SentSummary
 )
 
 
@@ -169,3 +164,132 @@ class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
                 for part in parts if isinstance(parts, list) else ():
                     if isinstance(part, InputImage):
                         yield part, "image_url"
+
+
+class OutputTextPart(msgspec.Struct, tag_field="type", tag="output_text"):
+    """The text of a message."""
+
+    text: str
+    annotations: list[Any] = msgspec.field(default_factory=list)
+    logprobs: list[ChatLogprob] = msgspec.field(default_factory=list)
+
+
+class ReasoningPart(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """The text of a reasoning item."""
+
+    text: str
+
+
+OutputPart = OutputTextPart | ReasoningPart
+
+
+class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
+    """A message."""
+
+    id: str
+    status: str
+    content: list[OutputPart]
+    role: str = "assistant"
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """Reasoning of the model; its full text is included, so there is no summary."""
+
+    id: str
+    status: str
+    content: list[OutputPart]
+    summary: list[Any] = msgspec.field(default_factory=list)
+
+
+class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
+    """A function call."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem
+
+
+class InputDetails(msgspec.Struct):
+    """Origin of prompt tokens."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct):
+    """Kinds of output tokens."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(msgspec.Struct):
+    """Token counts of a request."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Reason that a response is incomplete."""
+
+    reason: str
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response, empty at the start of a stream; the fields from `instructions` on repeat the request."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str
+    model: str
+    output: list[OutputItem]
+    usage: ResponsesUsage | None
+    error: None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: Any
+    parallel_tool_calls: bool
+    reasoning: Any
+    temperature: float | None
+    text: TextOptions
+    tool_choice: str | ResponsesToolChoice
+    tools: list[ResponsesTool]
+    top_logprobs: int
+    top_p: float | None
+    user: Any
+    background: bool = False
+    previous_response_id: None = None
+    store: bool = False
+    truncation: str = "disabled"
+
+
+class ResponsesEvent(NumberedEvent, kw_only=True):
+    """An event of a stream of /v1/responses; its fields depend on its type.
+
+    Events about the response are `response.created`, `.in_progress`, and at the end `.completed` or `.incomplete`;
+    those of an item `.output_item.added` and `.done`; those of the only part of an item `.content_part.added` and
+    `.done`. Text is appended by `.output_text.delta`, `.reasoning_text.delta` and `.function_call_arguments.delta`;
+    each has a `.done` with the whole text.
+    """
+
+    response: ResponseObject | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    part: OutputPart | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[ChatLogprob] | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET

@@ -11,10 +11,11 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import msgspec
 from starlette.datastructures import QueryParams
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from vsched.aio.streams.stream import failure_of
@@ -24,12 +25,13 @@ from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import RequestRecord
 from vsched.api.middleware.access import tenant_of
+from vsched.api.openapi import ApiRoute
 from vsched.api.resuming.answers import ResumedRequest
 from vsched.api.unsupported import not_served
 from vsched.config import Config
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.record.journal import KeptRequest, LeftRequest, Progress, RequestJournal, open_journal
-from vsched.record.left import Ended, PartialOutput, read_left
+from vsched.record.left import PartialOutput, Ended, read_left
 
 logger = logging.getLogger(__name__)
 RESUMED_MAX = 2
@@ -305,11 +307,20 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _EVENTS_MAX = 2**53
 
 
-class KeptAnswerRoute(Route):
+class KeptAnswerRoute(ApiRoute):
     """The route of kept answers below a path; other methods, and known paths that are not served, do not match."""
 
-    def __init__(self, path: str, endpoint: KeptAnswerEndpoint) -> None:
-        super().__init__(f"{path}/{{request_id:path}}", endpoint, methods=["GET"])
+    def __init__(self, route: ApiRoute, resumption: Resumption) -> None:
+        """Serve the answers of requests to `route`."""
+        endpoint = cast("CompletionEndpoint", route.endpoint)
+        super().__init__(
+            "GET",
+            f"{route.path}/{{request_id:path}}",
+            KeptAnswerEndpoint(resumption, route.path, endpoint),
+            response=route.response,
+            event=route.event,
+            error=route.error,
+        )
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Match in full or not at all."""
@@ -319,7 +330,7 @@ class KeptAnswerRoute(Route):
 
 
 class KeptAnswerEndpoint:
-    """ASGI application for the kept answers of one path."""
+    """Fetch the response to a request that was resumed after a crash."""
 
     def __init__(self, resumption: Resumption, path: str, endpoint: CompletionEndpoint) -> None:
         self._resumption = resumption

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from vsched.api.contract import ApiSettings
-from vsched.api.errors import ParameterRefused, out_of_bounds, shown
+from vsched.api.errors import ParameterRefused, check_count, out_of_bounds, shown
 from vsched.api.request_schema import (
     NAME,
     ChatRequest,
@@ -104,13 +104,7 @@ def shown_tools(tools: Sequence[Tool], settings: ApiSettings) -> list[dict[str, 
 
 
 def _functions(tools: Sequence[Tool], settings: ApiSettings) -> list[FunctionTool]:
-    if len(tools) > settings.tools_max:
-        raise out_of_bounds(
-            "tools",
-            value=f"{len(tools)} tools",
-            limit=f"{settings.tools_max} tools",
-            remedy="send fewer",
-        )
+    check_count("tools", len(tools), settings.tools_max, "tools")
     functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     _check_names([function.name for function in functions])
     return functions

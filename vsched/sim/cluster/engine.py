@@ -34,7 +34,8 @@ from vsched.sim.cluster.media import media_of
 from vsched.sim.cluster.observer import EngineObserver
 from vsched.sim.cluster.operators import Operation, operate
 from vsched.sim.cluster.plugin import NAME
-from vsched.sim.faults.plan import Disconnect, FaultPlan, GroupWideFault, ReplicaRestart
+from vsched.sim.cost.model import CostModel
+from vsched.sim.faults.plan import Disconnect, FaultPlan, GroupOutage, ReplicaRestart
 from vsched.sim.invariants import SimulationFailed
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
@@ -43,7 +44,7 @@ from vsched.sim.network.lane import HostLinkProfile
 from vsched.sim.ranks.symbolic_grammars import SymbolicChecker
 from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS
 from vsched.sim.workload.requests import Arrival
-from vsched.sim.world import ORIGIN_NS, QUICK, Delays, StepCosts, World
+from vsched.sim.world import ORIGIN_NS, QUICK, Delays, World
 from vsched.types import Request, group_names, stage_of
 
 REMEDY = "a whole engine loses a group through its ranks. Remedy: name a fault of a rank, such as worker_crash or hang"
@@ -116,7 +117,7 @@ class SimEngine:
         *,
         seed: int = 0,
         faults: FaultPlan | None = None,
-        costs: StepCosts = QUICK,
+        costs: CostModel = QUICK,
         delays: Delays | None = None,
         links: LinkProfile | None = None,
         host_links: HostLinkProfile | None = None,
@@ -130,7 +131,7 @@ class SimEngine:
         self.plan = faults or FaultPlan(seed=seed)
         self._choices_max = choices_max
         for fault in self.plan.faults:
-            if isinstance(fault, GroupWideFault):
+            if isinstance(fault, GroupOutage):
                 raise fault.refused(REMEDY)
         self._allow_policy_failures = allow_policy_failures
         if origin_ns is None:

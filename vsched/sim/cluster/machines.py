@@ -7,7 +7,7 @@ host server, and its ranks. Simulated: sockets, keys, and machines, which crash,
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
@@ -286,6 +286,7 @@ class SimulatedCluster:
     Attributes:
         ranks: All ranks ever started, on all hosts.
         machines: Other hosts, by name.
+        hosts: The other hosts on which each group has run.
     """
 
     def __init__(self, world: World, config: Config, profile: HostLinkProfile) -> None:
@@ -295,6 +296,7 @@ class SimulatedCluster:
             ConfigError: When a fault names an unknown host, or ranks are placed by Ray.
         """
         self.ranks: list[SimulatedRank] = []
+        self.hosts: defaultdict[str, set[str]] = defaultdict(set)
         self._world = world
         own = SimulatedLauncher(world, ranks=self.ranks)
         self.run_dir = own.run_dir
@@ -321,6 +323,8 @@ class SimulatedCluster:
         if host.name:
             made = [*self.machines[host.name].connections.values()][-1]
             made.groups = tuple(groups)
+            for group in groups:
+                self.hosts[group].add(host.name)
         return host
 
     def close(self) -> None:

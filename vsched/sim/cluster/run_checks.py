@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from vsched.aio.replicas.supervisor import RESTART_DELAYS_S
@@ -104,15 +104,26 @@ def limits_s(struck: Struck, deadlines: DeadlinesConfig) -> float | None:
             return None
 
 
-def check_detection(world: World, observer: EngineObserver, deadlines: DeadlinesConfig) -> None:
-    """Check that every fault that disables a group is detected in bounded time."""
-    now_ns = world.loop.now_ns()
+def check_detection(
+    world: World,
+    observer: EngineObserver,
+    deadlines: DeadlinesConfig,
+    hosts: Mapping[str, Collection[str]],
+) -> None:
+    """Check that every fault that disables a group is detected in bounded time.
+
+    `hosts` are the hosts on which each group ran: a report that a cut or slow link holds up is
+    late, and then silence is detected.
+    """
+    now_ns, slow = world.loop.now_ns(), _slow_hosts(world)
     for struck in world.injector.struck:
         limit_s = limits_s(struck, deadlines)
         if limit_s is None:
             continue
-        until_ns = struck.now_ns + int((limit_s + AT_ONCE_S) * SECOND_NS)
         group = getattr(struck.fault, "group", "")
+        if not slow.isdisjoint(hosts.get(group, ())):
+            limit_s = max(limit_s, silence_s(deadlines))
+        until_ns = struck.now_ns + int((limit_s + AT_ONCE_S) * SECOND_NS)
         if until_ns < now_ns and not _was_lost(observer, group, struck.now_ns, until_ns):
             world.violate(f"not noticed within {limit_s:g} s: {_reported(struck)}")
 
@@ -121,8 +132,7 @@ def check_hosts(
     world: World, strikes: Sequence[Strike], observer: EngineObserver, deadlines: DeadlinesConfig
 ) -> None:
     """Check that every lasting host fault takes down all groups of the host, in bounded time."""
-    faults = world.injector.plan.faults
-    slow = {fault.host for fault in faults if isinstance(fault, HostCut | SlowHostLink)}
+    slow = _slow_hosts(world)
     for strike in strikes:
         fault = strike.fault
         reported = (
@@ -137,6 +147,12 @@ def check_hosts(
         for group in strike.groups:
             if not _was_lost(observer, group, strike.at_ns, until_ns):
                 world.violate(f"{group} was not lost in time with its host: {fault}")
+
+
+def _slow_hosts(world: World) -> set[str]:
+    """Return the hosts whose links are cut or slow at some time."""
+    faults = world.injector.plan.faults
+    return {fault.host for fault in faults if isinstance(fault, HostCut | SlowHostLink)}
 
 
 def _was_lost(observer: EngineObserver, group: str, since_ns: int, until_ns: int) -> bool:
@@ -204,8 +220,8 @@ async def check_healed(run: CheckedRun) -> None:
                 rests_s = rests_s + POLL_S if _rests(run, observer) else 0.0
     except TimeoutError:
         world.violate(f"not back within {RECOVERY_S:g} s: {served.groups()}")
-    check_detection(world, observer, run.config.deadlines)
-    check_hosts(world, run.launcher.strikes, observer, run.config.deadlines)
+    check_detection(world, observer, limits, run.launcher.hosts)
+    check_hosts(world, run.launcher.strikes, observer, limits)
     _check_given_up(run)
     check_causes(world, observer)
     check_ends(run)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -14,14 +14,25 @@ import msgspec
 from vsched.config import Config
 from vsched.config.adapters import AdaptersConfig
 from vsched.config.cluster import OWN_HOST, ClusterConfig, check_cluster
-from vsched.config.policies import check_combinations, check_together
+from vsched.config.policies import (
+    check_combinations,
+    check_together,
+    policy_table,
+    seats_of_table,
+)
 from vsched.config.section import PolicyTable
+from vsched.policy import SEVERAL
 from vsched.sim.cluster.client_sessions import adapter_name
 from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
-from vsched.sim.cluster.operators import Operation, draw_adapter_changes, draw_operations
+from vsched.sim.cluster.operators import (
+    Operation,
+    draw_adapter_changes,
+    draw_operations,
+    draw_replacements,
+)
 from vsched.sim.cluster.plugin import SEEN_TOKENS_MAX, SEES_IMAGES, plugin
 from vsched.sim.cluster.pressure import draw_patterns, press_arrivals, press_config
-from vsched.sim.cost.model import CostModel
+from vsched.sim.cost.calibration import slower
 from vsched.sim.faults.plan import (
     FAULTS_MAX,
     HOST_KINDS,
@@ -75,9 +86,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     shut_down_ns: int | None = None
 
     def with_policies(self, tables: Mapping[str, PolicyTable]) -> Scenario:
-        """Return the scenario with these policy tables, by path, instead of the drawn ones."""
-        config = self.config
-        for path, table in tables.items():
+        """Return the scenario with these policy tables, by path, instead of the drawn ones.
+
+        The tables that the table `policy` stands for are reset to their defaults.
+        """
+        config, reset = self.config, {}
+        if SEVERAL in tables:
+            reset = {path: policy_table(Config(), path) for path in seats_of_table(tables[SEVERAL])}
+        for path, table in {**reset, **tables}.items():
             section, _, name = path.rpartition(".")
             if section:
                 own = msgspec.structs.replace(getattr(config, section), **{name: table})
@@ -85,6 +101,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             else:
                 config = msgspec.structs.replace(config, **{name: table})
         return msgspec.structs.replace(self, config=config)
+
+    def with_operations(self, more: Iterable[Operation]) -> Scenario:
+        """Return the scenario with further operator actions."""
+        operations = sorted((*self.operations, *more), key=lambda each: each.at_ns)
+        return msgspec.structs.replace(self, operations=tuple(operations))
 
     def with_faults(self, plan: FaultPlan) -> Scenario:
         """Return the scenario with another fault plan."""
@@ -124,6 +145,9 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
         generate = msgspec.structs.replace(drawn.config.generate, max_batch_tokens=room)
         config = msgspec.structs.replace(drawn.config, model=model, generate=generate)
         return msgspec.structs.replace(drawn, config=config)
+    if seed % 10 == 2:
+        rng = random.Random(f"policies {seed}")  # noqa: S311
+        return drawn.with_operations(draw_replacements(rng, SPAN_NS))
     if seed % 10 == 3:
         return msgspec.structs.replace(drawn, choices_max=3)
     if seed % 10 == 9:
@@ -211,13 +235,9 @@ def _with_adapters(drawn: Scenario) -> Scenario:
         load_s=10.0,
     )
     rng = random.Random(f"adapters {drawn.seed}")  # noqa: S311
-    changes = draw_adapter_changes(rng, SPAN_NS)
-    operations = sorted((*drawn.operations, *changes), key=lambda each: each.at_ns)
-    return msgspec.structs.replace(
-        drawn,
-        config=msgspec.structs.replace(drawn.config, adapters=adapters),
-        operations=tuple(operations),
-    )
+    config = msgspec.structs.replace(drawn.config, adapters=adapters)
+    changed = drawn.with_operations(draw_adapter_changes(rng, SPAN_NS))
+    return msgspec.structs.replace(changed, config=config)
 
 
 def _draw_plain(seed: int, requests: int) -> Scenario:
@@ -257,17 +277,6 @@ def draw_pressed(seed: int, *, requests: int) -> Scenario:
         links=LinkProfile(jitter_ns=rng.choice([0, 100_000, 2_000_000])),
         slower=rng.choice([1.0, 4.0]),
     )
-
-
-def slower_by(factor: float) -> CostModel:
-    """Return the quick costs times `factor`."""
-    scaled = {
-        stage: type(cost)(
-            **{name: factor * value for name, value in msgspec.structs.asdict(cost).items()}
-        )
-        for stage, cost in (("encode", QUICK.encode), ("generate", QUICK.generate))
-    }
-    return msgspec.structs.replace(QUICK, **scaled)
 
 
 def draw_config(rng: random.Random) -> Config:
@@ -362,7 +371,7 @@ async def play(scenario: Scenario) -> ScenarioReport:
         faults=scenario.plan,
         links=scenario.links,
         host_links=scenario.host_links,
-        costs=slower_by(scenario.slower),
+        costs=slower(QUICK, scenario.slower, scenario.slower),
         choices_max=scenario.choices_max,
     )
     await engine.start()

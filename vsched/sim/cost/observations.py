@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from vsched.sim.cost.model import EncodeSample, GenerateSample
 
+Span = tuple[int, float]
+"""Start and end in nanoseconds; the end is infinite for what lasts."""
+
 
 class ObservedStep(msgspec.Struct, frozen=True, kw_only=True):
     """An observed step: its sizes, when it was decided, and when its result arrived.
@@ -65,13 +68,13 @@ class Concurrency:
     """Number of busy groups over time; the engine's threads share a process and count as one."""
 
     def __init__(self, observation: Observation) -> None:
-        groups: dict[str, list[tuple[int, int]]] = {}
+        groups: dict[str, list[Span]] = {}
         for step in observation.steps:
             if step.paused:
                 continue
             groups.setdefault(step.group, []).append((step.start_ns, step.ended_ns))
         groups[""] = [(job.start_ns, job.end_ns) for job in observation.jobs]
-        spans = [span for group in groups.values() for span in _united(group)]
+        spans = [span for group in groups.values() for span in united(group)]
         changes = sorted(
             [(start_ns, 1) for start_ns, _ in spans] + [(end_ns, -1) for _, end_ns in spans]
         )
@@ -90,15 +93,15 @@ class Concurrency:
         return np.array([np.diff(np.interp(ends, self._times, one))[0] for one in self._passed])
 
 
-def _united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def united(spans: Iterable[Span]) -> list[Span]:
     """Return the union of these spans."""
-    united: list[tuple[int, int]] = []
+    found: list[Span] = []
     for start_ns, end_ns in sorted(spans):
-        if united and start_ns <= united[-1][1]:
-            united[-1] = united[-1][0], max(end_ns, united[-1][1])
+        if found and start_ns <= found[-1][1]:
+            found[-1] = found[-1][0], max(end_ns, found[-1][1])
         else:
-            united.append((start_ns, end_ns))
-    return united
+            found.append((start_ns, end_ns))
+    return found
 
 
 def began(steps: Iterable[ObservedStep]) -> Iterator[tuple[ObservedStep, int]]:

@@ -2,8 +2,8 @@
 
 The fast simulator has groups but no ranks, messages or clients. A fault that takes a group down
 becomes an outage that lasts as long as detection and restart; one that stalls a rank delays the
-steps of its group. A fault without an effect on a whole group raises an error instead of being
-ignored.
+steps of its group; an encoder without memory fails its next batch. A fault without an effect on a
+whole group raises an error instead of being ignored.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import msgspec
 
 from vsched.config import Config
 from vsched.errors import ConfigError
+from vsched.failures import EncodeErrorKind
+from vsched.sim.cost.observations import Span, united
 from vsched.sim.fast.groups import SimulatedGroup, TimedEncodeGroup
 from vsched.sim.faults.plan import (
-    EncodeFailure,
     FaultPlan,
     GroupOutage,
     Hang,
@@ -30,10 +31,9 @@ from vsched.sim.faults.plan import (
     Slowdown,
     WorkerCrash,
 )
+from vsched.types import stage_of
 
-Span = tuple[int, float]
-"""Start and end in nanoseconds; the end is infinite for permanent outages."""
-GroupFault = GroupOutage | Slowdown | Hang | EncodeFailure
+GroupFault = GroupOutage | Slowdown | Hang | OutOfMemory
 """Faults with an effect on a whole group; other faults of a plan are converted to these."""
 REMEDY = (
     "this simulator has groups, but neither messages, images nor clients. Remedy: leave it out, or run whole engines "
@@ -57,7 +57,9 @@ def group_faults(plan: FaultPlan, config: Config, *, restart_s: float) -> list[G
     down: defaultdict[str, list[Span]] = defaultdict(list)
     for fault in plan.faults:
         match fault:
-            case Slowdown() | EncodeFailure():
+            case Slowdown():
+                found.append(fault)
+            case OutOfMemory(during="step", group=group) if stage_of(group) == "encode":
                 found.append(fault)
             case Hang(group=group) | Partition(group=group):
                 noticed_ns = fault.at_ns + patience_ns
@@ -85,18 +87,8 @@ def _outages(down: Mapping[str, list[Span]], *, together: bool) -> list[GroupOut
             at_ns=start, duration_ns=None if end == math.inf else int(end) - start, group=groups[0]
         )
         for groups in worker_groups.values()
-        for start, end in _united([span for group in groups for span in down[group]])
+        for start, end in united([span for group in groups for span in down[group]])
     ]
-
-
-def _united(spans: Iterable[Span]) -> list[Span]:
-    united: list[Span] = []
-    for start, end in sorted(spans):
-        if united and start <= united[-1][1]:
-            united[-1] = united[-1][0], max(end, united[-1][1])
-        else:
-            united.append((start, end))
-    return united
 
 
 class GroupDown(msgspec.Struct, frozen=True):
@@ -122,7 +114,7 @@ def changes(
     """Yield state changes of groups with their times, for a workload that begins at `start_ns`.
 
     Raises:
-        ConfigError: When a group is unknown, or has to encode and does not.
+        ConfigError: When a group is unknown.
     """
     named = {group.name: group for group in groups}
     for fault in faults:
@@ -137,10 +129,9 @@ def changes(
                         yield at_ns, GroupDown(one, for_good=duration_ns is None)
                         if duration_ns is not None:
                             yield end_ns, GroupUp(one)
-            case EncodeFailure(error=error):
-                if not isinstance(group, TimedEncodeGroup):
-                    raise ConfigError(f"{fault.group}: not an encode group")
-                yield at_ns, partial(group.faults.append, error)
+            case OutOfMemory():
+                assert isinstance(group, TimedEncodeGroup)
+                yield at_ns, partial(group.faults.append, EncodeErrorKind.OUT_OF_MEMORY)
             case Slowdown(factor=factor):
                 yield at_ns, partial(setattr, group, "slowdown", factor)
                 yield end_ns, partial(setattr, group, "slowdown", 1.0)

@@ -117,6 +117,7 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: TimeSpread
     good_share: float
     failed: dict[str, int] = {}
+    ttft_max_ms: float = 0.0
 
 
 class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +215,7 @@ class TenantCollector:
 
     def __init__(self) -> None:
         self.ttft, self.tpot = Sketch(), Sketch()
-        self.requests = self.finished = self.good = self.output_tokens = 0
+        self.requests = self.finished = self.good = self.output_tokens = self.ttft_max_ns = 0
         self.failed: dict[str, int] = {}
 
     def figures(self) -> TenantFigures:
@@ -227,6 +228,7 @@ class TenantCollector:
             tpot_ms=spread_of(self.tpot),
             good_share=self.good / max(self.requests, 1),
             failed=dict(sorted(self.failed.items())),
+            ttft_max_ms=self.ttft_max_ns * MS,
         )
 
 
@@ -294,6 +296,7 @@ class Collector:
         own = self.tenants.get(live.arrival.tenant)
         if own is not None:
             own.ttft.add(ttft_ns)
+            own.ttft_max_ns = max(own.ttft_max_ns, ttft_ns)
             if outputs > 1:
                 own.tpot.add(tpot_ns)
             own.finished += 1
@@ -386,6 +389,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
         events: Number of events handled by the scheduler.
         digest: Digest of all scheduler decisions and their times: equal for equal decisions.
         wall_s: Real time that the simulation took.
+        policy_failure_counts: Number of failed policy calls, by seat, over all replicas.
         policy_failures: Traceback of the first failure of each failed policy, by class.
         cdf: Points (milliseconds, cumulative share) of `ttft`, `itl`, `tpot` and `e2e`.
     """
@@ -404,6 +408,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     figures: SimulationFigures
     series: Series
     cdf: dict[str, list[tuple[float, float]]]
+    policy_failure_counts: dict[str, int] = {}
     policy_failures: dict[str, str] = {}
 
 
@@ -450,7 +455,13 @@ def figures_of(
         encode_busy=of["encode_busy_ns"] / span_ns / max(groups[0], 1),
         generate_busy=of["generate_busy_ns"] / span_ns / groups[1],
         policy_faults=dict(kernel["policy_faults"]),
-        policy_overruled=_overruled(kernel["policy_overruled"]),
+        policy_overruled=over_replicas(
+            {
+                f"{seat}: {reason}": count
+                for seat, reasons in kernel["policy_overruled"].items()
+                for reason, count in reasons.items()
+            }
+        ),
         passed_over_s=max(kernel["passed_over_s"].values()),
         link_bytes=links[0],
         link_busy=links[1] / span_ns,
@@ -459,11 +470,10 @@ def figures_of(
     )
 
 
-def _overruled(seats: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Return counts by the use of a policy and the reason, over all replicas."""
+def over_replicas(seats: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums of counts by seat over all replicas: `generate.step` for `generate-0.step`."""
     counts: dict[str, int] = {}
-    for seat, reasons in seats.items():
-        use = re.sub(r"-\d+\.", ".", seat)
-        for reason, count in reasons.items():
-            counts[f"{use}: {reason}"] = counts.get(f"{use}: {reason}", 0) + count
+    for seat, count in seats.items():
+        use = re.sub(r"-\d+\.", ".", seat, count=1)
+        counts[use] = counts.get(use, 0) + count
     return counts

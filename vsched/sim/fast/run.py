@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from vsched.config import Config, LoadedConfig
+from vsched.kernel.policy_seats import Ask
 from vsched.policy import Policy
 from vsched.record.entries import SegmentHeader
 from vsched.sim.cost.model import CostModel
@@ -47,6 +48,7 @@ def simulate(
     host_links: HostLinkProfile | None = None,
     observers: Sequence[EventObserver] = (),
     check_every: int | None = None,
+    watch: Callable[[str, Ask], Ask] | None = None,
 ) -> SimulationOutcome:
     """Simulate a workload on a server with a configuration.
 
@@ -58,7 +60,9 @@ def simulate(
         oracles: Whether to check all invariants after every event; see `Oracles`.
         progress: Called occasionally with the number of ended requests.
         label: Name of the outcome.
-        policies: Replacements for configured policies, by table, such as `encode.encoding`.
+        policies: Replacements for configured policies, by table, such as `encode.encoding`. The table `policy` stands
+            for all tables that the policy has methods for and that are not named. An object that several tables name
+            has one state for all of them.
         faults: Planned faults; times count from the start of the workload.
         restart_s: From the loss of a group by a fault until it serves again.
         targets: Latency targets for goodput.
@@ -70,6 +74,7 @@ def simulate(
             yielded one.
         check_every: Events between full-state checks of the kernel, with `oracles`; by default
             enough to keep them cheap.
+        watch: Wraps the call of each policy, for example with a timer; gets the seat's name and the call.
 
     Raises:
         ConfigError: When the configuration, the model and the faults do not fit together.
@@ -84,6 +89,8 @@ def simulate(
         observers=observers,
         host_links=host_links,
     )
+    if watch is not None:
+        simulation.kernel.watch_policies(watch)
     if faults is not None:
         simulation.schedule(group_faults(faults, setup.config, restart_s=restart_s))
     if oracles:

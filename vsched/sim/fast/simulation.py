@@ -55,6 +55,7 @@ from vsched.sim.fast.metrics import (
     SimulationOutcome,
     Targets,
     figures_of,
+    over_replicas,
 )
 from vsched.sim.invariants import SimulationFailed
 from vsched.sim.network.lane import HostLinkProfile
@@ -478,6 +479,7 @@ class Simulation:
                 name: [(value / 1e6, share) for value, share in sketch.cdf()]
                 for name, sketch in sketches.items()
             },
+            policy_failure_counts=over_replicas(self.kernel.policy_failure_counts),
             policy_failures={
                 name: "".join(trace.format()) for name, trace in self.kernel.policy_failures.items()
             },

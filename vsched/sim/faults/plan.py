@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_typ
 import msgspec
 
 from vsched.errors import ConfigError
-from vsched.failures import EncodeErrorKind
 
 T = TypeVar("T")
 MILLISECOND_NS = 1_000_000
@@ -165,7 +164,10 @@ class ReplicaRestart(Fault, frozen=True, kw_only=True):
 
 
 class GroupOutage(Fault, frozen=True, kw_only=True):
-    """A group is lost, with the groups that share its processes: for a while, or for good if there is no duration."""
+    """A group is lost, with the groups that share its processes: for a while, or for good if there is no duration.
+
+    Only in the fast simulator, and never drawn.
+    """
 
     group: str
     duration_ns: TimeNs | None = None
@@ -174,13 +176,6 @@ class GroupOutage(Fault, frozen=True, kw_only=True):
     def end_ns(self) -> int:
         """End of the outage; its start if it is permanent."""
         return self.at_ns + (self.duration_ns or 0)
-
-
-class EncodeFailure(Fault, frozen=True, kw_only=True):
-    """The next encode step of a group fails when it ends; its ranks keep running."""
-
-    group: str = "encode"
-    error: EncodeErrorKind = EncodeErrorKind.FAILED
 
 
 class HostCrash(Lasting, frozen=True, kw_only=True):
@@ -232,11 +227,9 @@ DrawnFault = (
     | Partition
 )
 """Faults of ranks, links, images and clients."""
-GroupWideFault = GroupOutage | EncodeFailure
-"""Faults of a whole group: only in the fast simulator, and never drawn."""
 HostFault = HostStall | SlowHostLink | HostCut | HostCrash
 """Faults of another host or the link to it."""
-AnyFault = DrawnFault | GroupWideFault | HostFault
+AnyFault = DrawnFault | GroupOutage | HostFault
 KINDS: tuple[type[AnyFault], ...] = get_args(DrawnFault)
 """Drawn kinds, simpler first: the direction of shrinking."""
 HOST_KINDS: tuple[type[AnyFault], ...] = get_args(HostFault)

@@ -5,13 +5,13 @@ Everything depends on the case alone, so the figures are the same on every machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vsched.config import load_config
 from vsched.plugins import resolve_policy
-from vsched.policy import POLICY_TABLES
+from vsched.policy import POLICY_TABLES, Policy
 from vsched.sim.cost.model import load_cost_model
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.run import simulate
@@ -179,28 +179,35 @@ CASES: dict[str, GalleryCase] = {
 
 def run_case(case: GalleryCase, labels: tuple[str, ...] = ()) -> list[SimulationOutcome]:
     """Simulate the choices of a case: all, or the named ones."""
-    config = load_config(None, sets=(*SETTINGS, *case.settings), environ={})
-    cost, workload = load_cost_model(COST), case.workload()
-    outcomes = []
-    for label, changes in case.choices.items():
-        if labels and label not in labels:
-            continue
-        policies = {
-            table: resolve_policy(POLICY_TABLES[table], fields, path=table)
-            for table, fields in changes
-        }
-        outcomes.append(
-            simulate(
-                config,
-                workload,
-                cost=cost,
-                label=label,
-                policies=policies,
-                targets=TARGETS,
-                kv_tokens=case.kv_tokens,
-            )
-        )
-    return outcomes
+    return [
+        run_policies(case, label, policies_of(changes))
+        for label, changes in case.choices.items()
+        if not labels or label in labels
+    ]
+
+
+def policies_of(changes: Iterable[PolicyChange]) -> dict[str, Policy]:
+    """Build the policies of a choice, by table."""
+    return {
+        table: resolve_policy(POLICY_TABLES.get(table, table), fields, path=table)
+        for table, fields in changes
+    }
+
+
+def run_policies(
+    case: GalleryCase, label: str, policies: Mapping[str, Policy], **options: Any
+) -> SimulationOutcome:
+    """Simulate a case with these policies, by table; further options are those of `simulate`."""
+    return simulate(
+        load_config(None, sets=(*SETTINGS, *case.settings), environ={}),
+        case.workload(),
+        cost=load_cost_model(COST),
+        label=label,
+        policies=policies,
+        targets=TARGETS,
+        kv_tokens=case.kv_tokens,
+        **options,
+    )
 
 
 DEFAULTS = {

@@ -5,13 +5,12 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from vsched.sim.faults.injection import Injector
 from vsched.sim.faults.plan import (
-    MILLISECOND_NS,
     Direction,
     Effect,
     Fault,
@@ -28,42 +27,18 @@ from vsched.wire import Beat, decode_report
 _TURN = slice(24, 32)
 """Bytes of a frame that hold the turn of a log entry; nonzero for entries to be executed (`vsched.wire`)."""
 
-ShareOfFrames = Annotated[float, msgspec.Meta(ge=0, le=1)]
-
 
 class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Properties of a link, in both directions.
+    """Properties of a link without faults, in both directions.
 
-    A frame takes `latency_ns` plus a random time from the distribution `jitter` with mean
-    `jitter_ns`; frames never overtake each other. `loss` to `corruption` are the shares of frames
-    with this effect; `late_ns` is the additional delay, as in `MessageFault`. With `queue_max`
-    unreceived frames in the queue, further ones are refused.
+    A frame takes `latency_ns` plus an exponentially distributed time with mean `jitter_ns`; frames
+    never overtake each other. With `queue_max` unreceived frames in the queue, further ones are
+    refused.
     """
 
     latency_ns: Annotated[int, msgspec.Meta(ge=0)] = 50_000
     jitter_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
-    jitter: Literal["uniform", "exponential"] = "exponential"
-    loss: ShareOfFrames = 0.0
-    delay: ShareOfFrames = 0.0
-    duplication: ShareOfFrames = 0.0
-    reordering: ShareOfFrames = 0.0
-    corruption: ShareOfFrames = 0.0
-    late_ns: Annotated[int, msgspec.Meta(ge=0)] = 10 * MILLISECOND_NS
     queue_max: Annotated[int, msgspec.Meta(ge=1)] = QUEUE_MAX
-
-
-class LinkStatistics(msgspec.Struct, frozen=True):
-    """Frame counts: `sent` were accepted, `refused` found the queue full, `unheard` found the other end closed."""
-
-    sent: int = 0
-    refused: int = 0
-    delivered: int = 0
-    unheard: int = 0
-    lost: int = 0
-    delayed: int = 0
-    duplicated: int = 0
-    reordered: int = 0
-    corrupted: int = 0
 
 
 class Party(NamedTuple):
@@ -93,7 +68,7 @@ class Channel:
         profile: LinkProfile,
         party: Party,
         direction: Direction,
-        deliver: Callable[[bytes], bool],
+        deliver: Callable[[bytes], None],
         unread: Callable[[], int],
     ) -> None:
         self._loop = loop
@@ -115,41 +90,30 @@ class Channel:
         self._partitions.sort(key=lambda fault: fault.at_ns)
         kinds = _SINGLING[direction]
         self._singled_out = not party.pulse and bool(faults.of(kinds, group=group, rank=rank))
-        risks = (getattr(profile, effect) for effect in _EFFECTS)
-        self._risky = bool(self._messages) or any(risks)
         self._under_way: list[tuple[int, int, bytes]] = []
         self._last_arrival_ns = 0
         self._scheduled = 0
-        self._counts: dict[str, int] = dict.fromkeys(LinkStatistics.__struct_fields__, 0)
 
     def send(self, frame: bytes) -> bool:
         """Send a frame; return False without sending if the queue is full."""
         if len(self._under_way) + self._unread() >= self._profile.queue_max:
-            self._counts["refused"] += 1
             return False
-        self._counts["sent"] += 1
-        fate = self._draw_fate() if self._risky else _UNHARMED
+        fate = self._draw_fate() if self._messages else _UNHARMED
         late_ns = dict(fate.late_ns)
         if self._singled_out:
             self._single_out(frame, late_ns)
         if "loss" in late_ns:
-            self._counts["lost"] += 1
             return True
         if "corruption" in late_ns and frame:
-            self._counts["corrupted"] += 1
             frame = _corrupted(frame, fate.corrupt_at)
         arrival_ns = self._loop.now_ns() + self._latency_ns()
-        if "delay" in late_ns:
-            self._counts["delayed"] += 1
-            arrival_ns += late_ns["delay"]
+        arrival_ns += late_ns.get("delay", 0)
         if "reordering" in late_ns:
-            self._counts["reordered"] += 1
             self._dispatch(arrival_ns + late_ns["reordering"], frame)
         else:
             arrival_ns = self._last_arrival_ns = max(arrival_ns, self._last_arrival_ns)
             self._dispatch(arrival_ns, frame)
         if "duplication" in late_ns:
-            self._counts["duplicated"] += 1
             self._dispatch(arrival_ns + late_ns["duplication"], frame)
         return True
 
@@ -157,11 +121,8 @@ class Channel:
         """Draw the fate of a frame, with the same number of random draws for every frame."""
         draws = [self._generator.random() for _ in _EFFECTS]
         corrupt_at = self._generator.random()
-        profile, now_ns = self._profile, self._loop.now_ns()
+        now_ns = self._loop.now_ns()
         struck: dict[Effect, int] = {}
-        for effect, draw in zip(_EFFECTS, draws, strict=True):
-            if draw < getattr(profile, effect):
-                struck[effect] = profile.late_ns
         for fault in self._messages:
             strikes = draws[_EFFECTS.index(fault.effect)] < fault.rate
             if strikes and fault.at_ns <= now_ns < fault.end_ns:
@@ -184,8 +145,6 @@ class Channel:
         profile = self._profile
         if profile.jitter_ns == 0:
             return profile.latency_ns
-        if profile.jitter == "uniform":
-            return profile.latency_ns + self._jitter.randint(0, 2 * profile.jitter_ns)
         return profile.latency_ns + round(self._jitter.expovariate(1 / profile.jitter_ns))
 
     def _dispatch(self, arrival_ns: int, frame: bytes) -> None:
@@ -196,7 +155,6 @@ class Channel:
             if any(inside):
                 self._faults.note(partition)
                 if partition.frames == "lost":
-                    self._counts["lost"] += 1
                     return
                 arrival_ns = max(arrival_ns, partition.end_ns + self._profile.latency_ns)
                 self._last_arrival_ns = max(arrival_ns, self._last_arrival_ns)
@@ -206,12 +164,7 @@ class Channel:
 
     def _arrive(self) -> None:
         """Deliver the next frame; timers due at the same moment are interchangeable."""
-        frame = heapq.heappop(self._under_way)[2]
-        self._counts["delivered" if self._deliver(frame) else "unheard"] += 1
-
-    def statistics(self) -> LinkStatistics:
-        """Return the frame counts."""
-        return LinkStatistics(**self._counts)
+        self._deliver(heapq.heappop(self._under_way)[2])
 
 
 _EFFECTS: tuple[Effect, ...] = ("loss", "delay", "duplication", "reordering", "corruption")

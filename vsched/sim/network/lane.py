@@ -33,11 +33,7 @@ class HostLinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Lane:
-    """One direction of the link to a host.
-
-    Attributes:
-        bytes_sent: Total size of all frames so far.
-    """
+    """One direction of the link to a host."""
 
     def __init__(
         self,
@@ -47,7 +43,6 @@ class Lane:
         host: str,
         profile: HostLinkProfile,
     ) -> None:
-        self.bytes_sent = 0
         self._loop = loop
         self._rng = rng
         self._faults = faults
@@ -59,7 +54,6 @@ class Lane:
 
     def arrival_ns(self, size: int) -> int:
         """Return when a frame of this size sent now arrives; later frames are sent after it."""
-        self.bytes_sent += size
         now_ns, profile, factor = self._loop.now_ns(), self._profile, 1.0
         for slow in self._slow:
             if slow.at_ns <= now_ns < slow.end_ns:

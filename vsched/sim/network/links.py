@@ -17,28 +17,12 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from vsched.sim.faults.injection import Injector
 from vsched.sim.faults.plan import Direction
 from vsched.sim.loop.virtual_loop import VirtualLoop
-from vsched.sim.network.channel import Channel, LinkProfile, LinkStatistics, Party
+from vsched.sim.network.channel import Channel, LinkProfile, Party
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.wire import LogEntry
-
-
-class NetworkStatistics(msgspec.Struct, frozen=True):
-    """Frame counts of each direction of every link ever opened, by name."""
-
-    links: dict[str, LinkStatistics]
-
-    @property
-    def total(self) -> LinkStatistics:
-        """Sum over all links."""
-        names = LinkStatistics.__struct_fields__
-        return LinkStatistics(
-            **{name: sum(getattr(one, name) for one in self.links.values()) for name in names}
-        )
 
 
 class Network:
@@ -66,7 +50,6 @@ class Network:
         self._profile = profile
         self._leaders: dict[str, LeaderEnd] = {}
         self._ranks: dict[tuple[str, bytes], RankEnd] = {}
-        self._channels: dict[str, Channel] = {}
 
     def listen(self, address: str, on_frame: OnFrame, *, group: str | None = None) -> LeaderEnd:
         """Open a leader's end, to which ranks can connect.
@@ -92,14 +75,15 @@ class Network:
         self,
         end: RankEnd,
         direction: Direction,
-        deliver: Callable[[bytes], bool],
+        deliver: Callable[[bytes], None],
         unread: Callable[[], int],
     ) -> Channel:
         """Create one direction of a new link."""
         place = end.address.rpartition("/")[2]
-        name = f"{place} {end.identity.decode()} {direction}"
-        generator = random.Random(f"{self._seed} {name}")  # noqa: S311
-        channel = Channel(
+        generator = random.Random(  # noqa: S311
+            f"{self._seed} {place} {end.identity.decode()} {direction}"
+        )
+        return Channel(
             self._loop,
             generator,
             self._faults,
@@ -109,10 +93,6 @@ class Network:
             deliver=deliver,
             unread=unread,
         )
-        while name in self._channels:  # an earlier process had the same address
-            name += "'"
-        self._channels[name] = channel
-        return channel
 
     def leader_at(self, address: str) -> LeaderEnd | None:
         """Return the leader's end at an address."""
@@ -129,10 +109,6 @@ class Network:
     def forget_rank(self, address: str, identity: bytes) -> None:
         """Remove the rank's end with this identity."""
         self._ranks.pop((address, identity), None)
-
-    def statistics(self) -> NetworkStatistics:
-        """Return the frame counts of all links."""
-        return NetworkStatistics({name: one.statistics() for name, one in self._channels.items()})
 
 
 class LeaderEnd:
@@ -158,11 +134,10 @@ class LeaderEnd:
     def read(self) -> None:
         """No-op: frames are handled on arrival."""
 
-    def take(self, identity: bytes, frame: bytes) -> bool:
-        """Handle an arrived frame; return False if the end is closed."""
+    def take(self, identity: bytes, frame: bytes) -> None:
+        """Handle an arrived frame, unless the end is closed."""
         if not self._closed:
             self._on_frame(identity, frame)
-        return not self._closed
 
     def close(self) -> None:
         """Stop listening."""
@@ -172,17 +147,12 @@ class LeaderEnd:
 
 
 class RankEnd:
-    """A rank's end of a link; has the interface of `zmq_link.RankLink`, but nothing blocks.
-
-    Attributes:
-        on_readable: Called when a frame has arrived, for ranks that are not tasks.
-    """
+    """A rank's end of a link; has the interface of `zmq_link.RankLink`, but nothing blocks."""
 
     def __init__(self, network: Network, address: str, identity: bytes, party: Party) -> None:
         self.address = address
         self.identity = identity
         self.party = party
-        self.on_readable: Callable[[], None] | None = None
         self.waiting: list[asyncio.Future[None]] = []
         self._network = network
         self._inbox: deque[bytes] = deque()
@@ -226,18 +196,15 @@ class RankEnd:
             self._network.forget_rank(self.address, self.identity)
             self._wake()
 
-    def _take(self, frame: bytes) -> bool:
-        if self._closed:
-            return False
-        self._inbox.append(frame)
-        self._wake()
-        if self.on_readable is not None:
-            self.on_readable()
-        return True
+    def _take(self, frame: bytes) -> None:
+        if not self._closed:
+            self._inbox.append(frame)
+            self._wake()
 
-    def _report(self, frame: bytes) -> bool:
+    def _report(self, frame: bytes) -> None:
         leader = self._network.leader_at(self.address)
-        return leader is not None and leader.take(self.identity, frame)
+        if leader is not None:
+            leader.take(self.identity, frame)
 
     def _wake(self) -> None:
         for waiter in self.waiting:

@@ -21,6 +21,7 @@ from vsched.sim.ranks.symbolic_model import (
     answer,
     extend,
     fingerprints,
+    root_of,
 )
 from vsched.types import FinishReason, MediaItem
 from vsched.worker.drafting.drafts import foresee_with
@@ -50,9 +51,9 @@ def held_answer(
 ) -> list[int]:
     """Return the correct output for a prompt, limited to some choices if there are any."""
     if not choices:
-        return answer(prompt, items, count, adapter)
+        return answer(prompt, items, count, root_of(adapter))
     content = Content(items)
-    *_, seen = fingerprints(prompt, content, adapter)
+    *_, seen = fingerprints(prompt, content, root_of(adapter))
     tokens: list[int] = []
     while len(tokens) < count and (allowed := next_tokens(choices, tokens)):
         tokens.append(chosen_token(seen, allowed))

@@ -74,9 +74,9 @@ class Content:
         return self._rows.get(position, 0) << 32 ^ token
 
 
-def fingerprints(tokens: Sequence[int], content: Content, adapter: int = 0) -> Iterator[int]:
-    """Yield the fingerprint of each position of a sequence."""
-    seen = root_of(adapter)
+def fingerprints(tokens: Sequence[int], content: Content, root: int = ROOT) -> Iterator[int]:
+    """Yield the fingerprint of each position of a sequence with this initial fingerprint."""
+    seen = root
     for position, token in enumerate(tokens):
         seen = extend(seen, content.at(position, token))
         yield seen
@@ -102,11 +102,11 @@ def image_metadata(tokens: int) -> bytes:
 
 
 def answer(
-    prompt: Sequence[int], items: Sequence[MediaItem], count: int, adapter: int = 0
+    prompt: Sequence[int], items: Sequence[MediaItem], count: int, root: int = ROOT
 ) -> list[int]:
     """Return the correct output for a prompt, which does not depend on scheduling."""
     content = Content(items)
-    *_, seen = fingerprints(prompt, content, adapter)
+    *_, seen = fingerprints(prompt, content, root)
     tokens: list[int] = []
     while len(tokens) < count:
         tokens.append(next_token(seen))

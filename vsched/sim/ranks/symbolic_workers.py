@@ -162,7 +162,7 @@ def _write_rows(job: EncodeJob, seen: bytes, embeddings: npt.NDArray[np.uint8]) 
         embeddings[page, : len(part)] = part
 
 
-class _Known:
+class Known:
     """Computed fingerprints of a sequence in a generator, uint64 [positions]."""
 
     def __init__(self, items: Sequence[MediaItem], positions: int, root: int) -> None:
@@ -268,7 +268,7 @@ class SymbolicGenerator(StandInGenerator):
             )
         positions = sequence.prompt_length + sequence.sampling.max_tokens + 1
         root = extend(self._root, sequence.adapter) if sequence.adapter else self._root
-        sequence.state = _Known(items, positions, root)
+        sequence.state = Known(items, positions, root)
 
     def step(self, batch: Batch) -> Sampled:
         """Run one step."""
@@ -296,7 +296,7 @@ class SymbolicGenerator(StandInGenerator):
                 batch, chunk.slot, chunk.sequence, chunk.start, chunk.stop, damage=damage
             )
             for end, place in chunk.writes:
-                known: _Known = chunk.sequence.state
+                known: Known = chunk.sequence.state
                 self._snapshots[place] = int(known.fingerprints[end - 1])
             if chunk.samples:
                 tokens.append(token)
@@ -313,11 +313,11 @@ class SymbolicGenerator(StandInGenerator):
         damage: int = 0,
     ) -> int:
         """Compute the KV of positions [start, stop) from all earlier ones; return the next token."""
-        known: _Known = sequence.state
-        self._world.expect(
-            sequence.adapter in {0, *self._adapters},
-            f"{self._who}: request {sequence.number} runs without its adapter {sequence.adapter}",
-        )
+        known: Known = sequence.state
+        if sequence.adapter and sequence.adapter not in self._adapters:
+            self._world.violate(
+                f"{self._who}: request {sequence.number} runs without its adapter {sequence.adapter}"
+            )
         size = self._blocks.shape[1]
         blocks = batch.block_tables[slot, : -(-stop // size)]
         kv = self._blocks[blocks].reshape(-1)
@@ -337,8 +337,12 @@ class SymbolicGenerator(StandInGenerator):
                     f"{self._who}: request {sequence.number} goes on at {start} from the state of another request"
                 )
             self._states[slot] = int(known.fingerprints[stop - 1])
-        positions = np.arange(start, stop)
-        self._blocks[blocks[positions // size], positions % size] = known.fingerprints[start:stop]
+        if stop == start + 1:
+            self._blocks[blocks[start // size], start % size] = known.fingerprints[start]
+        else:
+            positions = np.arange(start, stop)
+            written = blocks[positions // size], positions % size
+            self._blocks[written] = known.fingerprints[start:stop]
         return self._following(sequence, int(known.fingerprints[stop - 1]))
 
     def _following(self, sequence: SequenceState, seen: int) -> int:
@@ -347,7 +351,7 @@ class SymbolicGenerator(StandInGenerator):
             return chosen_token(seen, allowed_tokens(sequence.token_mask))
         return next_token(seen)
 
-    def _seen(self, known: _Known) -> int:
+    def _seen(self, known: Known) -> int:
         return int(known.fingerprints[known.length - 1]) if known.length else known.root
 
     def _sees_items(self, chunk: Chunk, embeddings: npt.NDArray[np.uint8]) -> bool:
@@ -404,7 +408,7 @@ class SymbolicDraft(SymbolicGenerator):
     def prepare(self, sequence: SequenceState) -> None:
         """Start to follow a request."""
         positions = sequence.prompt_length + sequence.sampling.max_tokens + 1
-        sequence.state = _Known((), positions, self._root)
+        sequence.state = Known((), positions, self._root)
 
     def _following(self, sequence: SequenceState, seen: int) -> int:
         return drafted_token(seen, self._acceptance)

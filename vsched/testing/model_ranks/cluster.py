@@ -1,8 +1,7 @@
-"""A scheduler with model ranks, which execute decisions on symbolic memory and check everything they read.
+"""A scheduler with the ranks of the simulated engine, of which the caller chooses what completes next.
 
-An arena page holds the key of the image encoded into it, so a page overwritten too early fails in
-the first step that reads it. See `vsched.testing.model_ranks.generator` for the model of the KV
-cache.
+There is no shell, no network and no time in between, so a random schedule reaches orders that
+simulated engines do not. The ranks check everything they read; see `vsched.sim.ranks.stepped`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import cast
 
 import msgspec
 
+from vsched.errors import PolicyError
 from vsched.failures import EncodeErrorKind, LostTooOften, Simulated
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
@@ -47,8 +47,8 @@ from vsched.kernel.events import (
     Withdrawn,
 )
 from vsched.policy import ImagePolicy
+from vsched.sim.ranks.stepped import SteppedArena, SteppedGenerator, correct_outputs
 from vsched.testing.defaults import default_policies
-from vsched.testing.model_ranks.generator import ModelGenerator, output_token, prompt_seed
 from vsched.types import FinishReason, Request, group_names, stage_of
 
 TICK_NS = 1000
@@ -57,7 +57,7 @@ HOLD_MAX_NS = 300 * 1_000_000_000
 
 
 class ModelCluster:
-    """A scheduler with model groups; the caller chooses what completes next.
+    """A scheduler with groups of ranks; the caller chooses what completes next.
 
     The kernel's `check_invariants` runs after every event, and everything that a rank reads is
     checked.
@@ -69,7 +69,7 @@ class ModelCluster:
         self.kernel = Scheduler(limits, policies)
         self.now_ns = 0
         self.timers: list[int] = []
-        self.pages: dict[int, bytes] = {}
+        self.arena = SteppedArena(limits)
         self.requests: dict[str, Request] = {}
         self.names: dict[int, str] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -91,12 +91,12 @@ class ModelCluster:
             name: deque() for name in group_names("encode", limits.encoders)
         }
         self.generators = {
-            name: ModelGenerator(
+            name: SteppedGenerator(
                 name,
                 limits,
-                self.pages,
+                self.arena,
                 lambda number: self.requests[self.names[number]],
-                scope=cast("ImagePolicy", policies.by_table["encode.encoding"]).scope,
+                by_set=cast("ImagePolicy", policies.by_table["encode.encoding"]).scope != "item",
             )
             for name in group_names("generate", limits.generators)
         }
@@ -249,8 +249,7 @@ class ModelCluster:
             return
         for task in decision.tasks:
             assert len(task.pages) == self.limits.pages_for(task.tokens)
-            for page in task.pages:
-                self.pages[page] = task.key
+            self.arena.encode(task)
         self.send(Encoded(decision.step, group))
 
     def run_generate(self, group: str = "") -> None:
@@ -280,8 +279,7 @@ class ModelCluster:
             chunk for one in self.generators.values() for step in one.log for chunk in step.chunks
         ]
         read = {page for chunk in out for item in chunk.items for page in item.pages}
-        for page in set(pages) - read:
-            self.pages.pop(page, None)
+        self.arena.lose(sorted({*pages} - read))
         self.send(RowsLost([*pages]))
 
     def restore_group(self, group: str) -> None:
@@ -325,11 +323,18 @@ class ModelCluster:
         missing = self.requests.keys() - self.ended.keys() - self.refused.keys()
         return [f"{name}: {self.kernel.explain(name)}" for name in sorted(missing)]
 
-    def expected_outputs(self, request: Request) -> list[int]:
-        """Return the correct outputs of a request, independent of scheduling."""
-        prompt = request.prompt_token_ids
-        seed, length = prompt_seed(prompt), len(prompt)
-        return [output_token(seed, length + index) for index in range(request.sampling.max_tokens)]
+    def check_policies(self) -> None:
+        """Raise the first failure of a policy, with the traceback of each failure as a note.
+
+        Raises:
+            PolicyError: When a call raised or returned an invalid answer.
+        """
+        faults = [notice for notice in self.notices if notice.startswith("policy ")]
+        if faults:
+            error = PolicyError(faults[0])
+            for trace in self.kernel.policy_failures.values():
+                error.add_note("".join(trace.format()).rstrip())
+            raise error
 
     def check_settled(self) -> None:
         """Assert that every request was served correctly or refused, and that nothing is held."""
@@ -339,7 +344,7 @@ class ModelCluster:
             finish = self.ended.get(name)
             if finish is None:
                 continue
-            expected = self.expected_outputs(request)
+            expected = correct_outputs(request)
             if finish.reason is not FinishReason.LENGTH:
                 expected = expected[: len(self.outputs[name])]
             assert self.outputs[name] == expected, f"{name}: wrong outputs"

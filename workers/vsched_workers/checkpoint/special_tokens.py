@@ -60,7 +60,7 @@ class SpecialTokens:
         self._whole = TextTokenizer(backend, token_bytes, context_tokens)
         twin = _without_special_tokens(backend)
         self._as_text = TextTokenizer(twin, token_bytes, context_tokens)
-        self._first = _first_tokens(backend)
+        self._first = first_tokens(backend)
         self._first_text = "".join(str(backend.id_to_token(token)) for token in self._first)
 
     def check_size(self, *texts: str) -> None:
@@ -149,7 +149,7 @@ class SpecialTokens:
         return ids + self._as_text.ids(text[start:], before=len(ids))
 
 
-def _first_tokens(backend: Tokenizer) -> list[int]:
+def first_tokens(backend: Tokenizer) -> list[int]:
     """Return the tokens that the tokenizer adds before every text."""
     whole = backend.encode("a", add_special_tokens=True).ids
     own = backend.encode("a", add_special_tokens=False).ids

@@ -27,12 +27,12 @@ NFC_SHRINKS = 4
 
 _CUT = re.compile(r"(?<=[A-Za-z0-9\u4e00-\u9fa5])(?=[ \n])")
 _SPANNING = re.compile(r"[A-Za-z0-9\u4e00-\u9fa5][ \n]")
-_GPT4_SPLIT = (
+GPT4_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3_SPLIT = _GPT4_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")
-_WORD_SPLITS = frozenset({_GPT4_SPLIT, _LLAMA3_SPLIT})
+_LLAMA3_SPLIT = GPT4_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")
+_WORD_SPLITS = frozenset({GPT4_SPLIT, _LLAMA3_SPLIT})
 _CHARACTER_SPLITS = frozenset({r"\d", r"\p{N}"})
 
 

@@ -144,16 +144,25 @@ def choose_templates(directory: Path, wanted: str) -> str | dict[str, str] | Non
     return templates if len(templates) > 1 else templates.get(DEFAULT_TEMPLATE)
 
 
-def load_tokenizer(directory: Path, *, vocab_size: int, chat_template: str) -> Any:
+def load_tokenizer(
+    directory: Path, *, vocab_size: int, chat_template: str, plain: bool = False
+) -> Any:
     """Load the tokenizer, with the template of `choose_templates`.
+
+    It is transformers' own, or with `plain` one without transformers if that makes no difference.
 
     Raises:
         CheckpointError: When it is missing, cannot be loaded, or has tokens outside the model's vocabulary.
     """
+    # Not earlier: inspecting a checkpoint needs no tokenizer.
+    from vsched_workers.checkpoint.plain_tokenizer import load_plain
+
     source = tokenizer_files(directory)
     if source != TOKENIZER_JSON:
         logger.info("the tokenizer is converted from %s; %s loads faster", source, TOKENIZER_JSON)
-    tokenizer = load_part("AutoTokenizer", directory, "tokenizer")
+    tokenizer = load_plain(directory) if plain else None
+    if tokenizer is None:
+        tokenizer = load_part("AutoTokenizer", directory, "tokenizer")
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
             f"the tokenizer cannot be converted from {source}. "

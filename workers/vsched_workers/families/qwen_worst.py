@@ -13,10 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from vsched_workers.families.qwen_image import ASPECT_RATIO_MAX, ResizeLimits, resized
+import numpy as np
+import numpy.typing as npt
+
+from vsched_workers.families.qwen_image import ASPECT_RATIO_MAX, ResizeLimits
 
 SHORT_SIDES_MAX = 1 << 15
 """Maximum number of short sides to try: an image of 2**30 pixels has no more."""
+
+Sides = npt.NDArray[np.int64]
 
 
 def largest_units(
@@ -26,63 +31,92 @@ def largest_units(
 
     `limits` bound the resized image, `tokens_max` its tokens (0: no bound), `pixels_max` the original image.
     """
-    found: dict[int, int] = {}
-    bound = min(math.isqrt(pixels_max), SHORT_SIDES_MAX)
-    for short in range(1, bound + 1):
-        for long in _long_sides(
-            short, limits, factor=factor, tokens_max=tokens_max, pixels_max=pixels_max
-        ):
-            rows, columns = resized(short, long, factor=factor, limits=limits)
-            few, many = sorted((rows // factor, columns // factor))
-            if tokens_max and few * many > tokens_max:
-                continue
-            if many > found.get(few, 0):
-                found[few] = many
-    return found
-
-
-def _long_sides(
-    short: int, limits: ResizeLimits, *, factor: int, tokens_max: int, pixels_max: int
-) -> Iterator[int]:
-    """Yield the long sides for a short one at which the number of tokens may have a peak."""
-    longest = min(ASPECT_RATIO_MAX * short, pixels_max // short)
-    for long in _peaks(short, longest, limits, factor, tokens_max, pixels_max):
+    short = np.arange(1, min(math.isqrt(pixels_max), SHORT_SIDES_MAX) + 1)
+    longest = np.minimum(ASPECT_RATIO_MAX * short, pixels_max // short)
+    most = np.zeros(1, np.int64)
+    for some, long in _peaks(short, longest, limits, factor, tokens_max, pixels_max):
         # Also the neighbors: halves are rounded to even, and the processor computes thresholds in another order.
         for near in (long - 1, long, long + 1):
-            if short <= near <= longest:
-                yield near
+            legal = (short[some] <= near) & (near <= longest[some])
+            sides = np.stack(resized_all(short[some][legal], near[legal], factor, limits))
+            few, many = np.sort(sides // factor, axis=0)
+            if tokens_max:
+                accepted = few * many <= tokens_max
+                few, many = few[accepted], many[accepted]
+            if len(few):
+                most = np.pad(most, (0, max(int(few.max()) + 1 - len(most), 0)))
+                np.maximum.at(most, few, many)
+    return {int(few): int(most[few]) for few in np.flatnonzero(most)}
+
+
+def resized_all(
+    height: Sides, width: Sides, factor: int, limits: ResizeLimits
+) -> tuple[Sides, Sides]:
+    """Return the sides after resizing, for many images: as `qwen_image.resized`, to the last rounding."""
+    rows, columns = _rounded(height, factor) * factor, _rounded(width, factor) * factor
+    area, resized_area = (height * width).astype(np.float64), rows * columns
+    if limits.maximum is not None:
+        shrinks = resized_area > limits.maximum
+        shrink = np.sqrt(area / limits.maximum)
+        for sides, native in ((rows, height), (columns, width)):
+            smaller = np.floor(native / shrink / factor).astype(np.int64) * factor
+            np.copyto(sides, np.maximum(factor, smaller), where=shrinks)
+    grows = (
+        resized_area < limits.minimum
+    )  # never one that shrinks: the minimum is below the maximum
+    if limits.maximum is not None:
+        grows &= ~shrinks
+    grow = np.sqrt(limits.minimum / area)
+    for sides, native in ((rows, height), (columns, width)):
+        larger = np.ceil(native * grow / factor).astype(np.int64) * factor
+        np.copyto(sides, larger, where=grows)
+    return rows, columns
+
+
+def _rounded(sides: Sides, factor: int) -> Sides:
+    return np.rint(sides / factor).astype(np.int64)
 
 
 def _peaks(
-    short: int,
-    longest: int,
+    short: Sides,
+    longest: Sides,
     limits: ResizeLimits,
     factor: int,
     tokens_max: int,
     pixels_max: int,
-) -> Iterator[int]:
-    yield longest
+) -> Iterator[tuple[npt.NDArray[np.bool_], Sides]]:
+    """Yield long sides at which the number of tokens may have a peak, with a mask of their short sides."""
     area = factor * factor
-    few, many = round(short / factor), round(longest / factor)
+    few, many = _rounded(short, factor), _rounded(longest, factor)
+    least = np.maximum(few, 1)
+    every = np.ones(len(short), dtype=bool)
+    yield every, longest
     bounds = [tokens_max] if tokens_max else []
     if limits.maximum is not None:
         bounds.append(limits.maximum // area)
     for bound in bounds:
         # The last long side before the image has to shrink, or is refused.
-        yield math.floor((bound // max(few, 1) + 0.5) * factor)
-    if limits.maximum is not None and few * many * area > limits.maximum:
+        yield every, _floor((bound // least + 0.5) * factor)
+    if limits.maximum is not None:
         # It shrinks: sides follow from their ratio. Yield the last ratio at which the short side keeps its tokens; if
         # images of the maximum area are accepted, such an image is as large.
+        shrinks = few * many * area > limits.maximum
         scale = limits.maximum / area
-        for kept in range(1, few + 1 if pixels_max < limits.maximum else 1):
-            yield math.floor(scale * short / kept**2)
+        kept_max = int(few.max(initial=0)) if pixels_max < limits.maximum else 0
+        for kept in range(1, kept_max + 1):
+            some = shrinks & (few >= kept)
+            yield some, _floor(scale * short[some] / kept**2)
         # A strip that is one token wide is not bounded by the maximum, only by the token limit.
-        yield math.ceil((tokens_max + 1) ** 2 * short / scale)
-    if few * round(short / factor) * area < limits.minimum:
-        # It grows: yield the last long side at which it does, the last ratio before the short side loses a token, and
-        # the last one before it is refused.
-        scale = limits.minimum / area
-        yield math.floor((scale / max(few, 1) + 0.5) * factor)
-        for kept in range(1, math.ceil(math.sqrt(scale)) + 1):
-            yield math.floor(scale * short / kept**2)
-            yield math.floor((tokens_max // kept) ** 2 * short / scale)
+        yield shrinks, np.ceil((tokens_max + 1) ** 2 * short[shrinks] / scale).astype(np.int64)
+    # It grows: yield the last long side at which it does, the last ratio before the short side loses a token, and the
+    # last one before it is refused.
+    grows = few * few * area < limits.minimum
+    scale = limits.minimum / area
+    yield grows, _floor((scale / least[grows] + 0.5) * factor)
+    for kept in range(1, math.ceil(math.sqrt(scale)) + 1):
+        yield grows, _floor(scale * short[grows] / kept**2)
+        yield grows, _floor((tokens_max // kept) ** 2 * short[grows] / scale)
+
+
+def _floor(values: npt.NDArray[np.float64]) -> Sides:
+    return np.floor(values).astype(np.int64)

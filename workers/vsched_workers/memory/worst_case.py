@@ -25,7 +25,6 @@ from vsched_workers.checkpoint.facts import (
 )
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.images.processor import telling_sizes
-from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import image_plan
 
@@ -66,6 +65,8 @@ def worst_images(info: ModelInfo, *, pixels_max: int) -> dict[ImagePlan, Arrays]
     It encodes one image at a time, so no batch needs more. Its memory depends on the image's arrays, and that of the
     rows on their number.
     """
+    from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
+
     preprocessor = load_preprocessor(info)
     assert isinstance(preprocessor, AnyPreprocessor), "others have families"
     plans: dict[ImagePlan, tuple[int, int]] = {}

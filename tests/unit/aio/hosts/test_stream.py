@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.hosts.messages import Bye, ByteRange, Kill, ToHost, Write
+from vsched.aio.hosts.messages import Alive, Bye, ByteRange, Kill, ToHost, ToRank, Write
 from vsched.aio.hosts.stream import PIECE_BYTES, Stream
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout
@@ -135,3 +135,19 @@ async def test_stream_ends_when_the_other_is_gone() -> None:
     engine.reachable = False
     assert not engine.stream.put(Kill(1))
     assert engine.broken == ["cannot be reached any more"]
+
+
+async def test_stream_sends_a_message_beyond_the_window_between_signs_of_life() -> None:
+    """One side's signs of life are always under way when the other's arrive, and must not hold it up."""
+    engine, host = Side(), Side()
+    big = ToRank("generate", 0, bytes(WINDOW + 1))
+    engine.stream.put(Kill(1))
+    engine.stream.put_ahead(Alive())
+    assert engine.stream.put(big)
+    deliver(engine, host)
+    assert host.received == [Kill(1)]
+    host.stream.put_ahead(Alive())
+    engine.stream.put_ahead(Alive())
+    deliver(host, engine)
+    deliver(engine, host)
+    assert host.received == [Kill(1), big]

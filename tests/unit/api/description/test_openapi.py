@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
-
-from starlette.routing import Route
+from typing import Any
 
 from tests.unit.api.fakes import Client, FakeEngine
 from vsched.api import ApiSettings, create_app
-from vsched.api.openapi import OPERATIONS, document
+from vsched.api.openapi import ApiRoute
 from vsched.api.request_schema import ChatRequest
 
 
@@ -16,24 +15,22 @@ async def get(path: str, **settings: str) -> tuple[int, dict[str, str], bytes]:
     return reply.status, reply.headers, reply.body
 
 
-def test_openapi_has_every_route_and_no_other() -> None:
+def served() -> set[tuple[str, str]]:
     routes = create_app(FakeEngine(), ApiSettings()).routes
-    served = {
-        (method, route.path.replace(":path", ""))
-        for route in routes
-        if isinstance(route, Route)
-        for method in route.methods or ()
-        if method != "HEAD"
-    }
-    assert {(each.method, each.path) for each in OPERATIONS} == served
+    return {(r.method, r.path_format) for r in routes if isinstance(r, ApiRoute)}
+
+
+def operations(document: Any) -> set[tuple[str, str]]:
+    return {(method.upper(), path) for path, each in document["paths"].items() for method in each}
 
 
 async def test_openapi_document_is_complete_and_resolves() -> None:
     app = create_app(FakeEngine(), ApiSettings())
     reply = await Client(app).send("GET", "/openapi.json")
     found = reply.json
-    assert found == document()
     assert found["openapi"].startswith("3.")
+    assert operations(found) == served()
+    assert all(each["summary"] for path in found["paths"].values() for each in path.values())
     schemas = found["components"]["schemas"]
     assert set(schemas["ChatRequest"]["properties"]) == set(ChatRequest.__struct_fields__)
     assert schemas["ChatRequest"]["required"] == ["messages"]
@@ -73,7 +70,7 @@ async def test_page_shows_the_document_and_needs_no_other_host() -> None:
     status, headers, body = await get("/docs")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     text = body.decode()
-    assert all(f"{each.method} {each.path}</code>" in text for each in OPERATIONS)
+    assert all(f"{method} {path}</code>" in text for method, path in served())
     assert "repetition_penalty" in text
     found = _Links()
     found.feed(text)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, Reply, chat
 from vsched.api import ApiSettings, create_app
+from vsched.api.openapi import JsonEndpoint
 from vsched.errors import RequestRefused
 
 BODIES: dict[str, Any] = {
@@ -74,11 +75,11 @@ async def test_request_id_is_on_refusals_of_keys_hosts_and_engines() -> None:
     assert {reply.headers["x-request-id"] for reply in replies} == {"mine"}
 
 
-async def test_request_id_is_on_what_no_endpoint_caught() -> None:
-    class BrokenEngine(FakeEngine):
-        def statistics(self) -> dict[str, Any]:
-            raise ValueError("broken")
+async def test_request_id_is_on_what_no_endpoint_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise ValueError("broken")
 
+    monkeypatch.setattr(JsonEndpoint, "__call__", broken)
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -95,6 +96,6 @@ async def test_request_id_is_on_what_no_endpoint_caught() -> None:
         "client": ("127.0.0.1", 1),
     }
     with pytest.raises(ValueError, match="broken"):
-        await create_app(BrokenEngine(), ApiSettings())(scope, receive, send)
+        await create_app(FakeEngine(), ApiSettings())(scope, receive, send)
     assert sent[0]["status"] == 500
     assert dict(sent[0]["headers"])[b"x-request-id"] == b"mine"

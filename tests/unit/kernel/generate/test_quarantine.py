@@ -30,7 +30,7 @@ def lose_while_running(cluster: ModelCluster, poison: str, group: str = "generat
             return losses
         number = next(number for number, name in cluster.names.items() if name == poison)
         sequences = cluster.generators[group].sequences
-        if number in sequences and sequences[number].computed:
+        if number in sequences and sequences[number].state.length:
             losses += 1
             cluster.lose(group)
             cluster.restore_group(group)

@@ -39,8 +39,8 @@ def read(*faults: AnyFault, sets: tuple[str, ...] = ()) -> list[GroupFault]:
 
 @pytest.mark.parametrize("kind", [WorkerCrash, OutOfMemory, MissedDecision, ReplicaRestart])
 def test_plan_whatever_takes_a_group_down_is_an_outage(kind: type[WorkerCrash]) -> None:
-    assert read(kind(at_ns=2 * SECOND, group="encode")) == [
-        GroupOutage(group="encode", at_ns=2 * SECOND, duration_ns=3 * SECOND)
+    assert read(kind(at_ns=2 * SECOND, group="generate")) == [
+        GroupOutage(group="generate", at_ns=2 * SECOND, duration_ns=3 * SECOND)
     ]
 
 

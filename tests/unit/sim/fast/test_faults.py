@@ -9,10 +9,10 @@ from vsched.errors import ConfigError
 from vsched.sim.fast.run import simulate
 from vsched.sim.faults.plan import (
     AnyFault,
-    EncodeFailure,
     FaultPlan,
     GroupOutage,
     Hang,
+    OutOfMemory,
     Slowdown,
 )
 from vsched.sim.workload.requests import Image, Text, workload_of
@@ -74,18 +74,18 @@ def test_pause_takes_its_time_and_loses_nothing() -> None:
     assert longer.figures.finished == plain.figures.finished
 
 
-def test_encode_fault_is_retried() -> None:
-    assert failed(EncodeFailure()) == {}
+def test_encoder_without_memory_tries_again() -> None:
+    assert failed(OutOfMemory(group="encode")) == {}
 
 
-def test_encode_fault_twice_alone_ends_who_wants_the_image() -> None:
+def test_encoder_without_memory_twice_for_one_image_ends_its_request() -> None:
     arrivals = [arrival(1, 0, Image("a", 50), Text(1, 5)), arrival(2, 100, Text(2, 5))]
     outcome = simulate(
         config(),
         workload_of("two", arrivals),
         cost=COST,
         oracles=True,
-        faults=FaultPlan(faults=(EncodeFailure(), EncodeFailure())),
+        faults=FaultPlan(faults=(OutOfMemory(group="encode"),) * 2),
     )
     assert outcome.figures.failed == {"encode_failed": 1}
     assert outcome.figures.finished == 1
@@ -108,16 +108,7 @@ def test_slowness_lasts_for_its_span() -> None:
     assert slow - plain == pytest.approx(20, abs=3)
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (
-            GroupOutage(group="generate-7", at_ns=0 * MS),
-            "generate-7: no such group. Known: encode, generate",
-        ),
-        (EncodeFailure(group="generate"), "generate: not an encode group"),
-    ],
-)
-def test_faults_of_no_group(fault: AnyFault, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        simulate(config(), scarce(0), cost=COST, faults=FaultPlan(faults=(fault,)))
+def test_fault_of_an_unknown_group_is_refused() -> None:
+    plan = FaultPlan(faults=(GroupOutage(group="generate-7"),))
+    with pytest.raises(ConfigError, match="generate-7: no such group. Known: encode, generate"):
+        simulate(config(), scarce(0), cost=COST, faults=plan)

@@ -13,7 +13,19 @@ from vsched.errors import ConfigError, PolicyError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Finish
 from vsched.kernel.events import Event, Stepped
-from vsched.policy import POLICY_TABLES, Admission, AdmissionView, RequestPolicy
+from vsched.policy import (
+    POLICY_TABLES,
+    Admission,
+    AdmissionView,
+    Admit,
+    FrontDoorAnswer,
+    FrontDoorView,
+    Policy,
+    PreemptionView,
+    RequestPolicy,
+    StepShares,
+    StepView,
+)
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.run import simulate
@@ -434,3 +446,42 @@ def test_run_drafts_and_takes_fewer_steps_the_more_drafts_prove_right() -> None:
     assert steps[0] > 200 > 150 > steps[1] > 80 > 65 > steps[2] == steps[3] > 50
     assert figures[1.0, 0.2].span_s > figures[1.0, 0.0].span_s
     assert all(each.finished == 1 for each in figures.values())
+
+
+class Calls(msgspec.Struct):
+    calls: int = 0
+
+
+class Counting(RequestPolicy, frozen=True, kw_only=True):
+    """Fails if its decisions do not share one state."""
+
+    state_type = Calls
+
+    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+        view.state.calls += 1
+        return Admit()
+
+    def admit(self, view: AdmissionView) -> Admission:
+        assert view.state.calls, "another state"
+        return Admission(range(min(len(view.waiting), view.entries_free)))
+
+
+class Both(RequestPolicy, frozen=True, kw_only=True):
+    state_type = Calls
+
+    def share(self, view: StepView) -> StepShares:
+        return StepShares(range(len(view.prefilling)))
+
+    def victim(self, view: PreemptionView) -> int:
+        return len(view.running) - 1
+
+
+@pytest.mark.parametrize("tables", [["policy"], ["front_door", "generate.admission"]])
+def test_run_gives_one_object_one_state(tables: list[str]) -> None:
+    placed: dict[str, Policy] = dict.fromkeys(tables, Counting())
+    few = workload_of("few", [arrival(1, 0, Text(1, 100)), arrival(2, 0, Text(2, 100))])
+    outcome = simulate(config(), few, cost=COST, policies=placed)
+    assert not outcome.figures.policy_faults
+    two = placed | dict.fromkeys(["generate.step", "generate.preemption"], Both())
+    with pytest.raises(PolicyError, match="an object of its own for each table"):
+        simulate(config(), workload_of("none", []), cost=COST, policies=two)

@@ -30,7 +30,7 @@ from vsched.kernel.events import (
     Submitted,
 )
 from vsched.sim.fast.run import simulate
-from vsched.sim.faults.plan import EncodeFailure, FaultPlan, GroupOutage
+from vsched.sim.faults.plan import FaultPlan, GroupOutage, OutOfMemory
 from vsched.sim.setup import DraftLuck, Setup, prepare
 from vsched.testing.model_ranks.cluster import TICK_NS, ModelCluster
 
@@ -105,7 +105,7 @@ class Shadow:
         if fail:
             return cluster.send(EncodeFailed(decision.step, fail, group))
         for task in decision.tasks:
-            cluster.pages.update(dict.fromkeys(task.pages, task.key))
+            cluster.arena.encode(task)
         return cluster.send(Encoded(decision.step, group))
 
 
@@ -127,7 +127,7 @@ def plain(commands: Sequence[Command]) -> list[Command]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "sets",
     [
@@ -147,7 +147,7 @@ def test_run_agrees_with_model_cluster(seed: int, sets: tuple[str, ...]) -> None
     assert (shadow.swapped > 0) == (sets == SWAPPED)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sets", [(), SWAPPED], ids=["recomputed", "swapped"])
 def test_run_agrees_with_model_cluster_in_drafts(seed: int, sets: tuple[str, ...]) -> None:
     settings = config(*SCARCE, *sets, DRAFTING)
@@ -161,13 +161,13 @@ def test_run_agrees_with_model_cluster_in_drafts(seed: int, sets: tuple[str, ...
     assert shadow.drafted > 20
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_run_agrees_with_model_cluster_in_faults(seed: int) -> None:
     settings = config(*SCARCE)
     shadow = Shadow(prepare(settings, COST))
     plan = FaultPlan(
         faults=(
-            EncodeFailure(at_ns=5 * seed * MS),
+            OutOfMemory(at_ns=5 * seed * MS, group="encode"),
             GroupOutage(group="generate", at_ns=50 * MS, duration_ns=30 * MS),
             GroupOutage(group="encode", at_ns=100 * MS, duration_ns=10 * MS),
         )
@@ -181,6 +181,6 @@ def test_run_agrees_with_model_cluster_in_faults(seed: int) -> None:
 def test_run_agrees_where_something_is_scarce() -> None:
     """Checks that these workloads preempt and evict."""
     preempted = [
-        simulate(config(*SCARCE), scarce(seed), cost=COST).figures.preemptions for seed in range(8)
+        simulate(config(*SCARCE), scarce(seed), cost=COST).figures.preemptions for seed in range(3)
     ]
-    assert sum(preempted) > 20
+    assert sum(preempted) > 8

@@ -1,46 +1,11 @@
-"""The same seeds give the same run, nanosecond for nanosecond, in any process."""
+"""The same code gives the same run, task for task; `tests/sim/test_determinism.py` compares processes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import pytest
-
-from tests.patience import PATIENCE_S
 from tests.unit.sim.virtual import play
-
-ROOT = Path(__file__).parents[4]
-
-
-def run_in_process(hash_seed: str) -> list[str]:
-    """Run in a process; return the digest that it printed, and its hash of a string."""
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.sim.loop.repeated_run", "4"],
-        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
-    )
-    return done.stdout.split()
-
-
-@pytest.mark.slow
-def test_run_is_the_same_under_any_hash_seed() -> None:
-    """Ties, threads of any speed, a cancelled group, a network with every fault."""
-    with ThreadPoolExecutor(3) as threads:
-        runs = list(threads.map(run_in_process, ("1", "2", "3")))
-    digests, hashes = zip(*runs, strict=True)
-    assert len(set(hashes)) == 3, "the processes do hash differently"
-    assert len(set(digests)) == 1
 
 
 def test_group_cancels_its_tasks_in_the_order_they_were_made() -> None:

@@ -32,6 +32,7 @@ import llvmlite  # type: ignore[import-untyped]
 import numba
 from llvmlite import binding
 from numba.core import caching
+from numba.core.runtime.nrt import rtsys
 
 import vsched.types
 
@@ -161,6 +162,11 @@ class _KernelCache(caching.FunctionCache):
         source = _digest(described.encode()).hex()
         files: Any = _Files(Path(self.cache_path), f"{self._impl.filename_base}-{source}")
         self._cache_file = files
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Read compiled code; without what numba loads for compiling, which takes 0.2 s."""
+        rtsys.initialize(target_context)
+        return self._load_overload(sig, target_context)
 
 
 class _Files(caching.IndexDataCacheFile):

@@ -10,6 +10,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any, Self
 
+from jinja2 import TemplateError
 from PIL import Image
 
 from vsched.errors import RequestRefused
@@ -98,12 +99,8 @@ class AnyPreprocessor(TextPreprocessor):
 
     def _renders(self, content: Any, wanted: str) -> bool:
         """Return whether the chat template's output for a message with this content contains `wanted`."""
-        from jinja2 import TemplateError
-
         try:
-            text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-            )
+            text = self._rendered([{"role": "user", "content": content}])
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
             return False
         return wanted in text

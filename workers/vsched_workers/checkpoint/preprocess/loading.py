@@ -20,7 +20,10 @@ def load_preprocessor(info: ModelInfo) -> TextPreprocessor:
     """
     directory = checkpoint_directory(info.path)
     tokenizer = load_tokenizer(
-        directory, vocab_size=info.vocab_size, chat_template=info.chat_template
+        directory,
+        vocab_size=info.vocab_size,
+        chat_template=info.chat_template,
+        plain=not info.takes_images or info.family in FAMILIES,
     )
     if not info.takes_images:
         return TextPreprocessor(info, tokenizer)

@@ -1,8 +1,8 @@
 """Preprocessing of the Qwen families: bit-exact to their image processor, without its overhead.
 
-Transformers' image processor is called once, at load, for its settings and for its results for each of the 256 values
-of each channel. Processing an image is then a resize by Pillow and a transposition, without torch. The table of values,
-which are bit-identical to the processor's, is sent along with the bytes, and is applied by the encoding rank.
+Processing an image is a resize by Pillow and a transposition, without torch. The results for each of the 256 values of
+each channel are computed once, bit-identical to those of transformers, which is not imported. This table is sent along
+with the bytes, and is applied by the encoding rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from vsched_workers.checkpoint.preprocess.text import (
     too_many_tokens,
     touching,
 )
-from vsched_workers.checkpoint.tokenizer_files import load_part
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
@@ -44,8 +43,20 @@ from vsched_workers.families.qwen_image import (
     resized,
 )
 
-IMAGE_PROCESSOR = "Qwen2VLImageProcessorPil"
-"""The class in transformers for all these families, whatever name older checkpoints use."""
+DEFAULTS: dict[str, Any] = {
+    "do_resize": True,
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+"""Settings of `Qwen2VLImageProcessorPil` in transformers, the class of all these families, whatever name older
+checkpoints use."""
 
 
 class QwenPreprocessor(TextPreprocessor):
@@ -206,9 +217,9 @@ def load_qwen(info: ModelInfo, directory: Path, tokenizer: Any) -> QwenPreproces
     """
     config = read_json(directory, "config.json")
     family = family_of(config)
-    limits = image_limits(family, config, processor_settings(directory), info.item_tokens_max)
-    part = load_part(IMAGE_PROCESSOR, directory, "image processor")
-    settings = part.to_dict()
+    stated = processor_settings(directory)
+    settings = DEFAULTS | {key: value for key, value in stated.items() if value is not None}
+    limits = image_limits(family, config, stated, info.item_tokens_max)
     patch = int(family.vision(config, "patch_size"))
     merge = int(family.vision(config, "spatial_merge_size"))
     clamped = clamp_settings(settings, tokens=info.item_tokens_max, factor=patch * merge)
@@ -218,7 +229,14 @@ def load_qwen(info: ModelInfo, directory: Path, tokenizer: Any) -> QwenPreproces
                 f"the image processor's {key} is {clamped.get(key)!r}, config.json asks for {expected!r}. "
                 "Remedy: use the processor settings that belong to this checkpoint."
             )
-    return QwenPreprocessor(info, tokenizer, clamped, limits, _level_table(part))
+    try:
+        levels = _level_table(settings)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the image processor cannot be loaded ({type(error).__name__}). "
+            "Remedy: give the directory of a complete checkpoint."
+        ) from error
+    return QwenPreprocessor(info, tokenizer, clamped, limits, levels)
 
 
 def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) -> bytes:
@@ -230,13 +248,13 @@ def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) 
     )
 
 
-def _level_table(processor: Any) -> npt.NDArray[np.float32]:
-    """Return the processor's result for each value of each channel: float32 [channels, 256]."""
-    channels = len(processor.image_mean)
-    ramp = np.broadcast_to(np.arange(256, dtype=np.uint8), (channels, 1, 256))
-    image: Any = np.ascontiguousarray(ramp)
-    if processor.do_rescale:
-        image = processor.rescale(image, processor.rescale_factor)
-    if processor.do_normalize:
-        image = processor.normalize(image, processor.image_mean, processor.image_std)
-    return np.ascontiguousarray(np.asarray(image, dtype=np.float32).reshape(channels, 256))
+def _level_table(settings: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+    """Return transformers' result for each value of each channel: float32 [channels, 256]."""
+    mean = np.array(settings["image_mean"], np.float32)[:, None]
+    levels = np.broadcast_to(np.arange(256, dtype=np.float64), (len(mean), 256))
+    if settings["do_rescale"]:
+        levels = levels * settings["rescale_factor"]  # in float64, then rounded once
+    table = levels.astype(np.float32)
+    if settings["do_normalize"]:
+        table = (table - mean) / np.array(settings["image_std"], np.float32)[:, None]
+    return np.ascontiguousarray(table)

@@ -9,15 +9,18 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from PIL import Image
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import Arrays, Companion, ImagePlan
 from vsched.worker.expansion import places_of
+from vsched_workers.checkpoint.chat_templates import render_template
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.preprocess.answers import TemplateParser
 from vsched_workers.checkpoint.special_tokens import RenderedPrompt, SpecialTokens
+from vsched_workers.checkpoint.tokenizer_files import DEFAULT_TEMPLATE
 
 PLACEHOLDERS_TOUCH = (
     "two image placeholders stand side by side. Remedy: separate them as the chat template does."
@@ -67,8 +70,6 @@ class TextPreprocessor:
         Raises:
             RequestRefused: When the template rejects the messages, there is none, or their text cannot fit the context.
         """
-        from jinja2 import TemplateError
-
         if not self._tokenizer.chat_template:
             raise RequestRefused(
                 "this model has no chat template. "
@@ -92,14 +93,12 @@ class TextPreprocessor:
         shown = [json.dumps(tools, ensure_ascii=False)] if tools else []
         self._special.check_size(*_texts(messages), *shown)
         mark = self._special.mark
-        arguments = {"add_generation_prompt": True, **mark(template_arguments)}
+        arguments = mark(template_arguments)
         if tools:
             arguments["tools"] = self._special.mark_data(tools)
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                [mark(self._for_template(message)) for message in messages],
-                tokenize=False,
-                **arguments,
+            rendered = self._rendered(
+                [mark(self._for_template(message)) for message in messages], **arguments
             )
         except TemplateError as error:
             raise RequestRefused(
@@ -110,7 +109,17 @@ class TextPreprocessor:
                 "the messages do not have the form that the chat template expects",
                 code="invalid_messages",
             ) from error
-        return self._special.unmark(self._with_edges(str(rendered)))
+        return self._special.unmark(self._with_edges(rendered))
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """Render messages as they are; a checkpoint may have a template of its own for messages with tools."""
+        template = self._tokenizer.chat_template
+        if not isinstance(template, str):
+            uses_tools = arguments.get("tools") is not None and "tool_use" in template
+            template = template["tool_use" if uses_tools else DEFAULT_TEMPLATE]
+        special: dict[str, Any] = self._tokenizer.special_tokens_map
+        defaults: dict[str, Any] = {"add_generation_prompt": True, **special}
+        return render_template(template, messages, **defaults | arguments)
 
     def tokenize(self, text: str, *, images: bool = True) -> list[int]:
         """Return token ids; releases the GIL.

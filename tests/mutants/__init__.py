@@ -1,1 +1,0 @@
-"""Mutants of the code that handles loss, put-front, claims and digests: each must be noticed."""

@@ -1,0 +1,122 @@
+"""`vsched policies try` finds what is wrong with a policy, and compares it with the built-ins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vsched.cli import app, policy_commands
+from vsched.sim.gallery.cases import CASES
+from vsched.testing import policy_trial
+from vsched.testing.policy_trial import Effort
+
+POLICIES = '''
+import time
+
+import msgspec
+
+from vsched.policy import Admission, AdmissionView, PreemptionView, RequestPolicy
+
+
+class Calls(msgspec.Struct):
+    admissions: int = 0
+
+
+class Two(RequestPolicy, frozen=True, kw_only=True):
+    """Preempts only if the calls of `admit` are known: they share one state."""
+
+    state_type = Calls
+    spare: int = 0
+
+    def admit(self, view: AdmissionView) -> Admission:
+        view.state.admissions = 1
+        return Admission(range(min(len(view.waiting), view.entries_free)))
+
+    def victim(self, view: PreemptionView) -> int:
+        assert view.state.admissions == 1, "another state"
+        return 0
+
+
+class Broken(RequestPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Admission:
+        raise LookupError("a bug")
+
+
+class Slow(RequestPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Admission:
+        if view.now_ns > 11_000_000_000:
+            time.sleep(0.05)
+        return Admission(range(min(len(view.waiting), view.entries_free)))
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Folder of a user with policies, in which a trial is short."""
+    (tmp_path / "tried_policies.py").write_text(POLICIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    short = Effort(schedules=2, scenarios=1, all_cases=False, seconds=60.0)
+    monkeypatch.setattr(policy_trial, "QUICK", short)
+    few = {name: CASES[name] for name in ("long-answers", "long-context")}
+    monkeypatch.setattr(policy_trial, "CASES", few)
+    monkeypatch.setattr(policy_commands, "PIPE_COLUMNS", 300)
+    yield tmp_path
+    sys.modules.pop("tried_policies", None)
+
+
+def tried(*words: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["policies", "try", "--quick", *words])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_try_compares_a_policy_with_one_state_by_tenant(folder: Path) -> None:
+    said = tried("tried_policies:Two", "--set", "spare=1", "--html", "trial.html")
+    assert "tried_policies:Two, at generate.admission, generate.preemption" in said
+    for words in ("Contract: passed", "Swarm: passed", "talks", "documents", "longest wait"):
+        assert words in said
+    assert "answers overruled" in said
+    assert "youngest, swap" in said
+    assert "To deploy it:" in said
+    page = (folder / "trial.html").read_text()
+    assert "Contract: passed" in page
+    assert "http" not in page
+
+
+@pytest.mark.usefixtures("folder")
+def test_try_shows_the_traceback_of_a_failure_once() -> None:
+    said = tried("tried_policies:Broken", status=1)
+    assert (
+        said.count("in admit") == 3
+    )  # in the message, and in the tracebacks of contract and swarm
+    assert "vsched.testing.check_policy(Broken, seeds=[0])" in said
+    assert "--swarm 1 --seed 0 '--set=policy.use=\"tried_policies:Broken\"'" in said
+    assert "FAILED: mend the problems" in said
+
+
+@pytest.mark.usefixtures("folder")
+def test_try_stops_a_slow_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Effort(schedules=1, scenarios=1, all_cases=False, seconds=0.2)
+    monkeypatch.setattr(policy_trial, "QUICK", short)
+    assert "too slow: stopped" in tried("tried_policies:Slow")
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tried_policies:Two", "--seat", "routing"], "no table for which Two has a method"),
+        (["tried_policies:Two", "--set", "spare"], "not an assignment"),
+        (["tried_policies:Two", "--set", "spre=1"], "Did you mean spare?"),
+        (["yungest"], "Did you mean youngest?"),
+        (["none"], "several policies"),
+    ],
+)
+def test_try_refuses_wrong_words(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["policies", "try", *words])
+    assert message in str(result.exception)

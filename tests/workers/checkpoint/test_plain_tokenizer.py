@@ -1,0 +1,191 @@
+"""Tokenizers and chat templates without transformers give the same as with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from vsched_workers.checkpoint.chat_templates import render_template
+from vsched_workers.checkpoint.plain_tokenizer import _QWEN_STEPS, load_plain
+
+TEXT = "<|im_start|>It's 12 é€😀\n\n<|vision_start|><|image_pad|> two<|im_end|>"
+ADDED = {
+    "content": "<|im_end|>",
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+}
+
+
+@pytest.fixture
+def folder(checkpoints: Callable[[str], Path], tmp_path: Path) -> Path:
+    """Return a copy of a checkpoint without its weights."""
+    for file in checkpoints("nano25").iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    return tmp_path
+
+
+def change(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>"},
+        {"add_bos_token": False, "bos_token": None, "unk_token": "<|endoftext|>"},
+        {"added_tokens_decoder": {}, "pad_token": {**ADDED, "__type": "AddedToken"}},
+        {"tokenizer_class": "Qwen2TokenizerFast", "errors": "replace"},
+        {"tokenizer_class": "Qwen2Tokenizer", "pad_token": None},
+    ],
+)
+def test_plain_tokenizer_equals_transformers(
+    folder: Path, family: str, changes: dict[str, Any]
+) -> None:
+    """The same ids and named tokens, with and without the tokens that begin a text."""
+    change(folder / "config.json", model_type=family)
+    change(folder / "tokenizer_config.json", **changes)
+    qwen = changes.get("tokenizer_class", "").startswith("Qwen")
+    if qwen:
+        change(folder / "tokenizer.json", **_QWEN_STEPS)
+    plain = load_plain(folder)
+    if qwen and family == "llama":
+        assert plain is None
+        return
+    assert plain is not None
+    wanted = AutoTokenizer.from_pretrained(folder)
+    assert plain.special_tokens_map == wanted.special_tokens_map
+    for adds in (True, False):
+        found = plain.backend_tokenizer.encode(TEXT, add_special_tokens=adds).ids
+        assert found == wanted.encode(TEXT, add_special_tokens=adds)
+    added = wanted.backend_tokenizer.get_added_tokens_decoder()
+    assert plain.backend_tokenizer.get_added_tokens_decoder().keys() == added.keys()
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("config.json", {"model_type": "phi3"}),
+        ("tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}),
+        ("tokenizer_config.json", {"tokenizer_class": None}),
+        ("tokenizer_config.json", {"eos_token": "<|new|>"}),
+        ("tokenizer_config.json", {"extra_special_tokens": ["<|new|>"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<|image_pad|>"}}),
+        ("tokenizer_config.json", {"image_token": "<|image_pad|>"}),
+        ("tokenizer_config.json", {"add_bos_token": True}),
+        ("tokenizer_config.json", {"response_template": {}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"5": {**ADDED, "special": False}}}),
+        ("special_tokens_map.json", {}),
+    ],
+)
+def test_transformers_loads_tokenizers_that_it_changes(
+    folder: Path, file: str, changes: dict[str, Any]
+) -> None:
+    """Another class, tokens that the file lacks, and settings with an effect on ids."""
+    if not (folder / file).is_file():
+        (folder / file).write_text("{}")
+    change(folder / file, **changes)
+    assert load_plain(folder) is None
+
+
+def test_vocabulary_with_options_of_its_own_is_for_transformers(folder: Path) -> None:
+    """Qwen's class in transformers builds a vocabulary without options."""
+    change(folder / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    change(folder / "tokenizer.json", **_QWEN_STEPS)
+    assert load_plain(folder) is not None
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.model.fuse_unk = True
+    backend.save(str(folder / "tokenizer.json"))
+    assert load_plain(folder) is None
+
+
+LOOP = (
+    "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content | trim }}"
+    "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}\n{% endfor %}"
+)
+TEMPLATES = {
+    "loop": LOOP + "{{ bos_token }}{% if add_generation_prompt %}assistant:{% endif %}",
+    "untrimmed": "{% for m in messages %}[{{ m['content'] }}]{% endfor %}",
+    "reasoning": "{% for m in messages %}{{ m.thinking }}/{{ m.reasoning_content }};{% endfor %}",
+    "tools": "{{ tools | tojson(indent=2) }} {{ {'b': '<é>', 'a': 1} | tojson(sort_keys=true) }}",
+    "globals": (
+        "{% set n = namespace(x=1) %}{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}"
+        "{% set n.x = n.x + i %}{% endfor %}{{ n.x }}{{ dict(a=1) }}{{ dict.fromkeys('ab', 2) }}"
+        "{{ strftime_now('%%') }}\n  {% generation %}\n{{ messages[0].role }}\n{% endgeneration %}!"
+    ),
+    "missing": "{{ messages[0].tool_calls is defined }} {{ documents }} {{ what }}",
+    "raising": "{{ raise_exception('no') }}",
+    "sandbox": "{{ ''.__class__.__mro__ }}",
+    "private": "{% set n = namespace(__class__=1) %}",
+    "changing": "{% set _ = messages.append(1) %}",
+    "wrong": "{{ messages[0].content + 1 }}",
+}
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": " Hello \n", "tool_calls": None}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b ", "thinking": "c"}],
+    [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y "}]}],
+    [{"role": "user", "content": "", "reasoning_content": None, "reasoning": "r"}],
+    [],
+]
+
+
+def outcome(render: Callable[..., str], *positional: Any, **arguments: Any) -> str:
+    """Return the rendered text, or the kind of error."""
+    try:
+        return render(*positional, **arguments)
+    except jinja2.TemplateError:
+        return "TemplateError"
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return "error"
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_rendering_equals_transformers(template: str) -> None:
+    """Output or kind of error, also of the last message continued by its content or its reasoning."""
+
+    def wanted(text: str, chat: list[Any], **arguments: Any) -> str:
+        if not chat:
+            raise ValueError  # raised by the tokenizer in transformers
+        stated = [{key: value for key, value in m.items() if value is not None} for m in chat]
+        found: Any = render_jinja_template([stated], chat_template=text, **arguments)
+        return str(found[0][0])
+
+    for chat in CHATS:
+        for arguments in (
+            {"bos_token": "<s>"},
+            {"add_generation_prompt": True, "tools": [{"name": "é<"}]},
+            {"continue_final_message": True},
+            {"continue_final_message": "reasoning"},
+        ):
+            assert outcome(render_template, template, chat, **arguments) == outcome(
+                wanted, template, chat, **arguments
+            )
+
+
+def test_preprocessing_does_not_import_transformers(checkpoints: Callable[[str], Path]) -> None:
+    """Neither is it imported at the first request, nor by a rank's modules."""
+    program = """
+import sys
+from vsched_workers.plugin import plugin
+info = plugin.inspect(sys.argv[1], dtype="auto", item_tokens_max=64)
+loaded = plugin.load_preprocessor(info)
+loaded.tokenize(loaded.render([{"role": "user", "content": "Hello"}]))
+assert not {"torch", "transformers", "huggingface_hub"} & set(sys.modules)
+"""
+    path = str(checkpoints("nano25"))
+    subprocess.run([sys.executable, "-c", program, path], check=True)
