@@ -39,7 +39,6 @@ from vsched.kernel.events import (
     GroupRetired,
     PolicyReplaced,
     Resume,
-    RowsLost,
     Stepped,
     Submitted,
     TimerFired,
@@ -188,8 +187,10 @@ class Scheduler(SnapshotRoot):
             case TimerFired():
                 self._timer_ns = None
                 commands = self._gate.ask_again(now_ns)
-            case Cleared() | PolicyReplaced() | RowsLost():
-                commands = self._on_order(event, now_ns)
+            case Cleared():
+                commands = self._on_cleared(event, now_ns)
+            case PolicyReplaced():
+                commands = self._on_policy_replaced(event, now_ns)
         self._plan(commands, now_ns)
         return commands
 
@@ -242,12 +243,7 @@ class Scheduler(SnapshotRoot):
             probe("kernel.clear_during_recovery")
         return self._moves.clear(now_ns, event.message, code=event.code)
 
-    def _on_order(self, event: Cleared | PolicyReplaced | RowsLost, now_ns: int) -> list[Command]:
-        if isinstance(event, Cleared):
-            return self._on_cleared(event, now_ns)
-        if isinstance(event, RowsLost):
-            self.embeddings.lose_rows(event.pages)
-            return []
+    def _on_policy_replaced(self, event: PolicyReplaced, now_ns: int) -> list[Command]:
         if event.tables:
             return self._on_new_policies(event.tables, now_ns)
         if not self._seats.replace(event.seat, event.reason):

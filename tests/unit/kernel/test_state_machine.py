@@ -171,12 +171,6 @@ class KernelMachine(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         self.cluster.lose(data.draw(st.sampled_from(self.up())))
 
-    @precondition(lambda self: self.cluster.limits.pages)
-    @rule(data=st.data())
-    def lose_rows(self, data: st.DataObject) -> None:
-        pages = range(self.cluster.limits.pages)
-        self.cluster.lose_rows(data.draw(st.lists(st.sampled_from(pages), unique=True)))
-
     @precondition(lambda self: any(self.cluster.others(one) for one in self.cluster.down))
     @rule()
     def retire(self) -> None:

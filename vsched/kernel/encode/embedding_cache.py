@@ -51,9 +51,8 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
         attempts: Number of failed attempts to encode it.
         retry_batch: It is encoded again in one batch with the entries of the same number only, after a batch with it
             failed; 0 for none.
-        stale: The content of its pages must not be read. While it is encoded: its last claim was dropped, and its
-            pixels may have been overwritten since, so the result is discarded. When it is ready: its rows were lost,
-            and a step in flight pins it.
+        stale: While it is encoded: its last claim was dropped, and its pixels may have been overwritten since, so the
+            result is discarded.
     """
 
     item: MediaItem
@@ -205,7 +204,7 @@ class EmbeddingCache(Restorable):
     def is_ready(self, key: bytes) -> bool:
         """Return True if an item's embedding is in the arena."""
         entry = self.entries.get(key)
-        return entry is not None and entry.phase is EntryPhase.READY and not entry.stale
+        return entry is not None and entry.phase is EntryPhase.READY
 
     def pin(self, key: bytes) -> list[int]:
         """Keep a ready entry in place for a generate step, and return its pages."""
@@ -220,9 +219,7 @@ class EmbeddingCache(Restorable):
         for key in keys:
             entry = self.entries[key]
             entry.pins -= 1
-            if entry.stale and not entry.pins:
-                self.requeue(entry)
-            elif not entry.claims:
+            if not entry.claims:
                 self._let_go(entry)
 
     # --- encoding ---
@@ -256,22 +253,6 @@ class EmbeddingCache(Restorable):
             self.queue.put(entry)
         else:
             del self.entries[entry.item.key]
-
-    def lose_rows(self, pages: Sequence[int]) -> None:
-        """Queue the entries with lost pages again if they are claimed, else remove them.
-
-        Pinned entries follow when their steps have ended.
-        """
-        lost = set(pages)
-        for entry in [*self.entries.values()]:
-            if entry.phase is not EntryPhase.READY or lost.isdisjoint(entry.pages):
-                continue
-            if entry.pins:
-                entry.stale = True
-            elif entry.claims:
-                self.requeue(entry)
-            else:
-                self._discard(entry)
 
     def free_pages(self, pages: Sequence[int]) -> None:
         """Free pages that a lost group could write to until now."""

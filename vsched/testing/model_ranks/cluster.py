@@ -7,7 +7,6 @@ simulated engines do not. The ranks check everything they read; see `vsched.sim.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import cast
 
@@ -41,7 +40,6 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
-    RowsLost,
     Submitted,
     TimerFired,
     Withdrawn,
@@ -272,15 +270,6 @@ class ModelCluster:
         else:
             self.generators[group].lose()
         self.send(GroupLost(group, Simulated((group,)), planned))
-
-    def lose_rows(self, pages: Sequence[int]) -> None:
-        """Lose the embeddings in some pages, except those read by pending steps."""
-        out = [
-            chunk for one in self.generators.values() for step in one.log for chunk in step.chunks
-        ]
-        read = {page for chunk in out for item in chunk.items for page in item.pages}
-        self.arena.lose(sorted({*pages} - read))
-        self.send(RowsLost([*pages]))
 
     def restore_group(self, group: str) -> None:
         """Bring a lost group back."""
