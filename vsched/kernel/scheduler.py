@@ -187,10 +187,8 @@ class Scheduler(SnapshotRoot):
             case TimerFired():
                 self._timer_ns = None
                 commands = self._gate.ask_again(now_ns)
-            case Cleared():
-                commands = self._on_cleared(event, now_ns)
-            case PolicyReplaced():
-                commands = self._on_policy_replaced(event, now_ns)
+            case Cleared() | PolicyReplaced():
+                commands = self._on_operator(event, now_ns)
         self._plan(commands, now_ns)
         return commands
 
@@ -238,12 +236,11 @@ class Scheduler(SnapshotRoot):
             probe("kernel.suspect_aborted")
         return [self._moves.finish(state, event.reason, now_ns)]
 
-    def _on_cleared(self, event: Cleared, now_ns: int) -> list[Command]:
-        if not all(group.ready for group in self._groups.values()):
-            probe("kernel.clear_during_recovery")
-        return self._moves.clear(now_ns, event.message, code=event.code)
-
-    def _on_policy_replaced(self, event: PolicyReplaced, now_ns: int) -> list[Command]:
+    def _on_operator(self, event: Cleared | PolicyReplaced, now_ns: int) -> list[Command]:
+        if isinstance(event, Cleared):
+            if not all(group.ready for group in self._groups.values()):
+                probe("kernel.clear_during_recovery")
+            return self._moves.clear(now_ns, event.message, code=event.code)
         if event.tables:
             return self._on_new_policies(event.tables, now_ns)
         if not self._seats.replace(event.seat, event.reason):

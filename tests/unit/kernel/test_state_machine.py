@@ -36,7 +36,7 @@ from vsched.types import FinishReason
 from vsched_policies.admission import Deadline, Gathered, Priority
 from vsched_policies.eviction import KeepNothing
 
-SEEDS = int(os.environ.get("VSCHED_SEEDS", "2000"))
+SEEDS = int(os.environ.get("VSCHED_SEEDS", "500"))
 BATCH = 100
 
 
@@ -203,7 +203,7 @@ class KernelMachine(RuleBasedStateMachine):
 
 TestKernelMachine = pytest.mark.slow(KernelMachine.TestCase)
 TestKernelMachine.settings = settings(
-    max_examples=60,
+    max_examples=30,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

@@ -237,11 +237,9 @@ def run_seed(seed: int) -> int:
     return sum(one.counts()["swap_blocks_in"] for one in cluster.kernel.generators)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 120, 40))
-def test_swapping_keeps_every_promise_under_random_schedules(first: int) -> None:
+def test_swapping_keeps_every_promise_under_random_schedules() -> None:
     """With faults, aborts, draft tokens, shared prefixes and images, under any policy."""
-    assert sum(map(run_seed, range(first, first + 40))) > 0
+    assert sum(map(run_seed, range(40))) > 0
 
 
 class Mistake(NamedTuple):
