@@ -206,9 +206,10 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
         running: Requests with a slot, or images that are being encoded.
         divisible: Whether an entry can join with a part of its tokens (chunked prefill).
         default_tokens: Default token budget of a step or batch.
-        running_requests: The running requests, oldest first; empty in the encode stage, and for a policy class whose
-            `preempts` is False.
+        block_tokens: Tokens per KV block.
+        running_requests: The running requests, oldest first; empty in the encode stage. Computed on access.
         eligible: Indices into `running_requests` of the requests that can be preempted now; see `Admission.preempt`.
+            Empty for a policy class whose `preempts` is False.
         overdue: Index of the entry that goes first whatever the policy returns: it was passed over for longer than
             `policies.passed_over_max_s`. None for none.
         measured: Measurements of this replica; of all replicas in the encode stage.
@@ -224,6 +225,7 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     divisible: bool
     default_tokens: int
+    block_tokens: int = 16
     running_requests: Sequence[RunningView] = ()
     eligible: Sequence[int] = ()
     overdue: int | None = None
@@ -462,7 +464,7 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
 
     preempts: ClassVar[bool] = False
     """Whether `admit` may preempt running requests for waiting ones (`Admission.preempt`), in the generate stage. It is
-    then called while no slot is free, too, and its view has the running requests."""
+    then called while no slot is free, too."""
 
     def arrive(self, view: ArrivalView) -> ArrivalDecision:
         """Return `Admit`, `Hold`, `Shed` or `Redirect` for a request before its preprocessing; by default `Admit`.

@@ -34,12 +34,12 @@ from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.quarantine import Quarantine
 from vsched.kernel.generate.request_queue import RequestQueue
-from vsched.kernel.generate.running import RunningSet, order_of
+from vsched.kernel.generate.running import RunningSet, RunningViews, order_of
 from vsched.kernel.generate.state_snapshots import StateSnapshots
 from vsched.kernel.generate.step_budget import (
     NOTHING_PLANNED,
     PlanResult,
-    StepBuilder,
+    StepPlan,
     StepTimeModel,
 )
 from vsched.kernel.generate.step_shares import prefill_shares
@@ -235,12 +235,12 @@ class GenerateGroup(Group):
         """Return the requests that can be prefilled, oldest first; others wait for their embeddings."""
         return [s for s in self._running.prefilling_in_order() if self.can_start(s, s.computed)]
 
-    def _fill(self, step: int, able: Sequence[RequestState], now_ns: int) -> StepBuilder:
+    def _fill(self, step: int, able: Sequence[RequestState], now_ns: int) -> StepPlan:
         """Share the budget of a step among prefilling requests, then among joining ones."""
         running, joins = self._running, bool(self.queue.entries) and not self.queue.blocked
         rows = len(running.decoding) + self._drafts.tokens
-        budget = self.step_times.start_step(self._limits.batch_tokens - rows, decodes=rows)
-        plan = StepBuilder(step, budget)
+        budget = self.step_times.budget_for(self._limits.batch_tokens - rows, decodes=rows)
+        plan = StepPlan(step, budget)
         if able or (joins and budget.time_ns is not None):
             shares = prefill_shares(
                 self._step,
@@ -268,7 +268,7 @@ class GenerateGroup(Group):
         return requeued
 
     def _send(
-        self, step: int, decodes: int, grown: list[int], plan: StepBuilder | None = None
+        self, step: int, decodes: int, grown: list[int], plan: StepPlan | None = None
     ) -> GenerateDecision:
         """Note a step as in flight, and return its decision; without a plan, it has decodes only."""
         self.step_times.note(step, decodes, plan.budget if plan is not None else None)
@@ -314,10 +314,9 @@ class GenerateGroup(Group):
         """Preempt until a block is available; return False if `state` itself was preempted."""
         while self._pool.available == 0:
             running = self._running.in_order()
-            views = [self._running.view(other, self._in_flight.planned) for other in running]
             view = PreemptionView(
                 now_ns=now_ns,
-                running=tuple(views),
+                running=tuple(self._running.views(self._in_flight.planned)),
                 in_need=running.index(state),
                 swap_blocks_free=self._swap.free,
                 block_tokens=self._limits.block_size,
@@ -335,7 +334,7 @@ class GenerateGroup(Group):
                 return False
         return True
 
-    def _chunk(self, state: RequestState, stop: int, plan: StepBuilder, now_ns: int) -> None:
+    def _chunk(self, state: RequestState, stop: int, plan: StepPlan, now_ns: int) -> None:
         """Add the next chunk of a prefilling request to a step; it ends at `stop`, and may be empty."""
         start, step = state.computed, plan.step
         if stop <= start:
@@ -359,7 +358,7 @@ class GenerateGroup(Group):
             self._in_flight.note_first(step, state.number)
             self._drafts.began(state, step, now_ns)
 
-    def _admit(self, plan: StepBuilder, now_ns: int) -> None:
+    def _admit(self, plan: StepPlan, now_ns: int) -> None:
         """Let waiting requests join, as the admission policy, slots and blocks allow."""
         queue, running = self.queue, self._running
         if queue.held_until(now_ns) is not None:
@@ -389,9 +388,8 @@ class GenerateGroup(Group):
             running=len(running),
             divisible=True,
             default_tokens=self._limits.batch_tokens,
-            running_requests=tuple(
-                [running.view(one, self._in_flight.planned) for one in in_order]
-            ),
+            block_tokens=self._limits.block_size,
+            running_requests=RunningViews(partial(running.views, self._in_flight.planned)),
             eligible=eligible,
             overdue=overdue,
             measured=self.measured,
@@ -442,7 +440,7 @@ class GenerateGroup(Group):
     def _join(
         self,
         state: RequestState,
-        plan: StepBuilder,
+        plan: StepPlan,
         now_ns: int,
         victim: RequestState | None = None,
         *,

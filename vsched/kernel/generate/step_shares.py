@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vsched.kernel.generate.step_budget import StepBuilder, StepTimeModel
+from vsched.kernel.generate.step_budget import StepPlan, StepTimeModel
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.policy import PrefillView, StepShares, StepView
@@ -16,7 +16,7 @@ def prefill_shares(
     seat: PolicySeat,
     times: StepTimeModel,
     prefilling: Sequence[RequestState],
-    plan: StepBuilder,
+    plan: StepPlan,
     now_ns: int,
     *,
     passed_over_ns: int,
