@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
+from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.policy import WaitingEntry
+from vsched.policy import Admission, AdmissionView, WaitingEntry
+from vsched.policy.checks import PASSED_OVER, put_first
 
 
 class Ordered(Protocol):
@@ -65,6 +67,32 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         """Return the end of the current hold; None without one."""
         until_ns = self.hold_until_ns
         return until_ns if until_ns is not None and until_ns > now_ns else None
+
+    def admit(
+        self, seat: PolicySeat, view: AdmissionView, hold_max_ns: int
+    ) -> tuple[Admission, bool]:
+        """Call the admission policy, and note its hold.
+
+        Returns:
+            The entries to admit, in order; and whether the overdue one was put first.
+        """
+        waiting, free, overdue, eligible = (
+            view.waiting,
+            view.entries_free,
+            view.overdue,
+            view.eligible,
+        )
+        admission: Admission = seat.decide(
+            view, waiting, free, view.running, view.now_ns, hold_max_ns, eligible
+        )
+        self.hold_until_ns = admission.hold_until_ns
+        indices = admission.indices
+        if len(indices) > free + len(admission.preempt):
+            seat.overrule("more entries than can join")
+        if overdue is None or (first := put_first(indices, overdue)) is indices:
+            return admission, False
+        seat.overrule(PASSED_OVER)
+        return Admission(first), True
 
     def put_new(self, entry: Waiting) -> None:
         """Insert a new entry, and end the hold, since the policy may admit it at once."""

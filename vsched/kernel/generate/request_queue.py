@@ -26,6 +26,11 @@ class ReadyEntry:
             arrived_ns=state.submitted_ns,
             target_ns=state.target_ns,
             tenant=request.tenant,
+            session=request.session,
+            images=len(state.items),
+            image_tokens=sum([item.tokens for item in state.items]),
+            max_tokens=request.sampling.max_tokens,
+            outputs=len(state.tokens) - state.prompt_length,
         )
 
 

@@ -56,9 +56,9 @@ class StepTimeModel(Restorable):
         self._planned = {}
         self._costs = (0.0, 0.0)
 
-    def start_step(self, tokens: int, *, decodes: int) -> StepBudget:
+    def budget_for(self, tokens: int, *, decodes: int) -> PrefillBudget:
         """Return the budget of a step with room for `tokens` next to its decodes."""
-        return StepBudget(self, tokens, self.left_ns(decodes) or math.inf)
+        return PrefillBudget(self, tokens, self.left_ns(decodes) or math.inf)
 
     def left_ns(self, decodes: int) -> float:
         """Return how long other work may delay the next step of `decodes` requests; 0 for no limit."""
@@ -67,7 +67,7 @@ class StepTimeModel(Restorable):
         decode_ns = self.decode_ns(decodes)
         return max(max(self._target_ns, self._ratio * decode_ns) - decode_ns, 1.0)
 
-    def note(self, step: int, decodes: int, budget: StepBudget | None = None) -> None:
+    def note(self, step: int, decodes: int, budget: PrefillBudget | None = None) -> None:
         """Note the composition of a step until its time is known; there is no budget without prefill."""
         if budget is None:
             self._planned[step] = (decodes, 0, 0.0)
@@ -155,7 +155,7 @@ class StepTimeModel(Restorable):
         return tokens * token_ns + pairs_of(start, tokens) * pair_ns
 
 
-class StepBudget:
+class PrefillBudget:
     """The prefill that is left in a step, in tokens and time, and the prefill that it has."""
 
     def __init__(self, model: StepTimeModel, tokens: int, left_ns: float) -> None:
@@ -203,11 +203,11 @@ def pairs_of(start: int, tokens: int) -> float:
 
 
 @dataclass(slots=True)
-class StepBuilder:
+class StepPlan:
     """A step that is being planned."""
 
     step: int
-    budget: StepBudget
+    budget: PrefillBudget
     passed_ns: int = 0
     joined: list[Join] = field(default_factory=list)
     chunks: list[ChunkPlan] = field(default_factory=list)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vsched.kernel.generate.step_budget import StepBuilder, StepTimeModel
-from vsched.kernel.policy_calls import PASSED_OVER, ask_step
+from vsched.kernel.generate.step_budget import StepPlan, StepTimeModel
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
-from vsched.policy import PrefillView, RequestPolicy, StepView
+from vsched.policy import PrefillView, StepShares, StepView
+from vsched.policy.checks import PASSED_OVER
 from vsched.policy.measured import Measured
 
 
 def prefill_shares(
-    seat: PolicySeat[RequestPolicy],
+    seat: PolicySeat,
     times: StepTimeModel,
     prefilling: Sequence[RequestState],
-    plan: StepBuilder,
+    plan: StepPlan,
     now_ns: int,
     *,
     passed_over_ns: int,
@@ -51,7 +51,7 @@ def prefill_shares(
         measured=measured,
         state=seat.state,
     )
-    answer = ask_step(seat, view)
+    answer: StepShares = seat.decide(view, len(prefilling))
     if answer.time_ns is not None and not late:
         plan.budget.limit_time(answer.time_ns)
     shares: dict[int, int | None] = dict.fromkeys(answer.order)
@@ -84,4 +84,5 @@ def _view(state: RequestState) -> PrefillView:
         target_ns=state.target_ns,
         tenant=state.request.tenant,
         session=state.request.session,
+        max_tokens=state.request.sampling.max_tokens,
     )

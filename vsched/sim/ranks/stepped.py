@@ -68,10 +68,6 @@ class SteppedArena:
             part = rows[index * page_rows : (index + 1) * page_rows]
             self.embeddings[page, : len(part)] = part
 
-    def lose(self, pages: Sequence[int]) -> None:
-        """Overwrite pages."""
-        self.embeddings[list(pages)] = 0
-
 
 class _Untimed:
     """Surroundings of a worker without time, memory limits or faults; errors are raised at once."""
