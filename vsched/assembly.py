@@ -24,7 +24,6 @@ from vsched.config.placement import placed
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import SchedulerLimits
 from vsched.media.pipeline import MediaStatistics
-from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
 from vsched.policy import MemoryView
 from vsched.transport.arena import Arena
@@ -39,11 +38,6 @@ from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec
 
 PAGE_ROWS = 64
 """Embedding rows per arena page: small enough to waste little, large enough for short page lists."""
-
-
-def media_settings(config: Config) -> MediaSettings:
-    """Media pipeline settings; the configuration section has the same keys."""
-    return MediaSettings(**msgspec.structs.asdict(config.media))
 
 
 def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInfo:
@@ -591,10 +585,19 @@ def memory_in_use(
     return used
 
 
-def engine_memory(layout: ArenaLayout) -> dict[str, int]:
-    """Memory of the engine's own process, in bytes."""
+def engine_memory(layout: ArenaLayout, *, images: int, grammars: int) -> dict[str, int]:
+    """Memory of the engine's process and of the servers with these process ids, in bytes; 0 without a server."""
     return {
         "engine_resident": status_bytes("VmRSS"),
+        "image_server_resident": _resident(images),
+        "grammar_server_resident": _resident(grammars),
         "arena_pixels": layout.pixel_bytes,
         "arena_embeddings": layout.embedding_bytes,
     }
+
+
+def _resident(pid: int) -> int:
+    try:
+        return status_bytes("VmRSS", Path(f"/proc/{pid}/status")) if pid else 0
+    except OSError:
+        return 0  # it has just ended

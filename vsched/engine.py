@@ -51,7 +51,6 @@ from vsched.assembly import (
     engine_memory,
     inspect_checkpoint,
     make_worker_groups,
-    media_settings,
     memory_in_use,
     rank_spec,
     scheduler_limits,
@@ -183,7 +182,7 @@ class Engine:
             grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)
             started.callback(grammars.close)
             store = PixelStore(arena.pixels, arena.fd)
-            media = environment.make_media(self.preprocessor, store, media_settings(config))
+            media = environment.make_media(self.preprocessor, store, config.media)
             started.pop_all()
         return RunningParts(
             arena=arena,
@@ -564,10 +563,14 @@ class Engine:
             **served,
             "media": msgspec.to_builtins(media) if media else {},
             "grammars": running.grammars.statistics() if running is not None else {},
-            "memory": engine_memory(running.arena.layout) if running is not None else {},
+            "memory": self._memory(running) if running is not None else {},
             "ledger": {**ledger.as_dict(), "in_use": used} if ledger else {},
             "recent": [msgspec.to_builtins(timeline) for timeline in self._recent],
         }
+
+    def _memory(self, running: RunningParts) -> dict[str, int]:
+        layout, media = running.arena.layout, running.media
+        return engine_memory(layout, images=media.server_pid, grammars=running.grammars.server_pid)
 
     def _worker_groups(
         self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents

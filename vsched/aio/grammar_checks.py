@@ -45,6 +45,11 @@ milliseconds."""
 class GrammarChecker(Protocol):
     """Checks grammars; several threads may call it at once."""
 
+    @property
+    def pid(self) -> int:
+        """The process id of the server; 0 if there is none."""
+        ...
+
     def check(self, grammar: str) -> float:
         """Compile a grammar and return the CPU time in seconds; a rank takes about as long.
 
@@ -198,8 +203,13 @@ class GrammarChecks:
         if len(self._accepted) > _ACCEPTED_MAX:
             self._accepted.popitem(last=False)
 
+    @property
+    def server_pid(self) -> int:
+        """The process id of the grammar server; 0 if there is none."""
+        return 0 if self._checker is None else self._checker.pid
+
     def statistics(self) -> dict[str, float]:
-        """Return counts, and the CPU time of compilations; a rank compiles once for each request."""
+        """Return counts, and the CPU time of compilations; ranks keep the last few compiled grammars."""
         mean_ms = self._spent_s / max(self._compiled, 1) * 1e3
         return {
             "compiled": self._compiled,

@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
 from vsched.aio.streams.stream import StopScope
 from vsched.api import parameters
-from vsched.api.bodies.keeping import keep_request
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.chat_messages import arguments_characters, split_messages, with_template_calls
 from vsched.api.choices import AcceptedChoices, Drawn, SseWriter, Voice, answer_id, without_logprobs
@@ -30,7 +29,7 @@ from vsched.api.formatters import (
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.middleware.access import tenant_of
-from vsched.api.middleware.response_tags import new_id
+from vsched.api.middleware.response_tags import new_id, sent_id
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.response_schema import ChatResponse, CompletionResponse, Usage
 from vsched.api.structured_outputs import behind_thought, beside_calls, constraint_of
@@ -41,7 +40,7 @@ from vsched.api.tools.wording import AnswerWording
 from vsched.api.unsupported import refuse_unsupported
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import ImageReference, Prompt, refuse_images
-from vsched.record.journal import RequestJournal
+from vsched.record.journal import KeptRequest, RequestJournal
 from vsched.record.left import PartialOutput
 from vsched.types import SamplingParams
 from vsched.worker.capabilities import ParsesAnswers
@@ -52,6 +51,8 @@ _INLINE_CHARACTERS_MAX = 16_384
 """Messages up to this length are rendered on the event loop: a switch to a thread takes longer."""
 _INLINE_VALUES_MAX = 4096
 """Up to this number of prompt log-probabilities are formatted on the event loop; more take a thread."""
+_INLINE_BYTES = 64 * 1024
+"""Bodies up to this size are saved on the event loop: that is faster than a switch to a thread."""
 _PART_CHARACTERS = 128
 """Rendering a message, or a part of one, takes as long as rendering this many characters of text."""
 _NAMED_MAX = 8
@@ -66,9 +67,9 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     log-probabilities are needed only for that selection. `echoes` are the texts of prompts, or of a chat's last
     message, to repeat in the response; None for a prompt of token ids. `constrained_by` is the parameter that the
     grammar comes from. `wording` creates the parser of a choice with tool calls or reasoning, `make_stop_scope` the
-    scope that excludes tool calls from stop strings. `requested` are the request fields that another vendor's API repeats
-    in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter, otherwise
-    empty.
+    scope that excludes tool calls from stop strings. `requested` are the request fields that another vendor's API
+    repeats in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter,
+    otherwise empty.
     """
 
     prompts: Sequence[Prompt]
@@ -157,6 +158,7 @@ class CompletionEndpoint:
 
     name = "completions"
     id_prefix = "cmpl"
+    _formatter_class: type[ChatFormatter | CompletionFormatter] = CompletionFormatter
 
     def __init__(
         self,
@@ -295,14 +297,7 @@ class CompletionEndpoint:
         choices = AcceptedChoices()
         try:
             if self._journal is not None:
-                await keep_request(
-                    self._journal,
-                    exchange,
-                    request_id=job.request_id,
-                    created=job.created,
-                    seed=job.sampling.seed,
-                    choices=len(job.prompts) * job.drawn,
-                )
+                await self._keep(self._journal, exchange, job)
             await self.accept(job, choices, tenant_of(exchange.scope))
             job = msgspec.structs.replace(job, prompts=(), images=())
             exchange.release_room()
@@ -318,8 +313,33 @@ class CompletionEndpoint:
                 output=used.completion_tokens,
             )
 
+    async def _keep(
+        self, journal: RequestJournal, exchange: HttpExchange, job: CheckedRequest
+    ) -> None:
+        """Save a request that is about to be accepted, and number its events, so that the next engine can resume it.
+
+        A request that does not fit into the journal is served without being saved.
+        """
+        body, exchange.body = exchange.body, b""
+        request = KeptRequest(
+            request_id=job.request_id,
+            given_id=sent_id(exchange.scope),
+            path=exchange.scope["path"],
+            tenant=tenant_of(exchange.scope),
+            created=job.created,
+            seed=job.sampling.seed,
+            choices=len(job.prompts) * job.drawn,
+            body=body,
+        )
+        if len(body) <= _INLINE_BYTES:
+            kept = journal.keep(request)
+        else:
+            kept = await asyncio.to_thread(journal.keep, request)
+        if kept and request.choices == 1:
+            exchange.number_events()
+
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        formatter = CompletionFormatter(
+        return self._formatter_class(
             generation,
             index=index,
             request_id=job.request_id,
@@ -327,10 +347,9 @@ class CompletionEndpoint:
             model=job.model,
             preprocessor=self._engine.preprocessor,
             options=job.options,
+            wording=job.wording(index) if job.wording is not None else None,
+            echo=job.echoes[index // job.n] if job.echoes else None,
         )
-        if job.echoes:
-            formatter.echo = job.echoes[index // job.n]
-        return formatter
 
     async def accept(
         self,
@@ -452,28 +471,12 @@ def _id_header(job: CheckedRequest) -> list[tuple[bytes, bytes]]:
     return [(b"x-request-id", job.request_id.encode("ascii"))]
 
 
-def _wording(
-    request: ChatRequest,
-    reader: Callable[[], AnswerReader | TemplateReader],
-    request_id: str,
-    tools: ToolUse | None,
-) -> Callable[[int], AnswerWording]:
-    """Factory of parsers for the choices, by index."""
-    hides_reasoning = request.include_reasoning is False
-    return lambda index: AnswerWording(
-        reader(),
-        answer_id=answer_id(request_id, index),
-        hides_reasoning=hides_reasoning,
-        has_tools=tools is not None,
-        forced=tools is not None and bool(tools.forced),
-    )
-
-
 class ChatEndpoint(CompletionEndpoint):
     """Continue a conversation, with images."""
 
     name = "chat"
     id_prefix = "chatcmpl"
+    _formatter_class = ChatFormatter
 
     async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
         """Read and check a request.
@@ -522,40 +525,42 @@ class ChatEndpoint(CompletionEndpoint):
         )
         if request.echo:
             job = msgspec.structs.replace(job, echoes=(parameters.echoed_message(request),))
-        if parsed:
-            parser = partial(self._parser, prompt, arguments, tools)
-            return msgspec.structs.replace(
-                job, wording=_wording(request, parser, request_id, tools)
-            )
-        if tools is None and reasoning is None:
+        if not parsed and tools is None and reasoning is None:
             return job
         options: dict[str, Any] = {"reasoning": reasoning, "thinking": thinking}
-        if tools is None:
-            reader = partial(AnswerReader, None, **options)
-            return msgspec.structs.replace(job, wording=_wording(request, reader, request_id, None))
-        options |= {
-            "tools": tools.schemas,
-            "single": tools.single,
-            "forced": bool(tools.forced),
-        }
-        reader = partial(AnswerReader, tools.format, **options)
-        return msgspec.structs.replace(
-            job,
-            wording=_wording(request, reader, request_id, tools),
-            make_stop_scope=partial(CallStopScope, tools.format, **options),
-        )
+        make_stop_scope: Callable[[], StopScope] | None = None
+        make_parser: Callable[[], AnswerReader | TemplateReader]
+        if parsed:
+            make_parser = partial(self._parser, prompt, arguments, tools)
+        elif tools is None:
+            make_parser = partial(AnswerReader, None, **options)
+        else:
+            options |= {
+                "tools": tools.schemas,
+                "single": tools.single,
+                "forced": bool(tools.forced),
+            }
+            make_parser = partial(AnswerReader, tools.format, **options)
+            make_stop_scope = partial(CallStopScope, tools.format, **options)
+
+        def wording(index: int) -> AnswerWording:
+            return AnswerWording(
+                make_parser(),
+                answer_id=answer_id(request_id, index),
+                hides_reasoning=request.include_reasoning is False,
+                has_tools=tools is not None,
+                forced=tools is not None and bool(tools.forced),
+            )
+
+        return msgspec.structs.replace(job, wording=wording, make_stop_scope=make_stop_scope)
 
     def _parses(self, template: str) -> bool:
         """True if the checkpoint has its own response parser, and no known format, which could stream, applies."""
         front, settings = self._engine.preprocessor, self._settings
-        known = (
-            call_format(settings.tool_format, template),
-            reasoning_format(settings.reasoning_format, template),
-        )
-        names_none = settings.reasoning_format == "none"
         return (
-            known == (None, None)
-            and not names_none
+            call_format(settings.tool_format, template) is None
+            and reasoning_format(settings.reasoning_format, template) is None
+            and settings.reasoning_format != "none"
             and isinstance(front, ParsesAnswers)
             and front.parses_answers
         )
@@ -586,18 +591,3 @@ class ChatEndpoint(CompletionEndpoint):
         if callable(prompt):
             prompt = self._short_prompt(arguments)
         return prompt.rstrip().endswith(mark)
-
-    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        formatter = ChatFormatter(
-            generation,
-            index=index,
-            request_id=job.request_id,
-            created=job.created,
-            model=job.model,
-            preprocessor=self._engine.preprocessor,
-            options=job.options,
-            wording=job.wording(index) if job.wording is not None else None,
-        )
-        if job.echoes:
-            formatter.echo = job.echoes[0] or ""
-        return formatter

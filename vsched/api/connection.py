@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import httptools
 import msgspec
+from starlette.types import Scope
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
@@ -26,6 +27,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from vsched.api.errors import envelope
+from vsched.api.middleware.response_tags import log_access
 from vsched.config.sections import ServerConfig
 from vsched.errors import RequestRefused, limit_message
 
@@ -50,6 +52,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_size = 0
         self._in_head = self._in_body = self._is_head = False
         self._refusal: RequestRefused | None = None
+        self._started_s = 0.0
         self._arrival: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
 
@@ -58,6 +61,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request of a new connection."""
         super().connection_made(transport)
+        self._started_s = self.loop.time()
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -105,6 +109,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Reset the counters for a new request."""
         super().on_message_begin()
+        self._started_s = self.loop.time()
         self._in_head, self._head_bytes, self._head_size = True, 0, 0
 
     def on_url(self, url: bytes) -> None:
@@ -139,7 +144,11 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._in_head, self._in_body = False, True
         self.expect_100_continue = self.expect_100_continue and not old
+        limit = self._limits.max_connections
+        is_full = max(len(self.connections), len(self.tasks)) >= limit
         super().on_headers_complete()
+        if is_full:
+            self._log_refusal(503, "-")  # uvicorn responds, without the application
         if old:
             _end_by_closing(self.cycle)
 
@@ -226,7 +235,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, error: RequestRefused) -> None:
         """Send an error instead of the application, and close; if a response has started, only abort it."""
         cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
+        request_id = secrets.token_hex(16)
+        if cycle is None or cycle.response_complete:
+            self._log_refusal(error.status, request_id)
+        else:  # the application logs it
             cycle.disconnected = True
             cycle.message_event.set()
             if cycle.response_started:
@@ -237,11 +249,21 @@ class BoundedProtocol(HttpToolsProtocol):
             STATUS_LINE[error.status],
             b"content-type: application/json\r\n",
             b"content-length: %d\r\n" % len(body),
-            b"x-request-id: %s\r\n" % secrets.token_hex(16).encode(),
+            b"x-request-id: %s\r\n" % request_id.encode(),
             b"connection: close\r\n\r\n",
         )
         self.transport.write(b"".join((*head, body)))
         self._close()
+
+    def _log_refusal(self, status: int, request_id: str) -> None:
+        """Write the line of a request that does not reach the application into the access log."""
+        if not self._limits.access_log:
+            return
+        scope: Scope = {"type": "http", "client": self.client}
+        if self.url and (self._in_head or self._in_body):
+            path = self.url.partition(b"?")[0].decode("latin-1")
+            scope.update(method=self.parser.get_method().decode("ascii"), path=path)
+        log_access(scope, status, request_id, (self.loop.time() - self._started_s) * 1e3)
 
     # --- half-closed and closed connections ---
 

@@ -22,7 +22,7 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits and permissions of the HTTP layer.
+    """Limits and permissions of the HTTP layer; settings of the section `server` are described there.
 
     Attributes:
         api_key: Key of clients, sent as `Authorization: Bearer <key>`; empty for no key. `/health` and `/ready` need
@@ -30,19 +30,9 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         admin_key: Key for `/admin/`, sent in the same way; if empty, `/admin/` is open to local programs, with
             `api_key`.
         tenant_keys: Keys by tenant; each grants the same access as `api_key`.
-        tenant_header: Name of the header with the tenant, in lower case; empty for none.
-        tenants_max: Number of tenants with their own metrics; the others are counted together.
-        metrics_without_key: `/metrics` needs no key.
-        access_log: Log each request.
         allowed_hosts: Names allowed in `Host`, besides addresses and `localhost`; None for any, `*.` for all
             subdomains.
-        cors_origins: Origins of web pages that may call the server, `*` for any.
-        body_bytes_max: Bytes of a request body; counted while it arrives.
-        bodies_bytes_max: Bytes of large bodies held at a time, over all connections; further ones wait.
-        body_wait_s: Maximum wait of a body for that memory.
-        strict_fields: Unknown fields within messages and other nested objects are refused, too.
-        usage_always: Every stream event of OpenAI's APIs has the usage so far, even if not requested.
-        root_path: Optional prefix of all paths; empty for none.
+        body_wait_s: Maximum wait of a body for memory within `bodies_bytes_max`.
         messages_max: Messages of one chat request.
         parts_max: Content parts and tool calls of one chat request, over all its messages.
         tools_max: Tools of one chat request.
@@ -53,8 +43,6 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         stop_token_ids_max: Stop tokens of one request.
         logit_bias_max: Tokens with a bias in one request.
         bad_words_max: Forbidden words of one request.
-        logprobs_max: Reported alternatives per token.
-        choices_max: Choices of one request: its prompts times `n`, or times `best_of`.
         cache_salt_characters_max: Characters of a cache salt.
         template_arguments: Names that `chat_template_kwargs` may set.
     """
@@ -195,68 +183,15 @@ class ServingContract(Protocol):
 
 
 class EngineContract(ServingContract, Protocol):
-    """Engine interface of the HTTP layer in the engine's process."""
+    """Engine interface of the HTTP layer in the engine's process; see `vsched.engine.Engine`."""
 
-    def statistics(self) -> dict[str, Any]:
-        """Return counters and measurements as nested dictionaries."""
-        ...
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter; afterwards requests may use it.
-
-        Raises:
-            RequestRefused: If it cannot be loaded.
-        """
-        ...
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter.
-
-        Raises:
-            RequestRefused: If there is no adapter of this name, or it is being loaded or unloaded already.
-        """
-        ...
-
-    def policies(self) -> dict[str, dict[str, Any]]:
-        """Return the configuration table of the policy that now decides for each policy table."""
-        ...
-
-    def replace_policies(self, tables: Mapping[str, dict[str, Any]]) -> None:
-        """Replace the policies of these configuration tables, or none of them.
-
-        Raises:
-            RequestRefused: If a policy is not valid, or cannot be replaced while requests run.
-        """
-        ...
-
-    async def clear(self) -> dict[str, int]:
-        """Abort all requests, including those in preparation; return the numbers left: 0 `running`, 0 `waiting`."""
-        ...
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return all groups, with the details for operators."""
-        ...
-
-    async def drain_group(self, group: str) -> bool:
-        """Stop giving requests to a group; return True if it became idle within the deadline.
-
-        Raises:
-            RequestRefused: If the group is unknown, or its state does not allow it.
-        """
-        ...
-
-    async def restart_group(self, group: str) -> bool:
-        """Replace the ranks of a group; return True if it is up again.
-
-        Raises:
-            RequestRefused: If the group is unknown, or its state does not allow it.
-        """
-        ...
-
-    def resume_group(self, group: str) -> None:
-        """Give requests to a drained group again.
-
-        Raises:
-            RequestRefused: If the group is unknown, or its state does not allow it.
-        """
-        ...
+    def statistics(self) -> dict[str, Any]: ...
+    async def load_adapter(self, name: str, path: str) -> None: ...
+    async def unload_adapter(self, name: str) -> None: ...
+    def policies(self) -> dict[str, dict[str, Any]]: ...
+    def replace_policies(self, tables: Mapping[str, dict[str, Any]]) -> None: ...
+    async def clear(self) -> dict[str, int]: ...
+    def groups(self) -> list[dict[str, Any]]: ...
+    async def drain_group(self, group: str) -> bool: ...
+    async def restart_group(self, group: str) -> bool: ...
+    def resume_group(self, group: str) -> None: ...

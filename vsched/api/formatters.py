@@ -171,8 +171,13 @@ class _Formatting:
         wording: AnswerWording | None = None,
         index: int = 0,
         request_id: str = "",
+        echo: str | None = None,
     ) -> None:
-        """Create a formatter; `wording` parses calls and reasoning, `index` and `request_id` serve several choices."""
+        """Create a formatter.
+
+        `wording` parses calls and reasoning; `index` and `request_id` serve several choices. `echo` is the start of the
+        content of a chat, the assistant message that is continued, or the text of a prompt that is repeated.
+        """
         self.options = options
         self._index = index
         self._generation = generation
@@ -181,6 +186,7 @@ class _Formatting:
         self._model = model
         self._preprocessor = preprocessor
         self._wording = wording
+        self._echo = echo
         self._started = False
         self._bare = not (options.running_usage or options.token_ids)
         self._form = _Form(self._event(_BLANK))
@@ -229,13 +235,7 @@ class _Formatting:
 
 
 class ChatFormatter(_Formatting):
-    """Formats chat completions.
-
-    Attributes:
-        echo: Beginning of the content before the first token: the assistant message that is continued.
-    """
-
-    echo = ""
+    """Formats chat completions."""
 
     def _event(self, text: str) -> ChatChunk:
         choice = ChatChunkChoice(ChatDelta(content=text), None, None, self._index)
@@ -252,8 +252,8 @@ class ChatFormatter(_Formatting):
                 return None
         if not self._started:
             added.role = "assistant"
-            if self.echo:
-                added.content = self.echo + (added.content or "")
+            if self._echo:
+                added.content = self._echo + (added.content or "")
         choice = ChatChunkChoice(
             added,
             reason,
@@ -281,8 +281,8 @@ class ChatFormatter(_Formatting):
         if self._wording is not None:
             message = self._wording.message(text, reason)
             reason = self._wording.finish_reason(reason)
-        if self.echo:
-            message.content = self.echo + (message.content or "")
+        if self._echo:
+            message.content = self._echo + (message.content or "")
         choice = ChatChoice(
             message,
             reason,
@@ -341,13 +341,8 @@ class TextOffsets:
 
 
 class CompletionFormatter(_Formatting):
-    """Formats text completions.
+    """Formats text completions."""
 
-    Attributes:
-        echo: Text of the prompt, if the response starts with it and it differs from the detokenized prompt.
-    """
-
-    echo: str | None = None
     _length = 0
     _offsets: TextOffsets | None = None
 
@@ -417,8 +412,8 @@ class CompletionFormatter(_Formatting):
         """Prompt text for the first event or the complete response, if it is echoed."""
         if self._started or not self.options.echo:
             return ""
-        if self.echo is not None:
-            return self.echo
+        if self._echo is not None:
+            return self._echo
         return text_of(self._preprocessor, self._generation.prompt_token_ids)
 
     def _add(

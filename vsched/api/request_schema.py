@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from vsched.api.unsupported import OtherServersFields, neutral
+from vsched.api.unsupported import neutral
 
 _MAX_INT32 = 2**31 - 1
 NAME = r"[\w.:/-]{1,128}"
@@ -243,31 +243,49 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     whitespace_pattern: str | None = None
 
 
-class SamplingFields(OtherServersFields, kw_only=True):
-    """Common fields of chat and text completions."""
+class CommonFields(msgspec.Struct, kw_only=True):
+    """Fields of all APIs; in Anthropic's and OpenAI's Responses API, those from `min_p` on are extensions."""
 
     model: str | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-
-    max_tokens: PositiveCount | None = None
-    min_tokens: Count = 0
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=_MAX_INT32)] | None = None
+
     min_p: Probability | None = None
+    min_tokens: Count = 0
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    ignore_eos: bool = False
+    priority: Int32 = 0
+    ttft_target_ms: PositiveCount | None = None
+    cache_salt: str | None = None
+
+
+_FalseOnly = Annotated[Any, neutral(False)]
+_TrueOnly = Annotated[Any, neutral(True)]
+_Nothing = Annotated[Any, neutral()]
+_NoObject = Annotated[Any, neutral({})]
+_Constraint = Annotated[Any, neutral(remedy="send it in structured_outputs")]
+_Placement = Annotated[Any, neutral(remedy="leave it out; replicas are chosen by the server")]
+
+
+class SamplingFields(CommonFields, kw_only=True):
+    """Fields of chat and text completions.
+
+    Those of other servers are the sampling and extra parameters of vLLM's two request classes, and SGLang's own
+    parameters; those of plain type `Any` never change an answer here.
+    """
+
+    stream_options: StreamOptions | None = None
+
+    max_tokens: PositiveCount | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
     skip_special_tokens: bool | None = None
-    priority: Int32 = 0
-    ttft_target_ms: Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT32)] | None = None
-    cache_salt: str | None = None
 
     n: PositiveCount | None = None
     logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
@@ -287,6 +305,79 @@ class SamplingFields(OtherServersFields, kw_only=True):
 
     user: Any = None
     metadata: Any = None
+
+    # --- vLLM ---
+    use_beam_search: Annotated[Any, neutral(False, remedy="sample, with temperature")] = None
+    length_penalty: Annotated[Any, neutral(1, remedy="leave it out; there are no beams")] = None
+    early_stopping: _FalseOnly = None
+    watermarking: _FalseOnly = None
+    truncate_prompt_tokens: Annotated[Any, neutral(remedy="send a prompt that fits")] = None
+    truncation_side: Any = None
+    allowed_token_ids: Annotated[
+        Any, neutral(remedy="send the texts as structured_outputs.choice, or use logit_bias")
+    ] = None
+    logprob_token_ids: Annotated[Any, neutral(remedy="send top_logprobs")] = None
+    repetition_detection: Annotated[
+        Any, neutral(remedy="send repetition_penalty or max_tokens")
+    ] = None
+    thinking_token_budget: Annotated[Any, neutral(-1, remedy="send max_tokens")] = None
+    include_reasoning: _TrueOnly = None
+    spaces_between_special_tokens: Any = None
+    mm_processor_kwargs: _NoObject = None
+    documents: Annotated[Any, neutral([], remedy="put them into the messages")] = None
+    chat_template: Annotated[Any, neutral("", remedy="serve it with model.chat_template")] = None
+    chat_template_content_format: Any = None
+    media_io_kwargs: _NoObject = None
+    return_prompt_text: Annotated[Any, neutral(False, remedy="ask /tokenize")] = None
+    return_token_offsets: _FalseOnly = None
+    return_mm_kwargs: Any = None
+    kv_transfer_params: _NoObject = None
+    ec_transfer_params: _NoObject = None
+    vllm_xargs: _NoObject = None
+    logits_processors: Annotated[Any, neutral([], remedy="send logit_bias or bad_words")] = None
+    routed_experts_prompt_start: Annotated[Any, neutral(0)] = None
+    stream_interval: Annotated[Any, neutral(1)] = None
+    request_id: Any = None
+    session_id: Any = None
+
+    # --- SGLang ---
+    lora_path: _Nothing = None
+    json_schema: _Constraint = None
+    regex: _Constraint = None
+    ebnf: _Constraint = None
+    stop_regex: Annotated[Any, neutral([], remedy="send stop, or structured_outputs.regex")] = None
+    no_stop_trim: Annotated[
+        Any, neutral(False, remedy="send include_stop_str_in_output = true")
+    ] = None
+    separate_reasoning: _TrueOnly = None
+    stream_reasoning: _TrueOnly = None
+    return_hidden_states: _FalseOnly = None
+    return_routed_experts: _FalseOnly = None
+    routed_experts_start_len: Annotated[Any, neutral(0)] = None
+    return_cached_tokens_details: _FalseOnly = None
+    return_prompt_token_ids: Annotated[
+        Any, neutral(False, remedy="send return_token_ids = true")
+    ] = None
+    return_meta_info: _FalseOnly = None
+    input_ids: Annotated[Any, neutral(remedy="send them to /v1/completions as prompt")] = None
+    task: _Nothing = None
+    session_params: _NoObject = None
+    custom_params: _NoObject = None
+    custom_logit_processor: Annotated[Any, neutral(remedy="send logit_bias or bad_words")] = None
+    images_config: _NoObject = None
+    max_dynamic_patch: _Nothing = None
+    min_dynamic_patch: _Nothing = None
+    use_audio_in_video: _FalseOnly = None
+    extra_key: Annotated[Any, neutral(remedy="send cache_salt to separate caches")] = None
+    ngram_corpus_id: _Nothing = None
+    bootstrap_host: _Placement = None
+    bootstrap_port: _Placement = None
+    bootstrap_room: _Placement = None
+    routed_dp_rank: _Placement = None
+    disagg_prefill_dp_rank: _Placement = None
+    data_parallel_rank: _Placement = None
+    custom_labels: Any = None
+    rid: Any = None
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):

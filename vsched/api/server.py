@@ -21,6 +21,7 @@ from vsched.api.middleware.access import read_tenant_keys
 from vsched.api.processes.supervisor import ApiProcesses
 from vsched.api.resuming.resumption import Resumption, open_resumption
 from vsched.config import Config
+from vsched.config.sections import ServerConfig
 from vsched.engine import Engine, Progress
 from vsched.errors import ConfigError
 from vsched.record.recorder import check_record_path
@@ -191,26 +192,18 @@ def api_settings(config: Config, address: str) -> ApiSettings:
         ConfigError: If a configured key is not in the environment.
     """
     server = config.server
+    names = set(ApiSettings.__struct_fields__) & set(ServerConfig.__struct_fields__)
+    same = {name: getattr(server, name) for name in names - {"allowed_hosts", "tenant_header"}}
     return ApiSettings(
         api_key=_key(config, "api_key_variable"),
         admin_key=_key(config, "admin_key_variable"),
         tenant_keys=_tenant_keys(config),
         tenant_header=server.tenant_header.lower(),
-        tenants_max=server.tenants_max,
-        metrics_without_key=server.metrics_without_key,
-        access_log=server.access_log,
         allowed_hosts=_allowed_hosts(config, address),
-        cors_origins=server.cors_origins,
-        body_bytes_max=server.body_bytes_max,
         tool_format=config.model.tool_format,
         reasoning_format=config.model.reasoning_format,
-        bodies_bytes_max=server.bodies_bytes_max,
-        logprobs_max=server.logprobs_max,
-        choices_max=server.choices_max,
-        strict_fields=server.strict_fields,
-        usage_always=server.usage_always,
-        root_path=server.root_path,
         body_wait_s=server.receive_s / 2,  # the rest is for the body to arrive
+        **same,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -30,95 +30,6 @@ class Neutral(NamedTuple):
 def neutral(*values: Any, remedy: str = "leave it out") -> Neutral:
     """Annotate a field with its neutral values."""
     return Neutral(remedy, values)
-
-
-_FalseOnly = Annotated[Any, neutral(False)]
-_TrueOnly = Annotated[Any, neutral(True)]
-_Nothing = Annotated[Any, neutral()]
-_NoObject = Annotated[Any, neutral({})]
-_Constraint = Annotated[Any, neutral(remedy="send it in structured_outputs")]
-_Placement = Annotated[Any, neutral(remedy="leave it out; replicas are chosen by the server")]
-
-
-class OtherServersFields(msgspec.Struct, kw_only=True):
-    """Fields of other servers.
-
-    These are the sampling and extra parameters of vLLM's two request classes, and SGLang's own parameters. Fields of
-    plain type `Any` never change an answer here.
-    """
-
-    # --- vLLM ---
-    use_beam_search: Annotated[Any, neutral(False, remedy="sample, with temperature")] = None
-    length_penalty: Annotated[Any, neutral(1, remedy="leave it out; there are no beams")] = None
-    early_stopping: _FalseOnly = None
-    watermarking: _FalseOnly = None
-    truncate_prompt_tokens: Annotated[Any, neutral(remedy="send a prompt that fits")] = None
-    truncation_side: Any = None
-    allowed_token_ids: Annotated[
-        Any, neutral(remedy="send the texts as structured_outputs.choice, or use logit_bias")
-    ] = None
-    logprob_token_ids: Annotated[Any, neutral(remedy="send top_logprobs")] = None
-    repetition_detection: Annotated[
-        Any, neutral(remedy="send repetition_penalty or max_tokens")
-    ] = None
-    thinking_token_budget: Annotated[Any, neutral(-1, remedy="send max_tokens")] = None
-    include_reasoning: _TrueOnly = None
-    spaces_between_special_tokens: Any = None
-    mm_processor_kwargs: _NoObject = None
-    documents: Annotated[Any, neutral([], remedy="put them into the messages")] = None
-    chat_template: Annotated[Any, neutral("", remedy="serve it with model.chat_template")] = None
-    chat_template_content_format: Any = None
-    media_io_kwargs: _NoObject = None
-    return_prompt_text: Annotated[Any, neutral(False, remedy="ask /tokenize")] = None
-    return_token_offsets: _FalseOnly = None
-    return_mm_kwargs: Any = None
-    kv_transfer_params: _NoObject = None
-    ec_transfer_params: _NoObject = None
-    vllm_xargs: _NoObject = None
-    logits_processors: Annotated[Any, neutral([], remedy="send logit_bias or bad_words")] = None
-    routed_experts_prompt_start: Annotated[Any, neutral(0)] = None
-    stream_interval: Annotated[Any, neutral(1)] = None
-    request_id: Any = None
-    session_id: Any = None
-
-    # --- SGLang ---
-    lora_path: _Nothing = None
-    json_schema: _Constraint = None
-    regex: _Constraint = None
-    ebnf: _Constraint = None
-    stop_regex: Annotated[Any, neutral([], remedy="send stop, or structured_outputs.regex")] = None
-    no_stop_trim: Annotated[
-        Any, neutral(False, remedy="send include_stop_str_in_output = true")
-    ] = None
-    separate_reasoning: _TrueOnly = None
-    stream_reasoning: _TrueOnly = None
-    return_hidden_states: _FalseOnly = None
-    return_routed_experts: _FalseOnly = None
-    routed_experts_start_len: Annotated[Any, neutral(0)] = None
-    return_cached_tokens_details: _FalseOnly = None
-    return_prompt_token_ids: Annotated[
-        Any, neutral(False, remedy="send return_token_ids = true")
-    ] = None
-    return_meta_info: _FalseOnly = None
-    input_ids: Annotated[Any, neutral(remedy="send them to /v1/completions as prompt")] = None
-    task: _Nothing = None
-    session_params: _NoObject = None
-    custom_params: _NoObject = None
-    custom_logit_processor: Annotated[Any, neutral(remedy="send logit_bias or bad_words")] = None
-    images_config: _NoObject = None
-    max_dynamic_patch: _Nothing = None
-    min_dynamic_patch: _Nothing = None
-    use_audio_in_video: _FalseOnly = None
-    extra_key: Annotated[Any, neutral(remedy="send cache_salt to separate caches")] = None
-    ngram_corpus_id: _Nothing = None
-    bootstrap_host: _Placement = None
-    bootstrap_port: _Placement = None
-    bootstrap_room: _Placement = None
-    routed_dp_rank: _Placement = None
-    disagg_prefill_dp_rank: _Placement = None
-    data_parallel_rank: _Placement = None
-    custom_labels: Any = None
-    rid: Any = None
 
 
 def refuse_unsupported(request: msgspec.Struct) -> None:
@@ -218,109 +129,113 @@ def find_unsupported_type(
     return None
 
 
-class _Service(NamedTuple):
-    """A service that is not supported: its name, the remedy, and its paths, which include all paths below them."""
-
-    name: str
-    remedy: str
-    paths: tuple[str, ...]
-
-
 _MODEL = "send these requests to a server of such a model"
 _HISTORY = "send the whole history with each request; nothing is kept between requests"
 _SERVICES = (
-    _Service(
+    (
         "embeddings, scores and classes",
         "send these requests to a server of an embedding model; ranks here sample tokens and send no hidden states",
-        (
-            *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"),
-            *("/rerank", "/v1/rerank", "/v2/rerank"),
-        ),
+        "/v1/embeddings /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank",
     ),
-    _Service(
+    (
         "batches",
         "send the requests themselves, as many at a time as you like; the server batches them",
-        ("/v1/batches", "/v1/messages/batches"),
+        "/v1/batches /v1/messages/batches",
     ),
-    _Service(
+    (
         "files and uploads",
         "send images within the request, as URLs or data URLs",
-        ("/v1/files", "/v1/uploads"),
+        "/v1/files /v1/uploads",
     ),
-    _Service("moderations", _MODEL, ("/v1/moderations",)),
-    _Service(
+    (
+        "moderations",
+        _MODEL,
+        "/v1/moderations",
+    ),
+    (
         "reviews of content and safety",
         "leave it out; the server keeps no content that could be reviewed",
-        ("/v1/compliance", "/v1/content_provenance_checks", "/v1/safety"),
+        "/v1/compliance /v1/content_provenance_checks /v1/safety",
     ),
-    _Service("generation of images and videos", _MODEL, ("/v1/images", "/v1/videos")),
-    _Service("audio", _MODEL, ("/v1/audio",)),
-    _Service("live sessions", "stream a chat", ("/v1/realtime", "/v1/live")),
-    _Service(
+    (
+        "generation of images and videos",
+        _MODEL,
+        "/v1/images /v1/videos",
+    ),
+    (
+        "audio",
+        _MODEL,
+        "/v1/audio",
+    ),
+    (
+        "live sessions",
+        "stream a chat",
+        "/v1/realtime /v1/live",
+    ),
+    (
         "vector stores",
         "search in the client, and send the results with the request",
-        ("/v1/vector_stores",),
+        "/v1/vector_stores",
     ),
-    _Service(
+    (
         "conversations, assistants and threads",
         _HISTORY,
-        ("/v1/conversations", "/v1/assistants", "/v1/threads"),
+        "/v1/conversations /v1/assistants /v1/threads",
     ),
-    _Service(
+    (
         "fine-tuning and its graders",
         "train elsewhere, and have an operator load the result as a LoRA adapter",
-        ("/v1/fine_tuning", "/v1/fine-tunes"),
+        "/v1/fine_tuning /v1/fine-tunes",
     ),
-    _Service(
+    (
         "agents, skills, containers and evaluations",
         "run them in the client; the server only answers requests",
         (
-            *("/v1/agents", "/v1/chatkit", "/v1/containers", "/v1/decisions", "/v1/deployments"),
-            *("/v1/deployment_runs", "/v1/dreams", "/v1/environments", "/v1/evals"),
-            *("/v1/memory_stores", "/v1/sessions", "/v1/skills", "/v1/tunnels", "/v1/vaults"),
+            "/v1/agents /v1/chatkit /v1/containers /v1/decisions /v1/deployments /v1/deployment_runs "
+            "/v1/dreams /v1/environments /v1/evals /v1/memory_stores /v1/sessions /v1/skills "
+            "/v1/tunnels /v1/vaults"
         ),
     ),
-    _Service(
+    (
         "administration of accounts",
         "name keys and tenants in the server's configuration",
         (
-            *("/v1/organization", "/v1/organizations", "/v1/projects", "/v1/user_profiles"),
-            *("/v1/webhook_endpoints", "/v1/webhook_event_types"),
+            "/v1/organization /v1/organizations /v1/projects /v1/user_profiles "
+            "/v1/webhook_endpoints /v1/webhook_event_types"
         ),
     ),
-    _Service(
+    (
         "older completions",
         "send it to /v1/completions, /v1/chat/completions or /v1/messages",
-        ("/v1/complete", "/v1/edits", "/v1/engines"),
+        "/v1/complete /v1/edits /v1/engines",
     ),
-    _Service(
+    (
         "counting the tokens of a response",
         "send its input as messages to /tokenize or /v1/messages/count_tokens",
-        ("/v1/responses/input_tokens",),
+        "/v1/responses/input_tokens",
     ),
-    _Service(
+    (
         "compaction of a history",
         "shorten the history in the client",
-        ("/v1/responses/compact",),
+        "/v1/responses/compact",
     ),
-    _Service(
+    (
         "cancelling a response by its id",
         "close the connection that waits for it; that ends the request",
-        ("/v1/responses/{id}/cancel",),
+        "/v1/responses/{id}/cancel",
     ),
-    _Service(
+    (
         "stored inputs and messages",
         _HISTORY,
-        ("/v1/responses/{id}/input_items", "/v1/chat/completions/{id}/messages"),
+        "/v1/responses/{id}/input_items /v1/chat/completions/{id}/messages",
     ),
 )
-_STORED = _Service(
-    "changing or deleting a stored answer", "leave it out; answers are not stored", ()
-)
+"""Name of a service, remedy, and its paths, which include all paths below them."""
+_STORED = ("changing or deleting a stored answer", "leave it out; answers are not stored")
 _PATTERNS = [
-    (re.compile(re.escape(path).replace(r"\{id\}", "[^/]+") + "(/.*)?"), service)
-    for service in _SERVICES
-    for path in service.paths
+    (re.compile(re.escape(path).replace(r"\{id\}", "[^/]+") + "(/.*)?"), (name, remedy))
+    for name, remedy, paths in _SERVICES
+    for path in paths.split()
 ]
 _STORED_PATH = re.compile("/v1/(chat/completions|responses)/.+")
 
@@ -335,5 +250,6 @@ def not_served(path: str, method: str = "GET") -> str | None:
     return None
 
 
-def _message(path: str, service: _Service) -> str:
-    return f"`{path[:100]}` is not served ({service.name}). Remedy: {service.remedy}."
+def _message(path: str, service: tuple[str, str]) -> str:
+    name, remedy = service
+    return f"`{path[:100]}` is not served ({name}). Remedy: {remedy}."

@@ -19,11 +19,12 @@ from vsched.bench.fidelity.calibration_command import (
 from vsched.cli import app
 from vsched.errors import ConfigError, VschedError
 from vsched.terminal.options import (
+    CheckpointArgument,
     ConfigOption,
     JsonOption,
     PlotOption,
     SetOption,
-    load,
+    load_served,
     new_figure,
     write_json,
 )
@@ -36,11 +37,19 @@ if TYPE_CHECKING:
 
 COLOURS = ("blue", "magenta", "green", "yellow", "cyan", "red", "bright_blue", "bright_magenta")
 BAR_CELLS = 72
+SERVERS_S = 1.5
+"""Time for the image server, which starts last, to load before its memory is read."""
+_PROCESSES = {
+    "engine_resident": "engine process",
+    "image_server_resident": "image server",
+    "grammar_server_resident": "grammar server",
+}
+"""Names of the processes besides the ranks, by their keys in the statistics."""
 
 
 @app.command()
 def profile(
-    path: Annotated[str, typer.Argument(help="Folder of the checkpoint; model.path.")],
+    path: CheckpointArgument,
     config: ConfigOption = None,
     assignments: SetOption = None,
     out: JsonOption = None,
@@ -55,7 +64,7 @@ def profile(
     from rich.console import Console
 
     console = Console()
-    settings = load(config, [*(assignments or ()), f"model.path={path}"]).config
+    settings = load_served(config, assignments, path).config
     if calibrate:
         if plot is not None:
             raise ConfigError("--plot draws memory. Remedy: omit it with --calibrate")
@@ -69,21 +78,15 @@ def profile(
     if out is not None:
         figures = ledger.as_dict() if ledger is not None else {}
         error = str(sized.error or "")
-        write_json(
-            out, {"kv_tokens": sized.tokens, "error": error, "threads": sized.threads, **figures}
-        )
+        found = {"kv_tokens": sized.tokens, "error": error, "threads": sized.threads}
+        write_json(out, {**found, "memory": sized.memory, **figures})
         console.print(f"JSON: {out}")
     if sized.error is not None:
         raise sized.error
     assert ledger is not None, "an engine that started has a ledger"
     spent_s = time.monotonic() - started_s
     console.print(f"\n{sized.tokens} tokens of KV cache, found in {spent_s:.1f} s\n")
-    for group, ranks in sized.threads.items():
-        for rank, threads in ranks.items():
-            used = f"{threads['active']} of {threads['total']} threads"
-            console.print(f"{group} rank {rank} computes with {used}", highlight=False)
-    if sized.threads:
-        console.print()
+    _show_processes(console, sized)
     console.print(ledger.render(), markup=False, highlight=False)
     for pool, total in ledger.totals.items():
         _draw_bar(console, pool, total, ledger.of_pool(pool))
@@ -108,6 +111,7 @@ class _SizedMemory(NamedTuple):
     ledger: Ledger | None
     tokens: int = 0
     threads: Mapping[str, Mapping[str, Mapping[str, int]]] = {}
+    memory: Mapping[str, int] = {}
     error: VschedError | None = None
 
 
@@ -120,11 +124,26 @@ async def _size(settings: Config, console: Console) -> _SizedMemory:
         engine = Engine(settings, on_progress=report)
         try:
             async with engine:
+                await asyncio.sleep(SERVERS_S)
                 statistics = engine.statistics()
                 tokens = statistics["generate"]["blocks_total"] * settings.generate.block_size
-                return _SizedMemory(engine.ledger, tokens, statistics["threads"])
+                return _SizedMemory(
+                    engine.ledger, tokens, statistics["threads"], statistics["memory"]
+                )
         except VschedError as error:
             return _SizedMemory(engine.ledger, error=error)
+
+
+def _show_processes(console: Console, sized: _SizedMemory) -> None:
+    """Print the threads of the ranks and the memory of the other processes."""
+    for group, ranks in sized.threads.items():
+        for rank, threads in ranks.items():
+            used = f"{threads['active']} of {threads['total']} threads"
+            console.print(f"{group} rank {rank} computes with {used}", highlight=False)
+    for name, process in _PROCESSES.items():
+        if size := sized.memory.get(name):
+            console.print(f"{process} uses {size / 2**20:,.1f} MiB", highlight=False)
+    console.print()
 
 
 def _label(line: LedgerLine) -> str:

@@ -24,7 +24,12 @@ from vsched.worker.shares import default_threads, usable_cores
 class ModelConfig(Section, frozen=True, kw_only=True):
     """The checkpoint."""
 
-    path: Annotated[str, Meta(description="Folder of the checkpoint.")] = ""
+    path: Annotated[
+        str,
+        Meta(
+            description="Checkpoint: a folder, `ORG/NAME[@REVISION]` of the Hugging Face hub, or a GGUF file."
+        ),
+    ] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
@@ -238,7 +243,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 
 
 class MediaConfig(Section, frozen=True, kw_only=True):
-    """Images: allowed sources and sizes; `vsched.media.settings` uses these keys."""
+    """Images: allowed sources and sizes."""
 
     image_bytes_max: Annotated[int, Meta(ge=1, description="Maximum size of an encoded image.")] = (
         20 << 20

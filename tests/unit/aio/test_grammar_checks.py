@@ -12,6 +12,8 @@ from vsched.types import SamplingParams
 class Compiler:
     """Records the grammars it compiles and their threads; `going` blocks it."""
 
+    pid = 0
+
     def __init__(self) -> None:
         self.seen: list[tuple[str, threading.Thread]] = []
         self.closed = False

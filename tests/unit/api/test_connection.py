@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 
@@ -233,6 +234,31 @@ async def test_connection_what_is_not_http_is_told_so() -> None:
         answer = await client.answer()
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize(
+    ("sent", "limits", "line"),
+    [
+        (b"\x16\x03\x01\r\n", {}, "- - 400"),
+        (b"GET /load?key=secret HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", {}, "GET /load 400"),
+        (b"G", {"receive_s": SOON_S}, "- - 408"),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", {"max_connections": 1}, "GET /health 503"),
+    ],
+    ids=["garbage", "head", "late", "full"],
+)
+async def test_connection_access_log_has_requests_that_reach_no_application(
+    sent: bytes, limits: dict[str, float], line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vsched.access"):
+        async with (
+            served(FakeEngine(), access_log=True, **limits) as port,
+            connected(port) as client,
+        ):
+            await client.send(sent)
+            answer = await client.exactly(12)
+    (record,) = [one for one in caplog.records if one.name == "vsched.access"]
+    assert record.getMessage().partition(" ")[2].startswith(f"{line} ")
+    assert answer.decode().endswith(line[-3:])
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -11,11 +11,12 @@ import pytest
 
 from tests.e2e.random_schemas import damaged, random_schema
 from tests.unit.api.tools.test_reader import read_with
+from tests.unit.api.tools.written_calls import written_calls
 from tests.workers.checkpoint.test_grammars import drawn, fits
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import FunctionTool
 from vsched.api.tools.formats import CALL_FORMATS
-from vsched.api.tools.grammar import forced_calls, written_calls
+from vsched.api.tools.grammar import forced_calls
 from vsched.errors import RequestRefused
 from vsched.types import FinishReason, ModelInfo
 from vsched_workers.checkpoint.preprocess.grammars import TokenGrammars, load_grammars

@@ -16,7 +16,9 @@ from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import RequestRefused
 from vsched.types import FinishReason, ModelInfo
 from vsched_workers.checkpoint.detokenize import TokenTable
+from vsched_workers.checkpoint.preprocess import grammars as grammars_module
 from vsched_workers.checkpoint.preprocess.grammars import (
+    RECENT_MAX,
     OutputMatcher,
     TokenGrammars,
     load_grammars,
@@ -206,6 +208,22 @@ def test_an_output_that_may_go_on_is_ended_by_an_end_token_alone(
     assert matcher.follow([next(iter(set(allowed(matcher))))]) is None
     assert ends <= set(allowed(matcher))
     assert matcher.follow([info.stop_token_ids[0]]) is FinishReason.STOP
+
+
+def test_a_repeated_grammar_is_compiled_once_and_its_outputs_are_independent(
+    grammars: TokenGrammars, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = encoded(json_schema={"type": "array", "items": {"enum": ["ab", 1]}, "maxItems": 3})
+    again = load_grammars(info)
+    assert again is not None
+    first = [drawn(again, grammar, seed) for seed in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars_module, "_in_its_form", None)  # compiling would fail
+        assert [drawn(again, grammar, seed) for seed in range(3)] == first
+    for index in range(RECENT_MAX):
+        again.matcher(encoded(choice=[f"c{index}"]))
+    assert len(again._recent) == RECENT_MAX
+    assert grammar not in again._recent
 
 
 def test_following_again_gives_the_same_mask(grammars: TokenGrammars) -> None:

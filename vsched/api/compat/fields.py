@@ -6,43 +6,22 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import (
     ChatRequest,
-    Count,
-    Int32,
-    Penalty,
-    PositiveCount,
-    Probability,
+    CommonFields,
     ProcessorArguments,
-    RepetitionPenalty,
     TemplateArguments,
 )
 
 
-class ChatFields(msgspec.Struct, kw_only=True):
-    """Fields with the same names as in chat requests; those from `min_p` on are extensions of vsched."""
+class ChatFields(CommonFields, kw_only=True):
+    """Fields with the same names as in chat requests."""
 
-    model: str | None = None
-    stream: bool | None = False
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-
-    min_p: Probability | None = None
-    min_tokens: Count = 0
-    repetition_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    ignore_eos: bool = False
-    priority: Int32 = 0
-    ttft_target_ms: PositiveCount | None = None
-    cache_salt: str | None = None
     chat_template_kwargs: TemplateArguments | None = None
     mm_processor_kwargs: ProcessorArguments | None = None
 

@@ -113,7 +113,7 @@ _EVENTS = {
 
 
 class ResponsesFormatter:
-    """Formats one response; it repeats settings of the request `requested`; `reported` formats the logprob of a token."""
+    """Formats one response; it repeats the settings in `requested`; `reported` formats the logprob of a token."""
 
     def __init__(
         self,

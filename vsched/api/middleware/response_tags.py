@@ -101,16 +101,19 @@ class LogAccess:
             await self._app(scope, receive, watched)
         finally:
             if scope["path"] not in _PROBES or status != 200:
-                _log(scope, status, request_id, (time.monotonic() - started_s) * 1e3)
+                log_access(scope, status, request_id, (time.monotonic() - started_s) * 1e3)
 
 
-def _log(scope: Scope, status: int, request_id: str, duration_ms: float) -> None:
+def log_access(scope: Scope, status: int, request_id: str, duration_ms: float) -> None:
+    """Log a request; method and path are missing in the scope of one that could not be parsed."""
     client = scope.get("client")
     address = client[0] if client else "-"
-    path = quote(scope["path"][:_PATH_CHARACTERS_MAX])  # no line breaks of a client in the log
+    path = quote(
+        scope.get("path", "-")[:_PATH_CHARACTERS_MAX]
+    )  # no line breaks of a client in the log
     fields = {
         "client": address,
-        "method": scope["method"],
+        "method": scope.get("method", "-"),
         "path": path,
         "status": status,
         "duration_ms": round(duration_ms, 1),

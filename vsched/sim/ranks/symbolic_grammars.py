@@ -102,6 +102,8 @@ class SymbolicGrammars:
 class SymbolicChecker:
     """Checks grammars in this process, without native code; see `vsched.aio.grammar_checks.GrammarChecker`."""
 
+    pid = 0
+
     def check(self, grammar: str) -> float:
         """Refuse a grammar that is not a choice of token sequences."""
         SymbolicGrammars().check(grammar)

@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.api.dialects.answers import named_events, saying
 from tests.unit.api.fakes import CHAT, Reply, chat, post
+from tests.unit.api.tools.written_calls import written_calls
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api.tools.formats import CALL_FORMATS
-from vsched.api.tools.grammar import written_calls
 
 ARGUMENTS = '{"a": "b"}'
 ANSWER = written_calls(CALL_FORMATS["hermes"], [("f", {"a": "b"})])

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.api.tools.test_reader import read_with
+from tests.unit.api.tools.written_calls import written_calls
 from vsched.api.tools.arguments import type_name
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS
-from vsched.api.tools.grammar import written_calls
 
 REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 NASTY = [

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.api.tools.written_calls import written_arguments, written_calls
 from vsched.api.tools.arguments import JsonScan
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
-from vsched.api.tools.grammar import written_arguments, written_calls
 from vsched.api.tools.reader import (
     AnswerReader,
     CallArguments,

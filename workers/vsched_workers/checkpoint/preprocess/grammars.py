@@ -45,6 +45,8 @@ MESSAGE_CHARACTERS_MAX = 2000
 COMPILE_S_MAX = 0.25
 """Maximum CPU time of the engine's compilation: a rank compiles accepted grammars between two steps, and others wait.
 """
+RECENT_MAX = 8
+"""Number of compiled grammars that are kept for further requests; one of 1,500 properties takes 3.6 MB."""
 TRIED_TOKENS_MAX, TRIED_S_MAX = 32, 0.05
 """Limits of the output that a check generates: tokens, and CPU time in seconds."""
 WORD_BITS = 32
@@ -155,6 +157,7 @@ class TokenGrammars:
         self._tokenizer: LLTokenizer = llguidance.LLTokenizer(
             TokenizerWrapper(vocabulary), eos_token=list(ends)
         )
+        self._recent: dict[str, LLMatcher] = {}
         self._limits = llguidance.LLParserLimits(
             max_items_in_row=500,
             initial_lexer_fuel=500_000,
@@ -188,10 +191,19 @@ class TokenGrammars:
         return OutputMatcher(self._compiled(grammar), self._tokenizer.vocab_size)
 
     def _compiled(self, grammar: str) -> LLMatcher:
+        """Compile a grammar, or copy the unused matcher of an equal one: 51 ms or 0.2 ms for 1,500 properties."""
         import llguidance
 
-        written = _in_its_form(grammar)
-        return llguidance.LLMatcher(self._tokenizer, written, log_level=0, limits=self._limits)
+        matcher = self._recent.pop(grammar, None)
+        if matcher is None:
+            written = _in_its_form(grammar)
+            matcher = llguidance.LLMatcher(
+                self._tokenizer, written, log_level=0, limits=self._limits
+            )
+        self._recent[grammar] = matcher
+        if len(self._recent) > RECENT_MAX:
+            del self._recent[next(iter(self._recent))]
+        return matcher.deep_copy()
 
 
 def _try_out(matcher: OutputMatcher, rng: random.Random) -> None:
