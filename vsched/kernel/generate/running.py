@@ -9,7 +9,8 @@ looks at one bucket only. Requests whose steps may yield several tokens are in n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import overload
+from functools import cache
+from typing import NoReturn, overload
 
 from vsched.kernel.decisions import Leave
 from vsched.kernel.generate.blocks import BlockPool
@@ -23,16 +24,17 @@ from vsched.probes import probe
 class RunningViews(Sequence[RunningView]):
     """Views of running requests, built when the first one is read."""
 
-    __slots__ = ("_build", "_views")
+    __slots__ = ("_all",)
+    _all: Callable[[], tuple[RunningView, ...]]
 
     def __init__(self, build: Callable[[], Iterable[RunningView]]) -> None:
-        self._build = build
-        self._views: tuple[RunningView, ...] | None = None
+        object.__setattr__(self, "_all", cache(lambda: tuple(build())))
 
-    def _all(self) -> tuple[RunningView, ...]:
-        if self._views is None:
-            self._views = tuple(self._build())
-        return self._views
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a view cannot be changed: {name}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a view cannot be changed: {name}")
 
     @overload
     def __getitem__(self, index: int) -> RunningView: ...

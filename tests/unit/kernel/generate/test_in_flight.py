@@ -100,7 +100,7 @@ def test_tokens_are_kept_of_the_steps_that_a_running_request_took_part_in() -> N
 def _in_flight(first_steps: dict[int, int]) -> InFlightSteps:
     """Steps in flight, of requests by number and first step; a request's order is its number."""
     requests: Any = {
-        number: SimpleNamespace(number=number, order=(number, 0), first_step=first)
+        number: SimpleNamespace(number=number, order=(number, 0), first_step=first, yielded_ns=0)
         for number, first in first_steps.items()
     }
     return InFlightSteps(0, requests, Measures())
