@@ -63,11 +63,6 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def check_selection(returned: Sequence[int], count: int) -> list[int]:
-    """Return the checked indices of the images to encode, of `count`."""
-    return check_indices(returned, count)
-
-
 def default_selection(count: int) -> list[int]:
     """Encode only the images of the next chunk, which the kernel adds."""
     del count
@@ -298,7 +293,7 @@ DECISIONS = (
         ImagePolicy,
         "select",
         ("encode.encoding",),
-        check_selection,
+        check_indices,
         default_selection,
     ),
     Decision(

@@ -33,7 +33,6 @@ from vsched.kernel.generate.drafts import NO_DRAFTS, DraftGrants, count_drafts
 from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.quarantine import Quarantine
-from vsched.kernel.generate.request_queue import RequestQueue
 from vsched.kernel.generate.running import RunningSet, RunningViews, order_of
 from vsched.kernel.generate.state_snapshots import StateSnapshots
 from vsched.kernel.generate.step_budget import (
@@ -41,8 +40,8 @@ from vsched.kernel.generate.step_budget import (
     PlanResult,
     StepPlan,
     StepTimeModel,
+    prefill_shares,
 )
-from vsched.kernel.generate.step_shares import prefill_shares
 from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.groups import DirtyGroups, Group, Loads
 from vsched.kernel.guarded_order import GuardedOrder
@@ -50,6 +49,7 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.snapshot import Saved
+from vsched.kernel.waiting_queue import RequestQueue
 from vsched.policy import (
     Admission,
     AdmissionView,

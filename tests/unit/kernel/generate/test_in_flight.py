@@ -112,6 +112,8 @@ def test_oldest_of_several_preempted_requests_bounds_who_may_join() -> None:
     for number in (3, 1, 2):
         steps.await_last(number, slot=number)
     assert steps.oldest_preempted() == (1, 0)
+    steps._requests[1].yielded_ns = 5  # it gave its slot to a younger one, which may join
+    assert steps.oldest_preempted() == (2, 0)
 
 
 def test_tokens_are_forgotten_though_a_request_without_any_waits_for_its_last_step() -> None:
