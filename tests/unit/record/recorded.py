@@ -23,21 +23,6 @@ from vsched.record.segments import find_segments
 from vsched.testing import ModelCluster, run_random
 from vsched.testing.defaults import default_policies
 
-TABLES = {
-    "encode_admission": ("encode", "admission"),
-    "encoding": ("encode", "encoding"),
-    "dispatch": ("encode", "dispatch"),
-    "embedding_eviction": ("encode", "eviction"),
-    "reclaim": ("encode", "reclaim"),
-    "generate_admission": ("generate", "admission"),
-    "prefix_eviction": ("generate", "eviction"),
-    "insertion": ("generate", "insertion"),
-    "preemption": ("generate", "preemption"),
-    "drafting": ("generate", "drafting"),
-    "step": ("generate", "step"),
-}
-"""Configuration tables of the kernel's policies, by field."""
-
 
 def table(policy: Policy) -> dict[str, object]:
     """Return the configuration table of a policy."""
@@ -57,13 +42,15 @@ def config_for(
     """Return a configuration that names these policies and records."""
     record = RecordConfig(path=str(path), segment_bytes=segment_bytes, segments=segments)
     config = Config(
-        routing=table(policies.routing), front_door=table(policies.front_door), record=record
+        routing=table(policies.by_table["routing"]),
+        front_door=table(policies.by_table["front_door"]),
+        record=record,
     )
-    for place, (section, name) in TABLES.items():
-        changed = msgspec.structs.replace(
-            getattr(config, section), **{name: table(getattr(policies, place))}
-        )
-        config = msgspec.structs.replace(config, **{section: changed})
+    for place, policy in policies.by_table.items():
+        section, _, name = place.partition(".")
+        if name:
+            changed = msgspec.structs.replace(getattr(config, section), **{name: table(policy)})
+            config = msgspec.structs.replace(config, **{section: changed})
     if limits is None:
         return config
     return msgspec.structs.replace(

@@ -74,13 +74,11 @@ def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_told(
 def test_answers_go_on_after_an_upgrade_that_cannot_read_the_snapshots(tmp_path: Path) -> None:
     """All segments are replayed then; without the first one, the reason is reported."""
     path = tmp_path / "run.vlog"
-    for seed in range(12):
-        names = [*record_run(path, seed, segment_bytes=4096).requests]
-        cut(path, 0.3)
-        before = read_left(path, names)
-        if before.started and len(find_segments(path)) > 1:
-            break
-    assert before.started, "no answer had begun in any run"
+    record_run(path, 2, segment_bytes=4096)
+    cut(path, 0.6)
+    names = [*record_run(tmp_path / "same.vlog", 2).requests]
+    before = read_left(path, names)
+    assert before.started
     downgrade(path)
     after = read_left(path, names)
     assert not after.trouble

@@ -47,7 +47,7 @@ def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
 
 
 def test_replay_takes_up_policies_with_a_state_of_their_own(tmp_path: Path) -> None:
-    policies = default_policies(prefix_eviction=Ring(), embedding_eviction=Ring())
+    policies = default_policies(generate_eviction=Ring(), encode_eviction=Ring())
     record_run(tmp_path / "run.vlog", 0, policies=policies, events=300, segment_bytes=4096)
     report = replay(tmp_path / "run.vlog")
     assert report.segments > 2

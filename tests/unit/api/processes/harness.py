@@ -21,9 +21,9 @@ from vsched.api.processes.desk import Desk, TurnBox
 from vsched.api.processes.link import Link
 from vsched.api.processes.messages import Counted, Served, TakesRequests, Turn, Up
 from vsched.api.processes.remote_engine import RemoteEngine, UpBox
-from vsched.config import Config
+from vsched.config import Config, MediaConfig
 from vsched.engine import Engine
-from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.media import MediaPipeline, PixelStore
 
 PREPARING_MAX = 2
 
@@ -76,7 +76,7 @@ class Joined:
         self.engine.info = model_info(context_tokens=64)
         self.engine.preprocessor = FakePreprocessor(self.engine.info)
         store = PixelStore(memoryview(bytearray()))
-        settings = MediaSettings(preparing_max=PREPARING_MAX)
+        settings = MediaConfig(preparing_max=PREPARING_MAX)
         assert self.engine._running is not None
         self.media = MediaPipeline(self.engine.preprocessor, store, settings)
         adapters = SimpleNamespace(rows=list)
