@@ -66,7 +66,7 @@ class AdapterOrders:
             raise
 
     async def _add_to_all(self, entry: AddAdapter, stages: Sequence[str]) -> None:
-        """Send the entry to every group that is up, including those that come back in between, then keep it."""
+        """Send the entry to every group that is up, including groups that come back in between, then keep it."""
         reported: list[Leader] = []
         added: set[str] = set()
         while True:

@@ -523,7 +523,7 @@ class Leader:
     def _end_slices(self, result: EncodeResult) -> None:
         was_open = self._slices.end()
         if was_open and result.failure and self._ranks > 1:
-            # Other ranks may wait for their next slice: they continue, and fail where they need this rank.
+            # Other ranks may wait for their next slice: they continue, and fail as soon as they need this rank.
             self._append(Continue(result.step, 0))
 
     def _take_pause(self, rank: int, paused: Paused) -> None:

@@ -200,7 +200,7 @@ def at_home(
     """Fill in the host's part of a specification: folder, arena, and the addresses of leaders and peers.
 
     Ranks that share a model use a new rendezvous for each start, because files of an earlier start would be mistaken
-    for those of this one.
+    for files of this one.
     """
     changes: dict[str, Any] = {}
     for group in groups:
@@ -269,7 +269,7 @@ def early_fork_servers(
 
 
 def _modules_of_generate(config: Config) -> Modules:
-    """Return the imports of ranks of the generate stage; those of the encode stage are usually the same.
+    """Return the imports of ranks of the generate stage; the encode stage usually has the same.
 
     Raises:
         VschedError: When the plug-in does not exist, or the checkpoint cannot be served.
