@@ -12,7 +12,7 @@ import msgspec
 
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, check_count, out_of_bounds, shown
-from vsched.api.formatters import AnswerOptions
+from vsched.api.formatters import ResponseOptions
 from vsched.api.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -408,7 +408,7 @@ def completion_tokens(request: CompletionRequest, info: ModelInfo) -> int:
     return min(max(_COMPLETION_TOKENS, request.min_tokens), info.context_tokens)
 
 
-def answer_count(
+def choice_count(
     request: SamplingFields, settings: ApiSettings, *, prompts: int = 1, best_of: int | None = None
 ) -> tuple[int, int]:
     """Number of choices to return for each prompt, and number to generate.
@@ -434,18 +434,18 @@ def answer_count(
     return wanted, drawn
 
 
-def answer_options(
+def response_options(
     request: SamplingFields,
     sampling: SamplingParams,
     *,
     echo: bool = False,
     usage_always: bool = False,
-) -> AnswerOptions:
+) -> ResponseOptions:
     """Options for the contents of the response besides text."""
     requested = request.prompt_logprobs
     stream = request.stream_options or StreamOptions()
     usage = bool(request.stream) and (usage_always or stream.include_usage)
-    return AnswerOptions(
+    return ResponseOptions(
         usage=usage,
         running_usage=usage and (usage_always or stream.continuous_usage_stats),
         token_ids=bool(request.return_token_ids),

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, Reply
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
-from vsched.api.app import create_front
+from vsched.api.app import create_frontend
 from vsched.api.metrics import ApiMetrics
 from vsched.api.middleware.access import RequireKey
 from vsched.errors import RequestFailed, RequestRefused
@@ -34,7 +34,7 @@ async def call(
     settings = ApiSettings(api_key=api_key)
     app = create_app(engine, settings)
     if front:
-        app = create_front(engine, settings, ApiMetrics(engine), operations=app)
+        app = create_frontend(engine, settings, ApiMetrics(engine), operations=app)
     return await Client(app).send(method, path, body, headers=headers)
 
 

@@ -12,7 +12,7 @@ from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import FakeEngine, FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams.stream import OutputDelta, TokenStream
-from vsched.api.choices import SseWriter, Voice
+from vsched.api.choices import ChoiceStream, SseWriter
 from vsched.api.formatters import ChatFormatter, CompletionFormatter
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics
@@ -49,7 +49,7 @@ class Connection:
         exchange = HttpExchange({"type": "http"}, receive, self.send)
         writer = ChatFormatter(generation, created=1, model="demo", preprocessor=FakePreprocessor())
         record = ApiMetrics(FakeEngine()).begin("chat")
-        return SseWriter(exchange, record, [Voice(generation, writer)])
+        return SseWriter(exchange, record, [ChoiceStream(generation, writer)])
 
 
 class Letters:

@@ -20,18 +20,18 @@ from vsched.api.http_exchange import ROOMLESS_BYTES, HttpExchange
 from vsched.api.processes.link import Link
 from vsched.api.processes.messages import (
     AcceptedRequest,
-    Arrive,
-    Ask,
+    AdmitRequest,
+    CancelRequest,
     End,
-    Facts,
-    GiveUp,
+    EngineMessages,
+    EngineStatus,
+    HttpForward,
     HttpReply,
+    ProcessMessage,
     SentImage,
     Served,
     Submit,
     Tokenize,
-    Turn,
-    Up,
 )
 from vsched.assembly import media_settings
 from vsched.errors import RequestFailed, RequestRefused, limit_message
@@ -42,22 +42,22 @@ from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker
 
 
-class UpBox:
+class ProcessOutbox:
     """Messages of an API process, in order."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._waiting: list[Up] = []
+        self._waiting: list[ProcessMessage] = []
         self._large = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
 
-    def put(self, message: Up) -> None:
+    def put(self, message: ProcessMessage) -> None:
         """Send a message, together with the others of this iteration."""
         if not self._waiting:
             self._loop.call_soon(self.flush)
         self._waiting.append(message)
 
-    async def put_large(self, message: Up) -> None:
+    async def put_large(self, message: ProcessMessage) -> None:
         """Send a large message after all earlier ones, once the engine has read previous large messages.
 
         Blocks: until then, or until the link is lost.
@@ -113,12 +113,12 @@ class RemoteEngine:
     info: ModelInfo
     preprocessor: Preprocessor
 
-    def __init__(self, model_name: str, box: UpBox) -> None:
+    def __init__(self, model_name: str, box: ProcessOutbox) -> None:
         loop = asyncio.get_running_loop()
         self.model_name = model_name
         self.served: asyncio.Future[Served] = loop.create_future()
         self._box = box
-        self._facts = Facts("loading", [])
+        self._facts = EngineStatus("loading", [])
         self._lost = False
         self._next = 1
         self._pending: dict[int, _Pending] = {}
@@ -160,12 +160,12 @@ class RemoteEngine:
 
     # --- messages from the engine ---
 
-    def take(self, turn: Turn) -> None:
+    def take(self, turn: EngineMessages) -> None:
         """Handle the messages of one event loop iteration of the engine."""
         if turn.served is not None and not self.served.done():
             self.served.set_result(turn.served)
-        if turn.facts is not None:
-            self._facts = turn.facts
+        if turn.status_update is not None:
+            self._facts = turn.status_update
         for number in turn.entered:
             pending = self._pending.get(number)
             if pending is not None and not pending.entered.done():
@@ -283,7 +283,9 @@ class RemoteEngine:
         self._check_there()
         number, self._next = self._next, self._next + len(request_ids)
         pending = self._pending[number] = _Pending(requested, tuple(request_ids), make_stop_scope)
-        self._box.put(Arrive(number, requested, pending.request_ids, len(images), adapter, started))
+        self._box.put(
+            AdmitRequest(number, requested, pending.request_ids, len(images), adapter, started)
+        )
         try:
             await pending.entered
             with pending.preparing.begin(requested.request_id):
@@ -292,7 +294,7 @@ class RemoteEngine:
         except BaseException:
             self._pending.pop(number, None)
             if not pending.refused:  # it may already be accepted, or about to be
-                self._box.put(GiveUp(number, len(request_ids)))
+                self._box.put(CancelRequest(number, len(request_ids)))
             raise
 
     async def _prepare(
@@ -322,7 +324,7 @@ class RemoteEngine:
         )
         return found
 
-    async def ask(self, make: Callable[[int], Ask]) -> HttpReply:
+    async def ask(self, make: Callable[[int], HttpForward]) -> HttpReply:
         """Forward a complete HTTP request to the engine.
 
         Blocks: until the engine has answered it.
@@ -333,7 +335,7 @@ class RemoteEngine:
         reply: HttpReply = await self._call(make)
         return reply
 
-    async def _call(self, make: Callable[[int], Up], *, is_large: bool = False) -> Any:
+    async def _call(self, make: Callable[[int], ProcessMessage], *, is_large: bool = False) -> Any:
         self._check_there()
         number, self._next = self._next, self._next + 1
         requested = self._requested[number] = asyncio.get_running_loop().create_future()
@@ -356,23 +358,23 @@ def _to_send(images: Sequence[ImageReference]) -> list[SentImage]:
     return [SentImage.of(image) for image in images]
 
 
-class AskEngine:
+class ForwardToEngine:
     """ASGI application that forwards requests to the engine's process; a disconnect does not cancel them."""
 
-    def __init__(self, ask: Callable[[Callable[[int], Ask]], Awaitable[HttpReply]]) -> None:
+    def __init__(self, ask: Callable[[Callable[[int], HttpForward]], Awaitable[HttpReply]]) -> None:
         """Use `ask` to send messages: it assigns a number to a message and returns the reply."""
         self._ask = ask
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange = HttpExchange(scope, receive, send)
-        await exchange.answer_itself(self._answer(exchange, scope, send))
+        await exchange.serve_response(self._answer(exchange, scope, send))
 
     async def _answer(self, exchange: HttpExchange, scope: Scope, send: Send) -> None:
         pieces = await exchange.read_body(ROOMLESS_BYTES, _no_room)
 
-        def requested(number: int) -> Ask:
-            return Ask(
+        def requested(number: int) -> HttpForward:
+            return HttpForward(
                 number=number,
                 method=scope["method"],
                 path=scope["path"],

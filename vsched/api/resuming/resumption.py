@@ -31,7 +31,7 @@ from vsched.api.unsupported import not_served
 from vsched.config import Config
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.record.journal import KeptRequest, LeftRequest, Progress, RequestJournal, open_journal
-from vsched.record.left import PartialOutput, Ended, read_left
+from vsched.record.left import Ended, PartialOutput, read_left
 
 logger = logging.getLogger(__name__)
 RESUMED_MAX = 2
@@ -162,7 +162,7 @@ class Resumption:
     async def _resume(self, resumed: ResumedRequest) -> None:
         request = resumed.request
         try:
-            # Counted before the request is read, because reading it may crash the server.
+            # MetricsReport before the request is read, because reading it may crash the server.
             progress = self._progress[request.request_id]
             self._progress[request.request_id] = msgspec.structs.replace(
                 progress, resumed=progress.resumed + 1
@@ -307,7 +307,7 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _EVENTS_MAX = 2**53
 
 
-class KeptAnswerRoute(ApiRoute):
+class KeptResponseRoute(ApiRoute):
     """The route of kept answers below a path; other methods, and known paths that are not served, do not match."""
 
     def __init__(self, route: ApiRoute, resumption: Resumption) -> None:
@@ -316,7 +316,7 @@ class KeptAnswerRoute(ApiRoute):
         super().__init__(
             "GET",
             f"{route.path}/{{request_id:path}}",
-            KeptAnswerEndpoint(resumption, route.path, endpoint),
+            KeptResponseEndpoint(resumption, route.path, endpoint),
             response=route.response,
             event=route.event,
             error=route.error,
@@ -329,7 +329,7 @@ class KeptAnswerRoute(ApiRoute):
         return (match, found) if is_kept else (Match.NONE, {})
 
 
-class KeptAnswerEndpoint:
+class KeptResponseEndpoint:
     """Fetch the response to a request that was resumed after a crash."""
 
     def __init__(self, resumption: Resumption, path: str, endpoint: CompletionEndpoint) -> None:
@@ -340,7 +340,7 @@ class KeptAnswerEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange = HttpExchange(scope, receive, send)
-        await exchange.answer_itself(exchange.until_disconnect(self._tell(exchange)))
+        await exchange.serve_response(exchange.until_disconnect(self._tell(exchange)))
 
     async def _tell(self, exchange: HttpExchange) -> None:
         scope = exchange.scope

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vsched.api import parameters
 from vsched.api.bodies import long_base64, reading
-from vsched.api.bodies.long_base64 import take_base64
+from vsched.api.bodies.long_base64 import extract_base64
 from vsched.api.bodies.reading import read_request
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import ChatRequest, ImageEmbedsPart, ImagePart, ImageUrl, TextPart
@@ -173,7 +173,7 @@ def test_reading_changes_nothing(parts: list[dict[str, Any]], escaped: dict[byte
     expected = parameters.decode_body(body, ChatRequest)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(long_base64, "LONG_BYTES", LONG)
-        reduced = take_base64(body)
+        reduced = extract_base64(body)
         assert len(reduced.body) <= len(body) + reduced.places * 64
         assert [whole(one) for one in sent_texts(read(body))] == list(sent_texts(expected))
 
@@ -210,7 +210,7 @@ def test_what_stands_before_base64_is_seen() -> None:
 
 def test_a_stand_in_cannot_be_sent() -> None:
     """It is random for each request."""
-    first, second = (take_base64(json.dumps(body_of(image(URL))).encode()) for _ in range(2))
+    first, second = (extract_base64(json.dumps(body_of(image(URL))).encode()) for _ in range(2))
     assert not first.base64.keys() & second.base64.keys()
 
 

@@ -12,10 +12,10 @@ from tests.unit.api.tools.written_calls import written_arguments, written_calls
 from vsched.api.tools.arguments import JsonScan
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
 from vsched.api.tools.reader import (
-    AnswerReader,
     CallArguments,
-    CallBegins,
+    CallStart,
     ContentText,
+    OutputParser,
     Reasoning,
 )
 
@@ -40,7 +40,7 @@ def read_with(
     **options: Any,
 ) -> dict[str, Any]:
     """Message parsed from pieces of a response: complete, truncated, or unfinished."""
-    reader = AnswerReader(known, **options)
+    reader = OutputParser(known, **options)
     events = [event for piece in pieces for event in reader.push(piece)]
     message: dict[str, Any] = {"content": "", "calls": []}
     for event in [*events, *(reader.finish(cut=cut) if ended else ())]:
@@ -49,7 +49,7 @@ def read_with(
                 message["content"] += text
             case Reasoning(text):
                 message["reasoning"] = message.get("reasoning", "") + text
-            case CallBegins(called):
+            case CallStart(called):
                 message["calls"].append([called, ""])
             case CallArguments(text):
                 message["calls"][-1][1] += text
@@ -170,9 +170,9 @@ def test_reader_finds_the_same_in_every_form_however_it_is_cut(name: str, data: 
 
 
 def test_reader_lets_arguments_out_as_they_come() -> None:
-    reader = AnswerReader(CALL_FORMATS["hermes"])
+    reader = OutputParser(CALL_FORMATS["hermes"])
     assert reader.push('<tool_call>\n{"name": "f", "arguments": ') == []
-    assert reader.push('{"a') == [CallBegins("f"), CallArguments('{"a')]
+    assert reader.push('{"a') == [CallStart("f"), CallArguments('{"a')]
     assert reader.push('": 1') == [CallArguments('": 1')]
     assert reader.push("}}") == [CallArguments("}")]
     assert reader.push("\n</tool_call>") == []
@@ -180,7 +180,7 @@ def test_reader_lets_arguments_out_as_they_come() -> None:
 
 
 def test_reader_holds_back_no_more_than_may_become_a_call() -> None:
-    reader = AnswerReader(CALL_FORMATS["hermes"])
+    reader = OutputParser(CALL_FORMATS["hermes"])
     assert reader.push("One <") == [ContentText("One ")]
     assert reader.push("b>") == [ContentText("<b>")]
 
@@ -285,7 +285,7 @@ def test_reader_knows_the_forms_of_families(
 
 
 def test_an_answer_in_json_is_not_held_back() -> None:
-    reader = AnswerReader(CALL_FORMATS["llama-json"], tools=TOOLS)
+    reader = OutputParser(CALL_FORMATS["llama-json"], tools=TOOLS)
     assert reader.push('{"city') == []
     assert reader.push('": "Paris') == [ContentText('{"city": "Paris')]
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.api.dialects.answers import named_events, saying
+from tests.unit.api.compat.scripts import named_events, saying
 from tests.unit.api.fakes import CHAT, Reply, chat, post
 from tests.unit.api.tools.written_calls import written_calls
 from vsched.aio.streams.stream import OutputDelta

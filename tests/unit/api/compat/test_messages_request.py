@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.api.dialects.messages.test_answer import MESSAGES, TOOLS, body
+from tests.unit.api.compat.test_messages_response import MESSAGES, TOOLS, body
 from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, post
 from vsched.api import ApiSettings, create_app
 from vsched.api.bodies.long_base64 import LONG_BYTES

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.unit.api.dialects.answers import CALLS, named_events, saying
+from tests.unit.api.compat.scripts import CALLS, named_events, saying
 from tests.unit.api.fakes import Client, FakeEngine, post
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.api.dialects.responses.test_answer import RESPONSES, TOOLS, body
+from tests.unit.api.compat.test_responses_response import RESPONSES, TOOLS, body
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from vsched.api.bodies.reading import SMALL_BYTES
 from vsched.api.compat.responses import chat_request
