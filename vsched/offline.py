@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vsched.api.chat_messages import split_messages, with_template_calls
 from vsched.api.contract import ApiSettings
 from vsched.api.request_schema import Message
+from vsched.checkpoints import with_local_checkpoints
 from vsched.config import Config, load_config
 from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused, VschedError
@@ -78,7 +79,7 @@ class LLM:
         Blocks: up to `deadlines.ready_s`.
 
         Args:
-            model: Folder of the checkpoint.
+            model: Folder of the checkpoint, ORG/NAME[@REVISION] of the Hugging Face hub, or a GGUF file.
             config: A whole configuration, instead of `model` and `settings`.
             settings: Configuration keys, such as `generate.slots=8`; the environment applies, too.
             progress: Show progress bars if standard error is a terminal.
@@ -89,6 +90,7 @@ class LLM:
         if config is None:
             sets = [f"model.path={os.fspath(model)}", *settings]
             config = load_config(None, sets=sets, environ=os.environ).config
+        config = with_local_checkpoints(config)
         self._console = Console(stderr=True)
         self._progress = progress and (self._console.is_terminal or self._console.is_jupyter)
         self._numbers = itertools.count(1)

@@ -13,7 +13,7 @@ from vsched.assembly import inspect_checkpoint, worker_group_plans
 from vsched.cli import app
 from vsched.config.calibration import Calibrates
 from vsched.errors import ConfigError
-from vsched.terminal.options import ConfigOption, SetOption, load
+from vsched.terminal.options import CheckpointArgument, ConfigOption, SetOption, load_served
 from vsched.terminal.progress import loading_progress
 from vsched.worker.registry import load_worker
 
@@ -26,7 +26,7 @@ ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"}
 
 @app.command()
 def calibrate(
-    path: Annotated[str, typer.Argument(help="Folder of the checkpoint; model.path.")],
+    path: CheckpointArgument,
     texts: Annotated[Path, typer.Option(help="UTF-8 text similar to the expected prompts.")],
     output: Annotated[Path, typer.Option(help="File to write, such as calibration.safetensors.")],
     images: Annotated[
@@ -43,7 +43,7 @@ def calibrate(
     """
     from rich.console import Console
 
-    loaded = load(config, [*(assignments or ()), f"model.path={path}"])
+    loaded = load_served(config, assignments, path)
     info = inspect_checkpoint(loaded.config, loaded.policies)
     plans = worker_group_plans(loaded.config, info, loaded.policies)
     role = next(plan.generate for plan in plans if plan.generate is not None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import typer
@@ -13,7 +12,14 @@ import typer
 from vsched.cli import app
 from vsched.cli.checkpoint_report import CheckpointReport, StageMemory, as_json, check_checkpoint
 from vsched.memory import size_text
-from vsched.terminal.options import ConfigOption, JsonOption, SetOption, load, write_json
+from vsched.terminal.options import (
+    CheckpointArgument,
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    load_served,
+    write_json,
+)
 from vsched.types import ModelInfo, SamplingDefaults
 from vsched.worker.capabilities import CheckpointDescription
 
@@ -32,7 +38,7 @@ _SIZE_WORDS = {
 
 @app.command()
 def check(
-    path: Annotated[str, typer.Argument(help="Folder of the checkpoint; model.path.")],
+    path: CheckpointArgument,
     config: ConfigOption = None,
     assignments: SetOption = None,
     out: JsonOption = None,
@@ -42,7 +48,7 @@ def check(
     The exit status is 1 if it cannot be served. `--json -` writes the report to standard output
     instead of the text.
     """
-    loaded = load(config, [*(assignments or ()), f"model.path={path}"])
+    loaded = load_served(config, assignments, path)
     report = check_checkpoint(loaded)
     if out == STANDARD_OUTPUT:
         sys.stdout.buffer.write(msgspec.json.encode(as_json(report)) + b"\n")

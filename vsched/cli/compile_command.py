@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
 from vsched.assembly import as_served, inspect_checkpoint, worker_group_plans
 from vsched.cli import app
 from vsched.config import LoadedConfig
-from vsched.terminal.options import ConfigOption, SetOption, load
+from vsched.terminal.options import CheckpointArgument, ConfigOption, SetOption, load_served
 from vsched.terminal.progress import LoadingLines
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import CompilesKernels
@@ -24,7 +24,7 @@ Stage = Literal["encode", "generate"]
 
 @app.command("compile")
 def compile_kernels(
-    path: Annotated[str, typer.Argument(help="Folder of the checkpoint; model.path.")],
+    path: CheckpointArgument,
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
@@ -32,7 +32,7 @@ def compile_kernels(
 
     The compiled kernels are for this type of processor and this version of vsched.
     """
-    loaded = load(config, [*(assignments or ()), f"model.path={path}"])
+    loaded = load_served(config, assignments, path)
     began_s, count = time.monotonic(), 0
     reported = LoadingLines()
     for stage, name, info, settings in _stages(loaded):

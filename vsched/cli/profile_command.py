@@ -19,11 +19,12 @@ from vsched.bench.fidelity.calibration_command import (
 from vsched.cli import app
 from vsched.errors import ConfigError, VschedError
 from vsched.terminal.options import (
+    CheckpointArgument,
     ConfigOption,
     JsonOption,
     PlotOption,
     SetOption,
-    load,
+    load_served,
     new_figure,
     write_json,
 )
@@ -48,7 +49,7 @@ _PROCESSES = {
 
 @app.command()
 def profile(
-    path: Annotated[str, typer.Argument(help="Folder of the checkpoint; model.path.")],
+    path: CheckpointArgument,
     config: ConfigOption = None,
     assignments: SetOption = None,
     out: JsonOption = None,
@@ -63,7 +64,7 @@ def profile(
     from rich.console import Console
 
     console = Console()
-    settings = load(config, [*(assignments or ()), f"model.path={path}"]).config
+    settings = load_served(config, assignments, path).config
     if calibrate:
         if plot is not None:
             raise ConfigError("--plot draws memory. Remedy: omit it with --calibrate")

@@ -16,7 +16,7 @@ from vsched.cli import app
 from vsched.cli.vllm.translate import NOTES, ServeCommand
 from vsched.errors import VschedError
 from vsched.logs import change_logging
-from vsched.terminal.options import ConfigOption, SetOption, load
+from vsched.terminal.options import CheckpointArgument, ConfigOption, SetOption, load_served
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,9 +34,7 @@ logger = logging.getLogger("vsched.serve")
 @app.command(cls=ServeCommand)
 def serve(
     context: typer.Context,
-    path: Annotated[
-        str, typer.Argument(help="Folder of the checkpoint; model.path.", show_default=False)
-    ] = "",
+    path: CheckpointArgument = "",
     config: ConfigOption = None,
     host: Annotated[
         str | None,
@@ -111,7 +109,7 @@ def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> Non
 
     console = Console(stderr=True)
     try:
-        settings = load(config, overrides).config
+        settings = load_served(config, overrides).config
         with early_fork_servers(settings, idle) as started:
             _serve(settings, console, started)
     except VschedError as error:
@@ -123,7 +121,7 @@ def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> Non
 
 
 def _serve(
-    settings: Config, console: Console, started: Mapping[frozenset[str], ForkServer]
+    settings: Config, console: Console, started: Mapping[tuple[str, ...], ForkServer]
 ) -> None:
     """Serve until a signal, and report progress: as sentences on a terminal, as log lines elsewhere."""
     started_s = time.monotonic()

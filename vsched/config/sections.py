@@ -24,7 +24,12 @@ from vsched.worker.shares import default_threads, usable_cores
 class ModelConfig(Section, frozen=True, kw_only=True):
     """The checkpoint."""
 
-    path: Annotated[str, Meta(description="Folder of the checkpoint.")] = ""
+    path: Annotated[
+        str,
+        Meta(
+            description="Checkpoint: a folder, `ORG/NAME[@REVISION]` of the Hugging Face hub, or a GGUF file."
+        ),
+    ] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
 
     from vsched.config import LoadedConfig
 
+CheckpointArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Checkpoint: a folder, ORG/NAME[@REVISION] of the Hugging Face hub, or a GGUF file; model.path."
+    ),
+]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file.", show_default=False)
 ]
@@ -34,6 +41,19 @@ def load(config: Path | None, assignments: list[str] | None) -> LoadedConfig:
     from vsched.config import load_config  # takes a fifth of a second
 
     return load_config(config, sets=assignments or (), environ=os.environ)
+
+
+def load_served(config: Path | None, assignments: list[str] | None, path: str = "") -> LoadedConfig:
+    """Load a configuration with `path` as its `model.path`, and download or convert the checkpoint if it is missing."""
+    from rich.console import Console
+
+    from vsched.checkpoints import with_local_checkpoints
+    from vsched.terminal.progress import loading_progress
+
+    loaded = load(config, [*(assignments or ()), *([f"model.path={path}"] if path else [])])
+    with loading_progress(Console(stderr=True)) as report:
+        served = with_local_checkpoints(loaded.config, partial(report, "checkpoint"))
+    return msgspec.structs.replace(loaded, config=served)
 
 
 def write_json(path: Path, report: Any) -> None:

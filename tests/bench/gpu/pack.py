@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 CONSTRAINTS = ROOT / "constraints.txt"
 NEEDED = (
-    "annotated-doc", "anyio", "certifi", "click", "greenlet", "h11", "httpcore", "httptools", "jinja2",
+    "annotated-doc", "anyio", "certifi", "click", "greenlet", "h11", "httpcore", "httptools",
     "hypothesis", "idna", "iniconfig", "llguidance", "markdown-it-py", "mdurl", "msgspec",
     "num2words", "pillow", "pluggy", "prometheus-client", "pybase64", "Pygments", "pytest",
     "pytest-asyncio", "pytest-timeout", "pyzmq", "rich", "setproctitle", "shellingham", "sniffio",

@@ -19,10 +19,13 @@ from tokenizers import pre_tokenizers
 
 from tests.workers.backends.cpu.twins import Twins
 from tests.workers.driver import Driver, Question, Stage
+from vsched.checkpoints import with_local_checkpoints
+from vsched.config import load_config
 from vsched.errors import CheckpointError
 from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.checkpoint.gguf import check_conversion, convert_gguf
 from vsched_workers.checkpoint.random_init import SMALL_TEXT, learnt_tokenizer
+from vsched_workers.plugin import TransformersPlugin
 
 gguf: Any = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -158,6 +161,26 @@ def convert(file: Path, path: Path, dtype: str = "float32", *, keeps_levels: boo
         progress=lambda _what, _fraction: None,
         keeps_levels=keeps_levels,
     )
+
+
+def test_gguf_file_in_place_of_a_folder_is_converted_once(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = make()
+    config = load_config(None, sets=[f"model.path={file}"], environ={}).config
+    local = with_local_checkpoints(config)
+    assert local.model.served_name == "tiny"
+    folder = Path(local.model.path)
+    assert folder.is_relative_to(tmp_path / "cache")
+    assert (
+        TransformersPlugin().inspect(str(folder), dtype="auto", item_tokens_max=0).family == "llama"
+    )
+    written_ns = (folder / "model.safetensors").stat().st_mtime_ns
+    assert with_local_checkpoints(config) == local
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written_ns
+    file.write_bytes(file.read_bytes() + b"0")
+    assert with_local_checkpoints(config) != local, "another file of this name gets its own folder"
 
 
 @pytest.mark.slow

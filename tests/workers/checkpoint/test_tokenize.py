@@ -38,7 +38,7 @@ PIECES += ("中文", "é", "\u212a", "\u00a0x", "<|im_", "end|>", "\u0301", "x\r
 def backend_of(directory: Path, kind: str) -> Tokenizer:
     """Return the checkpoint's tokenizer, unchanged or with the normalizer and pre-tokenizer of a published family."""
     backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    splits = {"qwen": tokenize._GPT4_SPLIT, "llama": tokenize._LLAMA3_SPLIT}
+    splits = {"qwen": tokenize.GPT4_SPLIT, "llama": tokenize._LLAMA3_SPLIT}
     if kind == "qwen":
         backend.normalizer = normalizers.NFC()
     if kind in splits:

@@ -16,11 +16,12 @@ from vsched.bench.fidelity.calibration_command import (
 )
 from vsched.errors import ConfigError
 from vsched.terminal.options import (
+    CheckpointArgument,
     ConfigOption,
     JsonOption,
     PlotOption,
     SetOption,
-    load,
+    load_served,
     new_figure,
     write_json,
 )
@@ -40,7 +41,7 @@ PIPE_COLUMNS = 140
 
 
 def fidelity(
-    path: Annotated[str, typer.Argument(help="Folder of the checkpoint.")],
+    path: CheckpointArgument,
     config: ConfigOption = None,
     assignments: SetOption = None,
     cost: Annotated[
@@ -81,7 +82,7 @@ def fidelity(
     if not console.is_terminal:
         console = Console(width=PIPE_COLUMNS)
     levels = _numbers("--rates", rates) if rates else _numbers("--loads", loads)
-    settings = load(config, [*(assignments or ()), f"model.path={path}"]).config
+    settings = load_served(config, assignments, path).config
     requests = _workload(trace, workload, seed)
     if cost is None:
         costs = run_calibration_here(settings, console, calibration_s)

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vsched.bench.load.shapes import Case
-from vsched.terminal.options import ConfigOption, JsonOption, SetOption, load, write_json
+from vsched.checkpoints import local_checkpoint
+from vsched.terminal.options import (
+    CheckpointArgument,
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    load,
+    write_json,
+)
 from vsched.worker.shares import usable_cores
 
 if TYPE_CHECKING:
@@ -27,7 +35,7 @@ CASES = (Case.TEXT, Case.IMAGE)
 
 
 def tune(
-    path: Annotated[str, typer.Argument(help="Folder of the checkpoint; model.path.")],
+    path: CheckpointArgument,
     config: ConfigOption = None,
     assignments: SetOption = None,
     *,
@@ -54,6 +62,7 @@ def tune(
     from vsched.terminal.progress import loading_progress
 
     console = Console()
+    path = local_checkpoint(path)
     base = [*(assignments or ()), f"model.path={path}", "server.port=0"]
     plain = load(config, base).config
     together = plain.encode.tensor_parallel == plain.generate.tensor_parallel

@@ -18,8 +18,8 @@ from vsched.policy import (
     Admission,
     AdmissionView,
     Admit,
-    FrontDoorAnswer,
-    FrontDoorView,
+    ArrivalDecision,
+    ArrivalView,
     Policy,
     PreemptionView,
     RequestPolicy,
@@ -457,7 +457,7 @@ class Counting(RequestPolicy, frozen=True, kw_only=True):
 
     state_type = Calls
 
-    def arrive(self, view: FrontDoorView) -> FrontDoorAnswer:
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
         view.state.calls += 1
         return Admit()
 

@@ -1,0 +1,226 @@
+"""Local folders of checkpoints named by a repository of the Hugging Face hub, or by a GGUF file.
+
+A repository is `ORG/NAME` or `ORG/NAME@REVISION`; `ORG/NAME:PART` is the GGUF file in a repository whose name contains
+PART, such as `Q4_K_M`. huggingface_hub downloads, resumes and caches; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and
+`HF_HUB_OFFLINE` have their usual meaning. Only the files that a server reads are downloaded, and weights only as
+safetensors or GGUF, which cannot run code. A GGUF file is converted once, into vsched's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vsched.errors import CheckpointError, limit_message
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vsched.config import Config
+    from vsched.worker.contract import Progress
+
+logger = logging.getLogger(__name__)
+_HUB_ID = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>[\w.-]+))?"
+)
+MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "model*.safetensors")
+"""Files of a model. Some repositories have the same weights a second time, as `consolidated*.safetensors`."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+WEIGHTS = re.compile(r"(adapter_)?model[^/]*\.safetensors|.*\.gguf")
+SPARE_BYTES = 256 << 20
+"""Disk space that a download leaves free."""
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is that of a repository and not of an existing file or folder."""
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def with_local_checkpoints(config: Config, progress: Progress | None = None) -> Config:
+    """Return a configuration with local folders for the model, the draft model and the adapters.
+
+    Clients call the model by its hub id, unless `model.name` is set.
+
+    Blocks: while files are downloaded or converted.
+
+    Raises:
+        CheckpointError: If a repository cannot be found, read or stored, or a GGUF file cannot be converted.
+    """
+    replace = msgspec.structs.replace
+    model, generate, adapters = config.model, config.generate, config.adapters
+    path = local_checkpoint(model.path, progress)
+    if path != model.path:
+        name = model.path.partition("@")[0] if is_hub_id(model.path) else Path(model.path).stem
+        model = replace(model, path=path, name=model.name or name)
+    generate = replace(generate, draft_model=local_checkpoint(generate.draft_model, progress))
+    folders = {
+        name: str(download(path, ADAPTER_FILES)) if is_hub_id(path) else path
+        for name, path in adapters.load.items()
+    }
+    adapters = replace(adapters, load=folders)
+    return replace(config, model=model, generate=generate, adapters=adapters)
+
+
+def local_checkpoint(name: str, progress: Progress | None = None) -> str:
+    """Return the folder of a model named by a hub id or a GGUF file; a folder is returned unchanged.
+
+    Raises:
+        CheckpointError: As from `with_local_checkpoints`.
+    """
+    if is_hub_id(name):
+        folder = download(name)
+        files = sorted(folder.glob("*.gguf"))
+        return _converted(files[0], progress) if files and ":" in name else str(folder)
+    if name.endswith(".gguf") and Path(name).is_file():
+        return _converted(Path(name), progress)
+    return name
+
+
+def _converted(file: Path, progress: Progress | None) -> str:
+    """Return the folder of a converted GGUF file, in the cache; the key is the file's identity, size and time."""
+    from vsched.worker.capabilities import CheckpointConverter
+    from vsched.worker.registry import load_worker
+
+    source = file.resolve()
+    facts = source.stat()
+    key = hashlib.sha256(f"{source} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "vsched" / "gguf" / f"{file.stem}-{key}"
+    if not folder.is_dir():
+        plugin = load_worker("transformers")
+        assert isinstance(plugin, CheckpointConverter)
+        logger.info("converting %s once, to %s", file.name, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        plugin.convert_gguf(
+            str(source), str(folder), dtype="bfloat16", progress=progress or (lambda *_: None)
+        )
+    return str(folder)
+
+
+def download(hub_id: str, needed: Sequence[str] = MODEL_FILES) -> Path:
+    """Return the folder with the needed files of a repository, after downloading those that are missing.
+
+    Without a connection, or with `HF_HUB_OFFLINE`, the files of an earlier download are used.
+
+    Raises:
+        CheckpointError: If the repository cannot be found, read or stored, or has no weights of a safe format.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"{hub_id!r} is not a folder, and hub ids need huggingface_hub. Remedy: pip install 'vsched[workers]', or "
+            "give the path of a checkpoint's directory"
+        ) from error
+    found = _HUB_ID.fullmatch(hub_id)
+    assert found is not None
+    part = found["part"]
+    fields: dict[str, Any] = {
+        "repo_id": found["repository"],
+        "revision": found["revision"],
+        "allow_patterns": [f"*{part}*.gguf"] if part else list(needed),
+    }
+    try:
+        _check_size(hub_id, fields)
+        folder = Path(snapshot_download(**fields, tqdm_class=_progress_bar()))
+    except Exception as error:
+        raise _in_a_sentence(hub_id, error) from error
+    if not any(WEIGHTS.fullmatch(file.name) for file in folder.iterdir()):
+        raise _no_weights(hub_id, sorted(file.name for file in folder.iterdir()))
+    return folder
+
+
+def _check_size(hub_id: str, fields: dict[str, Any]) -> None:
+    """Compare the size of the missing files with the free disk space, and log it."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
+
+    try:
+        files = snapshot_download(**fields, dry_run=True)
+    except (DryRunError, LocalEntryNotFoundError):
+        return  # not connected: only an earlier download can serve
+    if not any(WEIGHTS.fullmatch(file.filename) for file in files):
+        raise _no_weights(hub_id, [file.filename for file in files])
+    missing = [file.file_size for file in files if file.will_download]
+    if not missing:
+        return
+    cache = Path(constants.HF_HUB_CACHE)
+    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if sum(missing) + SPARE_BYTES > free:
+        raise CheckpointError(
+            limit_message(
+                f"{hub_id} does not fit on the disk of {cache}",
+                value=f"{sum(missing):,} bytes to download",
+                limit=f"{max(free - SPARE_BYTES, 0):,} bytes",
+                remedy="free some, or set HF_HOME to a folder on another disk",
+            )
+        )
+    logger.info(
+        "downloading %s: %d files, %s MB, to %s",
+        hub_id,
+        len(missing),
+        f"{sum(missing) / 1e6:,.0f}",
+        cache,
+    )
+
+
+def _progress_bar() -> type[Any]:
+    """A class of progress bars that are shown on a terminal only."""
+    base: Any = importlib.import_module("huggingface_hub.utils").tqdm
+
+    class TerminalBar(base):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            shown = sys.stderr.isatty() and not options.get("disable")
+            super().__init__(*arguments, **{**options, "disable": not shown})
+
+    return TerminalBar
+
+
+def _no_weights(hub_id: str, names: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{hub_id} has no weights as safetensors, only {', '.join(names[:8]) or 'other files'}. Remedy: name a "
+        "repository or a revision (ORG/NAME@REVISION) that has model.safetensors, or a GGUF file (ORG/NAME:Q4_K_M)"
+    )
+
+
+def _in_a_sentence(hub_id: str, error: Exception) -> CheckpointError:
+    """Return an error of huggingface_hub with its remedy."""
+    from huggingface_hub import constants, errors
+
+    host = constants.ENDPOINT.partition("://")[2]
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, errors.GatedRepoError):
+        text = (
+            f"{hub_id}: only users who accepted its terms may read it. Remedy: accept them on its page at {host}, "
+            "and set HF_TOKEN"
+        )
+    elif isinstance(error, errors.RevisionNotFoundError):
+        text = f"{hub_id}: {host} has no such revision. Remedy: name a branch, a tag or a commit after the @"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        text = (
+            f"{hub_id!r} is neither a folder nor a repository at {host}. Remedy: check the name, or set HF_TOKEN for a "
+            "private repository"
+        )
+    elif isinstance(error, errors.LocalEntryNotFoundError | errors.IncompleteSnapshotError):
+        reason = (
+            "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no hub answers at {host}"
+        )
+        text = (
+            f"{hub_id!r} is not a folder, {reason}, and no complete copy is in {constants.HF_HUB_CACHE}. Remedy: "
+            "download it once while connected, or give the path of a checkpoint's directory"
+        )
+    else:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        text = f"{hub_id}: the download from {host} failed: {reason}. Remedy: the same command resumes it"
+    return CheckpointError(text)
