@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.each_case import each_case
 from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import FakeEngine, FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
@@ -139,7 +140,7 @@ async def test_sse_writer_raises_what_the_generation_ended_with() -> None:
     assert connection.texts == ["a"]
 
 
-@pytest.mark.parametrize("text", ["plain", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\"])
+@each_case("text", ["plain", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\"])
 def test_writer_text_alone_is_encoded_as_ever(text: str) -> None:
     """A chunk of text and nothing else is assembled from parts that were encoded before."""
     encode = msgspec.json.Encoder().encode

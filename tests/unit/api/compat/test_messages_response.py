@@ -6,8 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-import pytest
-
+from tests.each_case import each_case
 from tests.patience import PATIENCE_S
 from tests.unit.api.compat.scripts import CALLS, named_events, saying
 from tests.unit.api.fakes import Client, FakeEngine, post
@@ -70,8 +69,8 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("size", [1, 7, 500])
+@each_case("stream", [False, True])
+@each_case("size", [1, 7, 500])
 async def test_text_and_calls(size: int, *, stream: bool) -> None:
     reply = await post(saying(CALLS, size=size), MESSAGES, body(tools=TOOLS, stream=stream))
     message = without_ids(merged(named_events(reply)) if stream else reply.json)
@@ -96,7 +95,7 @@ async def test_text_and_calls(size: int, *, stream: bool) -> None:
     }
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_thoughts_come_first(*, stream: bool) -> None:
     settings = ApiSettings(reasoning_format="think")
     engine = saying("<think>hm</think>yes", size=3)
@@ -108,8 +107,8 @@ async def test_thoughts_come_first(*, stream: bool) -> None:
     ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
+@each_case("stream", [False, True])
+@each_case(
     ("finish", "stop", "reason"),
     [
         ("stop", None, "end_turn"),
@@ -131,7 +130,7 @@ async def test_arguments_that_were_cut_are_kept() -> None:
     assert block["input"] == {"INVALID_JSON": '{"a": [1'}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "status", "kind"),
     [
         (RequestRefused("no", code="x"), 400, "invalid_request_error"),

@@ -6,8 +6,7 @@ import asyncio
 import math
 from typing import Any
 
-import pytest
-
+from tests.each_case import each_case
 from tests.patience import PATIENCE_S
 from tests.unit.api.compat.scripts import CALLS, named_events, saying
 from tests.unit.api.fakes import Client, FakeEngine, post
@@ -80,8 +79,8 @@ def bare(item: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("size", [1, 7, 500])
+@each_case("stream", [False, True])
+@each_case("size", [1, 7, 500])
 async def test_text_and_calls(size: int, *, stream: bool) -> None:
     reply = await post(saying(CALLS, size=size), RESPONSES, body(tools=TOOLS, stream=stream))
     response = merged(named_events(reply)) if stream else reply.json
@@ -105,7 +104,7 @@ async def test_text_and_calls(size: int, *, stream: bool) -> None:
     assert (response["status"], response["error"]) == ("completed", None)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_thoughts_are_items_and_cut_answers_incomplete(*, stream: bool) -> None:
     settings = ApiSettings(reasoning_format="think")
     engine = saying("<think>hm</think>yes", "length", size=1)
@@ -126,7 +125,7 @@ def reported(*tokens: str) -> list[TokenLogprob]:
     ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_logprobs_are_those_of_the_texts(*, stream: bool) -> None:
     """Reasoning tokens are left out; half a character, and the token that completes it, come with the text."""
     engine = FakeEngine(
@@ -159,7 +158,7 @@ async def test_logprobs_are_those_of_the_texts(*, stream: bool) -> None:
     assert all(each == found for each in streamed.values()) or not stream
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "wanted"),
     [
         ({}, None),

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.each_case import each_case
 from tests.unit.api.tools.written_calls import written_arguments, written_calls
 from vsched.api.tools.arguments import JsonScan
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
@@ -56,7 +56,7 @@ def read_with(
     return message
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "content", "calls"),
     [
         ("Hello < there", "Hello < there", []),
@@ -86,60 +86,15 @@ def test_reader_finds_calls_and_loses_nothing(answer: str, content: str, calls: 
     assert read(list(answer)) == {"content": content, "calls": calls}
 
 
-PIECES = st.lists(
-    st.sampled_from(
-        [
-            "<tool_call>", "</tool_call>", "\n", " ", '{"name": "f", "arguments": ', '"', "\\", "{",
-            "}", "[", "]", ",", '{"name": ', '"f"', '"arguments": {"a": 1}', "text", "é", CALL, "<",
-            '{"a": "b"}', "}\n</tool_call>", ":", "tool_call>",
-        ]
-    ),
-    max_size=12,
-)  # fmt: skip
-
-
-@REPEATABLE
-@given(PIECES, st.lists(st.integers(0, 400)))
-def test_reader_finds_the_same_however_the_answer_is_cut(
-    pieces: list[str], cuts: list[int]
-) -> None:
-    answer = "".join(pieces)
-    ends = sorted({min(cut, len(answer)) for cut in cuts} | {len(answer)})
-    starts = [0, *ends[:-1]]
-    whole = read([answer])
-    assert read([answer[start:end] for start, end in zip(starts, ends, strict=True)]) == whole
-    assert read(list(answer)) == whole
-    if not whole["calls"]:
-        assert whole["content"] == answer
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-IN_JSON = [name for name, known in CALL_FORMATS.items() if known.arguments is None]
 
 
-SENT = st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=3)
-
-
-@pytest.mark.parametrize("name", IN_JSON)
-@REPEATABLE
-@given(SENT)
-def test_reader_hands_on_the_arguments_of_every_call(name: str, sent: list[dict[str, Any]]) -> None:
-    known = CALL_FORMATS[name]
-    sent = sent[:1] if known.alone else sent
-    answer = written_calls(known, [("f", each) for each in sent])
-    texts = [written_arguments(known, each) for each in sent]
-    wanted = {"content": "", "calls": [["f", text] for text in texts]}
-    assert read([answer], name) == wanted
-    assert read(list(answer), name) == wanted
-
-
-@pytest.mark.parametrize("name", CALL_FORMATS)
-@REPEATABLE
-@given(st.data())
+@settings(REPEATABLE, max_examples=60)
+@given(st.sampled_from(sorted(CALL_FORMATS)), st.data())
 def test_reader_finds_the_same_in_every_form_however_it_is_cut(name: str, data: Any) -> None:
     """Damaged responses, too: text outside of calls is kept."""
     known = CALL_FORMATS[name]
@@ -201,7 +156,7 @@ def test_scan_ends_behind_the_value(value: Any, rest: str, cut: int) -> None:
     assert first == len(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "thinking", "reasoning", "content"),
     [
         ("<think>\nA < b.\n</think>\n\nYes.", False, "A < b.", "Yes."),
@@ -252,7 +207,7 @@ def test_reader_parts_the_same_however_the_answer_is_cut(
     assert read(list(answer), reasoning=THINK, thinking=thinking) == whole
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "answer", "content", "calls"),
     [
         ("llama-json", '{"name": "f", "parameters": {}}', "", [["f", "{}"]]),
@@ -290,8 +245,8 @@ def test_an_answer_in_json_is_not_held_back() -> None:
     assert reader.push('": "Paris') == [ContentText('{"city": "Paris')]
 
 
-@pytest.mark.parametrize("name", ["deepseek", "deepseek-v3.1"])
-@pytest.mark.parametrize("forced", [False, True])
+@each_case("name", ["deepseek", "deepseek-v3.1"])
+@each_case("forced", [False, True])
 def test_reader_shows_no_markup_of_a_call_that_is_cut_within_a_character(
     name: str, forced: bool
 ) -> None:
