@@ -35,11 +35,11 @@ def each_case(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[
                     error.add_note(name)
                     raise
 
-        chosen = run_async if inspect.iscoroutinefunction(test) else run
+        chosen: Any = run_async if inspect.iscoroutinefunction(test) else run
         functools.update_wrapper(chosen, test)
         signature = inspect.signature(test)
         fixtures = [each for name, each in signature.parameters.items() if name not in keys]
-        chosen.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+        chosen.__signature__ = signature.replace(parameters=fixtures)
         return chosen
 
     return decorate

@@ -24,7 +24,6 @@ from vsched.config.placement import placed
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import SchedulerLimits
 from vsched.media.pipeline import MediaStatistics
-from vsched.media.settings import MediaSettings
 from vsched.memory import LedgerLine
 from vsched.policy import MemoryView
 from vsched.transport.arena import Arena
@@ -39,11 +38,6 @@ from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec
 
 PAGE_ROWS = 64
 """Embedding rows per arena page: small enough to waste little, large enough for short page lists."""
-
-
-def media_settings(config: Config) -> MediaSettings:
-    """Media pipeline settings; the configuration section has the same keys."""
-    return MediaSettings(**msgspec.structs.asdict(config.media))
 
 
 def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInfo:

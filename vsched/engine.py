@@ -51,7 +51,6 @@ from vsched.assembly import (
     engine_memory,
     inspect_checkpoint,
     make_worker_groups,
-    media_settings,
     memory_in_use,
     rank_spec,
     scheduler_limits,
@@ -183,7 +182,7 @@ class Engine:
             grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)
             started.callback(grammars.close)
             store = PixelStore(arena.pixels, arena.fd)
-            media = environment.make_media(self.preprocessor, store, media_settings(config))
+            media = environment.make_media(self.preprocessor, store, config.media)
             started.pop_all()
         return RunningParts(
             arena=arena,

@@ -26,9 +26,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.cpu.products import make_product
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
-from vsched_workers.backends.reference.packed_weights import PackedWeight
 from vsched_workers.quantized.weights import quantize
 
 SHAPES = ((1024, 4096), (4096, 1024), (576, 1536))
@@ -76,13 +75,11 @@ def products_of(
     """Return copies of a product, and the size of one in bytes."""
     made = weight if kind == "bfloat16" else quantize(weight, kind, group=group)
     make = functools.partial(
-        panel_product, threads=threads, int8_activations=int8_activations, tiles=tiles
+        make_product, threads=threads, int8_activations=int8_activations, tiles=tiles
     )
-    first = PackedWeight(made, None, make_custom=make)
+    first = make(made, None)
     copies = max(IN_TURN_BYTES // first.size_bytes, 1)
-    return [first, *(PackedWeight(made, None, make_custom=make) for _ in range(1, copies))], (
-        first.size_bytes
-    )
+    return [first, *(make(made, None) for _ in range(1, copies))], (first.size_bytes)
 
 
 def torch_products(weight: torch.Tensor) -> dict[str, tuple[list[Rows], int]]:

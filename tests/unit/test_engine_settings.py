@@ -1,4 +1,4 @@
-"""The configuration's sections and the settings that they become must not drift apart."""
+"""Settings that the engine takes from the configuration and from the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,20 +10,12 @@ import msgspec
 import pytest
 
 from tests.unit.media.fakes import model_info
-from vsched.assembly import inspect_checkpoint, media_settings
+from vsched.assembly import inspect_checkpoint
 from vsched.config import Config, load_config
 from vsched.engine import Engine
-from vsched.media.settings import MediaSettings
 from vsched.types import SamplingDefaults, SamplingParams
 
 DEMO = Path(__file__).parents[2] / "workers" / "demo-model"
-
-
-def test_media_section_has_the_pipelines_keys_and_defaults() -> None:
-    assert media_settings(Config()) == MediaSettings()
-    assert [field.name for field in msgspec.structs.fields(type(Config().media))] == [
-        field.name for field in msgspec.structs.fields(MediaSettings)
-    ]
 
 
 @pytest.mark.parametrize(

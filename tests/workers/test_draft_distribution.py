@@ -22,7 +22,7 @@ from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.batching.step_rows import special_rows
 
 TOKENS = 5
-ANSWERS = 2500
+ANSWERS = 1000
 LENGTH = 3
 PROMPT = [0, 1]
 SAMPLING = SamplingParams(temperature=0.9, max_tokens=LENGTH, ignore_eos=True)

@@ -125,7 +125,7 @@ def in_process(script: str, *arguments: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("size", "dtype"), [("nano25", "float32"), ("nano3", "bfloat16")])
 def test_profiling_run_is_frugal_without_missing_the_peak(
     checkpoints: Callable[[str], Path], size: str, dtype: str
 ) -> None:
@@ -188,7 +188,7 @@ def test_kv_cache_is_touched_where_no_thread_can_start(
 @pytest.mark.parametrize(
     ("dtype", "rooms"),
     # oneDNN, which multiplies bfloat16, may crash if memory runs out within its products.
-    [("float32", (42, 33, 10, 1)), ("bfloat16", (33, 10, 1))],
+    [("float32", (42, 10, 1)), ("bfloat16", (33, 1))],
 )
 def test_carry_out_survives_real_out_of_memory(
     checkpoints: Callable[[str], Path], dtype: str, rooms: Sequence[int]

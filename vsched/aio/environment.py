@@ -19,9 +19,9 @@ from vsched.aio.replicas.fork_server import ForkServer
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher, Modules
 from vsched.aio.replicas.process import RANK_COMMAND
 from vsched.aio.shell import Recorder
-from vsched.config import Config
+from vsched.config import Config, MediaConfig
 from vsched.kernel import Scheduler
-from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.media import MediaPipeline, PixelStore
 from vsched.record.recorder import open_recorder
 from vsched.types import ModelInfo
 from vsched.worker.contract import Preprocessor
@@ -121,7 +121,7 @@ class Environment:
 
     make_launcher: Callable[[Config], Launcher] = make_launcher
     make_grammar_checker: Callable[[Config, ModelInfo], GrammarChecker | None] = grammar_processes
-    make_media: Callable[[Preprocessor, PixelStore, MediaSettings], MediaPipeline] = MediaPipeline
+    make_media: Callable[[Preprocessor, PixelStore, MediaConfig], MediaPipeline] = MediaPipeline
     open_record: Callable[[Config, Scheduler], Recorder | None] = open_recorder
     now_ns: Callable[[], int] = time.monotonic_ns
     make_queue_clock: Callable[[], Callable[[], int]] = QueueClock

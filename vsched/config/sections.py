@@ -243,7 +243,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 
 
 class MediaConfig(Section, frozen=True, kw_only=True):
-    """Images: allowed sources and sizes; `vsched.media.settings` uses these keys."""
+    """Images: allowed sources and sizes."""
 
     image_bytes_max: Annotated[int, Meta(ge=1, description="Maximum size of an encoded image.")] = (
         20 << 20

@@ -7,14 +7,12 @@ from vsched.media.embeddings import BoundedImage, EmbeddedImage, ImageReference,
 from vsched.media.measure import refuse_images
 from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings, Prompt
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
-from vsched.media.settings import MediaSettings
 
 __all__ = [
     "BoundedImage",
     "EmbeddedImage",
     "ImageReference",
     "MediaPipeline",
-    "MediaSettings",
     "NamedImage",
     "PixelLease",
     "PixelStatistics",

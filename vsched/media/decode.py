@@ -19,7 +19,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from vsched.errors import RequestRefused, limit_message, one_of
 from vsched.media.allocator import free_image
 from vsched.media.estimate import STRIP_PIXELS, Storage, coefficient_bytes
-from vsched.media.settings import FORMATS
+from vsched.media.formats import FORMATS
 
 _JPEG_END: Final = b"\xff\xd9"
 _MISSING_RATIO: Final = 10

@@ -14,12 +14,16 @@ import socket
 import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
 import httpcore
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.media.settings import FORMATS, MediaSettings
+from vsched.media.formats import FORMATS
+
+if TYPE_CHECKING:
+    from vsched.config.sections import MediaConfig
 
 _PORTS = {"http": 80, "https": 443}
 _URL_CHARACTERS_MAX = 2048
@@ -68,7 +72,7 @@ def _refuse(message: str, code: str = "image_url_refused", status: int = 400) ->
     return RequestRefused(message, code=code, status=status)
 
 
-def parse(reference: str, settings: MediaSettings) -> Target:
+def parse(reference: str, settings: MediaConfig) -> Target:
     """Parse a URL and check its host against the allow-list.
 
     Raises:
@@ -200,7 +204,7 @@ class _PinnedBackend(httpcore.AsyncNetworkBackend):
         )
 
 
-async def fetch(reference: str, settings: MediaSettings, reserve: Reserve = uncounted) -> bytes:
+async def fetch(reference: str, settings: MediaConfig, reserve: Reserve = uncounted) -> bytes:
     """Fetch the body of an http(s) URL; `reserve` counts its bytes as they arrive.
 
     Blocks: up to `settings.fetch_s`, including name resolution and TLS.
@@ -226,7 +230,7 @@ async def fetch(reference: str, settings: MediaSettings, reserve: Reserve = unco
         raise _refuse(message, "image_fetch_failed") from None
 
 
-async def _get(target: Target, address: str, settings: MediaSettings, reserve: Reserve) -> bytes:
+async def _get(target: Target, address: str, settings: MediaConfig, reserve: Reserve) -> bytes:
     url = httpcore.URL(
         scheme=target.scheme.encode(),
         host=target.host.strip("[]").encode(),

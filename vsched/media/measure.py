@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.base64_text import base64_bytes
@@ -20,11 +20,13 @@ from vsched.media.embeddings import (
 )
 from vsched.media.estimate import EMBEDDING_BYTES, preprocess_bytes
 from vsched.media.keys import embedding_key, item_key
-from vsched.media.settings import MediaSettings
 from vsched.media.sources import is_data, read_embedded, read_local
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import BoundsImages, PixelBounds, no_pixel_bounds
 from vsched.worker.contract import ImagePlan, Preprocessor, extent_bytes
+
+if TYPE_CHECKING:
+    from vsched.config.sections import MediaConfig
 
 ImageName = tuple[str, str, bytes]
 """Cache salt of the requests, client-defined uuid of the image, and digest of the processor settings."""
@@ -132,7 +134,7 @@ def blame(error: RequestRefused, index: int) -> RequestRefused:
     )
 
 
-def pixel_limits(settings: MediaSettings) -> DecodeLimits:
+def pixel_limits(settings: MediaConfig) -> DecodeLimits:
     """The decoder's limits from the settings."""
     return DecodeLimits(image=settings.image_pixels_max, webp=settings.webp_pixels_max)
 
@@ -147,7 +149,7 @@ class Measurer:
     def __init__(
         self,
         preprocessor: Preprocessor,
-        settings: MediaSettings,
+        settings: MediaConfig,
         plans: Mapping[bytes, Planned],
         names: Mapping[ImageName, bytes],
         inspect_isolated: Callable[[bytes], ImageHeader] | None = None,
@@ -263,7 +265,7 @@ class Measurer:
         return Measured(key, embedding.plan, embedding, len(file), extent_bytes, work_bytes)
 
 
-def check_permitted(references: Sequence[ImageReference], settings: MediaSettings) -> None:
+def check_permitted(references: Sequence[ImageReference], settings: MediaConfig) -> None:
     """Reject embeddings if they are disabled.
 
     Raises:
@@ -290,7 +292,7 @@ def reference_bytes(reference: ImageReference) -> int:
     return base64_bytes(source) * 7 // 4 if is_data(source) else len(source)
 
 
-def check_work(size: int, settings: MediaSettings) -> None:
+def check_work(size: int, settings: MediaConfig) -> None:
     """Reject an image whose processing needs more memory than the whole budget.
 
     Raises:
@@ -306,7 +308,7 @@ def check_work(size: int, settings: MediaSettings) -> None:
         raise RequestRefused(message, code="image_too_large", status=413)
 
 
-def check_total(total: int, settings: MediaSettings) -> None:
+def check_total(total: int, settings: MediaConfig) -> None:
     """Reject a request whose images have too many encoded bytes in total.
 
     Raises:

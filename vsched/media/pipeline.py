@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -44,10 +44,12 @@ from vsched.media.measure import (
 )
 from vsched.media.pictures.processes import PictureProcesses, picture_processes
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
-from vsched.media.settings import MediaSettings
 from vsched.media.sources import ReadRemote, is_local, read_remote
 from vsched.types import MediaItem
 from vsched.worker.contract import Preprocessor
+
+if TYPE_CHECKING:
+    from vsched.config.sections import MediaConfig
 
 _INLINE_CHARACTERS_MAX = 4096
 """Prompts up to this length are tokenized on the event loop: a switch to a thread takes longer."""
@@ -112,7 +114,7 @@ class MediaPipeline:
         self,
         preprocessor: Preprocessor,
         store: PixelStore,
-        settings: MediaSettings,
+        settings: MediaConfig,
         *,
         executor: Executor | None = None,
         read_remote: ReadRemote = read_remote,
@@ -409,4 +411,6 @@ def _shorten(kept: OrderedDict[Any, Any], count: int) -> None:
 def _give_way() -> None:
     """Lower the priority of this thread, on systems with thread priorities."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LONG_TEXTS_NICE)
+        thread = threading.get_native_id()
+        own = os.getpriority(os.PRIO_PROCESS, thread)  # of a server that is niced, too
+        os.setpriority(os.PRIO_PROCESS, thread, own + _LONG_TEXTS_NICE)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from vsched.errors import RequestRefused, limit_message, one_of
@@ -22,7 +23,12 @@ from vsched.media.base64_text import (
 )
 from vsched.media.embeddings import EmbeddedImage, malformed
 from vsched.media.fetch import Reserve, fetch, uncounted
-from vsched.media.settings import FORMATS, MediaSettings
+from vsched.media.formats import FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from vsched.config.sections import MediaConfig
 
 _MEDIA_TYPES = frozenset(
     (
@@ -69,7 +75,7 @@ def is_data(reference: str) -> bool:
     return scheme_of(reference) == "data"
 
 
-def read_local(reference: str, settings: MediaSettings, reserve: Reserve = uncounted) -> bytes:
+def read_local(reference: str, settings: MediaConfig, reserve: Reserve = uncounted) -> bytes:
     """Read a `data:` or `file:` reference; `reserve` counts the bytes of a file before they are read.
 
     Blocks: for base64 and the file system; call it off the event loop.
@@ -91,13 +97,11 @@ def read_local(reference: str, settings: MediaSettings, reserve: Reserve = uncou
     raise RequestRefused(message, code="image_reference_invalid")
 
 
-ReadRemote = Callable[[str, MediaSettings, Reserve], Awaitable[bytes]]
+ReadRemote: TypeAlias = "Callable[[str, MediaConfig, Reserve], Awaitable[bytes]]"
 """Signature of `read_remote`."""
 
 
-async def read_remote(
-    reference: str, settings: MediaSettings, reserve: Reserve = uncounted
-) -> bytes:
+async def read_remote(reference: str, settings: MediaConfig, reserve: Reserve = uncounted) -> bytes:
     """Read an `http(s):` reference; `reserve` counts the bytes as they arrive.
 
     Blocks: up to `settings.fetch_s`.
@@ -113,7 +117,7 @@ def _malformed(detail: str) -> RequestRefused:
     return RequestRefused(message, code="image_reference_invalid")
 
 
-def _read_data(reference: str, settings: MediaSettings) -> bytes:
+def _read_data(reference: str, settings: MediaConfig) -> bytes:
     """Read a `data:` URL as browsers do: RFC 2397, and the Fetch standard's data: URL processor."""
     comma = reference.find(",")
     if comma < 0:
@@ -160,7 +164,7 @@ def _percent_decode(reference: str, start: int, bytes_max: int) -> bytes:
     return content
 
 
-def read_embedded(image: EmbeddedImage, settings: MediaSettings) -> bytes:
+def read_embedded(image: EmbeddedImage, settings: MediaConfig) -> bytes:
     """Decode the safetensors file of an embedding.
 
     Blocks: for base64; call it off the event loop.
@@ -211,7 +215,7 @@ def _file_refused() -> RequestRefused:
     return RequestRefused(message, code="image_file_refused")
 
 
-def _read_file(reference: str, settings: MediaSettings, reserve: Reserve) -> bytes:
+def _read_file(reference: str, settings: MediaConfig, reserve: Reserve) -> bytes:
     if not settings.directory:
         message = (
             "file: references are switched off: media.directory is empty. "

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,11 @@ ENTRY = "from vsched.cli.main import main; main()"
 BESIDE_KV_BYTES = 4 << 30
 """Memory of a vsched generate rank in addition to its KV cache; for larger models `--set generate.memory_limit`."""
 PORTS = {VSCHED: 8301, "before": 8302}
+BYTECODE = {
+    "PYTHONPYCACHEPREFIX": str(Path(tempfile.gettempdir()) / "vsched-bytecode"),
+    "PYTHONDONTWRITEBYTECODE": "",
+}
+"""Environment that keeps bytecode, as an installation does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +120,7 @@ def vsched(
         model="bench",
         port=port,
         version=f"vsched {described(tree)}",
-        environment={"PYTHONPATH": python_path(tree)},
+        environment={"PYTHONPATH": python_path(tree), **BYTECODE},
         exactly=fixed_length_fields,
         directory=tree,
     )

@@ -28,10 +28,9 @@ from PIL import Image
 from tests.bench.options import assignment
 from tests.bench.servers import processes
 from tests.bench.servers.server import HOST, Server, Spec, serving
-from tests.bench.servers.sides import ENTRY, ROOT, python_path
+from tests.bench.servers.sides import BYTECODE, ENTRY, ROOT, python_path
 
 PORT = 8306
-BYTECODE = Path(tempfile.gettempdir()) / "vsched-bytecode"
 _STAGE = re.compile(r"^\S+ (\d+):(\d+):([\d.]+) INFO \[engine\] vsched\.(?:loading|serve): (.*)$")
 
 
@@ -58,12 +57,7 @@ def spec_of(checkpoint: Path, assignments: Sequence[str]) -> Spec:
         model=checkpoint.name,
         port=PORT,
         version="",
-        # As in an installation: bytecode is written once.
-        environment={
-            "PYTHONPATH": python_path(ROOT),
-            "PYTHONPYCACHEPREFIX": str(BYTECODE),
-            "PYTHONDONTWRITEBYTECODE": "",
-        },
+        environment={"PYTHONPATH": python_path(ROOT), **BYTECODE},
         directory=ROOT,
     )
 

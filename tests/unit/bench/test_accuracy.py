@@ -20,8 +20,8 @@ from tests.bench.parts.accuracy.measure import (
     measure_accuracy,
     offenders,
 )
+from tests.bench.parts.accuracy.questions import CHAINED, Question, draw_questions
 from tests.bench.parts.accuracy.variants import REFERENCE, UNCLAMPED, choose, clamped, merged_sets
-from vsched.cli.demo.exam import CHAINED, Question, draw_questions
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError
 from vsched.worker.capabilities import Examiner, ExamTurn

@@ -17,9 +17,9 @@ from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, summarise, ta
 from vsched.bench.load.generator import LoadPlan, draw, run, sessions_for
 from vsched.bench.load.measure import fixed_length_fields
 from vsched.bench.load.shapes import Case, Shape, shape_of
+from vsched.config import MediaConfig
 from vsched.errors import ConfigError
 from vsched.media.decode import DecodeLimits, inspect
-from vsched.media.settings import MediaSettings
 from vsched.media.sources import read_local
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n"
@@ -255,7 +255,7 @@ def test_cases_are_drawn_from_the_seed() -> None:
 
 
 def test_images_are_ones_that_a_server_takes() -> None:
-    encoded = read_local(draw_image(3, 448), MediaSettings())
+    encoded = read_local(draw_image(3, 448), MediaConfig())
     assert inspect(encoded, DecodeLimits(image=10**6, webp=10**6)).width == 448
 
 

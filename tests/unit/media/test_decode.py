@@ -14,7 +14,7 @@ from PIL import Image
 from tests.unit.media.fakes import image_bytes
 from vsched.errors import RequestRefused
 from vsched.media.decode import DecodeLimits, decode, inspect
-from vsched.media.settings import FORMATS
+from vsched.media.formats import FORMATS
 
 LIMITS = DecodeLimits(image=1_000_000, webp=10_000)
 

@@ -21,8 +21,9 @@ from tests.unit.media.fakes import (
     model_info,
 )
 from tests.unit.media.test_pipeline import Bench
+from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.media import MediaSettings, fills
+from vsched.media import fills
 from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.estimate import preprocess_bytes
 from vsched.media.pictures.filling import process
@@ -47,7 +48,7 @@ def work_bytes(size: tuple[int, int] = SMALL, value: int = 0) -> int:
 
 def bench_with(decode_bytes: int, *, threads: int = 2, items: int = 512, **limits: Any) -> Bench:
     preprocessor = FakePreprocessor(model_info(item_tokens_max=10**4, context_tokens=10**6))
-    settings = MediaSettings(
+    settings = MediaConfig(
         decode_bytes=decode_bytes, threads=threads, preparing_max=10_000, **limits
     )
     return Bench(preprocessor, settings, items)

@@ -26,18 +26,19 @@ from tests.unit.media.fakes import (
 )
 from vsched import Config, Engine
 from vsched.aio.serving import RunningParts
+from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.media import EmbeddedImage, ImageReference, MediaPipeline, MediaSettings, PixelStore
+from vsched.media import EmbeddedImage, ImageReference, MediaPipeline, PixelStore
 from vsched.media.keys import embedding_key, item_key
 from vsched.types import MediaItem
 
-ALLOWED = MediaSettings(allow_embeddings=True)
+ALLOWED = MediaConfig(allow_embeddings=True)
 
 
 class Bench:
     """A pipeline and its parts."""
 
-    def __init__(self, settings: MediaSettings = ALLOWED, **info: object) -> None:
+    def __init__(self, settings: MediaConfig = ALLOWED, **info: object) -> None:
         self.preprocessor = FakePreprocessor(model_info(**info))  # type: ignore[arg-type]
         self.store = PixelStore(memoryview(bytearray(1 << 16)))
         self.pipeline = MediaPipeline(self.preprocessor, self.store, settings)
@@ -105,8 +106,8 @@ async def test_repeated_embedding_is_written_once(bench: Bench) -> None:
 
 async def test_switch_refuses_with_its_name() -> None:
     """Off by default: refused before anything is decoded or fetched."""
-    assert not MediaSettings().allow_embeddings
-    bench = Bench(MediaSettings(hosts=("host.invalid",)))
+    assert not MediaConfig().allow_embeddings
+    bench = Bench(MediaConfig(hosts=("host.invalid",)))
     error = await refusal(bench, "\x01\x01", "http://host.invalid/x", EmbeddedImage("?"))
     assert error.code == "embeddings_disabled"
     assert error.message.startswith("image 1: embeddings in requests are switched off")
@@ -160,10 +161,10 @@ async def test_bad_embedding_fails_its_request_alone(
 async def test_embeddings_count_towards_every_bound() -> None:
     """Images per request, bytes per request, bytes in preparation."""
     file = embedding_file()
-    bench = Bench(MediaSettings(allow_embeddings=True, images_max=1))
+    bench = Bench(MediaConfig(allow_embeddings=True, images_max=1))
     assert (await refusal(bench, "\x01", *[embedded(file)] * 2)).code == "too_many_images"
     bench.pipeline.close()
-    bench = Bench(MediaSettings(allow_embeddings=True, request_bytes_max=2 * len(file) - 1))
+    bench = Bench(MediaConfig(allow_embeddings=True, request_bytes_max=2 * len(file) - 1))
     files = [embedding_file(rows_of(2, seed=seed)) for seed in range(2)]
     error = await refusal(bench, "\x01\x01", *map(embedded, files))
     assert (error.code, error.status) == ("images_too_large", 413)
@@ -173,7 +174,7 @@ async def test_embeddings_count_towards_every_bound() -> None:
 @pytest.mark.parametrize(("surplus", "accepted"), [(0, True), (1, False), (3, False)])
 async def test_file_size_is_bounded_exactly(surplus: int, accepted: bool) -> None:
     file = embedding_file()
-    bench = Bench(MediaSettings(allow_embeddings=True, image_bytes_max=len(file) - surplus))
+    bench = Bench(MediaConfig(allow_embeddings=True, image_bytes_max=len(file) - surplus))
     if accepted:
         (await bench.pipeline.prepare("\x01", [embedded(file)])).lease.release()
     else:

@@ -30,7 +30,7 @@ MEBIBYTE = 1 << 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [("1600", "1200"), ("400", "3000")])
+@pytest.mark.parametrize("size", [("1100", "800"), ("300", "2000")])
 def test_estimate_bounds_what_is_measured(size: tuple[str, str]) -> None:
     """Every format and mode, decoded alone and processed; memory is measured in a process of its own."""
     # Freed memory returns to the system at once, or the next case would grow into it unseen.

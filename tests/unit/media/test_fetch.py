@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.media.fetch import Target, fetch, is_public, parse, resolve
-from vsched.media.settings import MediaSettings
 
-OPEN = MediaSettings(hosts=("ok.example", "ports.example:8080", "[2606:4700::1]"))
+OPEN = MediaConfig(hosts=("ok.example", "ports.example:8080", "[2606:4700::1]"))
 
 
 @contextlib.asynccontextmanager
@@ -36,14 +36,14 @@ async def server(*pieces: bytes, pause: bool = False) -> AsyncIterator[tuple[str
         yield f"127.0.0.1:{listener.sockets[0].getsockname()[1]}", requests
 
 
-def private(host: str, **limits: Any) -> MediaSettings:
-    return MediaSettings(hosts=(host,), private_hosts=(host,), **limits)
+def private(host: str, **limits: Any) -> MediaConfig:
+    return MediaConfig(hosts=(host,), private_hosts=(host,), **limits)
 
 
 def test_remote_images_are_off_by_default() -> None:
     """Off until hosts are configured."""
     with pytest.raises(RequestRefused, match=r"switched off.*media\.hosts"):
-        parse("https://ok.example/a.png", MediaSettings())
+        parse("https://ok.example/a.png", MediaConfig())
 
 
 @pytest.mark.parametrize(
@@ -284,5 +284,5 @@ async def test_fetch_refuses_a_closed_port() -> None:
 async def test_fetch_needs_the_private_permission() -> None:
     async with server(b"HTTP/1.1 200 OK\r\n\r\nabc") as (host, requests):
         with pytest.raises(RequestRefused, match="not allowed"):
-            await fetch(f"http://{host}/", MediaSettings(hosts=(host,)))
+            await fetch(f"http://{host}/", MediaConfig(hosts=(host,)))
     assert requests == []

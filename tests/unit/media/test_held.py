@@ -11,8 +11,9 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes
 from tests.unit.media.test_fetch import server
+from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.media import MediaPipeline, PixelStore
 from vsched.media.held import HeldBytes
 
 
@@ -48,13 +49,13 @@ def test_held_bytes_go_with_the_last_owner() -> None:
     assert held.total == 0
 
 
-def pipeline_with(settings: MediaSettings) -> tuple[MediaPipeline, FakePreprocessor]:
+def pipeline_with(settings: MediaConfig) -> tuple[MediaPipeline, FakePreprocessor]:
     preprocessor = FakePreprocessor()
     store = PixelStore(memoryview(bytearray(1 << 20)))
     return MediaPipeline(preprocessor, store, settings), preprocessor
 
 
-async def held_while_processing(settings: MediaSettings, image: str) -> int:
+async def held_while_processing(settings: MediaConfig, image: str) -> int:
     pipeline, preprocessor = pipeline_with(settings)
     preprocessor.gate.clear()
     task = asyncio.ensure_future(pipeline.prepare("\x01", [image]))
@@ -69,7 +70,7 @@ async def held_while_processing(settings: MediaSettings, image: str) -> int:
 
 async def test_data_url_counts_as_sent_and_as_read() -> None:
     url = data_url(image_bytes())
-    held = await held_while_processing(MediaSettings(), url)
+    held = await held_while_processing(MediaConfig(), url)
     assert len(url) + len(image_bytes()) <= held <= 1.75 * len(url)
 
 
@@ -77,7 +78,7 @@ async def test_file_counts_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(image_bytes())
     url = f"file://{path}"
-    held = await held_while_processing(MediaSettings(directory=str(tmp_path)), url)
+    held = await held_while_processing(MediaConfig(directory=str(tmp_path)), url)
     assert held == len(url) + len(image_bytes())
 
 
@@ -85,7 +86,7 @@ async def test_fetched_image_counts_its_bytes() -> None:
     content = image_bytes()
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode()
     async with server(head, content[:20], content[20:]) as (host, _):
-        settings = MediaSettings(hosts=(host,), private_hosts=(host,))
+        settings = MediaConfig(hosts=(host,), private_hosts=(host,))
         held = await held_while_processing(settings, url := f"http://{host}/a.png")
     assert held == len(url) + len(content)
 
@@ -94,7 +95,7 @@ async def test_fetch_stops_where_the_bytes_end() -> None:
     """Streamed bytes are counted as they arrive: the body here never ends by itself."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
     async with server(head, bytes(5000), pause=True) as (host, _):
-        settings = MediaSettings(
+        settings = MediaConfig(
             hosts=(host,), private_hosts=(host,), preparing_bytes_max=4000, fetch_s=5
         )
         pipeline, preprocessor = pipeline_with(settings)
@@ -113,7 +114,7 @@ async def test_fetch_stops_where_the_bytes_end() -> None:
 async def test_cancelled_read_holds_its_bytes_until_the_thread_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pipeline, _ = pipeline_with(MediaSettings())
+    pipeline, _ = pipeline_with(MediaConfig())
     entered, gate = threading.Event(), threading.Event()
 
     def read(*_: object) -> bytes:

@@ -13,8 +13,9 @@ from PIL import Image
 
 from tests.patience import NEVER_S, PATIENCE_S, patience, until
 from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info, plan_of
+from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import MediaPipeline, MediaSettings, NamedImage, PixelStore
+from vsched.media import MediaPipeline, NamedImage, PixelStore
 from vsched.media.decode import DecodeLimits, decode
 from vsched.media.keys import item_key
 
@@ -24,7 +25,7 @@ ITEM_BYTES = 8 * 48 * 4  # a 16x8 image: 2 tokens, 8 patches
 class Bench:
     """A pipeline and its parts."""
 
-    def __init__(self, preprocessor: FakePreprocessor, settings: MediaSettings, items: int) -> None:
+    def __init__(self, preprocessor: FakePreprocessor, settings: MediaConfig, items: int) -> None:
         self.preprocessor = preprocessor
         self.store = PixelStore(memoryview(bytearray(items * ITEM_BYTES)))
         self.pipeline = MediaPipeline(preprocessor, self.store, settings)
@@ -32,7 +33,7 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    bench = Bench(FakePreprocessor(), MediaSettings(), items=8)
+    bench = Bench(FakePreprocessor(), MediaConfig(), items=8)
     yield bench
     bench.preprocessor.gate.set()
     bench.pipeline.close()
@@ -148,7 +149,7 @@ async def test_salt_separates_tenants(bench: Bench) -> None:
 
 async def test_image_over_the_token_budget_is_refused() -> None:
     """Index, tokens, limit and remedy, before any pixel is decoded."""
-    bench = Bench(FakePreprocessor(model_info(item_tokens_max=2)), MediaSettings(), items=8)
+    bench = Bench(FakePreprocessor(model_info(item_tokens_max=2)), MediaConfig(), items=8)
     images = [data_url(image_bytes()), data_url(image_bytes(24, 8))]
     with pytest.raises(RequestRefused, match=r"image 1: .*value 3 tokens, limit 2 tokens. Remedy"):
         await bench.pipeline.prepare("\x01\x01", images)
@@ -236,7 +237,7 @@ async def test_cancelling_while_processing_returns_everything(bench: Bench) -> N
 
 
 async def test_cancelling_before_processing_begins_gives_it_up() -> None:
-    settings = MediaSettings(threads=1)
+    settings = MediaConfig(threads=1)
     bench = Bench(FakePreprocessor(), settings, items=8)
     bench.preprocessor.gate.clear()
     images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
@@ -268,7 +269,7 @@ async def test_one_of_two_sharers_cancelled_leaves_the_other(bench: Bench) -> No
 
 
 async def test_waits_for_space_and_goes_on() -> None:
-    bench = Bench(FakePreprocessor(), MediaSettings(), items=1)
+    bench = Bench(FakePreprocessor(), MediaConfig(), items=1)
     first = await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=1))])
     second = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes(value=2))]))
     await until(lambda: bench.store.statistics().waiting == 1)
@@ -283,9 +284,9 @@ async def test_waits_for_space_and_goes_on() -> None:
 
 async def test_deadline_is_a_503_that_keeps_nothing() -> None:
     """Every wait has a deadline."""
-    bench = Bench(FakePreprocessor(), MediaSettings(), items=1)
+    bench = Bench(FakePreprocessor(), MediaConfig(), items=1)
     held = await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=1))])
-    bench.pipeline._settings = MediaSettings(prepare_s=0.02)
+    bench.pipeline._settings = MediaConfig(prepare_s=0.02)
     with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
         await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=2))])
     assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
@@ -308,7 +309,7 @@ async def test_deadline_holds_for_the_text_as_well(
         done.set()
         return text if slow == "render" else [1, 2]
 
-    bench = Bench(FakePreprocessor(), MediaSettings(prepare_s=0.02), items=1)
+    bench = Bench(FakePreprocessor(), MediaConfig(prepare_s=0.02), items=1)
     urls = [data_url(image_bytes())] * images
     if slow == "tokenize":
         monkeypatch.setattr(bench.preprocessor, "tokenize", wait)
@@ -340,7 +341,7 @@ async def test_long_texts_take_one_core_and_nothing_waits_for_them(
         inside[0] -= 1
         return [7, 8]
 
-    bench = Bench(FakePreprocessor(), MediaSettings(), items=1)
+    bench = Bench(FakePreprocessor(), MediaConfig(), items=1)
     monkeypatch.setattr(bench.preprocessor, "tokenize", tokenize)
     long = [asyncio.create_task(bench.pipeline.prepare("x" * 5000, [])) for _ in range(4)]
     await until(lambda: inside[0] == 1)
@@ -357,9 +358,9 @@ async def test_long_texts_take_one_core_and_nothing_waits_for_them(
 
 
 @pytest.mark.parametrize(
-    "settings", [MediaSettings(preparing_max=1), MediaSettings(preparing_bytes_max=200)]
+    "settings", [MediaConfig(preparing_max=1), MediaConfig(preparing_bytes_max=200)]
 )
-async def test_too_many_in_preparation_is_a_429(settings: MediaSettings) -> None:
+async def test_too_many_in_preparation_is_a_429(settings: MediaConfig) -> None:
     """Bounded in count and in bytes, with Retry-After."""
     bench = Bench(FakePreprocessor(), settings, items=8)
     bench.preprocessor.gate.clear()
@@ -378,7 +379,7 @@ async def test_too_many_in_preparation_is_a_429(settings: MediaSettings) -> None
 async def test_bytes_of_one_request_are_bounded() -> None:
     """Images and bytes per request."""
     size = len(image_bytes(value=1)) + len(image_bytes(value=2)) - 1
-    bench = Bench(FakePreprocessor(), MediaSettings(request_bytes_max=size), items=8)
+    bench = Bench(FakePreprocessor(), MediaConfig(request_bytes_max=size), items=8)
     images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
     with pytest.raises(RequestRefused, match="image 1: the images of this request") as caught:
         await bench.pipeline.prepare("\x01\x01", images)
@@ -387,7 +388,7 @@ async def test_bytes_of_one_request_are_bounded() -> None:
 
 
 async def test_memo_of_plans_is_bounded() -> None:
-    bench = Bench(FakePreprocessor(), MediaSettings(plans_max=2), items=8)
+    bench = Bench(FakePreprocessor(), MediaConfig(plans_max=2), items=8)
     for value in range(4):
         image = data_url(image_bytes(value=value))
         (await bench.pipeline.prepare("\x01", [image])).lease.release()
@@ -397,7 +398,7 @@ async def test_memo_of_plans_is_bounded() -> None:
 
 async def test_close_fails_what_still_waits() -> None:
     """No request waits for a pool that is gone."""
-    bench = Bench(FakePreprocessor(), MediaSettings(threads=1), items=8)
+    bench = Bench(FakePreprocessor(), MediaConfig(threads=1), items=8)
     bench.preprocessor.gate.clear()
     images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
     task = asyncio.ensure_future(bench.pipeline.prepare("\x01\x01", images))

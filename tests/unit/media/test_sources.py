@@ -11,13 +11,14 @@ import pybase64
 import pytest
 
 from tests.unit.media.fakes import data_url, image_bytes
+from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.media import base64_text
 from vsched.media.base64_text import TextWithBase64
-from vsched.media.settings import FORMATS, MediaSettings
+from vsched.media.formats import FORMATS
 from vsched.media.sources import is_local, read_local, scheme_of
 
-SETTINGS = MediaSettings(image_bytes_max=3000)
+SETTINGS = MediaConfig(image_bytes_max=3000)
 
 
 def test_data_url_yields_its_bytes() -> None:
@@ -196,8 +197,8 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def file_settings(tree: Path) -> MediaSettings:
-    return MediaSettings(image_bytes_max=3000, directory=str(tree / "media"))
+def file_settings(tree: Path) -> MediaConfig:
+    return MediaConfig(image_bytes_max=3000, directory=str(tree / "media"))
 
 
 def test_file_is_off_by_default() -> None:

@@ -22,9 +22,10 @@ from tests.unit.media.fakes import (
     tensors_file,
 )
 from tests.unit.worker.device_fakes import MIB, MeasuredEncoder, model_info
+from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
-from vsched.media import EmbeddedImage, MediaPipeline, MediaSettings, PixelStore
+from vsched.media import EmbeddedImage, MediaPipeline, PixelStore
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.testing import ModelCluster
 from vsched.transport.arena import Arena
@@ -108,7 +109,7 @@ def arena() -> Iterator[Arena]:
 @pytest.fixture
 def pipeline(arena: Arena) -> Iterator[MediaPipeline]:
     pipeline = MediaPipeline(
-        TiledPreprocessor(), PixelStore(arena.pixels), MediaSettings(allow_embeddings=True)
+        TiledPreprocessor(), PixelStore(arena.pixels), MediaConfig(allow_embeddings=True)
     )
     yield pipeline
     pipeline.close()

@@ -99,3 +99,13 @@ def test_cores_of_a_container_share_its_threads_and_choose_its_placement(
     config = load_config(None, sets=[f"model.path={tmp_path}"], environ={}).config
     assert (config.threads("encode"), config.threads("generate")) == (1, 1)
     assert placement_here(config).placement == "together"
+
+
+def test_cores_are_those_of_a_pinned_process() -> None:
+    """As by `taskset`, or by the cpuset of a control group."""
+    own = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(own)})
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, own)

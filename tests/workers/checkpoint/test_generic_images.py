@@ -16,7 +16,8 @@ from PIL import Image
 from tests.parity.vision_checkpoints import ON_PILLOW, make_vision_checkpoint
 from tests.unit.media.fakes import data_url
 from tests.workers.driver import drawn_image
-from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.config import MediaConfig
+from vsched.media import MediaPipeline, PixelStore
 from vsched.media.pictures import processes
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout
@@ -130,7 +131,7 @@ async def test_large_image_is_processed_elsewhere_without_torch(
     layout = ArenaLayout(pixel_bytes=1 << 20, pages=0, page_rows=1, row_bytes=1)
     arena = Arena.create(layout)
     pipeline = MediaPipeline(
-        preprocessor, PixelStore(arena.pixels, arena.fd), MediaSettings(prepare_s=60.0)
+        preprocessor, PixelStore(arena.pixels, arena.fd), MediaConfig(prepare_s=60.0)
     )
     try:
         image, encoded = drawn_image(1, 210, 200), io.BytesIO()

@@ -581,8 +581,8 @@ def test_random_schemas_are_kept_to_exactly_or_refused(grammars: TokenGrammars) 
 
 @pytest.mark.slow
 def test_many_random_schemas_are_kept_to_exactly_or_refused(grammars: TokenGrammars) -> None:
-    counts = _seen(grammars, range(20, 1500))
-    assert counts["fits"] > 1500, counts
+    counts = _seen(grammars, range(20, 500))
+    assert counts["fits"] > 450, counts
 
 
 @pytest.mark.parametrize(

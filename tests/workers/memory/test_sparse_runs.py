@@ -14,9 +14,8 @@ import torch
 from tests.patience import PATIENCE_S
 from vsched.aio.replicas.rank_environment import rank_environment
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
-from vsched_workers.backends.cpu.row_blocks import BlockSizes, StepRows
+from vsched_workers.backends.cpu.row_blocks import StepRows
 from vsched_workers.backends.reference.host_memory import DRIFT_BYTES, SCATTERED_SHARE
-from vsched_workers.backends.reference.packed_weights import PackedWeight, packs
 from vsched_workers.memory.sparse_runs import (
     at_most,
     attended_contexts,
@@ -52,23 +51,22 @@ def test_sparse_runs_compute_the_first_and_last_piece_two_layers_of_a_kind_and_a
 
 def test_sparse_steps_take_the_first_and_the_last_block_of_rows_through_the_layers() -> None:
     """Skipped parts are zero, as tokens are sampled from them."""
-    rows, sizes = torch.ones(900, 8), BlockSizes(256, 0)
+    rows = torch.ones(3000, 8)
     with sparsely():
-        sparse = StepRows(rows, rows, 900, sizes)
-    assert [block.start for block in sparse.blocks] == [0, 768]
+        sparse = StepRows(rows, rows)
+    assert [block.start for block in sparse.blocks] == [0, 2048]
     assert not sparse.normed.any()
-    assert [block.start for block in StepRows(rows, rows, 900, sizes).blocks] == [0, 256, 512, 768]
+    assert [block.start for block in StepRows(rows, rows).blocks] == [0, 1024, 2048]
 
 
-@pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs nothing here")
-def test_a_sparse_product_by_a_packed_weight_takes_the_first_and_the_last_block() -> None:
-    product = PackedWeight(torch.ones(32, 16, dtype=torch.bfloat16), None)
-    rows = torch.ones(900, 16, dtype=torch.bfloat16)
+def test_a_sparse_product_takes_the_first_and_the_last_block() -> None:
+    product = QuantizedProduct(torch.ones(16, 16, dtype=torch.bfloat16), None, threads=1)
+    rows = torch.ones(3000, 16, dtype=torch.bfloat16)
     with sparsely():
         sparse = product(rows)
-    assert (sparse[:256] == 16).all()
-    assert not sparse[256:768].any()
-    assert (sparse[768:] == 16).all()
+    assert (sparse[:1024] == 16).all()
+    assert not sparse[1024:2048].any()
+    assert (sparse[2048:] == 16).all()
     assert (product(rows) == 16).all()
 
 

@@ -33,7 +33,6 @@ from vsched.api.processes.messages import (
     Submit,
     Tokenize,
 )
-from vsched.assembly import media_settings
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
 from vsched.record.left import PartialOutput
@@ -145,7 +144,7 @@ class RemoteEngine:
         checker = grammar_processes(config, self.info)
         self._grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)
         nothing = PixelStore(memoryview(bytearray()))  # the engine has the pixels
-        self._media = MediaPipeline(self.preprocessor, nothing, media_settings(config))
+        self._media = MediaPipeline(self.preprocessor, nothing, config.media)
 
     @property
     def state(self) -> str:

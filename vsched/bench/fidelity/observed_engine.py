@@ -19,7 +19,7 @@ from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
 from vsched.aio.shell import Recorder
-from vsched.config import Config
+from vsched.config import Config, MediaConfig
 from vsched.engine import Engine, Progress
 from vsched.errors import GroupLostError
 from vsched.kernel import Scheduler
@@ -27,7 +27,7 @@ from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
 from vsched.kernel.events import Event, GroupLost
 from vsched.kernel.generate.step_budget import pairs_of
-from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.media import MediaPipeline, PixelStore
 from vsched.sim.cost.model import EncodeSample, GenerateSample
 from vsched.sim.cost.observations import Observation, ObservedJob, ObservedRequest, ObservedStep
 from vsched.transport.arena import Arena
@@ -199,7 +199,7 @@ class ObservedEngine(Engine):
             return watch
 
         def make_media(
-            preprocessor: Preprocessor, store: PixelStore, settings: MediaSettings
+            preprocessor: Preprocessor, store: PixelStore, settings: MediaConfig
         ) -> MediaPipeline:
             threads = ObservedThreads(settings.threads, watch)
             return MediaPipeline(preprocessor, store, settings, executor=threads)

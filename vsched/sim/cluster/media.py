@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.media import MediaPipeline, PixelStore
 from vsched.media.allocator import return_freed_memory
 from vsched.media.fetch import Reserve
 from vsched.sim.faults.plan import DecodeError, FetchStall
@@ -88,10 +89,10 @@ def _call(work: _Work) -> None:
         work.outcome.set_result(result)
 
 
-def _fetch(world: World) -> Callable[[str, MediaSettings, Reserve], Awaitable[bytes]]:
+def _fetch(world: World) -> Callable[[str, MediaConfig, Reserve], Awaitable[bytes]]:
     """Return a simulated fetcher for the images that `remote_url` names."""
 
-    async def fetch(reference: str, settings: MediaSettings, reserve: Reserve) -> bytes:
+    async def fetch(reference: str, settings: MediaConfig, reserve: Reserve) -> bytes:
         try:
             async with asyncio.timeout(settings.fetch_s):
                 await asyncio.sleep(world.delays.fetch_ns / 1e9)
@@ -108,7 +109,7 @@ def _fetch(world: World) -> Callable[[str, MediaSettings, Reserve], Awaitable[by
     return fetch
 
 
-def media_of(world: World) -> Callable[[Preprocessor, PixelStore, MediaSettings], MediaPipeline]:
+def media_of(world: World) -> Callable[[Preprocessor, PixelStore, MediaConfig], MediaPipeline]:
     """Return a factory of the production media pipeline, on simulated threads and a simulated network."""
 
     def damaged(_: DecodeError) -> RequestRefused:
@@ -116,9 +117,7 @@ def media_of(world: World) -> Callable[[Preprocessor, PixelStore, MediaSettings]
 
     world.injector.raise_at("media.decode", DecodeError, damaged)
 
-    def make(
-        preprocessor: Preprocessor, store: PixelStore, settings: MediaSettings
-    ) -> MediaPipeline:
+    def make(preprocessor: Preprocessor, store: PixelStore, settings: MediaConfig) -> MediaPipeline:
         return MediaPipeline(
             preprocessor,
             store,

@@ -84,7 +84,7 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str =
     if kept != dtype:
         _check_int8_kv(settings)
     if settings.deterministic:
-        return _deterministic_backend(settings, dtype)
+        return _deterministic_backend(settings, dtype, kept)
     if on_cuda:
         from vsched_workers.backends.cuda.backend import CudaBackend
 
@@ -130,11 +130,6 @@ def _check_int8_kv(settings: WorkerSettings) -> None:
             f"generate.kv_dtype: 'int8' runs on cpu only, not on {settings.device}. "
             "Remedy: set it to auto, or generate.device to cpu."
         )
-    if settings.deterministic:
-        raise ConfigError(
-            "generate.kv_dtype: the attention of model.deterministic reads no 'int8'. "
-            "Remedy: set it to auto, or model.deterministic to false."
-        )
 
 
 def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) -> None:
@@ -158,7 +153,9 @@ def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) 
         )
 
 
-def _deterministic_backend(settings: WorkerSettings, dtype: torch.dtype) -> Backend:
+def _deterministic_backend(
+    settings: WorkerSettings, dtype: torch.dtype, kept: torch.dtype
+) -> Backend:
     """Return the batch-invariant backend: the results of a row do not depend on the other rows.
 
     Raises:
@@ -173,7 +170,6 @@ def _deterministic_backend(settings: WorkerSettings, dtype: torch.dtype) -> Back
     try:
         from vsched_workers.backends.cpu.backend import CpuBackend
         from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
-        from vsched_workers.backends.cpu.operand_choice import choice_file
     except ImportError as error:
         raise ConfigError(
             "model.deterministic: it needs numba, which is not installed. "
@@ -184,12 +180,7 @@ def _deterministic_backend(settings: WorkerSettings, dtype: torch.dtype) -> Back
             "model.deterministic: its kernels need a processor with avx512_bf16, which this one lacks. "
             "Remedy: use another host, or set it to false."
         )
-    if choice_file() is None:
-        raise ConfigError(
-            "model.deterministic: no writable folder to keep the choice of kernels for a restart. "
-            "Remedy: set NUMBA_CACHE_DIR to a folder that can be written, or set it to false."
-        )
-    return CpuBackend(settings, dtype)
+    return CpuBackend(settings, dtype, kept)
 
 
 def _check_attention(settings: WorkerSettings, dtype: torch.dtype, *, on_cuda: bool) -> None:

@@ -147,7 +147,7 @@ async def _measure(
     )
 
     from tests.bench.parts.accuracy.measure import Advance, measure_accuracy
-    from vsched.cli.demo.exam import draw_questions
+    from tests.bench.parts.accuracy.questions import draw_questions
 
     with console.status("Drawing pictures …"):
         conversations = draw_questions(examiner, count)

@@ -19,9 +19,9 @@ from vsched.api.bodies.long_base64 import extract_base64
 from vsched.api.bodies.reading import read_request
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import ChatRequest, ImageEmbedsPart, ImagePart, ImageUrl, TextPart
+from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.media.base64_text import TextWithBase64, base64_of
-from vsched.media.settings import MediaSettings
 from vsched.media.sources import read_local
 
 REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=50)
@@ -209,7 +209,7 @@ def test_what_stands_before_base64_is_seen() -> None:
     """It is not part of the base64 text that is kept apart."""
     [sent] = sent_texts(read(body_of(image(f'data:image/png;base64,"{BASE64}'))))
     with pytest.raises(RequestRefused, match="base64 is not valid"):
-        read_local(sent, MediaSettings())
+        read_local(sent, MediaConfig())
 
 
 def test_a_stand_in_cannot_be_sent() -> None:

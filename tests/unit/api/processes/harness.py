@@ -27,9 +27,9 @@ from vsched.api.processes.messages import (
 )
 from vsched.api.processes.process_session import EngineOutbox, ProcessSession
 from vsched.api.processes.remote_engine import ProcessOutbox, RemoteEngine
-from vsched.config import Config
+from vsched.config import Config, MediaConfig
 from vsched.engine import Engine
-from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.media import MediaPipeline, PixelStore
 
 PREPARING_MAX = 2
 
@@ -82,7 +82,7 @@ class Joined:
         self.engine.info = model_info(context_tokens=64)
         self.engine.preprocessor = FakePreprocessor(self.engine.info)
         store = PixelStore(memoryview(bytearray()))
-        settings = MediaSettings(preparing_max=PREPARING_MAX)
+        settings = MediaConfig(preparing_max=PREPARING_MAX)
         assert self.engine._running is not None
         self.media = MediaPipeline(self.engine.preprocessor, store, settings)
         adapters = SimpleNamespace(rows=list)

@@ -15,8 +15,9 @@ from tests.unit.media.fakes import (
     embedding_file,
     image_bytes,
 )
+from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.media import BoundedImage, ImageReference, MediaPipeline, MediaSettings, NamedImage
+from vsched.media import BoundedImage, ImageReference, MediaPipeline, NamedImage
 from vsched.media.pictures import processes
 from vsched.media.pixels import PixelStore
 from vsched.transport.arena import Arena
@@ -29,13 +30,13 @@ TWO = PixelBounds(max_pixels=128)
 """Bounds that leave two of them."""
 
 
-def pipeline(preprocessor: FakePreprocessor, settings: MediaSettings) -> MediaPipeline:
+def pipeline(preprocessor: FakePreprocessor, settings: MediaConfig) -> MediaPipeline:
     return MediaPipeline(preprocessor, PixelStore(memoryview(bytearray(1 << 20))), settings)
 
 
 @pytest.fixture
 def media() -> Iterator[MediaPipeline]:
-    made = pipeline(BoundedPreprocessor(), MediaSettings(allow_embeddings=True))
+    made = pipeline(BoundedPreprocessor(), MediaConfig(allow_embeddings=True))
     yield made
     made.close()
 
@@ -73,7 +74,7 @@ async def test_an_embedding_has_its_size(media: MediaPipeline) -> None:
 
 
 async def test_what_is_out_of_bounds_is_refused_by_the_settings() -> None:
-    media = pipeline(BoundedPreprocessor(), MediaSettings(image_pixels_max=1000))
+    media = pipeline(BoundedPreprocessor(), MediaConfig(image_pixels_max=1000))
     with pytest.raises(RequestRefused, match="image 1: above") as refused:
         await items(media, URL, BoundedImage(URL, PixelBounds(max_pixels=1001)))
     assert refused.value.code == "pixel_bounds_invalid"
@@ -81,7 +82,7 @@ async def test_what_is_out_of_bounds_is_refused_by_the_settings() -> None:
 
 
 async def test_a_model_without_bounds_refuses_them() -> None:
-    media = pipeline(FakePreprocessor(), MediaSettings())
+    media = pipeline(FakePreprocessor(), MediaConfig())
     with pytest.raises(RequestRefused, match="Remedy: leave min_pixels and max_pixels") as refused:
         await items(media, BoundedImage(URL, TWO))
     assert (refused.value.code, refused.value.status) == ("pixel_bounds_not_taken", 400)
@@ -94,7 +95,7 @@ async def test_picture_processes_know_the_bounds(monkeypatch: pytest.MonkeyPatch
     media = MediaPipeline(
         BoundedPreprocessor(),
         PixelStore(arena.pixels, arena.fd),
-        MediaSettings(prepare_s=PATIENCE_S),  # imports take long on a busy machine
+        MediaConfig(prepare_s=PATIENCE_S),  # imports take long on a busy machine
     )
     assert [item.tokens for item in await items(media, BoundedImage(URL, TWO), URL)] == [2, 8]
     media.close()

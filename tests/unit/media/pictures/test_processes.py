@@ -21,8 +21,9 @@ from tests.unit.media.fakes import (
     image_bytes,
     model_info,
 )
+from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import MediaPipeline, MediaSettings, PixelStore
+from vsched.media import MediaPipeline, PixelStore
 from vsched.media.decode import DecodeLimits
 from vsched.media.measure import Measurer
 from vsched.media.pictures import filling, processes
@@ -39,7 +40,7 @@ HANGS = data_url(image_bytes(value=FaultyPreprocessor.HANGS))
 class ArenaBench:
     """A pipeline whose store is an arena, so that large images get processes."""
 
-    def __init__(self, settings: MediaSettings) -> None:
+    def __init__(self, settings: MediaConfig) -> None:
         self.arena = Arena.create(
             ArenaLayout(pixel_bytes=PIXEL_BYTES, pages=0, page_rows=1, row_bytes=1)
         )
@@ -68,7 +69,7 @@ class ArenaBench:
 
 
 def make_bench(prepare_s: float) -> Iterator[ArenaBench]:
-    bench = ArenaBench(MediaSettings(prepare_s=prepare_s))
+    bench = ArenaBench(MediaConfig(prepare_s=prepare_s))
     yield bench
     bench.pipeline.close()
     bench.arena.close()
@@ -137,7 +138,7 @@ async def test_headers_that_native_code_parses_are_read_in_a_process(
 def test_what_is_decoded_has_a_bound_in_bytes(kind: str) -> None:
     """In any format and size, an image in a kept process may take at most `LARGE_BYTES`."""
     rng = random.Random(kind)
-    settings = MediaSettings(decode_bytes=1 << 40)
+    settings = MediaConfig(decode_bytes=1 << 40)
     measurer = Measurer(FaultyPreprocessor(model_info(item_tokens_max=1 << 40)), settings, {}, {})
     for wide in (100, 700, 2000):
         high = rng.randint(wide // 2, wide)
@@ -160,7 +161,7 @@ async def test_what_cannot_be_decoded_is_refused(
     bench: ArenaBench, content: bytes, code: str
 ) -> None:
     """By the process itself, with the same limits as for the check of the header."""
-    measurer = Measurer(FaultyPreprocessor(), MediaSettings(), {}, {})
+    measurer = Measurer(FaultyPreprocessor(), MediaConfig(), {}, {})
     [image] = measurer.measure([data_url(image_bytes())], {}, "", lambda _: None)
     made = picture_processes(FaultyPreprocessor(), LIMITS, arena_fd=bench.arena.fd, deadline_s=30.0)
     assert made is not None
@@ -209,7 +210,7 @@ async def test_process_that_hangs_is_killed(hasty: ArenaBench) -> None:
 
 
 async def test_hanging_process_is_told_to_who_still_waits(hasty: ArenaBench) -> None:
-    measurer = Measurer(FaultyPreprocessor(), MediaSettings(), {}, {})
+    measurer = Measurer(FaultyPreprocessor(), MediaConfig(), {}, {})
     [image] = measurer.measure([HANGS], {}, "", lambda _: None)
     with pytest.raises(RequestFailed, match=r"was not done within 0\.2 s, and was killed"):
         await asyncio.to_thread(hasty.pictures.fill, image, Extent(0, image.extent_bytes))
@@ -258,7 +259,7 @@ def test_text_alone_needs_no_image_server() -> None:
     """A server without encode ranks has an empty arena."""
     arena = Arena.create(ArenaLayout(pixel_bytes=0, pages=0, page_rows=1, row_bytes=0))
     store = PixelStore(arena.pixels, arena.fd)
-    pipeline = MediaPipeline(FaultyPreprocessor(), store, MediaSettings())
+    pipeline = MediaPipeline(FaultyPreprocessor(), store, MediaConfig())
     assert pipeline._pictures is None
     pipeline.close()
     arena.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,16 +22,14 @@ from tests.workers.backends.paged import written_out
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cpu import operand_choice, prefill_attention, tiled_attention
+from vsched_workers.backends.cpu import prefill_attention
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK
-from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN, OnlineSoftmax, softmax_tile
-from vsched_workers.backends.cpu.prefill_choice import choose_patches
-from vsched_workers.backends.cpu.threads import pool_of, process_pool
+from vsched_workers.backends.cpu.threads import process_pool
 from vsched_workers.backends.cpu.tiles import attention
 from vsched_workers.backends.cuda.backend import CudaBackend
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
-from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
+from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
     DecodeKernel,
     PagedStep,
@@ -90,8 +87,9 @@ def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, P
 
 @pytest.mark.parametrize("kernel", ["exact", "numba"])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (7, 1, 128)])
-@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "threads"), [(4, 2, 16, 2), (3, 3, 8, 1), (7, 1, 128, 1)]
+)
 def test_decode_equals_attention_written_out(
     kernel: str,
     dtype: torch.dtype,
@@ -182,7 +180,6 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
     [
         (prefill_by_gather, torch.float32, 1e-5),
         (prefill_by_gather, torch.bfloat16, 4e-2),
-        (tiled_attention.prefill, torch.bfloat16, 4e-2),
         pytest.param(
             with_operand(BF16, prefill_attention.prefill),
             torch.bfloat16,
@@ -199,9 +196,9 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 8), (7, 1, 128), (4, 4, 112)]
+    ("heads", "kv_heads", "head_dim", "first", "rows"),
+    [(4, 2, 16, 0, 9), (3, 3, 8, 31, 6), (7, 1, 128, 36, 1), (4, 4, 112, 4, 33)],
 )
-@pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1), (4, 33)])
 def test_prefill_equals_attention_written_out(
     kernel: PrefillKernel,
     dtype: torch.dtype,
@@ -211,15 +208,11 @@ def test_prefill_equals_attention_written_out(
     head_dim: int,
     first: int,
     rows: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A chunk sees the context before it, through the block table, and its own rows causally."""
-    monkeypatch.setattr(tiled_attention, "TILE_KEYS_MIN", 8)
-    monkeypatch.setattr(tiled_attention, "TILE_KEYS_MAX", 8)
-    monkeypatch.setattr(tiled_attention, "TILE_PART_STEP", 2)
-    monkeypatch.setattr(tiled_attention, "BLOCK", 16)
-    monkeypatch.setattr(tiled_attention, "FEW_ROWS", (1, 4, 16))
-    monkeypatch.setattr(tiled_attention, "BLOCK_PART", 8)
+    """A chunk sees the context before it, through the block table, and its own rows causally.
+
+    Heads of eight values are left to torch.
+    """
     cache, step = filled(dtype, kv_heads, head_dim)
     segment = Segment(
         step.tables[3], start=0, first=first, last=first + rows, block_size=BLOCK_SIZE, device="cpu"
@@ -236,96 +229,6 @@ def test_prefill_equals_attention_written_out(
     expected = torch.einsum("hql,lhd->hqd", weights, repeated[1])
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, rtol=within, atol=within)
-
-
-@pytest.mark.parametrize("heads", [1, 12, 16, 28])
-def test_tiled_prefill_multiplies_few_shapes(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
-    """The code that oneDNN compiles for a shape stays in memory: 1,000 chunks of various lengths once took 1 GB."""
-    shapes: set[tuple[int, ...]] = set()
-
-    def watched(name: str) -> None:
-        multiply = getattr(torch, name)
-
-        def product(*operands: torch.Tensor, **more: object) -> torch.Tensor:
-            shapes.add((len(name), *(size for one in operands for size in one.shape)))
-            result: torch.Tensor = multiply(*operands, **more)
-            return result
-
-        monkeypatch.setattr(torch, name, product)
-
-    watched("bmm")
-    watched("baddbmm")
-    keys = torch.zeros(2048, 1, 8, dtype=torch.bfloat16)
-    seen = []
-    for rows in range(1, 400, 3):
-        query = torch.zeros(heads, rows, 8, dtype=torch.bfloat16)
-        earlier = torch.arange(1 + 5 * rows)
-        tiled_attention.attend_chunk(query, query[:1], query[:1], LayerKv(keys, keys), earlier, 1.0)
-        seen.append(len(shapes))
-    assert seen[-1] <= 2 * len(tiled_attention.FEW_ROWS) * (3 + tiled_attention.TILE_PARTS)
-    assert seen[-1] < 134, "fewer than chunks"
-
-
-def test_all_that_images_need_is_compiled_on_loading(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A product with a new shape or memory layout would take memory that was already distributed."""
-    seen: set[tuple[object, ...]] = set()
-
-    def watched(name: str) -> None:
-        multiply = getattr(torch, name)
-
-        def product(*operands: torch.Tensor, **more: object) -> torch.Tensor:
-            seen.add((name, *((one.shape, one.stride()) for one in operands)))
-            result: torch.Tensor = multiply(*operands, **more)
-            return result
-
-        monkeypatch.setattr(torch, name, product)
-
-    watched("bmm")
-    watched("baddbmm")
-    heads, head_dim = 2, 8
-    tiled_attention.warm_up_patches(heads, head_dim)
-    compiled = frozenset(seen)
-    assert len(compiled) == 2 * (3 * 4 + 5 * 3)
-    lengths = [*range(1, 65), *range(65, 2400, 61), 1024, 2048]
-    for rows in lengths:
-        for sequences in (1, 2, 21):
-            room = torch.zeros(3 * heads, sequences * rows, head_dim, dtype=torch.bfloat16)
-            query, key, value = (each.unflatten(1, (sequences, rows)) for each in room.split(heads))
-            out = torch.empty(sequences, rows, heads, head_dim, dtype=torch.bfloat16)
-            if rows <= 64 or sequences < 3:
-                tiled_attention.attend_patches(query, key, value, 1.0, out)
-    assert seen == compiled
-
-
-@pytest.mark.parametrize("has_product", [True, False])
-def test_tiles_are_multiplied_as_float32_where_onednn_has_no_product_of_bfloat16(
-    monkeypatch: pytest.MonkeyPatch, has_product: bool
-) -> None:
-    """On such processors torch's own bfloat16 product takes 12 to 20 times as long; results are the same."""
-    seen: set[torch.dtype] = set()
-
-    def watched(name: str) -> None:
-        multiply = getattr(torch, name)
-
-        def product(*operands: torch.Tensor, **more: object) -> torch.Tensor:
-            seen.update(one.dtype for one in operands)
-            result: torch.Tensor = multiply(*operands, **more)
-            return result
-
-        monkeypatch.setattr(torch, name, product)
-
-    watched("bmm")
-    watched("baddbmm")
-    monkeypatch.setattr(tiled_attention, "packs", lambda _: has_product)
-    query, key, value = torch.randn(3, 2, 1, 200, 16).bfloat16()
-    out = torch.empty(1, 200, 2, 16, dtype=torch.bfloat16)
-    tiled_attention.attend_patches(query, key, value, 0.3, out)
-    assert seen == {torch.bfloat16 if has_product else torch.float32}
-    weights = (query.double() @ key.double().transpose(-1, -2) * 0.3).softmax(-1)
-    expected = (weights @ value.double()).permute(1, 2, 0, 3)
-    torch.testing.assert_close(out.double(), expected, rtol=4e-2, atol=4e-2)
 
 
 @pytest.mark.parametrize("operand", [FLOAT32, pytest.param(None, marks=needs_tiles, id="tiles")])
@@ -379,55 +282,21 @@ def test_what_a_row_does_not_see_weighs_nothing_in_tiles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "periods"), [(1, 3), pytest.param(2, 400, marks=pytest.mark.slow)]
-)
-def test_softmax_tile_keeps_an_online_softmax(threads: int, periods: int) -> None:
-    """Two tiles with rising maximum scores, far apart and close, causal and full; masked scores weigh nothing."""
-    period, width, dim = 5, 40, 3
-    rows = periods * period
-    chance = torch.Generator().manual_seed(3)
-    tiles = [(torch.randn(rows, width, generator=chance) * 9 + lift).bfloat16() for lift in (0, 30)]
-    values = torch.randn(2, width, dim, generator=chance).bfloat16()
-    highest = np.full(rows, SCORE_MIN, dtype=np.float32)
-    total = np.zeros(rows, dtype=np.float32)
-    summed = np.zeros((rows, dim), dtype=np.float32)
-    seen = torch.arange(rows)[:, None] % period + 1 > torch.arange(width)
-    masks = [seen, torch.arange(width).expand(rows, -1) < 33]
-    for tile, value, (first, more) in zip(tiles, values, ((1, 1), (33, 0)), strict=True):
-        weights = tile.clone()
-        online = OnlineSoftmax(highest, total, summed)
-        softmax_tile(pool_of(threads), weights.data_ptr(), width, first, more, period, online)
-        summed += (weights.float() @ value.float()).numpy()
-    scores = torch.cat(
-        [t.double().masked_fill(~m, -torch.inf) for t, m in zip(tiles, masks, strict=True)], 1
-    )
-    expected = (scores * math.log(2)).softmax(-1) @ values.flatten(0, 1).double()
-    got = torch.from_numpy(summed / total[:, None]).double()
-    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
-    np.testing.assert_allclose(highest, scores.amax(-1).float())
-
-
-@pytest.mark.parametrize(
     "attend_all",
     [
-        tiled_attention.attend_patches,
         pytest.param(with_operand(BF16, prefill_attention.attend_patches), marks=needs_bf16_dot),
         with_operand(FLOAT32, prefill_attention.attend_patches),
         pytest.param(with_operand(None, prefill_attention.attend_patches), marks=needs_tiles),
     ],
 )
-@pytest.mark.parametrize("head_dim", [16, 48, 80])
-@pytest.mark.parametrize(("sequences", "rows"), [(1, 1), (27, 20), (3, 64), (2, 70), (1, 300)])
+@pytest.mark.parametrize(
+    ("head_dim", "sequences", "rows"),
+    [(16, 1, 1), (48, 27, 20), (80, 3, 64), (80, 2, 70), (16, 1, 300)],
+)
 def test_attend_all_equals_attention_written_out(
-    sequences: int,
-    rows: int,
-    head_dim: int,
-    attend_all: PatchKernel,
-    monkeypatch: pytest.MonkeyPatch,
+    sequences: int, rows: int, head_dim: int, attend_all: PatchKernel
 ) -> None:
-    """Batched windows; an image by blocks and tiles: no row sees another sequence or padding."""
-    monkeypatch.setattr(tiled_attention, "IMAGE_KEYS", 128)
-    monkeypatch.setattr(tiled_attention, "IMAGE_KEYS_PART", 48)
+    """Batched windows; an image by blocks: no row sees another sequence or padding."""
     heads = 3
     chance = torch.Generator().manual_seed(rows)
     inputs = torch.randn(3, heads, sequences, rows, head_dim, generator=chance).bfloat16()
@@ -498,25 +367,9 @@ def _in_chunks(
     return torch.cat(parts)
 
 
-def test_choose_prefill_takes_the_custom_or_the_tiled_kernel_for_bfloat16_on_the_cpu_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(operand_choice, "supports_bf16", lambda: False)
-    monkeypatch.setattr(operand_choice, "packs", lambda _: True)
+def test_prefill_kernels_by_type_and_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    assert choose_prefill(WorkerSettings(), torch.bfloat16) is tiled_attention.prefill
-    assert choose_patches(2, 20) is tiled_attention.attend_patches
+    assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_attention.prefill
     assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather
     assert isinstance(choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16), CudaBackend)
-    assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather
-
-
-@pytest.mark.parametrize("has_product", [pytest.param(True, marks=needs_bf16_dot), False])
-def test_custom_prefill_is_chosen_where_it_pays_or_onednn_has_no_product(
-    has_product: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operand_choice, "supports_bf16", lambda: has_product)
-    monkeypatch.setattr(operand_choice, "packs", lambda _: has_product)
-    assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_attention.prefill
-    assert choose_patches(2, 16) is prefill_attention.attend_patches
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather

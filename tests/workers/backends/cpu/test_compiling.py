@@ -177,7 +177,7 @@ def test_tiles_are_needed_where_weights_are_widened_for_them(
 
 
 def test_attention_of_many_rows_is_needed_as_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In tiles if available and allowed; other head dimensions are left to oneDNN."""
+    """In tiles if available and allowed; other head dimensions are left to torch."""
 
     def of(size: int = 64, *, deterministic: bool = False) -> set[str]:
         config = SimpleNamespace(head_dim=size, hidden_act="silu")
@@ -185,43 +185,32 @@ def test_attention_of_many_rows_is_needed_as_it_is_chosen(monkeypatch: pytest.Mo
         found = {
             each.kernel for each in language_needs(settings, dtype, dtype, config, Decoder(), ())
         }
-        return found & {"attention in tiles", "prefill attention", "softmax"}
+        return found & {"attention in tiles", "prefill attention"}
 
-    monkeypatch.setattr(needs_module, "supports_attention", lambda: True)
     for has_tiles, kernel in ((True, "attention in tiles"), (False, "prefill attention")):
         monkeypatch.setattr(needs_module, "has_tiles", lambda has=has_tiles: has)
         assert of() == {kernel}
-        assert of(20) == {kernel, "softmax"}
-        assert of(deterministic=True) == set()
-    monkeypatch.setattr(needs_module, "supports_attention", lambda: False)
-    assert of() == {"softmax"}
+        assert of(20) == of(deterministic=True) == set()
 
 
-def test_a_step_in_one_call_is_needed_where_products_are_our_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_products_and_the_step_in_one_call_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     config, dtype = SimpleNamespace(head_dim=64, hidden_act="silu"), torch.bfloat16
 
     def of(kinds: Sequence[str] = (), **given: Any) -> set[Need]:
         settings = WorkerSettings(**given)
         return {*language_needs(settings, dtype, dtype, config, Decoder(), kinds)}
 
-    def has_step(kinds: Sequence[str] = (), **given: Any) -> bool:
-        return "decode step" in {each.kernel for each in of(kinds, **given)}
-
     whole = needs("product", "bfloat16", "int4", "int8")
     assert whole in of(weights="int4", activations="int8")
     assert whole in of(["int4"], activations="int8")
     assert whole not in of(weights="int4", activations="float")
-    for has_dot, has_onednn in ((True, True), (False, True), (False, False)):
-        monkeypatch.setattr(needs_module, "supports_bf16", lambda has_dot=has_dot: has_dot)
-        monkeypatch.setattr(needs_module, "packs", lambda _, has=has_onednn: has)
-        assert has_step() == (has_dot or not has_onednn)
+    for has_dot in (True, False):
+        monkeypatch.setattr(needs_module, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
         assert (needs("product of panels") in of()) == has_dot
-        for given in ({"weights": "int8"}, {"kinds": ["fp8"]}):
-            assert has_step(**given)
-            assert not has_step(**given, deterministic=True)
-            assert not has_step(**given, ranks=2)
+        assert (needs("product", "bfloat16", "bfloat16") in of()) != has_dot
+    step = needs("decode step", "bfloat16")
+    assert step in of() & of(weights="int8") & of(deterministic=True)
+    assert step not in of(ranks=2)
 
 
 @pytest.mark.slow

@@ -20,21 +20,16 @@ import numba
 
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.test_quantized_products import weight_of
-from tests.workers.driver import Driver, Question, Stage
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, SequenceState, WorkerSettings
 from vsched_workers.adapters.rows import NOBODY, PassRows
 from vsched_workers.backends.cpu import language_layers, products
-from vsched_workers.backends.cpu.decode_step.angles import TABLE_POSITIONS
 from vsched_workers.backends.cpu.decode_step.compiled_step import fits
 from vsched_workers.backends.cpu.decode_step.kernel import FLOATS, INT8_ACTIVATIONS, PANELS
-from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
-from vsched_workers.backends.cpu.operand_choice import supports_bf16
-from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.backends.cpu.products import make_product
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
-from vsched_workers.backends.reference.packed_weights import PackedWeight, packs
-from vsched_workers.backends.reference.rotary_angles import AxesAngles
 from vsched_workers.batching.kv_cache import to_int8
 from vsched_workers.batching.step_rows import PromptPositions
 from vsched_workers.checkpoint import random_init
@@ -42,14 +37,10 @@ from vsched_workers.plugin import plugin
 from vsched_workers.quantized.model import Quantizer
 from vsched_workers.quantized.weights import quantize
 
-needs_own = pytest.mark.skipif(
-    not supports_bf16() and packs(torch.bfloat16), reason="oneDNN multiplies bfloat16 here"
-)
-
 BLOCK = 16
 ROWS_MAX = 32
-FAR = TABLE_POSITIONS + 20
-"""Tokens of the longest context: the angles of its last row are beyond the table."""
+FAR = 1500
+"""Tokens of the longest context."""
 
 _PANELS: Mapping[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 MAKES: Mapping[str, Mapping[str, Any]] = {
@@ -119,7 +110,7 @@ def batch_of(rows: int, *, delta: int = 0) -> Batch:
     Positions are `delta` behind indices in the text.
     """
     lengths = np.array([[1, BLOCK, BLOCK + 1, 40, 5][row % 5] for row in range(rows)])
-    lengths[-1] = (FAR, TABLE_POSITIONS)[rows % 2]
+    lengths[-1] = (FAR, 512)[rows % 2]
     tables = np.zeros((rows, FAR // BLOCK + 1), dtype=np.int32)
     blocks = iter(np.random.default_rng(rows).permutation(ROWS_MAX * 4 + FAR // BLOCK))
     for table, length in zip(tables, lengths, strict=True):
@@ -196,10 +187,15 @@ def kinds_of(worker: Any) -> set[int]:
     return {*worker._layers._compiled_step._tables.products["kind"].flatten().tolist()}
 
 
-@needs_own
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize(
+    ("name", "threads", "kv_dtype"),
+    [
+        *((name, 1, "auto") for name in MAKES),
+        ("tiny3", 1, "int8"),
+        pytest.param("gemma2", 2, "int8", marks=pytest.mark.slow),
+        pytest.param("tiny25", 2, "auto", marks=pytest.mark.slow),
+    ],
+)
 def test_one_call_has_the_bits_of_many(
     name: str,
     threads: int,
@@ -211,9 +207,10 @@ def test_one_call_has_the_bits_of_many(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("made", FORMATS)
+@pytest.mark.parametrize(
+    ("made", "threads", "kv_dtype"),
+    [(made, 1 + place % 2, ("auto", "int8")[place % 3 == 0]) for place, made in enumerate(FORMATS)],
+)
 def test_one_call_has_the_bits_of_many_with_quantized_weights(
     made: str,
     threads: int,
@@ -232,14 +229,14 @@ def test_one_call_has_the_bits_of_many_with_quantized_weights(
 def test_one_call_has_the_bits_of_many_where_bfloat16_is_widened(
     threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on processors without a bfloat16 product in oneDNN."""
-    monkeypatch.setattr(products, "packs", lambda _: False)
+    """As on processors without VDPBF16PS."""
+    monkeypatch.setattr(products, "has_bf16_dot", lambda: False)
+    monkeypatch.setattr(products, "has_tiles", lambda: False)
     worker = load(checkpoint("llama"), threads=threads)
     assert kinds_of(worker) == {FLOATS}
     check(worker, monkeypatch)
 
 
-@needs_own
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_call_has_the_bits_of_many_where_formats_mix(
@@ -250,7 +247,7 @@ def test_one_call_has_the_bits_of_many_where_formats_mix(
     def linear(self: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         outputs, inputs = weight.shape
         if outputs == inputs:
-            return panel_product(weight, bias, threads=threads)
+            return make_product(weight, bias, threads=threads)
         groups = {704: ("int4", 16)}  # by outputs: the gate and `up`
         kind, group = groups.get(outputs, ("int8", 32) if inputs == 704 else ("int4", 128))
         made = quantize(weight.detach(), kind, group=group)
@@ -258,34 +255,28 @@ def test_one_call_has_the_bits_of_many_where_formats_mix(
 
     monkeypatch.setattr(Quantizer, "linear", linear)
     worker = load(checkpoint("tiny25"), threads=threads, weights="int4", activations="int8")
-    assert kinds_of(worker) == {INT8_ACTIVATIONS, FLOATS, *[PANELS] * supports_bf16()}
+    assert kinds_of(worker) == {INT8_ACTIVATIONS, FLOATS, *[PANELS] * has_bf16_dot()}
     check(worker, monkeypatch)
 
 
 @pytest.mark.parametrize(("kind", "fit"), [("int4 32", True), ("int4 32~", False), ("fp8", True)])
 def test_products_of_rows_in_another_order_do_not_fit(kind: str, fit: bool) -> None:
     make = functools.partial(QuantizedProduct, threads=1)
-    weight = PackedWeight(weight_of(kind, 64, 64), None, make_custom=make)
-    plain = PackedWeight(weight_of("int8", 64, 64), None, make_custom=make)
+    weight, plain = make(weight_of(kind, 64, 64), None), make(weight_of("int8", 64, 64), None)
     layer = SimpleNamespace(qkv=plain, o_proj=plain, gate=plain, up=plain, down=weight)
     assert fits([layer, layer]) == fit
     assert not fits([])
 
 
-@needs_own
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_call_has_the_bits_of_many_where_attention_runs_on_all_threads(
     threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if float32 is multiplied faster, and this package packs the weights."""
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
-    monkeypatch.setattr(products, "operand", lambda: FLOAT32)
-    monkeypatch.setattr(products, "has_tiles", lambda: False)
     check(load(checkpoint("olmo2"), threads=threads), monkeypatch)
 
 
-@needs_own
 def test_positions_behind_images_are_those_of_axes(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,27 +284,13 @@ def test_positions_behind_images_are_those_of_axes(
     check(load(checkpoint("tiny25")), monkeypatch, delta=-9)
 
 
-@needs_own
-def test_angles_that_depend_on_other_rows_are_not_looked_up(
-    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(AxesAngles, "fixed", property(lambda _: False, lambda *_: None), False)
-    check(load(checkpoint("tiny25")), monkeypatch)
-
-
-@needs_own
 def test_other_steps_go_layer_by_layer(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps with chunks, adapters, too many rows, a subset of layers, or other block sizes."""
-    stage = Stage.load(checkpoint("tiny25"), attention="auto", dtype="bfloat16")
-    worker: Any = stage.generator
+    """Steps with chunks, adapters, too many rows, or a subset of layers."""
+    worker = load(checkpoint("tiny25"))
     whole = worker._layers._compiled_step
     spy = mock.Mock(wraps=whole, rows_max=whole.rows_max, inner=whole.inner)
-    monkeypatch.setattr(worker._layers, "_compiled_step", spy)
-    Driver(stage, chunk=20).run([Question("Say something.", count=4)])
-    assert not spy.called, "scores of blocks of 4 are not those that it was compiled for"
-    worker = load(checkpoint("tiny25"))
     monkeypatch.setattr(worker._layers, "_compiled_step", spy)
     with worker.first_layers(1):
         worker.step(batch_of(2))
@@ -326,13 +303,6 @@ def test_other_steps_go_layer_by_layer(
     spy.rows_max = 2
     worker.step(batch_of(2))
     assert spy.called
-
-
-@needs_own
-def test_deterministic_models_have_no_such_step(checkpoint: Callable[[str], str]) -> None:
-    """Their rows use another attention kernel."""
-    worker = load(checkpoint("tiny25"), deterministic=True)
-    assert worker._layers._compiled_step is None
 
 
 def test_a_kernel_is_told_its_parameters_by_one_signature() -> None:

@@ -18,9 +18,6 @@ from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers.backends.cpu.twins import Twins, run_twins
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
-from vsched.errors import ConfigError
-from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.module_layers import ModuleLayers
@@ -146,15 +143,6 @@ def test_a_model_that_does_more_than_place_rows_is_seen(
             lambda _module, args, given: (args, given | {name: given[name] + 1}), with_kwargs=True
         )
     assert not inputs.only_places_rows(model)
-
-
-def test_deterministic_refuses_windows(tmp_path: Path) -> None:
-    if not has_bf16_dot():
-        pytest.skip("needs avx512_bf16")
-    make_checkpoint("mistral", tmp_path)
-    settings = WorkerSettings(threads=1, deterministic=True)
-    with pytest.raises(ConfigError, match=r"model.deterministic: .*sliding-window.*Remedy: "):
-        Stage.load(str(tmp_path), attention="auto", dtype="bfloat16", settings=settings)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite"])

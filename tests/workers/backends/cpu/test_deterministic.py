@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import prompts
 from tests.workers import driver
-from tests.workers.backends.cpu.kernels.operands import use_operand
 from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
 from vsched.errors import ConfigError
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cpu import operand_choice, prefill_attention, products
+from vsched_workers.backends.cpu import prefill_attention, products
 from vsched_workers.backends.cpu.kernels import simd
-from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.quantized import products as quantized_products
-from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.plugin import TRAINED
 
 needs_bf16_dot = pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16")
@@ -34,15 +31,6 @@ needs_bf16_dot = pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf1
 Load = Callable[..., Stage]
 
 CHUNKS = (1000, 7, 64)
-OPERANDS = {"": None, "bf16": BF16, "float32": FLOAT32}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _blocks_of_whole_panels() -> Iterator[None]:
-    """The kernels require a block size that is a multiple of 16."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "BLOCK_SIZE", 16)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +38,7 @@ def load(checkpoints: Callable[[str], Path]) -> Load:
     """Return the loaded workers of a checkpoint in bfloat16."""
 
     @functools.cache
-    def stage(
-        name: str, threads: int = 1, *, deterministic: bool = True, operand: str = ""
-    ) -> Stage:
-        assert operand in OPERANDS, "the caller has it chosen; here it tells stages apart"
+    def stage(name: str, threads: int = 1, *, deterministic: bool = True) -> Stage:
         path = TRAINED if name == "demo" else checkpoints(name)
         settings = WorkerSettings(threads=threads, deterministic=deterministic)
         return Stage.load(str(path), attention="auto", dtype="bfloat16", settings=settings)
@@ -118,24 +103,11 @@ class Recorded:
 
 
 @needs_bf16_dot
-@pytest.mark.parametrize(
-    ("name", "threads", "operand"),
-    [
-        ("demo", 1, "bf16"),
-        ("demo", 2, "float32"),
-        ("nano25", 2, ""),
-        ("nano3", 1, ""),
-        ("tiny25", 1, ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "threads"), [("demo", 2), ("nano25", 2), ("nano3", 1)])
 def test_logits_are_the_same_alone_among_others_in_any_chunks_and_recomputed(
-    load: Load, name: str, threads: int, operand: str, monkeypatch: pytest.MonkeyPatch
+    load: Load, name: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if operand:
-        monkeypatch.setattr(products, "operand", lambda: OPERANDS[operand])
-        use_operand(monkeypatch, OPERANDS[operand])
-    recorded = Recorded(load(name, threads, operand=operand), monkeypatch)
-    check_invariant(recorded)
+    check_invariant(Recorded(load(name, threads), monkeypatch))
 
 
 def check_invariant(recorded: Recorded) -> None:
@@ -151,11 +123,15 @@ def check_invariant(recorded: Recorded) -> None:
 
 
 @needs_bf16_dot
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_model_of_text_alone_leaves_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For decoder-only models of any family: alone in one chunk, or in a batch with small chunks, preempted."""
-    make_checkpoint("llama", tmp_path)
+    """For decoder-only models of any family: alone in one chunk, or in a batch with small chunks, preempted.
+
+    gemma2 has sliding windows and soft-capping.
+    """
+    make_checkpoint(name, tmp_path)
     settings = WorkerSettings(threads=1, deterministic=True)
     stage = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16", settings=settings)
     recorded = Recorded(stage, monkeypatch)
@@ -169,12 +145,12 @@ def test_a_model_of_text_alone_leaves_no_trace(
 def test_borders_of_chunks_leave_no_trace(
     load: Load, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks end within and at the ends of panels of keys, blocks of rows, runs and images; some are one row."""
+    """Chunks end within and at the ends of blocks of keys, and of images; some are one row."""
     recorded = Recorded(load("demo", threads), monkeypatch)
     long = Question("Which one? " * 40, [drawn_image(1, 200, 180)], count=4)
     assert len(recorded.stage.prompt(long)[0]) > 260
     whole = recorded.run([long], chunk=1000)
-    for chunk in (1, 13, 16, 127, 128, 129):
+    for chunk in (1, 13, 129):
         assert recorded.run([long], chunk=chunk) == whole, chunk
 
 
@@ -190,7 +166,11 @@ def test_a_cached_prefix_leaves_no_trace(load: Load, monkeypatch: pytest.MonkeyP
         (owner,) = one.run([first])
         blocks = owner.sequence.prompt_length // driver.BLOCK_SIZE
         assert blocks > 4
-        for shared in (1, blocks // 2, blocks - (owner.sequence.prompt_length % 16 == 0)):
+        for shared in (
+            1,
+            blocks // 2,
+            blocks - (owner.sequence.prompt_length % driver.BLOCK_SIZE == 0),
+        ):
             _give_blocks(one, owner, shared)
             assert recorded.run([second], driver=one) == [wanted]
 
@@ -253,11 +233,10 @@ class _Operations(TorchDispatchMode):
 
 @needs_bf16_dot
 def test_amx_is_not_used(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor with AMX computes as one without: the stored choice of operands is not used."""
+    """A processor with AMX computes as one without."""
     requested = questions(3)
     wanted = Recorded(load("demo"), monkeypatch).run(requested, chunk=40)
     monkeypatch.undo()
-    monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
     for module in (prefill_attention, products, quantized_products):
         monkeypatch.setattr(module, "has_tiles", lambda: True)
     settings = WorkerSettings(threads=1, deterministic=True)
@@ -296,21 +275,6 @@ def test_logits_differ_without_it(load: Load, monkeypatch: pytest.MonkeyPatch) -
     assert [recorded.run([one], chunk=1000)[0] for one in requested] != together
 
 
-def test_a_choice_of_operands_is_kept_for_the_next_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operand_choice, "supports_bf16", lambda: True)
-    monkeypatch.setattr(operand_choice, "choice_file", lambda: tmp_path / "operand")
-    answers = iter([True, False])
-    monkeypatch.setattr(operand_choice, "_float32_is_faster", lambda: next(answers))
-    first = operand_choice.operand.__wrapped__()
-    assert first is FLOAT32
-    assert operand_choice.operand.__wrapped__() is first
-    assert [file.name for file in tmp_path.iterdir()] == ["operand"]
-    # If two processes measure at once, both use the choice of the first.
-    assert operand_choice._keep(tmp_path / "operand", "bfloat16") == "float32"
-
-
 @pytest.mark.parametrize(
     ("dtype", "changes"),
     [
@@ -333,39 +297,9 @@ def test_refuses_a_processor_without_the_kernels(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_bf16_dot
-def test_refuses_where_no_choice_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operand_choice, "choice_file", lambda: None)
-    with pytest.raises(ConfigError, match="NUMBA_CACHE_DIR"):
-        choose_backend(WorkerSettings(deterministic=True), torch.bfloat16)
-
-
-@needs_bf16_dot
 def test_refuses_a_mixture_of_experts(checkpoints: Callable[[str], Path]) -> None:
     settings = WorkerSettings(deterministic=True)
     with pytest.raises(ConfigError, match="experts"):
         Stage.load(
             str(checkpoints("nano3moe")), attention="auto", dtype="bfloat16", settings=settings
         )
-
-
-@needs_bf16_dot
-def test_refuses_a_weight_with_an_odd_number_of_inputs() -> None:
-    with pytest.raises(ConfigError, match="7 inputs"):
-        products.deterministic_product(torch.ones(64, 7).bfloat16(), None, threads=1)
-
-
-@needs_bf16_dot
-def test_refuses_blocks_that_are_no_whole_panels(load: Load) -> None:
-    generator = load("demo").generator
-    with pytest.raises(ConfigError, match=r"generate.block_size is 24, .* 16. Remedy: "):
-        generator.build_kv(blocks=4, block_size=24)
-    generator.build_kv(blocks=driver.BLOCKS, block_size=16)
-
-
-@needs_bf16_dot
-def test_refuses_heads_that_are_no_whole_vectors() -> None:
-    backend = choose_backend(WorkerSettings(deterministic=True), torch.bfloat16)
-    shapes = [KvShape(kv_heads=1, key_dim=24, value_dim=24)]
-    cache = KvCache(shapes, blocks=1, block_size=16, dtype=torch.bfloat16, allocate=torch.zeros)
-    with pytest.raises(ConfigError, match=r"heads of this model have 24 values, .* Remedy: "):
-        backend.choose_attention(cache, 1)

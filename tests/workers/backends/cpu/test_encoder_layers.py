@@ -21,10 +21,10 @@ from vsched_workers.backends.cpu.encoder_layers import (
     fuse_encoders,
     merge_encoders,
 )
-from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.cpu.products import make_product
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
-from vsched_workers.backends.reference.packed_weights import MANY_ROWS, pack_linears
+from vsched_workers.backends.reference.packed_weights import pack_linears
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 
 FUSED = ("gemma3", "idefics3", "internvl", "llava", "llava_onevision", "paligemma", "smolvlm")
@@ -131,7 +131,7 @@ def test_a_layer_equals_the_module_and_overwrites_nothing(
     )
     made = merge_encoders(model)
     assert len(made) == 1
-    pack_linears(model, MANY_ROWS, functools.partial(panel_product, threads=1))
+    pack_linears(model, functools.partial(make_product, threads=1))
     fuse_encoders(made, 1)
     hidden = torch.randn(
         3, 150, 2 * head_dim, generator=torch.Generator().manual_seed(1)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch.nn import functional
@@ -18,25 +17,17 @@ from tests.workers.driver import Driver, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import mixed_questions
 from vsched.worker.contract import EncodeJob
-from vsched_workers.backends.cpu import products
+from vsched_workers.backends.cpu import language_layers, prefill_attention, products
 from vsched_workers.backends.cpu.kernels.activation import swiglu
-from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
 from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
-from vsched_workers.backends.cpu.operand_choice import supports_bf16
-from vsched_workers.backends.cpu.quantized.kernel import INPUTS, PANEL
+from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.cpu.threads import pool_of
-from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.cpu.vision_blocks import FusedBlock
 from vsched_workers.backends.reference.module_layers import ModuleLayers
-from vsched_workers.backends.reference.packed_weights import (
-    FEW_ROWS,
-    PackedLinear,
-    packs,
-    padded_rows,
-)
 from vsched_workers.backends.reference.rotary_angles import AxesAngles
 
 Stages = Callable[..., Stage]
@@ -169,27 +160,15 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not supports_bf16(), reason="oneDNN multiplies all rows on this processor")
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        pytest.param(
-            BF16, marks=pytest.mark.skipif(has_tiles(), reason="oneDNN packs for tiles here")
-        ),
-        FLOAT32,
-    ],
-    ids=["bf16", "float32"],
-)
-def test_fused_layers_equal_the_modules_with_our_own_product(
-    checkpoints: Callable[[str], Path], chosen: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
+def test_fused_layers_equal_the_modules_without_the_bfloat16_instructions(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights of larger models are whole panels; rows are no longer padded. With images, too."""
+    """As with AVX2: weights are widened, and attention is float32. With images, too."""
     monkeypatch.setattr(products, "has_tiles", lambda: False)
-    monkeypatch.setattr(products, "operand", lambda: chosen)
-    use_operand(monkeypatch, chosen)
+    monkeypatch.setattr(products, "has_bf16_dot", lambda: False)
+    use_operand(monkeypatch, FLOAT32)
     exact, fused = _exact_and_fused(checkpoints("tiny25"))
-    assert fused.generator._layers._sizes.custom >= 128  # type: ignore[attr-defined]
-    assert exact.generator._head.custom is None  # type: ignore[attr-defined]
+    assert isinstance(fused.generator._head, QuantizedProduct)  # type: ignore[attr-defined]
     twins = Twins(exact.generator, fused.generator)
     stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
     Driver(stage, chunk=300, seed=1).run(mixed_questions(), arrivals=2)
@@ -212,62 +191,12 @@ def test_fused_layers_equal_the_modules_on_two_ranks(
     assert len(first) > 40
 
 
-def test_fused_layers_weigh_what_the_modules_weigh(stages: Stages, size: str) -> None:
-    """Merging and packing keep no second copy."""
-    exact, fused = (stages(size, kind, "bfloat16").generator for kind in ("exact", "auto"))
-    if packs(torch.bfloat16):
-        assert exact.weights_bytes == fused.weights_bytes
-    else:
-        # Panels are padded, each weight has a row of ones, a tied head is packed, and biases are
-        # not counted.
-        model: Any = fused.module  # type: ignore[attr-defined]
-        head = fused._head.shape  # type: ignore[attr-defined]
-        packed = [each.packed.shape for each in model.modules() if isinstance(each, PackedLinear)]
-        filled = sum(
-            2 * (-(-out // PANEL) * PANEL * -(-into // INPUTS) * INPUTS - out * into)
-            + 4 * PANEL
-            - 2 * out * biased
-            for out, into, biased in (*packed, head)
-        )
-        assert fused.weights_bytes == exact.weights_bytes + filled + 2 * head[0] * head[1]
-    names = [name for name, _ in fused.module.named_parameters()]  # type: ignore[attr-defined]
-    assert not any("proj" in name for name in names), "they are packed"
-
-
-@pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs no bfloat16 here")
-@pytest.mark.skipif(has_tiles(), reason="oneDNN multiplies nothing beside tiles of our own")
-def test_fused_layers_multiply_with_few_numbers_of_rows(
-    stages: Stages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For any batch, oneDNN gets only numbers of rows that it had at start."""
-    stage = stages("nano25", "auto", "bfloat16")
-    seen: set[int] = set()
-    model: Any = stage.generator.module  # type: ignore[attr-defined]
-    for module in model.modules():
-        if isinstance(module, PackedLinear):
-            multiply = module.packed._multiply
-
-            def watch(rows: torch.Tensor, *others: Any, multiply: Any = multiply) -> torch.Tensor:
-                seen.add(len(rows))
-                product: torch.Tensor = multiply(rows, *others)
-                return product
-
-            monkeypatch.setattr(module.packed, "_multiply", watch)
-    Driver(stage, chunk=37).run(mixed_questions(), arrivals=2)
-    assert len(seen) > 2
-    assert seen <= {*FEW_ROWS}
-
-
-def test_filled_adds_blocks_and_a_rest() -> None:
-    assert [padded_rows(rows) for rows in (0, 1, 5, 256, 257, 520, 700)] == [
-        0,
-        1,
-        6,
-        256,
-        257,
-        520,
-        704,
-    ]
+def test_packed_weights_are_no_second_copy(stages: Stages, size: str) -> None:
+    fused: Any = stages(size, "auto", "bfloat16").generator
+    assert not any("proj" in name for name, _ in fused.module.named_parameters())
+    exact = stages(size, "exact", "bfloat16").generator
+    head = fused._head
+    assert fused.weights_bytes < 1.3 * exact.weights_bytes + head.size_bytes
 
 
 def test_last_layer_attends_for_rows_that_are_asked_for(
@@ -275,21 +204,14 @@ def test_last_layer_attends_for_rows_that_are_asked_for(
 ) -> None:
     """The middle of a prompt yields no token: the last layer writes keys and values and computes nothing further."""
     stage = stages("nano25", "auto", "bfloat16")
-    generator: Any = stage.generator
     attended: dict[int, list[int]] = {}
-    kernels, ruled = generator._attention, generator._layers._prefill_by_rule
+    ruled = prefill_attention.prefill_by_rule
 
-    def watch(query: torch.Tensor, *others: Any) -> torch.Tensor:
-        attended.setdefault(others[2], []).append(query.shape[1])
-        rows: torch.Tensor = kernels.prefill(query, *others)
-        return rows
-
-    def watch_ruled(query: torch.Tensor, layer: int, *others: Any) -> None:
+    def watch(query: torch.Tensor, layer: int, *others: Any) -> None:
         attended.setdefault(layer, []).append(query.shape[1])
         ruled(query, layer, *others)
 
-    monkeypatch.setattr(generator, "_attention", kernels._replace(prefill=watch))
-    monkeypatch.setattr(generator._layers, "_prefill_by_rule", watch_ruled)
+    monkeypatch.setattr(language_layers, "prefill_by_rule", watch)
     Driver(stage, chunk=9).run(mixed_questions()[:1])
     last = max(attended)
     assert last > 0
@@ -318,7 +240,7 @@ def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: 
             driver.step([driver.start(0, mixed_questions()[1])])
     finally:
         layer.down = down
-    assert rows == [padded_rows(30, custom=generator._layers._sizes.custom)]
+    assert rows == [30]
 
 
 def test_exact_and_single_keep_the_modules(stages: Stages) -> None:

@@ -23,11 +23,10 @@ from tests.workers.test_language import mixed_questions, outputs
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cpu import tiled_attention
+from vsched_workers.backends.cpu import prefill_attention
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
-from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import from_int8, to_int8
 from vsched_workers.batching.paged_attention import Segment
@@ -55,7 +54,8 @@ def test_decode_over_int8_equals_attention_written_out(
 
 
 @pytest.mark.parametrize(
-    "attend", [prefill_by_gather, tiled_attention.prefill, choose_ruled_prefill(16)[0]]
+    "attend",
+    [prefill_by_gather, prefill_attention.prefill, prefill_attention.prefill_by_rule],
 )
 @pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1)])
 def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
@@ -74,7 +74,7 @@ def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
     key, value = (each[:, first:] for each in own)
 
     def attended(step: Any) -> torch.Tensor:
-        if attend in (prefill_by_gather, tiled_attention.prefill):
+        if attend is not prefill_attention.prefill_by_rule:
             found: torch.Tensor = attend(query, key, value, 1, segment, step, 0.3)
         else:
             found = query.new_empty(rows, heads, head_dim)
@@ -112,8 +112,7 @@ def test_kernels_keep_heads_as_torch_does(dim: int) -> None:
     out = torch.zeros(rows, heads, dim, dtype=torch.bfloat16)
     tables = (slots // 4).astype(np.int32)[:, None]
     contexts = (slots % 4 + 1).astype(np.int32)
-    tag = np.zeros(1, dtype=np.float32)
-    arguments = (record, turned, *caches[2:], tables, contexts, 4, 1, tag)
+    arguments = (record, turned, *caches[2:], tables, contexts, 4, 1)
     decode(0, qkv.data_ptr(), out.data_ptr(), *arguments)
     for cached, wanted in zip(caches[2:], kept, strict=True):
         assert (cached[slots] == wanted.numpy()).all()
@@ -195,13 +194,6 @@ def test_ranks_keep_int8_heads_as_one_rank_does(
     assert [tokens for tokens, _, _ in found] == [wanted, wanted]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"device": "cuda"}, "'int8' runs on cpu only, not on cuda. Remedy"),
-        ({"deterministic": True}, "model.deterministic reads no 'int8'. Remedy"),
-    ],
-)
-def test_int8_is_refused_where_nothing_reads_it(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"generate.kv_dtype: .*{said}"):
-        choose_backend(WorkerSettings(**given), torch.bfloat16, "int8")
+def test_int8_is_refused_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"kv_dtype: .*'int8' runs on cpu only, not on cuda. Rem"):
+        choose_backend(WorkerSettings(device="cuda"), torch.bfloat16, "int8")

@@ -9,11 +9,8 @@ import torch
 
 pytest.importorskip("numba")
 
-from vsched_workers.backends.cpu import products
-from vsched_workers.backends.cpu.products import panel_product
 from vsched_workers.backends.cpu.quantized.kernel import BLOCK, FEW_ROWS_MAX, PANEL, PASS_ROWS
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
-from vsched_workers.backends.reference.packed_weights import PackedWeight
 from vsched_workers.quantized.weights import QuantizedWeight, quantize
 
 pytestmark = pytest.mark.slow  # kernels are compiled
@@ -99,15 +96,3 @@ def test_product_by_a_plain_weight_in_float32() -> None:
     weight, rows = drawn(PANEL + 8, 96, seed=1), drawn(ROWS, 96)
     found = QuantizedProduct(weight, None, threads=1)(rows)
     torch.testing.assert_close(found, rows @ weight.T, rtol=1e-4, atol=1e-4)
-
-
-def test_bfloat16_is_widened_where_onednn_cannot_pack_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on processors without AVX-512: this package's product is used for any number of rows."""
-    monkeypatch.setattr(products, "packs", lambda _: False)
-    weight, bias = drawn(PANEL + 8, 96, seed=1).bfloat16(), drawn(PANEL + 8).bfloat16()
-    packed = PackedWeight(weight, bias, make_custom=lambda *given: panel_product(*given, threads=1))
-    packed.warm_up()
-    rows = drawn(300, 96).bfloat16()
-    wanted = rows.double() @ weight.double().T + bias.double()
-    assert (packed(rows) == wanted.bfloat16()).float().mean() > 0.99
-    assert packed.custom_rows_max > 300

@@ -1,90 +1,50 @@
-"""Packed weights: the same result, computed with few values of M only."""
+"""Packed weights: blocks of rows, and activations that oneDNN computes."""
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from vsched_workers.backends.reference.packed_weights import (
-    FEW_ROWS,
-    MANY_ROWS,
     BlockedActivation,
     PackedLinear,
-    PackedWeight,
+    PackedProduct,
+    Weight,
     block_activations,
     block_starts,
     pack_linears,
-    packs,
     warm_up,
 )
 from vsched_workers.memory.sparse_runs import sparsely
 
-pytestmark = pytest.mark.skipif(not packs(torch.bfloat16), reason="oneDNN packs no bfloat16 here")
 
-Multiply = Callable[..., torch.Tensor]
+class _Watched(PackedProduct):
+    """Records the numbers of rows that it multiplies."""
 
+    many_rows_min = 17
 
-@pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the values of M that oneDNN is called with."""
-    found: list[int] = []
-    init = PackedWeight.__init__
+    def __init__(self, weight: Weight, _bias: torch.Tensor | None) -> None:
+        self.shape, self.size_bytes = (weight.shape[0], weight.shape[1]), 10
+        self.counts: list[int] = []
 
-    def watched(self: PackedWeight, *arguments: object) -> None:
-        init(self, *arguments)  # type: ignore[arg-type]
-        multiply: Multiply = self._multiply
-
-        def count(rows: torch.Tensor, *others: object) -> torch.Tensor:
-            found.append(rows.numel() // rows.shape[-1])
-            return multiply(rows, *others)
-
-        self._multiply = count
-
-    monkeypatch.setattr(PackedWeight, "__init__", watched)
-    return found
+    def multiply_rows(self, dtype: torch.dtype, rows_at: int, count: int, result_at: int) -> None:
+        del dtype, rows_at, result_at
+        self.counts.append(count)
 
 
-@pytest.mark.parametrize("sizes", [FEW_ROWS, MANY_ROWS])
-@pytest.mark.parametrize("rows", [0, 1, 3, 5, 16, 63, 255, 256, 257, 600])
-def test_packed_weight_multiplies_with_few_numbers_of_rows(
-    counts: list[int], sizes: tuple[int, ...], rows: int
-) -> None:
-    """The memory of oneDNN's compiled code is bounded, and thus known before anything is sized."""
-    torch.manual_seed(rows)
-    weight, bias = torch.randn(24, 16).bfloat16(), torch.randn(24).bfloat16()
-    packed = PackedWeight(weight, bias, sizes)
-    given = torch.randn(1, rows, 16).bfloat16()
-    found = packed(given)
-    assert set(counts) <= {*sizes, 0}
-    assert found.shape == (1, rows, 24)
-    wanted = given.double() @ weight.double().T + bias.double()
-    assert torch.allclose(found.double(), wanted, atol=0.05, rtol=0.02)
-
-
-def test_packed_weight_gives_every_row_what_it_gets_alone() -> None:
-    """A row's result does not depend on other rows or on the split into blocks."""
-    packed = PackedWeight(torch.randn(24, 16).bfloat16(), None)
-    given = torch.randn(300, 16).bfloat16()
-    whole = packed(given)
-    for start, stop in ((0, 256), (256, 300), (10, 15), (290, 293)):
-        assert torch.equal(packed(given[start:stop]), whole[start:stop])
-
-
-def test_warm_up_meets_every_number_of_rows_once_a_shape(counts: list[int]) -> None:
+def test_warm_up_multiplies_by_each_shape_once_for_each_kernel() -> None:
     """Serving compiles nothing that was not compiled when the KV cache was sized."""
     module = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 24)).bfloat16()
-    assert pack_linears(module, MANY_ROWS) == 2 * (16 * 24 + 2 * 24 * 24)
-    assert all(isinstance(child, PackedLinear) for child in module)
-    warm_up(module)
-    assert counts == list(MANY_ROWS) * 2
+    assert pack_linears(module, _Watched) == 30
+    packed = [child.packed for child in module if isinstance(child, PackedLinear)]
+    warm_up(module, torch.bfloat16)
+    counts = [each.counts for each in packed if isinstance(each, _Watched)]
+    assert sorted(map(sorted, counts)) == [[], [1, 17], [1, 17]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows", [0, 1, 16, 17, 256, 700])
+@pytest.mark.parametrize("rows", [0, 17, 256, 700])
 def test_blocked_activation_sees_few_numbers_of_rows(rows: int, dtype: torch.dtype) -> None:
     """OneDNN keeps its code for each size; the values are bit-identical."""
     tower = nn.Sequential(nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU())
@@ -96,25 +56,19 @@ def test_blocked_activation_sees_few_numbers_of_rows(rows: int, dtype: torch.dty
     torch.manual_seed(rows)
     given = torch.randn(1, rows, 24).to(dtype)
     assert torch.equal(tower[0](given), nn.functional.gelu(given))
-    assert set(seen) <= set(MANY_ROWS)
+    assert set(seen) <= set(BlockedActivation.SIZES)
 
 
-def test_blocks_of_a_product_that_takes_any_number_are_of_about_the_same_size() -> None:
-    """Each block reads the weight. OneDNN only gets sizes that it has compiled code for."""
+def test_blocks_of_rows_are_of_about_the_same_size() -> None:
+    """Each block reads the weight."""
     sizes = {
         count: [min(start + starts.step, count) - start for start in starts]
-        for count in (0, 1, 384, 385, 476, 952, 1153)
-        for starts in [block_starts(count, 384, sys.maxsize)]
+        for count in (0, 1, 1024, 1025, 2500)
+        for starts in [block_starts(count)]
     }
-    assert sizes == {
-        0: [],
-        1: [1],
-        384: [384],
-        385: [224, 161],
-        476: [256, 220],
-        952: [320, 320, 312],
-        1153: [320, 320, 320, 193],
-    }
-    assert list(block_starts(900, 256, 128)) == [0, 256, 512, 768]
+    assert sizes == {0: [], 1: [1], 1024: [1024], 1025: [544, 481], 2500: [864, 864, 772]}
+    product = _Watched(torch.zeros(4, 8), None)
+    assert product(torch.zeros(25, 100, 8)).shape == (25, 100, 4)
+    assert product.counts == sizes[2500]
     with sparsely():
-        assert block_starts(476, 384, sys.maxsize).step == 384, "384 rows take more than 476"
+        assert block_starts(1300).step == 1024, "1024 rows take more than 1300"

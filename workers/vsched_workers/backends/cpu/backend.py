@@ -17,18 +17,17 @@ from vsched.errors import ConfigError
 from vsched.worker.contract import Progress, WorkerSettings
 from vsched_workers.adapters.sums import MakeSums, Sums, TorchSums
 from vsched_workers.backends.base import RunnableLanguage
+from vsched_workers.backends.cpu import prefill_attention
 from vsched_workers.backends.cpu.compiling.ahead import compile_ahead
 from vsched_workers.backends.cpu.compiling.needs import language_needs, tower_needs
 from vsched_workers.backends.cpu.decode_attention import NumbaDecode
 from vsched_workers.backends.cpu.encoder_layers import fuse_encoders, merge_encoders
 from vsched_workers.backends.cpu.kernels import compilation, sampling
 from vsched_workers.backends.cpu.kernels.sampling import argmax
-from vsched_workers.backends.cpu.kernels.simd import LANES, LINE
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.low_rank import sums as low_rank
 from vsched_workers.backends.cpu.low_rank.sums import KernelSums
-from vsched_workers.backends.cpu.prefill_choice import choose_prefill
-from vsched_workers.backends.cpu.products import deterministic_product, panel_product
+from vsched_workers.backends.cpu.products import make_product
 from vsched_workers.backends.cpu.quantized.products import (
     QuantizedProduct,
     quantizes_activations,
@@ -63,30 +62,35 @@ class CpuBackend(ReferenceBackend):
         super().__init__(settings, dtype, kv_dtype)
         self.compiles = True
         self._fuses = dtype == torch.bfloat16
-        self._packs = (
-            self._fuses or settings.quantizes
-        )  # with this package's products if oneDNN has none
         self._threads = settings.threads
         self._deterministic = settings.deterministic
-        make_product = deterministic_product if settings.deterministic else panel_product
         self._make_plain = functools.partial(
             make_product,
             threads=settings.threads,
             int8_activations=quantizes_activations(settings.activations, dtype),
             tiles=widens_in_tiles(settings, dtype),
+            deterministic=settings.deterministic,
         )
         self._quantizer: Quantizer[QuantizedProduct] | None = None
-        self._make_product = self._make_head = self._make_plain
+        if self._fuses:
+            self._pack_weights()
         if settings.quantizes:
-            make = functools.partial(QuantizedProduct, **self._make_plain.keywords)
-            quantizer = Quantizer(settings.weights, settings.weights_group, make)
-            self._quantizer = quantizer
-            self._make_product, self._make_head = quantizer.linear, quantizer.head
+            given = {**self._make_plain.keywords}
+            del given["deterministic"]
+            make = functools.partial(QuantizedProduct, **given)
+            self._quantizer = Quantizer(settings.weights, settings.weights_group, make)
+            self._pack_weights()
+            self.make_product, self.make_head = self._quantizer.linear, self._quantizer.head
         self._attention: AttentionKernels | None = None
         self._decode: NumbaDecode | None = None
         pool_of(settings.threads)
         if not settings.threads_fixed:
             process_pool().adapt(torch_threads=torch.get_num_threads())
+
+    def _pack_weights(self) -> None:
+        """Pack weights from now on, unless they are packed already; plain float32 weights are torch's."""
+        if self.make_product is None:
+            self.make_product = self.make_head = self.make_plain = self._make_plain
 
     def computing(self, kind: Hashable, rows: int) -> AbstractContextManager[None]:
         return process_pool().computing(kind, rows)
@@ -94,7 +98,8 @@ class CpuBackend(ReferenceBackend):
     def prepare_language(
         self, model: nn.Module, head: torch.Tensor, decoder: Decoder
     ) -> RunnableLanguage:
-        self._packs |= any(isinstance(each, QuantizedLinear) for each in model.modules())
+        if any(isinstance(each, QuantizedLinear) for each in model.modules()):
+            self._pack_weights()
         is_fused = self._fuses and fuse(model, decoder)
         if self._quantizer is not None:
             model.embed_tokens = self._quantizer.embed(cast("nn.Module", model.embed_tokens), head)
@@ -110,14 +115,6 @@ class CpuBackend(ReferenceBackend):
                     "of experts). Remedy: set it to false."
                 )
             return packed
-        ruled = decoder.score_bound(model.config) or any(
-            kind.window for kind in decoder.kinds(model.config)
-        )
-        if self._deterministic and ruled:
-            raise ConfigError(
-                "model.deterministic: no deterministic kernel supports sliding-window attention or logit soft-capping, "
-                "which this model uses. Remedy: set it to false."
-            )
         layers = FusedLanguage(
             model,
             decoder,
@@ -141,7 +138,7 @@ class CpuBackend(ReferenceBackend):
         if type(head) is nn.Linear:
             embedding = model.get_input_embeddings()
             model.set_input_embeddings(quantizer.embed(embedding, head.weight))
-            packed = PackedLinear(head, make_custom=self._make_head)
+            packed = PackedLinear(head, quantizer.head)
             model.set_output_embeddings(packed)
             size = packed.packed.size_bytes + quantizer.embedding_bytes
         return size
@@ -153,7 +150,7 @@ class CpuBackend(ReferenceBackend):
         return size
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
-        return packed_names(module) if self._packs else ()
+        return packed_names(module) if self.make_product is not None else ()
 
     def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
         layers = merge_encoders(model) if self._fuses else []
@@ -201,9 +198,10 @@ class CpuBackend(ReferenceBackend):
 
     def load_attention(self) -> None:
         sampling.warm_up()
-        # In deterministic mode chunks are processed by the panel attention kernel.
-        chooses = self.dtype == torch.bfloat16 and not self._deterministic
-        prefill = choose_prefill() if chooses else prefill_by_gather
+        prefill = prefill_by_gather
+        if self.dtype == torch.bfloat16 and not self._deterministic:
+            prefill_attention.warm_up()
+            prefill = prefill_attention.prefill
         self._decode = NumbaDecode(self.dtype, self.kv_dtype, self._threads)
         self._attention = AttentionKernels(self._decode, prefill)
 
@@ -213,29 +211,7 @@ class CpuBackend(ReferenceBackend):
         self._decode.warm_up()
 
     def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
-        if self._deterministic:
-            _check_panels(cache)
         if self._attention is None:
             self.load_attention()
         assert self._attention is not None
         return self._attention
-
-
-def _check_panels(cache: KvCache) -> None:
-    """Check that the cache can be stored in panels.
-
-    Raises:
-        ConfigError: Block size or head dimension is not a multiple of a panel's.
-    """
-    head_dim = cache.keys[0].shape[2]
-    if cache.block_size % LANES:
-        raise ConfigError(
-            f"model.deterministic: generate.block_size is {cache.block_size}, not a multiple of {LANES}. "
-            f"Remedy: set that to a multiple of {LANES}, or model.deterministic to false."
-        )
-    if head_dim % LANES:
-        raise ConfigError(
-            f"model.deterministic: the heads of this model have {head_dim} values, not a multiple of {LANES}. "
-            "Remedy: set it to false."
-        )
-    assert not cache.keys[0].data_ptr() % LINE, "panels must be aligned to cache lines"

@@ -31,10 +31,11 @@ from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gel
 from vsched_workers.backends.cpu.kernels.norm import add_layer_norm
 from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.language_layers import product_of
-from vsched_workers.backends.cpu.prefill_choice import choose_patches
-from vsched_workers.backends.cpu.row_blocks import BlockSizes
+from vsched_workers.backends.cpu.prefill_attention import patch_kernel
+from vsched_workers.backends.cpu.row_blocks import block_slices
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.reference.merged_layers import frozen, merged
+from vsched_workers.backends.reference.packed_weights import BLOCK_ROWS
 from vsched_workers.batching.paged_attention import PatchKernel
 from vsched_workers.families.encoder import ENCODERS, Encoder
 from vsched_workers.parallel.slicing import Cut
@@ -88,13 +89,9 @@ def fuse_encoders(
     norm.warm_up_layer_norm()
     for kernel in {id(each.activation): each.activation for each in layers}.values():
         activation.warm_up(kernel)
-    kernels: dict[tuple[int, int], PatchKernel] = {}
+    attend = patch_kernel(deterministic=deterministic)
     for each in layers:
-        attention = getattr(each.layer, each.encoder.attention)
-        heads = attention.heads, attention.head_dim
-        if heads not in kernels:
-            kernels[heads] = choose_patches(*heads, deterministic=deterministic)
-        each.layer.forward = FusedEncoderLayer(each, threads, kernels[heads])
+        each.layer.forward = FusedEncoderLayer(each, threads, attend)
 
 
 class MergedEncoderAttention(nn.Module):
@@ -128,7 +125,6 @@ class FusedEncoderLayer:
         attention: MergedEncoderAttention = getattr(layer, encoder.attention)
         self._attention = attention
         self._qkv, self._output = product_of(attention.qkv), product_of(attention.output)
-        self._sizes = BlockSizes.of(layer)
         inner = getattr(layer, encoder.inner)
         self._first, self._second = (product_of(getattr(inner, name)) for name in encoder.linears)
         self._norms = [_LayerNorm.of(getattr(layer, name)) for name in encoder.norms]
@@ -145,8 +141,8 @@ class FusedEncoderLayer:
         rows = hidden.reshape(-1, width).clone(memory_format=torch.contiguous_format)
         attended = self._attended(rows, hidden.shape[:-1], attention_mask)
         before, after = self._norms
-        normed = rows.new_empty(min(len(rows), self._sizes.rows), width)
-        for part in self._sizes.parts(len(rows)):
+        normed = rows.new_empty(min(len(rows), BLOCK_ROWS), width)
+        for part in block_slices(len(rows)):
             block = rows[part]
             self._add_norm(block, self._output(attended[part]), self._scales_at[0], after, normed)
             inner = self._first(normed[: len(block)])
@@ -187,8 +183,8 @@ class FusedEncoderLayer:
         attention = self._attention
         heads, head_dim = attention.heads, attention.head_dim
         qkv = rows.new_empty(len(rows), 3 * heads * head_dim)
-        normed = rows.new_empty(min(len(rows), self._sizes.rows), rows.shape[1])
-        for part in self._sizes.parts(len(rows)):
+        normed = rows.new_empty(min(len(rows), BLOCK_ROWS), rows.shape[1])
+        for part in block_slices(len(rows)):
             block = rows[part]
             self._add_norm(block, None, 0, self._norms[0], normed)
             qkv[part] = self._qkv(normed[: len(block)])

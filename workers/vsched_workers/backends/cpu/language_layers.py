@@ -2,9 +2,8 @@
 
 With transformers' modules a small decode step spends three quarters of its time on calls: about forty-five per layer,
 each over all rows. Here a layer is five products with packed weights (QKV is one of them) and four calls of the
-compiled kernels in `kernels/`. The rows of a step are padded once to a number that suits packed weights, and long
-steps are split into blocks, so that the result of one product is still in the cache for the next. If all products use
-this package's kernels, a step of decode rows alone is one call (`decode_step/`).
+compiled kernels in `kernels/`. Long steps are split into blocks of rows, which bounds the memory of intermediate
+results. A step of decode rows alone is one call (`decode_step/`).
 
 The computation of a layer follows from the model's architecture (`families/decoder.py`). Models of other
 architectures keep transformers' modules.
@@ -22,27 +21,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn import functional
 
 from vsched_workers.adapters.places import LayerPlace
 from vsched_workers.adapters.rows import AdapterPass
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cpu.decode_attention import sample_cache, shares_of
-from vsched_workers.backends.cpu.decode_step.angles import StepAngles, arrays_of, unrotated
+from vsched_workers.backends.cpu.decode_step.angles import StepAngles
 from vsched_workers.backends.cpu.decode_step.compiled_step import CompiledStep, Traits, fits
 from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels import (
     activation,
     decode_attention,
     norm,
-    panel_attention,
     rope,
     sampling,
 )
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh, swiglu
-from vsched_workers.backends.cpu.kernels.decode_attention import decode, score_tag
+from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import add_norm, add_normed, norm_parts
-from vsched_workers.backends.cpu.kernels.panel_attention import attend_rows
 from vsched_workers.backends.cpu.kernels.rope import (
     Bf16Array,
     RopeRows,
@@ -50,11 +46,11 @@ from vsched_workers.backends.cpu.kernels.rope import (
     rope_prefill,
 )
 from vsched_workers.backends.cpu.low_rank.places import layer_places
-from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
-from vsched_workers.backends.cpu.row_blocks import BlockSizes, RowBlock, StepRows
+from vsched_workers.backends.cpu.prefill_attention import prefill_by_rule
+from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.reference.merged_layers import CutFeedForward, MergedAttention
-from vsched_workers.backends.reference.packed_weights import PackedLinear, padded_rows
+from vsched_workers.backends.reference.packed_weights import PackedLinear
 from vsched_workers.backends.reference.rotary_angles import angles_of
 from vsched_workers.batching.ruled_attention import ScoreRule
 from vsched_workers.families.decoder import Activation
@@ -68,9 +64,6 @@ if TYPE_CHECKING:
 
 DECODE_VALUES_MIN = 1 << 18
 """Attention with fewer products of a query and a key runs on one thread: waking the others takes longer."""
-
-USUAL_BLOCK = 16
-"""Kernels for this block size are compiled at load, others by the profiling run."""
 
 GATED: Mapping[Activation, Any] = {
     Activation.SILU: swiglu,
@@ -124,22 +117,19 @@ class _StepAttention:
 
     Attributes:
         parts: Decode rows and prefill rows of each block.
-        rule: Rule for the scores of chunks: sliding window (if shorter than a context), soft-capping, or none of both
-            if the kernel by rule serves all layers. None if the kernel without a rule is used.
+        rule: Rule for the scores of chunks: sliding window, if shorter than a context, and soft-capping.
         heads_buffer: Buffer for the heads of prefill rows, [heads + 2 * kv heads, rows, head_dim].
         decode: Decode kernel, bound to one thread or all.
         decode_threads: Threads of the decode kernel.
         rope: Kernel for the heads of prefill rows, bound to one thread or all.
-        tag: Dtype tag for scores of decode rows.
     """
 
     parts: list[tuple[_Part | None, _Part | None]]
-    rule: ScoreRule | None
+    rule: ScoreRule
     heads_buffer: torch.Tensor
     decode: Any
     decode_threads: int
     rope: Any
-    tag: npt.NDArray[Any]
 
 
 class FusedLanguage:
@@ -165,8 +155,8 @@ class FusedLanguage:
             decoder: Description of its architecture.
             threads: Threads of the kernels.
             kv_dtype: Type of the KV cache: bfloat16, or int8.
-            deterministic: Compute a row by the same code whatever other rows are in the batch: one attention kernel
-                for decode and prefill rows, and kernels on all threads for any number of values.
+            deterministic: Compute a row by the same code whatever other rows are in the batch: the attention kernel of
+                decode rows for prefill rows, too.
         """
         self._model = model
         self._decoder = decoder
@@ -181,21 +171,22 @@ class FusedLanguage:
             for layer, kind in zip(model.layers, kinds, strict=True)
         ]
         self._by_module = dict(zip(model.layers, self._layers, strict=True))
-        self._angles = {
-            kind.frequencies: angles_of(
-                model.rotary_emb, kind.frequencies, axes=decoder.axes, dtype=torch.bfloat16
-            )
-            for kind in self._kinds
-        }
+        self._angles = StepAngles(
+            self._kinds,
+            {
+                kind.frequencies: angles_of(
+                    model.rotary_emb, kind.frequencies, axes=decoder.axes, dtype=torch.bfloat16
+                )
+                for kind in self._kinds
+            },
+        )
         self._last = Norm.of(model.norm, decoder.norms.weights)
         self._adds_plainly = decoder.adds_plainly
         self._norms_all_heads = decoder.norms_all_heads
         self._added_factor = np.float32(decoder.added_factor(model.config))
         self._rows_factor = decoder.rows_factor(model.config)
         self._gated = GATED[decoder.activation(model.config)]
-        self._sizes = BlockSizes.of(model)
         self._compiled_step: CompiledStep | None = None
-        self._rules_all = False
         self._pool = pool_of(threads)
         cached = sample_cache(kv_dtype, slots=1)
         self._kept = cached.dtype
@@ -205,14 +196,8 @@ class FusedLanguage:
             norm.warm_up_normed()
         activation.warm_up(self._gated)
         sampling.warm_up_greedy()
-        if deterministic:
-            panel_attention.warm_up()
-            return
-        head_dim = self._layers[0].attention.head_dim
-        self._prefill_by_rule, self._rules_all = choose_ruled_prefill(head_dim)
-        tag = score_tag(head_dim, USUAL_BLOCK, self._kept)
-        decode_attention.warm_up(tag, cached)
-        self._compiled_step = self._make_compiled_step(cached, tag)
+        decode_attention.warm_up(cached)
+        self._compiled_step = self._make_compiled_step(cached)
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
         """Return the positions of adapters; see `Fused`."""
@@ -226,15 +211,14 @@ class FusedLanguage:
         images: Images | None,
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return the normed hidden states of the wanted rows, [rows, hidden], followed by padding.
+        """Return the normed hidden states of the wanted rows, [rows, hidden].
 
         Wanted are all decode rows, and the last rows of some chunks.
         """
         if self._deterministic:
             step = step.as_decode_rows()
         count = len(token_ids)
-        ids = functional.pad(token_ids, (0, padded_rows(count, custom=self._sizes.custom) - count))
-        hidden = self._model.embed_tokens(ids)
+        hidden = self._model.embed_tokens(token_ids)
         levels: Sequence[torch.Tensor] = ()
         places = torch.empty(0)
         if images is not None:
@@ -244,12 +228,14 @@ class FusedLanguage:
         if self._rows_factor != 1.0:
             hidden *= self._rows_factor
         if self._is_compiled(step, images, count):
-            return self._run_compiled(hidden, positions, step)
+            normed = self._run_compiled(hidden, positions, step)
+            # A deterministic step has chunks as well, of which only the last rows are wanted.
+            return normed[torch.from_numpy(wanted)] if len(wanted) < count else normed
         first = self._layers[0].attention
         attended = room_for(hidden, len(hidden), first.heads * first.head_dim)
-        rows = StepRows(hidden, attended, count, self._sizes)
+        rows = StepRows(hidden, attended)
         rows.adapted = self.passes.rows
-        angles = {name: arrays_of(made, positions) for name, made in self._angles.items()}
+        angles = self._angles(positions)
         attention_steps = self._prepare_attention(rows, angles, step)
         layers = self._layers
         if len(self._model.layers) < len(layers):  # a profiling run uses a subset of layers
@@ -273,7 +259,7 @@ class FusedLanguage:
                 self._add_norm(rows, following)
         return rows.normed if select is None else rows.normed[select]
 
-    def _make_compiled_step(self, cached: Any, tag: npt.NDArray[Any]) -> CompiledStep | None:
+    def _make_compiled_step(self, cached: Any) -> CompiledStep | None:
         """Return the compiled decode step, or None if the layers do not support it."""
         if not fits(self._layers):
             return None
@@ -284,10 +270,8 @@ class FusedLanguage:
             self._added_factor,
             self._threads,
             cached,
-            tag,
         )
-        angles = StepAngles(self._kinds, self._angles, axes=self._decoder.axes)
-        return CompiledStep(self._layers, self._last, traits, angles)
+        return CompiledStep(self._layers, self._last, traits, self._angles)
 
     def _is_compiled(self, step: PagedStep, images: Images | None, count: int) -> bool:
         """Return True if a step can be one call: only decode rows, no adapters, all layers."""
@@ -297,7 +281,6 @@ class FusedLanguage:
             and 0 < count == step.decode_rows <= self._compiled_step.rows_max
             and self.passes.rows is None
             and len(self._model.layers) == len(self._layers)
-            and step.cache.block_size % USUAL_BLOCK == 0
             and not is_sparse()
         )
 
@@ -312,7 +295,7 @@ class FusedLanguage:
         return self._compiled_step(hidden, positions, step, attends_together=many)
 
     def _prepare_attention(
-        self, rows: StepRows, angles: Mapping[str, tuple[Bf16Array, Bf16Array]], step: PagedStep
+        self, rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep
     ) -> list[_StepAttention]:
         """Prepare the inputs of attention in a step, for each kind of layers."""
         attention = self._layers[0].attention
@@ -320,25 +303,20 @@ class FusedLanguage:
         seen = int(step.contexts.sum()) * attention.heads * attention.head_dim
         many = self._threads > 1 and seen >= DECODE_VALUES_MIN
         pool = self._pool if many else 0
-        kernel = attend_rows if self._deterministic else decode
+        prefilled = len(rows.hidden) - step.decode_rows
         found = []
-        for kind in self._kinds:
+        for index, kind in enumerate(self._kinds):
             cut = kind.window is not None and step.longest > kind.window
-            ruled = cut or self._score_bound is not None or self._rules_all
             window = kind.window if cut else None
-            prefilled = rows.count - step.decode_rows
-            heads_buffer = room_for(rows.hidden, written, prefilled, attention.head_dim)
-            turned = angles[kind.frequencies]
-            turned = turned if kind.rotates else unrotated(turned)
+            turned = angles[0][index], angles[1][index]
             found.append(
                 _StepAttention(
                     parts=_parts(rows, turned, step, self._threads),
-                    rule=ScoreRule(attention.scaling, window, self._score_bound) if ruled else None,
-                    heads_buffer=heads_buffer,
-                    decode=functools.partial(kernel, pool),
+                    rule=ScoreRule(attention.scaling, window, self._score_bound),
+                    heads_buffer=room_for(rows.hidden, written, prefilled, attention.head_dim),
+                    decode=functools.partial(decode, pool),
                     decode_threads=self._threads if many else 1,
                     rope=functools.partial(rope_prefill, self._pool),
-                    tag=score_tag(attention.head_dim, step.cache.block_size, self._kept),
                 )
             )
         return found
@@ -364,7 +342,8 @@ class FusedLanguage:
             if self._norms_all_heads:
                 self._norm_heads(layer, qkv)
             if decoding is not None:
-                arguments = (
+                count = len(decoding.rows.slots)
+                given.decode(
                     qkv_at,
                     block.attended.data_ptr(),
                     layer.heads,
@@ -374,13 +353,8 @@ class FusedLanguage:
                     decoding.tables,
                     decoding.contexts,
                     step.cache.block_size,
+                    shares_of(count, attention.kv_heads, given.decode_threads),
                 )
-                if self._deterministic:
-                    given.decode(*arguments)
-                else:
-                    count = len(decoding.rows.slots)
-                    shares = shares_of(count, attention.kv_heads, given.decode_threads)
-                    given.decode(*arguments, shares, given.tag)
             if prefilling is not None:
                 skipped = (prefilling.start - block.start) * qkv.shape[1] * qkv.itemsize
                 place = (prefilling.start - step.decode_rows) * attention.head_dim * qkv.itemsize
@@ -405,20 +379,12 @@ class FusedLanguage:
         segments: Sequence[Segment],
     ) -> None:
         """Attend for prefill rows, whose heads are in the buffer."""
-        queries, keys, values = given.heads_buffer.split(
-            (attention.heads, attention.kv_heads, attention.kv_heads)
-        )
+        queries = given.heads_buffer[: attention.heads]
         for segment in segments:
             part = slice(segment.start - step.decode_rows, segment.stop - step.decode_rows)
-            query, index = queries[:, part], attention.index
             out = rows.attended[segment.start : segment.stop]
             out = out.view(-1, attention.heads, attention.head_dim)
-            if given.rule is not None:
-                self._prefill_by_rule(query, index, segment, step, given.rule, out)
-                continue
-            of_chunk = query, keys[:, part], values[:, part]
-            attended = step.prefill(*of_chunk, index, segment, step, attention.scaling)
-            out.copy_(attended.transpose(0, 1))
+            prefill_by_rule(queries[:, part], attention.index, segment, step, given.rule, out)
 
     def _feed_forward(self, layer: _Layer, rows: StepRows, following: Norm) -> None:
         """Run the rest of a layer, from the attention output to the input norms of the following layer."""
@@ -495,9 +461,8 @@ def _parts(
 
     parts = []
     for block in rows.blocks:
-        stop = min(block.stop, rows.count)
-        middle = min(max(step.decode_rows, block.start), stop)
-        parts.append((part_of(block.start, middle), part_of(middle, stop)))
+        middle = min(max(step.decode_rows, block.start), block.stop)
+        parts.append((part_of(block.start, middle), part_of(middle, block.stop)))
     return parts
 
 

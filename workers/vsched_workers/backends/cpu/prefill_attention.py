@@ -1,27 +1,28 @@
 """Attention of chunks and images: with AMX `tiles/attention.py`, otherwise `kernels/prefill_attention.py`.
 
-The latter uses bfloat16 pairs or float32, whichever is faster here. `tiled_attention.py` serves other head
-dimensions.
+The latter uses bfloat16 pairs if the processor multiplies them, otherwise float32.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vsched_workers.backends.cpu import tiled_attention
 from vsched_workers.backends.cpu.kernels import prefill_attention as kernel
-from vsched_workers.backends.cpu.kernels.bf16 import BF16, LOG2_E
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32, LOG2_E
 from vsched_workers.backends.cpu.kernels.gemm import PANEL
-from vsched_workers.backends.cpu.kernels.simd import LANES
-from vsched_workers.backends.cpu.operand_choice import operand
+from vsched_workers.backends.cpu.kernels.simd import LANES, has_bf16_dot
 from vsched_workers.backends.cpu.threads import process_pool
 from vsched_workers.backends.cpu.tiles import attention
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
+from vsched_workers.backends.reference.gather_attention import prefill_by_gather
+from vsched_workers.batching.paged_attention import PatchKernel
 from vsched_workers.batching.ruled_attention import ScoreRule
+from vsched_workers.batching.ruled_attention import prefill_by_rule as prefill_by_torch
 from vsched_workers.memory.sparse_runs import at_most, is_sparse
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 PARALLEL_SCORES_MIN = 1 << 14
 """Minimum number of scores for several threads: waking them takes as long."""
+
+
+def operand() -> npt.NDArray[Any]:
+    """Return the dtype tag of this processor's operands: bfloat16 pairs (VDPBF16PS), or float32."""
+    return BF16 if has_bf16_dot() else FLOAT32
 
 
 def fits(head_dim: int) -> bool:
@@ -55,7 +61,7 @@ def prefill(
 ) -> torch.Tensor:
     """Attend for the rows of a chunk, causally; their keys and values are already in the cache."""
     if not fits(query.shape[2]):
-        return tiled_attention.prefill(query, key, value, layer, segment, step, scaling)
+        return prefill_by_gather(query, key, value, layer, segment, step, scaling)
     heads, rows, head_dim = query.shape
     out = query.new_empty(rows, heads, head_dim)
     prefill_by_rule(query, layer, segment, step, ScoreRule(scaling), out)
@@ -70,11 +76,14 @@ def prefill_by_rule(
     rule: ScoreRule,
     out: torch.Tensor,
 ) -> None:
-    """Attend as `prefill`, by a score rule without sinks, for head dimensions that fit.
+    """Attend as `prefill`, by a score rule without sinks; torch serves head dimensions that do not fit.
 
     Skips keys before all windows. Writes `out` [rows, heads, head_dim].
     """
     kept, slots = step.cache.layers[layer], segment.slots()
+    if not fits(query.shape[2]):
+        out.copy_(prefill_by_torch(query, kept, slots, rule))
+        return
     if rule.window is not None:
         slots = slots[max(segment.first + 1 - rule.window, 0) :]
     keys, values = kept.keys, kept.values
@@ -83,6 +92,15 @@ def prefill_by_rule(
         slots = torch.arange(len(slots))
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     _attend(query[:, None], keys, values, slots.numpy(), rule, out[None], causal=True)
+
+
+def patch_kernel(*, deterministic: bool = False) -> PatchKernel:
+    """Return the kernel for image patches, compiled.
+
+    With `deterministic`, the result for a sequence does not depend on the others.
+    """
+    warm_up(tiles=not deterministic)
+    return functools.partial(attend_patches, tiles=not deterministic)
 
 
 def attend_patches(

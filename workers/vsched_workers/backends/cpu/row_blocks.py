@@ -1,50 +1,27 @@
-"""Rows of a step in the layers of a language model, split into blocks that are multiplied at once."""
+"""Rows of a step in the layers of a model, split into blocks whose intermediate results share memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.nn import functional
 
 from vsched_workers.adapters.rows import PassRows
-from vsched_workers.backends.reference.packed_weights import (
-    FEW_ROWS,
-    PackedLinear,
-    block_starts,
-    padded_rows,
-)
+from vsched_workers.backends.reference.packed_weights import block_starts
 from vsched_workers.memory.sparse_runs import pieces, room_for
 
 
-class BlockSizes(NamedTuple):
-    """Rows multiplied at once: the maximum, and the maximum that all products take without padding."""
-
-    rows: int
-    custom: int
-
-    @classmethod
-    def of(cls, module: nn.Module) -> BlockSizes:
-        """Return the best sizes for the linear layers below a module."""
-        packed = [each.packed for each in module.modules() if isinstance(each, PackedLinear)]
-        return cls(
-            min((weight.block_rows for weight in packed), default=FEW_ROWS[-1]),
-            min((weight.custom_rows_max for weight in packed), default=0),
-        )
-
-    def parts(self, count: int) -> Iterator[slice]:
-        """Split `count` rows into blocks."""
-        starts = block_starts(count, self.rows, self.custom)
-        for start in pieces(starts):
-            yield slice(start, start + starts.step)
+def block_slices(count: int) -> Iterator[slice]:
+    """Split `count` rows into blocks that are multiplied at once."""
+    starts = block_starts(count)
+    for start in pieces(starts):
+        yield slice(start, min(start + starts.step, count))
 
 
 class StepRows:
-    """Rows of a step, split into blocks that are multiplied at once.
+    """Rows of a step, split into blocks.
 
-    Shape: hidden, normed [rows, hidden], attended [rows, heads * head_dim]. Rows after the first `count` are padding.
+    Shape: hidden, normed [rows, hidden], attended [rows, heads * head_dim].
 
     Attributes:
         adapted: Rows with adapters; None if there are none.
@@ -52,27 +29,20 @@ class StepRows:
 
     adapted: PassRows | None = None
 
-    def __init__(
-        self, hidden: torch.Tensor, attended: torch.Tensor, count: int, sizes: BlockSizes
-    ) -> None:
+    def __init__(self, hidden: torch.Tensor, attended: torch.Tensor) -> None:
         self.hidden = hidden
         self.attended = attended
         self.normed = room_for(hidden, *hidden.shape)
-        self.count = count
-        attended[count:] = 0
-        self._sizes = sizes
         # Decode rows come first, so blocks skipped by a sparse run take no longer than computed
         # ones.
         self.blocks = [
             RowBlock(part.start, *(whole[part] for whole in (hidden, self.normed, attended)))
-            for part in sizes.parts(len(hidden))
+            for part in block_slices(len(hidden))
         ]
 
     def only(self, wanted: torch.Tensor) -> StepRows:
-        """Select some of the rows, and add padding; their norms are lost."""
-        count, custom = len(wanted), self._sizes.custom
-        padded = functional.pad(wanted, (0, padded_rows(count, custom=custom) - count))
-        rows = StepRows(self.hidden[padded], self.attended[padded], count, self._sizes)
+        """Select some of the rows; their norms are lost."""
+        rows = StepRows(self.hidden[wanted], self.attended[wanted])
         if self.adapted is not None:
             rows.adapted = self.adapted.only(wanted.numpy())
         return rows

@@ -23,9 +23,8 @@ from vsched_workers.backends.cpu.kernels.activation import swiglu
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import rope_patches
 from vsched_workers.backends.cpu.language_layers import product_of
-from vsched_workers.backends.cpu.prefill_attention import fits
-from vsched_workers.backends.cpu.prefill_choice import choose_patches
-from vsched_workers.backends.cpu.row_blocks import BlockSizes
+from vsched_workers.backends.cpu.prefill_attention import fits, patch_kernel
+from vsched_workers.backends.cpu.row_blocks import block_slices
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.batching.paged_attention import PatchKernel
 from vsched_workers.memory.sparse_runs import is_left_out
@@ -39,15 +38,10 @@ def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> boo
     """
     if not can_fuse(tower):
         return False
-    if deterministic and not all(fits(block_head_dim(block)) for block in tower.blocks):
-        return False
     norm.warm_up()
     activation.warm_up(swiglu)
     rope.warm_up_patches()
-    first = tower.blocks[0]
-    attend = choose_patches(
-        first.attn.num_heads, block_head_dim(first), deterministic=deterministic
-    )
+    attend = patch_kernel(deterministic=deterministic)
     for index, block in enumerate(tower.blocks):
         tower.blocks[index] = FusedBlock(block, threads, attend)
     return True
@@ -55,7 +49,9 @@ def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> boo
 
 def can_fuse(tower: Any) -> bool:
     """Return True if the blocks of a tower have the architecture that can be fused."""
-    return bool(tower.blocks) and all(_is_known(block) for block in tower.blocks)
+    return bool(tower.blocks) and all(
+        _is_known(block) and fits(block_head_dim(block)) for block in tower.blocks
+    )
 
 
 def _is_known(block: Any) -> bool:
@@ -92,7 +88,6 @@ class FusedBlock(nn.Module):
         self.block = block
         self._pool = pool_of(threads)
         self._attend_within = attend
-        self._sizes = BlockSizes.of(block)
         self._norms = Norm.of(block.norm1), Norm.of(block.norm2)
         self._qkv, self._proj = product_of(block.attn.qkv), product_of(block.attn.proj)
         mlp = block.mlp
@@ -112,7 +107,7 @@ class FusedBlock(nn.Module):
         if is_left_out((hidden.shape, len(cu_seqlens))):
             return hidden
         attended = self._attend(hidden, cu_seqlens, position_embeddings)
-        for part in self._sizes.parts(len(hidden)):
+        for part in block_slices(len(hidden)):
             rows = hidden[part]
             normed = torch.empty_like(rows)
             self._add_norm(rows, self._proj(attended[part]), self._norms[1], normed)
@@ -150,7 +145,7 @@ class FusedBlock(nn.Module):
         # Both halves of a head are rotated by the same angles.
         cos, sin = (each[:, :half].float().contiguous().numpy() for each in angles)
         heads_buffer = hidden.new_empty(3 * heads, count, 2 * half)
-        for part in self._sizes.parts(len(hidden)):
+        for part in block_slices(len(hidden)):
             rows = hidden[part]
             normed = torch.empty_like(rows)
             self._add_norm(rows, None, self._norms[0], normed)

@@ -21,13 +21,10 @@ from vsched_workers.backends.reference.gather_attention import decode_by_gather,
 from vsched_workers.backends.reference.host_memory import HostMemory, mapped_pieces, zeroed_pages
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_weights import (
-    MANY_ROWS,
-    MakeCustom,
-    PackedWeight,
+    MakeProduct,
     block_activations,
     flatten_patches,
     pack_linears,
-    packs,
     warm_up,
 )
 from vsched_workers.backends.reference.whole_model import WholeModel
@@ -42,15 +39,19 @@ if TYPE_CHECKING:
 
 
 class ReferenceBackend(Backend):
-    """Torch alone on the host; bit-exact to transformers, but with packed bfloat16 weights."""
+    """Torch alone on the host, bit-exact to transformers; a subclass may pack weights.
+
+    `make_product` builds the product of a linear layer, `make_head` that of the head, and `make_plain` that of a patch
+    embedding, which is not quantized; None if weights are not packed.
+    """
 
     synchronous: ClassVar[bool] = True
     layers_reuse_memory: ClassVar[bool] = True
     keeps_indices = False
     spare_blocks = 0
-    _make_product: MakeCustom | None = None
-    _make_head: MakeCustom | None = None
-    _make_plain: MakeCustom | None = None
+    make_product: MakeProduct | None = None
+    make_head: MakeProduct | None = None
+    make_plain: MakeProduct | None = None
 
     def __init__(
         self, settings: WorkerSettings, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
@@ -59,19 +60,19 @@ class ReferenceBackend(Backend):
         super().__init__(
             settings, dtype, kv_dtype=kv_dtype, memory=memory, collectives=GlooCollectives()
         )
-        self.compiles = self._packs = packs(dtype)
+        self.compiles = False
 
     def prepare_language(
         self, model: nn.Module, head: torch.Tensor, decoder: Decoder
     ) -> RunnableLanguage:
         layers = ModuleLayers(model, self.send, axes=decoder.axes)
-        if not self._packs:
+        if self.make_product is None or self.make_head is None:
             product = functools.partial(functional.linear, weight=head)
             return RunnableLanguage(layers, product, stored_bytes(head, *model.parameters()))
         # A tied head is packed too: it is the largest product of a step. The embedding needs the unpacked weight.
-        packed_head = PackedWeight(head, None, make_custom=self._make_head)
-        size = pack_linears(model, make_custom=self._make_product) + packed_head.size_bytes
-        warm_up(model, packed_head)
+        packed_head = self.make_head(head, None)
+        size = pack_linears(model, self.make_product) + packed_head.size_bytes
+        warm_up(model, self.dtype, packed_head)
         return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
 
     def prepare_whole(
@@ -81,32 +82,33 @@ class ReferenceBackend(Backend):
 
         `inputs` builds its arguments if it takes images.
         """
-        size = pack_linears(model, make_custom=self._make_product) if self._packs else 0
-        if self._packs:
-            warm_up(model)
-        size += stored_bytes(*model.parameters())
+        size = self._pack(model) + stored_bytes(*model.parameters())
         whole = WholeModel(model, self.send, inputs)
         return RunnableLanguage(whole, _as_they_are, size, whole.apart)
 
     def prepare_tower(self, tower: nn.Module) -> int:
         size = stored_bytes(*tower.parameters())
-        flatten_patches(tower, self._make_plain, pack=self._packs)
-        if self._packs:
+        flatten_patches(tower, self.make_plain)
+        if self.make_product is not None:
             before = stored_bytes(*tower.parameters())
-            packed = pack_linears(tower, MANY_ROWS, self._make_product)
+            packed = self._pack(tower)
             size += packed + stored_bytes(*tower.parameters()) - before
-            warm_up(tower)
         block_activations(tower)
         return size
 
     def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
         """Prepare a loaded vision tower of the generic path; return it and the bytes of its weights."""
-        size = 0
-        if self._packs:
-            size = pack_linears(model, MANY_ROWS, self._make_product)
-            warm_up(model)
+        size = self._pack(model)
         block_activations(model)
         return AnyTower(model, self.dtype), size + stored_bytes(*model.parameters())
+
+    def _pack(self, module: nn.Module) -> int:
+        """Pack the linear layers below a module, if weights are packed; return their bytes."""
+        if self.make_product is None:
+            return 0
+        size = pack_linears(module, self.make_product)
+        warm_up(module, self.dtype)
+        return size
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         return logits.argmax(dim=-1).numpy().astype(np.int32)

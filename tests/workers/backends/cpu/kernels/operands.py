@@ -19,8 +19,11 @@ Operand = npt.NDArray[Any] | None
 needs_bf16_dot = pytest.mark.skipif(not has_bf16_dot(), reason="the processor has no VDPBF16PS")
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="the processor has no tiles")
 
-TAGS = [pytest.param(BF16, marks=needs_bf16_dot, id="bf16"), pytest.param(FLOAT32, id="float32")]
-OPERANDS = [*TAGS, pytest.param(None, marks=needs_tiles, id="tiles")]
+OPERANDS = [
+    pytest.param(BF16, marks=needs_bf16_dot, id="bf16"),
+    pytest.param(FLOAT32, id="float32"),
+    pytest.param(None, marks=needs_tiles, id="tiles"),
+]
 
 
 def use_operand(patch: pytest.MonkeyPatch, operand: Operand) -> None:

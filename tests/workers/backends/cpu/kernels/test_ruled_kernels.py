@@ -14,15 +14,13 @@ from torch.nn import functional
 
 pytest.importorskip("numba")
 
-from tests.workers.backends.cpu.kernels.operands import OPERANDS, TAGS, Operand, use_operand
+from tests.workers.backends.cpu.kernels.operands import OPERANDS, Operand, use_operand
 from vsched_workers.backends.cpu import prefill_attention
 from vsched_workers.backends.cpu.decoder_norms import Norm
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gelu_tanh
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import add_layer_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
-from vsched_workers.backends.cpu.operand_choice import supports_attention
-from vsched_workers.backends.cpu.prefill_choice import choose_ruled_prefill
 from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
 from vsched_workers.batching.paged_attention import Segment, context_slots
 from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
@@ -47,10 +45,9 @@ def weights_of(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize(("window", "softcap"), RULES)
 def test_decode_reads_the_blocks_of_its_window_alone(
-    tag: Any, window: int | None, softcap: float | None
+    window: int | None, softcap: float | None
 ) -> None:
     """All other slots are NaN, as if they belonged to other sequences."""
     contexts = [1, 16, 17, 36, 37, 38, 200]
@@ -84,7 +81,6 @@ def test_decode_reads_the_blocks_of_its_window_alone(
         np.array(contexts, dtype=np.int32),
         BLOCK_SIZE,
         1,
-        tag,
     )
     for row, (each, start) in enumerate(zip(slots, starts, strict=True)):
         seen, taken = (
@@ -97,8 +93,17 @@ def test_decode_reads_the_blocks_of_its_window_alone(
 
 
 @pytest.mark.parametrize("operand", OPERANDS)
-@pytest.mark.parametrize(("window", "softcap"), RULES)
-@pytest.mark.parametrize(("first", "rows"), [(0, 9), (130, 70), (36, 1), (4, 33)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "first", "rows"),
+    [
+        (1, None, 0, 9),
+        (16, None, 130, 70),
+        (37, None, 36, 1),
+        (1000, None, 4, 33),
+        (None, 3.0, 4, 33),
+        (37, 3.0, 130, 70),
+    ],
+)
 def test_prefill_by_rule_is_that_of_torch(
     operand: Operand,
     window: int | None,
@@ -130,13 +135,6 @@ def test_prefill_by_rule_is_that_of_torch(
     exact = LayerKv(cache.keys[0].float(), cache.values[0].float())
     wanted = prefill_by_rule(query.float(), exact, segment.slots(), rule)
     torch.testing.assert_close(found.float(), wanted.transpose(0, 1), rtol=4e-2, atol=4e-2)
-
-
-def test_plain_layers_attend_by_the_same_kernel_where_it_is_the_fastest() -> None:
-    ruled, plain_too = choose_ruled_prefill(HEAD_DIM)
-    assert plain_too is supports_attention()
-    assert (ruled is prefill_attention.prefill_by_rule) is plain_too
-    assert choose_ruled_prefill(HEAD_DIM + 4)[1] is False, "no whole vectors"
 
 
 def norm_written_out(rows: torch.Tensor, weight: torch.Tensor, kind: NormWeights) -> torch.Tensor:

@@ -23,7 +23,7 @@ from tests.patience import PATIENCE_S, wait_until
 from tests.workers.backends.cpu.test_quantized_products import weight_of
 from vsched_workers.backends.cpu.kernels import thread_pool as layout
 from vsched_workers.backends.cpu.kernels.thread_pool import UNITS_MAX, add, load, now_ns, spread
-from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.cpu.products import make_product
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.cpu.threads import ThreadPool, process_pool
 
@@ -258,7 +258,7 @@ def test_a_process_with_a_pool_ends_as_any_other(how: str, code: int) -> None:
 
 def _panels(threads: int) -> Any:
     weight = torch.randn(1000, 544, generator=torch.Generator().manual_seed(1)).bfloat16()
-    return panel_product(weight, None, threads=threads)
+    return make_product(weight, None, threads=threads)
 
 
 def _whole_numbers(threads: int) -> Any:

@@ -13,7 +13,7 @@ from tests.workers.backends.cpu.test_quantized_products import drawn, weight_of
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.cpu.kernels.simd import LINE
-from vsched_workers.backends.cpu.products import PanelProduct, panel_product
+from vsched_workers.backends.cpu.products import PanelProduct, make_product
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, widens_in_tiles
 from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN
 from vsched_workers.backends.cpu.tiles.kernel import (
@@ -30,7 +30,6 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     parts_of,
     turn_of,
 )
-from vsched_workers.backends.reference.packed_weights import PackedWeight
 from vsched_workers.memory.sparse_runs import sparsely
 from vsched_workers.quantized.weights import QuantizedWeight
 
@@ -74,7 +73,7 @@ def test_any_number_of_rows_is_multiplied_and_each_has_the_same_bits(
     weight = drawn(outputs, inputs, seed=1).bfloat16()
     rows = drawn(max(COUNTS), inputs).bfloat16()
     for bias in (None, drawn(outputs, seed=2).bfloat16()):
-        product = panel_product(weight, bias, threads=threads)
+        product = make_product(weight, bias, threads=threads)
         assert isinstance(product, PanelProduct)
         assert product.kernel is multiply_in_tiles
         whole = product(rows)
@@ -103,7 +102,7 @@ def test_rows_are_multiplied_part_by_part_of_many_inputs(
     rows = drawn(count, inputs).bfloat16()
     if kind == "bfloat16":
         weight = drawn(outputs, inputs, seed=1).bfloat16()
-        product = panel_product(weight, None, threads=threads)
+        product = make_product(weight, None, threads=threads)
     else:
         quantised = weight_of(kind, outputs, inputs)
         weight = quantised.dequantized().bfloat16()
@@ -120,7 +119,7 @@ def test_a_last_part_may_have_no_whole_step() -> None:
     parts = parts_of(rows, inputs, 2, 1)
     assert (parts.number - 1) * parts.size == inputs // STEP_INPUTS
     weight, taken = drawn(64, inputs, seed=1).bfloat16(), drawn(rows, inputs).bfloat16()
-    product = panel_product(weight, None, threads=1)
+    product = make_product(weight, None, threads=1)
     assert product is not None
     sums = wanted(taken, weight, None)
     assert torch.allclose(product(taken).double(), sums, atol=2e-3 * inputs**0.5, rtol=2**-7)
@@ -156,25 +155,13 @@ def test_weights_are_fetched_just_once(rows: int) -> None:
         assert done == (0 if fetches_itself(turn + 1, rows) else STEP_BYTES // LINE)
 
 
-def test_rows_of_packed_weights_are_never_padded_nor_left_to_onednn() -> None:
-    weight = drawn(128, 96, seed=1).bfloat16()
-    packed = PackedWeight(weight, None, make_custom=lambda *of: panel_product(*of, threads=1))
-    assert packed.custom is not None
-    rows = drawn(600, 96).bfloat16()
-    assert torch.equal(packed(rows), packed.custom(rows))
-    apart = drawn(3, 5, 192).bfloat16()[..., ::2]
-    assert torch.allclose(
-        packed(apart).double(), wanted(apart, weight, None), atol=1e-2, rtol=2**-8
-    )
-
-
 @pytest.mark.parametrize("count", [5, ROWS_MIN, 100])
 def test_nonsense_of_one_row_stays_in_that_row(count: int) -> None:
     """Nor does memory after the inputs, or after the last row, affect any row."""
     weight, bad = drawn(64, STEP_INPUTS + 6, seed=1).bfloat16(), count // 2
     rows = drawn(count, STEP_INPUTS + 6).bfloat16()
     for product in (
-        panel_product(weight, None, threads=1),
+        make_product(weight, None, threads=1),
         QuantizedProduct(weight_of("int4 32", 64, STEP_INPUTS + 6), None, threads=1, tiles=True),
     ):
         assert product is not None
@@ -250,7 +237,7 @@ def test_few_rows_keep_their_kernel_and_8_bits_their_word() -> None:
 def test_a_sparse_run_computes_some_outputs_and_leaves_zeros(threads: int) -> None:
     rows = drawn(40, 64).bfloat16()
     for product in (
-        panel_product(drawn(512, 64, seed=1).bfloat16(), None, threads=threads),
+        make_product(drawn(512, 64, seed=1).bfloat16(), None, threads=threads),
         QuantizedProduct(weight_of("int8 32", 512, 64), None, threads=threads, tiles=True),
     ):
         assert product is not None
@@ -268,8 +255,8 @@ def test_deterministic_models_have_no_tiles() -> None:
         settings = WorkerSettings(weights="int8", threads=1, deterministic=deterministic)
         backend = CpuBackend(settings, torch.bfloat16)
         assert backend._make_plain is not None
-        assert backend._make_head is not None
-        plain, quantised = backend._make_plain(weight, None), backend._make_head(weight, None)
+        assert backend.make_head is not None
+        plain, quantised = backend._make_plain(weight, None), backend.make_head(weight, None)
         assert isinstance(plain, PanelProduct)
         assert isinstance(quantised, QuantizedProduct)
         assert (plain.kernel is multiply_in_tiles) is not deterministic

@@ -18,18 +18,16 @@ from vsched_workers.backends.cpu.kernels import (
     activation,
     decode_attention,
     norm,
-    panel_attention,
     prefill_attention,
     rope,
     sampling,
-    softmax,
 )
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
-from vsched_workers.backends.cpu.language_layers import GATED, USUAL_BLOCK
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.backends.cpu.language_layers import GATED
 from vsched_workers.backends.cpu.low_rank import kernel as low_rank
-from vsched_workers.backends.cpu.operand_choice import operand, supports_attention, supports_bf16
-from vsched_workers.backends.cpu.prefill_attention import fits
-from vsched_workers.backends.cpu.products import panel_product
+from vsched_workers.backends.cpu.prefill_attention import fits, operand
+from vsched_workers.backends.cpu.products import make_product
 from vsched_workers.backends.cpu.quantized.products import (
     QuantizedProduct,
     quantizes_activations,
@@ -37,8 +35,7 @@ from vsched_workers.backends.cpu.quantized.products import (
 )
 from vsched_workers.backends.cpu.tiles import attention
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
-from vsched_workers.backends.cpu.vision_blocks import block_head_dim, can_fuse
-from vsched_workers.backends.reference.packed_weights import packs
+from vsched_workers.backends.cpu.vision_blocks import can_fuse
 from vsched_workers.families.decoder import Decoder, head_dim
 from vsched_workers.quantized.model import HEAD_FORMAT
 from vsched_workers.quantized.weights import QuantizedWeight
@@ -101,8 +98,8 @@ def language_needs(
     yield from _product_needs(settings, dtype, [*kinds, *made])
     if dtype == torch.bfloat16:
         yield needs("greedy sampler")
-        if not settings.deterministic:
-            yield from _many_rows_needs(head_dim(config))
+        if fits(head_dim(config)) and not settings.deterministic:
+            yield _many_rows_need()
     if settings.adapters and dtype == torch.bfloat16:
         yield needs("low rank")
     if dtype != torch.bfloat16 or decoder is None or decoder.unfit(config):
@@ -113,14 +110,9 @@ def language_needs(
     if not decoder.adds_plainly or decoder.norms_all_heads:
         yield needs("norms of all kinds")
     yield needs("activation", _name(GATED[decoder.activation(config)]))
-    if settings.deterministic:
-        yield needs("attention of panels")
-        return
-    cached = sample_cache(kv_dtype, slots=1)
-    tag = decode_attention.score_tag(head_dim(config), USUAL_BLOCK, cached.dtype)
-    yield needs("decode attention", _operand_word(tag), kept)
-    if (supports_bf16() or made or kinds or not packs(dtype)) and settings.ranks == 1:
-        yield needs("decode step", _operand_word(tag), kept)
+    yield needs("decode attention", kept)
+    if settings.ranks == 1:
+        yield needs("decode step", kept)
 
 
 def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Iterator[Need]:
@@ -129,8 +121,7 @@ def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Ite
     if dtype != torch.bfloat16:
         return
     if tower is not None and can_fuse(tower):
-        size, deterministic = block_head_dim(tower.blocks[0]), settings.deterministic
-        yield from _many_rows_needs(size, deterministic=deterministic)
+        yield _many_rows_need(deterministic=settings.deterministic)
         yield needs("norm")
         yield needs("activation", _name(activation.swiglu))
         yield needs("rope of patches")
@@ -138,16 +129,11 @@ def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Ite
         yield needs("low rank")
 
 
-def _many_rows_needs(head_dim: int, *, deterministic: bool = False) -> Iterator[Need]:
-    """Yield the kernels of bfloat16 attention with many rows, of chunks or images; see `prefill_choice`."""
-    if not supports_attention() or not fits(head_dim):
-        yield needs("softmax")
-    if not supports_attention():
-        return
+def _many_rows_need(*, deterministic: bool = False) -> Need:
+    """Return the kernel of bfloat16 attention with many rows, of chunks or images."""
     if has_tiles() and not deterministic:
-        yield needs("attention in tiles")
-    else:
-        yield needs("prefill attention", _operand_word(operand()))
+        return needs("attention in tiles")
+    return needs("prefill attention", _operand_word(operand()))
 
 
 def _product_needs(
@@ -159,10 +145,11 @@ def _product_needs(
         yield needs("product", _word(dtype), kind, activations)
         yield from _tiles_needs(settings, dtype, kind)
     # In a quantized model, unquantized weights use the same kind of product, in float32 as well.
-    if not packs(dtype) and (kinds or dtype == torch.bfloat16):
-        yield needs("product", _word(dtype), _word(dtype))
-    if dtype == torch.bfloat16 and supports_bf16():
+    pairs = dtype == torch.bfloat16 and has_bf16_dot()
+    if pairs:
         yield needs("product of panels")
+    elif kinds or dtype == torch.bfloat16:
+        yield needs("product", _word(dtype), _word(dtype))
 
 
 def _tiles_needs(settings: WorkerSettings, dtype: torch.dtype, kind: str) -> Iterator[Need]:
@@ -187,14 +174,12 @@ def _load_rope(kept: str) -> None:
     rope.warm_up(sample_cache(getattr(torch, kept), slots=1))
 
 
-def _load_decode(word: str, kept: str) -> None:
-    cached = sample_cache(getattr(torch, kept), slots=1)
-    decode_attention.warm_up(_OPERANDS[word], cached)
+def _load_decode(kept: str) -> None:
+    decode_attention.warm_up(sample_cache(getattr(torch, kept), slots=1))
 
 
-def _load_step(of_scores: str, kept: str) -> None:
-    cached = sample_cache(getattr(torch, kept), slots=1)
-    compiled_step.compile_for(_OPERANDS[of_scores], cached)
+def _load_step(kept: str) -> None:
+    compiled_step.compile_for(sample_cache(getattr(torch, kept), slots=1))
 
 
 def _load_decode_of_modules(kept: str) -> None:
@@ -232,9 +217,8 @@ def _quantized_zeros(kind: str, dtype: torch.dtype) -> QuantizedWeight:
 
 
 def _load_panels() -> None:
-    made = panel_product(torch.zeros(_INPUTS, _INPUTS).bfloat16(), None, threads=1)
-    if made is not None:
-        made(torch.zeros(1, _INPUTS).bfloat16())
+    made = make_product(torch.zeros(_INPUTS, _INPUTS).bfloat16(), None, threads=1)
+    made(torch.zeros(1, _INPUTS).bfloat16())
 
 
 KERNELS: Mapping[str, _Kernel] = {
@@ -247,12 +231,10 @@ KERNELS: Mapping[str, _Kernel] = {
     "decode attention": _Kernel(_load_decode, 15.0),
     "decode step": _Kernel(_load_step, 3.0),
     "decode attention of modules": _Kernel(_load_decode_of_modules, 11.0),
-    "attention of panels": _Kernel(lambda: panel_attention.warm_up(), 6.0),
     "prefill attention": _Kernel(
         lambda operand: prefill_attention.warm_up(_OPERANDS[operand]), 6.0
     ),
     "attention in tiles": _Kernel(lambda: attention.warm_up(), 6.0),
-    "softmax": _Kernel(lambda: softmax.warm_up(), 1.0),
     "greedy sampler": _Kernel(lambda: sampling.warm_up_greedy(), 0.5),
     "sampler": _Kernel(lambda: sampling.warm_up(), 13.0),
     "low rank": _Kernel(lambda: low_rank.warm_up(), 3.0),

@@ -43,12 +43,13 @@ from vsched_workers.backends.cpu.quantized.integers import multiply_int8
 from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.tiles.kernel import multiply_in_tiles
-from vsched_workers.backends.reference.packed_weights import FEW_ROWS, PackedWeight
 
 if TYPE_CHECKING:
     from vsched_workers.backends.cpu.decoder_norms import Norm
     from vsched_workers.batching.paged_attention import PagedStep
 
+_ROWS_MAX = 256
+"""Maximum rows of a step."""
 _LINE_VALUES = 32
 """bfloat16 values of a cache line, to which buffers are aligned."""
 
@@ -62,7 +63,6 @@ class Traits(NamedTuple):
         factor: Multiplier of the residual.
         threads: Threads of the kernels.
         kept: An array with the dtype and layout of the cache.
-        score_tag: Dtype tag for scores.
     """
 
     activation: Any
@@ -71,7 +71,6 @@ class Traits(NamedTuple):
     factor: np.float32
     threads: int
     kept: npt.NDArray[Any]
-    score_tag: npt.NDArray[Any]
 
 
 class _Kind(NamedTuple):
@@ -109,7 +108,7 @@ class CompiledStep:
         self._pool = pool_of(traits.threads)
         attention = first.attention
         products = [own for layer in layers for each in _products(layer) if (own := _own(each))]
-        self.rows_max = min(FEW_ROWS[-1], *(each.step_rows_max for each in products))
+        self.rows_max = min(_ROWS_MAX, *(each.step_rows_max for each in products))
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._queries = attention.heads * attention.head_dim
         keys = attention.kv_heads * attention.head_dim
@@ -139,7 +138,7 @@ class CompiledStep:
         self._wide = max(self._queries + 2 * keys, inner)
         self._other = max(last.width, inner)
         self._addresses = _addresses(traits)
-        compile_for(traits.score_tag, traits.kept)
+        compile_for(traits.kept)
 
     def __call__(
         self,
@@ -175,7 +174,6 @@ class CompiledStep:
         run_layers(
             self._addresses,
             BF16,
-            self._traits.score_tag,
             self._tables,
             rows,
             at,
@@ -195,14 +193,13 @@ def fits(layers: Sequence[Any]) -> bool:
     return len({tuple(each.shape for each in _products(layer)) for layer in layers}) == 1
 
 
-def compile_for(score_tag: npt.NDArray[Any], kept: npt.NDArray[Any]) -> None:
-    """Compile `run_layers` for a dtype tag for scores and a cache type."""
+def compile_for(kept: npt.NDArray[Any]) -> None:
+    """Compile `run_layers` for a cache type."""
     none = np.empty(0, dtype=np.int64)
     norms, halves = np.empty(0, dtype=NORM), np.empty((0, 0, 0), dtype=np.uint16)
     given = (
         none,
         BF16,
-        score_tag,
         Tables(
             np.empty(0, dtype=MODEL),
             *_tables_of([], 0),
@@ -272,7 +269,7 @@ def _addresses(traits: Traits) -> npt.NDArray[np.int64]:
             else CALL_ADD_NORMED.address_of(add_normed),
             CALL_NORM_PARTS.address_of(norm_parts) if traits.norms_all_heads else 0,
             CALL_ACTIVATION.address_of(traits.activation),
-            CALL_DECODE.address_of(decode, kept, kept, traits.score_tag),
+            CALL_DECODE.address_of(decode, kept, kept),
         ]
     )
 
@@ -283,10 +280,9 @@ def _products(layer: Any) -> tuple[Any, ...]:
 
 def _own(product: Any) -> _Product | None:
     """Return the product if it uses this package's kernels with unpermuted inputs."""
-    own = product.custom if isinstance(product, PackedWeight) else None
-    if isinstance(own, QuantizedProduct):
-        return None if own.has_order else own
-    return own if isinstance(own, PanelProduct) else None
+    if isinstance(product, QuantizedProduct):
+        return None if product.has_order else product
+    return product if isinstance(product, PanelProduct) else None
 
 
 def _whole_lines(values: int) -> int:

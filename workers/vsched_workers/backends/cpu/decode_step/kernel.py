@@ -111,7 +111,7 @@ _FLOAT_WEIGHT = numba.typeof(np.empty(1, dtype=FLOAT_PRODUCT))
 CALL_ADD_NORM = KernelCall(_LONG, _LONG, _LONG, _LONG, _LONG, _SINGLE, _LONG, _LONG)
 CALL_ADD_NORMED = KernelCall(_LONG, _LONG, _LONG, _NORMS, _SINGLE, _NORMS, _LONG, _LONG, _LONG)
 CALL_NORM_PARTS = KernelCall(_LONG, _LONG, _LONG, _LONG, _NORMS, _LONG)
-CALL_PANELS = KernelCall(_LONG, None, *[_LONG] * 7)
+CALL_PANELS = KernelCall(*[_LONG] * 8)
 CALL_INT8 = KernelCall(_LONG, None, None, None, None, _INT8_WEIGHT, *[_LONG] * 4)
 CALL_FLOATS = KernelCall(_LONG, None, None, None, _LONG, _FLOAT_WEIGHT, *[_LONG] * 4)
 CALL_ACTIVATION = KernelCall(*[_LONG] * 5)
@@ -127,7 +127,6 @@ CALL_DECODE = KernelCall(
     numba.typeof(np.empty(1, dtype=np.int32)),
     _LONG,
     _LONG,
-    None,
 )
 _add_norm, _add_normed = CALL_ADD_NORM.call, CALL_ADD_NORMED.call
 _norm_parts, _multiply_panels = CALL_NORM_PARTS.call, CALL_PANELS.call
@@ -233,7 +232,7 @@ def _product(tag: Any, tables: Tables, place: Any, rows_at: int, rows: int, out_
     if product.kind == PANELS:
         panels = tables.panel_products[product.place]
         _multiply_panels(
-            kernel, pool, tag, rows_at, rows, panels.pairs, panels.weight_at,
+            kernel, pool, rows_at, rows, panels.pairs, panels.weight_at,
             panels.outputs, panels.bias_at, out_at,
         )  # fmt: skip
     elif product.kind == INT8_ACTIVATIONS:
@@ -312,7 +311,6 @@ def _norm_heads(kernels: Any, tables: Tables, layer: int, qkv_at: int, rows: int
 def run_layers(
     kernels: Any,
     tag: Any,
-    score_tag: Any,
     tables: Tables,
     rows: DecodeRows,
     at: Places,
@@ -325,7 +323,6 @@ def run_layers(
     Args:
         kernels: Addresses of the kernels, int64, in the order of `KERNELS`.
         tag: Dtype tag of rows, `BF16`, which stands for all tags of products.
-        score_tag: Dtype tag for scores (`decode_attention.score_tag`).
         tables: Arguments that are the same in every step.
         rows: Rows of the step.
         at: Addresses of the buffers.
@@ -354,7 +351,6 @@ def run_layers(
             rows.contexts,
             block_size,
             rows.shares,
-            score_tag,
         )
         norm = len(NORMS) * layer
         _product(tag, tables, (layer, O_PROJ), at.attended, count, at.other)

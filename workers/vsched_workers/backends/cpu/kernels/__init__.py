@@ -5,9 +5,8 @@
 | `norm.py` | residual sum and RMS norm |
 | `gemm.py` | activations times a weight in panels |
 | `rope.py` | norms and rotary embedding of heads, and writes into the KV cache |
-| `decode_attention.py` | attention of decode rows over the paged cache, by `…_bf16.py` or `…_float.py` |
+| `decode_attention.py` | attention of decode rows over the paged cache, by `decode_attention_float.py` |
 | `prefill_attention.py` | attention of prefill chunks and of images |
-| `softmax.py` | the online softmax of attention in tiles (`tiled_attention.py`) |
 | `activation.py` | SwiGLU |
 | `sampling.py` | greedy sampling, penalties and random draws |
 | `kept_tokens.py` | the tokens that top-k and top-p keep |

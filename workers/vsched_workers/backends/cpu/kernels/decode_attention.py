@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32, bf16_array, narrow, widen
+from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, narrow, widen
 from vsched_workers.backends.cpu.kernels.compilation import compiled
-from vsched_workers.backends.cpu.kernels.decode_attention_bf16 import COLUMNS, KEYS, attend_bf16
 from vsched_workers.backends.cpu.kernels.decode_attention_float import RowContext, attend_float
 from vsched_workers.backends.cpu.kernels.rope import (
     RopeRows,
@@ -30,18 +28,7 @@ from vsched_workers.backends.cpu.kernels.rope import (
     rope_head,
     write_head,
 )
-from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
-
-
-def score_tag(head_dim: int, block_size: int, kept: npt.DTypeLike = np.uint16) -> npt.NDArray[Any]:
-    """Dtype tag for scores: bfloat16 if processor and sizes allow it, else float32.
-
-    `kept` is the numpy type of the cache; with an int8 cache keys are scored in float32.
-    """
-    suits = has_bf16_dot() and not head_dim % COLUMNS and not block_size % KEYS
-    suits = suits and kept == np.uint16
-    return BF16 if suits else FLOAT32
 
 
 @compiled()
@@ -54,21 +41,6 @@ def attend_widened(query_at: int, context: RowContext, scaling: Any, summed: Any
         for index in range(head_dim):
             query[head, index] = widen(given[index]) * scaling
     attend_float(query, context, summed)
-
-
-def _attend_row(tag: Any, query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
-    """Call the kernel of the tag's type; only that one is compiled."""
-    raise NotImplementedError
-
-
-@numba.extending.overload(_attend_row, inline="always")
-def _choose(tag: Any, query_at: Any, context: Any, scaling: Any, summed: Any) -> Any:
-    chosen = attend_widened if isinstance(tag.dtype, numba.types.Float) else attend_bf16
-
-    def attend(tag: Any, query_at: Any, context: Any, scaling: Any, summed: Any) -> None:
-        chosen(query_at, context, scaling, summed)
-
-    return attend
 
 
 class _Decode(NamedTuple):
@@ -85,7 +57,6 @@ class _Decode(NamedTuple):
     block_size: int
     shares: int
     is_written: int
-    tag: npt.NDArray[Any]
 
 
 @compiled()
@@ -105,7 +76,13 @@ def _write_row(given: _Decode, row: int, kv_first: int, kv_stop: int) -> None:
 
 @compiled()
 def _sees_another(rows: RopeRows, tables: Any, contexts: Any, block_size: int) -> bool:
-    """Return True if a row attends to tokens that the previous row writes, as rows of draft tokens do."""
+    """Return True if a row attends to tokens that another row writes, as rows of draft tokens and of chunks do.
+
+    So may rows next to one that does not attend.
+    """
+    for row in range(len(rows.slots)):
+        if contexts[row] == 0:
+            return True
     for row in range(1, len(rows.slots)):
         before = contexts[row] - 2
         if before >= 0:
@@ -130,11 +107,17 @@ def _decode_task(given: _Decode, row: int, context: RowContext) -> None:
     for head in range(count):
         source_at = row_at + head * size
         rope_head(source_at, to + head * size, rows, row, heads.query_norm_at, heads)
-    _attend_row(given.tag, to, context, heads.scaling, summed)
+    attend_widened(to, context, heads.scaling, summed)
     for head in range(count):
         out = bf16_array(to + head * size, head_dim)
         for index in range(head_dim):
             out[index] = narrow(summed[head, index])
+
+
+@compiled()
+def _write_rows(begin: int, stop: int, given: _Decode) -> None:
+    for row in range(begin, stop):
+        _write_row(given, row, 0, given.keys.shape[1])
 
 
 @compiled()
@@ -145,6 +128,8 @@ def _decode_tasks(begin: int, stop: int, given: _Decode) -> None:
     window, softcap = given.heads[0].window, given.heads[0].softcap
     for task in range(begin, stop):
         row, kv_first = task // shares, task % shares * size
+        if contexts[row] == 0:
+            continue
         unseen = contexts[row] - window if 0 < window < contexts[row] else 0
         skipped = unseen // block_size
         context = RowContext(
@@ -176,13 +161,12 @@ def decode(
     contexts: Any,
     block_size: int,
     shares: int,
-    tag: Any,
 ) -> None:
     """Rotate the heads of decode rows, write keys and values into the cache, and attend.
 
     If rows belong to different sequences, a task writes the keys and values that it reads, in one parallel region.
-    Rows of draft tokens see earlier rows, which another thread may compute; then everything is written before any row
-    attends.
+    Rows of draft tokens and of chunks see earlier rows, which another thread may compute; then everything is written
+    before any row attends. A row's result has the same bits whatever other rows there are.
 
     Args:
         pool: Address of the thread pool's state, 0 for the calling thread.
@@ -193,12 +177,11 @@ def decode(
         keys: Key cache of the layer, [slots, kv heads, width of a head].
         values: Value cache of the layer, likewise.
         tables: Block tables of the rows' sequences, int32 [rows, blocks].
-        contexts: Tokens that a row attends to, itself included, int32 [rows].
+        contexts: Tokens that a row attends to, itself included, int32 [rows]; a row with 0 only writes.
         block_size: Slots per block.
         shares: Number of shares of a row's KV heads, a divisor of their number; each is a task.
-        tag: Dtype tag for scores (`score_tag`).
     """
-    count, kv_heads = len(rows.slots), keys.shape[1]
+    count = len(rows.slots)
     is_written = 1 if _sees_another(rows, tables, contexts, block_size) else 0
     given = _Decode(
         qkv_at,
@@ -212,11 +195,9 @@ def decode(
         block_size,
         shares,
         is_written,
-        tag,
     )
     if is_written:
-        for row in range(count):
-            _write_row(given, row, 0, kv_heads)
+        spread(pool, count, 4, _write_rows, (given,))
     spread(pool, count * shares, 1, _decode_tasks, (given,))
 
 
@@ -292,8 +273,8 @@ def decode_queries(
     spread(pool, query.shape[0] * shares, 1, _attend_tasks, (given,))
 
 
-def warm_up(tag: npt.NDArray[Any], cached: npt.NDArray[Any]) -> None:
-    """Compile `decode` for a dtype tag and a cache type, ahead of the first request."""
+def warm_up(cached: npt.NDArray[Any]) -> None:
+    """Compile `decode` for a cache type, ahead of the first request."""
     heads = heads_of(1, 0, 0, 0.0, 1.0)
     tables, contexts = np.empty((0, 1), dtype=np.int32), np.empty(0, dtype=np.int32)
-    decode(0, 0, 0, heads, no_rows(), cached, cached, tables, contexts, 1, 1, tag)
+    decode(0, 0, 0, heads, no_rows(), cached, cached, tables, contexts, 1, 1)

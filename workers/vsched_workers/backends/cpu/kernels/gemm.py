@@ -1,4 +1,4 @@
-"""GEMM of bfloat16 activations and a packed weight, which prefetches the next panel while it multiplies.
+"""GEMM of bfloat16 activations and a packed weight.
 
     C[m, n] = bias[n] + sum_k A[m, k] * B[n, k]      (float32 accumulators, result rounded)
 
@@ -13,14 +13,6 @@ of K, with 4 vectors of weights and one broadcast input:
   a (row 0)   c00  c01  c02  c03
     ..
   a (row 5)   c50  c51  c52  c53      29 of 32 registers
-
-oneDNN blocks rows as well, but its first pass waits for the panel to arrive from memory while later passes find it in
-the cache, so a step of a large model takes the time of reading plus the time of multiplying. Here each pass over a
-panel prefetches a part of the next panel.
-
-**Operands.** Some processors multiply float32 faster than VDPBF16PS multiplies bfloat16. On these, activations are
-widened first, and weights in registers. A product of two bfloat16 is exact in float32, so only the order of sums
-differs.
 
 Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (ACM TOMS 2008), for panels and
 register blocking.
@@ -38,7 +30,7 @@ import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.kernels.bf16 import as_type_of, bf16_array, widen
+from vsched_workers.backends.cpu.kernels.bf16 import bf16_array
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 from vsched_workers.backends.cpu.kernels.simd import (
     BF16_PAIRS,
@@ -60,14 +52,10 @@ PANEL = 64
 """Outputs (N) of a panel."""
 PASS_ROWS = 6
 """Maximum rows of a pass: their accumulators, four vectors each, leave registers for four weights and one input."""
-OWN_ROWS_MAX = 16
-"""Maximum rows that the calling thread converts alone: waking the other threads would take longer."""
 _TOGETHER_PRODUCTS = 1 << 17
 """Products that a thread claims at once: about 10 microseconds, or reading 256 KiB."""
 _PAIR_BYTES = PANEL * 2 * 2
 """Bytes of one pair of inputs in a panel."""
-_PREFETCHED_LINES = (0, 1, 2, 4)
-"""Choices for the lines that a pass prefetches per pair of inputs; four are the whole next panel."""
 
 
 class Pass:
@@ -78,7 +66,6 @@ class Pass:
         builder: Any,
         rows: int,
         *,
-        lines: int = 0,
         vectors: int = 4,
         panel_vectors: int = 0,
         float32: bool = False,
@@ -88,7 +75,6 @@ class Pass:
         Args:
             builder: LLVM builder to emit into.
             rows: Rows of the pass.
-            lines: Cache lines to prefetch per pair of inputs.
             vectors: Vectors of outputs.
             panel_vectors: Vectors of a whole panel, if `panel_at` points into one; default: `vectors`.
             float32: True for float32 rows and widened weights; False for bfloat16 and VDPBF16PS.
@@ -96,14 +82,11 @@ class Pass:
         self._builder = builder
         self._writer = InstructionWriter(builder)
         self._rows = rows
-        self._lines = lines
         self._vectors = vectors
         self._panel_vectors = panel_vectors or vectors
         self._float32 = float32
 
-    def sums(
-        self, rows_at: Any, row_bytes: Any, panel_at: Any, pairs: Any, next_at: Any = None
-    ) -> Sequence[Any]:
+    def sums(self, rows_at: Any, row_bytes: Any, panel_at: Any, pairs: Any) -> Sequence[Any]:
         """Emit the loop over all pairs of inputs; returns the accumulators, row by row."""
         advance = self._writer.advance
         loop = Loop(self._builder, [ZEROS] * (self._rows * self._vectors))
@@ -111,9 +94,6 @@ class Pass:
         places = self._places(panel_at, loop.index)
         add = self._add_float32 if self._float32 else self._add_bf16
         sums: Sequence[Any] = add(loop.carried, inputs_at, row_bytes, places)
-        for line in range(self._lines):
-            at = advance(next_at, loop.index, self._lines * LINE, line * LINE)
-            self._writer.prefetch(at, locality=2)
         loop.end(sums, pairs)
         return sums
 
@@ -193,65 +173,35 @@ class Pass:
                 writer.store(total if float32 else builder.fptrunc(total, BF16S), at)
 
 
-@emits(numba.void, None, *[numba.intp] * 10)
+@emits(numba.void, *[numba.intp] * 8)
 def _multiply_pass(
     builder: Any,
-    kind: Any,
     rows: Any,
-    lines: Any,
     rows_at: Any,
     row_bytes: Any,
     panel_at: Any,
     pairs: Any,
-    next_at: Any,
     bias_at: Any,
     out_at: Any,
     out_bytes: Any,
 ) -> None:
-    """Multiply 1 to 6 rows, of the type of `kind`, by a panel, and prefetch lines of the next panel.
-
-    Emits one unrolled loop for each combination of rows and prefetched lines.
-    """
-    # A case number has the lines in its lower three bits, and the rows above them.
-    number = builder.add(builder.mul(rows, ir.Constant(LONG, 8)), lines)
-    numbers = [8 * row + line for row in range(1, PASS_ROWS + 1) for line in _PREFETCHED_LINES]
-    for case in cases(builder, number, numbers):
-        float32 = isinstance(kind, numba.types.Float)
-        one = Pass(builder, case // 8, lines=case % 8, float32=float32)
-        sums = one.sums(rows_at, row_bytes, panel_at, pairs, next_at)
-        one.store(sums, out_at, out_bytes, bias_at=bias_at)
+    """Multiply 1 to 6 bfloat16 rows by a panel: an unrolled loop for each number of rows."""
+    for count in cases(builder, rows, range(1, PASS_ROWS + 1)):
+        one = Pass(builder, count)
+        one.store(one.sums(rows_at, row_bytes, panel_at, pairs), out_at, out_bytes, bias_at=bias_at)
 
 
 @compiled()
 def _multiply_panel(
-    inputs: Any,
-    panel_at: int,
-    bias_at: int,
-    out_at: int,
-    out_bytes: int,
-    has_next: int,
+    rows_at: int, rows: int, pairs: int, panel_at: int, bias_at: int, out_at: int, out_bytes: int
 ) -> None:
-    """Multiply all rows by one panel, in passes of about equal size, and prefetch the next panel, if any."""
-    rows, pairs = len(inputs), inputs.shape[1] // 2
+    """Multiply all rows by one panel, in passes of about equal size."""
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
-    lines = 4 if passes == 1 else 2 if passes < 4 else 1
     row = 0
     for index in range(passes):
         count = (rows - row) // (passes - index)
-        fetched = lines if has_next and index * lines < 4 else 0
-        _multiply_pass(
-            inputs[0, 0],
-            count,
-            fetched,
-            inputs[row].ctypes.data,
-            inputs.strides[0],
-            panel_at,
-            pairs,
-            panel_at + pairs * (_PAIR_BYTES + index * fetched * LINE),
-            bias_at,
-            out_at + row * out_bytes,
-            out_bytes,
-        )
+        row_at, to_at = rows_at + row * 4 * pairs, out_at + row * out_bytes
+        _multiply_pass(count, row_at, 4 * pairs, panel_at, pairs, bias_at, to_at, out_bytes)
         row += count
 
 
@@ -266,7 +216,9 @@ def panels_together(rows: int, inputs: int) -> int:
 def _multiply_panels(
     first: int,
     stop: int,
-    inputs: Any,
+    rows_at: int,
+    rows: int,
+    pairs: int,
     weight_at: int,
     outputs: int,
     bias_at: int,
@@ -274,36 +226,20 @@ def _multiply_panels(
 ) -> None:
     """Multiply all rows by the panels `first` to `stop`, without the padding of the last panel."""
     out_bytes = 2 * outputs
-    last = (outputs - 1) // PANEL
     for panel in range(first, stop):
-        panel_at = weight_at + panel * inputs.shape[1] * _PAIR_BYTES // 2
+        panel_at = weight_at + panel * pairs * _PAIR_BYTES
         column = panel * PANEL
-        has_next = panel < last
-        at = out_at + 2 * column
+        column_bias_at, at = bias_at + 2 * column, out_at + 2 * column
         if column + PANEL <= outputs:
-            _multiply_panel(inputs, panel_at, bias_at + 2 * column, at, out_bytes, has_next)
+            _multiply_panel(rows_at, rows, pairs, panel_at, column_bias_at, at, out_bytes)
             continue
-        part = np.empty((len(inputs), PANEL), dtype=np.uint16)
-        part_at, part_bytes = part.ctypes.data, 2 * PANEL
-        _multiply_panel(inputs, panel_at, bias_at + 2 * column, part_at, part_bytes, has_next)
-        for row in range(len(inputs)):
+        part = np.empty((rows, PANEL), dtype=np.uint16)
+        part_at = part.ctypes.data
+        _multiply_panel(rows_at, rows, pairs, panel_at, column_bias_at, part_at, 2 * PANEL)
+        for row in range(rows):
             target, source = bf16_array(at + row * out_bytes, outputs - column), part[row]
             for index in range(len(target)):
                 target[index] = source[index]
-
-
-@compiled()
-def read_row(row_at: int, inputs: Any) -> None:
-    """Convert a bfloat16 row to the type of the operands."""
-    given = bf16_array(row_at, len(inputs))
-    for index in range(len(inputs)):
-        inputs[index] = as_type_of(inputs[0], widen(given[index]))
-
-
-@compiled()
-def _read_rows(first: int, stop: int, rows_at: int, inputs: Any) -> None:
-    for row in range(first, stop):
-        read_row(rows_at + row * inputs.shape[1] * 2, inputs[row])
 
 
 # Plain numbers as arguments: a product of a small model takes a few microseconds, and a record 2 to
@@ -311,7 +247,6 @@ def _read_rows(first: int, stop: int, rows_at: int, inputs: Any) -> None:
 @compiled()
 def multiply(
     pool: int,
-    tag: Any,
     rows_at: int,
     rows: int,
     pairs: int,
@@ -323,45 +258,7 @@ def multiply(
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
     Shape: rows [rows, 2 * pairs]; weight and bias packed as described at the head of this file; out [rows, outputs].
-    `tag` is the dtype tag of the operands.
     """
-    inputs = np.empty((rows, 2 * pairs), dtype=tag.dtype)
-    spread(pool, rows, OWN_ROWS_MAX, _read_rows, (rows_at, inputs))
     panels = (outputs + PANEL - 1) // PANEL
-    given = inputs, weight_at, outputs, bias_at, out_at
+    given = rows_at, rows, pairs, weight_at, outputs, bias_at, out_at
     spread(pool, panels, panels_together(rows, 2 * pairs), _multiply_panels, given)
-
-
-# --- benchmark for the choice of operands (`operand_choice.py`) ---
-
-
-@emits(numba.void, None, *[numba.intp] * 6)
-def _timed_pass(
-    builder: Any,
-    kind: Any,
-    rows_at: Any,
-    row_bytes: Any,
-    panel_at: Any,
-    pairs: Any,
-    out_at: Any,
-    out_bytes: Any,
-) -> None:
-    """Multiply six rows, of the type of `kind`, by a panel."""
-    one = Pass(builder, PASS_ROWS, float32=isinstance(kind, numba.types.Float))
-    one.store(one.sums(rows_at, row_bytes, panel_at, pairs), out_at, out_bytes)
-
-
-@compiled()
-def repeat_pass(
-    kind: Any,
-    repeats: int,
-    rows_at: int,
-    row_bytes: int,
-    panel_at: int,
-    pairs: int,
-    out_at: int,
-    out_bytes: int,
-) -> None:
-    """Multiply six rows by a panel `repeats` times; rows are `row_bytes` apart, results `out_bytes`."""
-    for _ in range(repeats):
-        _timed_pass(kind, rows_at, row_bytes, panel_at, pairs, out_at, out_bytes)

@@ -46,7 +46,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import (
     widen,
 )
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
-from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, Pass, read_row
+from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, Pass
 from vsched_workers.backends.cpu.kernels.simd import (
     LANES,
     LINE,
@@ -315,12 +315,20 @@ def _combine(
 
 
 @compiled()
+def _read_row(row_at: int, inputs: Any) -> None:
+    """Convert a bfloat16 row to the type of the operands."""
+    given = bf16_array(row_at, len(inputs))
+    for index in range(len(inputs)):
+        inputs[index] = as_type_of(inputs[0], widen(given[index]))
+
+
+@compiled()
 def _read_rows(rows_at: int, rows: int, head_dim: int, tag: Any) -> Any:
     """Convert bfloat16 rows to the type of the tag, padded with zeros to whole passes: [padded rows, head_dim]."""
     padded_rows = (rows + PASS_ROWS - 1) // PASS_ROWS * PASS_ROWS
     copied = np.zeros((padded_rows, head_dim), dtype=tag.dtype)
     for row in range(rows):
-        read_row(rows_at + row * 2 * head_dim, copied[row])
+        _read_row(rows_at + row * 2 * head_dim, copied[row])
     return copied
 
 

@@ -50,7 +50,6 @@ from vsched_workers.backends.cpu.kernels.simd import (
     Loop,
     call_llvm,
 )
-from vsched_workers.backends.cpu.kernels.softmax import SCORE_MIN
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 from vsched_workers.backends.cpu.tiles.kernel import (
     HALF,
@@ -66,6 +65,8 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     release_tiles,
 )
 
+SCORE_MIN = np.float32(-1e30)
+"""Masked score: finite, since the compiler may assume the absence of infinities."""
 BLOCK = TOGETHER * TILE_ROWS
 """Query rows of a block."""
 

@@ -60,7 +60,7 @@ import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 
-from vsched_workers.backends.cpu.kernels.bf16 import bf16_array
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, bf16_array
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 from vsched_workers.backends.cpu.kernels.simd import (
     BF16S,
@@ -92,9 +92,6 @@ STEP_BYTES = STEP_INPUTS // 2 * PAIR_BYTES
 """Bytes of one K step of a half-panel."""
 TILE_ROWS = 16
 TILE_BYTES = TILE_ROWS * LINE
-BLOCK_ROWS_MIN, BLOCK_ROWS_MAX = 256, 1024
-_BLOCK_BYTES = 1 << 23
-"""Bytes of A and C together in a block of rows."""
 OWN_ROWS_MAX = TILE_ROWS
 """Maximum rows that the calling thread packs alone: waking the other threads would take longer."""
 TOGETHER = 2
@@ -218,16 +215,6 @@ def _configure(builder: Any, rows: Any) -> None:
 def release_tiles(builder: Any) -> None:
     """Return this thread's tiles to their initial state."""
     _TileWriter(builder).tiles("tilerelease", [])
-
-
-def block_rows(outputs: int, inputs: int) -> int:
-    """Number of rows worth multiplying at once by a weight of this shape.
-
-    With fewer rows, reading the weights is a larger share of the time; with more, activations leave the cache between
-    two products.
-    """
-    fitting = _BLOCK_BYTES // (2 * (outputs + inputs)) // STEP_INPUTS * STEP_INPUTS
-    return min(max(fitting, BLOCK_ROWS_MIN), BLOCK_ROWS_MAX)
 
 
 @compiled()
@@ -531,7 +518,6 @@ def turn_of(turn: int, pieces: int, parts: Parts) -> Any:
 def _multiply_panels(
     first: int,
     stop: int,
-    tag: Any,
     rows: int,
     rows_at: int,
     pairs: int,
@@ -560,7 +546,7 @@ def _multiply_panels(
             next_piece, next_index, _ = turn_of(turn + 1, stop - first, parts)
             next_at = first_at + next_piece * half_bytes + next_index * parts.size * STEP_BYTES
         multiply_half(
-            tag, first + piece, rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES,
+            BF16, first + piece, rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES,
             min(behind, whole) - start, at + start * STEP_BYTES, rest_at, outputs, bias_at, out_at,
             next_line(room) + kept * parts.sums_bytes, start == 0, behind == parts.steps,
             fetches_itself(turn, rows), next_at,
@@ -578,7 +564,6 @@ def lay_out_rows(first: int, stop: int, rows_at: int, inputs: int, tiles_at: int
 @compiled()
 def multiply_in_tiles(
     pool: int,
-    tag: Any,
     rows_at: int,
     rows: int,
     pairs: int,
@@ -594,6 +579,6 @@ def multiply_in_tiles(
     taken = np.empty(laid_out_bytes(rows, 2 * pairs) + LINE, dtype=np.uint8)
     spread(pool, rows, OWN_ROWS_MAX, lay_out_rows, (rows_at, 2 * pairs, next_line(taken)))
     halves = (outputs + HALF - 1) // HALF
-    work = tag, rows, next_line(taken), pairs, weight_at, outputs, bias_at, out_at
+    work = rows, next_line(taken), pairs, weight_at, outputs, bias_at, out_at
     spread(pool, halves, halves_together(rows, 2 * pairs, halves, 1), _multiply_panels, work)
     taken[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above
