@@ -10,12 +10,12 @@ from typing import Any
 Test = Callable[..., Any]
 
 
-def each_case(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test], Test]:
+def each_case(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test], Any]:
     """Run a test for each value; an error names its case. The cases share fixtures."""
     keys = names.replace(" ", "").split(",") if isinstance(names, str) else names
     cases = [dict(zip(keys, value if len(keys) > 1 else (value,), strict=True)) for value in values]
 
-    def decorate(test: Test) -> Test:
+    def decorate(test: Test) -> Any:
         def named_cases() -> Iterator[tuple[dict[str, Any], str]]:
             return ((case, f"case {case!r:.500}") for case in cases)
 

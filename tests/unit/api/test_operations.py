@@ -465,7 +465,10 @@ async def test_without_a_key_everything_is_open() -> None:
         ("GET", "/v1/responses/x"),
     ],
 )
-@each_case("authorization", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic right", "right"])
+@each_case(
+    "authorization",
+    [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic right", "right", "Bearerright"],
+)
 async def test_key_is_needed_everywhere_but_for_probes(
     method: str, path: str, authorization: str | None
 ) -> None:

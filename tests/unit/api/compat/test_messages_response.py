@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 from tests.each_case import each_case
-from tests.patience import PATIENCE_S
 from tests.unit.api.compat.scripts import CALLS, named_events, saying
-from tests.unit.api.fakes import Client, FakeEngine, post
+from tests.unit.api.fakes import FakeEngine, post
 from vsched.aio.streams.stream import OutputDelta
-from vsched.api import ApiSettings, create_app
+from vsched.api import ApiSettings
 from vsched.errors import RequestFailed, RequestRefused
 
 MESSAGES = "/v1/messages"
@@ -156,18 +154,3 @@ async def test_a_stream_that_fails_ends_with_an_error_event() -> None:
     reply = await post(engine, MESSAGES, body(stream=True))
     *_, last = named_events(reply)
     assert last == {"type": "error", "error": {"type": "api_error", "message": "lost"}}
-
-
-async def test_a_stream_whose_client_leaves_is_aborted() -> None:
-    engine = FakeEngine(OutputDelta("a", [1]), asyncio.Event())
-    client = Client(create_app(engine, ApiSettings()))
-    sending = asyncio.create_task(client.send("POST", MESSAGES, body(stream=True)))
-    async with asyncio.timeout(PATIENCE_S):
-        await engine.entered.wait()
-        await asyncio.sleep(0)
-        await engine.generations[0].waiting.wait()
-        client.leave()
-        reply = await sending
-    assert b"content_block_delta" in reply.body
-    assert b"message_stop" not in reply.body
-    assert engine.generations[0].aborted

@@ -214,11 +214,6 @@ async def test_texts_are_taken_as_chats_have_them() -> None:
     assert plain(meant(input=[{"role": "user", "content": content}]))[-1]["content"] == "a"
 
 
-@each_case("raw", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 5000])
-async def test_what_is_no_request_is_refused(raw: bytes) -> None:
-    assert (await post(FakeEngine(), RESPONSES, raw)).status == 400
-
-
 async def test_large_images_go_beside_the_body() -> None:
     """As in chats: their base64 is never decoded as a text."""
     large = base64.b64encode(bytes(range(256)) * (SMALL_BYTES // 256)).decode()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
 from tests.each_case import each_case
-from tests.patience import PATIENCE_S
 from tests.unit.api.compat.scripts import CALLS, named_events, saying
-from tests.unit.api.fakes import Client, FakeEngine, post
+from tests.unit.api.fakes import FakeEngine, post
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
-from vsched.api import ApiSettings, create_app
+from vsched.api import ApiSettings
 from vsched.errors import RequestFailed, RequestRefused
 
 RESPONSES = "/v1/responses"
@@ -213,18 +211,3 @@ async def test_a_stream_that_fails_ends_with_an_error_event() -> None:
         "param": None,
         "sequence_number": len(before),
     }
-
-
-async def test_a_stream_whose_client_leaves_is_aborted() -> None:
-    engine = FakeEngine(OutputDelta("a", [1]), asyncio.Event())
-    client = Client(create_app(engine, ApiSettings()))
-    sending = asyncio.create_task(client.send("POST", RESPONSES, body(stream=True)))
-    async with asyncio.timeout(PATIENCE_S):
-        await engine.entered.wait()
-        await asyncio.sleep(0)
-        await engine.generations[0].waiting.wait()
-        client.leave()
-        reply = await sending
-    assert b"response.output_text.delta" in reply.body
-    assert b"response.completed" not in reply.body
-    assert engine.generations[0].aborted
