@@ -30,7 +30,7 @@ class CompleteChoice(msgspec.Struct, frozen=True):
         return sum(found) / max(len(found), 1)
 
     @property
-    def reported(self) -> int:
+    def prompt_logprobs(self) -> int:
         """Number of prompt log-probabilities in its response."""
         report = self.generation.prompt_report
         return 0 if report is None else report.values
@@ -64,7 +64,7 @@ class AcceptedChoices:
         for generation in self.generations:
             generation.abort()
 
-    async def whole(self, record: RequestRecord, *, best: int) -> list[CompleteChoice]:
+    async def collect(self, record: RequestRecord, *, best: int) -> list[CompleteChoice]:
         """Wait for all choices and return the `best` of each prompt, most likely first; without selection, in order.
 
         Blocks: until the last one has ended; unread ones buffer their output.

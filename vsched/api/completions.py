@@ -74,7 +74,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     log-probabilities are needed only for that selection. `echoes` are the texts of prompts, or of a chat's last
     message, to repeat in the response; None for a prompt of token ids. `constrained_by` is the parameter that the
     grammar comes from. `message_builder` creates the parser of a choice with tool calls or reasoning, `make_stop_scope`
-    the scope that excludes tool calls from stop strings. `requested` are the request fields that another vendor's API
+    the scope that excludes tool calls from stop strings. `original` are the request fields that another vendor's API
     repeats in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter,
     otherwise empty.
     """
@@ -99,7 +99,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     echoes: tuple[str | None, ...] = ()
     message_builder: Callable[[int], MessageBuilder] | None = None
     make_stop_scope: Callable[[], StopScope] | None = None
-    requested: object = None
+    original: object = None
 
 
 def check_model(name: str | None, engine: ServingContract) -> str:
@@ -308,7 +308,7 @@ class CompletionEndpoint:
             await self.accept(job, choices, tenant_of(exchange.scope))
             job = msgspec.structs.replace(job, prompts=(), images=())
             exchange.release_room()
-            return await self.tell(exchange, record, choices, job)
+            return await self.send_response(exchange, record, choices, job)
         finally:
             choices.abort()
             if self._journal is not None:
@@ -397,7 +397,7 @@ class CompletionEndpoint:
             param = job.constrained_by or None
             raise ParameterRefused(error.message, param=param, code=error.code) from None
 
-    async def tell(
+    async def send_response(
         self,
         exchange: HttpExchange,
         record: RequestRecord,
@@ -411,7 +411,7 @@ class CompletionEndpoint:
         """
         if job.stream:
             return await self._stream(exchange, record, choices, job)
-        return await self._whole(exchange, record, choices, job)
+        return await self._respond(exchange, record, choices, job)
 
     async def _stream(
         self,
@@ -434,15 +434,15 @@ class CompletionEndpoint:
         await exchange.end_stream()
         return outcome
 
-    async def _whole(
+    async def _respond(
         self,
         exchange: HttpExchange,
         record: RequestRecord,
         choices: AcceptedChoices,
         job: CheckedRequest,
     ) -> str:
-        drawn = await choices.whole(record, best=job.n)
-        if sum(answer.reported for answer in drawn) <= _INLINE_VALUES_MAX:
+        drawn = await choices.collect(record, best=job.n)
+        if sum(answer.prompt_logprobs for answer in drawn) <= _INLINE_VALUES_MAX:
             response = self._response(drawn, choices.usage, job)
         else:
             response = await asyncio.to_thread(self._response, drawn, choices.usage, job)
@@ -458,7 +458,7 @@ class CompletionEndpoint:
         for index, answer in enumerate(drawn):
             formatter = self._formatter(answer.generation, job, index)
             deltas = without_logprobs(answer.deltas) if job.hides_logprobs else answer.deltas
-            responses.append(formatter.whole(deltas, usage))
+            responses.append(formatter.response(deltas, usage))
         return _joined(responses)
 
 

@@ -94,7 +94,7 @@ class Formatter(Protocol):
         """Return the event with the usage only."""
         ...
 
-    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> object:
+    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> object:
         """Return the complete response."""
         ...
 
@@ -219,12 +219,12 @@ class _Formatting:
             return None
         found: PromptLogprobs = [None]
         for token in report.tokens():
-            reported = {
+            top = {
                 str(token_id): self._prompt_logprob(token_id, logprob, rank)
                 for rank, (token_id, logprob) in enumerate(token.top[:count], 1)
             }
             own = self._prompt_logprob(token.token_id, token.logprob, token.rank)
-            found.append({**reported, str(token.token_id): own})
+            found.append({**top, str(token.token_id): own})
         return found
 
     def _prompt_logprob(self, token_id: int, logprob: float, rank: int) -> PromptLogprob:
@@ -275,7 +275,7 @@ class ChatFormatter(_Formatting):
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(self._id, self._created, self._model, [], usage)
 
-    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> ChatResponse:
+    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> ChatResponse:
         text = "".join(delta.text for delta in deltas)
         message, reason = ChatMessage(text), _finish_reason(deltas)
         if self._message_builder is not None:
@@ -361,7 +361,7 @@ class CompletionFormatter(_Formatting):
     def usage_chunk(self, usage: Usage) -> CompletionResponse:
         return CompletionResponse(self._id, self._created, self._model, [], usage)
 
-    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> CompletionResponse:
+    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> CompletionResponse:
         text = "".join(delta.text for delta in deltas)
         choice = self._choice(text, _finish_reason(deltas), deltas)
         choice.prompt_logprobs = self._prompt_logprobs()
@@ -396,9 +396,13 @@ class CompletionFormatter(_Formatting):
             offsets = TextOffsets(self._preprocessor.detokenizer(special=True), known=echoed)
             first, count = self._generation.prompt_token_ids[0], self.options.echo_logprobs
             self._add(result, first, None, None, offsets)
-            for reported in report.tokens():
-                known = TokenLogprob(reported.token_id, reported.logprob, reported.top[:count])
-                self._add(result, reported.token_id, reported.logprob, self._top(known), offsets)
+            for prompt_token in report.tokens():
+                known = TokenLogprob(
+                    prompt_token.token_id, prompt_token.logprob, prompt_token.top[:count]
+                )
+                self._add(
+                    result, prompt_token.token_id, prompt_token.logprob, self._top(known), offsets
+                )
         if self._offsets is None:
             special = self.options.shows_special
             detokenizer = self._preprocessor.detokenizer(special=special)

@@ -84,8 +84,8 @@ class ContentBlocks:
         self.stop_string: str | None = None
         self._message_builder = message_builder
         self._open: ContentBlock | None = None
-        self._tells_logprobs = logprobs
-        self._untold: list[TokenLogprob] = []
+        self._wants_logprobs = logprobs
+        self._pending_logprobs: list[TokenLogprob] = []
 
     def take(self, delta: OutputDelta) -> list[BlockStep]:
         """Convert the next delta to steps; the last delta ends the output, which has at least one block."""
@@ -97,16 +97,16 @@ class ContentBlocks:
         if added.reasoning_content and not added.content and not added.tool_calls:
             self.reasoning_tokens += len(delta.token_ids)
         steps = list(self._added(added))
-        if self._tells_logprobs:
-            self._untold += delta.logprobs or ()
+        if self._wants_logprobs:
+            self._pending_logprobs += delta.logprobs or ()
         if reason is not None:
             self.finish_reason, self.stop_string = reason, delta.stop_string
             if not self.blocks:
                 steps += self._begin(BlockKind.TEXT)
-            if self._untold and self._open is not None:
+            if self._pending_logprobs and self._open is not None:
                 steps.append(BlockDelta(self._open, ""))
             steps += self._end()
-        return self._with_tokens(steps) if self._untold else steps
+        return self._with_tokens(steps) if self._pending_logprobs else steps
 
     def _with_tokens(self, steps: list[BlockStep]) -> list[BlockStep]:
         """Attach the tokens received so far to the last text step; tokens of other blocks are dropped."""
@@ -114,7 +114,7 @@ class ContentBlocks:
         texts = [step for step in grown if step.block.kind is BlockKind.TEXT]
         if not grown:
             return steps  # an incomplete character, or a possible beginning of a call
-        tokens, self._untold = self._untold, []
+        tokens, self._pending_logprobs = self._pending_logprobs, []
         if not texts:
             return steps
         last = texts[-1]

@@ -136,7 +136,7 @@ class MessagesFormatter:
         del usage
         return []
 
-    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> MessagesResponse:
+    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> MessagesResponse:
         """Return the response that corresponds to all events of a stream."""
         del usage
         for delta in deltas:
@@ -381,12 +381,12 @@ def _choice(request: MessagesRequest) -> str | ToolChoice | None:
 
 
 def _format(request: MessagesRequest) -> ResponseFormat | None:
-    requested = request.output_config.format if request.output_config is not None else None
-    if requested is None:
+    sent = request.output_config.format if request.output_config is not None else None
+    if sent is None:
         return None
-    if requested.type != "json_schema":
+    if sent.type != "json_schema":
         raise unsupported("output_config.format.type", remedy="send json_schema as its type")
-    return ResponseFormat("json_schema", NamedSchema(schema=requested.schema))
+    return ResponseFormat("json_schema", NamedSchema(schema=sent.schema))
 
 
 def _template_arguments(request: MessagesRequest) -> dict[str, bool | int | float | str] | None:

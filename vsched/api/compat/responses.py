@@ -86,11 +86,11 @@ class ResponsesEndpoint(ChatEndpoint):
         refuse_unsupported(request)
         with named_as(NAMES):
             job = await self.job_of(chat_request(request), request_id)
-        return msgspec.structs.replace(job, requested=msgspec.structs.replace(request, input=""))
+        return msgspec.structs.replace(job, original=msgspec.structs.replace(request, input=""))
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         assert not index, "requests of this API have a single choice"
-        assert isinstance(job.requested, ResponsesRequest)
+        assert isinstance(job.original, ResponsesRequest)
         return ResponsesFormatter(
             generation,
             created=job.created,
@@ -99,7 +99,7 @@ class ResponsesEndpoint(ChatEndpoint):
                 job.message_builder(index) if job.message_builder is not None else None,
                 logprobs=job.sampling.logprobs is not None,
             ),
-            request=job.requested,
+            request=job.original,
             format_logprob=partial(chat_logprob, preprocessor=self._engine.preprocessor),
         )
 
@@ -155,7 +155,7 @@ class ResponsesFormatter:
         del usage
         return []
 
-    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> ResponseObject:
+    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> ResponseObject:
         """Return the response that corresponds to all events of a stream."""
         del usage
         for delta in deltas:
@@ -318,13 +318,13 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         tools=[_tool(each) for each in request.tools or ()] or None,
         tool_choice=_choice(request.tool_choice),
         response_format=_format(request),
-        logprobs=_tells_logprobs(request),
+        logprobs=_wants_logprobs(request),
         top_logprobs=request.top_logprobs,
         **shared_fields(request, but=_DIFFERENT),
     )
 
 
-def _tells_logprobs(request: ResponsesRequest) -> bool:
+def _wants_logprobs(request: ResponsesRequest) -> bool:
     """True if log-probabilities are requested, by `include` or `top_logprobs`.
 
     Raises:
@@ -437,8 +437,8 @@ def _choice(choice: str | ResponsesToolChoice | None) -> str | ToolChoice | None
 
 
 def _format(request: ResponsesRequest) -> ResponseFormat | None:
-    requested = request.text.format if request.text is not None else None
-    if requested is None:
+    sent = request.text.format if request.text is not None else None
+    if sent is None:
         return None
-    schema = NamedSchema(requested.name, requested.description, requested.schema, requested.strict)
-    return ResponseFormat(requested.type, schema if requested.type == "json_schema" else None)
+    schema = NamedSchema(sent.name, sent.description, sent.schema, sent.strict)
+    return ResponseFormat(sent.type, schema if sent.type == "json_schema" else None)

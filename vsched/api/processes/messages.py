@@ -57,7 +57,7 @@ class SentText(msgspec.Struct, frozen=True):
         return cls(text)
 
     @property
-    def whole(self) -> str:
+    def original(self) -> str:
         """The original text."""
         if self.start < 0:
             return self.text
@@ -90,8 +90,8 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
     def reference(self) -> ImageReference:
         """The original reference."""
         if self.embedding is not None:
-            return EmbeddedImage(self.embedding.whole)
-        url = None if self.url is None else self.url.whole
+            return EmbeddedImage(self.embedding.original)
+        url = None if self.url is None else self.url.original
         image: str | NamedImage
         if self.uuid is not None:
             image = NamedImage(self.uuid, url)

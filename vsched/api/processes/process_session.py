@@ -160,7 +160,7 @@ class ProcessSession:
         self._live: dict[int, RelayedChoice] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._reported: EngineStatus | None = None
+        self._sent_status: EngineStatus | None = None
 
     def take(self, messages: list[ProcessMessage]) -> None:
         """Handle messages from the process."""
@@ -189,8 +189,8 @@ class ProcessSession:
     def send_status(self) -> None:
         """Send the engine's state and adapters to the process, if they have changed."""
         status_update = EngineStatus(self._engine.state, self._engine.adapters())
-        if status_update != self._reported:
-            self._reported = self._box.turn.status_update = status_update
+        if status_update != self._sent_status:
+            self._sent_status = self._box.turn.status_update = status_update
 
     # --- requests ---
 
@@ -251,20 +251,20 @@ class ProcessSession:
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _tokenize(self, requested: Tokenize) -> None:
+    async def _tokenize(self, message: Tokenize) -> None:
         try:
-            images = [image.reference for image in requested.images]
-            token_ids = await self._engine.tokenize(requested.token_ids, images)
+            images = [image.reference for image in message.images]
+            token_ids = await self._engine.tokenize(message.token_ids, images)
         except Exception as error:  # noqa: BLE001 - `_refusal` reports it
-            self._box.turn.refused.append(_refusal(requested.number, error))
+            self._box.turn.refused.append(_refusal(message.number, error))
         else:
-            self._box.turn.tokenized.append(Tokenized(requested.number, token_ids))
+            self._box.turn.tokenized.append(Tokenized(message.number, token_ids))
 
-    async def _ask(self, requested: HttpForward) -> None:
+    async def _ask(self, message: HttpForward) -> None:
         try:
-            reply = await respond(self._operations, requested)
+            reply = await respond(self._operations, message)
         except Exception as error:  # noqa: BLE001 - `_refusal` reports it
-            self._box.turn.refused.append(_refusal(requested.number, error))
+            self._box.turn.refused.append(_refusal(message.number, error))
         else:
             self._box.turn.replies.append(reply)
 
@@ -282,12 +282,12 @@ def _refusal(number: int, error: Exception) -> Refusal:
     return Refusal.of(number, error)
 
 
-async def respond(app: ASGIApp, requested: HttpForward) -> HttpReply:
+async def respond(app: ASGIApp, forwarded: HttpForward) -> HttpReply:
     """Run an application on a forwarded request and return its response; the client never disconnects.
 
     Blocks: until the application is done.
     """
-    bodies = [requested.body]
+    bodies = [forwarded.body]
     status, headers, content = 500, [], bytearray()
 
     async def receive() -> MutableMapping[str, Any]:
@@ -307,14 +307,14 @@ async def respond(app: ASGIApp, requested: HttpForward) -> HttpReply:
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
         "scheme": "http",
-        "method": requested.method,
-        "path": requested.path,
-        "raw_path": requested.path.encode(),
-        "query_string": requested.query,
+        "method": forwarded.method,
+        "path": forwarded.path,
+        "raw_path": forwarded.path.encode(),
+        "query_string": forwarded.query,
         "root_path": "",
-        "headers": requested.headers,
+        "headers": forwarded.headers,
         "client": None,
         "server": None,
     }
     await app(scope, receive, send)
-    return HttpReply(requested.number, status, headers, bytes(content))
+    return HttpReply(forwarded.number, status, headers, bytes(content))

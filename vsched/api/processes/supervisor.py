@@ -51,7 +51,7 @@ class _Process:
         self.ended = asyncio.Event()
         self.began_s = self._loop.time()
         self.report = Report()
-        self._reported: list[asyncio.Future[None]] = []
+        self._report_waiters: list[asyncio.Future[None]] = []
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs, another(kept) as listener:
             order = msgspec.structs.replace(order, listener=listener.fileno())
@@ -81,8 +81,8 @@ class _Process:
             self._on_loaded(message.error)
             return
         self.report = message.report
-        reported, self._reported = self._reported, []
-        for future in reported:
+        waiters, self._report_waiters = self._report_waiters, []
+        for future in waiters:
             if not future.done():
                 future.set_result(None)
 
@@ -94,7 +94,7 @@ class _Process:
         self._on_loaded(f"process {self.popen.pid} {why} before it had loaded")
         self.session.close()
         self.popen.kill()
-        for future in self._reported:
+        for future in self._report_waiters:
             future.cancel()
         self.ended.set()
 
@@ -104,7 +104,7 @@ class _Process:
         Blocks: for at most `REPORT_S`.
         """
         future: asyncio.Future[None] = self._loop.create_future()
-        self._reported.append(future)
+        self._report_waiters.append(future)
         self.box.turn.asks_report = True
         await asyncio.wait([future], timeout=REPORT_S)
 
@@ -143,7 +143,7 @@ class ApiProcesses:
             await self._start(index, at_once=True)
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._watch(index)) for index in self._running]
-        self._tasks.append(loop.create_task(self._tell()))
+        self._tasks.append(loop.create_task(self._send_beats()))
 
     async def ready(self) -> None:
         """Send the served model to all processes, and wait until they accept requests.
@@ -206,7 +206,7 @@ class ApiProcesses:
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
             await self._start(index, at_once=False)
 
-    async def _tell(self) -> None:
+    async def _send_beats(self) -> None:
         """Send state and signs of life to the processes; drop silent ones."""
         since_beat_s = 0.0
         while True:

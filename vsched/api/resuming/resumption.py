@@ -244,7 +244,7 @@ class Resumption:
         )
         raise ParameterRefused(message, param="id", code="answer_unknown", status=404)
 
-    def reported(self, resumed: ResumedRequest) -> None:
+    def mark_delivered(self, resumed: ResumedRequest) -> None:
         """Record that a client has received the whole response: the next server need not keep it."""
         if resumed.ended and self.journal is not None:
             self.journal.end(resumed.request.request_id)
@@ -340,9 +340,9 @@ class KeptResponseEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange = HttpExchange(scope, receive, send)
-        await exchange.serve_response(exchange.until_disconnect(self._tell(exchange)))
+        await exchange.serve_response(exchange.until_disconnect(self._send_kept(exchange)))
 
-    async def _tell(self, exchange: HttpExchange) -> None:
+    async def _send_kept(self, exchange: HttpExchange) -> None:
         scope = exchange.scope
         query = QueryParams(scope.get("query_string", b""))
         after, stream = _after(exchange, query), _flag(query)
@@ -356,8 +356,8 @@ class KeptResponseEndpoint:
         elif after >= 0:
             message = "`starting_after` is for streams with a single choice. Remedy: read it from the beginning"
             raise ParameterRefused(f"{message}.", param="starting_after")
-        await self._endpoint.tell(exchange, _Unmeasured(), choices, job)
-        self._resumption.reported(resumed)
+        await self._endpoint.send_response(exchange, _Unmeasured(), choices, job)
+        self._resumption.mark_delivered(resumed)
 
 
 class _Unmeasured(RequestRecord):

@@ -290,7 +290,7 @@ class OutputParser:
             return self._is_content()
         name, arguments = call
         self._begin_call(name)
-        self._tell(CallArguments(arguments))
+        self._emit(CallArguments(arguments))
         self._take(end)
         self._end_call(is_object_over=True)
         return True
@@ -329,9 +329,9 @@ class OutputParser:
     def _begin_call(self, name: str) -> None:
         self._calls += 1
         self._leading, self._parted, self._blanks = True, True, ""
-        self._tell(CallStart(name))
+        self._emit(CallStart(name))
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         if not self._single or self._calls == 1:
             self._events.append(event)
 
@@ -339,7 +339,7 @@ class OutputParser:
         count, text, is_over = self._arguments_scan.take(self._buffer, ended=self._ended)
         self._take(count)
         if text:
-            self._tell(CallArguments(text))
+            self._emit(CallArguments(text))
         if is_over:
             self._end_call(is_object_over=False)
         return is_over
