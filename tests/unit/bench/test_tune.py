@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from tests.unit.bench import idle_plugin
-from vsched.bench.load.client_process_main import LoadOrder
+from vsched.bench.load.client_processes import LoadOrder
 from vsched.bench.load.shapes import Case
 from vsched.bench.tune.measure import (
     Placement,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 import random
 from collections.abc import Sequence
@@ -11,10 +9,8 @@ from hashlib import blake2b
 from typing import Any
 
 import msgspec
-import numpy as np
-from PIL import Image as PillowImage
 
-from vsched.bench.load.cases import draw_text
+from vsched.bench.load.cases import draw_picture, draw_text
 from vsched.errors import ConfigError
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload
 from vsched.types import SamplingParams
@@ -24,19 +20,8 @@ WORDS = 4000
 """Number of random words to tokenize when collecting ordinary tokens."""
 SPACE = Text(0, 1)
 """Separates two images, which must not be adjacent."""
-CELL_PIXELS = 16
 UNIT_MAX = 256
 """Maximum pixels per token, as the side of a square."""
-
-
-def draw_picture(seed: int, width: int, height: int) -> str:
-    """Return a smooth random picture as a `data:` URL, compressed like a photograph."""
-    cells = max(height // CELL_PIXELS, 1), max(width // CELL_PIXELS, 1), 3
-    values = np.random.default_rng(seed).integers(0, 255, cells, dtype=np.uint8)
-    picture = PillowImage.fromarray(values).resize((width, height), PillowImage.Resampling.BICUBIC)
-    buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 class RequestTexts:
@@ -102,7 +87,7 @@ class RequestTexts:
     def picture(self, key: str, tokens: int) -> str:
         """Return the picture of a key with about `tokens` tokens, as a `data:` URL."""
         seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
-        return draw_picture(seed, *self.size_of(tokens))
+        return draw_picture(seed, *self.size_of(tokens), "JPEG", quality=85)
 
     def fit(self, workload: Workload) -> Workload:
         """Return the workload with the sizes of real requests close to it, materialized."""

@@ -17,56 +17,29 @@ from PIL import Image
 
 from vsched.bench.load.shapes import Case, Shape
 
-_WORDS = (
-    *(
-        "river",
-        "stone",
-        "window",
-        "garden",
-        "letter",
-        "bridge",
-        "yellow",
-        "market",
-        "summer",
-        "engine",
-    ),
-    *(
-        "silver",
-        "planet",
-        "winter",
-        "forest",
-        "paper",
-        "ladder",
-        "candle",
-        "basket",
-        "harbour",
-        "mirror",
-    ),
-    *(
-        "pepper",
-        "carpet",
-        "island",
-        "button",
-        "meadow",
-        "pocket",
-        "lantern",
-        "copper",
-        "saddle",
-        "violin",
-    ),
+_TEXT = (
+    "river stone window garden letter bridge yellow market summer engine silver planet winter forest "
+    "paper ladder candle basket harbour mirror pepper carpet island button meadow pocket lantern "
+    "copper saddle violin"
 )
-
+_WORDS = _TEXT.split()
 _CELL_PIXELS = 16
+
+
+def draw_picture(seed: int, width: int, height: int, kind: str = "PNG", **options: int) -> str:
+    """Return a smooth random picture as a `data:` URL; `options` are Pillow's for the file format `kind`."""
+    cells = max(height // _CELL_PIXELS, 1), max(width // _CELL_PIXELS, 1), 3
+    values = np.random.default_rng(seed).integers(0, 255, cells, dtype=np.uint8)
+    picture = Image.fromarray(values).resize((width, height), Image.Resampling.BICUBIC)
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    data = base64.b64encode(buffer.getvalue()).decode("ascii")
+    return f"data:image/{kind.lower()};base64,{data}"
 
 
 def draw_image(seed: int, pixels: int) -> str:
     """Return a smooth random square picture as a `data:` URL."""
-    cells = max(pixels // _CELL_PIXELS, 1)
-    values = np.random.default_rng(seed).integers(0, 255, (cells, cells, 3), dtype=np.uint8)
-    picture = Image.fromarray(values).resize((pixels, pixels), Image.Resampling.BICUBIC)
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    return draw_picture(seed, pixels, pixels)
 
 
 def draw_text(rng: random.Random, words: int) -> str:

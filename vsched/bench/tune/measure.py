@@ -23,8 +23,7 @@ from typing import Literal
 import msgspec
 
 from vsched.api.server import running_server
-from vsched.bench.load.client_process_main import LoadOrder
-from vsched.bench.load.client_processes import ready_clients, run_clients
+from vsched.bench.load.client_processes import LoadOrder, ready_clients, run_clients
 from vsched.bench.load.shapes import Case
 from vsched.config import Config, toml_value
 from vsched.engine import Progress

@@ -64,89 +64,82 @@ def draw_patterns(
     rng: random.Random, groups: Sequence[str]
 ) -> tuple[FaultPlan, tuple[Operation, ...]]:
     """Draw faults and operator actions."""
-    faults: list[AnyFault] = []
-    operations: list[Operation] = []
+    drawn = _Patterns(rng)
     generators = [name for name in groups if stage_of(name) == "generate"]
     for _ in range(rng.randint(1, 4)):
         at_ns = rng.randrange(SPAN_NS // MILLISECOND_NS) * MILLISECOND_NS
         pattern = rng.choice(PATTERNS)
-        pattern(rng, at_ns, rng.choice([*groups, *generators]), faults, operations)
-    plan = FaultPlan(
-        seed=rng.getrandbits(32), faults=tuple(sorted(faults, key=lambda fault: fault.at_ns))
-    )
-    return plan, tuple(sorted(operations, key=lambda operation: operation.at_ns))
+        pattern(drawn, at_ns, rng.choice([*groups, *generators]))
+    faults = sorted(drawn.faults, key=lambda fault: fault.at_ns)
+    plan = FaultPlan(seed=rng.getrandbits(32), faults=tuple(faults))
+    return plan, tuple(sorted(drawn.operations, key=lambda operation: operation.at_ns))
 
 
-def _losses(
-    rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], _: list[Operation]
-) -> None:
-    """Lose a group several times; clients disconnect in between."""
-    for _again in range(rng.randint(1, 3)):
-        moment = rng.choice(("before_reply", "after_reply"))
-        faults.append(WorkerCrash(at_ns=at_ns, group=group, moment=moment))  # type: ignore[arg-type]
-        at_ns += rng.randint(BACK_MS, 3 * BACK_MS) * MILLISECOND_NS
-        if rng.random() < 0.5:
-            phase = rng.choice(("wait", "prefill", "decode"))
-            faults.append(Disconnect(at_ns=at_ns, phase=phase))  # type: ignore[arg-type]
+class _Patterns:
+    """Faults and operator actions drawn so far; each method adds a pattern of them for a group."""
 
+    def __init__(self, rng: random.Random) -> None:
+        self.faults: list[AnyFault] = []
+        self.operations: list[Operation] = []
+        self._rng = rng
 
-def _no_return(
-    _rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], _: list[Operation]
-) -> None:
-    """Lose a group that fails to restart."""
-    faults.append(WorkerCrash(at_ns=at_ns, group=group))
-    faults += [OutOfMemory(at_ns=at_ns, group=group, during="load")] * STARTS
+    def losses(self, at_ns: int, group: str) -> None:
+        """Lose a group several times; clients disconnect in between."""
+        rng = self._rng
+        for _ in range(rng.randint(1, 3)):
+            moment = rng.choice(("before_reply", "after_reply"))
+            self.faults.append(WorkerCrash(at_ns=at_ns, group=group, moment=moment))  # type: ignore[arg-type]
+            at_ns += rng.randint(BACK_MS, 3 * BACK_MS) * MILLISECOND_NS
+            if rng.random() < 0.5:
+                phase = rng.choice(("wait", "prefill", "decode"))
+                self.faults.append(Disconnect(at_ns=at_ns, phase=phase))  # type: ignore[arg-type]
 
+    def no_return(self, at_ns: int, group: str) -> None:
+        """Lose a group that fails to restart."""
+        self.faults.append(WorkerCrash(at_ns=at_ns, group=group))
+        self.faults += [OutOfMemory(at_ns=at_ns, group=group, during="load")] * STARTS
 
-def _failed_batches(
-    rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], _: list[Operation]
-) -> None:
-    """Make steps run out of memory, mostly encoder steps."""
-    group = group.replace("generate", "encode") if rng.random() < 0.7 else group
-    faults += [
-        OutOfMemory(at_ns=at_ns + 5 * index * MILLISECOND_NS, group=group)
-        for index in range(rng.randint(1, 3))
-    ]
+    def failed_batches(self, at_ns: int, group: str) -> None:
+        """Make steps run out of memory, mostly encoder steps."""
+        group = group.replace("generate", "encode") if self._rng.random() < 0.7 else group
+        self.faults += [
+            OutOfMemory(at_ns=at_ns + 5 * index * MILLISECOND_NS, group=group)
+            for index in range(self._rng.randint(1, 3))
+        ]
 
+    def cleared(self, at_ns: int, group: str) -> None:
+        """Lose a group, and clear all requests at about the time it returns."""
+        self.faults.append(WorkerCrash(at_ns=at_ns, group=group))
+        later_ms = self._rng.randint(BACK_MS - 5, BACK_MS + 40)
+        self._operate(at_ns + later_ms * MILLISECOND_NS, "clear")
 
-def _cleared(
-    rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], operations: list[Operation]
-) -> None:
-    """Lose a group, and clear all requests at about the time it returns."""
-    faults.append(WorkerCrash(at_ns=at_ns, group=group))
-    later_ms = rng.randint(BACK_MS - 5, BACK_MS + 40)
-    operations.append(Operation(at_ns=at_ns + later_ms * MILLISECOND_NS, action="clear"))
+    def left(self, at_ns: int, _: str) -> None:
+        """Disconnect clients one after another, or clear all requests, under full load."""
+        if self._rng.random() < 0.5:
+            self._operate(at_ns, "clear")
+        else:
+            self.faults.append(Disconnect(at_ns=at_ns, phase="decode"))
+            self.faults.append(Disconnect(at_ns=at_ns, phase="wait"))
 
+    def administered(self, at_ns: int, group: str) -> None:
+        """Drain a group, then lose, resume or restart it before it is drained."""
+        self._operate(at_ns, "drain", group)
+        at_ns += self._rng.randint(5, 300) * MILLISECOND_NS
+        if self._rng.random() < 0.4:
+            self.faults.append(WorkerCrash(at_ns=at_ns, group=group))
+        self._operate(at_ns, self._rng.choice(("resume", "restart")), group)
 
-def _left(
-    rng: random.Random, at_ns: int, _: str, faults: list[AnyFault], operations: list[Operation]
-) -> None:
-    """Disconnect clients one after another, or clear all requests, under full load."""
-    if rng.random() < 0.5:
-        operations.append(Operation(at_ns=at_ns, action="clear"))
-    else:
-        faults += [Disconnect(at_ns=at_ns, phase="decode"), Disconnect(at_ns=at_ns, phase="wait")]
-
-
-def _administered(
-    rng: random.Random, at_ns: int, group: str, faults: list[AnyFault], operations: list[Operation]
-) -> None:
-    """Drain a group, then lose, resume or restart it before it is drained."""
-    operations.append(Operation(at_ns=at_ns, action="drain", group=group))
-    at_ns += rng.randint(5, 300) * MILLISECOND_NS
-    if rng.random() < 0.4:
-        faults.append(WorkerCrash(at_ns=at_ns, group=group))
-    action: Action = rng.choice(("resume", "restart"))
-    operations.append(Operation(at_ns=at_ns, action=action, group=group))
+    def _operate(self, at_ns: int, action: Action, group: str = "") -> None:
+        self.operations.append(Operation(at_ns=at_ns, action=action, group=group))
 
 
 PATTERNS = (
-    _losses,
-    _losses,
-    _no_return,
-    _failed_batches,
-    _cleared,
-    _left,
-    _administered,
-    _administered,
+    _Patterns.losses,
+    _Patterns.losses,
+    _Patterns.no_return,
+    _Patterns.failed_batches,
+    _Patterns.cleared,
+    _Patterns.left,
+    _Patterns.administered,
+    _Patterns.administered,
 )

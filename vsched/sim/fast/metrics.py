@@ -211,12 +211,28 @@ class LiveRequest:
 
 
 class TenantCollector:
-    """Accumulates the figures of one tenant."""
+    """Accumulates the figures of one tenant, without keeping single requests."""
 
     def __init__(self) -> None:
         self.ttft, self.tpot = Sketch(), Sketch()
         self.requests = self.finished = self.good = self.output_tokens = self.ttft_max_ns = 0
         self.failed: dict[str, int] = {}
+
+    def count_failure(self, code: str) -> None:
+        """Count a refused or failed request."""
+        self.failed[code] = self.failed.get(code, 0) + 1
+
+    def count_finished(
+        self, ttft_ns: int, tpot_ns: int | None, output_tokens: int, *, good: bool
+    ) -> None:
+        """Count a finished request; one with a single token has no time per output token."""
+        self.finished += 1
+        self.good += good
+        self.output_tokens += output_tokens
+        self.ttft.add(ttft_ns)
+        self.ttft_max_ns = max(self.ttft_max_ns, ttft_ns)
+        if tpot_ns is not None:
+            self.tpot.add(tpot_ns)
 
     def figures(self) -> TenantFigures:
         """Return the figures."""
@@ -232,16 +248,13 @@ class TenantCollector:
         )
 
 
-class Collector:
-    """Accumulates figures without keeping single requests."""
+class Collector(TenantCollector):
+    """Accumulates the figures of all requests, and of each tenant."""
 
     def __init__(self, targets: Targets) -> None:
-        self.ttft, self.itl, self.tpot = Sketch(), Sketch(), Sketch()
-        self.e2e, self.queue = Sketch(), Sketch()
-        self.requests = self.finished = self.good = 0
-        self.output_tokens = self.prompt_tokens = self.cached_tokens = 0
-        self.images = self.preemptions = 0
-        self.failed: dict[str, int] = {}
+        super().__init__()
+        self.itl, self.e2e, self.queue = Sketch(), Sketch(), Sketch()
+        self.prompt_tokens = self.cached_tokens = self.images = self.preemptions = 0
         self.reasons: dict[str, int] = {}
         self.tenants: dict[str, TenantCollector] = {}
         self.first_ns: int | None = None
@@ -251,18 +264,21 @@ class Collector:
 
     def arrived(self, now_ns: int, tenant: str = "") -> None:
         """Count a sent request."""
-        self.requests += 1
-        if tenant and (tenant in self.tenants or len(self.tenants) < TENANTS_MAX):
-            self.tenants.setdefault(tenant, TenantCollector()).requests += 1
+        if tenant and len(self.tenants) < TENANTS_MAX:
+            self.tenants.setdefault(tenant, TenantCollector())
+        for one in self._counting(tenant):
+            one.requests += 1
         if self.first_ns is None:
             self.first_ns = now_ns
 
+    def _counting(self, tenant: str) -> Sequence[TenantCollector]:
+        own = self.tenants.get(tenant)
+        return (self,) if own is None else (self, own)
+
     def fail(self, code: str, tenant: str, reason: str = "") -> None:
         """Count a refused or failed request, with the reason given by a policy."""
-        self.failed[code] = self.failed.get(code, 0) + 1
-        own = self.tenants.get(tenant)
-        if own is not None:
-            own.failed[code] = own.failed.get(code, 0) + 1
+        for one in self._counting(tenant):
+            one.count_failure(code)
         if reason:
             kind = _reason_kind(reason)
             if kind not in self.reasons and len(self.reasons) >= REASONS_MAX:
@@ -277,31 +293,17 @@ class Collector:
         if finish.reason not in (FinishReason.LENGTH, FinishReason.STOP):
             self.fail(finish.code or finish.reason.value, live.arrival.tenant)
             return
-        self.finished += 1
         self.prompt_tokens += live.prompt_tokens
-        self.output_tokens += outputs
         self.cached_tokens += times.cached_tokens
         self.images += len(live.arrival.images)
-        ttft_ns = times.first_token_ns - live.sent_ns
-        self.ttft.add(ttft_ns)
         self.e2e.add(now_ns - live.sent_ns)
         self.queue.add(times.admitted_ns - times.submitted_ns)
-        tpot_ns = 0
-        if outputs > 1:
-            tpot_ns = (now_ns - times.first_token_ns) // (outputs - 1)
-            self.tpot.add(tpot_ns)
+        ttft_ns = times.first_token_ns - live.sent_ns
+        tpot_ns = (now_ns - times.first_token_ns) // (outputs - 1) if outputs > 1 else None
         target_ns = self._ttft_ns if live.target_ns is None else live.target_ns
-        good = ttft_ns <= target_ns and tpot_ns <= self._tpot_ns
-        self.good += good
-        own = self.tenants.get(live.arrival.tenant)
-        if own is not None:
-            own.ttft.add(ttft_ns)
-            own.ttft_max_ns = max(own.ttft_max_ns, ttft_ns)
-            if outputs > 1:
-                own.tpot.add(tpot_ns)
-            own.finished += 1
-            own.good += good
-            own.output_tokens += outputs
+        good = ttft_ns <= target_ns and (tpot_ns or 0) <= self._tpot_ns
+        for one in self._counting(live.arrival.tenant):
+            one.count_finished(ttft_ns, tpot_ns, outputs, good=good)
 
 
 def _reason_kind(reason: str) -> str:

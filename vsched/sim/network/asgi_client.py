@@ -98,7 +98,6 @@ class AsgiClient:
         json: object = None,
         body: bytes = b"",
         pieces: AsyncIterator[bytes] | None = None,
-        unread_max: int | None = None,
         headers: HeaderLines = (),
     ) -> HttpCall:
         """Return a request for `async with`, to be read in chunks and abandoned at any time.
@@ -109,8 +108,6 @@ class AsgiClient:
             json: Body to be encoded as JSON, instead of `body`.
             body: Raw body.
             pieces: Body in pieces, sent as slowly as this iterator yields them.
-            unread_max: Number of unread response chunks that blocks the application; None reads
-                eagerly.
             headers: Sent after the client's headers.
         """
         lines = [*self._headers, *headers]
@@ -126,7 +123,7 @@ class AsgiClient:
         if not any(name.lower() == "host" for name, _ in lines):
             lines.append(("host", "localhost"))
         scope = _scope(method, path, lines)
-        return HttpCall(self._app, scope, body=body, pieces=pieces, unread_max=unread_max)
+        return HttpCall(self._app, scope, body=body, pieces=pieces)
 
 
 def _scope(method: str, path: str, headers: list[tuple[str, str]]) -> dict[str, Any]:
@@ -161,7 +158,6 @@ class HttpCall:
         *,
         body: bytes,
         pieces: AsyncIterator[bytes] | None,
-        unread_max: int | None,
     ) -> None:
         self.receives = 0
         self._receiving = False
@@ -171,7 +167,6 @@ class HttpCall:
         self._uploaded = pieces is None
         self._pieces = pieces
         self._pump: asyncio.Task[None] | None = None
-        self._unread_max = unread_max
         self._status: int | None = None
         self._headers: dict[str, str] = {}
         self._chunks: list[BodyChunk] = []
@@ -322,11 +317,6 @@ class HttpCall:
                 self._chunks.append(BodyChunk(self._now_ns(), bytes(body)))
             self._complete = not message.get("more_body", False)
         self._notify()
-        if self._unread_max is not None:
-            room = self._unread_max
-            await self._wait(
-                lambda: self._disconnected or len(self._chunks) - self._read < max(1, room)
-            )
 
     # --- waiting ---
 

@@ -23,12 +23,11 @@ from vsched.sim.ranks.stand_in_workers import stand_in_info
 from vsched.sim.ranks.symbolic_model import (
     ROOT,
     answer,
-    embedding_rows,
     extend,
     next_token,
     root_of,
 )
-from vsched.sim.ranks.symbolic_workers import Known, SymbolicGenerator
+from vsched.sim.ranks.symbolic_workers import Known, SymbolicGenerator, write_rows
 from vsched.sim.world import QUICK, Delays
 from vsched.types import MediaItem, Request
 from vsched.worker.contract import Batch, Sampled, SequenceState, WorkerSettings
@@ -62,11 +61,7 @@ class SteppedArena:
 
     def encode(self, task: EncodeTask) -> None:
         """Write the embedding of an image."""
-        _, page_rows, row_bytes = self.embeddings.shape
-        rows = embedding_rows(task.key, task.tokens, row_bytes)
-        for index, page in enumerate(task.pages):
-            part = rows[index * page_rows : (index + 1) * page_rows]
-            self.embeddings[page, : len(part)] = part
+        write_rows(task.pages, task.key, task.tokens, self.embeddings)
 
     def lose(self, pages: Sequence[int]) -> None:
         """Overwrite pages."""
@@ -238,7 +233,7 @@ class SteppedGenerator:
         """Execute the oldest decision; return its result, and the sampled tokens as (request number, token)."""
         decision = self.log.popleft()
         self._check(decision)
-        # every grant drafts as much as it may, whatever its source
+        # Every grant drafts the maximum, whatever its source.
         granted = [msgspec.structs.replace(one, model=True, ngram=0) for one in decision.granted]
         slots = self.slots
         result = self._rank.apply(msgspec.structs.replace(decision, granted=granted))

@@ -139,7 +139,7 @@ class SymbolicEncoder(StandInEncoder):
         for job in jobs:
             seen = job.key if self._sees(job) else DAMAGED
             if self._writes:
-                self._process.at_end(partial(_write_rows, job, seen, embeddings))
+                self._process.at_end(partial(write_rows, job.pages, seen, job.tokens, embeddings))
 
     def _sees(self, job: EncodeJob) -> bool:
         """Return True if the pixels belong to the expected image.
@@ -154,10 +154,13 @@ class SymbolicEncoder(StandInEncoder):
         )
 
 
-def _write_rows(job: EncodeJob, seen: bytes, embeddings: npt.NDArray[np.uint8]) -> None:
+def write_rows(
+    pages: Sequence[int], key: bytes, tokens: int, embeddings: npt.NDArray[np.uint8]
+) -> None:
+    """Write the embedding of an image."""
     _, page_rows, row_bytes = embeddings.shape
-    rows = embedding_rows(seen, job.tokens, row_bytes)
-    for index, page in enumerate(job.pages):
+    rows = embedding_rows(key, tokens, row_bytes)
+    for index, page in enumerate(pages):
         part = rows[index * page_rows : (index + 1) * page_rows]
         embeddings[page, : len(part)] = part
 

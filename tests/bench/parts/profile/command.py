@@ -52,7 +52,7 @@ def profile(
 
     from tests.bench.parts.profile.measure import profile as measure
     from vsched.api.http_server import forgo_models
-    from vsched.bench.load.client_process_main import LoadOrder
+    from vsched.bench.load.client_processes import LoadOrder
     from vsched.terminal.progress import loading_progress
 
     if case not in CASES:

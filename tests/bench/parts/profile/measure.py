@@ -30,8 +30,7 @@ from vsched.aio.streams.table import StreamTable
 from vsched.api.completions import CompletionEndpoint
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.server import running_server
-from vsched.bench.load.client_process_main import LoadOrder
-from vsched.bench.load.client_processes import begin_clients, figures_of, ready_clients
+from vsched.bench.load.client_processes import LoadOrder, begin_clients, figures_of, ready_clients
 from vsched.bench.load.figures import Figures
 from vsched.bench.load.generator import draw
 from vsched.bench.report.machine import TICK_S, OtherLoad

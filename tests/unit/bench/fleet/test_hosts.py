@@ -9,9 +9,8 @@ from contextlib import suppress
 import pytest
 import pytest_asyncio
 
-from tests.bench.hosts.__main__ import ONE, TWO, Cell, Load, lines
+from tests.bench.hosts.__main__ import Load
 from tests.bench.hosts.links import Links
-from tests.bench.hosts.load import Asked
 from tests.cable import Cable, Wire
 from tests.patience import patience, until
 
@@ -90,28 +89,6 @@ async def test_links_count_by_machine_and_direction(echo: str) -> None:
             "generator out": 2,
             "generator in": 2,
         }
-
-
-def test_table_compares_rounds_with_one_host_and_bytes_with_the_rate() -> None:
-    def cell(*images_s: float, carried: int = 0) -> Cell:
-        requested = [Asked(10 / each, [5.0] * 10) for each in images_s]
-        links = {"engine out": carried, "engine in": carried // 2, "encoder out": 0}
-        return Cell(
-            [Asked(1.0, [3.0])] * len(requested),
-            requested,
-            [links if carried else {}] * len(requested),
-        )
-
-    cells = {
-        (ONE, "none"): cell(10.0, 20.0, 30.0),
-        (TWO, "100"): cell(5.0, 5.0, 5.0, carried=20_000_000),
-    }
-    one, two = lines(cells, ["100"])
-    assert one == (
-        "|  | one host | 20.0 (10.0-30.0) |  | 3.0 (3.0-3.0) | 5.0 (5.0-5.0) |  |  |  |  |  |"
-    )
-    assert "| 100 Mbit/s | two hosts | 5.0 (5.0-5.0) | 0.25 (0.17 to 0.50) |" in two
-    assert two.endswith("| 2.00 | 1.00 | 0.00 | engine out | 80% |")
 
 
 def test_load_asks_each_about_pictures_of_its_own() -> None:

@@ -38,16 +38,6 @@ def test_replicas_of_a_core_follow_from_a_line_through_the_costs_of_a_step() -> 
     )
 
 
-def test_a_line_says_what_is_left_of_a_core_beside_the_steps() -> None:
-    row = Row(100, [100.0], [40.0, 60.0, 50.0], [1000.0])
-    cells = [cell.strip() for cell in row.line(20.0).split("|")[1:-1]]
-    assert cells == [
-        *("100", "100.0 (100.0-100.0)", "50.0 (40.0-60.0)", "1,000.0 (1,000.0-1,000.0)"),
-        *("10,000", "50.0%", "500"),
-    ]
-    assert row.line(5.0).endswith("| 200.0% | none |")
-
-
 def test_the_command_prints_a_table_and_how_far_a_kernel_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

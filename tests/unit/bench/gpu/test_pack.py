@@ -7,7 +7,7 @@ import tomllib
 
 from tests.bench.gpu.pack import NEEDED, ROOT, pins
 
-THERE = {"jinja2", "numpy", "safetensors", "tokenizers", "torch", "transformers"}
+THERE = {"huggingface-hub", "jinja2", "numpy", "safetensors", "tokenizers", "torch", "transformers"}
 COMPILES_FOR_CPUS = {"numba"}
 
 

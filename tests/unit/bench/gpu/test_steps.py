@@ -74,7 +74,7 @@ def test_a_server_of_a_step_whose_time_is_up_is_ended(tmp_path: Path) -> None:
     server = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1e4)'], start_new_session=True)"
     code = f"import subprocess, sys, time; print({server}.pid, flush=True); time.sleep(1e4)"
     (result,) = run_steps(
-        [python("serves", code, 12.0)], tmp_path, seconds=NEVER_S, environment=os.environ
+        [python("serves", code, 5.0)], tmp_path, seconds=NEVER_S, environment=os.environ
     )
     assert result.ending == "out of time"
     pid = int((tmp_path / "serves.log").read_text())

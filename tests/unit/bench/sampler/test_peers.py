@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.bench.parts.sampler.measure import SamplerRow, draw_logits
+from tests.bench.parts.sampler.measure import draw_logits
 from tests.bench.samplers import table
 from tests.bench.samplers.job import OUTPUTS, PROMPT, Choose, Logits, check, measure
 from tests.bench.servers.sides import ROOT
@@ -83,23 +83,3 @@ def test_what_peers_import_is_theirs_or_numpys() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert done.stdout.strip() == "[]"
-
-
-def test_sides_stand_beside_each_other_by_case() -> None:
-    def row(requested: str, rows: int, step_ms: float) -> SamplerRow:
-        return SamplerRow(
-            logits="flat",
-            rows=rows,
-            requested=requested,
-            step_ms=step_ms,
-            spread_ms=(step_ms, step_ms),
-        )
-
-    ours = [row("top-k 20", 8, 1.0), row("greedy", 64, 2.0), row("greedy", 8, 3.0)]
-    written = table.table({"vsched": ours, "vllm": [row("greedy", 64, 4.0)]}).splitlines()
-    assert written[0] == "| requested | logits | rows | vsched | vllm |"
-    assert written[2:] == [
-        "| greedy | flat | 8 | 3.00 (3.00-3.00) | - |",
-        "| greedy | flat | 64 | 2.00 (2.00-2.00) | 4.00 (4.00-4.00) |",
-        "| top-k 20 | flat | 8 | 1.00 (1.00-1.00) | - |",
-    ]

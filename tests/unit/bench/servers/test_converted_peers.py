@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from tests.bench.servers import llamacpp, openvino_server, sides
-from tests.bench.servers.conversion import make_when_missing
 from tests.bench.servers.peers import PEERS, PeerStart
 from vsched.errors import ConfigError
 
@@ -145,15 +144,6 @@ def test_openvino_exports_what_the_checkpoint_is_and_serves_that(
     assert maker.commands[-1][-1].removesuffix(".part") in command
     for part in ("--threads 2", "--slots 4", "--cache-gib 3", " -P "):
         assert part in command, "and no module beside the program is taken for one of the peer"
-
-
-def test_what_is_half_made_is_made_anew(tmp_path: Path) -> None:
-    path = tmp_path / "models" / "x"
-    command = ["/bin/sh", "-c", 'mkdir "$0" && touch "$0/half" && exit 1']
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="no good:\n$"):
-            make_when_missing(path, command, environment={}, what="no good")
-    assert not path.exists()
 
 
 def test_a_conversion_that_fails_leaves_nothing_to_be_taken_for_a_model(tmp_path: Path) -> None:

@@ -158,16 +158,6 @@ def test_table_measures_quiet_and_beside_neighbours_in_turns(
 # --- sides ---
 
 
-def test_settings_are_for_one_model_or_for_all() -> None:
-    best = ["mid25:placement=together", "generate.replicas=2", "media.path=a:b"]
-    assert measure.best_of(best, "mid25") == [
-        "placement=together",
-        "generate.replicas=2",
-        "media.path=a:b",
-    ]
-    assert measure.best_of(best, "tiny25") == ["generate.replicas=2", "media.path=a:b"]
-
-
 def test_sides_of_vsched_have_the_settings_that_their_names_say(tmp_path: Path) -> None:
     found = parsed(tmp_path, "--best", "mid25:placement=together")
     found.sides = ["vsched", "vsched-best", "vsched-int8", "vsched-int4"]
@@ -183,12 +173,6 @@ def test_sides_of_vsched_have_the_settings_that_their_names_say(tmp_path: Path) 
             assert setting in spec.command
             assert setting in spec.version, "other settings are measured again"
     assert "with" not in default.version
-
-
-def test_all_peers_but_the_simple_one_are_sides() -> None:
-    found = options.make_parser().parse_args(["table", "--out", "o", "--peers", "p"])
-    assert found.models == list(sizes.SIZES)
-    assert set(report.PRECISIONS) | set(report.OURS.values()) | {"vsched"} == set(found.sides)
 
 
 # --- duration ---
@@ -247,16 +231,6 @@ def test_the_rest_takes_as_long_as_it_took_before() -> None:
     assert others == own + sizes.START_S, "as long as with another program"
 
 
-def test_every_cell_of_the_table_has_a_size() -> None:
-    for model, cases in sizes.SIZES.items():
-        for case, size in cases.items():
-            assert set(size.sessions) == set(size.seconds) == {1, 8, 32}
-            for clients, count in size.sessions.items():
-                assert sizes.plan_for(model, case, clients, 0).sessions == count >= clients
-            assert sizes.sessions_at(size, 64) == 64
-    assert sizes.plan_for("mid25", "text", 8, 0).seed != sizes.plan_for("mid25", "text", 8, 1).seed
-
-
 # --- the page ---
 
 
@@ -310,8 +284,3 @@ def test_share_that_is_kept_beside_neighbours_is_of_the_same_round() -> None:
     said = report.missed(found, "mid25")
     assert "- text x 1, beside 1: vsched keeps 0.45 (0.40 to 0.50) of its quiet requests/s" in said
     assert "beside 1, 16 bits" not in said, "1.6 times vLLM in the same condition"
-
-
-def test_prompts_beside_neighbours_are_others_than_on_a_quiet_machine() -> None:
-    seeds = {sizes.plan_for("mid25", "text", 8, 0, count).seed for count in (0, 1, 2)}
-    assert len(seeds) == 3

@@ -36,17 +36,6 @@ def timed(side: str, found: list[float], repeat: int = 0) -> Run:
     return msgspec.structs.replace(run_of(side, 1.0, repeat=repeat), rates=found)
 
 
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [("--seconds", "10,20"), ("--seconds", "10,20,1"), ("--seconds", "a"), ("--neighbours", "0")],
-)
-def test_options_refuse_stretches_and_neighbours_that_are_none(option: str, text: str) -> None:
-    assert parsed().seconds == SECONDS
-    assert parsed("--seconds", "3,4,5").seconds == (3, 4, 5)
-    with pytest.raises(SystemExit):
-        parsed(option, text)
-
-
 def test_rates_count_each_piece_as_its_share_of_a_request() -> None:
     pieces = [(-0.1, 0.5), (0.0, 0.5), (0.4, 0.5), (0.5, 1.0), (1.9, 0.25), (2.0, 1.0)]
     assert measure.rates_of(pieces, 2) == [2.0, 2.0, 0.0, 0.5]

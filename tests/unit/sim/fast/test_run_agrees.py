@@ -36,7 +36,7 @@ from vsched.testing.model_ranks.cluster import TICK_NS, ModelCluster
 
 MS = 1_000_000
 
-SWAPPED = ("generate.preemption={use='swap-long',tokens_min=0}", "generate.swap_memory=4MiB")
+SWAPPED = ("generate.preemption={use='swap-long',tokens_min=0}", "generate.swap_memory=256KiB")
 
 
 DRAFTING = "generate.drafting={use='prompt-lookup',tokens=3,gain_min=0,speedup_min=0,pause_steps=4}"

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.sim.virtual import current
 from vsched.sim.loop.deadlock import VirtualDeadlock
 from vsched.sim.loop.virtual_loop import VirtualLoop
@@ -151,6 +152,7 @@ def test_a_thread_that_never_comes_back_is_a_hang() -> None:
             loop.run_until_complete(main())
     finally:
         gate.set()
+        loop._outside_limit_s = PATIENCE_S
         for task in asyncio.all_tasks(loop):
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))

@@ -134,15 +134,6 @@ async def test_client_sends_a_body_in_pieces_and_can_leave_between_them() -> Non
 
 
 @pytest.mark.sim
-async def test_client_that_does_not_read_holds_the_application_up() -> None:
-    service = Service()
-    async with service.client.open("GET", "/count", unread_max=2) as call:
-        await asyncio.sleep(100)
-        assert service.sent == 2
-        assert len([event async for event in call.events()]) == 11
-
-
-@pytest.mark.sim
 async def test_client_hears_what_the_application_raises() -> None:
     with pytest.raises(ValueError, match="a mistake"):
         await Service().client.request("GET", "/broken")
@@ -173,14 +164,14 @@ async def test_application_is_told_of_the_end_of_a_complete_response() -> None:
 
 
 @pytest.mark.sim
-async def test_what_is_sent_after_a_disconnect_goes_nowhere_and_waits_for_nobody() -> None:
+async def test_what_is_sent_after_a_disconnect_goes_nowhere() -> None:
     async def stubborn(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for index in range(10):
             await asyncio.sleep(1)
             await send({"type": "http.response.body", "body": b"x", "more_body": index < 9})
 
-    async with AsgiClient(stubborn).open("GET", "/", unread_max=3) as call:
+    async with AsgiClient(stubborn).open("GET", "/") as call:
         await asyncio.sleep(1.5)
         call.disconnect()
         await asyncio.sleep(20)
