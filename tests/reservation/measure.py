@@ -27,6 +27,7 @@ from vsched_workers.checkpoint.facts import (
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import image_plan
+from vsched_workers.families.qwen_worst import largest_units
 from vsched_workers.memory.worst_case import worst_batches
 from vsched_workers.plugin import plugin
 from vsched_workers.vision import VisionWorker
@@ -97,7 +98,7 @@ def random_batches(info: ModelInfo, tokens: int, rng: random.Random) -> Iterator
     family = family_of(config)
     factor = image_factor(family, config)
     limits = image_limits(family, config, processor_settings(directory), tokens)
-    units = family.largest_units(limits, factor=factor, tokens_max=tokens, pixels_max=PIXELS_MAX)
+    units = largest_units(limits, factor=factor, tokens_max=tokens, pixels_max=PIXELS_MAX)
     merge = int(family.vision(config, "spatial_merge_size"))
     patch, channels = (int(family.vision(config, each)) for each in ("patch_size", "in_channels"))
     least = -(-limits.minimum // (factor * factor))

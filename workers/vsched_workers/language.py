@@ -76,11 +76,11 @@ from vsched_workers.checkpoint.whole_model import (
 )
 from vsched_workers.compiling import compile_language
 from vsched_workers.families import LanguageFamily, language_family
-from vsched_workers.families.base import Items
 from vsched_workers.families.decoder import AttentionKind
 from vsched_workers.families.decoders import text_family, text_positions
 from vsched_workers.families.generic import read_config
 from vsched_workers.families.modules.family import OwnQwen25Vl
+from vsched_workers.families.qwen_positions import Items
 from vsched_workers.families.sharing import parallel_plan, shares_heads
 from vsched_workers.memory.out_of_memory import (
     require_available,

@@ -89,3 +89,16 @@ def new_checkpoint(path: str) -> Iterator[Path]:
             f"{target.name!r} cannot be written ({error.strerror or type(error).__name__}). "
             "Remedy: free space, or name another directory."
         ) from error
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Suppress the progress bars of transformers, which would mix with the command's own."""
+    import transformers
+
+    library: Any = transformers
+    library.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.logging.enable_progress_bar()

@@ -20,7 +20,7 @@ from typing import Any
 from vsched.errors import CheckpointError
 from vsched.worker.contract import Progress
 from vsched_workers.checkpoint.facts import DTYPES
-from vsched_workers.checkpoint.files import check_new, new_checkpoint
+from vsched_workers.checkpoint.files import check_new, new_checkpoint, without_bars
 from vsched_workers.checkpoint.gguf_levels import write_levels
 
 PACKAGES = ("gguf", "accelerate")
@@ -68,7 +68,7 @@ def convert_gguf(
             model = _model(source, dtype, progress)
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         progress("writing the weights", 0.0)
-        with _quiet():
+        with without_bars():
             if keeps_levels:
                 write_levels(source, folder, model)
             else:
@@ -150,7 +150,7 @@ def _model(source: Path, dtype: str, progress: Progress) -> Any:
     reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     bar, reader.tqdm = reader.tqdm, counted
     try:
-        with _quiet():
+        with without_bars():
             return library.AutoModelForCausalLM.from_pretrained(
                 str(source.parent),
                 gguf_file=source.name,
@@ -161,16 +161,3 @@ def _model(source: Path, dtype: str, progress: Progress) -> Any:
             )
     finally:
         reader.tqdm = bar
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the progress bars of transformers, which would mix with the command's own."""
-    import transformers
-
-    library: Any = transformers
-    library.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        library.logging.enable_progress_bar()

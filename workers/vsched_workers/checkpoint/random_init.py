@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vsched.errors import CheckpointError
-from vsched_workers.checkpoint.files import new_checkpoint
+from vsched_workers.checkpoint.files import new_checkpoint, without_bars
+from vsched_workers.families import FAMILIES
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -114,9 +115,6 @@ def _deepstack(levels: list[int]) -> dict[str, Any]:
 def _experts(count: int, chosen: int, inner: int) -> dict[str, Any]:
     return {"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": inner}
 
-
-LIBRARY_NAMES = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
-"""Prefixes of the names of transformers' classes."""
 
 _LEARNT_MAX = 8192
 """Vocabulary size that a tokenizer can be trained to in a second or two."""
@@ -346,7 +344,7 @@ def _write_model(directory: Path, size: Size, tokenizer: Any, dtype: str, seed: 
         "initializer_range": size.spread,
     }
     library: Any = transformers
-    name = LIBRARY_NAMES[size.family]
+    name = FAMILIES[size.family].library_prefix
     config = getattr(library, f"{name}Config")(
         text_config=text,
         vision_config=size.vision | {"initializer_range": size.spread},
@@ -364,9 +362,6 @@ def _write_model(directory: Path, size: Size, tokenizer: Any, dtype: str, seed: 
     model.generation_config = library.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    library.logging.disable_progress_bar()
-    try:
+    with without_bars():
         model.save_pretrained(directory)
-    finally:
-        library.logging.enable_progress_bar()
     return sum(parameter.numel() for parameter in model.parameters())

@@ -6,15 +6,16 @@ build or run a module import torch and transformers.
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import CheckpointError
-from vsched.types import ItemPlace
+from vsched_workers.families.qwen_positions import Items, rope_positions
 from vsched_workers.families.sharing import Sharing
 
 if TYPE_CHECKING:
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vsched_workers.families.decoder import Decoder
-    from vsched_workers.families.qwen_image import ResizeLimits
-
-Grid = tuple[int, int, int]
-Items = Sequence[ItemPlace]
 
 
 class LanguageFamily(Protocol):
@@ -57,6 +54,8 @@ class Family(ABC):
 
     Attributes:
         name: The `model_type` of its `config.json`.
+        library_prefix: The beginning of the names of its classes in transformers.
+        vision_class: The class of its vision tower in transformers.
         decoder: The description of its language model's layers.
         language_prefixes: Prefixes of its language model's tensors in a checkpoint, newest layout first.
         vision_prefixes: The same for its vision tower.
@@ -68,6 +67,8 @@ class Family(ABC):
     """
 
     name: ClassVar[str]
+    library_prefix: ClassVar[str]
+    vision_class: ClassVar[str]
     decoder: ClassVar[Decoder]
     language_prefixes: ClassVar[tuple[str, ...]]
     vision_prefixes: ClassVar[tuple[str, ...]]
@@ -115,31 +116,26 @@ class Family(ABC):
         """Return the number of rows that the encoder computes per token."""
 
     @abstractmethod
-    def build_language(self, path: str, attention: str) -> nn.Module:
-        """Build the language model without its head, on the current default device, uninitialized."""
-
-    @abstractmethod
-    def build_vision(self, path: str, attention: str) -> nn.Module:
-        """Build the vision tower on the current default device, uninitialized."""
-
-    @abstractmethod
     def encode(self, tower: nn.Module, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
         """Run the tower over the patches of several images.
 
         Shape: `pixels` [sum of t*h*w, patch values]; `grids` int64 [images, 3]. Returns [tokens, levels * hidden].
         """
 
-    @abstractmethod
-    def largest_units(
-        self, limits: ResizeLimits, *, factor: int, tokens_max: int, pixels_max: int
-    ) -> dict[int, int]:
-        """Return the largest images: the most tokens along the long side for each number along the short side.
+    def model_config(self, path: str) -> Any:
+        """Load the configuration object of the whole model."""
+        made = self._library("configuration", f"{self.library_prefix}Config")
+        return made.from_pretrained(path, local_files_only=True)
 
-        `limits` bound the resized image, `tokens_max` its tokens (0: no bound), `pixels_max` the original image;
-        `factor` is the side of a token in pixels.
-        """
+    def build_language(self, path: str, attention: str) -> nn.Module:
+        """Build the language model without its head, on the current default device, uninitialized."""
+        config = self.model_config(path).text_config
+        return self._built(f"{self.library_prefix}TextModel", config, attention)
 
-    @abstractmethod
+    def build_vision(self, path: str, attention: str) -> nn.Module:
+        """Build the vision tower on the current default device, uninitialized."""
+        return self._built(self.vision_class, self.model_config(path).vision_config, attention)
+
     def positions(
         self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
     ) -> tuple[npt.NDArray[np.int64], int]:
@@ -147,7 +143,15 @@ class Family(ABC):
 
         `config` is the module's own configuration object, of the whole model.
         """
+        model = self._library("modeling", f"{self.library_prefix}Model")
+        return rope_positions(model, config, token_ids, items)
 
-    @abstractmethod
-    def model_config(self, path: str) -> Any:
-        """Load the configuration object of the whole model."""
+    def _built(self, name: str, config: Any, attention: str) -> nn.Module:
+        config._attn_implementation = attention  # noqa: SLF001  # as transformers sets it
+        made: nn.Module = self._library("modeling", name)(config)
+        return made
+
+    def _library(self, part: str, name: str) -> Any:
+        """Return a class in transformers, from the module of the configuration or of the model."""
+        module = f"transformers.models.{self.name}.{part}_{self.name}"
+        return getattr(importlib.import_module(module), name)

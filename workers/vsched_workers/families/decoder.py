@@ -231,14 +231,22 @@ class Decoder:
         """Its tensor parallelism; None if not possible, as for merged linear layers."""
         if self.experts or self.norms_all_heads or len(self.qkv) != 3 or len(self.gate_up) != 2:
             return None
-        columns = [f"{self.attention}.{name}" for name in self.qkv]
-        columns += [f"{self.feed_forward}.{name}" for name in self.gate_up]
-        rows = (f"{self.attention}.{self.output}", f"{self.feed_forward}.{self.down}")
-        return Sharing(
-            linears={f"layers.*.{name}": Split.COLUMN for name in columns}
-            | {f"layers.*.{name}": Split.ROW for name in rows},
-            sizes=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
-        )
+        return usual_sharing(self)
+
+
+def usual_sharing(decoder: Decoder) -> Sharing:
+    """Return the tensor parallelism of a decoder with separate projections."""
+    columns = [f"{decoder.attention}.{name}" for name in decoder.qkv]
+    columns += [f"{decoder.feed_forward}.{name}" for name in decoder.gate_up]
+    rows = (
+        f"{decoder.attention}.{decoder.output}",
+        f"{decoder.feed_forward}.{decoder.down}",
+    )
+    return Sharing(
+        linears={f"layers.*.{name}": Split.COLUMN for name in columns}
+        | {f"layers.*.{name}": Split.ROW for name in rows},
+        sizes=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    )
 
 
 def head_dim(config: Any) -> int:

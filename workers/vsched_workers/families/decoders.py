@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.families.base import Items
 from vsched_workers.families.decoder import (
     Decoder,
     Entries,
@@ -23,6 +22,7 @@ from vsched_workers.families.decoder import (
     Windows,
 )
 from vsched_workers.families.generic import text_config
+from vsched_workers.families.qwen_positions import Items
 from vsched_workers.families.sharing import Sharing
 
 if TYPE_CHECKING:

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from vsched_workers.families.base import Family, Items
-from vsched_workers.families.decoder import Decoder
-from vsched_workers.families.qwen_image import ResizeLimits
-from vsched_workers.families.qwen_positions import rope_positions
-from vsched_workers.families.qwen_worst import largest_units
+from vsched_workers.families.base import Family
+from vsched_workers.families.decoder import Decoder, usual_sharing
 from vsched_workers.families.sharing import Sharing, Split
 
 if TYPE_CHECKING:
@@ -24,6 +18,8 @@ class Qwen3Vl(Family):
     """The family `qwen3_vl`."""
 
     name: ClassVar[str] = "qwen3_vl"
+    library_prefix: ClassVar[str] = "Qwen3VL"
+    vision_class: ClassVar[str] = "Qwen3VLVisionModel"
     decoder: ClassVar[Decoder] = Decoder(axes=True, query_norm="q_norm", key_norm="k_norm")
     language_prefixes: ClassVar[tuple[str, ...]] = ("model.language_model.",)
     vision_prefixes: ClassVar[tuple[str, ...]] = ("model.visual.",)
@@ -44,16 +40,7 @@ class Qwen3Vl(Family):
         "intermediate_size": 4304,
         "num_heads": 16,
     }
-    language_sharing: ClassVar[Sharing] = Sharing(
-        linears={
-            "layers.*.self_attn.[qkv]_proj": Split.COLUMN,
-            "layers.*.self_attn.o_proj": Split.ROW,
-            "layers.*.mlp.gate_proj": Split.COLUMN,
-            "layers.*.mlp.up_proj": Split.COLUMN,
-            "layers.*.mlp.down_proj": Split.ROW,
-        },
-        sizes=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    )
+    language_sharing: ClassVar[Sharing] = usual_sharing(decoder)
     vision_sharing: ClassVar[Sharing] = Sharing(
         linears={
             "blocks.*.attn.qkv": Split.FUSED,
@@ -75,39 +62,8 @@ class Qwen3Vl(Family):
     def embedding_levels(self, config: Mapping[str, Any]) -> int:
         return 1 + len(self.vision(config, "deepstack_visual_indexes"))
 
-    def model_config(self, path: str) -> Any:
-        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
-
-        return Qwen3VLConfig.from_pretrained(path, local_files_only=True)
-
-    def build_language(self, path: str, attention: str) -> nn.Module:
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
-
-        config = self.model_config(path).text_config
-        config._attn_implementation = attention  # noqa: SLF001  # as transformers sets it
-        return Qwen3VLTextModel(config)
-
-    def build_vision(self, path: str, attention: str) -> nn.Module:
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-        config = self.model_config(path).vision_config
-        config._attn_implementation = attention  # noqa: SLF001
-        return Qwen3VLVisionModel(config)
-
     def encode(self, tower: nn.Module, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
         import torch
 
         out = tower(pixels, grid_thw=grids)
         return torch.cat([out.pooler_output, *out.deepstack_features], dim=-1)
-
-    def largest_units(
-        self, limits: ResizeLimits, *, factor: int, tokens_max: int, pixels_max: int
-    ) -> dict[int, int]:
-        return largest_units(limits, factor=factor, tokens_max=tokens_max, pixels_max=pixels_max)
-
-    def positions(
-        self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
-    ) -> tuple[npt.NDArray[np.int64], int]:
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
-
-        return rope_positions(Qwen3VLModel, config, token_ids, items)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from vsched_workers.families.base import Items
 from vsched_workers.families.decoder import Decoder
 from vsched_workers.families.qwen3_vl import Qwen3Vl
-from vsched_workers.families.qwen_positions import rope_positions
 from vsched_workers.families.sharing import Sharing
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Qwen3VlMoe(Qwen3Vl):
     """The family `qwen3_vl_moe`, with the vision tower of `qwen3_vl`."""
 
     name: ClassVar[str] = "qwen3_vl_moe"
+    library_prefix: ClassVar[str] = "Qwen3VLMoe"
+    vision_class: ClassVar[str] = "Qwen3VLMoeVisionModel"
     decoder: ClassVar[Decoder] = Decoder(axes=True, experts=True)
     text_defaults: ClassVar[Mapping[str, Any]] = {
         "max_position_embeddings": 128000,
@@ -50,29 +44,3 @@ class Qwen3VlMoe(Qwen3Vl):
         return stated or int(self.text(config, "hidden_size")) // int(
             self.text(config, "num_attention_heads")
         )
-
-    def model_config(self, path: str) -> Any:
-        from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeConfig
-
-        return Qwen3VLMoeConfig.from_pretrained(path, local_files_only=True)
-
-    def build_language(self, path: str, attention: str) -> nn.Module:
-        from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
-
-        config = self.model_config(path).text_config
-        config._attn_implementation = attention  # noqa: SLF001  # as transformers sets it
-        return Qwen3VLMoeTextModel(config)
-
-    def build_vision(self, path: str, attention: str) -> nn.Module:
-        from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
-
-        config = self.model_config(path).vision_config
-        config._attn_implementation = attention  # noqa: SLF001
-        return Qwen3VLMoeVisionModel(config)
-
-    def positions(
-        self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
-    ) -> tuple[npt.NDArray[np.int64], int]:
-        from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeModel
-
-        return rope_positions(Qwen3VLMoeModel, config, token_ids, items)

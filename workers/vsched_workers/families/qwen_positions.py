@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.families.base import Items
+from vsched.types import ItemPlace
 from vsched_workers.families.qwen_image import grid_of
+
+Items = Sequence[ItemPlace]
 
 
 def rope_positions(

@@ -27,6 +27,7 @@ from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.images.processor import telling_sizes
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import image_plan
+from vsched_workers.families.qwen_worst import largest_units
 
 SAME_SIZE = 0.9
 """Strips with at least this share of the largest image's tokens are not tried separately."""
@@ -43,7 +44,7 @@ def worst_batches(
     family = family_of(config)
     factor = image_factor(family, config)
     limits = image_limits(family, config, processor_settings(directory), info.item_tokens_max)
-    units = family.largest_units(
+    units = largest_units(
         limits, factor=factor, tokens_max=info.item_tokens_max, pixels_max=pixels_max
     )
     merge = int(family.vision(config, "spatial_merge_size"))

@@ -20,9 +20,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import PagedStep
-from vsched_workers.families.base import Items
 from vsched_workers.families.generic import refusal
 from vsched_workers.families.generic_vision import first_position, unpack_metadata
+from vsched_workers.families.qwen_positions import Items
 
 MASKERS = ("get_placeholder_mask", "inputs_merger")
 """Methods that find placeholders by token id."""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.families.base import Items
 from vsched_workers.families.modules.settings import QwenSettings, read_settings
 from vsched_workers.families.qwen2_5_vl import Qwen25Vl
 from vsched_workers.families.qwen_image import grid_of
+from vsched_workers.families.qwen_positions import Items
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,315 @@
+"""Requests of Anthropic's API as chats."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+
+from tests.each_case import each_case
+from tests.unit.api.compat.test_messages_response import MESSAGES, TOOLS, body
+from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, post
+from vsched.api import ApiSettings, create_app
+from vsched.api.bodies.long_base64 import LONG_BYTES
+from vsched.api.bodies.reading import SMALL_BYTES
+from vsched.api.compat.messages import chat_request
+from vsched.api.compat.messages_schema import MessagesRequest
+from vsched.api.request_schema import ChatRequest
+from vsched.media.base64_text import base64_of
+
+COUNT = "/v1/messages/count_tokens"
+
+
+def meant(**fields: Any) -> ChatRequest:
+    return chat_request(msgspec.convert(body(**fields), MessagesRequest))
+
+
+def image(data: str = "AAAA") -> dict[str, Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    return {"type": "image", "source": source}
+
+
+def plain(request: ChatRequest) -> list[dict[str, Any]]:
+    """Return messages as builtins, without unset fields."""
+    return [
+        {key: value for key, value in message.items() if value is not None}
+        for message in msgspec.to_builtins(request.messages)
+    ]
+
+
+def test_a_history_with_calls_and_images() -> None:
+    url = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
+    request = meant(
+        system=[{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "See"}, image(), url]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "x"},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+                    {"type": "tool_use", "id": "2", "name": "f", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "1", "content": "one"},
+                    {"type": "tool_result", "tool_use_id": "2", "content": [image()]},
+                    {"type": "text", "text": "And?"},
+                ],
+            },
+        ],
+    )
+    data = {
+        "type": "image_url",
+        "image_url": "data:image/png;base64,AAAA",
+        "uuid": None,
+        "min_pixels": None,
+        "max_pixels": None,
+    }
+    calls = [
+        {"id": "1", "function": {"name": "f", "arguments": {"a": 1}}, "type": None, "index": None},
+        {"id": "2", "function": {"name": "f", "arguments": {}}, "type": None, "index": None},
+    ]
+    assert plain(request) == [
+        {"role": "system", "content": "Be short."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "See"},
+                data,
+                data | {"image_url": "https://a.b/c.png"},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": calls,
+        },
+        {"role": "tool", "content": "one", "tool_call_id": "1"},
+        {"role": "tool", "content": [data], "tool_call_id": "2"},
+        {"role": "user", "content": "And?"},
+    ]
+    assert not request.continue_final_message
+
+
+def test_an_answer_that_is_begun_goes_on() -> None:
+    started = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]
+    assert meant(messages=started).continue_final_message
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    started[1] = {"role": "assistant", "content": [call]}  # type: ignore[dict-item]
+    assert not meant(messages=started).continue_final_message
+
+
+async def test_parameters_reach_the_engine() -> None:
+    engine = FakeEngine()
+    sent = body(stop_sequences=["END"], temperature=0.5, top_p=0.9, top_k=3, seed=4, max_tokens=8)
+    assert (await post(engine, MESSAGES, sent)).status == 200
+    found = engine.sampling
+    assert (found.stop, found.temperature, found.top_p) == (("END",), 0.5, 0.9)
+    assert (found.top_k, found.seed, found.max_tokens) == (3, 4, 8)
+
+
+def test_choices_of_tools_and_thinking() -> None:
+    choices = {"auto": "auto", "any": "required", "none": "none"}
+    for ours, theirs in choices.items():
+        assert meant(tools=TOOLS, tool_choice={"type": ours}).tool_choice == theirs
+    sent = {"type": "tool", "name": "f", "disable_parallel_tool_use": True}
+    named = meant(tools=TOOLS, tool_choice=sent)
+    assert msgspec.to_builtins(named.tool_choice)["function"] == {"name": "f"}
+    assert named.parallel_tool_calls is False
+    for kind, thinks in (("disabled", False), ("enabled", True), ("adaptive", True)):
+        request = meant(thinking={"type": kind, "budget_tokens": 2048})
+        assert request.chat_template_kwargs == {"enable_thinking": thinks}
+    assert meant().chat_template_kwargs is None
+
+
+async def test_the_form_of_an_answer_is_kept_to() -> None:
+    engine = FakeEngine()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    config = {"effort": "high", "format": {"type": "json_schema", "schema": schema}}
+    assert (await post(engine, MESSAGES, body(output_config=config))).status == 200
+    assert msgspec.json.decode(engine.sampling.grammar) == {
+        "json_schema": {**schema, "additionalProperties": False}
+    }
+
+
+def test_results_of_searches_and_references_of_tools_are_texts() -> None:
+    found = {
+        "type": "search_result",
+        "source": "https://a.b",
+        "title": "A",
+        "content": [{"type": "text", "text": "b"}],
+    }
+    reference = {"type": "tool_reference", "tool_name": "get_weather"}
+    request = meant(
+        messages=[
+            *user(found),
+            *user({"type": "tool_result", "tool_use_id": "1", "content": [reference, found]}),
+            *user({"type": "tool_result", "tool_use_id": "2", "content": [reference]}),
+        ]
+    )
+    texts = [{"type": "text", "text": text} for text in ("get_weather", "A\nhttps://a.b\nb")]
+    assert plain(request) == [
+        {"role": "user", "content": "A\nhttps://a.b\nb"},
+        {"role": "tool", "content": texts, "tool_call_id": "1"},
+        {"role": "tool", "content": "get_weather", "tool_call_id": "2"},
+    ]
+
+
+def test_system_messages_stay_where_they_are() -> None:
+    text = {"type": "text", "text": "b"}
+    request = meant(system="a", messages=[*user(text), *user(text, role="system")])
+    assert [message.role for message in request.messages] == ["system", "user", "system"]
+
+
+_SERVER_BLOCKS = """
+    document container_upload server_tool_use web_search_tool_result web_fetch_tool_result code_execution_tool_result
+    bash_code_execution_tool_result text_editor_code_execution_tool_result tool_search_tool_result advisor_tool_result
+    mcp_tool_use mcp_tool_result mcp_tool_listing compaction tool_addition tool_removal fallback
+"""
+_VENDOR_TOOLS = """
+    bash_20250124 text_editor_20250728 computer_20251124 memory_20250818 web_search_20260318 web_fetch_20260318
+    code_execution_20260521 tool_search_tool_bm25_20251119 tool_search_tool_regex mcp_toolset advisor_20260301
+    browser_toolset_20260801 computer_toolset_20260801
+"""
+
+
+@each_case("kind", _SERVER_BLOCKS.split())
+async def test_blocks_of_anthropics_servers_are_refused_by_their_name(kind: str) -> None:
+    for messages in (
+        user({"type": kind}, role="assistant"),
+        user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": kind}]}),
+    ):
+        reply = await post(FakeEngine(), MESSAGES, body(messages=messages))
+        assert reply.status == 400
+        assert f'.type` "{kind}" is not supported. Remedy: ' in reply.json["error"]["message"]
+
+
+@each_case("kind", _VENDOR_TOOLS.split())
+@each_case("named", [{}, {"name": "x"}])
+async def test_tools_of_anthropic_are_refused_by_their_name(
+    kind: str, named: dict[str, str]
+) -> None:
+    reply = await post(FakeEngine(), MESSAGES, body(tools=[*TOOLS, {"type": kind, **named}]))
+    assert reply.status == 400
+    assert reply.json["error"]["message"].startswith(
+        f'`tools[1].type` "{kind}" is not supported. Remedy:'
+    )
+
+
+@each_case(
+    "field",
+    [
+        "anthropic_beta",
+        "anthropic_version",
+        "betas",
+        "billing_policy",
+        "compaction",
+        "fallbacks",
+        "fallback_credit_token",
+        "user_profile_id",
+        "workspace_id",
+    ],
+)
+async def test_fields_that_change_nothing_are_taken(field: str) -> None:
+    assert (await post(FakeEngine(), MESSAGES, body(**{field: "x"}))).status == 200
+
+
+def user(*content: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
+    return [{"role": role, "content": list(content)}]
+
+
+@each_case(
+    ("fields", "wanted"),
+    [
+        ({"messages": []}, "`messages` is out of bounds"),
+        ({"messages": None}, "`messages` is of the wrong type"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "limit user, assistant or system"),
+        ({"messages": user(image(), role="system")}, "with role system"),
+        (
+            {"messages": user({"type": ["text"]})},
+            "is no kind of content part: value a list",
+        ),
+        ({"messages": user({"type": "movie"})}, "search_result, tool_use, tool_result or"),
+        (
+            {"messages": user({"type": "tool_use", "id": "", "name": "f", "input": {}})},
+            "with role user",
+        ),
+        ({"messages": user(image(), role="assistant")}, "with role assistant"),
+        ({"messages": user({"type": "image", "source": {"type": "file"}})}, 'source is "file"'),
+        ({"stop_sequences": [""]}, "`stop_sequences` is out of bounds"),
+        ({"max_tokens": 0}, "`max_tokens` is out of bounds"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "is not supported"),
+        ({"tools": [{"type": "custom", "name": 3}]}, "`tools[0].name` is of the wrong type"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "`tool_choice.type` is out"),
+        ({"tool_choice": {"type": "any"}}, "`tool_choice` needs `tools`"),
+        ({"output_config": {"format": {"type": "xml"}}}, "`output_config.format.type` is not"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "`output_config.format"),
+        ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers` is not supported"),
+        ({"max_token": 3}, "`max_token` is not a known parameter"),
+        ({"chat_template_kwargs": {"x": 1}}, "`chat_template_kwargs` is out of bounds"),
+    ],
+)
+async def test_garbage_is_refused_by_its_name(fields: dict[str, Any], wanted: str) -> None:
+    reply = await post(FakeEngine(), MESSAGES, body(**fields))
+    assert reply.status == 400
+    assert wanted in reply.json["error"]["message"]
+
+
+@each_case("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_thread_is_refused_so_that_the_client_goes_on_without(thread: object) -> None:
+    """Anthropic's tool_runner begins with one, and reads these details: it sends the whole history then."""
+    reply = await post(FakeEngine(), MESSAGES, body(thread=thread))
+    error = reply.json["error"]
+    assert (reply.status, error["type"]) == (400, "invalid_request_error")
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+    assert "Remedy: send all messages with each request" in error["message"]
+    assert (await post(FakeEngine(), MESSAGES, body(thread=None))).status == 200
+
+
+@each_case("raw", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 5000])
+async def test_what_is_no_request_is_refused(raw: bytes) -> None:
+    reply = await post(FakeEngine(), MESSAGES, raw)
+    assert (reply.status, reply.json["type"]) == (400, "error")
+
+
+async def test_another_model_and_a_missing_key_are_told_in_the_same_shape() -> None:
+    reply = await post(FakeEngine(), MESSAGES, body(model="claude"))
+    assert (reply.status, reply.json["error"]["type"]) == (404, "not_found_error")
+    client = Client(create_app(FakeEngine(), ApiSettings(api_key="key")))
+    reply = await client.send("POST", MESSAGES, body())
+    assert (reply.status, reply.json["error"]["type"]) == (401, "authentication_error")
+    reply = await client.send("POST", MESSAGES, body(), headers={"x-api-key": "keys"})
+    assert reply.status == 401
+    reply = await client.send("POST", MESSAGES, body(), headers={"x-api-key": "key"})
+    assert reply.status == 200
+
+
+async def test_large_images_go_beside_the_body() -> None:
+    """As in chats: their base64 is never decoded as a text."""
+    large = base64.b64encode(bytes(range(256)) * (SMALL_BYTES // 256)).decode()
+    assert len(large) > max(SMALL_BYTES, LONG_BYTES)
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [image(large)]}
+    engine = FakeEngine()
+    assert (await post(engine, MESSAGES, body(messages=user(image(large), result)))).status == 200
+    for url in engine.calls[0]["images"]:
+        assert len(url) < 200
+        assert base64_of(url, len("data:image/png;base64,")) == large.encode()
+    assert len(engine.calls[0]["images"]) == 2
+
+
+async def test_tokens_are_counted() -> None:
+    engine = FakeEngine()
+    sent = {"model": "demo", "messages": [{"role": "user", "content": "four"}]}
+    reply = await post(engine, COUNT, sent)
+    assert reply.json == {"input_tokens": len("user:four")}
+    assert (await post(engine, COUNT, {**sent, "tools": TOOLS})).json["input_tokens"] > 9
+    seen = await post(engine, COUNT, {**sent, "messages": user(image())})
+    assert seen.json["input_tokens"] > IMAGE_TOKENS
+    assert not engine.calls

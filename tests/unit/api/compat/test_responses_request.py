@@ -1,0 +1,230 @@
+"""Requests of OpenAI's Responses API as chats."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+
+from tests.each_case import each_case
+from tests.unit.api.compat.test_responses_response import RESPONSES, TOOLS, body
+from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
+from vsched.api.bodies.reading import SMALL_BYTES
+from vsched.api.compat.responses import chat_request
+from vsched.api.compat.responses_schema import ResponsesRequest
+from vsched.api.request_schema import ChatRequest
+from vsched.media.base64_text import base64_of
+
+URL = "data:image/png;base64,AAAA"
+IMAGE = {"type": "input_image", "image_url": URL, "detail": "auto"}
+TEXT = {"type": "input_text", "text": "See"}
+
+
+def meant(**fields: Any) -> ChatRequest:
+    return chat_request(msgspec.convert(body(**fields), ResponsesRequest))
+
+
+def plain(request: ChatRequest) -> list[dict[str, Any]]:
+    """Return messages as builtins, without unset fields."""
+    return [
+        {key: value for key, value in message.items() if value is not None}
+        for message in msgspec.to_builtins(request.messages)
+    ]
+
+
+def test_a_text_with_instructions() -> None:
+    assert plain(meant(input="hi", instructions="Be short.")) == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "hi"},
+    ]
+
+
+def test_a_history_of_items() -> None:
+    """Items of one turn of the model are merged into one message."""
+    request = meant(
+        input=[
+            {"role": "user", "content": [TEXT, IMAGE]},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [
+                {"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "id": "m", "status": "completed", "role": "assistant", "content": [
+                {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "id": "x"},
+            {"type": "function_call", "call_id": "2", "name": "g", "arguments": '{"a":1}'},
+            {"type": "function_call_output", "call_id": "1", "output": "one"},
+            {"type": "function_call_output", "call_id": "2", "output": [TEXT, IMAGE]},
+            {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "3", "output": ""},
+            {"role": "assistant", "content": "So."},
+            {"role": "developer", "content": "Go on."},
+        ]
+    )  # fmt: skip
+    parts = [
+        {"type": "text", "text": "See"},
+        {
+            "type": "image_url",
+            "image_url": URL,
+            "uuid": None,
+            "min_pixels": None,
+            "max_pixels": None,
+        },
+    ]
+    messages = plain(request)
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        message["calls"] = [(call["id"], call["function"]["name"]) for call in calls]
+        message.pop("tool_calls", None)
+    assert messages == [
+        {"role": "user", "content": parts, "calls": []},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "calls": [("1", "f"), ("2", "g")],
+        },
+        {"role": "tool", "content": "one", "tool_call_id": "1", "calls": []},
+        {"role": "tool", "content": parts, "tool_call_id": "2", "calls": []},
+        {"role": "assistant", "calls": [("3", "f")]},
+        {"role": "tool", "content": "", "tool_call_id": "3", "calls": []},
+        {"role": "assistant", "content": "So.", "calls": []},
+        {"role": "developer", "content": "Go on.", "calls": []},
+    ]
+
+
+async def test_parameters_reach_the_engine() -> None:
+    engine = FakeEngine()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    sent = body(max_output_tokens=8, temperature=0.5, top_p=0.9, seed=4, text={"format": form})
+    assert (await post(engine, RESPONSES, sent)).status == 200
+    found = engine.sampling
+    assert (found.max_tokens, found.temperature, found.top_p, found.seed) == (8, 0.5, 0.9, 4)
+    assert msgspec.json.decode(found.grammar) == {
+        "json_schema": {**schema, "additionalProperties": False}
+    }
+
+
+def test_choices_of_tools() -> None:
+    for choice in ("auto", "none", "required"):
+        assert meant(tools=TOOLS, tool_choice=choice).tool_choice == choice
+    named = meant(tools=TOOLS, tool_choice={"type": "function", "name": "f"}).tool_choice
+    assert msgspec.to_builtins(named)["function"] == {"name": "f"}
+    some = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "f"}],
+    }
+    allowed = msgspec.to_builtins(meant(tools=TOOLS, tool_choice=some).tool_choice)["allowed_tools"]
+    assert allowed == {"mode": "required", "tools": [{"function": {"name": "f"}}]}
+
+
+async def test_what_changes_nothing_is_taken() -> None:
+    sent = body(
+        store=False, include=["reasoning.encrypted_content"], truncation="disabled",
+        reasoning={"effort": "low"}, background=False, previous_response_id=None, user="u",
+        stream_options={"include_obfuscation": False}, top_logprobs=0,
+        client_metadata={"x": "y"}, access_programs={}, background_options={}, image={},
+    )  # fmt: skip
+    assert (await post(FakeEngine(), RESPONSES, sent)).status == 200
+
+
+@each_case("store", [True, False, None])
+async def test_store_is_taken_as_in_chats(store: bool | None) -> None:
+    """It has no effect on a chat; responses report that nothing is stored."""
+    reply = await post(FakeEngine(), RESPONSES, body(store=store))
+    assert (reply.status, reply.json["store"]) == (200, False)
+    assert (await post(FakeEngine(), CHAT, chat(store=store))).status == 200
+
+
+@each_case(
+    ("fields", "wanted"),
+    [
+        ({"previous_response_id": "resp_1"}, "`previous_response_id` is not supported"),
+        ({"conversation": "c"}, "`conversation` is not supported"),
+        ({"background": True}, "`background` is not supported"),
+        ({"truncation": "auto"}, "`truncation` is not supported"),
+        ({"include": ["file_search_call.results"]}, "`include` is out of bounds"),
+        ({"top_logprobs": 99}, "`top_logprobs` is out of bounds"),
+        ({"input": []}, "`input` is out of bounds"),
+        ({"input": 3}, "`input` is of the wrong type"),
+        ({"input": [{"type": "movie", "id": "x"}]}, "`input[0].type` is out of bounds"),
+        ({"input": [{"id": "x"}]}, '`input[0].type` "item_reference" is not supported'),
+        ({"input": [{"type": "message", "content": "x"}]}, "`input[0]` lacks"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "`input[0]` lacks"),
+        (
+            {"input": [{"role": "tool", "content": "x"}]},
+            "limit system, developer, user or assistant",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "movie"}]}]}, "limit input_text,"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+            "`input[0].content.file_id` is not supported",
+        ),
+        ({"max_output_tokens": 10**6}, "`max_output_tokens` is out of bounds"),
+        ({"text": {"format": {"type": "json_schema"}}}, "`text.format"),
+        ({"tools": [{"type": "movie"}]}, '`tools[0].type` is out of bounds: value "movie"'),
+        ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, '`tool_choice.type` "mcp" is not'),
+        ({"tools": TOOLS, "tool_choice": {"type": "x"}}, "`tool_choice` is out of bounds"),
+        ({"max_tokens": 3}, "`max_tokens` is not a known parameter"),
+    ],
+)
+async def test_garbage_is_refused_by_its_name(fields: dict[str, Any], wanted: str) -> None:
+    reply = await post(FakeEngine(), RESPONSES, body(**fields))
+    assert reply.status == 400
+    assert wanted in reply.error["message"]
+
+
+_ITEMS = """
+    item_reference file_search_call computer_call computer_call_output web_search_call tool_search_call
+    tool_search_output additional_tools configuration_update compaction compaction_trigger image_generation_call
+    code_interpreter_call local_shell_call local_shell_call_output shell_call shell_call_output apply_patch_call
+    apply_patch_call_output mcp_list_tools mcp_approval_request mcp_approval_response mcp_call custom_tool_call
+    custom_tool_call_output program program_output
+"""
+_TOOLS = """
+    file_search computer computer_use_preview web_search web_search_2025_08_26 web_search_preview mcp
+    web_search_preview_2025_03_11 code_interpreter programmatic_tool_calling image_generation local_shell shell custom
+    namespace tool_search apply_patch
+"""
+
+
+@each_case("kind", _ITEMS.split())
+@each_case("held", [{}, {"output": {"type": "x"}, "arguments": {}, "role": "x"}])
+async def test_items_of_openais_servers_are_refused_by_their_name(
+    kind: str, held: dict[str, Any]
+) -> None:
+    items = [{"role": "user", "content": "x"}, {"type": kind, **held}]
+    reply = await post(FakeEngine(), RESPONSES, body(input=items))
+    assert reply.status == 400
+    assert reply.error["message"].startswith(f'`input[1].type` "{kind}" is not supported. Remedy:')
+
+
+@each_case("kind", _TOOLS.split())
+async def test_tools_of_openai_are_refused_by_their_name(kind: str) -> None:
+    tool = {"type": kind, "name": "x", "tools": TOOLS, "parameters": "x"}
+    for sent in (tool, {"type": kind}):
+        reply = await post(FakeEngine(), RESPONSES, body(tools=[*TOOLS, sent]))
+        assert reply.status == 400
+        message = reply.error["message"]
+        assert message.startswith(f'`tools[1].type` "{kind}" is not supported. Remedy:')
+
+
+async def test_texts_are_taken_as_chats_have_them() -> None:
+    content = [{"type": "text", "text": "a"}]
+    assert plain(meant(input=[{"role": "user", "content": content}]))[-1]["content"] == "a"
+
+
+async def test_large_images_go_beside_the_body() -> None:
+    """As in chats: their base64 is never decoded as a text."""
+    large = base64.b64encode(bytes(range(256)) * (SMALL_BYTES // 256)).decode()
+    before = "data:image/png;base64,"
+    image = {"type": "input_image", "image_url": before + large}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "1", "output": [image]}
+    engine = FakeEngine()
+    items = [{"role": "user", "content": [TEXT, image]}, call, output]
+    assert (await post(engine, RESPONSES, body(input=items))).status == 200
+    assert len(engine.calls[0]["images"]) == 2
+    for url in engine.calls[0]["images"]:
+        assert len(url) < 200
+        assert base64_of(url, len(before)) == large.encode()

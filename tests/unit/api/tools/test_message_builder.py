@@ -1,0 +1,182 @@
+"""Tool calls in OpenAI's format, streaming and not, for the same requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.each_case import each_case
+from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
+from vsched.aio.streams.stream import OutputDelta
+from vsched.api.contract import ApiSettings
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALLS = (
+    'Look.<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": {"b": "ü"}}\n</tool_call>'
+)
+
+
+def engine(text: str, finish: str = "stop", *, size: int = 7) -> FakeEngine:
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    last = OutputDelta("", [0], finish_reason=finish)
+    return FakeEngine(*(OutputDelta(piece, [1]) for piece in pieces), last)
+
+
+def merged(events: list[Any]) -> dict[str, Any]:
+    """Return the message that a client assembles from a stream."""
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    for event in events:
+        delta = event["choices"][0]["delta"]
+        message["content"] += delta.get("content", "")
+        for call in delta.get("tool_calls", []):
+            calls = message["tool_calls"]
+            if call["index"] == len(calls):
+                assert call["type"] == "function"
+                calls.append({"id": call["id"], "function": {"arguments": "", **call["function"]}})
+            else:
+                assert set(call) == {"index", "function"}
+                assert set(call["function"]) == {"arguments"}
+                assert call["index"] == len(calls) - 1
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return message
+
+
+async def test_a_whole_answer_with_calls() -> None:
+    requested = engine(CALLS)
+    reply = await post(requested, CHAT, chat(tools=TOOLS))
+    (choice,) = reply.json["choices"]
+    ids = [call.pop("id") for call in choice["message"]["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert all(len(one) == 9 and one.isalnum() for one in ids)
+    assert choice == {
+        "index": 0,
+        "finish_reason": "tool_calls",
+        "logprobs": None,
+        "token_ids": None,
+        "message": {
+            "role": "assistant",
+            "content": "Look.",
+            "refusal": None,
+            "tool_calls": [
+                {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+                {"type": "function", "function": {"name": "g", "arguments": '{"b": "ü"}'}},
+            ],
+        },
+    }
+    assert requested.calls[0]["prompt"].startswith(
+        "tools=[{'type': 'function', 'function': {'name': 'f'"
+    )
+
+
+async def test_calls_alone_have_no_content() -> None:
+    reply = await post(engine(CALLS.removeprefix("Look.")), CHAT, chat(tools=TOOLS))
+    assert reply.json["choices"][0]["message"]["content"] is None
+
+
+@each_case("size", [1, 3, 1000])
+async def test_a_stream_says_what_the_whole_answer_says(size: int) -> None:
+    reply = await post(engine(CALLS, size=size), CHAT, chat(tools=TOOLS, stream=True))
+    first, last = reply.events[0]["choices"][0], reply.events[-1]["choices"][0]
+    assert first["delta"]["role"] == "assistant"
+    assert last["finish_reason"] == "tool_calls"
+    found = merged(reply.events)
+    assert found["content"] == "Look."
+    assert [call["function"] for call in found["tool_calls"]] == [
+        {"name": "f", "arguments": '{"a": 1}'},
+        {"name": "g", "arguments": '{"b": "ü"}'},
+    ]
+
+
+async def test_an_answer_that_is_cut_ends_with_length() -> None:
+    cut = engine(CALLS[:-5], "length")
+    choice = (await post(cut, CHAT, chat(tools=TOOLS))).json["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][1]["function"]["arguments"] == '{"b": "ü"}'
+
+
+async def test_without_calls_the_answer_is_as_ever() -> None:
+    choice = (await post(engine("Hello"), CHAT, chat(tools=TOOLS))).json["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"] == {"role": "assistant", "content": "Hello", "refusal": None}
+
+
+async def test_without_tools_nothing_is_read_as_a_call() -> None:
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = (await post(engine(CALLS), CHAT, chat(**fields))).json["choices"][0]
+        assert choice["message"]["content"] == CALLS
+
+
+async def test_a_model_whose_form_is_unknown_takes_no_tools() -> None:
+    requested = engine("Hello")
+    requested.preprocessor.chat_template = "{{ tools }}"
+    reply = await post(requested, CHAT, chat(tools=TOOLS))
+    assert (reply.status, reply.error["code"]) == (400, "tools_not_supported")
+    assert "model.tool_format" in reply.error["message"]
+    reply = await post(requested, CHAT, chat(tools=TOOLS), ApiSettings(tool_format="hermes"))
+    assert reply.status == 200
+
+
+THOUGHT = "<think>\nLet me see.\n</think>\n\nYes."
+
+
+@each_case("stream", [False, True])
+async def test_reasoning_is_told_beside_the_content(stream: bool) -> None:
+    requested = engine(THOUGHT)
+    requested.preprocessor.chat_template = "{{ '<think>' }}"
+    reply = await post(requested, CHAT, chat(stream=stream))
+    if stream:
+        deltas = [event["choices"][0]["delta"] for event in reply.events]
+        assert "".join(each.get("reasoning_content", "") for each in deltas) == "Let me see."
+        assert "".join(each.get("content", "") for each in deltas) == "Yes."
+        assert len([each for each in deltas if each.get("reasoning_content")]) > 1
+        assert all(each.get("reasoning_content") == each.get("reasoning") for each in deltas)
+    else:
+        message = reply.json["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Yes.")
+        assert message["reasoning"] == message["reasoning_content"]
+
+
+@each_case("stream", [False, True])
+async def test_reasoning_is_not_told_where_nobody_wants_it(stream: bool) -> None:
+    """Each of its tokens still has an event, because clients count them."""
+    requested = engine(THOUGHT)
+    requested.preprocessor.chat_template = "{{ '<think>' }}"
+    reply = await post(requested, CHAT, chat(stream=stream, include_reasoning=False))
+    assert b"reasoning" not in reply.body
+    if stream:
+        deltas = [event["choices"][0]["delta"] for event in reply.events]
+        assert "".join(each["content"] for each in deltas) == "Yes."
+        plain = await post(requested, CHAT, chat(stream=stream))
+        assert len(deltas) == len(plain.events)
+    else:
+        assert reply.json["choices"][0]["message"]["content"] == "Yes."
+
+
+async def test_reasoning_is_content_where_the_settings_say_so() -> None:
+    requested = engine(THOUGHT)
+    requested.preprocessor.chat_template = "{{ '<think>' }}"
+    reply = await post(requested, CHAT, chat(), ApiSettings(reasoning_format="none"))
+    assert reply.json["choices"][0]["message"]["content"] == THOUGHT
+
+
+@pytest.mark.parametrize("length", [1, 50_000])
+async def test_reasoning_that_the_prompt_began_goes_on(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Also for a long prompt, which is rendered later; a grammar constrains the text after the reasoning."""
+    requested = engine("Let me see.</think>Yes.")
+    front = requested.preprocessor
+    front.chat_template = "{{ '<think>' }}"
+    render = front.render
+    monkeypatch.setattr(
+        front, "render", lambda *given, **more: render(*given, **more) + "<think>\n"
+    )
+    messages = [{"role": "user", "content": "x" * length}]
+    body = chat(messages=messages, guided_regex="Yes")
+    message = (await post(requested, CHAT, body)).json["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Yes.")
+    grammar = msgspec.json.decode(requested.sampling.grammar)
+    assert grammar == {"thought": {"end": "</think>", "answer": {"regex": "Yes"}}}

@@ -1,0 +1,435 @@
+"""The adapters that requests can use by name, and the ranks that have them.
+
+Each loaded adapter has a unique number, so cached results of an unloaded adapter are never used for another one of the
+same name.
+
+A group that is up gets an entry in its log, between two steps, and every rank answers. A group that is down gets it
+when it is back, before its first step. If one rank cannot add an adapter, it is removed from all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vsched.aio.leader.leader import Leader
+from vsched.aio.replicas.groups import ServedGroup, ServedGroups
+from vsched.config import Config
+from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.probes import probe
+from vsched.types import Request
+from vsched.wire import AddAdapter, RemoveAdapter
+from vsched.worker.capabilities import AdapterFacts
+
+
+class AdapterOrders:
+    """The adapters of all groups of their stages; a lost group gets them again when it is back."""
+
+    def __init__(self, groups: ServedGroups, *, deadline_s: float) -> None:
+        """Manage the adapters of these groups; adding one takes at most `deadline_s`."""
+        self._groups = groups
+        self._deadline_s = deadline_s
+        self._kept: dict[int, tuple[AddAdapter, Sequence[str]]] = {}
+
+    async def add(self, number: int, path: str, stages: Sequence[str]) -> None:
+        """Add an adapter to all groups of these stages, or to none.
+
+        Blocks: up to the deadline, after which it is removed again.
+
+        Raises:
+            RequestRefused: When a rank cannot add it, no group of a stage is up, or the deadline has passed.
+        """
+        entry = AddAdapter(number, path)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._add_to_all(entry, stages)
+        except TimeoutError:
+            await self.remove(number, stages)
+            raise RequestRefused(
+                f"the ranks did not add the adapter within {self._deadline_s:g} s (adapters.load_s). "
+                "Remedy: try again when they are less busy, or raise it.",
+                code="adapter_overdue",
+                status=503,
+                retry_after_s=5,
+            ) from None
+        except BaseException:
+            await self.remove(number, stages)
+            raise
+
+    async def _add_to_all(self, entry: AddAdapter, stages: Sequence[str]) -> None:
+        """Send the entry to every group that is up, including groups that come back in between, then keep it."""
+        reported: list[Leader] = []
+        added: set[str] = set()
+        while True:
+            due = [group for group in self._up(stages) if group.leader not in reported]
+            if not due:
+                break
+            reported += [group.leader for group in due]
+            choices = await asyncio.gather(
+                *(group.leader.change_adapters(entry) for group in due), return_exceptions=True
+            )
+            for group, errors in zip(due, choices, strict=True):
+                if isinstance(errors, BaseException):
+                    probe("adapters.lost_while_adding")
+                    continue  # the group was lost; it gets the adapter when it is back
+                wrong = next((error for error in errors if error), "")
+                if wrong:
+                    raise RequestRefused(f"{group.name}: {wrong}", code="adapter_unusable")
+                added.add(group.stage)
+        gone = [stage for stage in stages if stage not in added]
+        if gone:
+            raise RequestRefused(
+                f"no {gone[0]} group is up to add the adapter. Remedy: try again when one is back.",
+                code="not_ready",
+                status=503,
+                retry_after_s=5,
+            )
+        self._kept[entry.number] = (entry, stages)
+
+    async def remove(self, number: int, stages: Sequence[str]) -> None:
+        """Remove an adapter from all groups.
+
+        Blocks: until all groups that are up have removed it; one that does not answer in time is lost.
+        """
+        self._kept.pop(number, None)
+        changes = [
+            group.leader.change_adapters(RemoveAdapter(number)) for group in self._up(stages)
+        ]
+        await asyncio.gather(*changes, return_exceptions=True)
+
+    def restore_adapters(self, group: ServedGroup) -> None:
+        """Send all adapters to a restarted group; it runs no step before it has them."""
+        for entry, stages in self._kept.values():
+            if group.stage in stages:
+                probe("adapters.restored")
+                leader = group.leader
+                added = leader.change_adapters(entry)
+                added.add_done_callback(partial(_check, leader))
+
+    def _up(self, stages: Sequence[str]) -> list[ServedGroup]:
+        return [
+            group for stage in stages for group in self._groups.of_stage(stage) if _takes(group)
+        ]
+
+
+def _takes(group: ServedGroup) -> bool:
+    return group.state in ("up", "draining")
+
+
+def _check(leader: Leader, added: asyncio.Future[list[str]]) -> None:
+    """Lose a group that could not add an adapter again."""
+    with contextlib.suppress(asyncio.CancelledError):
+        for rank, error in enumerate(added.result()):
+            if error:
+                leader.refuse(rank, f"could not add an adapter again: {error}")
+
+
+NAME_CHARACTERS_MAX = 256
+
+
+class ServedAdapter:
+    """One adapter.
+
+    Attributes:
+        state: `loading`, `ready` or `unloading`; requests are accepted only when it is `ready`.
+        requests: Number of requests so far.
+        users: Current requests, each with a function that ends it; None while a request is being prepared.
+    """
+
+    def __init__(self, name: str, number: int, path: str) -> None:
+        self.name = name
+        self.number = number
+        self.path = path
+        self.state = "loading"
+        self.facts = AdapterFacts(0)
+        self.requests = 0
+        self.users: dict[int, Callable[[str], None] | None] = {}
+        self.idle = asyncio.Event()
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages whose ranks load it."""
+        return ("encode", "generate") if self.facts.changes_encoder else ("generate",)
+
+
+class AdapterHold:
+    """A request's use of an adapter, from its arrival to its end."""
+
+    def __init__(self, adapter: ServedAdapter, user: int) -> None:
+        self._adapter = adapter
+        self._user = user
+        self.number = adapter.number
+        self.changes_encoder = adapter.facts.changes_encoder
+
+    def run(self, interrupt: Callable[[str], None]) -> None:
+        """Note that the request is being submitted; `interrupt` ends it from now on.
+
+        Raises:
+            RequestRefused: When the adapter was unloaded while the request was prepared.
+        """
+        if self._user not in self._adapter.users:
+            raise _unknown(self._adapter.name)
+        self._adapter.users[self._user] = interrupt
+
+    def release(self) -> None:
+        """Note the end of the request."""
+        self._adapter.users.pop(self._user, None)
+        if not self._adapter.users:
+            self._adapter.idle.set()
+
+
+def with_adapter(request: Request, hold: AdapterHold) -> Request:
+    """Return a request with its adapter; if that changes the encoder, image keys include its number."""
+    items = request.items
+    if hold.changes_encoder:
+        number = hold.number.to_bytes(8, "little")
+        items = tuple(
+            item
+            if item.encoded
+            else msgspec.structs.replace(
+                item,
+                key=blake2b(
+                    item.key, digest_size=32, salt=number, person=b"vsched.adapter"
+                ).digest(),
+                adapter=hold.number,
+            )
+            for item in items
+        )
+    return msgspec.structs.replace(request, adapter=hold.number, items=items)
+
+
+Keep = Callable[[str, str], AdapterFacts]
+"""Copies the files in a folder to another and checks them; blocks, and may raise `CheckpointError`."""
+
+
+class AdapterTable:
+    """Loads, unloads and finds adapters by name."""
+
+    def __init__(
+        self, config: Config, orders: AdapterOrders, keep: Keep | None, *, kept_in: str
+    ) -> None:
+        """Create an empty table; `keep` is None if the plug-in supports no adapters.
+
+        Copies of adapters are kept in the folder `kept_in`.
+        """
+        self._base = config.model.served_name
+        self._limits = config.adapters
+        self._drain_s = config.deadlines.drain_s
+        self._kept_in = Path(kept_in)
+        self._orders = orders
+        self._keep = keep
+        self._named: dict[str, ServedAdapter] = {}
+        self._numbers = itertools.count(1)
+        self._users = itertools.count(1)
+        self._changes: set[asyncio.Task[None]] = set()
+
+    # --- requests ---
+
+    def hold(self, name: str) -> AdapterHold:
+        """Register a request that uses an adapter.
+
+        Raises:
+            RequestRefused: When there is no such adapter, or it is not ready.
+        """
+        adapter = self._named.get(name)
+        if adapter is None or adapter.state != "ready":
+            raise _unknown(name)
+        user = next(self._users)
+        adapter.users[user] = None
+        adapter.requests += 1
+        adapter.idle.clear()
+        return AdapterHold(adapter, user)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the operator's view of every adapter."""
+        return [
+            {
+                "name": adapter.name,
+                "state": adapter.state,
+                "path": adapter.path,
+                "rank": adapter.facts.rank,
+                "changes_encoder": adapter.facts.changes_encoder,
+                "running": len(adapter.users),
+                "requests": adapter.requests,
+            }
+            for adapter in self._named.values()
+        ]
+
+    # --- operators ---
+
+    def path_of(self, wanted: str) -> str:
+        """Return the absolute path of an adapter to load at run time.
+
+        Raises:
+            RequestRefused: When it is not below the configured directory.
+        """
+        directory = self._limits.directory
+        if not directory:
+            raise RequestRefused(
+                "adapters are loaded at start only. Remedy: set adapters.directory to the folder that they lie in.",
+                code="adapters_fixed",
+                status=403,
+            )
+        root = Path(directory).resolve()
+        found = (root / wanted).resolve() if "\0" not in wanted else root
+        if found == root or not found.is_relative_to(root):
+            raise RequestRefused(
+                limit_message(
+                    "the adapter's path",
+                    value=repr(wanted[:NAME_CHARACTERS_MAX]),
+                    limit="a folder below adapters.directory",
+                    remedy="put the adapter there, and give its path from there on",
+                ),
+                code="path_not_allowed",
+                status=403,
+            )
+        return str(found)
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter; afterwards requests can use it.
+
+        Blocks: until its files are copied, then up to `adapters.load_s`. Cancelling does not stop it.
+
+        Raises:
+            RequestRefused: When it cannot be loaded; nothing of it remains.
+        """
+        self._check(name)
+        adapter = self._named[name] = ServedAdapter(name, next(self._numbers), path)
+        await self._to_the_end(self._load(adapter))
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter: new requests are refused, and running ones may finish within the deadline.
+
+        Blocks: up to `deadlines.drain_s`, and until the ranks have unloaded it. Cancelling does not stop it.
+
+        Raises:
+            RequestRefused: When there is no such adapter, or it is being loaded or unloaded.
+        """
+        adapter = self._named.get(name)
+        if adapter is None:
+            raise _unknown(name)
+        if adapter.state != "ready":
+            raise RequestRefused(
+                f"the adapter {name!r} is {adapter.state}. Remedy: watch GET /admin/adapters until it is not.",
+                code="wrong_state",
+                status=409,
+            )
+        adapter.state = "unloading"
+        await self._to_the_end(self._unload(adapter))
+
+    def close(self) -> None:
+        """Cancel pending changes; the ranks have ended."""
+        for task in self._changes:
+            task.cancel()
+
+    async def _to_the_end(self, change: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
+        await asyncio.shield(task)
+
+    async def _load(self, adapter: ServedAdapter) -> None:
+        kept = self._kept_in / str(adapter.number)
+        try:
+            adapter.facts = await asyncio.to_thread(self._copy, adapter.path, kept)
+            await self._orders.add(adapter.number, str(kept), adapter.stages)
+        except BaseException:
+            del self._named[adapter.name]
+            await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
+            raise
+        adapter.state = "ready"
+
+    def _copy(self, path: str, kept: Path) -> AdapterFacts:
+        assert self._keep is not None, "else there may be none"
+        try:
+            facts = self._keep(path, str(kept))
+        except OSError as error:
+            raise RequestRefused(
+                f"the adapter cannot be copied ({error.strerror}). Remedy: free space for temporary files.",
+                code="adapter_unusable",
+                status=503,
+            ) from error
+        except CheckpointError as error:
+            if not Path(path).is_dir():
+                raise RequestRefused(
+                    f"there is no folder {Path(path).name!r}. Remedy: put the adapter there, or correct the path.",
+                    code="adapter_not_found",
+                    status=404,
+                ) from error
+            raise RequestRefused(str(error), code="adapter_unusable") from error
+        if facts.changes_encoder and not self._limits.encoder:
+            raise RequestRefused(
+                "the adapter changes how images are encoded. Remedy: set adapters.encoder, or use one of the language "
+                "model alone.",
+                code="adapter_unusable",
+            )
+        return facts
+
+    async def _unload(self, adapter: ServedAdapter) -> None:
+        if adapter.users:
+            try:
+                async with asyncio.timeout(self._drain_s):
+                    await adapter.idle.wait()
+            except TimeoutError:
+                self._interrupt(adapter)
+        await self._orders.remove(adapter.number, adapter.stages)
+        del self._named[adapter.name]
+        kept = self._kept_in / str(adapter.number)
+        await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
+
+    def _interrupt(self, adapter: ServedAdapter) -> None:
+        users, adapter.users = adapter.users, {}
+        for interrupt in users.values():
+            if interrupt is not None:
+                interrupt(
+                    f"the adapter {adapter.name!r} was unloaded, and the request was not done within "
+                    f"{self._drain_s:g} s (deadlines.drain_s)"
+                )
+
+    def _check(self, name: str) -> None:
+        if not name or len(name) > NAME_CHARACTERS_MAX or not name.isprintable():
+            raise RequestRefused(
+                limit_message(
+                    "the adapter's name",
+                    value=repr(name[:NAME_CHARACTERS_MAX]),
+                    limit=f"1 to {NAME_CHARACTERS_MAX} printable characters",
+                    remedy="use another name",
+                ),
+                code="invalid_name",
+            )
+        if name == self._base or name in self._named:
+            what = "the model itself" if name == self._base else "an adapter that is there"
+            raise RequestRefused(
+                f"{name!r} is the name of {what}. Remedy: use another name, or unload that adapter first.",
+                code="name_taken",
+                status=409,
+            )
+        if len(self._named) >= self._limits.count_max or self._keep is None:
+            raise RequestRefused(
+                limit_message(
+                    "adapters at a time",
+                    value=len(self._named) + 1,
+                    limit=self._limits.count_max if self._keep is not None else 0,
+                    remedy="unload one first, or raise adapters.count_max",
+                ),
+                code="too_many_adapters",
+                status=409,
+            )
+
+
+def _unknown(name: str) -> RequestRefused:
+    return RequestRefused(
+        f"there is no adapter {name[:NAME_CHARACTERS_MAX]!r}. Remedy: ask for one of /v1/models.",
+        code="model_not_found",
+        status=404,
+    )
