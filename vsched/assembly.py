@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from vsched.aio.adapters.orders import AdapterOrders
-from vsched.aio.adapters.table import AdapterSettings, AdapterTable
+from vsched.aio.adapters import AdapterOrders, AdapterTable
 from vsched.aio.draft_checks import inspect_draft
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.leader.leader import Deadlines
@@ -262,19 +261,10 @@ def adapter_table(
 ) -> AdapterTable:
     """Create the table of adapters that requests may use; copies of their files are kept below `run_dir`."""
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
-    settings = AdapterSettings(
-        base=config.model.served_name,
-        count_max=config.adapters.count_max,
-        rank_max=config.adapters.rank_max,
-        directory=config.adapters.directory,
-        encoder=config.adapters.encoder,
-        drain_s=config.deadlines.drain_s,
-        kept_in=str(Path(run_dir) / "adapters"),
-    )
     keep = None
     if isinstance(plugin, TakesAdapters):
-        keep = partial(plugin.keep_adapter, info, rank_max=settings.rank_max)
-    return AdapterTable(settings, orders, keep)
+        keep = partial(plugin.keep_adapter, info, rank_max=config.adapters.rank_max)
+    return AdapterTable(config, orders, keep, kept_in=str(Path(run_dir) / "adapters"))
 
 
 def leader_deadlines(config: Config) -> Deadlines:
@@ -456,18 +446,18 @@ def rank_spec(
 
 def make_worker_groups(
     config: Config,
-    plans: Sequence[WorkerGroupPlan],
-    specs: Sequence[RankSpec],
+    info: ModelInfo,
+    policies: ConfiguredPolicies,
     *,
     launcher: Launcher,
     arena: Arena,
     events: WorkerGroupEvents,
     sizing: Sizing,
 ) -> list[WorkerGroup]:
-    """Create the worker groups of these plans, without starting them."""
+    """Create the worker groups, without starting them."""
     return [
         WorkerGroup(
-            spec,
+            rank_spec(config, info, plan, arena.layout),
             launcher,
             arena,
             groups=plan.groups,
@@ -476,7 +466,7 @@ def make_worker_groups(
             events=events,
             sizing=sizing,
         )
-        for plan, spec in zip(plans, specs, strict=True)
+        for plan in worker_group_plans(config, info, policies)
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -16,33 +17,28 @@ from typing import Any, Self
 
 import msgspec
 
-from vsched.aio.adapters.table import AdapterTable
+from vsched.aio.adapters import AdapterTable
 from vsched.aio.draft_checks import verifies_drafts
 from vsched.aio.environment import Environment
 from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
-from vsched.aio.request_bounds import (
+from vsched.aio.serving import (
+    FrontEnd,
     RequestIds,
+    RunningParts,
+    Sink,
     checked_argument,
     checked_images,
     checked_prompt,
-    request_of,
-)
-from vsched.aio.serving import (
-    FrontEnd,
-    RunningParts,
-    Sink,
     load_front_end,
+    request_of,
     submit_choices,
-    token_stream,
 )
 from vsched.aio.shell import start_shell
-from vsched.aio.streams.generation import Generation
-from vsched.aio.streams.sink import Answering
-from vsched.aio.streams.stream import StopScope
-from vsched.aio.streams.timing import RequestTimeline
+from vsched.aio.streams.stream import ChoiceInputs, Generation, StopScope, TokenStream
+from vsched.aio.streams.table import RequestTimeline
 from vsched.assembly import (
     adapter_table,
     arena_layout,
@@ -52,9 +48,7 @@ from vsched.assembly import (
     inspect_checkpoint,
     make_worker_groups,
     memory_in_use,
-    rank_spec,
     scheduler_limits,
-    worker_group_plans,
 )
 from vsched.config import Config, plain_config, resolve_policies
 from vsched.config.policies import check_replacement, policy_tables
@@ -90,7 +84,10 @@ class Engine:
         *,
         on_progress: Progress | None = None,
         environment: Environment | None = None,
+        seed: int | None = None,
     ) -> None:
+        """Create an engine; `seed` determines the seeds of requests without one, which are random by default."""
+        self._seeds = random.Random(seed)  # noqa: S311 - draws of tokens, not secrets
         self.config = plain_config(config)
         self._environment = environment or Environment()
         self._policies = resolve_policies(self.config)
@@ -268,11 +265,11 @@ class Engine:
         """Prepare the images, submit a request with one choice per id, and return once it is accepted.
 
         The choices share the prompt, which is computed once, and differ in their seeds; the first has the seed of
-        `sampling`. Either all are accepted or none. `max_tokens` of 0 means up to the end of the context. Without
-        `sampling`, `max_tokens` is 0 and the rest comes from the checkpoint's defaults. `adapter` is the name of a
-        loaded adapter, empty for the base model; `started` is the part of an answer that an earlier engine process had
-        generated before it died. `make_stop_scope` returns a `StopScope`, which limits stop strings to parts of the
-        text; by default they apply everywhere. Cancelling undoes everything.
+        `sampling`, or a drawn one. Either all are accepted or none. `max_tokens` of 0 means up to the end of the
+        context. Without `sampling`, `max_tokens` is 0 and the rest comes from the checkpoint's defaults. `adapter` is
+        the name of a loaded adapter, empty for the base model; `started` is the part of an answer that an earlier
+        engine process had generated before it died. `make_stop_scope` returns a `StopScope`, which limits stop strings
+        to parts of the text; by default they apply everywhere. Cancelling undoes everything.
 
         Arguments are first converted to the declared types (`vsched.plain_values`): `temperature=0` to 0.0, numpy
         numbers and arrays to numbers and lists.
@@ -289,7 +286,7 @@ class Engine:
         requested = request_of(
             names[0],
             {
-                "sampling": self._default_sampling() if sampling is None else sampling,
+                "sampling": self.default_sampling() if sampling is None else sampling,
                 "priority": priority,
                 "ttft_target_ms": ttft_target_ms,
                 "cache_salt": cache_salt,
@@ -306,7 +303,9 @@ class Engine:
                 prompt, images, requested.cache_salt, requested.sampling
             ),
             make_answer=partial(
-                token_stream, self.preprocessor.detokenizer, make_stop_scope=make_stop_scope
+                TokenStream,
+                make_detokenizer=self.preprocessor.detokenizer,
+                make_stop_scope=make_stop_scope,
             ),
             started=started,
         )
@@ -320,18 +319,21 @@ class Engine:
         adapter: str,
         images: int,
         prepare: Callable[[RunningParts], Awaitable[PreparedRequest]],
-        make_answer: Callable[[Answering], Sink],
+        make_answer: Callable[[ChoiceInputs], Sink],
         started: PartialOutput | None = None,
     ) -> list[Sink]:
         """Admit a request, prepare it, submit it, and return the sinks of its choices.
 
         `requested` is the request without prompt and images, and `images` the number of its images; `prepare` is called
-        once the request is admitted. Cancelling undoes everything.
+        once the request is admitted. Seeds are drawn in the order of the calls. Cancelling undoes everything.
 
         Raises:
             RequestRefused, RequestFailed: As in `generate_choices`.
         """
         parts = self._serving()
+        if requested.sampling.seed is None:
+            sampling = msgspec.structs.replace(requested.sampling, seed=self._seeds.getrandbits(63))
+            requested = msgspec.structs.replace(requested, sampling=sampling)
         received_s = time.perf_counter()
         given = contextlib.ExitStack()
         try:
@@ -373,7 +375,8 @@ class Engine:
             given.close()
             raise
 
-    def _default_sampling(self) -> SamplingParams:
+    def default_sampling(self) -> SamplingParams:
+        """Return the checkpoint's sampling parameters, up to the end of the context."""
         return SamplingParams(max_tokens=0, **msgspec.structs.asdict(self.info.sampling))
 
     async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:
@@ -449,7 +452,7 @@ class Engine:
         Raises:
             RequestRefused: If there is no such group, it is down, or it is the last of its stage that is up.
         """
-        return await self._serving().shell.administration.drain(group)
+        return await self._serving().shell.groups.drain(group)
 
     async def restart_group(self, group: str) -> bool:
         """Drain a group and replace its ranks; return True if it is up again.
@@ -459,7 +462,7 @@ class Engine:
         Raises:
             RequestRefused: If there is no such group, or it is down.
         """
-        return await self._serving().shell.administration.restart(group)
+        return await self._serving().shell.groups.restart(group)
 
     def resume_group(self, group: str) -> None:
         """Give requests to a drained group again.
@@ -467,7 +470,7 @@ class Engine:
         Raises:
             RequestRefused: If there is no such group, or it was not drained.
         """
-        self._serving().shell.administration.resume(group)
+        self._serving().shell.groups.resume(group)
 
     def replace_policy(self, table: str, policy: Policy | dict[str, Any]) -> None:
         """Let another policy decide at the seats of a configuration table, while requests run; see `replace_policies`.
@@ -504,7 +507,7 @@ class Engine:
 
     def groups(self) -> list[dict[str, Any]]:
         """Return all groups: name, stage, state, ranks, running and waiting requests, restarts, last loss."""
-        return self._running.shell.groups() if self._running is not None else []
+        return self._running.shell.group_rows() if self._running is not None else []
 
     def _serving(self) -> RunningParts:
         """Return the running parts.
@@ -576,9 +579,12 @@ class Engine:
         self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents
     ) -> list[WorkerGroup]:
         """Create the worker groups, without starting them."""
-        config, info = self.config, self.info
-        plans = worker_group_plans(config, info, self._policies)
-        specs = [rank_spec(config, info, plan, arena.layout) for plan in plans]
         return make_worker_groups(
-            config, plans, specs, launcher=launcher, arena=arena, events=events, sizing=sizing
+            self.config,
+            self.info,
+            self._policies,
+            launcher=launcher,
+            arena=arena,
+            events=events,
+            sizing=sizing,
         )

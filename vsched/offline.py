@@ -11,6 +11,7 @@ import base64
 import io
 import itertools
 import os
+import random
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -24,6 +25,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vsched.aio.serving import checked_argument
 from vsched.api.chat_messages import split_messages, with_template_calls
 from vsched.api.contract import ApiSettings
 from vsched.api.request_schema import Message
@@ -72,6 +74,7 @@ class LLM:
         *,
         config: Config | None = None,
         settings: Sequence[str] = (),
+        seed: int = 0,
         progress: bool = True,
     ) -> None:
         """Load the checkpoint.
@@ -82,6 +85,7 @@ class LLM:
             model: Folder of the checkpoint, ORG/NAME[@REVISION] of the Hugging Face hub, or a GGUF file.
             config: A whole configuration, instead of `model` and `settings`.
             settings: Configuration keys, such as `generate.slots=8`; the environment applies, too.
+            seed: Determines the seeds of prompts whose sampling parameters have none.
             progress: Show progress bars if standard error is a terminal.
 
         Raises:
@@ -94,6 +98,7 @@ class LLM:
         self._console = Console(stderr=True)
         self._progress = progress and (self._console.is_terminal or self._console.is_jupyter)
         self._numbers = itertools.count(1)
+        self._seeds = random.Random(seed)  # noqa: S311 - draws of tokens, not secrets
         self._loop = _LoopThread()
         self._close = weakref.finalize(self, self._loop.close)
         try:
@@ -214,9 +219,12 @@ class LLM:
         on_done: Callable[[int], None],
     ) -> list[Completion]:
         room = asyncio.Semaphore(self._in_flight)
+        if sampling is None:
+            sampling = self.engine.default_sampling()
+        sampling = checked_argument("sampling", sampling, SamplingParams)
         tokens = 0
 
-        async def one(prepare: _Prepare) -> Completion:
+        async def one(prepare: _Prepare, sampling: SamplingParams) -> Completion:
             nonlocal tokens
             async with room:
                 try:
@@ -231,15 +239,24 @@ class LLM:
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(prepare)) for prepare in prepares]
+                tasks = [
+                    group.create_task(one(prepare, self._with_seed(sampling)))
+                    for prepare in prepares
+                ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
+    def _with_seed(self, sampling: SamplingParams) -> SamplingParams:
+        """Draw a seed if there is none; by the order of prompts, because that of submissions varies."""
+        if sampling.seed is not None:
+            return sampling
+        return msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
+
     async def _complete(
         self,
         prepare: _Prepare,
-        sampling: SamplingParams | None,
+        sampling: SamplingParams,
         options: Mapping[str, Any],
     ) -> Completion:
         prompt, images = await asyncio.to_thread(prepare)  # encodes images

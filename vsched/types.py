@@ -20,11 +20,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     generated: the last token of a sequence is forbidden after the others.
 
     `temperature=0` is greedy. `seed` fixes the random draws: each draw depends only on (seed, position), never on the
-    rest of the batch. `stop_token_ids` end the request when sampled; the checkpoint's own end tokens are added unless
-    `ignore_eos` is set. `include_stop` keeps the stop string or token in the text, `show_special` keeps special tokens.
-    `logprobs` is the number of alternatives reported per output token, None to report nothing; `prompt_logprobs` is the
-    same for prompt tokens. With `prompt_only`, nothing is generated: the request ends after its prompt. `grammar`
-    constrains the output, in the format of `vsched.worker.capabilities.Grammars`; empty for no constraint.
+    rest of the batch. Without one, the engine draws a seed for each request. `stop_token_ids` end the request when
+    sampled; the checkpoint's own end tokens are added unless `ignore_eos` is set. `include_stop` keeps the stop string
+    or token in the text, `show_special` keeps special tokens. `logprobs` is the number of alternatives reported per
+    output token, None to report nothing; `prompt_logprobs` is the same for prompt tokens. With `prompt_only`, nothing
+    is generated: the request ends after its prompt. `grammar` constrains the output, in the format of
+    `vsched.worker.capabilities.Grammars`; empty for no constraint.
     """
 
     max_tokens: int = 256
@@ -33,7 +34,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

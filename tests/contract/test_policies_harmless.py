@@ -26,16 +26,11 @@ from tests.contract.harmful import (
 )
 from tests.unit.kernel.setups import image_request, make_limits, words
 from vsched.kernel.commands import Command
-from vsched.policy import SEATS, Policy, RequestPolicy
+from vsched.policy import POLICY_TABLES, Policy, RequestPolicy
 from vsched.testing import ModelCluster, make_request
-from vsched.testing.defaults import DEFAULTS, default_policies
+from vsched.testing.defaults import SEATS, default_policies, seats_of
 
 FEW = settings(max_examples=10, deadline=None)
-
-
-def fields_of(kind: str) -> list[str]:
-    """Return the fields of `KernelPolicies` for a decision."""
-    return [seat.field for seat in SEATS if seat.decision == kind]
 
 
 class _Recorded(ModelCluster):
@@ -69,11 +64,11 @@ def serve(**policies: Policy) -> _Recorded:
 
 
 def places(kind: str, policy: Policy) -> dict[str, Policy]:
-    return dict.fromkeys(fields_of(kind), policy)
+    return dict.fromkeys(seats_of(kind), policy)
 
 
 def default_of(kind: str) -> type[Policy]:
-    return type(getattr(default_policies(), fields_of(kind)[0]))
+    return type(default_policies().by_table[SEATS[seats_of(kind)[0]]])
 
 
 @cache
@@ -82,7 +77,7 @@ def served_by_defaults() -> bytes:
 
 
 def test_every_kind_is_tried() -> None:
-    assert {kind for kind, _ in DEFAULTS.values()} == {*KINDS, "eviction"}
+    assert {POLICY_TABLES[table] for table in SEATS.values()} == {*KINDS, "eviction"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +94,8 @@ def test_no_view_can_be_changed(kind: str) -> None:
     policies = places(kind, wrapped(default_of(kind), around))
     if kind == "admission":
         policies = {
-            place: wrapped(type(getattr(default_policies(), place)), around) for place in policies
+            place: wrapped(type(default_policies().by_table[SEATS[place]]), around)
+            for place in policies
         }
     cluster = serve(**policies)
     assert not done

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.e2e.asking import Ask, drawn_image
 from tests.patience import PATIENCE_S
 from vsched import Config, Engine
-from vsched.aio.hosts.keys import write_key_file
+from vsched.aio.hosts.sockets import write_key_file
 
 ASKS = [
     Ask("What is in the image?", [drawn_image(1)]),
@@ -17,7 +17,7 @@ ASKS = [
     Ask("0 1 2 3 4 5"),
 ]
 SILENCE_S = 10.0
-"""The deadline of these tests: far below that of a test, and far above the pauses of a live process."""
+"""The deadline of these tests: far below the deadline of a test, and far above the pauses of a live process."""
 
 
 def new_key(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.workers.parallel.ranks import forkable_everywhere
-from vsched.aio.replicas import fork_server, launcher, rank_environment
+from vsched.aio.replicas import fork_server, launcher
 
 
 class SharedForkServer(fork_server.ForkServer):
@@ -25,7 +25,7 @@ class SharedForkServer(fork_server.ForkServer):
 @contextmanager
 def one_fork_server() -> Iterator[None]:
     """Let all engines share one fork server, which has imported the modules of most tests."""
-    environment = rank_environment.rank_environment(1)
+    environment = fork_server.rank_environment(1)
     shared = SharedForkServer(forkable_everywhere(), environment)
     asyncio.run(shared.import_all())
     with pytest.MonkeyPatch.context() as patch:

@@ -8,10 +8,12 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from tests.e2e.asking import TEXTS, Answer, Ask, answer, begin, drawn_image, read
 from tests.e2e.conftest import assert_idle
@@ -19,6 +21,7 @@ from tests.patience import until
 from vsched import Config, Engine, SamplingParams
 from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import ConfigError
+from vsched_policies.drafting import PromptLookup
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -72,12 +75,42 @@ def by_model(path: Path) -> tuple[str, ...]:
     return f"generate.draft_model={path}", MODEL
 
 
+@dataclass(frozen=True)
+class Plain:
+    """Answers of an engine without drafts, the steps of the constrained answer, and its ledger."""
+
+    found: list[Answer]
+    steps: int
+    lines: dict[str, int]
+
+
+def lines_of(engine: Engine) -> dict[str, int]:
+    assert engine.ledger is not None
+    return {one.line: one.bytes for one in engine.ledger.lines if "generate" in one.owner}
+
+
+async def constrained_steps(engine: Engine) -> tuple[Answer, int]:
+    before = engine.statistics()["generate"]["steps"]
+    found = await answer(engine, REPEATED, HELD)
+    return found, engine.statistics()["generate"]["steps"] - before
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def plain(configure: Callable[..., Config]) -> Plain:
+    async with Engine(configure("nano25", NONE)) as engine:
+        found = await ask_all(engine)
+        assert engine.statistics()["generate"]["tokens_drafted"] == 0
+        _, steps = await constrained_steps(engine)
+        return Plain(found, steps, lines_of(engine))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["lookup", "its own model", "another model"])
 async def test_drafts_change_no_answer(
     configure: Callable[..., Config],
     checkpoints: Callable[[str], Path],
     tmp_path: Path,
+    plain: Plain,
     way: str,
 ) -> None:
     """Concurrently with too few blocks for all, and through the loss of the ranks; in fewer steps than tokens."""
@@ -87,14 +120,17 @@ async def test_drafts_change_no_answer(
     elif way == "another model":
         make_checkpoint(str(tmp_path / "other"), "nano25", dtype="float32", seed=1)
         settings = by_model(tmp_path / "other")
-    async with Engine(configure("nano25", NONE)) as engine:
-        plain = await ask_all(engine)
-        assert engine.statistics()["generate"]["tokens_drafted"] == 0
     async with Engine(configure("nano25", *settings)) as engine:
+        if way != "lookup":
+            # The draft model's weights have a line of their own, and its KV is included in the KV.
+            lines = lines_of(engine)
+            assert "draft model" not in plain.lines
+            assert lines["draft model"] == lines["weights"] == plain.lines["weights"]
+            assert lines["kv"] == 2 * plain.lines["kv"]
         found = await ask_all(engine)
         counts = engine.statistics()["generate"]
-        assert said(found) == said(plain)
-        reported = [[one.logprob for one in each[1].logprobs] for each in (found, plain)]
+        assert said(found) == said(plain.found)
+        reported = [[one.logprob for one in each[1].logprobs] for each in (found, plain.found)]
         assert reported[0] == pytest.approx(reported[1], abs=1e-4)
         assert len(reported[0]) == 90
         least = 0 if way == "another model" else 30
@@ -104,33 +140,32 @@ async def test_drafts_change_no_answer(
         await until(lambda: all(one.output_tokens > 4 for one in started), "answers are running")
         os.kill(engine.rank_pids[1], signal.SIGKILL)
         await until(lambda: engine.state == "degraded", "the loss is detected")
-        assert said(list(await asyncio.gather(*map(read, started)))) == said(plain)
+        assert said(list(await asyncio.gather(*map(read, started)))) == said(plain.found)
         await assert_idle(engine)
 
 
 @pytest.mark.slow
-async def test_what_a_grammar_forces_takes_no_steps(configure: Callable[..., Config]) -> None:
+async def test_what_a_grammar_forces_takes_no_steps(engine: Engine, plain: Plain) -> None:
     """By default: the output is the same, and comes in fewer steps."""
-    steps, texts = [], []
-    for settings in ((NONE,), ()):
-        async with Engine(configure("nano25", *settings)) as engine:
-            before = engine.statistics()["generate"]["steps"]
-            found = await answer(engine, REPEATED, HELD)
-            steps.append(engine.statistics()["generate"]["steps"] - before)
-            texts.append((found.text, found.token_ids))
-    assert texts[0] == texts[1]
-    assert steps[1] < 0.9 * steps[0]
+    found, steps = await constrained_steps(engine)
+    assert said([found]) == said(plain.found[2:3])
+    assert steps < 0.9 * plain.steps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["lookup", "model"])
 async def test_ranks_of_a_group_draft_the_same(
-    configure: Callable[..., Config], checkpoints: Callable[[str], Path], way: str
+    configure: Callable[..., Config], checkpoints: Callable[[str], Path]
 ) -> None:
-    settings = (LOOKUP,) if way == "lookup" else by_model(checkpoints("nano25"))
-    async with Engine(configure("nano25", *settings, "generate.tensor_parallel=2")) as engine:
-        await ask_all(engine)
-        assert engine.statistics()["generate"]["drafts_accepted"] > 0
+    """By a model, and then, in the same engine, by lookup."""
+    settings = (*by_model(checkpoints("nano25")), "generate.tensor_parallel=2")
+    async with Engine(configure("nano25", *settings)) as engine:
+        accepted = 0
+        for policy in (None, PromptLookup(ngram=1, gain_min=0.01, speedup_min=0, pause_steps=4)):
+            if policy is not None:
+                engine.replace_policy("generate.drafting", policy)
+            await ask_all(engine)
+            before, accepted = accepted, engine.statistics()["generate"]["drafts_accepted"]
+            assert accepted > before
         assert not any(group["restarts"] for group in engine.groups())
 
 
@@ -141,23 +176,6 @@ async def test_drafts_are_refused_where_ranks_cannot_verify_them(
     with pytest.raises(ConfigError, match=r"generate\.drafting: .* cannot verify drafts"):
         async with Engine(configure("nano25", LOOKUP)):
             pass
-
-
-async def test_a_draft_model_has_its_lines_in_the_ledger(
-    configure: Callable[..., Config], checkpoints: Callable[[str], Path]
-) -> None:
-    """Its weights have a line of their own, and its KV is included in the KV."""
-    lines: list[dict[str, int]] = []
-    pinned = 'generate.memory={use="pinned", tokens=2048}'
-    for settings in ((), by_model(checkpoints("nano25"))):
-        async with Engine(configure("nano25", *settings, pinned)) as engine:
-            ledger = engine.ledger
-            assert ledger is not None
-            lines.append({one.line: one.bytes for one in ledger.lines if "generate" in one.owner})
-    plain, drafting = lines
-    assert "draft model" not in plain
-    assert drafting["draft model"] == drafting["weights"] == plain["weights"]
-    assert drafting["kv"] == 2 * plain["kv"]
 
 
 async def test_a_draft_model_is_refused_where_it_cannot_draft(

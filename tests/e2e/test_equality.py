@@ -14,7 +14,7 @@ from tests.e2e.asking import Ask, choices, data_url, mixed_asks
 from tests.e2e.conftest import assert_idle
 from tests.workers.driver import values_of
 from vsched import Config, Engine
-from vsched.aio.leader.encode_slices import EncodeSlices
+from vsched.aio.leader.leader import EncodeSlices
 from vsched.wire import Paused
 from vsched.worker.contract import view_arrays
 from vsched_workers.families.qwen_image import grid_of
@@ -23,13 +23,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 SERVED = {
     "qwen2.5-vl": ("nano25", ()),
-    "qwen2.5-vl-no-prefix-cache": ("nano25", ("generate.prefix_cache=false",)),
     "qwen3-vl-together": ("nano3", ()),
-    "qwen3-vl": ("nano3", ("generate.attention=exact",)),
     # Five pages of embeddings for eight requests: each waits for, loses and re-encodes images.
     "qwen3-vl-no-prefix-cache": (
         "nano3",
-        ("generate.prefix_cache=false", "arena.embedding_bytes=262144"),
+        ("generate.attention=exact", "generate.prefix_cache=false", "arena.embedding_bytes=262144"),
     ),
 }
 
@@ -102,7 +100,7 @@ async def test_answers_differ(expected: Callable[[str], list[list[int]]]) -> Non
 async def test_preparation_equals_transformers(
     engine: Engine, checkpoints: Callable[[str], Path]
 ) -> None:
-    """Token ids, grids and pixels in the arena are those of transformers' own tokenizer and image processor."""
+    """Token ids, grids and pixels in the arena equal the output of transformers' own tokenizer and image processor."""
     path = checkpoints("nano25")
     tokenizer = AutoTokenizer.from_pretrained(path)
     processor = AutoImageProcessor.from_pretrained(path, backend="pil")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from tests.e2e.asking import choices, mixed_asks
 from tests.e2e.conftest import assert_idle
@@ -22,9 +23,10 @@ INT8 = "generate.kv_dtype=int8"
 SWAPS = ("generate.preemption.mode=swap", "generate.swap_memory=64MiB")
 
 
-async def requested(config: Config) -> list[list[int]]:
-    """Return the tokens of 24 undisturbed requests."""
-    async with Engine(config) as engine:
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def wanted(configure: Callable[..., Config]) -> list[list[int]]:
+    """The tokens of 24 undisturbed requests."""
+    async with Engine(configure("nano25", INT8)) as engine:
         found = await choices(engine, mixed_asks(), at_once=1)
         assert engine.statistics()["generate"]["preemptions"] == 0
     return [each.token_ids for each in found]
@@ -32,9 +34,12 @@ async def requested(config: Config) -> list[list[int]]:
 
 @pytest.mark.parametrize(("ranks", "more"), [(1, SWAPS), (2, ())], ids=["swapped", "two ranks"])
 async def test_int8_requests_get_their_tokens_under_pressure_and_over_a_loss(
-    ranks: int, more: tuple[str, ...], configure: Callable[..., Config], tmp_path: Path
+    ranks: int,
+    more: tuple[str, ...],
+    configure: Callable[..., Config],
+    wanted: list[list[int]],
+    tmp_path: Path,
 ) -> None:
-    wanted = await requested(configure("nano25", INT8))
     record = tmp_path / "run.vlog"
     sets = (INT8, f"generate.tensor_parallel={ranks}", f"record.path={record}", *more)
     async with Engine(configure("nano25", *sets)) as engine:

@@ -50,7 +50,6 @@ LOOKUP = (
 SWAPPED = ("generate.preemption.mode=swap", "generate.swap_memory=64MiB")
 THREADS = ("encode.threads=2", "generate.threads=2")
 WAYS: dict[str, tuple[str, ...]] = {
-    "nano25 bfloat16": ("model.dtype=bfloat16",),
     "nano25 bfloat16, two threads": ("model.dtype=bfloat16", *THREADS, *SWAPPED),
     "nano25 float32, drafts": ("model.dtype=float32", LOOKUP),
     "nano25 int8, 8-bit cache, swapped": (

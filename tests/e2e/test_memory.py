@@ -42,11 +42,11 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(params=["nano25", "llama", "llava", "lfm2"])
+@pytest.fixture(params=["nano25", "llava", "lfm2"])
 def path(
     request: pytest.FixtureRequest, checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> Path:
-    """A model with a path of its own, one of text, one like LLaVA, and one whose layers keep a state."""
+    """A model with a path of its own, one like LLaVA, and one of text whose layers keep a state."""
     if request.param == "nano25":
         return checkpoints(request.param)
     make = make_vision_checkpoint if request.param == "llava" else make_text_checkpoint

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from PIL import Image
 
@@ -68,6 +69,19 @@ def test_offline_error_is_raised_or_kept(llm: LLM) -> None:
     assert "context" in done[1].error
     with pytest.raises(RequestRefused, match="messages"):
         llm.chat([{"role": "emperor", "content": "Hello"}])
+
+
+def test_offline_equal_prompts_get_independent_draws_that_repeat(llm: LLM) -> None:
+    drawn = SamplingParams(max_tokens=8, temperature=1.5, ignore_eos=True)
+
+    def texts(sampling: SamplingParams) -> list[tuple[int, ...]]:
+        llm._seeds.seed(3)
+        return [tuple(one.token_ids) for one in llm.generate(["Hello"] * 4, sampling)]
+
+    found = texts(drawn)
+    assert len(set(found)) == 4
+    assert texts(drawn) == found, "the engine's seed determines them, not the order of arrival"
+    assert len(set(texts(msgspec.structs.replace(drawn, seed=1)))) == 1
 
 
 def test_offline_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import expected_of, generated
 from tests.patience import patience, until
 from vsched import Config, Engine, SamplingParams
-from vsched.aio.streams.generation import Generation
+from vsched.aio.streams.stream import Generation
 from vsched.config import load_config
 from vsched.record import replay
 from vsched.sim.cost.model import load_cost_model
@@ -64,7 +64,7 @@ async def begin(engine: Engine, prompt: list[int], name: str) -> Generation:
 async def test_killed_rank_loses_no_token_and_every_beginning_has_its_own_state(
     served: Engine, config: Config
 ) -> None:
-    """Steps run one ahead, requests are preempted, and all is lost once: the tokens are those of `generate`."""
+    """Steps run one ahead, requests are preempted, and all is lost once: the tokens equal those of `generate`."""
     wanted = generated(Path(config.model.path), PROMPTS, outputs=OUTPUTS)
     started = [await begin(served, prompt, f"first-{n}") for n, prompt in enumerate(PROMPTS)]
     await until(lambda: sum(one.output_tokens for one in started) > 60, "streams are running")

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from tests.e2e.asking import Ask, answer, drawn_image
 from tests.patience import patience
 from vsched import Engine
-from vsched.aio.environment import Environment, local_launcher
+from vsched.aio.environment import Environment, make_launcher
 from vsched.config import load_config
 from vsched.errors import VschedError
 
@@ -73,7 +73,7 @@ async def attempt(case: Case) -> Outcome:
     Blocks: up to the patience of tests, and as long as the engine takes to stop.
     """
     config = load_config(None, sets=case.settings, environ={}).config
-    launcher = partial(local_launcher, forked=case.forked)
+    launcher = partial(make_launcher, forked=case.forked)
     engine = Engine(config, environment=Environment(make_launcher=launcher))
     try:
         async with patience(), engine:

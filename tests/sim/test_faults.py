@@ -282,7 +282,7 @@ async def test_slow_stretch_leaves_nothing_behind(sim_engine: Engines) -> None:
         (group,) = engine.observer.kernel.generators
         for first, last in ((0, 25), (25, 175), (175, 180), (180, 190)):
             await engine.run(arrivals[first:last])
-            budget = group.step_times.start_step(64, decodes=2)
+            budget = group.step_times.budget_for(64, decodes=2)
             chunks.append(budget.tokens_at(0))
         await engine.heal()
     assert not losses(engine)

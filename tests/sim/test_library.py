@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from vsched.aio.streams.generation import Generation
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.stream import Generation, TokenStream
 from vsched.config.sections import RecordConfig
 from vsched.engine import Engine
 from vsched.errors import RequestRefused
@@ -167,6 +166,33 @@ async def test_engine_refuses_arguments_of_a_wrong_type(call: dict[str, Any], na
 
 
 # --- leaving a stream ---
+
+
+@pytest.mark.sim
+async def test_engine_draws_a_seed_for_each_request_without_one() -> None:
+    """Equal prompts would get equal answers; equal engines draw the same seeds."""
+
+    async def seeds(seed: int) -> list[int | None]:
+        async with SimEngine(seed=seed) as sim:
+            assert sim.engine._running is not None
+            held = [
+                await sim.engine.generate(prompt=PROMPT, sampling=sampling, request_id=name)
+                for name, sampling in {
+                    "a": None,
+                    "b": SamplingParams(max_tokens=4),
+                    "c": SamplingParams(max_tokens=4, seed=5),
+                }.items()
+            ]
+            found = [
+                state.request.sampling.seed for state in sim.engine._running.shell._kernel.requests
+            ]
+            assert len(held) == len(found)
+            return found
+
+    first, second, given = await seeds(1)
+    assert (len({None, first, second}), given) == (3, 5)
+    assert await seeds(1) == [first, second, 5]
+    assert (await seeds(2))[0] != first
 
 
 async def by_break(engine: Engine, **call: Any) -> object:

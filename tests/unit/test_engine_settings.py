@@ -39,4 +39,4 @@ def test_engine_samples_as_the_checkpoint_states_where_nobody_says() -> None:
     engine.info = msgspec.structs.replace(
         model_info(), sampling=SamplingDefaults(temperature=0.3, top_k=5)
     )
-    assert engine._default_sampling() == SamplingParams(max_tokens=0, temperature=0.3, top_k=5)
+    assert engine.default_sampling() == SamplingParams(max_tokens=0, temperature=0.3, top_k=5)

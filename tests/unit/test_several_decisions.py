@@ -57,15 +57,16 @@ def load(*sets: str) -> Any:
 
 
 def test_decisions_of_a_class_are_the_methods_that_it_overrides() -> None:
-    assert decisions_of(Counting) == ["admission", "front_door"]
+    assert decisions_of(Counting) == ["front_door", "admission"]
 
 
 def test_policy_table_makes_every_decision_that_its_class_has_a_method_for() -> None:
     policies = load(USE, "policy.most=3").policies
     chosen = [path for path, policy in policies.by_table.items() if isinstance(policy, Counting)]
-    assert chosen == ["encode.admission", "generate.admission", "front_door"]
+    assert chosen == ["front_door", "encode.admission", "generate.admission"]
     kernel = policies.for_kernel()
-    assert kernel.front_door is kernel.generate_admission is kernel.several == Counting(most=3)
+    arriving, admission = kernel.by_table["front_door"], kernel.by_table["generate.admission"]
+    assert arriving is admission is kernel.several == Counting(most=3)
 
 
 def test_policy_table_makes_the_decisions_of_its_seats_alone() -> None:
@@ -115,10 +116,9 @@ def test_class_without_a_method_or_with_a_hidden_one_is_refused() -> None:
 
 
 def test_policy_that_makes_several_decisions_has_one_state_for_all() -> None:
-    policy = Counting()
-    seats = PolicySeats(policy)
+    seats = PolicySeats(default_policies(Counting()))
     door, first, second = (
-        seats.add_seat(name, policy)
+        seats.add_seat(name)
         for name in ("front_door", "generate-0.admission", "generate-1.admission")
     )
     door.state.arrived += 1
@@ -132,11 +132,8 @@ def test_policy_that_makes_several_decisions_has_one_state_for_all() -> None:
 
 def test_policy_in_two_tables_has_a_state_for_each() -> None:
     policy = Counting()
-    seats = PolicySeats()
-    door, admission = (
-        seats.add_seat("front_door", policy),
-        seats.add_seat("generate.admission", policy),
-    )
+    seats = PolicySeats(default_policies(front_door=policy, generate_admission=policy))
+    door, admission = seats.add_seat("front_door"), seats.add_seat("generate.admission")
     door.state.arrived += 1
     door.accept()
     assert admission.state == Counts()

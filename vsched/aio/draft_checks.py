@@ -8,9 +8,8 @@ import msgspec
 
 from vsched.config import Config, ConfiguredPolicies
 from vsched.errors import ConfigError, limit_message
-from vsched.kernel.policy_calls import ask_drafting
-from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
-from vsched.policy import DRAFT_TOKENS_MAX, DraftingView
+from vsched.kernel.policy_seats import PolicySeats
+from vsched.policy import DRAFT_TOKENS_MAX, Draft, DraftingView
 from vsched.types import ModelInfo
 from vsched.worker.capabilities import VerifiesDrafts
 from vsched.worker.contract import Preprocessor, WorkerPlugin
@@ -40,8 +39,8 @@ def verifies_drafts(config: Config, info: ModelInfo, policies: ConfiguredPolicie
         rows_free=DRAFT_TOKENS_MAX,
         model=info.draft is not None,
     )
-    seat = PolicySeat(policies.for_kernel().drafting, "grant", PolicyFaults())
-    draft = ask_drafting(seat, msgspec.structs.replace(view, state=seat.state))
+    seat = PolicySeats(policies.for_kernel()).add_seat("generate.drafting")
+    draft: Draft = seat.decide(msgspec.structs.replace(view, state=seat.state))
     if draft.tokens and not verifies:
         raise ConfigError(
             limit_message(

@@ -12,21 +12,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from vsched.aio.adapters.orders import AdapterOrders
+from vsched.aio.adapters import AdapterOrders
 from vsched.aio.pending_arrivals import PendingArrival, PendingArrivals
 from vsched.aio.policy_times import PolicyTimes
 from vsched.aio.refusals import refusal_error
-from vsched.aio.replicas.administration import GroupAdministration
 from vsched.aio.replicas.groups import ServedGroups
 from vsched.aio.replicas.supervisor import Reports, Supervisor
-from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup
-from vsched.aio.replicas.worker_groups import WorkerGroupFactory, WorkerGroups, smallest_cache
-from vsched.aio.streams.sink import AnswerSink
+from vsched.aio.replicas.worker_group import (
+    STOP_GRACE_S,
+    WorkerGroup,
+    WorkerGroupEvents,
+    all_or_first_error,
+)
 from vsched.aio.streams.stream import failure_of
-from vsched.aio.streams.table import StreamTable, int32_array
-from vsched.errors import GroupLostError, RequestRefused, limit_message
+from vsched.aio.streams.table import AnswerSink, StreamTable, int32_array
+from vsched.errors import GroupLostError, RequestRefused, StartFailedError, limit_message
 from vsched.failures import GroupFailure
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
@@ -60,7 +62,7 @@ from vsched.kernel.events import (
     TimerFired,
 )
 from vsched.probes import probe
-from vsched.types import FinishReason, Request
+from vsched.types import FinishReason, Request, stage_of
 from vsched.wire import EncodeResult, GenerateResult
 
 logger = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ class Recorder(Protocol):
 
 
 async def start_shell(
-    make: WorkerGroupFactory,
+    make: Callable[[WorkerGroupEvents], Sequence[WorkerGroup]],
     *,
     limits: Callable[[int], SchedulerLimits],
     policies: KernelPolicies,
@@ -109,32 +111,53 @@ async def start_shell(
     Raises:
         CheckpointError, DeviceOutOfMemory, GroupLostError: When a worker group cannot start; the others are stopped.
     """
-    worker_groups = WorkerGroups(make, on_progress=on_progress)
+    shell = Shell(
+        make, on_progress=on_progress, drain_s=drain_s, adapters_s=adapters_s, now_ns=now_ns
+    )
     try:
-        reports = await worker_groups.start()
+        reports = await shell.start_worker_groups()
         kernel = Scheduler(limits(smallest_cache(reports)), policies)
-        shell = Shell(
-            worker_groups,
-            kernel,
-            drain_s=drain_s,
-            adapters_s=adapters_s,
-            record=record(kernel),
+        policy_times = PolicyTimes(
+            budget_ms=call_budget_ms,
+            slow_max=slow_calls_max,
             now_ns=now_ns,
+            handle=shell.handle,
+            queued_ns=queued_ns,
         )
-        shell.time_policies(call_budget_ms, slow_calls_max, queued_ns)
+        shell.serve(kernel, policy_times, record(kernel))
     except BaseException:
-        await worker_groups.stop(grace_s=0)
+        await stop_all(shell.worker_groups, grace_s=0)
         raise
     for group in reports:
         shell.handle(GroupReady(group))
     return shell
 
 
+async def stop_all(worker_groups: Sequence[WorkerGroup], *, grace_s: float) -> None:
+    """Stop all worker groups.
+
+    Blocks: at most the grace period; then ranks are killed.
+    """
+    await asyncio.gather(*(worker_group.stop(grace_s=grace_s) for worker_group in worker_groups))
+
+
+def smallest_cache(reports: Reports) -> int:
+    """Return the KV blocks of the smallest generate group; 0 without generate groups."""
+    sizes = [
+        ready.kv_blocks
+        for group, ranks in reports.items()
+        if stage_of(group) == "generate"
+        for ready in ranks
+    ]
+    return min(sizes, default=0)
+
+
 class Shell:
     """Serves requests with encode and generate groups, which one kernel schedules.
 
     Attributes:
-        administration: Operator actions on single groups.
+        worker_groups: The processes of all groups, in order.
+        groups: All groups by name, and operator actions on single ones.
         adapters: The adapters of the ranks.
         arrivals: Requests that are not submitted yet.
         given_up: Why nothing is served any more; empty while requests are served.
@@ -142,24 +165,27 @@ class Shell:
 
     def __init__(
         self,
-        worker_groups: WorkerGroups,
-        kernel: Scheduler,
+        make: Callable[[WorkerGroupEvents], Sequence[WorkerGroup]],
         *,
+        on_progress: Callable[[str, str, float], None],
         drain_s: float,
         adapters_s: float,
-        record: Recorder | None,
         now_ns: Callable[[], int],
     ) -> None:
-        """Serve with started worker groups; see `start_shell`."""
+        """Create a shell that does not serve yet; see `start_shell`."""
         self._now_ns = now_ns
-        self._worker_groups = worker_groups
-        self._kernel = kernel
-        self._record = record
-        self._supervisors = [self._make_supervisor(worker_group) for worker_group in worker_groups]
-        self._groups = ServedGroups(self._supervisors)
-        self.administration = GroupAdministration(self._groups, self.handle, drain_s=drain_s)
-        self.adapters = AdapterOrders(self._groups, deadline_s=adapters_s)
         self._loop = asyncio.get_running_loop()
+        self._start_loss: asyncio.Future[GroupFailure] = self._loop.create_future()
+        events = WorkerGroupEvents(
+            on_result=self.on_result, on_lost=self.on_lost, on_progress=on_progress
+        )
+        self.worker_groups = list(make(events))
+        self._supervisors = [self._make_supervisor(one) for one in self.worker_groups]
+        self.groups = ServedGroups(self._supervisors, self.handle, drain_s=drain_s)
+        self.adapters = AdapterOrders(self.groups, deadline_s=adapters_s)
+        self._kernel: Scheduler
+        self._policy_times: PolicyTimes
+        self._record: Recorder | None = None
         self._events: deque[tuple[Event, GenerateResult]] = deque()
         self._handling = False
         self._failures_logged = 0
@@ -168,9 +194,8 @@ class Shell:
         self._submitting: dict[str, AnswerSink] = {}
         self._refused: Refuse | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._stopping = False
+        self._serving = self._stopping = False
         self.given_up = ""
-        worker_groups.listen(self)
 
     def _make_supervisor(self, worker_group: WorkerGroup) -> Supervisor:
         supervisor = Supervisor(
@@ -181,16 +206,26 @@ class Shell:
         )
         return supervisor
 
-    def time_policies(self, budget_ms: float, slow_max: int, queued_ns: Callable[[], int]) -> None:
-        """Time the calls of policies; replace a policy with too many slow calls, or none if the budget is 0."""
-        self._policy_times = PolicyTimes(
-            budget_ms=budget_ms,
-            slow_max=slow_max,
-            now_ns=self._now_ns,
-            handle=self.handle,
-            queued_ns=queued_ns,
-        )
-        self._kernel.watch_policies(self._policy_times.watch)
+    # --- the start ---
+
+    async def start_worker_groups(self) -> Reports:
+        """Start all in parallel, wait until they are ready, and return the reports of ranks by group.
+
+        The loss of a group that was ready ends the start of all.
+        """
+        starts = [worker_group.start() for worker_group in self.worker_groups]
+        # An error ends all: the others may wait for a report that never comes.
+        started = await all_or_first_error(starts, self._raise_start_loss())
+        return {group: ready for reports in started for group, ready in reports.items()}
+
+    async def _raise_start_loss(self) -> NoReturn:
+        raise StartFailedError(await asyncio.shield(self._start_loss))
+
+    def serve(self, kernel: Scheduler, policy_times: PolicyTimes, record: Recorder | None) -> None:
+        """Serve with a kernel, whose policies are timed."""
+        self._kernel, self._policy_times, self._record = kernel, policy_times, record
+        kernel.watch_policies(policy_times.watch)
+        self._serving = True
 
     # --- the end ---
 
@@ -204,7 +239,7 @@ class Shell:
         try:
             self._interrupt(Cleared("the server is stopping", "stopping"))
         finally:
-            await self._worker_groups.stop(grace_s=grace_s)
+            await stop_all(self.worker_groups, grace_s=grace_s)
             if self._record is not None:
                 self._record.close()
 
@@ -220,7 +255,7 @@ class Shell:
         arrival: PendingArrival | None = None,
         emitted: tuple[int, ...] = (),
     ) -> None:
-        """Submit a request to the kernel; its output goes to `generation`, that of further choices to `further`.
+        """Submit a request to the kernel; its output goes to `generation`, the output of further choices to `further`.
 
         `emitted` are tokens that it has already.
 
@@ -268,7 +303,7 @@ class Shell:
 
     def clear(self) -> None:
         """Interrupt all requests: running, waiting and in preparation."""
-        if any(group.sizing for group in self._groups.values()):
+        if any(group.sizing for group in self.groups.values()):
             probe("shell.clear_during_sizing")
         self._interrupt(Cleared())
 
@@ -322,7 +357,7 @@ class Shell:
 
     async def _end_worker_groups(self) -> None:
         await self._end_supervisors()  # first, or they would restart ranks
-        await self._worker_groups.stop(grace_s=0)
+        await stop_all(self.worker_groups, grace_s=0)
 
     def _carry_out(self, commands: Sequence[Command], result: GenerateResult) -> None:
         self._send(commands)  # first, so that ranks compute during detokenization
@@ -345,9 +380,9 @@ class Shell:
                     self._log_policy_failures()
                 case RestartGroup(group):
                     if not self._stopping:
-                        self._groups[group].supervisor.restart()
+                        self.groups[group].supervisor.restart()
                 case Drained(group):
-                    self._groups[group].drained.set()
+                    self.groups[group].drained.set()
 
     def _log_policy_failures(self) -> None:
         """Log the tracebacks that have not been logged: one for each policy and type of exception."""
@@ -361,7 +396,7 @@ class Shell:
     def _send(self, commands: Sequence[Command]) -> None:
         for command in commands:
             if isinstance(command, Decide):
-                self._groups[command.group].leader.decide(command.decision)
+                self.groups[command.group].leader.decide(command.decision)
 
     def _set_timer(self, deadline_ns: int) -> None:
         """Replace the timer; there is only one."""
@@ -374,7 +409,7 @@ class Shell:
 
     def on_result(self, name: str, result: GenerateResult | EncodeResult) -> None:
         """Report the result of a step to the kernel."""
-        group = self._groups[name]
+        group = self.groups[name]
         if self._stopping or self.given_up or group.down:
             if group.down:
                 probe("shell.result_after_loss")
@@ -399,36 +434,33 @@ class Shell:
         self.handle(stepped, result)
 
     def on_lost(self, names: Sequence[str], failure: GroupFailure) -> None:
-        """Report the loss of a worker group to the kernel."""
+        """Report the loss of a worker group to the kernel; during the start, end that."""
+        if not self._serving:
+            if not self._start_loss.done():
+                self._start_loss.set_result(failure)
+            return
         if self._stopping or self.given_up:
             return
-        groups = [self._groups[name] for name in names]
-        if groups[0].down:
-            return  # its supervisor rejected these ranks, and continues with the next attempt
-        groups[0].supervisor.note_loss(failure)
-        for group in groups:
-            group.down = True
+        supervisor = self.groups[names[0]].supervisor
+        if supervisor.down:
+            return  # it rejected these ranks, and continues with the next attempt
+        supervisor.note_loss(failure)
         for name in names:
             self.handle(GroupLost(name, failure))
 
     def _on_back(self, supervisor: Supervisor) -> None:
         """Report the return of a lost worker group to the kernel; its requests continue."""
-        groups = self._groups.supervised_by(supervisor)
-        for group in groups:
-            group.back()
+        groups = self.groups.supervised_by(supervisor)
         for group in groups:
             self.adapters.restore_adapters(group)
         for group in groups:
             if not group.down:  # it may have been lost again within this loop
                 self.handle(GroupReady(group.name))
-                self.administration.back(group)
+                self.groups.back(group)
 
     def _retire(self, supervisor: Supervisor, failure: GroupFailure) -> None:
         """Report groups that will not come back; the kernel gives up if it was the last of a stage."""
-        groups = self._groups.supervised_by(supervisor)
-        for group in groups:
-            group.retired = failure
-        for group in groups:
+        for group in self.groups.supervised_by(supervisor):
             self.handle(GroupRetired(group.name, failure))
 
     def _check_size(self, reports: Reports) -> None:
@@ -449,7 +481,7 @@ class Shell:
     @property
     def healthy(self) -> bool:
         """True if every group is up and takes requests."""
-        return self._groups.all_up() and not self.given_up
+        return self.groups.all_up() and not self.given_up
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -462,10 +494,10 @@ class Shell:
             return IN_PREPARATION
         return self._kernel.explain(request_id)
 
-    def groups(self) -> list[dict[str, Any]]:
+    def group_rows(self) -> list[dict[str, Any]]:
         """Return the operator's view of every group; see `ServedGroup.row`."""
         statistics = self._kernel.statistics()
-        return [group.row(statistics.get(group.stage, {})) for group in self._groups.values()]
+        return [group.row(statistics.get(group.stage, {})) for group in self.groups.values()]
 
     def statistics(self) -> dict[str, Any]:
         """Return the kernel's statistics, and memory and threads of ranks; requests in preparation count as waiting."""
@@ -477,14 +509,25 @@ class Shell:
         return {
             **kernel,
             "waiting": kernel["waiting"] + len(self.arrivals),
-            "ranks": self._worker_groups.memory(),
-            "threads": self._worker_groups.threads(),
+            "ranks": {
+                group: {str(rank): dict(fields) for rank, fields in ranks.items()}
+                for worker_group in self.worker_groups
+                for group, ranks in worker_group.memory().items()
+            },
+            "threads": {
+                group: {
+                    str(rank): {"active": threads.active, "total": threads.total}
+                    for rank, threads in worker_group.threads().items()
+                }
+                for worker_group in self.worker_groups
+                for group in worker_group.groups
+            },
             "policy_calls": self._policy_times.statistics(),
-            "busy_ms": self._groups.busy_ms(),
+            "busy_ms": self.groups.busy_ms(),
             "live": live,
         }
 
     @property
     def pids(self) -> list[int]:
         """Process ids of all ranks."""
-        return self._worker_groups.pids
+        return [pid for worker_group in self.worker_groups for pid in worker_group.pids]

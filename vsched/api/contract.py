@@ -10,8 +10,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from vsched.aio.streams.prompt_report import PromptReport
-from vsched.aio.streams.stream import OutputDelta, StopScope
+from vsched.aio.streams.stream import OutputDelta, PromptReport, StopScope
 from vsched.media import ImageReference, Prompt
 from vsched.record.left import PartialOutput
 from vsched.types import ModelInfo, SamplingParams

@@ -105,7 +105,7 @@ def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> Non
     """Load the configuration and serve; on a terminal raise errors, elsewhere log them."""
     from rich.console import Console
 
-    from vsched.aio.replicas.early import early_fork_servers
+    from vsched.aio.replicas.launcher import early_fork_servers
 
     console = Console(stderr=True)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import msgspec
@@ -21,14 +20,14 @@ from vsched.kernel.policy_seats import PolicyMemory
 from vsched.plugins import did_you_mean, resolve_policy
 from vsched.policy import (
     POLICY_TABLES,
-    SEATS,
     SEVERAL,
     TABLES,
     ImagePolicy,
     MemoryPolicy,
     Policy,
     RequestPolicy,
-    decisions_of,
+    tables_of,
+    without_seats,
 )
 from vsched.worker.registry import check_worker_name
 
@@ -58,9 +57,8 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
 
     def for_kernel(self) -> KernelPolicies:
         """The policies that the kernel calls."""
-        found: dict[str, Any] = {one.field: self.by_table[one.table] for one in SEATS if one.field}
         several = self.by_table[self.several[0]] if self.several else None
-        return KernelPolicies(**found, several=several, build=build_policy)
+        return KernelPolicies(by_table=self.by_table, several=several, build=resolve_policy)
 
     @property
     def scope(self) -> str:
@@ -94,20 +92,6 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
     return msgspec.structs.replace(found, several=tuple(several))
 
 
-def build_policy(decision: str, table: Mapping[str, Any]) -> Policy:
-    """Return the policy of a table; equal tables give the same object.
-
-    Raises:
-        ConfigError, PolicyError: As from `resolve_policy`.
-    """
-    return _built(decision, msgspec.msgpack.encode(table, order="deterministic"))
-
-
-@lru_cache(maxsize=64)
-def _built(decision: str, table: bytes) -> Policy:
-    return resolve_policy(decision, msgspec.msgpack.decode(table))
-
-
 def _several(config: Config) -> dict[str, Policy]:
     """Build the policy that makes several decisions with one state; return it by the tables that it stands for."""
     policy, named = _resolve_several(config.policy)
@@ -129,19 +113,16 @@ def seats_of_table(table: PolicyTable) -> list[str]:
     return _resolve_several(table)[1]
 
 
-def _resolve_several(table: PolicyTable) -> tuple[Policy, list[str]]:
-    policy = resolve_policy(SEVERAL, {key: table[key] for key in table if key != "seats"})
-    return policy, _seats_of(policy, table, _able(policy))
+def _resolve_several(table: Mapping[str, Any]) -> tuple[Policy, list[str]]:
+    policy = resolve_policy(SEVERAL, without_seats(table))
+    return policy, _seats_of(policy, table)
 
 
-def _able(policy: Policy) -> list[str]:
-    """Return the tables for which a policy has a method."""
-    made = decisions_of(type(policy))
-    return sorted(path for path, decision in POLICY_TABLES.items() if decision in made)
-
-
-def _seats_of(policy: Policy, table: PolicyTable, able: Sequence[str]) -> list[str]:
-    """Return the tables that the table `policy` stands for: those in `seats`, or all in `able`."""
+def _seats_of(
+    policy: Policy, table: Mapping[str, Any], *, without: Sequence[str] = ()
+) -> list[str]:
+    """Return the tables that the table `policy` stands for: those in `seats`, or all for which it has a method."""
+    able = sorted({*tables_of(type(policy))}.difference(without))
     named = table.get("seats", able)
     if not isinstance(named, list) or not named or not {*able}.issuperset(named):
         raise ConfigError(
@@ -230,20 +211,15 @@ def _check_table(path: str, table: object) -> tuple[list[str], Policy]:
             limit_message(what, value=repr(table), limit='{"use": "NAME"}', remedy="name a policy")
         )
     several = path == SEVERAL
-    fields = {key: value for key, value in table.items() if not (several and key == "seats")}
     decision = SEVERAL if several else POLICY_TABLES[path]
-    resolve_policy(decision, fields, path=path)
+    fields = without_seats(table) if several else table
+    policy = resolve_policy(decision, fields, path=path)
     try:
-        policy = build_policy(decision, fields)  # the kernel gets this object
+        msgspec.msgpack.encode(table)  # an event has it
         PolicyMemory(policy)
     except (PolicyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    seats = (
-        _seats_of(policy, fields | dict(table), [one for one in _able(policy) if one != MEMORY])
-        if several
-        else [path]
-    )
-    return seats, policy
+    return _seats_of(policy, table, without=[MEMORY]) if several else [path], policy
 
 
 def _table_of(policy: Policy) -> PolicyTable:

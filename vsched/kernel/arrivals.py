@@ -17,11 +17,10 @@ from vsched.kernel.events import Arrived, Withdrawn
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import ask_front_door
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request_table import RequestTable, add_to, at_least
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.policy import Admit, ArrivalView, ArrivingRequest, Hold, Redirect, RequestPolicy
+from vsched.policy import Admit, ArrivalView, ArrivingRequest, Hold, Redirect
 from vsched.policy.measured import Measured
 
 OUTCOMES = ("admitted", "held", "shed", "redirected")
@@ -50,7 +49,7 @@ class ArrivalGate(Restorable):
 
     def __init__(
         self,
-        seat: PolicySeat[RequestPolicy],
+        seat: PolicySeat,
         limits: SchedulerLimits,
         table: RequestTable,
         groups: Sequence[GenerateGroup],
@@ -122,9 +121,8 @@ class ArrivalGate(Restorable):
 
     def _ask(self, request: HeldRequest, now_ns: int) -> list[Command]:
         arrival_id = request.arrived.arrival_id
-        answer = ask_front_door(
-            self._seat, self._view(request, now_ns), hold_max_ns=self._limits.passed_over_ns
-        )
+        view, hold_max_ns = self._view(request, now_ns), self._limits.passed_over_ns
+        answer = self._seat.decide(view, now_ns, request.arrived_ns, hold_max_ns)
         match answer:
             case Admit():
                 return [self._admit(request)]

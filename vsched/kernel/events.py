@@ -109,12 +109,6 @@ class EncodeFailed(msgspec.Struct, frozen=True):
     group: str = "encode"
 
 
-class RowsLost(msgspec.Struct, frozen=True):
-    """The embedding rows in these pages are lost with their hosts."""
-
-    pages: list[int]
-
-
 class GroupReady(msgspec.Struct, frozen=True):
     """All ranks of a group have started, without any requests; see `vsched.types.group_names`."""
 
@@ -184,7 +178,6 @@ Event = (
     | Stepped
     | Encoded
     | EncodeFailed
-    | RowsLost
     | GroupReady
     | GroupLost
     | GroupRetired

@@ -8,14 +8,7 @@ from typing import Any
 import msgspec
 
 from vsched.errors import PolicyError
-from vsched.policy import (
-    CachePolicy,
-    DraftingPolicy,
-    ImagePolicy,
-    Policy,
-    RequestPolicy,
-    RoutingPolicy,
-)
+from vsched.policy import Policy
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,22 +121,11 @@ class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
     """The policies of a scheduler.
 
     Attributes:
+        by_table: The policies by the paths of their configuration tables; that of the KV cache's size is not used.
         several: The one of them that makes several decisions with one state; None if each seat has its own.
         build: Builds the policies of a `PolicyReplaced`; equal tables must give equal policies.
     """
 
-    encode_admission: RequestPolicy
-    generate_admission: RequestPolicy
-    encoding: ImagePolicy
-    dispatch: ImagePolicy
-    embedding_eviction: CachePolicy
-    reclaim: ImagePolicy
-    prefix_eviction: CachePolicy
-    insertion: CachePolicy
-    preemption: RequestPolicy
-    drafting: DraftingPolicy
-    step: RequestPolicy
-    routing: RoutingPolicy
-    front_door: RequestPolicy
+    by_table: Mapping[str, Policy]
     several: Policy | None = None
     build: BuildPolicy = _build_none

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import PurePath
 from traceback import TracebackException
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
 from vsched.errors import PolicyError, RecordError, limit_message, reraise_interrupt, safe_text
+from vsched.kernel.limits import KernelPolicies
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.policy import DECISIONS, Policy, decisions_of
+from vsched.policy import DECISIONS, Decision, Policy, decisions_of
 from vsched.types import stage_of
 
 STATE_BYTES_MAX = 16 << 10
@@ -25,9 +26,7 @@ STATE_BYTES_MAX = 16 << 10
 NOTICES_MAX = 100
 """Maximum number of notices; further failures are only counted, so they cannot flood the log."""
 
-_KERNEL = str(PurePath(__file__).parent)
-
-AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
+_CORE = tuple(str(PurePath(__file__).parents[1] / name) for name in ("kernel", "policy"))
 
 _PLAIN = (
     msgspec.inspect.NoneType,
@@ -99,11 +98,11 @@ class PolicyFaults(Restorable):
 
 
 def _place(policy: Policy, method: str, trace: TracebackException) -> str:
-    """Return the location of a failure: the innermost frame outside the kernel, else the method that answered.
+    """Return the location of a failure: the innermost frame outside kernel and checks, else the method that answered.
 
     File names have no folders, so that a digest over notices does not depend on the location of the code.
     """
-    outside = [frame for frame in trace.stack if not frame.filename.startswith(_KERNEL)]
+    outside = [frame for frame in trace.stack if not frame.filename.startswith(_CORE)]
     if outside:
         last = outside[-1]
         return f"{PurePath(last.filename).name}:{last.lineno} in {last.name}"
@@ -183,13 +182,14 @@ class PolicyMemory:
             raise PolicyError("it has no state, and one was recorded")
 
 
-class PolicySeat(Restorable, Generic[AnyPolicy]):
+class PolicySeat(Restorable):
     """One place where the kernel calls a policy.
 
     Attributes:
         policy: The policy.
         method: Name of the method that is called.
         ask: Calls it.
+        accept: Keeps the changes that the call made to the state.
         replaced: Reason why it is no longer called; empty while it is.
         overruled: Number of valid answers that the kernel did not follow, by reason.
         failed: Number of failed calls since this kernel was created.
@@ -200,25 +200,41 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
 
     def __init__(
         self,
-        policy: AnyPolicy,
-        method: str,
+        policy: Policy,
+        decision: Decision,
         faults: PolicyFaults,
         memory: PolicyMemory | None = None,
     ) -> None:
-        self.method = method
+        assert decision.check is not None, f"{decision.name} is not decided at a seat"
+        assert decision.default is not None, f"{decision.name} has no default"
+        self.method = decision.method
+        self._check, self._default = decision.check, decision.default
         self.overruled = {}
         self.failed = 0
         self._recorded = b""
         self._faults = faults
         self.install(policy, memory or PolicyMemory(policy))
 
-    def install(self, policy: AnyPolicy, memory: PolicyMemory) -> None:
+    def install(self, policy: Policy, memory: PolicyMemory) -> None:
         """Call this policy from now on, with this state."""
         self.policy = policy
         self.ask: Ask = getattr(policy, self.method)
         self._memory = memory
         self.accept = memory.accept
         self.replaced = ""
+
+    def decide(self, view: object, *facts: Any) -> Any:
+        """Call the policy, and return its checked value; after a failure, return the default.
+
+        `facts` are what check and default need to know.
+        """
+        try:
+            answer = self._check(self.ask(view), *facts)
+            self.accept()
+        except BaseException as error:  # noqa: BLE001 - a policy may raise anything, SystemExit included
+            self.fail(error, view)
+            return self._default(*facts)
+        return answer
 
     @property
     def state(self) -> Any:
@@ -271,26 +287,29 @@ class PolicySeat(Restorable, Generic[AnyPolicy]):
 
 
 class PolicySeats(Restorable):
-    """The seats of a scheduler by name, such as `generate-0.admission`, and their failures."""
+    """The seats of a scheduler by name, such as `generate-0.admission`, and their failures.
+
+    The policy `policies.several` has one state for all its seats, each other policy a state for each seat.
+    """
 
     faults: Saved[PolicyFaults]
-    _seats: Saved[dict[str, PolicySeat[Any]]]
+    _seats: Saved[dict[str, PolicySeat]]
 
-    def __init__(self, several: Policy | None = None) -> None:
-        """Prepare seats; the policy `several` has one state for all its seats, each other one a state for each."""
+    def __init__(self, policies: KernelPolicies) -> None:
         self.faults = PolicyFaults()
+        self.policies = policies
         self._seats = {}
-        self._several = several
+        several = policies.several
         self._memory = None if several is None else PolicyMemory(several)
         self._watch: Callable[[str, Ask], Ask] = lambda _, ask: ask
 
-    def add_seat(self, name: str, policy: AnyPolicy) -> PolicySeat[AnyPolicy]:
+    def add_seat(self, name: str) -> PolicySeat:
         """Create a seat for the decision that its name ends with."""
-        assert name not in self._seats, f"two policies are asked as {name}"
-        method = DECISIONS[name.rpartition(".")[2]].method
-        memory = self._memory if policy is self._several else None
-        seat = PolicySeat(policy, method, self.faults, memory)
-        self._seats[name] = seat
+        assert name not in self._seats, f"there are two seats with the name {name}"
+        policy = self.policies.by_table[_table_of(name)]
+        memory = self._memory if policy is self.policies.several else None
+        decision = DECISIONS[name.rpartition(".")[2]]
+        seat = self._seats[name] = PolicySeat(policy, decision, self.faults, memory)
         return seat
 
     def watch(self, watch: Callable[[str, Ask], Ask]) -> None:

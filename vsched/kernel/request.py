@@ -65,6 +65,9 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         losses: Times that its group was lost while it ran there; reset once it is cleared of suspicion.
         replica: Index of its generate group; -1 before it has one.
         advanced_ns: Time of its latest chunk.
+        took_slot: Whether another request was preempted for its slot.
+        yielded_ns: Time at which it was preempted for a waiting request; 0 while it is not.
+        away_ns: Time that it was without a slot because of such preemptions, until it joined again.
         counted: Its tokens in the load of its group, without those of decode steps.
     """
 
@@ -106,6 +109,9 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     admitted_ns: int = 0
     first_token_ns: int = 0
     advanced_ns: int = 0
+    took_slot: bool = False
+    yielded_ns: int = 0
+    away_ns: int = 0
 
     @classmethod
     def arrived(

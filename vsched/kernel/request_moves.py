@@ -8,6 +8,7 @@ commands that follow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import msgspec
 
@@ -18,15 +19,14 @@ from vsched.kernel.events import FurtherChoice, Submitted
 from vsched.kernel.generate.chunks import drop_claims_before, reach
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
-from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_calls import ask_encoding
+from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.prefix_hashes import choices_root, root_hash
 from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.routing import Router
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.policy import EncodingView, ItemSpan
+from vsched.policy import EncodingView, ImagePolicy, ItemSpan
 from vsched.policy.measured import Measured
 from vsched.probes import probe
 from vsched.types import FinishReason, Request
@@ -46,7 +46,6 @@ class RequestMoves(Restorable):
     def __init__(
         self,
         limits: SchedulerLimits,
-        policies: KernelPolicies,
         table: RequestTable,
         cache: EmbeddingCache,
         groups: Sequence[GenerateGroup],
@@ -55,14 +54,13 @@ class RequestMoves(Restorable):
         loads: Loads,
     ) -> None:
         self._limits = limits
-        self._encoding = seats.add_seat("encode.encoding", policies.encoding)
+        self._encoding = seats.add_seat("encode.encoding")
+        self._scope = cast("ImagePolicy", self._encoding.policy).scope  # new policies must have it
         self._table = table
         self._cache = cache
         self._groups = groups
         self._loads = loads
-        self._router = Router(
-            seats.add_seat("routing", policies.routing), limits, groups, measured, loads
-        )
+        self._router = Router(seats.add_seat("routing"), limits, groups, measured, loads)
         self.ended_choices: list[RequestState] = []
 
     def group_of(self, state: RequestState) -> GenerateGroup:
@@ -92,7 +90,7 @@ class RequestMoves(Restorable):
                 each,
                 event.stop_token_ids,
                 now_ns,
-                scope=self._encoding.policy.scope,
+                scope=self._scope,
                 root=root,
                 first=first,
                 choices=choices,
@@ -112,8 +110,7 @@ class RequestMoves(Restorable):
         request, emitted = event.request, len(event.emitted)
         if self._given_up:
             return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self._given_up)
-        scope = self._encoding.policy.scope
-        refusal = refuse_impossible(request, self._limits, scope=scope, emitted=emitted)
+        refusal = refuse_impossible(request, self._limits, scope=self._scope, emitted=emitted)
         if refusal is None and any(self._table.find(one.request_id) for one in requests):
             refusal = Refuse(request.request_id, RefusalCode.DUPLICATE_ID)
         return refusal or self._refuse_full(request, len(requests))
@@ -195,11 +192,14 @@ class RequestMoves(Restorable):
             chunk_tokens=self._limits.chunk_tokens,
             prompt_tokens=len(state.tokens),
             arriving=arriving,
+            priority=state.request.priority,
+            target_ns=state.target_ns,
             tenant=state.request.tenant,
+            session=state.request.session,
             measured=self.group_of(state).measured,
             state=self._encoding.state,
         )
-        for index in ask_encoding(self._encoding, view):
+        for index in self._choose_items(view):
             item = state.items[index]
             if index in state.wanted or item.end <= start:
                 continue
@@ -210,6 +210,14 @@ class RequestMoves(Restorable):
                 message = "the image's token count differs from its cached embedding's"
                 return [self.fail(state, now_ns, message, code="length_mismatch")]
         return ()
+
+    def _choose_items(self, view: EncodingView) -> list[int]:
+        """Return indices of the items to encode now: those that the chunk needs, and those that the policy adds."""
+        items, needed = view.items, view.needed
+        chosen: list[int] = self._encoding.decide(view, len(items))
+        if not all(items[index].ready or index in chosen for index in needed):
+            self._encoding.overrule("items that the chunk needs were left out")
+        return sorted({*needed, *chosen})
 
     def _awaits_prompt(self, state: RequestState) -> bool:
         """Return True if a further choice waits until the first one has computed their prompt.

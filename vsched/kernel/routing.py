@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import msgspec
 
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import ask_routing
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
+from vsched.policy import ReplicaView, RoutingView
 from vsched.policy.measured import Measured
+from vsched.policy.router import default_replica
 
 ITEMS_MAX = 8192
 """Items whose replica is remembered; the one sent longest ago is dropped first."""
@@ -84,7 +83,7 @@ class Router(Restorable):
 
     def __init__(
         self,
-        seat: PolicySeat[RoutingPolicy],
+        seat: PolicySeat,
         limits: SchedulerLimits,
         groups: Sequence[GenerateGroup],
         measured: Measured,
@@ -121,17 +120,19 @@ class Router(Restorable):
             item_keys=keys,
             routed=self._routed,
             load_limit_tokens=self._limits.blocks * self._limits.block_size,
+            max_tokens=state.request.sampling.max_tokens,
+            priority=state.request.priority,
             tenant=state.request.tenant,
+            session=state.request.session,
             measured=self._measured,
             state=self._seat.state,
         )
-        loads = self._loads.tokens
-        default: Callable[[], int] = partial(min, usable, key=loads.__getitem__)  # first of equals
-        chosen = ask_routing(self._seat, view, default)
+        count, loads = len(self._groups), self._loads.tokens
+        chosen: int = self._seat.decide(view, count, usable, loads)
         if self._loads.open[chosen] or chosen in usable:
             return chosen
         self._seat.overrule("the replica takes no requests")
-        return default()
+        return default_replica(count, usable, loads)
 
     def _remember(self, state: RequestState, index: int) -> None:
         for item in state.items:

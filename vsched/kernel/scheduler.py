@@ -39,7 +39,6 @@ from vsched.kernel.events import (
     GroupRetired,
     PolicyReplaced,
     Resume,
-    RowsLost,
     Stepped,
     Submitted,
     TimerFired,
@@ -57,7 +56,7 @@ from vsched.kernel.request_moves import RequestMoves
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.snapshot import Restorable, Saved, SavedKeys, SnapshotRoot
 from vsched.kernel.waiting_queue import Holds, OrderedQueue
-from vsched.policy import POLICY_TABLES, SEVERAL
+from vsched.policy import POLICY_TABLES, SEVERAL, without_seats
 from vsched.probes import probe
 from vsched.types import FinishReason, group_names
 
@@ -120,22 +119,14 @@ class Scheduler(SnapshotRoot):
         self.limits = limits
         self._build = policies.build
         self._installed = InstalledPolicies(self._install_policies)
-        self._seats = seats = PolicySeats(policies.several)
+        self._seats = seats = PolicySeats(policies)
         self._faults = seats.faults
         self._table = RequestTable(limits.waiting_ns)
-        reclaim = seats.add_seat("encode.reclaim", policies.reclaim)
-        self.embeddings = EmbeddingCache(limits, policies.embedding_eviction, reclaim, seats.faults)
-        self.encode = EncodeStage(
-            limits,
-            seats.add_seat("encode.admission", policies.encode_admission),
-            seats.add_seat("encode.dispatch", policies.dispatch),
-            self.embeddings,
-        )
+        self.embeddings = EmbeddingCache(limits, seats)
+        self.encode = EncodeStage(limits, seats, self.embeddings)
         self._dirty = dirty = DirtyGroups(limits.generators)
         self.generators = [
-            GenerateGroup(
-                name, index, limits, policies, self.embeddings, self._table.live, seats, dirty
-            )
+            GenerateGroup(name, index, limits, self.embeddings, self._table.live, seats, dirty)
             for index, name in enumerate(group_names("generate", limits.generators))
         ]
         self._loads = loads = Loads(self.generators)
@@ -145,10 +136,10 @@ class Scheduler(SnapshotRoot):
             group.measured = MeasuredGroups((group,), self.encode)
             group.loads = loads
         self._moves = RequestMoves(
-            limits, policies, self._table, self.embeddings, self.generators, seats, measured, loads
+            limits, self._table, self.embeddings, self.generators, seats, measured, loads
         )
         self._gate = ArrivalGate(
-            seats.add_seat("front_door", policies.front_door),
+            seats.add_seat("front_door"),
             limits,
             self._table,
             self.generators,
@@ -196,8 +187,8 @@ class Scheduler(SnapshotRoot):
             case TimerFired():
                 self._timer_ns = None
                 commands = self._gate.ask_again(now_ns)
-            case Cleared() | PolicyReplaced() | RowsLost():
-                commands = self._on_order(event, now_ns)
+            case Cleared() | PolicyReplaced():
+                commands = self._on_operator(event, now_ns)
         self._plan(commands, now_ns)
         return commands
 
@@ -245,17 +236,11 @@ class Scheduler(SnapshotRoot):
             probe("kernel.suspect_aborted")
         return [self._moves.finish(state, event.reason, now_ns)]
 
-    def _on_cleared(self, event: Cleared, now_ns: int) -> list[Command]:
-        if not all(group.ready for group in self._groups.values()):
-            probe("kernel.clear_during_recovery")
-        return self._moves.clear(now_ns, event.message, code=event.code)
-
-    def _on_order(self, event: Cleared | PolicyReplaced | RowsLost, now_ns: int) -> list[Command]:
+    def _on_operator(self, event: Cleared | PolicyReplaced, now_ns: int) -> list[Command]:
         if isinstance(event, Cleared):
-            return self._on_cleared(event, now_ns)
-        if isinstance(event, RowsLost):
-            self.embeddings.lose_rows(event.pages)
-            return []
+            if not all(group.ready for group in self._groups.values()):
+                probe("kernel.clear_during_recovery")
+            return self._moves.clear(now_ns, event.message, code=event.code)
         if event.tables:
             return self._on_new_policies(event.tables, now_ns)
         if not self._seats.replace(event.seat, event.reason):
@@ -280,9 +265,8 @@ class Scheduler(SnapshotRoot):
     def _install_policies(self, tables: Mapping[str, PolicyTable]) -> None:
         built: list[tuple[str, Any]] = []
         for path, table in tables.items():
-            fields = {key: value for key, value in table.items() if key != "seats"}
             decision = SEVERAL if path == SEVERAL else POLICY_TABLES[path]
-            policy = self._build(decision, fields)
+            policy = self._build(decision, without_seats(table))
             PolicyMemory(policy)  # raises if its state cannot be kept
             built.append((path, policy))
         for path, policy in built:
@@ -497,8 +481,11 @@ class Scheduler(SnapshotRoot):
 
     def _at_rest(self) -> bool:
         """Return True if nothing is in flight, and groups of both stages are ready."""
-        if self.encode.in_flight or any(group.steps_in_flight for group in self.generators):
+        if self.encode.in_flight:
             return False
+        for group in self.generators:
+            if group.steps_in_flight:
+                return False
         return self.encode.ready and any(group.ready for group in self.generators)
 
     def _set_timer(self, commands: list[Command], now_ns: int) -> None:

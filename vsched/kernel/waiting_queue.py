@@ -8,12 +8,15 @@ front, which callers could forget or misorder. Entries that a policy does not ad
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
+from vsched.kernel.policy_seats import PolicySeat
+from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.snapshot import Restorable, Saved
-from vsched.policy import WaitingEntry
+from vsched.policy import Admission, AdmissionView, WaitingEntry
+from vsched.policy.checks import PASSED_OVER, put_first
 
 
 class Ordered(Protocol):
@@ -65,6 +68,32 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         """Return the end of the current hold; None without one."""
         until_ns = self.hold_until_ns
         return until_ns if until_ns is not None and until_ns > now_ns else None
+
+    def admit(
+        self, seat: PolicySeat, view: AdmissionView, hold_max_ns: int
+    ) -> tuple[Admission, bool]:
+        """Call the admission policy, and note its hold.
+
+        Returns:
+            The entries to admit, in order; and whether the overdue one was put first.
+        """
+        waiting, free, overdue, eligible = (
+            view.waiting,
+            view.entries_free,
+            view.overdue,
+            view.eligible,
+        )
+        admission: Admission = seat.decide(
+            view, waiting, free, view.running, view.now_ns, hold_max_ns, eligible
+        )
+        self.hold_until_ns = admission.hold_until_ns
+        indices = admission.indices
+        if len(indices) > free + len(admission.preempt):
+            seat.overrule("more entries than can join")
+        if overdue is None or (first := put_first(indices, overdue)) is indices:
+            return admission, False
+        seat.overrule(PASSED_OVER)
+        return Admission(first), True
 
     def put_new(self, entry: Waiting) -> None:
         """Insert a new entry, and end the hold, since the policy may admit it at once."""
@@ -126,6 +155,68 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+class ReadyEntry:
+    """A waiting request, and its view for admission policies."""
+
+    __slots__ = ("order", "state", "view")
+
+    def __init__(self, state: RequestState, block_size: int) -> None:
+        request = state.request
+        self.state = state
+        self.order = state.order
+        self.view = WaitingEntry(
+            tokens=state.uncached,
+            blocks=-(-len(state.tokens) // block_size),
+            priority=request.priority,
+            arrived_ns=state.submitted_ns,
+            target_ns=state.target_ns,
+            tenant=request.tenant,
+            session=request.session,
+            images=len(state.items),
+            image_tokens=sum([item.tokens for item in state.items]),
+            max_tokens=request.sampling.max_tokens,
+            outputs=len(state.tokens) - state.prompt_length,
+        )
+
+
+class RequestQueue(OrderedQueue[ReadyEntry]):
+    """Ready requests, in order of arrival.
+
+    Attributes:
+        blocked: Whether the first request has no room; nothing joins before something changes.
+    """
+
+    blocked: Saved[bool] = False
+
+    def __init__(self, block_size: int, mark_dirty: Callable[[], None]) -> None:
+        """Create an empty queue; `mark_dirty` is called when a request may have become able to join."""
+        super().__init__()
+        self._mark_dirty = mark_dirty
+        self._block_size = block_size
+        self._by_number: dict[int, ReadyEntry] = {}
+
+    def enqueue(self, state: RequestState) -> None:
+        """Insert a request at its place."""
+        state.phase = Phase.READY
+        entry = self._by_number[state.number] = ReadyEntry(state, self._block_size)
+        self.put_new(entry)
+        self.unblock()
+
+    def dequeue(self, state: RequestState, *, chosen_ns: int | None = None) -> None:
+        """Remove a request, which joins at `chosen_ns` or leaves; it must be in the queue."""
+        self.remove(self._by_number.pop(state.number), chosen_ns=chosen_ns)
+        self.unblock()
+
+    def may_join(self, now_ns: int) -> bool:
+        """Return True if a waiting request is held back only by the admission policy, as far as known."""
+        return bool(self.entries) and not self.blocked and self.held_until(now_ns) is None
+
+    def unblock(self) -> None:
+        """Note that the first request may have room."""
+        self.blocked = False
+        self._mark_dirty()
 
 
 class Holds:

@@ -15,6 +15,7 @@ without a tenant.
 from __future__ import annotations
 
 from vsched.policy.base import Count as Count
+from vsched.policy.base import Decision as Decision
 from vsched.policy.base import Fraction as Fraction
 from vsched.policy.base import Policy as Policy
 from vsched.policy.base import PositiveCount as PositiveCount
@@ -72,9 +73,8 @@ from vsched.policy.router import RoutingPolicy as RoutingPolicy
 from vsched.policy.router import RoutingView as RoutingView
 from vsched.policy.seats import DECISIONS as DECISIONS
 from vsched.policy.seats import POLICY_TABLES as POLICY_TABLES
-from vsched.policy.seats import SEATS as SEATS
 from vsched.policy.seats import SEVERAL as SEVERAL
 from vsched.policy.seats import TABLES as TABLES
-from vsched.policy.seats import Decision as Decision
-from vsched.policy.seats import Seat as Seat
 from vsched.policy.seats import decisions_of as decisions_of
+from vsched.policy.seats import tables_of as tables_of
+from vsched.policy.seats import without_seats as without_seats

@@ -1,8 +1,9 @@
-"""The base class of all policies, a waiting entry, and the bounds of fields."""
+"""The base class of all policies, a waiting entry, the bounds of fields, and the declaration of a decision."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -39,6 +40,11 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
         target_ns: Deadline of the first token; None for no target. Of an image: the earliest of the requests that need
             it.
         tenant: Tenant of the request; empty for none. Of an image: of the first request that needed it.
+        session: Identifier of its conversation; empty if the client sent none, and for an image.
+        images: Number of its images; 0 for an image.
+        image_tokens: Encoder output tokens of its images, a part of the prompt; 0 for an image.
+        max_tokens: Maximum output tokens; 0 for an image.
+        outputs: Output tokens so far: above 0 if it was preempted, or continues after a restart. 0 for an image.
     """
 
     tokens: int | None
@@ -47,3 +53,33 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
     arrived_ns: int = 0
     target_ns: int | None = None
     tenant: str = ""
+    session: str = ""
+    images: int = 0
+    image_tokens: int = 0
+    max_tokens: int = 0
+    outputs: int = 0
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """A decision: one method of a policy class.
+
+    Attributes:
+        name: Name of the decision, and of its entry points: `vsched.admission`.
+        base: The class that declares the method.
+        method: Name of the method.
+        tables: Paths of the configuration tables that name a policy for it, one for each seat.
+        check: Function that copies a returned value to built-in types, or raises. Its further arguments are the facts
+            that it needs. It does not get the view, which a policy could have changed by force.
+        default: Function that decides after a failure, with the same facts.
+        remembers: False if the method gets no state: a memory policy is a generator, an eviction order is an object.
+        yields: Whether the method is a generator.
+    """
+
+    name: str
+    base: type[Policy]
+    method: str
+    tables: tuple[str, ...]
+    check: Callable[..., Any] | None = None
+    default: Callable[..., Any] | None = None
+    remembers: bool = True
+    yields: bool = False

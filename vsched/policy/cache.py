@@ -7,7 +7,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from vsched.policy.base import Policy
+from vsched.policy.base import Decision, Policy
+from vsched.policy.checks import check_index
 from vsched.policy.measured import Measured, Measurements
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
@@ -81,6 +82,7 @@ class InsertionView(msgspec.Struct, frozen=True, kw_only=True):
         items: Images in its prompt.
         priority: Its priority.
         tenant: Its tenant; empty for none.
+        session: Identifier of its conversation; empty if the client sent none.
         measured: Measurements of its replica.
         state: State of the policy, to be changed in place; None without a `state_type`.
     """
@@ -95,8 +97,19 @@ class InsertionView(msgspec.Struct, frozen=True, kw_only=True):
     items: int = 0
     priority: int = 0
     tenant: str = ""
+    session: str = ""
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
+
+
+def check_kept(returned: int, count: int) -> int:
+    """Return the checked number of leading blocks to keep, up to `count`."""
+    return check_index(returned, count + 1)
+
+
+def default_kept(count: int) -> int:
+    """Keep all blocks."""
+    return count
 
 
 # --- the policy --------------------------------------------------------------------------------------------------
@@ -122,3 +135,22 @@ class CachePolicy(Policy, frozen=True, kw_only=True):
         requests use stay until these end.
         """
         return len(view.hashes)
+
+
+DECISIONS = (
+    Decision(
+        "eviction",
+        CachePolicy,
+        "build_order",
+        ("encode.eviction", "generate.eviction"),
+        remembers=False,
+    ),
+    Decision(
+        "insertion",
+        CachePolicy,
+        "keep",
+        ("generate.insertion",),
+        check_kept,
+        default_kept,
+    ),
+)

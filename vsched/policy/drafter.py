@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from vsched.policy.base import Policy
+from vsched.policy.base import Decision, Policy
+from vsched.policy.checks import COUNT_MAX, check_number
 from vsched.policy.measured import Measured, Measurements
 
 DRAFT_TOKENS_MAX = 32
@@ -48,6 +49,7 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
         drafted: Tokens drafted under that grant, as far as known.
         accepted: Tokens of these that were accepted.
         model: Whether ranks have a draft model.
+        priority: Its priority; larger is more urgent.
         tenant: Its tenant; empty for none.
         measured: Measurements of its replica.
         state: State of the policy, to be changed in place; None without a `state_type`.
@@ -63,9 +65,20 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
     drafted: int = 0
     accepted: int = 0
     model: bool = False
+    priority: int = 0
     tenant: str = ""
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
+
+
+def check_draft(returned: Draft) -> Draft:
+    """Return the checked grant."""
+    return Draft(
+        check_number(returned.tokens, most=DRAFT_TOKENS_MAX),
+        check_number(returned.steps, most=COUNT_MAX),
+        check_number(returned.ngram, most=COUNT_MAX),
+        bool(returned.model),
+    )
 
 
 class DraftingPolicy(Policy, frozen=True, kw_only=True):
@@ -77,3 +90,15 @@ class DraftingPolicy(Policy, frozen=True, kw_only=True):
         Called when a request begins to decode, and at the end of each grant with `steps`.
         """
         raise NotImplementedError
+
+
+DECISIONS = (
+    Decision(
+        "drafting",
+        DraftingPolicy,
+        "grant",
+        ("generate.drafting",),
+        check_draft,
+        Draft,
+    ),
+)

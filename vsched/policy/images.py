@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import index as to_int
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
-from vsched.policy.base import Policy, WaitingEntry
+from vsched.policy.base import Decision, Policy, WaitingEntry
+from vsched.policy.checks import check_distinct, check_indices
 from vsched.policy.measured import Measured, Measurements
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
@@ -31,7 +33,10 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
         chunk_tokens: Maximum tokens of a prefill chunk.
         prompt_tokens: Tokens to prefill: the prompt and, after a preemption, the outputs so far.
         arriving: True on the first call for the request.
+        priority: Its priority; larger is more urgent.
+        target_ns: Deadline of its first token; None without a target, and after the first token.
         tenant: Its tenant; empty for none.
+        session: Identifier of its conversation; empty if the client sent none.
         measured: Measurements of its replica.
         state: State of the policy, to be changed in place; None without a `state_type`.
     """
@@ -42,7 +47,10 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     prompt_tokens: int
     arriving: bool
+    priority: int = 0
+    target_ns: int | None = None
     tenant: str = ""
+    session: str = ""
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
@@ -53,6 +61,12 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(
             [i for i, item in enumerate(self.items) if item.start < stop and item.stop > start]
         )
+
+
+def default_selection(count: int) -> list[int]:
+    """Encode only the images of the next chunk, which the kernel adds."""
+    del count
+    return []
 
 
 # --- dispatch ---------------------------------------------------------------------------------------------------------
@@ -142,6 +156,32 @@ class Dispatch(msgspec.Struct, frozen=True):
     order: Sequence[int] | None = None
 
 
+def check_dispatch(
+    returned: Dispatch, count: int, free: Mapping[int, int], encoding: int
+) -> Dispatch:
+    """Return the checked group and order of `count` images.
+
+    `free` are the groups without a batch, each with the requests that get no token while it works. While no image is
+    being encoded (`encoding` is 0), a batch must start.
+    """
+    group, order = returned.group, returned.order
+    if group is not None:
+        group = to_int(group)
+        if group not in free:
+            raise ValueError(f"group {group} is not free")
+    if order is not None:
+        order = check_distinct(order, count)
+    if not encoding and (group is None or (order is not None and not order)):
+        raise ValueError("nothing is being encoded, and nothing is to be")
+    return Dispatch(group, order)
+
+
+def default_dispatch(count: int, free: Mapping[int, int], encoding: int) -> Dispatch:
+    """Choose the free group that delays the fewest requests, with all images."""
+    del count, encoding
+    return Dispatch(min(free, key=free.__getitem__))
+
+
 # --- reclaim ----------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +236,16 @@ class ReclaimView(msgspec.Struct, frozen=True, kw_only=True):
     state: Any = None
 
 
+def check_reclaim(returned: Sequence[int], count: int) -> list[int]:
+    """Return the checked indices of the embeddings to evict, of `count`."""
+    return list(check_distinct(returned, count))
+
+
+def default_reclaim(count: int) -> list[int]:
+    """Evict the youngest embeddings first."""
+    return list(range(count - 1, -1, -1))
+
+
 # --- the policy --------------------------------------------------------------------------------------------------
 
 
@@ -234,4 +284,32 @@ class ImagePolicy(Policy, frozen=True, kw_only=True):
         each is encoded again later. If they are too few, the image waits; but if it is the first in the queue, the
         others follow, the youngest first. The default is the youngest first.
         """
-        return range(len(view.ready) - 1, -1, -1)
+        return default_reclaim(len(view.ready))
+
+
+DECISIONS = (
+    Decision(
+        "encoding",
+        ImagePolicy,
+        "select",
+        ("encode.encoding",),
+        check_indices,
+        default_selection,
+    ),
+    Decision(
+        "dispatch",
+        ImagePolicy,
+        "dispatch",
+        ("encode.dispatch",),
+        check_dispatch,
+        default_dispatch,
+    ),
+    Decision(
+        "reclaim",
+        ImagePolicy,
+        "reclaim",
+        ("encode.reclaim",),
+        check_reclaim,
+        default_reclaim,
+    ),
+)

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from vsched.policy.base import Fraction, Policy
+from vsched.policy.base import Decision, Fraction, Policy
 
 AttemptOutcome = Literal["fits", "out_of_memory", "leak"]
 
@@ -175,3 +175,15 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
         that does not fit raises one. If memory is not released, the start fails without a call.
         """
         raise NotImplementedError
+
+
+DECISIONS = (
+    Decision(
+        "memory",
+        MemoryPolicy,
+        "plan",
+        ("generate.memory",),
+        remembers=False,
+        yields=True,
+    ),
+)

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from itertools import islice
+from operator import index as to_int
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
-from vsched.policy.base import Policy, WaitingEntry
+from vsched.policy.base import Decision, Policy, WaitingEntry
+from vsched.policy.checks import (
+    COUNT_MAX,
+    TIME_MAX_NS,
+    check_distinct,
+    check_hold,
+    check_index,
+    check_number,
+    check_text,
+)
 from vsched.policy.measured import Measured, Measurements
 
 # --- arrival ----------------------------------------------------------------------------------------------------------
@@ -105,9 +116,80 @@ class Redirect(msgspec.Struct, frozen=True):
 
 
 ArrivalDecision = Admit | Hold | Shed | Redirect
+SHED_STATUS = (429, 503)
+RETRY_AFTER_MAX_S = 24 * 3600
+
+
+def check_arrival(
+    returned: object, now_ns: int, arrived_ns: int, hold_max_ns: int
+) -> ArrivalDecision:
+    """Return the checked decision about an arrived request."""
+    match returned:
+        case Admit():
+            return Admit()
+        case Hold(until_ns):
+            return Hold(check_hold(until_ns, now_ns, arrived_ns, hold_max_ns))
+        case Shed(reason, retry_after_s, status):
+            if status not in SHED_STATUS:
+                raise ValueError(f"status {status} is none of {SHED_STATUS}")
+            seconds = check_number(retry_after_s, least=1, most=RETRY_AFTER_MAX_S)
+            return Shed(check_text(reason), seconds, to_int(status))
+        case Redirect(base_url):
+            url = check_text(base_url)
+            if not url.startswith(("http://", "https://")) or not url.isprintable():
+                raise ValueError(f"{url!r} is no base URL")
+            return Redirect(url)
+    raise TypeError(f"{returned!r} is no Admit, Hold, Shed or Redirect")
+
+
+def default_arrival(*_: int) -> ArrivalDecision:
+    """Admit the request."""
+    return Admit()
 
 
 # --- admission --------------------------------------------------------------------------------------------------------
+
+
+class RunningView(msgspec.Struct, frozen=True, kw_only=True):
+    """One running request.
+
+    Attributes:
+        tokens: Tokens computed so far, prompt and output.
+        blocks: KV blocks that it holds.
+        outputs: Output tokens so far.
+        priority: Its priority; larger is more urgent.
+        arrived_ns: Time of its arrival.
+        tenant: Its tenant; empty for none.
+        session: Identifier of its conversation; empty if the client sent none.
+        target_ns: Deadline of its first token; None without a target, and after the first token.
+        images: Number of its images.
+        max_tokens: Maximum output tokens.
+        blocks_shared: The part of `blocks` that other requests hold as well, so that they need not be computed or
+            copied again to resume it. Only counted if there is swap space; else 0.
+    """
+
+    tokens: int
+    blocks: int
+    outputs: int
+    priority: int
+    arrived_ns: int
+    tenant: str = ""
+    session: str = ""
+    target_ns: int | None = None
+    images: int = 0
+    max_tokens: int = 0
+    blocks_shared: int = 0
+
+
+PreemptionMode = Literal["recompute", "swap"]
+MODES: tuple[PreemptionMode, ...] = get_args(PreemptionMode)
+
+
+def check_mode(returned: str) -> PreemptionMode:
+    """Return the checked mode."""
+    if returned not in MODES:
+        raise ValueError(f"mode {returned!r} is none of {', '.join(MODES)}")
+    return MODES[MODES.index(returned)]
 
 
 class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +206,10 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
         running: Requests with a slot, or images that are being encoded.
         divisible: Whether an entry can join with a part of its tokens (chunked prefill).
         default_tokens: Default token budget of a step or batch.
+        block_tokens: Tokens per KV block.
+        running_requests: The running requests, oldest first; empty in the encode stage. Computed on access.
+        eligible: Indices into `running_requests` of the requests that can be preempted now; see `Admission.preempt`.
+            Empty for a policy class whose `preempts` is False.
         overdue: Index of the entry that goes first whatever the policy returns: it was passed over for longer than
             `policies.passed_over_max_s`. None for none.
         measured: Measurements of this replica; of all replicas in the encode stage.
@@ -139,6 +225,9 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     divisible: bool
     default_tokens: int
+    block_tokens: int = 16
+    running_requests: Sequence[RunningView] = ()
+    eligible: Sequence[int] = ()
     overdue: int | None = None
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
@@ -151,10 +240,52 @@ class Admission(msgspec.Struct, frozen=True):
         indices: Indices into `view.waiting` of the entries that join now, in this order; empty for none.
         hold_until_ns: Time until which no entry joins and the policy is not called; None for no hold. At most
             `policies.passed_over_max_s` after the arrival of each waiting entry.
+        preempt: Indices into `view.running_requests` of the requests that give up their slots, in this order: one for
+            each entry of `indices` that finds no free slot. All are in `view.eligible`: they decode and got a token
+            since they joined, did not take their slot from another request, and were without a slot because of such
+            preemptions for less than `policies.passed_over_max_s` in total. None is while a request is overdue.
+        mode: How they are resumed, as in `Preemption`.
     """
 
     indices: Sequence[int] = ()
     hold_until_ns: int | None = None
+    preempt: Sequence[int] = ()
+    mode: PreemptionMode = "recompute"
+
+
+def check_admission(
+    returned: Admission,
+    waiting: Sequence[WaitingEntry],
+    entries_free: int,
+    running: int,
+    now_ns: int,
+    hold_max_ns: int,
+    eligible: Sequence[int] = (),
+) -> Admission:
+    """Return the checked admission; while nothing runs, an entry must join, or all be held."""
+    del entries_free
+    indices = check_distinct(returned.indices, len(waiting))
+    hold_until_ns = returned.hold_until_ns
+    if len(returned.preempt):
+        preempt = check_distinct(returned.preempt, max(eligible, default=-1) + 1)
+        if not {*eligible}.issuperset(preempt):
+            raise ValueError(f"{list(preempt)} cannot all be preempted, only {list(eligible)}")
+        if hold_until_ns is not None or len(indices) < len(preempt):
+            raise ValueError(f"{len(preempt)} requests are preempted for {len(indices)} that join")
+        return Admission(indices, None, preempt, check_mode(returned.mode))
+    if hold_until_ns is None:
+        if not indices and not running and waiting:
+            raise ValueError("nothing runs, nothing is admitted and no time to hold until is given")
+        return Admission(indices)
+    if indices:
+        raise ValueError("entries join, and yet everything is held")
+    arrived_ns = min(entry.arrived_ns for entry in waiting)
+    return Admission(indices, check_hold(hold_until_ns, now_ns, arrived_ns, hold_max_ns))
+
+
+def default_admission(waiting: Sequence[WaitingEntry], entries_free: int, *_: Any) -> Admission:
+    """Admit all entries for which there is capacity, in queue order."""
+    return Admission(range(min(len(waiting), max(entries_free, 1))))
 
 
 # --- step -------------------------------------------------------------------------------------------------------------
@@ -172,6 +303,7 @@ class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
         target_ns: Deadline of its first token; None without a target.
         tenant: Its tenant; empty for none.
         session: Identifier of its conversation; empty if the client sent none.
+        max_tokens: Maximum output tokens.
     """
 
     tokens: int
@@ -182,6 +314,7 @@ class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
     target_ns: int | None = None
     tenant: str = ""
     session: str = ""
+    max_tokens: int = 0
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,30 +366,25 @@ class StepShares(msgspec.Struct, frozen=True):
     time_ns: int | None = None
 
 
+def check_shares(returned: StepShares, count: int) -> StepShares:
+    """Return the checked shares of `count` requests."""
+    order = check_distinct(returned.order, count)
+    tokens, time_ns = returned.tokens, returned.time_ns
+    if tokens is not None:
+        tokens = [check_number(one, most=COUNT_MAX) for one in islice(tokens, count + 1)]
+        if len(tokens) != len(order):
+            raise ValueError(f"{tokens} are not counts for each of {order}")
+    if time_ns is not None:
+        time_ns = check_number(time_ns, most=TIME_MAX_NS)
+    return StepShares(order, tokens, time_ns)
+
+
+def default_shares(count: int) -> StepShares:
+    """Let all requests advance, oldest first."""
+    return StepShares(range(count))
+
+
 # --- preemption -------------------------------------------------------------------------------------------------------
-
-
-class RunningView(msgspec.Struct, frozen=True, kw_only=True):
-    """One running request.
-
-    Attributes:
-        tokens: Tokens computed so far, prompt and output.
-        blocks: KV blocks that it holds.
-        outputs: Output tokens so far.
-        priority: Its priority; larger is more urgent.
-        arrived_ns: Time of its arrival.
-        tenant: Its tenant; empty for none.
-        blocks_shared: The part of `blocks` that other requests hold as well, so that they need not be computed or
-            copied again to resume it. Only counted if there is swap space; else 0.
-    """
-
-    tokens: int
-    blocks: int
-    outputs: int
-    priority: int
-    arrived_ns: int
-    tenant: str = ""
-    blocks_shared: int = 0
 
 
 class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,9 +414,6 @@ class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
         return range(self.in_need, len(self.running))
 
 
-PreemptionMode = Literal["recompute", "swap"]
-
-
 class Preemption(msgspec.Struct, frozen=True):
     """The request to preempt, and how it is resumed.
 
@@ -301,6 +426,18 @@ class Preemption(msgspec.Struct, frozen=True):
 
     victim: int
     mode: PreemptionMode = "recompute"
+
+
+def check_preemption(returned: int | Preemption, count: int) -> Preemption:
+    """Return the checked victim among `count` requests, with its mode."""
+    found = returned if isinstance(returned, Preemption) else Preemption(to_int(returned))
+    index = check_index(found.victim, count)
+    return Preemption(index, check_mode(found.mode))
+
+
+def default_preemption(count: int) -> Preemption:
+    """Recompute the youngest request."""
+    return Preemption(count - 1)
 
 
 # --- the policy --------------------------------------------------------------------------------------------------
@@ -325,6 +462,10 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
     A subclass overrides the methods of the decisions that it makes. The kernel's defaults decide the others.
     """
 
+    preempts: ClassVar[bool] = False
+    """Whether `admit` may preempt running requests for waiting ones (`Admission.preempt`), in the generate stage. It is
+    then called while no slot is free, too."""
+
     def arrive(self, view: ArrivalView) -> ArrivalDecision:
         """Return `Admit`, `Hold`, `Shed` or `Redirect` for a request before its preprocessing; by default `Admit`.
 
@@ -335,10 +476,10 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Admission:
         """Return indices into `view.waiting` of the entries that join the next step; by default all, in queue order.
 
-        Called when entries wait and the stage has capacity. The kernel takes the entries in the given order and stops
-        before the first that does not fit; the other entries keep their places.
+        Called when entries wait and the stage has capacity; with `preempts`, also without a free slot. The kernel takes
+        the entries in the given order and stops before the first that does not fit; the others keep their places.
         """
-        return Admission(range(min(len(view.waiting), max(view.entries_free, 1))))
+        return default_admission(view.waiting, view.entries_free)
 
     def encode_limits(self) -> EncodeLimits:
         """Return the largest batch that `admit` allows in the encode stage; memory is reserved for it.
@@ -354,7 +495,7 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         chunk: the minimum of its tokens, of the remaining tokens and time of the step, and of the tokens before the
         first missing embedding. If no request at all would advance, all advance in order.
         """
-        return StepShares(range(len(view.prefilling)))
+        return default_shares(len(view.prefilling))
 
     def victim(self, view: PreemptionView) -> int | Preemption:
         """Return the running request to preempt, as an index into `view.running`; by default the youngest.
@@ -363,3 +504,39 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         is resumed; an index alone means `recompute`.
         """
         return len(view.running) - 1
+
+
+DECISIONS = (
+    Decision(
+        "front_door",
+        RequestPolicy,
+        "arrive",
+        ("front_door",),
+        check_arrival,
+        default_arrival,
+    ),
+    Decision(
+        "admission",
+        RequestPolicy,
+        "admit",
+        ("encode.admission", "generate.admission"),
+        check_admission,
+        default_admission,
+    ),
+    Decision(
+        "step",
+        RequestPolicy,
+        "share",
+        ("generate.step",),
+        check_shares,
+        default_shares,
+    ),
+    Decision(
+        "preemption",
+        RequestPolicy,
+        "victim",
+        ("generate.preemption",),
+        check_preemption,
+        default_preemption,
+    ),
+)

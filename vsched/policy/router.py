@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from vsched.policy.base import Policy
+from vsched.policy.base import Decision, Policy
+from vsched.policy.checks import check_index
 from vsched.policy.measured import Measured, Measurements
 
 
@@ -59,7 +60,10 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
         item_keys: Content hashes of its images, in prompt order; empty for none.
         routed: Number of requests routed before it.
         load_limit_tokens: Tokens that one replica can run at the same time: the size of its KV cache.
+        max_tokens: Maximum output tokens of the request.
+        priority: Its priority; larger is more urgent.
         tenant: Its tenant; empty for none.
+        session: Identifier of its conversation; empty if the client sent none.
         measured: Measurements of all replicas together.
         state: State of the policy, to be changed in place; None without a `state_type`.
     """
@@ -69,9 +73,24 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     item_keys: Sequence[bytes]
     routed: int
     load_limit_tokens: int = 0
+    max_tokens: int = 0
+    priority: int = 0
     tenant: str = ""
+    session: str = ""
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
+
+
+def check_replica(returned: int, count: int, usable: Sequence[int], loads: Sequence[int]) -> int:
+    """Return the checked index of one of `count` replicas."""
+    del usable, loads
+    return check_index(returned, count)
+
+
+def default_replica(count: int, usable: Sequence[int], loads: Sequence[int]) -> int:
+    """Choose the usable replica with the fewest tokens, the first of equals."""
+    del count
+    return min(usable, key=loads.__getitem__)
 
 
 class RoutingPolicy(Policy, frozen=True, kw_only=True):
@@ -84,3 +103,15 @@ class RoutingPolicy(Policy, frozen=True, kw_only=True):
         went down.
         """
         raise NotImplementedError
+
+
+DECISIONS = (
+    Decision(
+        "routing",
+        RoutingPolicy,
+        "choose",
+        ("routing",),
+        check_replica,
+        default_replica,
+    ),
+)

@@ -1,6 +1,7 @@
 """The answers that a killed engine had begun, read from its record.
 
-Only the newest segment is replayed, since it begins with a snapshot. Then the kernel gets the event that all generate
+Only the newest segment is replayed, since it begins with a snapshot, unless an upgrade changed the layout of snapshots:
+then all are. Then the kernel gets the event that all generate
 groups are lost, and adds the tokens of each answer to its request, as it does when a group is lost while serving.
 """
 
@@ -80,20 +81,31 @@ def read_left(path: Path, request_ids: Collection[str]) -> Left:
 
     If the record cannot be read to its end, the tokens before the damage are returned; nothing is raised.
 
-    Blocks: while a segment is replayed.
+    Blocks: while a segment is replayed, or all, if an upgrade changed the layout of snapshots.
     """
+    try:
+        segments = find_segments(path)
+    except RecordError as error:
+        return Left({}, {}, str(error))
+    running, left = _read_segments(segments[-1:], request_ids)
+    if running.kernel is None and len(segments) > 1:
+        _, left = _read_segments(segments, request_ids)
+    return left
+
+
+def _read_segments(segments: Sequence[Path], request_ids: Collection[str]) -> tuple[Replay, Left]:
     seen = _Seen(frozenset(request_ids))
     running = seen.replay = Replay(None, seen)
     trouble = ""
     try:
-        report = running.run(find_segments(path)[-1:])
+        report = running.run(segments)
         if report.difference is not None:
             trouble = f"this version decides otherwise after event {report.difference.number}"
     except RecordError as error:
         trouble = str(error)
     if running.kernel is not None:
         seen.end(running.kernel)
-    return Left(seen.started(), seen.ended, trouble)
+    return running, Left(seen.started(), seen.ended, trouble)
 
 
 class _Seen:

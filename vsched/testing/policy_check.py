@@ -15,7 +15,7 @@ from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.plugins import check_contract
 from vsched.policy import (
-    SEATS,
+    POLICY_TABLES,
     SEVERAL,
     Policy,
     ReplicaView,
@@ -23,7 +23,7 @@ from vsched.policy import (
     RoutingView,
     decisions_of,
 )
-from vsched.testing.defaults import default_policies
+from vsched.testing.defaults import SEATS, default_policies
 from vsched.testing.memory_check import check_memory_policy
 from vsched.testing.model_ranks.cluster import ModelCluster
 from vsched.testing.policy_purity import called_twice, check_growth
@@ -115,9 +115,9 @@ def _check(policy: Policy, seed: int, report: PolicyReport) -> list[object]:
 
 
 def _fields(policy: Policy) -> tuple[str, ...]:
-    """Fields of `KernelPolicies` whose decisions a policy makes."""
+    """Names of the seats whose decisions a policy makes."""
     made = decisions_of(type(policy))
-    return tuple(seat.field for seat in SEATS if seat.field and seat.decision in made)
+    return tuple(name for name, table in SEATS.items() if POLICY_TABLES[table] in made)
 
 
 def _policies(policy: Policy, fields: Sequence[str]) -> KernelPolicies:

@@ -22,7 +22,7 @@ from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import at_home, link_address
 from vsched.aio.serving import RunningParts
 from vsched.aio.shell import Recorder, Shell, start_shell
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.stream import ChoiceInputs, TokenStream
 from vsched.config import Config
 from vsched.engine import Engine
 from vsched.errors import RequestFailed
@@ -354,14 +354,13 @@ class Stream:
         self._end_error = end_error
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         self.generation = TokenStream(
-            request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            detokenizer=text or Text(),
-            stop=(),
-            stop_token_ids=frozenset(),
-            logprobs=False,
-            on_stop=shell.end,
-            on_end=self._on_end,
+            ChoiceInputs(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                on_stop=shell.end,
+                on_end=self._on_end,
+            ),
+            lambda **_: text or Text(),
         )
         shell.submit(msgspec.structs.replace(request, sampling=sampling), (), self.generation)
 

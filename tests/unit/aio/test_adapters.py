@@ -9,9 +9,11 @@ from typing import Any, cast
 import pytest
 
 from tests.patience import until
-from vsched.aio.adapters.orders import AdapterOrders
-from vsched.aio.adapters.table import AdapterSettings, AdapterTable, with_adapter
+from vsched.aio.adapters import AdapterOrders, AdapterTable, with_adapter
 from vsched.aio.replicas.groups import ServedGroup, ServedGroups
+from vsched.config import Config
+from vsched.config.adapters import AdaptersConfig
+from vsched.config.sections import DeadlinesConfig, ModelConfig
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.testing import make_request
 from vsched.wire import AddAdapter, RemoveAdapter
@@ -57,7 +59,7 @@ class FakeGroup:
     def __init__(self, name: str) -> None:
         self.name, self.stage = name, name.partition("-")[0]
         self.leader = FakeLeader()
-        self.down, self.retired = False, None
+        self.state = "up"
 
 
 class FakeGroups:
@@ -125,11 +127,11 @@ async def test_orders_tell_a_group_that_was_lost_meanwhile_when_it_is_back() -> 
     orders = orders_of(groups)
     adding = asyncio.ensure_future(orders.add(1, "path", ONE))
     await until(lambda: bool(lost.leader.waiting), "it gets the order")
-    old, lost.down, lost.leader = lost.leader, True, FakeLeader()
+    old, lost.state, lost.leader = lost.leader, "down", FakeLeader()
     old.lose()
     await adding
     assert who_has(groups, 1) == ["generate-1"]
-    lost.down = False
+    lost.state = "up"
     orders.restore_adapters(served(lost))
     assert who_has(groups, 1) == ["generate-0", "generate-1"]
 
@@ -137,13 +139,13 @@ async def test_orders_tell_a_group_that_was_lost_meanwhile_when_it_is_back() -> 
 async def test_orders_tell_a_group_that_is_back_while_others_add() -> None:
     """Restoring a group does not cover an adapter that is still being added."""
     groups = FakeGroups()
-    groups.all[1].down = True
+    groups.all[1].state = "down"
     slow = groups.all[2].leader
     slow.silent = True
     orders = orders_of(groups)
     adding = asyncio.ensure_future(orders.add(1, "path", ONE))
     await until(lambda: bool(slow.waiting), "the other group gets the order")
-    groups.all[1].down = False
+    groups.all[1].state = "up"
     slow.waiting[0].set_result([""])
     await adding
     assert 1 in groups.all[1].leader.has
@@ -151,7 +153,7 @@ async def test_orders_tell_a_group_that_is_back_while_others_add() -> None:
 
 async def test_orders_need_a_group_of_each_stage() -> None:
     groups = FakeGroups()
-    groups.all[0].down = True
+    groups.all[0].state = "down"
     orders = orders_of(groups)
     with pytest.raises(RequestRefused, match="no encode group is up"):
         await orders.add(1, "path", BOTH)
@@ -176,16 +178,16 @@ class Bench:
         self.groups = FakeGroups()
         self.folder = folder
         self.facts: AdapterFacts | Exception = AdapterFacts(4)
-        settings = AdapterSettings(
-            base="base",
-            count_max=2,
-            rank_max=8,
-            directory=str(folder / "adapters"),
-            encoder=encoder,
-            drain_s=drain_s,
-            kept_in=str(folder / "kept"),
+        config = Config(
+            model=ModelConfig(name="base"),
+            adapters=AdaptersConfig(
+                count_max=2, rank_max=8, directory=str(folder / "adapters"), encoder=encoder
+            ),
+            deadlines=DeadlinesConfig(drain_s=drain_s),
         )
-        self.table = AdapterTable(settings, orders_of(self.groups), self.keep)
+        self.table = AdapterTable(
+            config, orders_of(self.groups), self.keep, kept_in=str(folder / "kept")
+        )
 
     def keep(self, path: str, kept: str) -> AdapterFacts:
         Path(kept).mkdir(parents=True)

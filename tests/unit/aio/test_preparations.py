@@ -12,7 +12,7 @@ import pytest
 from tests.patience import patience
 from tests.unit.aio.ranks import ShellHarness, Text
 from vsched.aio.pending_arrivals import PendingArrivals
-from vsched.aio.streams.generation import Generation
+from vsched.aio.streams.stream import Generation
 from vsched.engine import Engine
 from vsched.errors import RequestFailed
 from vsched.kernel.events import Cleared, Event

@@ -32,7 +32,7 @@ GENERATORS = ("generate-0", "generate-1")
 
 
 def running(played: ShellHarness) -> list[int]:
-    return [row["running"] for row in played.shell.groups() if row["stage"] == "generate"]
+    return [row["running"] for row in played.shell.group_rows() if row["stage"] == "generate"]
 
 
 async def soon(task: asyncio.Future[Any]) -> Any:
@@ -56,7 +56,7 @@ async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Shell
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(2)
-    draining = asyncio.ensure_future(played.shell.administration.drain("generate-1"))
+    draining = asyncio.ensure_future(played.shell.groups.drain("generate-1"))
     await asyncio.sleep(0)
     assert state_of(played, "generate-1") == "draining"
     assert not played.shell.healthy
@@ -69,7 +69,7 @@ async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Shell
     await check_tokens(streams)
     for stream in more:
         assert await stream.tokens() == expected_tokens([51], 10)
-    played.shell.administration.resume("generate-1")
+    played.shell.groups.resume("generate-1")
     assert state_of(played, "generate-1") == "up"
     streams_of(played, named="late")
     ranks.run_all(1)
@@ -81,12 +81,10 @@ async def test_drain_that_takes_too_long_is_told_and_goes_on(played: ShellHarnes
     """The wait has a deadline; the drain has none."""
     streams = streams_of(played)
     played.ranks.run_all(2)
-    assert await played.shell.administration.drain("generate-1") is False
+    assert await played.shell.groups.drain("generate-1") is False
     assert state_of(played, "generate-1") == "draining"
     played.ranks.run()
-    assert (
-        await soon(asyncio.ensure_future(played.shell.administration.drain("generate-1"))) is True
-    )
+    assert await soon(asyncio.ensure_future(played.shell.groups.drain("generate-1"))) is True
     await check_tokens(streams)
 
 
@@ -95,10 +93,10 @@ async def test_drain_ends_when_it_is_taken_back(played: ShellHarness) -> None:
     """The waiting call returns False."""
     streams = streams_of(played)
     played.ranks.run_all(2)
-    played.shell.administration._drain_s = 60
-    draining = asyncio.ensure_future(played.shell.administration.drain("generate-1"))
+    played.shell.groups._drain_s = 60
+    draining = asyncio.ensure_future(played.shell.groups.drain("generate-1"))
     await asyncio.sleep(0)
-    played.shell.administration.resume("generate-1")
+    played.shell.groups.resume("generate-1")
     assert await soon(draining) is False
     assert played.shell.healthy
     played.ranks.run()
@@ -111,7 +109,7 @@ async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Sh
     ranks = played.ranks
     streams = streams_of(played)
     ranks.run_all(2)
-    draining = asyncio.ensure_future(played.shell.administration.drain("generate-1"))
+    draining = asyncio.ensure_future(played.shell.groups.drain("generate-1"))
     await asyncio.sleep(0)
     starts = ranks.starts
     ranks.of("generate-1").exit(-9)
@@ -146,7 +144,7 @@ async def test_restart_under_load_costs_no_request_a_token(
     image = Stream(played.shell, make_request("image", [7], [ITEM]))
     ranks.run_all(2)
     old, starts = ranks.of(group), ranks.starts
-    restarting = asyncio.ensure_future(played.shell.administration.restart(group))
+    restarting = asyncio.ensure_future(played.shell.groups.restart(group))
     assert await serve_until(played, restarting) is True
     assert old.ended
     assert ranks.starts == starts + 1
@@ -157,7 +155,7 @@ async def test_restart_under_load_costs_no_request_a_token(
     await check_tokens([*streams])
     assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
     assert await late.tokens() == expected_tokens([51], 10)
-    row = next(row for row in played.shell.groups() if row["name"] == group)
+    row = next(row for row in played.shell.group_rows() if row["name"] == group)
     assert (row["restarts"], row["last_loss"]["reason"]) == (1, "restarted by an operator")
 
 
@@ -168,7 +166,7 @@ async def test_restart_goes_on_after_the_deadline(played: ShellHarness) -> None:
     streams = streams_of(played)
     ranks.run_all(2)
     group = list(ranks.wires)[-1]
-    assert await soon(asyncio.ensure_future(played.shell.administration.restart(group))) is True
+    assert await soon(asyncio.ensure_future(played.shell.groups.restart(group))) is True
     assert played.shell.healthy
     ranks.run()
     await check_tokens(streams)
@@ -179,7 +177,7 @@ async def test_restarts_are_no_losses(played: ShellHarness) -> None:
     """However often an operator restarts a worker group, its first loss is recovered without a pause."""
     ranks = played.ranks
     for _ in range(6):
-        assert await played.shell.administration.restart("generate") is True
+        assert await played.shell.groups.restart("generate") is True
     ranks.of("generate").exit(-9)
     await ranks.until(lambda: played.shell.healthy)
     assert ranks.pauses_s == []
@@ -190,7 +188,7 @@ async def test_restart_that_is_cancelled_leaves_the_group_serving(played: ShellH
     """Nothing has been stopped yet."""
     streams_of(played)
     played.ranks.run_all(2)
-    restarting = asyncio.ensure_future(played.shell.administration.restart("generate-1"))
+    restarting = asyncio.ensure_future(played.shell.groups.restart("generate-1"))
     await asyncio.sleep(0)
     restarting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -204,10 +202,10 @@ async def test_retired_group_can_be_restarted(played: ShellHarness) -> None:
     ranks.broken.add("generate-1")
     ranks.of("generate-1").exit(-9)
     await ranks.until(lambda: state_of(played, "generate-1") == "retired")
-    assert await played.shell.administration.restart("generate-1") is False, "it was not repaired"
+    assert await played.shell.groups.restart("generate-1") is False, "it was not repaired"
     assert state_of(played, "generate-1") == "retired"
     ranks.broken.clear()
-    assert await played.shell.administration.restart("generate-1") is True
+    assert await played.shell.groups.restart("generate-1") is True
     assert played.shell.healthy
     streams = streams_of(played)
     ranks.run_all(1)
@@ -224,7 +222,7 @@ async def test_group_that_was_lost_too_often_can_be_restarted(played: ShellHarne
         ranks.of("generate-1").exit(-9)
         await ranks.until(lambda: state_of(played, "generate-1") in ("up", "retired"))
     assert state_of(played, "generate-1") == "retired"
-    assert await played.shell.administration.restart("generate-1") is True
+    assert await played.shell.groups.restart("generate-1") is True
 
 
 async def refusal(played: ShellHarness, action: str, group: str) -> RequestRefused:
@@ -236,11 +234,11 @@ async def refusal(played: ShellHarness, action: str, group: str) -> RequestRefus
 async def act(played: ShellHarness, action: str, group: str) -> None:
     match action:
         case "drain":
-            await played.shell.administration.drain(group)
+            await played.shell.groups.drain(group)
         case "restart":
-            await played.shell.administration.restart(group)
+            await played.shell.groups.restart(group)
         case _:
-            played.shell.administration.resume(group)
+            played.shell.groups.resume(group)
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
@@ -257,11 +255,11 @@ async def test_upkeep_of_an_unknown_group_names_the_known(
 async def test_drain_of_the_last_group_of_its_stage_is_refused(played: ShellHarness) -> None:
     """Requests would wait for an operator; the only encoder, the last generator."""
     assert (await refusal(played, "drain", "encode")).code == "last_group"
-    assert await played.shell.administration.drain("generate-0") is True
+    assert await played.shell.groups.drain("generate-0") is True
     error = await refusal(played, "drain", "generate-1")
     assert (error.code, error.status) == ("last_group", 409)
     assert "Remedy: restart it" in str(error)
-    assert await played.shell.administration.restart("generate-1") is True
+    assert await played.shell.groups.restart("generate-1") is True
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
@@ -272,7 +270,7 @@ async def test_upkeep_of_a_group_in_the_wrong_state_is_refused(played: ShellHarn
     assert "cannot resume generate-1, which is up" in str(error)
     streams = streams_of(played)
     played.ranks.run_all(2)
-    restarting = asyncio.ensure_future(played.shell.administration.restart("generate-1"))
+    restarting = asyncio.ensure_future(played.shell.groups.restart("generate-1"))
     await asyncio.sleep(0)
     for action in ("drain", "restart", "resume"):
         assert "which is restarting" in str(await refusal(played, action, "generate-1"))

@@ -46,7 +46,7 @@ async def check_tokens(streams: Sequence[Stream]) -> None:
 
 def state_of(played: ShellHarness, group: str) -> object:
     """State of a group, on which shell and kernel must agree."""
-    row = next(row for row in played.shell.groups() if row["name"] == group)
+    row = next(row for row in played.shell.group_rows() if row["name"] == group)
     kernel = played.shell.statistics()[stage_of(group)]["groups"][group]
     assert row["state"] == kernel["state"]
     return row["state"]
@@ -90,7 +90,7 @@ async def test_shell_shows_operators_each_group(played: ShellHarness) -> None:
     await played.start(TWO_GENERATE, ranks=2)
     streams_of(played)
     played.ranks.run(1, groups=["generate-1"])
-    rows = {row["name"]: row for row in played.shell.groups()}
+    rows = {row["name"]: row for row in played.shell.group_rows()}
     assert list(rows) == ["encode", "generate-0", "generate-1"]
     assert [(row["stage"], row["state"]) for row in rows.values()] == [
         ("encode", "up"),
@@ -104,10 +104,10 @@ async def test_shell_shows_operators_each_group(played: ShellHarness) -> None:
     assert rows["generate-1"]["last_loss"] is None
     played.ranks.of("generate-1", 1).exit(-9)
     await played.ranks.until(lambda: played.shell.healthy)
-    row = played.shell.groups()[2]
+    row = played.shell.group_rows()[2]
     assert row["restarts"] == 1
     assert row["last_loss"]["reason"] == "generate-1: rank 1 was killed by SIGKILL"
-    assert played.shell.groups()[1]["restarts"] == 0
+    assert played.shell.group_rows()[1]["restarts"] == 0
 
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
@@ -283,7 +283,9 @@ async def test_shell_ranks_that_were_refused_last_do_not_stay(played: ShellHarne
     ranks.of("generate-1").exit(-9)
     await ranks.until(lambda: state_of(played, "generate-1") == "retired")
     assert ranks.of("generate-1").ended
-    assert "smaller KV cache: value 99 blocks" in str(played.shell._groups["generate-1"].retired)
+    assert "smaller KV cache: value 99 blocks" in str(
+        played.shell.groups["generate-1"].supervisor.retired
+    )
 
 
 @pytest.mark.parametrize("groups", [SEPARATE, TOGETHER, TWO_GENERATE], ids=str)
@@ -338,7 +340,7 @@ async def test_shell_names_the_host_that_was_lost(played: ShellHarness) -> None:
     ranks.lose_host("cannot be reached")
     ranks.of("generate", 1).exit(-9)
     await ranks.until(lambda: played.shell.healthy)
-    (row,) = (row for row in played.shell.groups() if row["name"] == "generate")
+    (row,) = (row for row in played.shell.group_rows() if row["name"] == "generate")
     assert row["losses"] == {"HostLost": 1}
     assert row["last_loss"]["reason"] == "generate: host far cannot be reached"
 

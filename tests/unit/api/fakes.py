@@ -12,8 +12,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tests.unit.media.fakes import FakePreprocessor
-from vsched.aio.streams.prompt_report import PromptReport
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams.stream import OutputDelta, PromptReport
 from vsched.api import ApiSettings, create_app
 from vsched.api.http_server import http_server, listen
 from vsched.api.server import api_settings

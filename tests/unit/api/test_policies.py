@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import Client, FakeEngine
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestRefused
@@ -35,7 +36,7 @@ async def test_policies_are_listed_and_replaced() -> None:
     assert (reply.status, reply.json) == (200, {"generate.step": {"use": "tenant-fair"}})
 
 
-@pytest.mark.parametrize("body", [b"{", [], {"generate.step": "tenant-fair"}])
+@each_case("body", [b"{", [], {"generate.step": "tenant-fair"}])
 async def test_policies_refuses_what_is_no_request(body: object) -> None:
     engine = FakeEngine()
     reply = await Client(create_app(engine, ApiSettings())).send("POST", PATH, body)
@@ -63,7 +64,7 @@ async def test_engine_replaces_policies_while_requests_run() -> None:
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize(
+@each_case(
     ("tables", "message"),
     [
         ({}, "no policy is named"),

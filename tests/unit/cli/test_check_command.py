@@ -235,7 +235,7 @@ def test_check_counts_a_scale_for_each_group_of_inputs(stage: str, kind: str) ->
 
 
 def test_check_counts_the_draft_model() -> None:
-    """Its weights count in the stage, and its KV in that of a token."""
+    """Its weights count towards the stage, its KV towards that of each token."""
     plain, both = (
         check_json(DEMO, *words)[1]["memory"]["generate"]
         for words in ((), ("--set", f"generate.draft_model={DEMO}"))

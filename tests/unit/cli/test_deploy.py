@@ -91,7 +91,7 @@ def entrypoint() -> list[str]:
 def test_command_of_the_image_is_understood(
     words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its options are those of `vsched serve`: it gets as far as looking for the checkpoint."""
+    """The command line is valid: `vsched serve` stops only because the checkpoint is missing."""
     main.import_commands()
     assert json.loads(of("ENTRYPOINT")[0]) == ["vsched"]
     CliRunner().invoke(app, words)

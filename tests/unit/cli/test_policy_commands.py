@@ -1,4 +1,4 @@
-"""`vsched policies try` finds what is wrong with a policy, and compares it with the built-ins."""
+"""`vsched policies try`: errors of a policy, and a comparison with the built-ins."""
 
 from __future__ import annotations
 

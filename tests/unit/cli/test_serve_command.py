@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vsched.aio.environment import Environment
-from vsched.aio.replicas import early, fork_server
+from vsched.aio.replicas import fork_server, launcher
 from vsched.api import http_server as http_server_module
 from vsched.api import server as server_module
 from vsched.api.server import RunningServer
@@ -59,7 +59,7 @@ def served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     stand_in = Served()
     monkeypatch.setattr(server_module, "serve", stand_in.serve)
     monkeypatch.setattr(http_server_module, "forgo_models", lambda _: None)
-    monkeypatch.setattr(early, "early_fork_servers", lambda *_: nullcontext({}))
+    monkeypatch.setattr(launcher, "early_fork_servers", lambda *_: nullcontext({}))
     monkeypatch.setattr(fork_server, "idle_fork_server", nullcontext)
     with caplog.at_level(logging.INFO, "vsched"):
         assert serve_command.logger.isEnabledFor(logging.INFO)

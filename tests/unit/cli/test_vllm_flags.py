@@ -107,7 +107,7 @@ def test_vllm_flag_without_effect_says_why() -> None:
     assert done.words == ["folder"]
     assert done.notes == [
         "--trust-remote-code of vLLM has no effect: code of checkpoints is never run",
-        "--seed of vLLM has no effect: each request has a seed, 0 by default, and the same seed repeats it",
+        "--seed of vLLM has no effect: each request has a seed, by default a random one, and the same seed repeats it",
         "--no-enable-sleep-mode of vLLM has no effect: it is always off",
     ]
 

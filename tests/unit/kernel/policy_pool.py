@@ -43,6 +43,7 @@ from vsched.policy import (
     StepShares,
     StepView,
 )
+from vsched.testing.defaults import default_policies
 from vsched_policies.admission import (
     Deadline,
     Fifo,
@@ -546,14 +547,14 @@ def random_insertion(rng: random.Random) -> CachePolicy:
 
 def random_policies(rng: random.Random) -> KernelPolicies:
     """Return any combination."""
-    return KernelPolicies(
+    return default_policies(
         encode_admission=random_admission(rng),
         generate_admission=random_admission(rng),
         encoding=random_encoding(rng),
         dispatch=random_dispatch(rng),
-        embedding_eviction=random_eviction(rng),
+        encode_eviction=random_eviction(rng),
         reclaim=random_reclaim(rng),
-        prefix_eviction=random_eviction(rng),
+        generate_eviction=random_eviction(rng),
         insertion=random_insertion(rng),
         preemption=random_preemption(rng),
         routing=random_routing(rng),

@@ -18,7 +18,7 @@ def run_in_process(hash_seed: str) -> tuple[str, str]:
     """Run in a process; return its output (digest and counts) and its hash of a string."""
     path = os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.kernel.recorded_run", "12"],
+        [sys.executable, "-m", "tests.unit.kernel.recorded_run", "5"],
         env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path},
         cwd=ROOT,
         capture_output=True,

@@ -10,7 +10,6 @@ import pytest
 
 from tests.unit.kernel.setups import assert_served, image_request, joined, make_limits, words
 from vsched.kernel import SchedulerLimits
-from vsched.kernel.policy_calls import put_first
 from vsched.kernel.scheduler import Scheduler
 from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.kernel.waiting_queue import OrderedQueue
@@ -40,6 +39,7 @@ from vsched.policy import (
     StepView,
     WaitingEntry,
 )
+from vsched.policy.checks import put_first
 from vsched.testing import ModelCluster, default_policies, make_request
 
 SECOND_NS = 1_000_000_000

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -18,101 +16,48 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.kernel.policy_calls import (
-    GuardedOrder,
-    ask_admission,
-    ask_dispatch,
-    ask_drafting,
-    ask_front_door,
-    ask_preemption,
-    ask_step,
-)
+from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.policy_seats import PolicyFaults
 from vsched.policy import (
+    DECISIONS,
     Admission,
     AdmissionView,
     CachePolicy,
     Dispatch,
-    DispatchView,
     Draft,
-    EncodingView,
     EvictionOrder,
     Hold,
-    ImagePolicy,
-    InsertionView,
     Policy,
     Preemption,
-    PreemptionView,
-    ReclaimView,
     Redirect,
     RequestPolicy,
     Shed,
     StepShares,
+    WaitingEntry,
 )
 from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing.defaults import seats_of
 from vsched_policies.eviction import Lru
 
-
-class Answers:
-    """Returns its decisions in turn, the last for ever; raises those that are exceptions."""
-
-    def __init__(self, *choices: Any) -> None:
-        self.choices = list(choices)
-
-    def __call__(self) -> Any:
-        answer = self.choices.pop(0) if len(self.choices) > 1 else self.choices[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+BROKEN: dict[str, Any] = {}
+"""What the broken policy of a decision returns, or raises."""
 
 
-class Said:
-    """Looks like an admission."""
+def broken(decision: str, answer: Any) -> Policy:
+    """Return a policy that gives this answer to every call."""
+    BROKEN[decision] = answer
+    one = DECISIONS[decision]
 
-    def __init__(self, indices: Any = (), hold_until_ns: Any = None) -> None:
-        self.indices = indices
-        self.hold_until_ns = hold_until_ns
+    def method(*_: object) -> Any:
+        found = BROKEN[decision]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    def __repr__(self) -> str:
-        return f"Said({self.indices!r}, {self.hold_until_ns!r})"
-
-
-class BadAdmission(RequestPolicy, frozen=True, kw_only=True):
-    def admit(self, view: AdmissionView) -> Any:
-        return BROKEN["admission"]()
-
-
-class BadEncoding(ImagePolicy, frozen=True, kw_only=True):
-    def select(self, view: EncodingView) -> Any:
-        return BROKEN["encoding"]()
-
-
-class BadPreemption(RequestPolicy, frozen=True, kw_only=True):
-    def victim(self, view: PreemptionView) -> Any:
-        return BROKEN["preemption"]()
-
-
-class BadEviction(CachePolicy, frozen=True, kw_only=True):
-    def build_order(self) -> Any:
-        return BROKEN["eviction"]()
-
-
-class BadDispatch(ImagePolicy, frozen=True, kw_only=True):
-    def dispatch(self, view: DispatchView) -> Any:
-        return BROKEN["dispatch"]()
-
-
-class BadReclaim(ImagePolicy, frozen=True, kw_only=True):
-    def reclaim(self, view: ReclaimView) -> Any:
-        return BROKEN["reclaim"]()
-
-
-class BadInsertion(CachePolicy, frozen=True, kw_only=True):
-    def keep(self, view: InsertionView) -> Any:
-        return BROKEN["insertion"]()
-
-
-BROKEN: dict[str, Answers] = {}
+    bad = msgspec.defstruct(
+        "Bad", [], bases=(one.base,), namespace={one.method: method}, frozen=True, kw_only=True
+    )
+    return cast("Policy", bad())
 
 
 class BadOrder:
@@ -167,135 +112,128 @@ def serve_all(policies: dict[str, Policy]) -> ModelCluster:
     return cluster
 
 
-@pytest.mark.parametrize("stage", ["encode_admission", "generate_admission"])
+WAITING = [WaitingEntry(tokens=3, arrived_ns=5), WaitingEntry(tokens=3, arrived_ns=6)]
+ANY_ADMISSION: Any = Admission
+ANY_DISPATCH: Any = Dispatch
+ANY_PREEMPTION: Any = Preemption
+ANY_DRAFT: Any = Draft
+ANY_STEPSHARES: Any = StepShares
+INVALID: dict[str, tuple[tuple[Any, ...], list[Any]]] = {
+    "admission": (
+        (WAITING, 2, 0, 7, 60, (1, 3)),
+        [
+            *[
+                None,
+                ANY_ADMISSION([99]),
+                ANY_ADMISSION([-1]),
+                ANY_ADMISSION([0, 0]),
+                ANY_ADMISSION(["first"]),
+            ],
+            *[ANY_ADMISSION([0.5]), ANY_ADMISSION(None), ANY_ADMISSION()],
+            *[ANY_ADMISSION([], hold_until_ns=one) for one in (1, "soon", 1 << 60)],
+            ANY_ADMISSION([0], hold_until_ns=1 << 60),
+            *[ANY_ADMISSION([0], preempt=one) for one in ([0], [4], [1, 3], ["first"])],
+            ANY_ADMISSION([0, 1], preempt=[1, 1]),
+            ANY_ADMISSION([0], preempt=[1], mode="forget"),
+            ANY_ADMISSION([0], preempt=[1], hold_until_ns=8),
+        ],
+    ),
+    "encoding": ((3,), [None, [99], [-1], ["first"], [0.5], 3]),
+    "preemption": ((2,), [None, 99, -1, "youngest", 0.5, ANY_PREEMPTION(0, "forget")]),
+    "dispatch": (
+        (2, {0: 0}, 0),
+        [
+            *[
+                None,
+                0,
+                ANY_DISPATCH(1),
+                ANY_DISPATCH(-1),
+                ANY_DISPATCH(None),
+                ANY_DISPATCH("encode"),
+            ],
+            *[ANY_DISPATCH(0, one) for one in ([99], [0, 0], [], 3)],
+        ],
+    ),
+    "reclaim": ((2,), [None, [99], [-1], [0, 0], ["a"], 0]),
+    "insertion": ((2,), [None, 99, -1, "all", 0.5, [0]]),
+    "routing": ((2, [0], [5, 5]), [None, 2, -1, "first"]),
+    "drafting": ((), [None, ANY_DRAFT(-1), ANY_DRAFT(33), ANY_DRAFT(1, -1), ANY_DRAFT("all")]),
+    "step": (
+        (2,),
+        [
+            None,
+            ANY_STEPSHARES([2]),
+            ANY_STEPSHARES([0, 0]),
+            ANY_STEPSHARES([0], [1, 2]),
+            ANY_STEPSHARES([0], [-1]),
+        ],
+    ),
+    "front_door": (
+        (7, 5, 60),
+        [None, Hold(7), Hold(66), Shed(""), Shed("full", 0), Shed("full", 1, 500), Redirect("x")],
+    ),
+}
+"""Facts of a call, and answers that are invalid for them, by decision."""
+
+
+@pytest.mark.parametrize("decision", INVALID)
+def test_invalid_answers_are_refused(decision: str) -> None:
+    check, (facts, answers) = DECISIONS[decision].check, INVALID[decision]
+    assert check is not None
+    for answer in answers:
+        with pytest.raises((TypeError, ValueError, AttributeError)):
+            raise AssertionError(f"{check(answer, *facts)} was accepted")
+
+
+@pytest.mark.parametrize("answer", [BOOM, None], ids=repr)
 @pytest.mark.parametrize(
-    "answer",
-    [
-        BOOM,
-        None,
-        Said([99]),
-        Said([-1]),
-        Said([0, 0]),
-        Said(["first"]),
-        Said([0.5]),
-        Said([], hold_until_ns=1),
-        Said([], hold_until_ns="soon"),
-        Said([0], hold_until_ns=1 << 60),
-        Said([], hold_until_ns=1 << 60),
-        Said(None),
-    ],
-    ids=repr,
+    "decision", sorted({*INVALID} - {"reclaim", "routing", "front_door", "drafting"})
 )
-def test_guard_admission_default_decides(stage: str, answer: Any) -> None:
-    """Requests are served in order of arrival; the failures are counted and logged."""
-    BROKEN["admission"] = Answers(answer)
-    cluster = serve_all({stage: BadAdmission()})
-    faults = cluster.kernel.statistics()["policy_faults"]
-    assert isinstance(faults, dict)
-    assert faults["BadAdmission"] >= len(cluster.notices) > 0
-    assert "policy BadAdmission failed" in cluster.notices[0]
-    assert "the default decided. Input: AdmissionView(stage=" in cluster.notices[0]
+def test_default_decides_after_a_failure(decision: str, answer: Any) -> None:
+    """Everything is served; the failures are counted, and logged with the input."""
+    bad = broken(decision, answer)
+    cluster = serve_all(dict.fromkeys(seats_of(decision), bad))
+    assert cluster.kernel.statistics()["policy_faults"]["Bad"] >= len(cluster.notices) > 0
+    assert "policy Bad failed" in cluster.notices[0]
+    assert "the default decided. Input: " in cluster.notices[0]
+    assert cluster.ended["image0"].times.preemptions == 0, "the youngest is preempted"
+    assert cluster.kernel.statistics()["generate"]["blocks_cached"] > 0, "all blocks are kept"
 
 
-def test_guard_admission_that_admits_nobody_is_overruled_when_nothing_runs() -> None:
+def test_admission_that_admits_nobody_is_overruled_when_nothing_runs() -> None:
     """With nothing running and no time to hold until, some request must join."""
-    BROKEN["admission"] = Answers(Said())
-    cluster = serve_all({"generate_admission": BadAdmission()})
+    cluster = serve_all({"generate_admission": broken("admission", Admission())})
     assert any("nothing is admitted" in notice for notice in cluster.notices)
-    assert cluster.kernel.statistics()["policy_faults"]
 
 
-@pytest.mark.parametrize("answer", [BOOM, None, [99], [-1], ["first"], [0.5], 3], ids=repr)
-def test_guard_encoding_default_decides(answer: Any) -> None:
-    """The items that a chunk needs are encoded, whatever the policy returns."""
-    BROKEN["encoding"] = Answers(answer)
-    cluster = serve_all({"encoding": BadEncoding()})
-    assert "policy BadEncoding failed" in cluster.notices[0]
-    assert cluster.kernel.statistics()["policy_faults"]
-
-
-def test_guard_encoding_that_forgets_the_needed_items_is_completed() -> None:
+def test_encoding_that_forgets_the_needed_items_is_completed() -> None:
     """An empty list is legal: items that the chunk needs are always added."""
-    BROKEN["encoding"] = Answers([])
-    cluster = serve_all({"encoding": BadEncoding()})
+    cluster = serve_all({"encoding": broken("encoding", [])})
     assert cluster.notices == []
     assert cluster.kernel.statistics()["policy_faults"] == {}
 
 
-@pytest.mark.parametrize("answer", [BOOM, None, 99, -1, "youngest", 0.5], ids=repr)
-def test_guard_preemption_default_decides(answer: Any) -> None:
-    """The youngest is preempted."""
-    BROKEN["preemption"] = Answers(answer)
-    cluster = serve_all({"preemption": BadPreemption()})
-    assert "policy BadPreemption failed" in cluster.notices[0]
-    assert "Input: PreemptionView(" in cluster.notices[0]
-    assert cluster.ended["image0"].times.preemptions == 0
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        BOOM,
-        None,
-        0,
-        Dispatch(1),
-        Dispatch(-1),
-        Dispatch(None),
-        Dispatch(0, [99]),
-        Dispatch(0, [0, 0]),
-        Dispatch(0, []),
-        Dispatch(0, 3),  # type: ignore[arg-type]
-        Dispatch("encode"),  # type: ignore[arg-type]
-    ],
-    ids=repr,
-)
-def test_guard_dispatch_default_decides(answer: Any) -> None:
-    """The group that delays the fewest requests encodes, in order of arrival."""
-    BROKEN["dispatch"] = Answers(answer)
-    cluster = serve_all({"dispatch": BadDispatch()})
-    assert "policy BadDispatch failed" in cluster.notices[0]
-    assert "Input: DispatchView(" in cluster.notices[0]
-
-
-@pytest.mark.parametrize("answer", [BOOM, None, [99], [-1], [0, 0], ["a"], 0], ids=repr)
-def test_guard_reclaim_default_decides(answer: Any) -> None:
-    """The youngest is evicted."""
-    BROKEN["reclaim"] = Answers(answer)
+def test_youngest_embedding_is_evicted_after_a_failure() -> None:
     cluster = ModelCluster(
-        make_limits(pages=8, slots=1, chunk_tokens=16), default_policies(reclaim=BadReclaim())
+        make_limits(pages=8, slots=1, chunk_tokens=16),
+        default_policies(reclaim=broken("reclaim", BOOM)),
     )
-    claim_and_take(cluster)
-    assert "policy BadReclaim failed" in cluster.notices[0]
-    assert "Input: ReclaimView(" in cluster.notices[0]
-    assert cluster.kernel.statistics()["encode"]["cache_preemptions"] == 1
-
-
-def claim_and_take(cluster: ModelCluster) -> None:
-    """Let an older request need the pages of embeddings of younger ones, which wait for a slot."""
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
     for name in ("young", "younger"):
         cluster.submit(image_request(name, (name.encode(), 8), max_tokens=2))
     cluster.drain()
     assert_served(cluster, "old", "young", "younger")
+    assert "Input: ReclaimView(" in cluster.notices[0]
+    assert cluster.kernel.statistics()["encode"]["cache_preemptions"] == 1
 
 
-@pytest.mark.parametrize("answer", [BOOM, None, 99, -1, "all", 0.5, [0]], ids=repr)
-def test_guard_insertion_default_decides(answer: Any) -> None:
-    """All blocks are kept."""
-    BROKEN["insertion"] = Answers(answer)
-    cluster = serve_all({"insertion": BadInsertion()})
-    assert "policy BadInsertion failed" in cluster.notices[0]
-    assert "Input: InsertionView(" in cluster.notices[0]
-    assert cluster.kernel.statistics()["generate"]["blocks_cached"] > 0
-
-
-@pytest.mark.parametrize("cache", ["embedding_eviction", "prefix_eviction"])
+@pytest.mark.parametrize("cache", ["encode_eviction", "generate_eviction"])
 @pytest.mark.parametrize(
     "order",
     [
         BOOM,
         None,
-        Said(),
+        Admission(),
         *[BadOrder(method, BOOM) for method in ("add", "reuse", "drop", "victim")],
         *[BadOrder(method, SystemExit()) for method in ("add", "reuse", "drop", "victim")],
         *[BadOrder("victim", answer) for answer in NO_VICTIMS],
@@ -304,17 +242,14 @@ def test_guard_insertion_default_decides(answer: Any) -> None:
 )
 def test_guard_eviction_default_decides(cache: str, order: Any) -> None:
     """A broken order is replaced by the kernel's own, without losing anything cached."""
-    BROKEN["eviction"] = Answers(order)
-    cluster = serve_all({cache: BadEviction()})
-    assert "policy BadEviction failed" in cluster.notices[0]
-    faults = cluster.kernel.statistics()["policy_faults"]
-    assert faults == {"BadEviction": 1}
+    cluster = serve_all({cache: broken("eviction", order)})
+    assert "policy Bad failed" in cluster.notices[0]
+    assert cluster.kernel.statistics()["policy_faults"] == {"Bad": 1}
 
 
 def test_guard_eviction_may_keep_nothing() -> None:
     """`add` may return False: the entry is dropped at once."""
-    BROKEN["eviction"] = Answers(BadOrder("add", False))
-    cluster = serve_all({"embedding_eviction": BadEviction()})
+    cluster = serve_all({"encode_eviction": broken("eviction", BadOrder("add", False))})
     assert cluster.notices == []
     encode = cluster.kernel.statistics()["encode"]
     assert isinstance(encode, dict)
@@ -328,15 +263,12 @@ class NumpyOrder(BadOrder):
 
 def test_guard_eviction_takes_out_the_keys_that_were_added() -> None:
     """A record and the ranks could not take another type."""
-    BROKEN["eviction"] = Answers(NumpyOrder("nothing", None))
     faults = PolicyFaults()
-    order: GuardedOrder[int] = GuardedOrder(BadEviction(), faults)
+    policy = cast("CachePolicy", broken("eviction", NumpyOrder("nothing", None)))
+    order: GuardedOrder[int] = GuardedOrder(policy, faults)
     order.add_all([3, 1, 2])
     assert [(type(key), key) for key in order.take_victims(2)] == [(int, 3), (int, 1)]
     assert not faults.counts
-
-
-ARRIVED = SimpleNamespace(now_ns=7, request=SimpleNamespace(arrived_ns=5))
 
 
 class PreemptionMode(str):
@@ -348,45 +280,30 @@ class Reason(str):
 
 
 @pytest.mark.parametrize(
-    ("ask", "view", "answer"),
+    ("decision", "facts", "answer"),
     [
         (
-            ask_admission,
-            SimpleNamespace(
-                waiting=[SimpleNamespace(arrived_ns=5)], running=0, now_ns=7, entries_free=1
-            ),
+            "admission",
+            (WAITING[:1], 1, 0, 7, 60),
             Admission([], np.int64(9)),  # type: ignore[arg-type]
         ),
-        (
-            ask_preemption,
-            SimpleNamespace(running=[0, 1]),
-            Preemption(np.int8(1), PreemptionMode("swap")),  # type: ignore[arg-type]
-        ),
-        (ask_drafting, None, Draft(np.int64(2), np.int64(3), np.int64(2), np.True_)),  # type: ignore[arg-type]
-        (
-            ask_step,
-            SimpleNamespace(prefilling=[0, 1]),
-            StepShares(np.array([1, 0]), np.array([3, 4]), np.int64(9)),  # type: ignore[arg-type]
-        ),
-        (
-            ask_front_door,
-            ARRIVED,
-            Hold(np.int64(9)),  # type: ignore[arg-type]
-        ),
-        (ask_front_door, ARRIVED, Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
-        (ask_front_door, ARRIVED, Redirect(Reason("http://other:8000"))),
-        (
-            partial(ask_dispatch, free={}, encoding=1),
-            SimpleNamespace(waiting=[0]),
-            Dispatch(None, [np.int8(0)]),  # type: ignore[list-item]
-        ),
+        ("preemption", (2,), Preemption(np.int8(1), PreemptionMode("swap"))),  # type: ignore[arg-type]
+        ("drafting", (), Draft(np.int64(2), np.int64(3), np.int64(2), np.True_)),  # type: ignore[arg-type]
+        ("step", (2,), StepShares(np.array([1, 0]), np.array([3, 4]), np.int64(9))),  # type: ignore[arg-type]
+        ("front_door", (7, 5, 60), Hold(np.int64(9))),  # type: ignore[arg-type]
+        ("front_door", (7, 5, 60), Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
+        ("front_door", (7, 5, 60), Redirect(Reason("http://other:8000"))),
+        ("dispatch", (1, {}, 1), Dispatch(None, [np.int8(0)])),  # type: ignore[list-item]
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_guard_answers_become_values_that_can_be_recorded(ask: Any, view: Any, answer: Any) -> None:
+def test_checked_answers_can_be_recorded(decision: str, facts: Any, answer: Any) -> None:
     """A record holds the resulting commands, in the built-in types."""
-    seen = ask(SimpleNamespace(ask=lambda _: answer, accept=lambda: None, fail=pytest.fail), view)
-    assert seen == msgspec.msgpack.decode(msgspec.msgpack.encode(seen), type=type(seen))
+    check = DECISIONS[decision].check
+    assert check is not None
+    seen = check(answer, *facts)
+    data = msgspec.msgpack.encode(seen)
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(data, type=type(seen))) == data
 
 
 class Deep(RequestPolicy, frozen=True, kw_only=True):
@@ -409,25 +326,23 @@ def test_guard_notice_says_where_a_policy_failed() -> None:
     assert "return stumble(len(view.waiting))" in text
 
 
+class Wrong(RequestPolicy, frozen=True, kw_only=True):
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission([99])
+
+
 def test_guard_notice_says_whose_answer_is_invalid() -> None:
-    BROKEN["admission"] = Answers(Said([99]))
-    cluster = serve_all({"generate_admission": BadAdmission()})
-    line = BadAdmission.admit.__code__.co_firstlineno
-    assert (
-        f"policy BadAdmission failed at test_policy_faults.py:{line}, the answer of admit "
-        in cluster.notices[0]
-    )
+    cluster = serve_all({"generate_admission": Wrong()})
+    line = Wrong.admit.__code__.co_firstlineno
+    where = f"policy Wrong failed at test_policy_faults.py:{line}, the answer of admit "
+    assert where in cluster.notices[0]
 
 
 def test_guard_notices_do_not_flood() -> None:
     """A policy that fails in every step is logged a hundred times; later failures are only counted."""
-    BROKEN["encoding"] = Answers(BOOM)
-    policies = default_policies(encoding=BadEncoding())
-    cluster = ModelCluster(make_limits(), policies)
+    cluster = ModelCluster(make_limits(), default_policies(encoding=broken("encoding", BOOM)))
     for index in range(150):
         cluster.submit(image_request(f"r{index}", (b"image%d" % index, 4), max_tokens=1))
         cluster.drain()
     assert len(cluster.notices) == 100
-    faults = cluster.kernel.statistics()["policy_faults"]
-    assert isinstance(faults, dict)
-    assert faults["BadEncoding"] >= 150
+    assert cluster.kernel.statistics()["policy_faults"]["Bad"] >= 150

@@ -16,6 +16,7 @@ from vsched.kernel.policy_seats import STATE_BYTES_MAX, PolicyFaults, PolicySeat
 from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.plugins import check_contract
 from vsched.policy import (
+    DECISIONS,
     Admission,
     AdmissionView,
     CachePolicy,
@@ -200,14 +201,14 @@ def test_snapshot_refuses_the_state_of_another_policy() -> None:
     data = encode_snapshot(cluster.kernel)
     with pytest.raises(RecordError, match="Fifo: it has no state, and one was recorded"):
         restore_snapshot(Scheduler(limits, default_policies()), data)
-    seat = PolicySeat(TalliedRouting(), "choose", PolicyFaults())
+    seat = PolicySeat(TalliedRouting(), DECISIONS["routing"], PolicyFaults())
     seat.kept = b"\xc0"
     with pytest.raises(RecordError, match="TalliedRouting: its state cannot be kept"):
         seat.rebuild()
 
 
 def test_seat_begins_with_the_defaults() -> None:
-    assert PolicySeat(TalliedRouting(), "choose", PolicyFaults()).state == Tally()
+    assert PolicySeat(TalliedRouting(), DECISIONS["routing"], PolicyFaults()).state == Tally()
 
 
 class Colour(enum.Enum):

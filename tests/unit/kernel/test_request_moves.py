@@ -79,7 +79,7 @@ def claims(cluster: ModelCluster, key: bytes) -> int:
 
 def preempted_prefill(limits: SchedulerLimits, *items: tuple[int, int, bytes]) -> ModelCluster:
     """A cluster in which a prefill was preempted while the step that read its first image was in flight."""
-    cluster = ModelCluster(limits, default_policies(embedding_eviction=KeepNothing()))
+    cluster = ModelCluster(limits, default_policies(encode_eviction=KeepNothing()))
     cluster.submit(make_request("old", words(2), max_tokens=30))
     length = sum(tokens for _, tokens, _ in items)
     cluster.submit(make_request("young", words(36 - length), items, max_tokens=2))
@@ -383,7 +383,7 @@ def test_group_that_was_lost_while_it_drained_tells_once_that_it_is_drained_agai
 def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> None:
     """No other group accepts it, though it holds no slot and its image is yet to be encoded."""
     limits = make_limits(generators=2, prefix_cache=False)
-    policies = default_policies(routing=First(), embedding_eviction=KeepNothing())
+    policies = default_policies(routing=First(), encode_eviction=KeepNothing())
     cluster = ModelCluster(limits, policies)
     cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
     cluster.run_encode()

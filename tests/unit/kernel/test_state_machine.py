@@ -36,7 +36,7 @@ from vsched.types import FinishReason
 from vsched_policies.admission import Deadline, Gathered, Priority
 from vsched_policies.eviction import KeepNothing
 
-SEEDS = int(os.environ.get("VSCHED_SEEDS", "2000"))
+SEEDS = int(os.environ.get("VSCHED_SEEDS", "500"))
 BATCH = 100
 
 
@@ -112,7 +112,7 @@ def test_kernel_overrules_a_policy_that_never_admits() -> None:
 def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
     """Found with seed 256041. The cached prefix ends between two occurrences of one image that is not retained."""
     limits = make_limits(slots=1, chunk_tokens=8, block_size=4)
-    cluster = ModelCluster(limits, default_policies(embedding_eviction=KeepNothing()))
+    cluster = ModelCluster(limits, default_policies(encode_eviction=KeepNothing()))
     image = b"image"
     cluster.submit(make_request("once", words(2), [(0, 12, image)]))
     cluster.submit(make_request("twice", words(9), [(0, 12, image), (0, 12, image)]))
@@ -171,12 +171,6 @@ class KernelMachine(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         self.cluster.lose(data.draw(st.sampled_from(self.up())))
 
-    @precondition(lambda self: self.cluster.limits.pages)
-    @rule(data=st.data())
-    def lose_rows(self, data: st.DataObject) -> None:
-        pages = range(self.cluster.limits.pages)
-        self.cluster.lose_rows(data.draw(st.lists(st.sampled_from(pages), unique=True)))
-
     @precondition(lambda self: any(self.cluster.others(one) for one in self.cluster.down))
     @rule()
     def retire(self) -> None:
@@ -209,7 +203,7 @@ class KernelMachine(RuleBasedStateMachine):
 
 TestKernelMachine = pytest.mark.slow(KernelMachine.TestCase)
 TestKernelMachine.settings = settings(
-    max_examples=60,
+    max_examples=30,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -12,11 +13,10 @@ import zmq
 from tests.cable import Cable
 from tests.host_process import HostProcess
 from tests.unit.rank.worker_groups import Place
-from vsched.aio.hosts.keys import curve_keys, make_secret
-from vsched.aio.hosts.placement import PlacedLauncher, connect_by
+from vsched.aio.hosts.placement import PlacedLauncher
 from vsched.aio.hosts.remote import Patience
 from vsched.aio.hosts.server import HostServer
-from vsched.aio.hosts.sockets import Context, HostSocket
+from vsched.aio.hosts.sockets import Context, EngineSocket, HostSocket, curve_keys, make_secret
 from vsched.aio.replicas.launcher import LocalLauncher
 
 PATIENT = Patience(alive_s=0.1, silence_s=60, open_s=60)
@@ -75,7 +75,7 @@ class Hosts:
         """Have the worker groups of a place run on hosts."""
         keys = curve_keys(shared or self.shared, "engine")
         hosts = {
-            name: connect_by(self._context, address, keys)
+            name: partial(EngineSocket, self._context, address, keys)
             for name, address in self._addresses.items()
         }
         stages = {"encode": encode, "generate": generate}

@@ -67,7 +67,7 @@ async def test_hosts_rank_that_is_killed_there_comes_back(place: Place) -> None:
             request = make_request("image", [14, 15], [(1, 6, b"image1")])
             stream = generate(shell, request, max_tokens=60)
             before = await read(stream, at_least=20)
-            (rank,) = shell._groups["generate"].supervisor.worker_group._processes
+            (rank,) = shell.groups["generate"].supervisor.worker_group._processes
             os.kill(rank.pid, signal.SIGKILL)
             assert before + await read(stream) == expected_tokens(request.prompt_token_ids, 60)
             assert shell.healthy
@@ -105,7 +105,7 @@ async def test_hosts_stream_goes_on_when_a_host_is_killed_and_comes_back(
             hosts.launcher(place, encode=encode, generate=generators)
             async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
                 await check_stream_goes_on(shell, process.kill, process.start)
-                (row,) = (row for row in shell.groups() if row["name"] == stage)
+                (row,) = (row for row in shell.group_rows() if row["name"] == stage)
                 assert row["losses"] == {"HostLost": 1}
                 assert "host far" in row["last_loss"]["reason"]
 

@@ -19,9 +19,8 @@ from tests.patience import NEVER_S, until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import RunningHost
 from tests.unit.rank.worker_groups import ROOT, Place, generate, python_path, read, shell_of
-from vsched.aio.environment import placed
-from vsched.aio.hosts.on_ray import ActorDied, RayHosts, Resources
-from vsched.aio.hosts.ray_calls import InstalledRay
+from vsched.aio.hosts.placement import placed
+from vsched.aio.hosts.ray_hosts import ActorDied, InstalledRay, RayHosts, Resources
 from vsched.aio.replicas.launcher import LocalLauncher
 from vsched.aio.replicas.process import RankProcess
 from vsched.config import Config, load_config
@@ -44,10 +43,11 @@ class FakeActor:
         self.requested = 0
 
 
-class FakeRay:
+class FakeRay(InstalledRay):
     """The few calls of Ray, with hosts on this event loop for actors."""
 
     def __init__(self, bundles: Sequence[Resources] = ()) -> None:
+        super().__init__()
         self.address = ""
         self.bundles = [*bundles]
         self.strategy = ""
@@ -304,7 +304,7 @@ def test_ray_is_imported_by_its_calls_alone() -> None:
             if nodes:
                 found.append(path.name)
                 assert all(node.col_offset for node in nodes)
-    assert found == ["ray_calls.py"]
+    assert found == ["ray_hosts.py"]
 
 
 def test_ray_is_not_needed_without_it() -> None:

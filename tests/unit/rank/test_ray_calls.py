@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE_S, patience
-from vsched.aio.hosts.on_ray import ActorDied
-from vsched.aio.hosts.ray_calls import NAMESPACE, InstalledRay
+from vsched.aio.hosts.ray_hosts import NAMESPACE, ActorDied, InstalledRay
 from vsched.errors import ConfigError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -17,7 +17,7 @@ from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
 from vsched.aio.shell import Shell, start_shell
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.stream import ChoiceInputs, TokenStream
 from vsched.kernel import SchedulerLimits
 from vsched.policy import MemoryPolicy, MemoryView
 from vsched.testing import default_policies
@@ -229,14 +229,13 @@ def generate(shell: Shell, request: Request, *, max_tokens: int) -> TokenStream:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     request = msgspec.structs.replace(request, sampling=sampling)
     generation = TokenStream(
-        request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        detokenizer=NoText(),
-        stop=(),
-        stop_token_ids=frozenset(),
-        logprobs=False,
-        on_stop=shell.end,
-        on_end=lambda: None,
+        ChoiceInputs(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            on_stop=shell.end,
+            on_end=lambda: None,
+        ),
+        lambda **_: NoText(),
     )
     shell.submit(request, (), generation)
     return generation

@@ -14,25 +14,14 @@ from vsched.config.sections import RecordConfig
 from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
+from vsched.kernel.snapshot import LAYOUT
 from vsched.policy import Policy
 from vsched.record import Recorder, open_recorder
+from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
+from vsched.record.replay import REMOVED_SETTINGS
+from vsched.record.segments import find_segments
 from vsched.testing import ModelCluster, run_random
 from vsched.testing.defaults import default_policies
-
-TABLES = {
-    "encode_admission": ("encode", "admission"),
-    "encoding": ("encode", "encoding"),
-    "dispatch": ("encode", "dispatch"),
-    "embedding_eviction": ("encode", "eviction"),
-    "reclaim": ("encode", "reclaim"),
-    "generate_admission": ("generate", "admission"),
-    "prefix_eviction": ("generate", "eviction"),
-    "insertion": ("generate", "insertion"),
-    "preemption": ("generate", "preemption"),
-    "drafting": ("generate", "drafting"),
-    "step": ("generate", "step"),
-}
-"""Configuration tables of the kernel's policies, by field."""
 
 
 def table(policy: Policy) -> dict[str, object]:
@@ -53,13 +42,15 @@ def config_for(
     """Return a configuration that names these policies and records."""
     record = RecordConfig(path=str(path), segment_bytes=segment_bytes, segments=segments)
     config = Config(
-        routing=table(policies.routing), front_door=table(policies.front_door), record=record
+        routing=table(policies.by_table["routing"]),
+        front_door=table(policies.by_table["front_door"]),
+        record=record,
     )
-    for place, (section, name) in TABLES.items():
-        changed = msgspec.structs.replace(
-            getattr(config, section), **{name: table(getattr(policies, place))}
-        )
-        config = msgspec.structs.replace(config, **{section: changed})
+    for place, policy in policies.by_table.items():
+        section, _, name = place.partition(".")
+        if name:
+            changed = msgspec.structs.replace(getattr(config, section), **{name: table(policy)})
+            config = msgspec.structs.replace(config, **{section: changed})
     if limits is None:
         return config
     return msgspec.structs.replace(
@@ -135,6 +126,18 @@ def record_run(
     assert cluster.recorder is not None
     cluster.recorder.close()
     return cluster
+
+
+def downgrade(path: Path) -> None:
+    """Rewrite a record as an earlier version wrote it: with unreadable snapshots and settings that are gone."""
+    for segment in find_segments(path):
+        bodies = [body for _, body in FrameReader(segment, newest=True).bodies()]
+        *header, _, layout = msgspec.msgpack.decode(bodies[0])
+        assert layout == LAYOUT
+        for section, name in REMOVED_SETTINGS:
+            header[5].setdefault(section, {})[name] = False
+        bodies[0] = msgspec.msgpack.encode([*header, b"a state as it once was"])
+        segment.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies)))
 
 
 if __name__ == "__main__":

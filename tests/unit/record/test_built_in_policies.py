@@ -14,17 +14,14 @@ from tests.unit.kernel.test_snapshot import RestoredCluster, noting
 from tests.unit.record.recorded import record_run
 from vsched.kernel import KernelPolicies, SchedulerLimits
 from vsched.plugins import RegisteredPolicy, list_policies, resolve_policy
-from vsched.policy import DECISIONS, SEATS
+from vsched.policy import DECISIONS
 from vsched.record import replay
 from vsched.record.segments import find_segments
 from vsched.testing import ModelCluster, default_policies, run_random
+from vsched.testing.defaults import seats_of
 
-PLACES = {
-    kind: [seat.field for seat in SEATS if seat.decision == kind]
-    for kind in DECISIONS
-    if kind != "memory"
-}
-"""Fields of `KernelPolicies` by decision."""
+PLACES = {kind: seats_of(kind) for kind in DECISIONS if kind != "memory"}
+"""Names of seats by decision."""
 IN_KERNEL = [policy for policy in list_policies() if policy.kind in PLACES]
 TIGHT = SchedulerLimits(
     block_size=4,

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
-from tests.unit.record.recorded import record_run
+from tests.unit.record.recorded import downgrade, record_run
 from vsched.errors import RequestRefused
 from vsched.kernel.commands import RefusalCode
 from vsched.kernel.events import Submitted
 from vsched.record.entries import decode_header
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
 from vsched.record.left import PartialOutput, prompt_digest, read_left
+from vsched.record.segments import find_segments
 from vsched.sim.ranks.stepped import correct_outputs
 from vsched.testing import ModelCluster
 from vsched.types import FinishReason
@@ -30,8 +31,9 @@ def cut(path: Path, share: float) -> tuple[int, int]:
     return first, first + min(kept, len(bodies)) - 1
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize(
+    ("seed", "share"), [(seed, (0.3, 0.6, 0.9, 1.0)[seed % 4]) for seed in range(12)]
+)
 def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_told(
     tmp_path: Path, seed: int, share: float
 ) -> None:
@@ -67,6 +69,22 @@ def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_told(
         assert name not in second.refused
         assert second.outputs[name] == expected[len(started.token_ids) :]
         assert second.ended[name].reason is FinishReason.LENGTH
+
+
+def test_answers_go_on_after_an_upgrade_that_cannot_read_the_snapshots(tmp_path: Path) -> None:
+    """All segments are replayed then; without the first one, the reason is reported."""
+    path = tmp_path / "run.vlog"
+    record_run(path, 2, segment_bytes=4096)
+    cut(path, 0.6)
+    names = [*record_run(tmp_path / "same.vlog", 2).requests]
+    before = read_left(path, names)
+    assert before.started
+    downgrade(path)
+    after = read_left(path, names)
+    assert not after.trouble
+    assert before.started.items() <= after.started.items()
+    find_segments(path)[0].unlink()
+    assert "snapshots cannot be read here" in read_left(path, names).trouble
 
 
 def test_answer_that_has_all_its_tokens_is_refused(tmp_path: Path) -> None:

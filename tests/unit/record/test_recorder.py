@@ -173,7 +173,7 @@ def test_recorder_does_not_begin_where_a_policy_cannot_be_recorded(
 ) -> None:
     path = tmp_path / "run.vlog"
     path.write_text("an earlier record")
-    policies = default_policies(prefix_eviction=Locked(early=True))
+    policies = default_policies(generate_eviction=Locked(early=True))
     assert open_recorder(config_for(path, policies), Scheduler(LIMITS, policies)) is None
     (said,) = caplog.records
     assert "lock" in said.getMessage()
@@ -185,7 +185,7 @@ def test_recorder_ends_where_a_policy_comes_to_hold_what_cannot_be_recorded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "run.vlog"
-    policies = default_policies(prefix_eviction=Locked(), embedding_eviction=Locked())
+    policies = default_policies(generate_eviction=Locked(), encode_eviction=Locked())
     cluster = record_run(path, 0, policies=policies, events=300, segment_bytes=4096)
     (said,) = caplog.records
     assert "the record ends after" in said.getMessage()

@@ -17,17 +17,15 @@ from typer.testing import CliRunner
 from tests.patience import PATIENCE_S
 from tests.unit.kernel.policy_pool import random_policies
 from tests.unit.record.odd_policies import Ring
-from tests.unit.record.recorded import record_run
+from tests.unit.record.recorded import downgrade, record_run
 from vsched.cli import app
 from vsched.cli.main import import_commands
 from vsched.errors import RecordError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
-from vsched.kernel.snapshot import LAYOUT
 from vsched.record import replay
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
-from vsched.record.replay import REMOVED_SETTINGS
 from vsched.record.segments import find_segments
 from vsched.testing.defaults import default_policies
 
@@ -49,7 +47,7 @@ def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
 
 
 def test_replay_takes_up_policies_with_a_state_of_their_own(tmp_path: Path) -> None:
-    policies = default_policies(prefix_eviction=Ring(), embedding_eviction=Ring())
+    policies = default_policies(generate_eviction=Ring(), encode_eviction=Ring())
     record_run(tmp_path / "run.vlog", 0, policies=policies, events=300, segment_bytes=4096)
     report = replay(tmp_path / "run.vlog")
     assert report.segments > 2
@@ -238,14 +236,7 @@ def test_replay_of_a_record_whose_snapshots_have_another_layout(tmp_path: Path) 
     path = tmp_path / "run.vlog"
     record_run(path, 0, events=300, segment_bytes=4096, segments=99)
     report = replay(path)
-    for segment in find_segments(path):
-        bodies = [body for _, body in FrameReader(segment, newest=True).bodies()]
-        *header, _, layout = msgspec.msgpack.decode(bodies[0])
-        assert layout == LAYOUT
-        for section, name in REMOVED_SETTINGS:
-            header[5].setdefault(section, {})[name] = False
-        bodies[0] = msgspec.msgpack.encode([*header, b"a state as it once was"])
-        segment.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies)))
+    downgrade(path)
     assert report.segments > 2
     assert replay(path) == report
     find_segments(path)[0].unlink()

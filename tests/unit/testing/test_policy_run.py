@@ -86,7 +86,8 @@ def test_run_policy_names_the_line_of_a_failure() -> None:
 
 def test_default_policies_put_a_policy_at_all_its_seats() -> None:
     policies = default_policies(LastFirst())
-    assert policies.front_door is policies.several is policies.encode_admission
+    arriving, encoding = (policies.by_table[one] for one in ("front_door", "encode.admission"))
+    assert arriving is policies.several is encoding
     assert default_policies().several is None
     with pytest.raises(PolicyError, match="overrides no method"):
         default_policies(MemoryPolicy())

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import zmq
 
-from vsched.aio.hosts.keys import CurveKeys
-from vsched.aio.hosts.remote import Connect, EngineEnd, Patience, RemoteHost
-from vsched.aio.hosts.sockets import Context, EngineSocket
+from vsched.aio.hosts.ray_hosts import InstalledRay, RayHosts
+from vsched.aio.hosts.remote import Connect, Patience, RemoteHost
+from vsched.aio.hosts.sockets import (
+    Context,
+    EngineSocket,
+    curve_keys,
+    make_secret,
+    read_key_file,
+)
 from vsched.aio.hosts.stream import WINDOW_BYTES
 from vsched.aio.replicas.launcher import Host, Launcher
+from vsched.config import Config
 from vsched.config.cluster import OWN_HOST, RAY_HOST
 from vsched.transport.arena import Arena
 from vsched.types import replica_of, stage_of
@@ -101,28 +110,55 @@ def ray_host(stage: str, replica: int) -> str:
     return f"{RAY_HOST} {stage}-{replica}"
 
 
-def connect_by(context: Context, address: str, keys: CurveKeys) -> Connect:
-    """Return a function that opens links to the host at an address."""
+def placed(config: Config, own: Launcher, *, ray: InstalledRay | None = None) -> PlacedLauncher:
+    """Return a launcher for the hosts of a cluster."""
+    cluster = config.cluster
+    hosts: dict[str, Connect] = {}
+    with contextlib.ExitStack() as opened:
+        context: Context = zmq.Context()
+        opened.callback(context.destroy)
+        if cluster.used & cluster.hosts.keys():
+            shared = read_key_file(cluster.key_file, key="cluster.key_file")
+            keys = curve_keys(shared, "engine")
+            for name, address in cluster.hosts.items():
+                hosts[name] = partial(EngineSocket, context, address, keys)
+        on_ray = config.on_ray
+        if on_ray:
+            secret = make_secret()
+            replicas = {ray_host(*which): resources for which, resources in on_ray.items()}
+            ray_hosts = RayHosts(ray or InstalledRay(), cluster, replicas, secret)
+            opened.callback(ray_hosts.close)
+            own_keys = curve_keys(secret, "engine")
+            hosts |= ray_hosts.links(
+                lambda address: partial(EngineSocket, context, address, own_keys)
+            )
+        closing = opened.pop_all()
+    return placed_on(config, own, hosts, close=closing.close)
 
-    def connect(on_frame: Callable[[bytes], None], on_cut: Callable[[str], None]) -> EngineEnd:
-        return EngineSocket(context, address, keys, on_frame, on_cut)
 
-    return connect
-
-
-def hosts_at(
-    addresses: Mapping[str, str], keys: CurveKeys
-) -> tuple[dict[str, Connect], Callable[[], None]]:
-    """Return functions that open links to hosts, by host name, and one that releases their sockets."""
-    context: Context = zmq.Context()
-    hosts = {name: connect_by(context, address, keys) for name, address in addresses.items()}
-    return hosts, lambda: context.destroy()
-
-
-def hosts_sought(
-    connects: Callable[[Callable[[str], Connect]], dict[str, Connect]], keys: CurveKeys
-) -> tuple[dict[str, Connect], Callable[[], None]]:
-    """Return functions that open links to hosts with looked-up addresses, and one that releases their sockets."""
-    context: Context = zmq.Context()
-    hosts = connects(lambda address: connect_by(context, address, keys))
-    return hosts, lambda: context.destroy()
+def placed_on(
+    config: Config,
+    own: Launcher,
+    hosts: Mapping[str, Connect],
+    *,
+    close: Callable[[], None] = lambda: None,
+    window_bytes: int = WINDOW_BYTES,
+) -> PlacedLauncher:
+    """Return a launcher for these hosts, with the configured placement and timeouts."""
+    cluster, deadlines = config.cluster, config.deadlines
+    patience = Patience(
+        alive_s=deadlines.heartbeat_s,
+        silence_s=deadlines.rank_timeout_s + deadlines.heartbeat_s,
+        open_s=cluster.connect_s,
+    )
+    stages = {stage: cluster.hosts_of(stage) for stage in ("encode", "generate")}
+    if config.placement == "together":
+        stages["encode"] = stages["generate"]
+    return PlacedLauncher(
+        own,
+        hosts,
+        stages,
+        patience,
+        close=close,
+        window_bytes=window_bytes,
+    )

@@ -20,7 +20,6 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from vsched.aio.hosts.keys import curve_keys
 from vsched.aio.hosts.messages import (
     VERSION,
     Bye,
@@ -40,9 +39,9 @@ from vsched.aio.hosts.messages import (
     Unsent,
     Write,
 )
-from vsched.aio.hosts.sockets import Context, HostSocket
+from vsched.aio.hosts.sockets import Context, HostSocket, curve_keys
 from vsched.aio.hosts.stream import WINDOW_BYTES, Stream
-from vsched.aio.leader.link import LeaderEnd
+from vsched.aio.leader.leader import LeaderEnd
 from vsched.aio.replicas.launcher import Host, LaunchedRank, Launcher, LocalLauncher
 from vsched.errors import ConfigError, VschedError
 from vsched.policy import RankMemory, Reservation

@@ -13,20 +13,17 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from vsched.aio.leader.encode_slices import EncodeSlices
 from vsched.aio.leader.failure_detector import (
     Deadlines,
     FailureDetector,
     ProcessLiveness,
     ResultComparison,
 )
-from vsched.aio.leader.hooks import HookTimes
-from vsched.aio.leader.link import LeaderEnd
 from vsched.failures import (
     ErrorKind,
     GroupFailure,
@@ -71,6 +68,131 @@ from vsched.wire import (
     undamaged_report,
 )
 
+HOOK_GAP_S = 1.0
+"""Minimum time between runs of a hook on request of ranks, so that it is not part of every step."""
+
+
+class HookTimes:
+    """The hooks of one group.
+
+    A hook is due when its interval has passed since its last run and there were steps in between, because nothing
+    changes while a group is idle, or when a rank requests it; with an interval of 0 only then. `override_s` replaces
+    all other intervals.
+    """
+
+    def __init__(
+        self, intervals: Mapping[str, float], now_s: float, *, override_s: float | None = None
+    ) -> None:
+        self._intervals = {
+            name: interval_s if override_s is None or interval_s == 0 else override_s
+            for name, interval_s in intervals.items()
+        }
+        self._start_s = now_s
+        self._ended_s: dict[str, float] = {}
+        self._worked: set[str] = set()
+        self._requested: set[str] = set()
+        self._out: set[str] = set()
+
+    def stepped(self) -> None:
+        """Note that a step was sent."""
+        self._worked.update(self._intervals)
+
+    def ask(self, name: str) -> bool:
+        """Request a hook; return False if there is none of this name."""
+        if name not in self._intervals:
+            return False
+        if name not in self._out:  # a run in progress satisfies the request
+            self._requested.add(name)
+        return True
+
+    def take_due(self, now_s: float) -> list[str]:
+        """Return the hooks to run now; they count as running until `done`."""
+        due = [name for name in self._intervals if self._is_due(name, now_s)]
+        for name in due:
+            self._requested.discard(name)
+            self._out.add(name)
+            self._worked.discard(name)
+        return due
+
+    def _is_due(self, name: str, now_s: float) -> bool:
+        if name in self._out:
+            return False
+        ended_s = self._ended_s.get(name)
+        if name in self._requested and (ended_s is None or now_s - ended_s >= HOOK_GAP_S):
+            return True
+        interval_s = self._intervals[name]
+        if interval_s == 0 or name not in self._worked:
+            return False
+        return now_s - (self._start_s if ended_s is None else ended_s) >= interval_s
+
+    def done(self, name: str, now_s: float) -> None:
+        """Note the end of a run."""
+        self._out.discard(name)
+        self._ended_s[name] = now_s
+
+
+class EncodeSlices:
+    """The time slices of one encode group.
+
+    Attributes:
+        open: Whether a batch in flight is encoded in time slices.
+        busy_ns: Total time of its slices so far.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self.busy_ns = 0
+        self._time_slice_ns = 0
+        self._tokens = 0
+        self._layer_ns = 0.0
+
+    def begin(self, decision: EncodeDecision) -> EncodeDecision:
+        """Return a batch with the number of layers of its first time slice."""
+        self._time_slice_ns = decision.time_slice_ns
+        self._tokens = sum(task.tokens for task in decision.tasks if not task.encoded)
+        self.open = bool(self._time_slice_ns and self._tokens)
+        self.busy_ns = 0
+        return msgspec.structs.replace(decision, layers=self._layers()) if self.open else decision
+
+    def go_on(self, paused: Paused) -> int:
+        """Return the number of layers of the next time slice."""
+        layer_ns = paused.busy_ns / paused.layers / self._tokens
+        self._layer_ns = max(layer_ns, self._layer_ns) if self.busy_ns else layer_ns
+        self.busy_ns += paused.busy_ns
+        return self._layers()
+
+    def end(self) -> bool:
+        """Note the end of the batch; return True if it was encoded in time slices."""
+        was_open, self.open = self.open, False
+        return was_open
+
+    def _layers(self) -> int:
+        """Return the number of layers that fit, at least one; one before the first measurement."""
+        if not self._layer_ns:
+            return 1
+        return max(1, int(self._time_slice_ns / (self._layer_ns * self._tokens)))
+
+
+class LeaderEnd(Protocol):
+    """The leader's end of the links to the ranks of one group; see `vsched.transport.zmq_link.LeaderLink`."""
+
+    def carry(self, entry: LogEntry) -> None:
+        """Prepare for an entry whose frames are sent next: the arena bytes that it reads must arrive before it."""
+        ...
+
+    def send(self, rank: int, frame: bytes) -> bool:
+        """Queue a frame for a rank, without waiting; return False if it is gone or backlogged."""
+        ...
+
+    def read(self) -> None:
+        """Handle all frames that have arrived."""
+        ...
+
+    def close(self) -> None:
+        """Stop receiving and drop queued frames."""
+        ...
+
+
 __all__ = ["Deadlines", "Leader", "ProcessLiveness"]
 
 EARLY = 0.9
@@ -81,7 +203,6 @@ GAP_INTERVALS = 2
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-
 
 PEER_REPORT_S = 0.5
 """Time to wait for the report of a failed rank after another rank reports its loss."""
@@ -94,20 +215,20 @@ class _Gather(Generic[Answer]):
         loop = asyncio.get_running_loop()
         self.complete: asyncio.Future[list[Answer]] = loop.create_future()
         self._ranks = ranks
-        self._choices: dict[int, Answer] = {}
+        self._by_rank: dict[int, Answer] = {}
 
-    def answer(self, rank: int, answer: Answer) -> None:
+    def add(self, rank: int, answer: Answer) -> None:
         """Add the answer of a rank; only its first counts."""
-        self._choices.setdefault(rank, answer)
-        if len(self._choices) == self._ranks and not self.complete.done():
-            self.complete.set_result([self._choices[rank] for rank in range(self._ranks)])
+        self._by_rank.setdefault(rank, answer)
+        if len(self._by_rank) == self._ranks and not self.complete.done():
+            self.complete.set_result([self._by_rank[rank] for rank in range(self._ranks)])
 
 
 class Leader:
     """Leads the ranks of one group.
 
-    `on_result` gets the result of each step. `on_lost` is called once, with the failure, when the group is lost.
-    `on_threads` gets a rank's number of threads when it changes.
+    `on_result` gets the name of the group and the result of each step. `on_lost` is called once, with the failure, when
+    the group is lost. `on_threads` gets a rank's number of threads when it changes.
 
     Attributes:
         memory: Last memory report of each rank, in bytes by name.
@@ -124,7 +245,7 @@ class Leader:
         secret: str,
         ranks: int,
         deadlines: Deadlines,
-        on_result: Callable[[GenerateResult | EncodeResult], None],
+        on_result: Callable[[str, GenerateResult | EncodeResult], None],
         on_lost: Callable[[GroupFailure], None],
         on_threads: Callable[[int, ThreadsInUse], None],
         on_progress: Callable[[str, float], None],
@@ -322,11 +443,11 @@ class Leader:
                 if rank == 0:
                     self._on_progress(what, fraction)
             case Loaded(memory):
-                self.loaded.answer(rank, memory)
+                self.loaded.add(rank, memory)
             case Reserved():
-                self.reserved.answer(rank, report)
+                self.reserved.add(rank, report)
             case Sized():
-                self._votes.answer(rank, report)
+                self._votes.add(rank, report)
             case Ready():
                 self._take_ready(rank, report)
             case _:  # signs of life only, which are noted already
@@ -395,14 +516,14 @@ class Leader:
             if not self._hooks.ask(name):
                 self.refuse(0, f"asked for the hook {name!r}, which it did not announce")
                 return
-        self._on_result(answer)
+        self._on_result(self.name, answer)
         if answer.wanted and not self._over:
             self._run_hooks()
 
     def _end_slices(self, result: EncodeResult) -> None:
         was_open = self._slices.end()
         if was_open and result.failure and self._ranks > 1:
-            # Other ranks may wait for their next slice: they continue, and fail where they need this rank.
+            # Other ranks may wait for their next slice: they continue, and fail as soon as they need this rank.
             self._append(Continue(result.step, 0))
 
     def _take_pause(self, rank: int, paused: Paused) -> None:
@@ -434,7 +555,7 @@ class Leader:
             return
         self._detector.answered(rank, self._running_s())
         change = self._changes[seq]
-        change.answer(rank, error)
+        change.add(rank, error)
         if change.complete.done():
             del self._changes[seq]
 

@@ -10,21 +10,23 @@ import dataclasses
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import zmq
 
-from vsched.aio.leader.link import LeaderEnd
-from vsched.aio.replicas.fork_server import ForkServer, IdleForkServer
+from vsched.aio.leader.leader import LeaderEnd
+from vsched.aio.replicas.fork_server import ForkServer, IdleForkServer, rank_environment
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
-from vsched.aio.replicas.rank_environment import rank_environment
+from vsched.config import Config
+from vsched.errors import VschedError
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.types import ModelInfo, stage_of
-from vsched.worker.capabilities import ForkableRanks
+from vsched.worker.capabilities import ForkableRanks, LeanPreprocessing
 from vsched.worker.registry import load_worker
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
@@ -198,7 +200,7 @@ def at_home(
     """Fill in the host's part of a specification: folder, arena, and the addresses of leaders and peers.
 
     Ranks that share a model use a new rendezvous for each start, because files of an earlier start would be mistaken
-    for those of this one.
+    for files of this one.
     """
     changes: dict[str, Any] = {}
     for group in groups:
@@ -236,3 +238,47 @@ def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> Modules:
             return ()
         modules.update(dict.fromkeys(needed))
     return tuple(modules)
+
+
+@contextmanager
+def early_fork_servers(
+    config: Config, idle: IdleForkServer | None = None
+) -> Iterator[Mapping[Modules, ForkServer]]:
+    """Start the fork server of a configuration's ranks, for a launcher to take over; leaving the context ends it.
+
+    The imports of ranks are the longest part of a start. The command line calls this as soon as it has read its
+    configuration; the engine's other imports, about a second on one core, run concurrently. Only for a process that
+    runs nothing but the server, as with `forgo_models`.
+
+    Its process is `idle`, if given, which the caller ends. Empty if ranks are not forked, or their imports are unknown
+    because of an error, which the engine reports.
+    """
+    servers: dict[Modules, ForkServer] = {}
+    with suppress(VschedError):
+        modules = _modules_of_generate(config)
+        if modules:
+            servers[modules] = make_fork_server(modules, idle=idle)
+            servers[modules].begin()
+        elif idle is not None:
+            idle.close()
+    try:
+        yield servers
+    finally:
+        for server in servers.values():
+            server.close()
+
+
+def _modules_of_generate(config: Config) -> Modules:
+    """Return the imports of ranks of the generate stage; the encode stage usually has the same.
+
+    Raises:
+        VschedError: When the plug-in does not exist, or the checkpoint cannot be served.
+    """
+    section = config.generate
+    if not config.model.path or not section.on_cpu or config.cluster.elsewhere:
+        return ()
+    plugin = load_worker(section.plugin, path="generate.plugin")
+    if isinstance(plugin, LeanPreprocessing):
+        plugin.forgo_models(config.model.path)  # before anything looks for torch
+    info = plugin.inspect(config.model.path, dtype=config.model.dtype, item_tokens_max=0)
+    return modules_of(info, [(section.plugin, section.device)])

@@ -42,6 +42,9 @@ class Supervisor:
     `on_failed(failure)` is called once.
 
     Attributes:
+        down: Whether the ranks are lost, or not in use yet.
+        restarting: Whether an operator restarts them, and their groups are being drained for that.
+        retired: Why they will not be restarted; None while they may be.
         restarts: Number of successful restarts.
         losses: Number of unplanned losses by kind of failure.
         last_loss: None before the first.
@@ -56,6 +59,8 @@ class Supervisor:
         on_failed: Callable[[GroupFailure], None],
     ) -> None:
         self.worker_group = worker_group
+        self.down = self.restarting = False
+        self.retired: GroupFailure | None = None
         self.restarts = 0
         self.losses: Counter[str] = Counter()
         self.last_loss: LastLoss | None = None
@@ -76,6 +81,7 @@ class Supervisor:
 
     def note_loss(self, failure: GroupFailure) -> None:
         """Count an unplanned loss; each in the window lengthens the next pause."""
+        self.down = True
         self.last_loss = LastLoss(failure, time.time())
         self.losses[type(failure).__name__] += 1
         self._losses_s.append(self._loop.time())
@@ -83,12 +89,15 @@ class Supervisor:
 
     def note_restart(self, failure: GroupFailure) -> None:
         """Note a planned restart: it does not count as a loss, and ranks get the grace period."""
+        self.down = True
         self.last_loss = LastLoss(failure, time.time())
         self._grace_s = STOP_GRACE_S
 
-    def reset_backoff(self) -> None:
-        """Forget earlier losses, because an operator has intervened."""
+    def revive(self) -> None:
+        """Start retired ranks again and forget earlier losses, because an operator has intervened."""
+        self.retired, self.down = None, True
         self._losses_s.clear()
+        self.restart()
 
     def restart(self) -> None:
         """Start a restart, unless one is in progress: each of its groups may request it."""
@@ -125,6 +134,7 @@ class Supervisor:
                 failure = failure_of(error, groups)
                 continue
             self.restarts += 1
+            self.down = False
             logger.warning("%s: up again", self.names)
             self._finish()
             self._on_back()
@@ -133,6 +143,7 @@ class Supervisor:
         await self.worker_group.stop(grace_s=0)
         probe("supervisor.given_up")
         logger.error("%s: could not be restarted", self.names)
+        self.retired = failure
         self._finish()
         self._on_failed(failure)
 

@@ -19,7 +19,6 @@ import msgspec
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.leader.leader import Deadlines, Leader, ProcessLiveness
 from vsched.aio.replicas.launcher import Host, LaunchedRank, Launcher
-from vsched.aio.replicas.rank_threads import RankThreads
 from vsched.errors import DeviceOutOfMemory, startup_error
 from vsched.failures import GroupFailure, HostLost, NotReady, ProcessExited
 from vsched.transport.arena import Arena
@@ -31,6 +30,9 @@ from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 STOP_GRACE_S = 5.0
+THREADS_LAST_S = 5.0
+"""A change of the number of threads is logged only after this time, so that short-lived other programs cause no log
+lines."""
 STARTING = "starting processes and importing libraries"
 """First progress message of a group, before its ranks have sent any."""
 
@@ -122,7 +124,7 @@ class WorkerGroup:
         return {name: self._leaders[name].ready.result() for name in self.groups}
 
     def _with_settings(self, error: Exception) -> Exception:
-        """Name both memory limits if a process has both stages: the error knows only that of its stage."""
+        """Name both memory limits if a process has both stages: the error names only the limit of its stage."""
         template = self._template
         both = template.encode is not None and template.generate is not None
         if not (both and template.memory_limit_bytes and isinstance(error, DeviceOutOfMemory)):
@@ -212,7 +214,7 @@ class WorkerGroup:
             secret=secret,
             ranks=self._ranks,
             deadlines=self._deadlines,
-            on_result=lambda result: self._events.on_result(group, result),
+            on_result=self._events.on_result,
             on_lost=self._lose,
             on_threads=self._threads_in_use.take,
             on_progress=partial(self._progress, group),
@@ -282,6 +284,50 @@ class WorkerGroup:
             self._events.on_lost(self.groups, failure)
 
 
+class RankThreads:
+    """The last thread report of each rank of one start; a lasting change is logged once.
+
+    Attributes:
+        in_use: The last report of each rank.
+    """
+
+    def __init__(self, groups: Sequence[str]) -> None:
+        self.in_use: dict[int, ThreadsInUse] = {}
+        self._names = " and ".join(groups)
+        self._logged: dict[int, int] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+
+    def take(self, rank: int, report: ThreadsInUse) -> None:
+        """Take the report of a rank; groups in one process report the same number twice."""
+        if report == self.in_use.get(rank):
+            return
+        self.in_use[rank] = report
+        self._cancel(rank)
+        if report.active != self._logged.setdefault(rank, report.total):
+            loop = asyncio.get_running_loop()
+            self._timers[rank] = loop.call_later(THREADS_LAST_S, self._log, rank, report)
+
+    def close(self) -> None:
+        """Stop logging."""
+        for rank in list(self._timers):
+            self._cancel(rank)
+
+    def _cancel(self, rank: int) -> None:
+        timer = self._timers.pop(rank, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _log(self, rank: int, report: ThreadsInUse) -> None:
+        del self._timers[rank]
+        self._logged[rank] = report.active
+        who, active, total = f"{self._names} rank {rank}", report.active, report.total
+        if active < total:
+            why = "other programs keep the cores busy"
+            logger.warning("%s computes with %d of %d threads: %s", who, active, total, why)
+        else:
+            logger.info("%s computes with all of its %d threads again", who, total)
+
+
 def rank_device(device: str, index: int) -> str:
     """Return the device `index` after this one; only `cuda` has several."""
     kind, _, first = device.partition(":")
@@ -291,7 +337,7 @@ def rank_device(device: str, index: int) -> str:
 async def all_or_first_error(
     works: Iterable[Coroutine[Any, Any, Result]], watch: Coroutine[Any, Any, NoReturn]
 ) -> list[Result]:
-    """Run coroutines concurrently and return their results; the first error, also that of `watch`, cancels the rest."""
+    """Run coroutines concurrently and return their results; the first error, also from `watch`, cancels the rest."""
     try:
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(watch)

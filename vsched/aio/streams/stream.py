@@ -1,20 +1,101 @@
-"""The stream of a choice: detokenization, stop strings, and a buffer of deltas for a reader."""
+"""The output of a choice: detokenization, stop strings, log-probabilities of its prompt, and a reader's handle.
+
+The engine holds a reference to the `TokenStream` while the request runs, so a `TokenStream` is never garbage-collected
+before its end. Only the caller refers to the `Generation`, and the request ends when that is dropped.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
-from vsched.aio.streams.prompt_report import PromptReport
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
-from vsched.types import FinishReason
+from vsched.types import FinishReason, SamplingParams
+from vsched.wire import PromptPiece
 from vsched.worker.contract import Detokenizer
+
+
+class PromptToken(NamedTuple):
+    """A token of a prompt: its log-probability and rank (1 is the most likely), and alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class PromptReport:
+    """The log-probabilities of a prompt, with `top` alternatives per token; the first token has none.
+
+    Pieces arrive in order. A request that is computed again, because its group was lost, repeats known pieces.
+    """
+
+    def __init__(self, token_ids: Sequence[int], top: int) -> None:
+        self.top = top
+        self._token_ids = token_ids
+        self._pieces: list[PromptPiece] = []
+        self._known = 1
+        self._waiting: list[Callable[[], object]] = []
+
+    @property
+    def values(self) -> int:
+        """Number of log-probabilities of the complete report."""
+        return len(self._token_ids) * (1 + self.top)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the log-probabilities of all prompt tokens are known."""
+        return self._known >= len(self._token_ids)
+
+    def when_whole(self, call: Callable[[], object]) -> None:
+        """Call a function once the report is complete."""
+        self._waiting.append(call)
+
+    def take(self, piece: PromptPiece) -> None:
+        """Add the piece of a chunk.
+
+        Raises:
+            ValueError: When there is a gap before it.
+        """
+        if piece.start > self._known:
+            raise ValueError(f"position {piece.start} of a prompt is told of before {self._known}")
+        end = piece.start + len(piece.logprobs) // 4
+        if end > self._known:
+            self._pieces.append(piece)
+            self._known = end
+        if self.is_whole:
+            waiting, self._waiting = self._waiting, []
+            for call in waiting:
+                call()
+
+    def tokens(self) -> Iterator[PromptToken]:
+        """Yield the prompt tokens from the second on.
+
+        Raises:
+            ValueError: When the report is incomplete.
+        """
+        if not self.is_whole:
+            raise ValueError(f"{self._known} of {len(self._token_ids)} prompt tokens are known")
+        position = 1
+        for piece in self._pieces:
+            logprobs = np.frombuffer(piece.logprobs, np.float32)
+            ranks = np.frombuffer(piece.ranks, np.int32)
+            ids = np.frombuffer(piece.top_ids, np.int32).reshape(len(ranks), -1)
+            top = np.frombuffer(piece.top_logprobs, np.float32).reshape(len(ranks), -1)
+            for row in range(position - piece.start, len(ranks)):
+                best = zip(ids[row].tolist(), top[row].tolist(), strict=True)
+                token_id = self._token_ids[position]
+                yield PromptToken(token_id, float(logprobs[row]), int(ranks[row]), list(best))
+                position += 1
+
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +213,25 @@ def broken(finish: Finish, message: str) -> Finish:
     )
 
 
+class ChoiceInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """The inputs of a choice's receiver.
+
+    Attributes:
+        stop_token_ids: Stop tokens of the request and of the checkpoint.
+        report: Log-probabilities of the prompt, shared by the choices of a request; None unless requested.
+        on_stop: Ends the choice with this id early.
+        on_end: Called at its end.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: frozenset[int] = frozenset()
+    report: PromptReport | None = None
+    on_stop: Callable[[str, FinishReason], None]
+    on_end: Callable[[], None]
+
+
 class TokenStream:
     """One accepted choice, read as an asynchronous iterator of deltas by a single reader.
 
@@ -144,40 +244,31 @@ class TokenStream:
 
     def __init__(
         self,
-        request_id: str,
+        inputs: ChoiceInputs,
+        make_detokenizer: Callable[..., Detokenizer],
         *,
-        prompt_token_ids: list[int],
-        detokenizer: Detokenizer,
-        stop: tuple[str, ...],
-        stop_token_ids: frozenset[int],
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        stop_scope: StopScope | None = None,
-        logprobs: bool,
-        on_stop: Callable[[str, FinishReason], None],
-        on_end: Callable[[], None],
-        prompt_report: PromptReport | None = None,
-        prompt_only: bool = False,
+        make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> None:
-        """Create a stream; with `prompt_only` sampled tokens are dropped."""
-        self.request_id = request_id
-        self.prompt_token_ids = prompt_token_ids
+        """Create a stream; `make_detokenizer` gets `special`, whether special tokens are shown."""
+        sampling = inputs.sampling
+        self.request_id = inputs.request_id
+        self.prompt_token_ids = inputs.prompt_token_ids
         self.output_tokens = 0
         self.times = RequestTimes()
-        self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stop, include=include_stop)
-        self._has_stops = bool(stop)
-        self._min_tokens = min_tokens
-        self._stop_scope = stop_scope
-        self._silent_token_ids = frozenset() if include_stop else stop_token_ids
-        self.prompt_report = prompt_report
-        self._prompt_only = prompt_only
-        self._on_stop = on_stop
-        self._on_end = on_end
+        self.prompt_report = inputs.report
+        self._detokenizer = make_detokenizer(special=sampling.show_special)
+        self._matcher = StopMatcher(sampling.stop, include=sampling.include_stop)
+        self._has_stops = bool(sampling.stop)
+        self._min_tokens = sampling.min_tokens
+        self._stop_scope = make_stop_scope() if make_stop_scope and sampling.stop else None
+        self._silent_token_ids = frozenset() if sampling.include_stop else inputs.stop_token_ids
+        self._prompt_only = sampling.prompt_only
+        self._on_stop = inputs.on_stop
+        self._on_end = inputs.on_end
         self._text: list[str] = []
         self._single = False
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] | None = [] if logprobs else None
+        self._logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
         self._stopped = False
         self._broken = ""
         self._finish: Finish | None = None
@@ -369,3 +460,128 @@ class TokenStream:
         if self._logprobs is not None:
             reported, self._logprobs = self._logprobs[:1], self._logprobs[1:]
         return OutputDelta(self._text.pop(0), [self._token_ids.pop(0)], reported)
+
+
+class Generation:
+    """One accepted request: an asynchronous iterator of deltas, for a single reader.
+
+    The request is aborted, and its slot and blocks are freed, as soon as an `async for` over it is left by `break`,
+    `return` or an exception, a task that awaits its next delta is cancelled, it is closed, or it is garbage-collected.
+    After the request has ended, these have no effect. To read some deltas now and the rest later, use
+    `anext(generation)`. Iteration raises `RequestFailed` if the request ended in an error.
+    """
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        # Bound here, since a server calls it for every token.
+        self.take: Callable[[], OutputDelta | None] = stream.take
+
+    @property
+    def request_id(self) -> str:
+        """The id that the caller passed."""
+        return self._stream.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Token ids of the prompt, including image placeholders."""
+        return self._stream.prompt_token_ids
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of prompt tokens."""
+        return self._stream.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """The number of prompt tokens found in the prefix cache; known once the request has ended."""
+        return self._stream.cached_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """The number of tokens generated so far."""
+        return self._stream.output_tokens
+
+    @property
+    def times(self) -> RequestTimes:
+        """Times of submission, start and end; known once the request has ended."""
+        return self._stream.times
+
+    @property
+    def reason(self) -> FinishReason | None:
+        """The finish reason; None while the request runs."""
+        return self._stream.reason
+
+    @property
+    def prompt_report(self) -> PromptReport | None:
+        """Log-probabilities of the prompt, shared by the choices of a request; None without `prompt_logprobs`."""
+        return self._stream.prompt_report
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        return _Iteration(self)
+
+    async def __anext__(self) -> OutputDelta:
+        """Return the next delta.
+
+        Blocks: until a token or the end arrives; the leader's step deadline bounds that. Cancelling aborts the request.
+
+        Raises:
+            RequestFailed: When the request ended in an error.
+        """
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            return await anext(self._stream)
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+
+    async def aclose(self) -> None:
+        """Abort the request and end the iteration; `contextlib.aclosing` calls this."""
+        self._closed = True
+        self.abort()
+
+    def abort(self) -> None:
+        """Abort the request and free its slot and blocks; the last delta has the finish reason. No-op after its end."""
+        self._stream.abort()
+
+    def subscribe(self, reader: Callable[[], None] | None) -> None:
+        """Call `reader` when `take` may return a delta; see `TokenStream.subscribe`."""
+        self._stream.subscribe(reader)
+
+    def one_by_one(self) -> None:
+        """Return one token per delta from now on; see `TokenStream.one_by_one`."""
+        self._stream.one_by_one()
+
+    def abort_soon(self) -> None:
+        """Schedule an abort, for finalizers: they may run in the middle of a step or in another thread."""
+        if self._stream.reason is not None:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop, and thus the engine, is closed
+            self._loop.call_soon_threadsafe(self._stream.abort)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_loop"):  # __init__ fails without a running loop
+            self.abort_soon()
+
+
+class _Iteration:
+    """The iterator of one `async for` over a generation; it is garbage-collected when the loop is left."""
+
+    __slots__ = ("_generation",)
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def __aiter__(self) -> _Iteration:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        return await self._generation.__anext__()
+
+    async def aclose(self) -> None:
+        await self._generation.aclose()
+
+    def __del__(self) -> None:
+        self._generation.abort_soon()

@@ -8,12 +8,42 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from vsched.aio.streams.sink import AnswerSink
-from vsched.aio.streams.stream import BROKEN, TokenLogprob
+import msgspec
+
+from vsched.aio.streams.stream import BROKEN, PromptReport, TokenLogprob
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason
 from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
+
+
+class AnswerSink(Protocol):
+    """One accepted choice; for the methods see `TokenStream`."""
+
+    request_id: str
+    output_tokens: int
+    times: RequestTimes
+    prompt_report: PromptReport | None
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def reason(self) -> FinishReason | None: ...
+
+    def push(self, token_id: int, logprob: TokenLogprob | None) -> None: ...
+    def finish(self, finish: Finish) -> None: ...
+    def give_up(self, message: str) -> None: ...
+    def abort(self) -> None: ...
+    def deliver(self) -> None: ...
+
+
+def interrupt_all(choices: Sequence[AnswerSink], message: str) -> None:
+    """End all choices of a request with an error."""
+    for answer in choices:
+        answer.give_up(message)
+        answer.abort()
+
 
 logger = logging.getLogger(__name__)
 
@@ -146,3 +176,43 @@ def int32_array(data: bytes) -> array[int]:
     values = array("i")
     values.frombytes(data)
     return values
+
+
+class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of one request in each phase, in milliseconds."""
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    encoded_items: int
+    preemptions: int
+    preprocess_ms: float
+    encode_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    finish_reason: str
+
+
+def timeline_of(generation: AnswerSink, preprocess_ms: float) -> RequestTimeline:
+    """Return the timeline of an ended request."""
+    times = generation.times
+
+    def span_ms(start_ns: int, end_ns: int) -> float:
+        return round((end_ns - start_ns) / 1e6, 3) if start_ns and end_ns else 0.0
+
+    return RequestTimeline(
+        request_id=generation.request_id,
+        prompt_tokens=generation.prompt_tokens,
+        cached_tokens=times.cached_tokens,
+        output_tokens=generation.output_tokens,
+        encoded_items=times.encoded_items,
+        preemptions=times.preemptions,
+        preprocess_ms=round(preprocess_ms, 3),
+        encode_ms=span_ms(times.submitted_ns, times.items_ready_ns),
+        queue_ms=span_ms(times.items_ready_ns, times.admitted_ns),
+        prefill_ms=span_ms(times.admitted_ns, times.first_token_ns),
+        decode_ms=span_ms(times.first_token_ns, times.finished_ns),
+        finish_reason=(generation.reason or FinishReason.ERROR).value,
+    )

@@ -166,7 +166,10 @@ FLAGS: tuple[Flag, ...] = (
         ),
     ),
     _ignored("--trust-remote-code", "code of checkpoints is never run", values=0),
-    _ignored("--seed", "each request has a seed, 0 by default, and the same seed repeats it"),
+    _ignored(
+        "--seed",
+        "each request has a seed, by default a random one, and the same seed repeats it",
+    ),
     _ignored(
         "--quantization -q",
         "a quantized checkpoint is recognized by its config.json; generate.weights quantizes others",

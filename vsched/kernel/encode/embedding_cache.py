@@ -16,22 +16,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
+from typing import cast
 
 import msgspec
 
+from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, ask_reclaim
-from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
+from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
 from vsched.kernel.waiting_queue import OrderedQueue
-from vsched.policy import (
-    CachePolicy,
-    ImagePolicy,
-    ReadyEmbedding,
-    ReclaimView,
-    WaitingEntry,
-)
+from vsched.policy import CachePolicy, ReadyEmbedding, ReclaimView, WaitingEntry
 from vsched.policy.measured import Measured, Measurements
 from vsched.probes import probe
 from vsched.types import MediaItem
@@ -56,9 +51,8 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
         attempts: Number of failed attempts to encode it.
         retry_batch: It is encoded again in one batch with the entries of the same number only, after a batch with it
             failed; 0 for none.
-        stale: The content of its pages must not be read. While it is encoded: its last claim was dropped, and its
-            pixels may have been overwritten since, so the result is discarded. When it is ready: its rows were lost,
-            and a step in flight pins it.
+        stale: While it is encoded: its last claim was dropped, and its pixels may have been overwritten since, so the
+            result is discarded.
     """
 
     item: MediaItem
@@ -132,16 +126,15 @@ class EmbeddingCache(Restorable):
     def __init__(
         self,
         limits: SchedulerLimits,
-        eviction: CachePolicy,
-        reclaim: PolicySeat[ImagePolicy],
-        faults: PolicyFaults,
+        seats: PolicySeats,
     ) -> None:
         self.measured: Measured = Measurements()
-        self._reclaim = reclaim
+        self._reclaim = seats.add_seat("encode.reclaim")
+        eviction = cast("CachePolicy", seats.policies.by_table["encode.eviction"])
         self.queue = OrderedQueue()
         self._limits = limits
         self.entries = {}
-        self._order = GuardedOrder(eviction, faults)
+        self._order = GuardedOrder(eviction, seats.faults)
         self._free = list(range(limits.pages - 1, -1, -1))
         self._evictable_pages = 0
 
@@ -211,7 +204,7 @@ class EmbeddingCache(Restorable):
     def is_ready(self, key: bytes) -> bool:
         """Return True if an item's embedding is in the arena."""
         entry = self.entries.get(key)
-        return entry is not None and entry.phase is EntryPhase.READY and not entry.stale
+        return entry is not None and entry.phase is EntryPhase.READY
 
     def pin(self, key: bytes) -> list[int]:
         """Keep a ready entry in place for a generate step, and return its pages."""
@@ -226,9 +219,7 @@ class EmbeddingCache(Restorable):
         for key in keys:
             entry = self.entries[key]
             entry.pins -= 1
-            if entry.stale and not entry.pins:
-                self.requeue(entry)
-            elif not entry.claims:
+            if not entry.claims:
                 self._let_go(entry)
 
     # --- encoding ---
@@ -262,22 +253,6 @@ class EmbeddingCache(Restorable):
             self.queue.put(entry)
         else:
             del self.entries[entry.item.key]
-
-    def lose_rows(self, pages: Sequence[int]) -> None:
-        """Queue the entries with lost pages again if they are claimed, else remove them.
-
-        Pinned entries follow when their steps have ended.
-        """
-        lost = set(pages)
-        for entry in [*self.entries.values()]:
-            if entry.phase is not EntryPhase.READY or lost.isdisjoint(entry.pages):
-                continue
-            if entry.pins:
-                entry.stale = True
-            elif entry.claims:
-                self.requeue(entry)
-            else:
-                self._discard(entry)
 
     def free_pages(self, pages: Sequence[int]) -> None:
         """Free pages that a lost group could write to until now."""
@@ -332,7 +307,7 @@ class EmbeddingCache(Restorable):
             measured=self.measured,
             state=self._reclaim.state,
         )
-        order = ask_reclaim(self._reclaim, view)
+        order: list[int] = self._reclaim.decide(view, len(ready))
         if front:
             # The spared ones follow, or the oldest request might never progress.
             if sum(len(ready[index].pages) for index in order) < pages:

@@ -17,18 +17,17 @@ from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
 from vsched.kernel.groups import Group
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import PASSED_OVER, ask_admission, ask_dispatch, fewest, put_first
-from vsched.kernel.policy_seats import PolicySeat
+from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
 from vsched.policy import (
     AdmissionView,
+    Dispatch,
     DispatchView,
     EncodeGroupView,
-    ImagePolicy,
-    RequestPolicy,
     WaitingEntry,
 )
+from vsched.policy.checks import PASSED_OVER, put_first
 from vsched.policy.measured import WINDOW, EncodeTime, Measured, Measurements
 from vsched.probes import probe
 from vsched.types import group_names
@@ -188,13 +187,12 @@ class EncodeStage(Restorable):
     def __init__(
         self,
         limits: SchedulerLimits,
-        admission: PolicySeat[RequestPolicy],
-        dispatch: PolicySeat[ImagePolicy],
+        seats: PolicySeats,
         cache: EmbeddingCache,
     ) -> None:
-        self._dispatch = dispatch
+        self._admission = seats.add_seat("encode.admission")
+        self._dispatch = seats.add_seat("encode.dispatch")
         self._limits = limits
-        self._admission = admission
         self._cache = cache
         self._queue = cache.queue
         self.in_flight = 0
@@ -248,13 +246,8 @@ class EncodeStage(Restorable):
             measured=self.measured,
             state=self._admission.state,
         )
-        admission = ask_admission(self._admission, view, hold_max_ns=self._limits.passed_over_ns)
-        self._queue.hold_until_ns = admission.hold_until_ns
-        indices = admission.indices
-        if overdue is not None and (first := put_first(indices, overdue)) is not indices:
-            self._admission.overrule(PASSED_OVER)
-            indices = first
-        chosen = [waiting[index] for index in indices][: self._limits.encode_items]
+        admission, _ = self._queue.admit(self._admission, view, self._limits.passed_over_ns)
+        chosen = [waiting[index] for index in admission.indices][: self._limits.encode_items]
         batch = self._take(chosen, now_ns)
         if not batch and chosen:
             # The policy's first choice has no room. The first entry of the queue can always get it.
@@ -295,13 +288,15 @@ class EncodeStage(Restorable):
             measured=self.measured,
             state=self._dispatch.state,
         )
-        answer = ask_dispatch(self._dispatch, view, free=free, encoding=self.in_flight)
-        chosen, order = answer.group, answer.order
+        found: Dispatch = self._dispatch.decide(view, len(shown), free, self.in_flight)
+        chosen, order = found.group, found.order
         if overdue is not None:
             first = None if order is None else put_first(order, overdue)
             if chosen is None or first is not order:
                 self._dispatch.overrule(PASSED_OVER)
-            chosen, order = fewest(free) if chosen is None else chosen, first
+            if chosen is None:
+                chosen = min(free, key=free.__getitem__)
+            order = first
         group = None if chosen is None else groups[chosen]
         if order is None:
             return group, waiting, shown

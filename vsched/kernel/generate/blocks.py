@@ -15,8 +15,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from operator import eq
 
+from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder, ask_insertion
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
@@ -86,6 +86,10 @@ class BlockPool(Restorable):
         """Return the number of leading blocks of a sequence that other sequences hold as well."""
         holders = self._holders
         return bisect_left(blocks, True, key=lambda block: holders[block] < 2)
+
+    def freed_by(self, blocks: Iterable[int]) -> list[int]:
+        """Return the blocks that become available once their only holder releases these."""
+        return [block for block in blocks if self._holders[block] == 1]
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Add a holder to found blocks."""
@@ -174,7 +178,7 @@ class BlockPool(Restorable):
 
 
 def blocks_kept(
-    seat: PolicySeat[CachePolicy],
+    seat: PolicySeat,
     limits: SchedulerLimits,
     state: RequestState,
     computed: int,
@@ -201,8 +205,12 @@ def blocks_kept(
         items=len(state.items),
         priority=state.request.priority,
         tenant=state.request.tenant,
+        session=state.request.session,
         measured=measured,
         state=seat.state,
     )
-    kept = ask_insertion(seat, view)
+    kept: int = seat.decide(view, full)
+    if kept < found:
+        seat.overrule("blocks that were found in the cache stay")
+        kept = found
     return kept if kept < full else None

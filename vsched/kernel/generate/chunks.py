@@ -28,8 +28,8 @@ def chunk_stop(
     or their pages could keep out the missing item.
     """
     stop = min(len(state.tokens), start + limits.chunk_tokens, start + budget)
-    atom = _cut_atom(state, stop, limits)
-    if atom is not None:
+    atomic = limits.item_atomic or limits.prompt_atomic
+    if atomic and (atom := _cut_atom(state, stop, limits)) is not None:
         probe("generate.chunk_holds_atom")
         first, end = atom
         stop = first if first > start else end
@@ -39,17 +39,18 @@ def chunk_stop(
     for item in state.items:
         if item.offset >= stop:
             break
-        if item.end <= start:
+        end = item.end
+        if end <= start:
             continue
         if not cache.is_ready(item.key):
             cut = max(item.offset, start)
             whole = max(consumed, cut - cut % limits.block_size)
-            if _cut_atom(state, whole, limits) is not None:
+            if atomic and _cut_atom(state, whole, limits) is not None:
                 return start
             if start < whole < cut:
                 probe("generate.chunk_cut_to_block")
             return whole
-        consumed = item.end
+        consumed = end
     return stop
 
 

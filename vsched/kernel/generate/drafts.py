@@ -26,11 +26,10 @@ from vsched.kernel.decisions import DraftGrant
 from vsched.kernel.events import Drafted
 from vsched.kernel.generate.running import RunningSet
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import ask_drafting
 from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
-from vsched.policy import Draft, DraftingPolicy, DraftingView
+from vsched.policy import Draft, DraftingView
 from vsched.policy.measured import Measured
 
 RETRY_STEPS = 64
@@ -60,7 +59,7 @@ class DraftGrants(Restorable):
     def __init__(
         self,
         limits: SchedulerLimits,
-        seat: PolicySeat[DraftingPolicy],
+        seat: PolicySeat,
         running: RunningSet,
         measured: Callable[[], Measured],
     ) -> None:
@@ -170,11 +169,12 @@ class DraftGrants(Restorable):
             drafted=state.drafted,
             accepted=state.accepted,
             model=self._limits.draft_model,
+            priority=state.request.priority,
             tenant=state.request.tenant,
             measured=self._measured(),
             state=self._seat.state,
         )
-        found = ask_drafting(self._seat, view)
+        found: Draft = self._seat.decide(view)
         if found.tokens > free:
             self._seat.overrule("more tokens than rows_free")
             found = replace(found, tokens=free, steps=found.steps or RETRY_STEPS)

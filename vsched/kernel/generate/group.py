@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
@@ -32,30 +33,31 @@ from vsched.kernel.generate.drafts import NO_DRAFTS, DraftGrants, count_drafts
 from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.quarantine import Quarantine
-from vsched.kernel.generate.request_queue import RequestQueue
-from vsched.kernel.generate.running import RunningSet, order_of
+from vsched.kernel.generate.running import RunningSet, RunningViews, order_of
 from vsched.kernel.generate.state_snapshots import StateSnapshots
 from vsched.kernel.generate.step_budget import (
     NOTHING_PLANNED,
     PlanResult,
-    StepBuilder,
+    StepPlan,
     StepTimeModel,
+    prefill_shares,
 )
-from vsched.kernel.generate.step_shares import prefill_shares
 from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.groups import DirtyGroups, Group, Loads
-from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.policy_calls import (
-    PASSED_OVER,
-    GuardedOrder,
-    ask_admission,
-    ask_preemption,
-    put_first,
-)
+from vsched.kernel.guarded_order import GuardedOrder
+from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.snapshot import Saved
-from vsched.policy import Admission, AdmissionView, CachePolicy, PreemptionView
+from vsched.kernel.waiting_queue import RequestQueue
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    CachePolicy,
+    Preemption,
+    PreemptionView,
+    RequestPolicy,
+)
 from vsched.policy.measured import Measured, Measurements, SwapTime
 from vsched.probes import probe
 
@@ -93,7 +95,6 @@ class GenerateGroup(Group):
         name: str,
         index: int,
         limits: SchedulerLimits,
-        policies: KernelPolicies,
         cache: EmbeddingCache,
         requests: Mapping[int, RequestState],
         seats: PolicySeats,
@@ -104,12 +105,12 @@ class GenerateGroup(Group):
         self.loads: Loads | None = None  # set once all groups are there
         super().__init__(name)
         self._limits = limits
-        self._prefix_eviction = policies.prefix_eviction
-        self._admission = seats.add_seat(f"{name}.admission", policies.generate_admission)
-        self._preemption = seats.add_seat(f"{name}.preemption", policies.preemption)
-        self._drafting = seats.add_seat(f"{name}.drafting", policies.drafting)
-        self._insertion = seats.add_seat(f"{name}.insertion", policies.insertion)
-        self._step = seats.add_seat(f"{name}.step", policies.step)
+        self._prefix_eviction = cast("CachePolicy", seats.policies.by_table["generate.eviction"])
+        self._admission = seats.add_seat(f"{name}.admission")
+        self._preemption = seats.add_seat(f"{name}.preemption")
+        self._drafting = seats.add_seat(f"{name}.drafting")
+        self._insertion = seats.add_seat(f"{name}.insertion")
+        self._step = seats.add_seat(f"{name}.step")
         self._cache = cache
         self._requests = requests
         self._faults = seats.faults
@@ -219,7 +220,10 @@ class GenerateGroup(Group):
         grown = self._grow(step, now_ns)
         able = self._able() if running.prefilling else ()
         # In the steady state, with decodes only, there is no budget to share.
+        preemptions = self._counts["preemptions"]
         plan = self._fill(step, able, now_ns) if able or entries else None
+        if grown and self._counts["preemptions"] > preemptions:
+            grown = running.without_left(grown)  # of requests that gave way to joining ones
         decodes = len(running.decoding) - (in_flight.firsts(step) if plan else 0)
         chunks, prefilled = (plan.chunks, plan.prefilled) if plan else ((), ())
         sent = self._send(step, decodes, grown, plan) if decodes or chunks else None
@@ -231,12 +235,12 @@ class GenerateGroup(Group):
         """Return the requests that can be prefilled, oldest first; others wait for their embeddings."""
         return [s for s in self._running.prefilling_in_order() if self.can_start(s, s.computed)]
 
-    def _fill(self, step: int, able: Sequence[RequestState], now_ns: int) -> StepBuilder:
+    def _fill(self, step: int, able: Sequence[RequestState], now_ns: int) -> StepPlan:
         """Share the budget of a step among prefilling requests, then among joining ones."""
         running, joins = self._running, bool(self.queue.entries) and not self.queue.blocked
         rows = len(running.decoding) + self._drafts.tokens
-        budget = self.step_times.start_step(self._limits.batch_tokens - rows, decodes=rows)
-        plan = StepBuilder(step, budget)
+        budget = self.step_times.budget_for(self._limits.batch_tokens - rows, decodes=rows)
+        plan = StepPlan(step, budget)
         if able or (joins and budget.time_ns is not None):
             shares = prefill_shares(
                 self._step,
@@ -264,7 +268,7 @@ class GenerateGroup(Group):
         return requeued
 
     def _send(
-        self, step: int, decodes: int, grown: list[int], plan: StepBuilder | None = None
+        self, step: int, decodes: int, grown: list[int], plan: StepPlan | None = None
     ) -> GenerateDecision:
         """Note a step as in flight, and return its decision; without a plan, it has decodes only."""
         self.step_times.note(step, decodes, plan.budget if plan is not None else None)
@@ -310,28 +314,27 @@ class GenerateGroup(Group):
         """Preempt until a block is available; return False if `state` itself was preempted."""
         while self._pool.available == 0:
             running = self._running.in_order()
-            views = [self._running.view(other, self._in_flight.planned) for other in running]
             view = PreemptionView(
                 now_ns=now_ns,
-                running=tuple(views),
+                running=tuple(self._running.views(self._in_flight.planned)),
                 in_need=running.index(state),
                 swap_blocks_free=self._swap.free,
                 block_tokens=self._limits.block_size,
                 measured=self.measured,
                 state=self._preemption.state,
             )
-            answer = ask_preemption(self._preemption, view)
-            victim = running[answer.victim]
+            chosen: Preemption = self._preemption.decide(view, len(running))
+            victim = running[chosen.victim]
             if victim.order < state.order:
                 self._preemption.overrule("the victim was older than the request in need")
                 victim = state  # whatever the policy says, the older request continues: this ensures progress
-            self._preempt(victim, swap=answer.mode == "swap")
+            self._preempt(victim, swap=chosen.mode == "swap")
             if victim is state:
                 probe("generate.preempted_itself")
                 return False
         return True
 
-    def _chunk(self, state: RequestState, stop: int, plan: StepBuilder, now_ns: int) -> None:
+    def _chunk(self, state: RequestState, stop: int, plan: StepPlan, now_ns: int) -> None:
         """Add the next chunk of a prefilling request to a step; it ends at `stop`, and may be empty."""
         start, step = state.computed, plan.step
         if stop <= start:
@@ -355,12 +358,13 @@ class GenerateGroup(Group):
             self._in_flight.note_first(step, state.number)
             self._drafts.began(state, step, now_ns)
 
-    def _admit(self, plan: StepBuilder, now_ns: int) -> None:
+    def _admit(self, plan: StepPlan, now_ns: int) -> None:
         """Let waiting requests join, as the admission policy, slots and blocks allow."""
         queue, running = self.queue, self._running
         if queue.held_until(now_ns) is not None:
             return
-        queue.blocked = not running.slots_free
+        preempts = cast("RequestPolicy", self._admission.policy).preempts
+        queue.blocked = not (running.slots_free or preempts)
         waiting, preempted = queue.entries, self._in_flight.oldest_preempted()
         if preempted is not None:
             # It returns in the next step: its blocks are not for younger requests.
@@ -368,6 +372,12 @@ class GenerateGroup(Group):
         if queue.blocked or not waiting:
             return
         shown, overdue = queue.shown(), self._overdue(len(waiting), now_ns)
+        in_order = running.in_order() if preempts else []
+        eligible: tuple[int, ...] = ()
+        if preempts and overdue is None:
+            eligible = tuple([i for i, one in enumerate(in_order) if self._may_yield(one)])
+        if not (running.slots_free or eligible or self._front_first):
+            return
         view = AdmissionView(
             stage="generate",
             now_ns=now_ns,
@@ -378,32 +388,43 @@ class GenerateGroup(Group):
             running=len(running),
             divisible=True,
             default_tokens=self._limits.batch_tokens,
+            block_tokens=self._limits.block_size,
+            running_requests=RunningViews(partial(running.views, self._in_flight.planned)),
+            eligible=eligible,
             overdue=overdue,
             measured=self.measured,
             state=self._admission.state,
         )
-        if self._front_first:
-            admission = Admission((0,))
-        else:
-            admission = ask_admission(
-                self._admission, view, hold_max_ns=self._limits.passed_over_ns
-            )
-        queue.hold_until_ns = admission.hold_until_ns
-        indices = admission.indices
-        if overdue is not None and (first := put_first(indices, overdue)) is not indices:
-            self._admission.overrule(PASSED_OVER)
-            indices, self._helped = first, waiting[overdue].state.number
-        for state in [waiting[index].state for index in indices]:
-            if plan.budget.spent or not running.slots_free:
+        admission = Admission((0,))
+        if not self._front_first:
+            admission, helped = queue.admit(self._admission, view, self._limits.passed_over_ns)
+            if helped and overdue is not None:
+                self._helped = waiting[overdue].state.number
+        victims = [in_order[index] for index in reversed(admission.preempt)]
+        for state in [waiting[index].state for index in admission.indices]:
+            if plan.budget.spent or not (running.slots_free or victims):
                 return
             if not self._quarantine.admits(state):
                 probe("generate.suspect_waits")
                 self._admission.overrule("a request that ran when its group was lost runs alone")
                 continue
-            self._join(state, plan, now_ns)
+            victim = None if running.slots_free else victims.pop()
+            self._join(state, plan, now_ns, victim, swap=admission.mode == "swap")
             if state.phase is Phase.READY:
                 return
             # A request that is not ready any more does not hold up those after it.
+
+    def _may_yield(self, state: RequestState) -> bool:
+        """Return True if a policy may preempt a running request for a waiting one.
+
+        It got a token since it joined, so each turn makes progress. It did not take its slot from another, so two
+        requests cannot take turns at each other's expense. And all such preemptions together cost it limited time.
+        """
+        return (
+            0 <= state.first_step <= self._in_flight.done
+            and not state.took_slot
+            and state.away_ns < self._limits.passed_over_ns
+        )
 
     def _overdue(self, count: int, now_ns: int) -> int | None:
         """Return the index of the waiting request, of the first `count`, that goes first whatever the policy says.
@@ -416,13 +437,24 @@ class GenerateGroup(Group):
         runs = helped is not None and helped.slot >= 0
         return None if overdue is None or overdue >= count or runs else overdue
 
-    def _join(self, state: RequestState, plan: StepBuilder, now_ns: int) -> None:
-        """Give a request a slot, blocks for all its known tokens, and its first chunk, if there is room."""
+    def _join(
+        self,
+        state: RequestState,
+        plan: StepPlan,
+        now_ns: int,
+        victim: RequestState | None = None,
+        *,
+        swap: bool = False,
+    ) -> None:
+        """Give a request a slot, blocks for all its known tokens, and its first chunk, if there is room.
+
+        If no slot is free, `victim` is preempted for it.
+        """
         budget = plan.budget
         found = self._cached_blocks(state)
         prefix = found[: self._snapshots.usable(state.hashes, len(found))]
         computed = self._swap.reach(state, len(prefix))
-        if not self.can_start(state, computed):
+        if state.items and not self.can_start(state, computed):
             # Its embeddings or its cached prefix were evicted while it waited.
             probe("generate.embedding_gone")
             self.queue.dequeue(state)
@@ -436,18 +468,29 @@ class GenerateGroup(Group):
             probe("generate.atom_waits")
             return
         missing = self._limits.blocks_for(len(state.tokens)) - len(prefix)
-        if missing > self._pool.available - self._pool.cached_among(prefix):
+        available = self._pool.available - self._pool.cached_among(prefix)
+        if victim is not None:
+            available += len({*self._pool.freed_by(victim.blocks)}.difference(prefix))
+        if missing > available:
             self.queue.blocked = True
             return
         self.queue.dequeue(state, chosen_ns=now_ns)
         restored = self._snapshots.read(state, found=len(found), used=len(prefix))
         self._pool.hold(prefix)
+        if victim is not None:
+            probe("generate.slot_yielded")
+            self._preempt(victim, swap=swap)
+            victim.yielded_ns = now_ns
         blocks = prefix + self._pool.take(missing)
         self._swap_in(state, blocks, cached=len(prefix), computed=computed)
         self._running.assign_slot(state, blocks, computed)
         self._quarantine.begin(state)
         self._counts["tokens_cached"] += len(prefix) * self._limits.block_size
         self._counts["admitted"] += 1
+        state.took_slot = victim is not None
+        if state.yielded_ns:
+            state.away_ns += now_ns - state.yielded_ns
+            state.yielded_ns = 0
         if not state.admitted_ns:
             state.admitted_ns = now_ns
             state.cached_tokens = computed

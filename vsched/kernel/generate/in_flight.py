@@ -97,8 +97,12 @@ class InFlightSteps(Restorable):
         self.preempted[number] = (slot, self.planned)
 
     def oldest_preempted(self) -> tuple[int, int] | None:
-        """Return the queue order of the oldest preempted request that waits for its last step."""
-        return min((self._requests[number].order for number in self.preempted), default=None)
+        """Return the queue order of the oldest request that waits for its last step and for blocks that it needed.
+
+        A request that was preempted for a waiting one does not keep others from joining.
+        """
+        states = [self._requests[number] for number in self.preempted]
+        return min([one.order for one in states if not one.yielded_ns], default=None)
 
     def drop_preempted(self, number: int) -> bool:
         """Remove a request that ended; return whether it waited for its last step."""

@@ -8,7 +8,9 @@ looks at one bucket only. Requests whose steps may yield several tokens are in n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import NoReturn, overload
 
 from vsched.kernel.decisions import Leave
 from vsched.kernel.generate.blocks import BlockPool
@@ -17,6 +19,35 @@ from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
 from vsched.policy import RunningView
 from vsched.probes import probe
+
+
+class RunningViews(Sequence[RunningView]):
+    """Views of running requests, built when the first one is read."""
+
+    __slots__ = ("_all",)
+    _all: Callable[[], tuple[RunningView, ...]]
+
+    def __init__(self, build: Callable[[], Iterable[RunningView]]) -> None:
+        object.__setattr__(self, "_all", cache(lambda: tuple(build())))
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a view cannot be changed: {name}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a view cannot be changed: {name}")
+
+    @overload
+    def __getitem__(self, index: int) -> RunningView: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RunningView]: ...
+    def __getitem__(self, index: int | slice) -> RunningView | Sequence[RunningView]:
+        return self._all()[index]
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
 
 
 class RunningSet(Restorable):
@@ -63,6 +94,10 @@ class RunningSet(Restorable):
         """Return the prefilling requests, oldest first."""
         return sorted(self.prefilling.values(), key=order_of)
 
+    def views(self, planned: int) -> list[RunningView]:
+        """Return the views of all running requests, oldest first."""
+        return [self.view(state, planned) for state in self.in_order()]
+
     def view(self, state: RequestState, planned: int) -> RunningView:
         """Return the view of a running request for preemption policies."""
         decoded = planned - state.decoding_since + 1 if state.first_step >= 0 else 0
@@ -73,6 +108,10 @@ class RunningSet(Restorable):
             priority=state.request.priority,
             arrived_ns=state.submitted_ns,
             tenant=state.request.tenant,
+            session=state.request.session,
+            target_ns=state.target_ns,
+            images=len(state.items),
+            max_tokens=state.request.sampling.max_tokens,
             blocks_shared=self.pool.shared(state.blocks) if self._counts_shared else 0,
         )
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from vsched.kernel.decisions import StateWrite
+from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_calls import GuardedOrder
 from vsched.kernel.request import RequestState
 from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import CachePolicy

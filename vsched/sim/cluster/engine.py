@@ -157,7 +157,7 @@ class SimEngine:
             now_ns=loop.now_ns,
             make_queue_clock=lambda: lambda: 0,
         )
-        self.engine = Engine(self.config, environment=environment)
+        self.engine = Engine(self.config, environment=environment, seed=seed)
         self.client = AsgiClient(create_app(self.engine, ApiSettings()))
 
     # --- lifecycle ---
@@ -377,7 +377,7 @@ class SimEngine:
 
     def _note_accept(self, number: int, request: Request) -> None:
         index = request.sampling.seed  # sessions use their index as seed
-        if 0 <= index < len(self.sessions):
+        if index is not None and 0 <= index < len(self.sessions):
             self.sessions[index].accepted(number, request)
 
     def _note_event(self) -> None:

@@ -13,7 +13,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import NamedTuple
 
-from vsched.aio.environment import placed_on
+from vsched.aio.hosts.placement import placed_on
 from vsched.aio.hosts.server import HostServer
 from vsched.aio.replicas.launcher import Host, Launcher
 from vsched.config import Config

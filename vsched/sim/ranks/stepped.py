@@ -63,10 +63,6 @@ class SteppedArena:
         """Write the embedding of an image."""
         write_rows(task.pages, task.key, task.tokens, self.embeddings)
 
-    def lose(self, pages: Sequence[int]) -> None:
-        """Overwrite pages."""
-        self.embeddings[list(pages)] = 0
-
 
 class _Untimed:
     """Surroundings of a worker without time, memory limits or faults; errors are raised at once."""

@@ -7,8 +7,8 @@ simulated engines do not. The ranks check everything they read; see `vsched.sim.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import cast
 
 import msgspec
 
@@ -40,11 +40,11 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
-    RowsLost,
     Submitted,
     TimerFired,
     Withdrawn,
 )
+from vsched.policy import ImagePolicy
 from vsched.sim.ranks.stepped import SteppedArena, SteppedGenerator, correct_outputs
 from vsched.testing.defaults import default_policies
 from vsched.types import FinishReason, Request, group_names, stage_of
@@ -94,7 +94,7 @@ class ModelCluster:
                 limits,
                 self.arena,
                 lambda number: self.requests[self.names[number]],
-                by_set=policies.encoding.scope != "item",
+                by_set=cast("ImagePolicy", policies.by_table["encode.encoding"]).scope != "item",
             )
             for name in group_names("generate", limits.generators)
         }
@@ -270,15 +270,6 @@ class ModelCluster:
         else:
             self.generators[group].lose()
         self.send(GroupLost(group, Simulated((group,)), planned))
-
-    def lose_rows(self, pages: Sequence[int]) -> None:
-        """Lose the embeddings in some pages, except those read by pending steps."""
-        out = [
-            chunk for one in self.generators.values() for step in one.log for chunk in step.chunks
-        ]
-        read = {page for chunk in out for item in chunk.items for page in item.pages}
-        self.arena.lose(sorted({*pages} - read))
-        self.send(RowsLost([*pages]))
 
     def restore_group(self, group: str) -> None:
         """Bring a lost group back."""

@@ -66,7 +66,7 @@ class StagedDraw:
                     one.top_k if 0 < one.top_k < vocabulary else vocabulary,
                     one.top_p,
                     one.min_p,
-                    uniform(one.seed, entry.position),
+                    uniform(one.seed or 0, entry.position),
                 )
                 for one, entry in zip(params, special, strict=True)
             ],

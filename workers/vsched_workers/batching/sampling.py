@@ -185,7 +185,7 @@ def _draw(logits: Logits, entry: SpecialRow) -> int:
         weights = weights[kept]
         candidates = kept if candidates is None else candidates[kept]
     cumulative = np.cumsum(weights)
-    target = uniform(params.seed, entry.position) * cumulative[-1]
+    target = uniform(params.seed or 0, entry.position) * cumulative[-1]
     place = min(int(np.searchsorted(cumulative, target, side="right")), len(cumulative) - 1)
     return place if candidates is None else int(candidates[place])
 

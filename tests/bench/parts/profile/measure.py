@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from tests.bench.parts.profile import rank as profile_rank
 from tests.bench.parts.profile.floors import LoadWork, MachineRates, floors, measure_machine
 from tests.bench.parts.profile.meter import OUTSIDE, Meter, ProbePoint, TimeSpent, read_cells
-from vsched.aio.environment import Environment, local_launcher
+from vsched.aio.environment import Environment, make_launcher
 from vsched.aio.leader.leader import Leader
 from vsched.aio.shell import Shell
 from vsched.aio.streams.table import StreamTable
@@ -148,7 +148,7 @@ async def profile(config: Config, order: LoadOrder, *, on_progress: Progress) ->
     with tempfile.TemporaryDirectory(prefix="vsched-profile-") as name:
         folder = Path(name)
         command = ("-m", "tests.bench.parts.profile.rank", name)
-        around = Environment(make_launcher=partial(local_launcher, command=command))
+        around = Environment(make_launcher=partial(make_launcher, command=command))
         with meter.at(SEAMS):
             async with running_server(
                 config, on_progress=on_progress, environment=around

@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from vsched.aio.environment import Environment, local_launcher
+from vsched.aio.environment import Environment, make_launcher
 from vsched.aio.replicas.worker_group import STARTING
 from vsched.bench.load.cases import draw_image
 from vsched.config import load_config
@@ -141,7 +141,7 @@ async def measure_recovery(
 async def _measure(settings: Sequence[str], case: RecoveryCase) -> Recovery:
     config = load_config(None, sets=[*settings, f"model.dtype={case.dtype}"], environ={}).config
     stations = _Stations()
-    environment = Environment(make_launcher=partial(local_launcher, forked=case.forked))
+    environment = Environment(make_launcher=partial(make_launcher, forked=case.forked))
     async with (
         asyncio.timeout(DEADLINE_S),
         Engine(config, on_progress=stations.note, environment=environment) as engine,

@@ -12,8 +12,15 @@ import zmq
 
 from tests.cable import Cable
 from tests.patience import until
-from vsched.aio.hosts.keys import curve_keys, make_secret, read_key_file, write_key_file
-from vsched.aio.hosts.sockets import Context, EngineSocket, HostSocket
+from vsched.aio.hosts.sockets import (
+    Context,
+    EngineSocket,
+    HostSocket,
+    curve_keys,
+    make_secret,
+    read_key_file,
+    write_key_file,
+)
 from vsched.errors import ConfigError
 
 SHARED = make_secret()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tests.patience import until
+from vsched.aio.hosts.ray_hosts import SoughtEnd
 from vsched.aio.hosts.remote import Connect
-from vsched.aio.hosts.sought import SoughtEnd
 from vsched.errors import ConfigError
 
 

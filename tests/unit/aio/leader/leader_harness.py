@@ -120,7 +120,7 @@ class LeaderHarness:
             secret="sesame",
             ranks=ranks,
             deadlines=limits,
-            on_result=self.results.append,
+            on_result=lambda _group, result: self.results.append(result),
             on_lost=lambda failure: self.lost.append(str(failure)),
             on_threads=lambda rank, threads: self.threads.append((rank, threads)),
             on_progress=lambda what, fraction: self.progress.append((what, fraction)),

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader.hooks import HOOK_GAP_S, HookTimes
+from vsched.aio.leader.leader import HOOK_GAP_S, HookTimes
 from vsched.kernel.decisions import GenerateDecision
 from vsched.wire import Beat, GenerateResult, Heartbeat, RunHook, StepCheck, check_of
 
@@ -185,7 +185,7 @@ async def test_leader_runs_no_hook_in_a_group_that_its_result_brought_down(
     """Processing a result may reveal that a rank is gone."""
     led.enter(0, 1, hooks={"balance": 0.0})
     led.leader.decide(GenerateDecision(1))
-    led.leader._on_result = lambda _: led.leader.refuse(1, "is gone")
+    led.leader._on_result = lambda *_: led.leader.refuse(1, "is gone")
     led.receive(0, result(1, wanted=["balance"]))
     assert len(led.lost) == 1
     assert led.entries() == [GenerateDecision(1)]

@@ -431,7 +431,7 @@ async def test_leader_over_a_real_link(tmp_path: Path) -> None:
         secret="sesame",
         ranks=1,
         deadlines=LIMITS,
-        on_result=arrived.set_result,
+        on_result=lambda _group, result: arrived.set_result(result),
         on_lost=lambda failure: lost.append(str(failure)),
         on_threads=print,
         on_progress=lambda *_: None,

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from tests.patience import patience
-from vsched.aio.serving import token_stream
-from vsched.aio.streams.sink import Answering
-from vsched.aio.streams.stream import OutputDelta, StopMatcher, TokenLogprob, TokenStream
+from vsched.aio.streams.stream import (
+    ChoiceInputs,
+    OutputDelta,
+    StopMatcher,
+    TokenLogprob,
+    TokenStream,
+)
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason, SamplingParams
@@ -123,19 +127,25 @@ def generation(
     include_stop: bool = False,
     min_tokens: int = 0,
     logprobs: bool = False,
+    prompt_only: bool = False,
 ) -> tuple[TokenStream, Ended]:
     ended = Ended()
     made = TokenStream(
-        "r",
-        prompt_token_ids=[1, 2, 3],
-        detokenizer=Letters(),
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        include_stop=include_stop,
-        min_tokens=min_tokens,
-        logprobs=logprobs,
-        on_stop=ended.on_stop,
-        on_end=ended.on_end,
+        ChoiceInputs(
+            request_id="r",
+            prompt_token_ids=[1, 2, 3],
+            sampling=SamplingParams(
+                stop=stop,
+                include_stop=include_stop,
+                min_tokens=min_tokens,
+                logprobs=1 if logprobs else None,
+                prompt_only=prompt_only,
+            ),
+            stop_token_ids=stop_token_ids,
+            on_stop=ended.on_stop,
+            on_end=ended.on_end,
+        ),
+        lambda **_: Letters(),
     )
     return made, ended
 
@@ -264,26 +274,6 @@ async def test_generation_finds_no_stop_string_before_min_tokens(
     assert (delta.text, delta.finish_reason) == (text, "stop" if stopped else "length")
 
 
-async def test_token_stream_keeps_min_tokens_of_the_request() -> None:
-    ended = Ended()
-    made = token_stream(
-        lambda **_: Letters(),
-        Answering(
-            request_id="r",
-            prompt_token_ids=[1],
-            sampling=SamplingParams(stop=("a",), min_tokens=2),
-            stop_token_ids=frozenset(),
-            report=None,
-            on_stop=ended.on_stop,
-            on_end=ended.on_end,
-        ),
-    )
-    for token in (0, 0, 1, 0):
-        assert not ended.stops
-        made.push(token, None)
-    assert ended.stops
-
-
 async def test_generation_finds_a_stop_string_in_what_the_detokenizer_held_back() -> None:
     made, _ = generation(stop=("?",))
     made.push(0, None)
@@ -373,17 +363,8 @@ async def test_generation_has_exactly_one_end() -> None:
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
 async def test_generation_of_a_prompt_alone_has_no_output(reason: FinishReason) -> None:
     """The token sampled at the end of every prompt is dropped, even if it is a stop token."""
-    ended = Ended()
-    made = TokenStream(
-        "r",
-        prompt_token_ids=[1, 2, 3],
-        detokenizer=Letters(),
-        stop=("a",),
-        stop_token_ids=frozenset({0}),
-        logprobs=True,
-        on_stop=ended.on_stop,
-        on_end=ended.on_end,
-        prompt_only=True,
+    made, ended = generation(
+        stop=("a",), stop_token_ids=frozenset({0}), logprobs=True, prompt_only=True
     )
     made.push(0, None)
     made.finish(finish(reason))

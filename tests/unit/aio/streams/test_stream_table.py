@@ -11,13 +11,12 @@ import pytest
 
 from tests.patience import patience
 from tests.unit.aio.ranks import Text
-from vsched.aio.streams.prompt_report import PromptReport
-from vsched.aio.streams.stream import OutputDelta, TokenStream
+from vsched.aio.streams.stream import ChoiceInputs, OutputDelta, PromptReport, TokenStream
 from vsched.aio.streams.table import StreamTable, int32_array
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.kernel.events import Drafted
-from vsched.types import FinishReason
+from vsched.types import FinishReason, SamplingParams
 from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
 
 Pairs = Sequence[tuple[int, int]]
@@ -38,14 +37,14 @@ class Table:
 
     def _generation(self, name: str, text: Text, *, logprobs: bool) -> TokenStream:
         return TokenStream(
-            name,
-            prompt_token_ids=[1] * 5,
-            detokenizer=text,
-            stop=(),
-            stop_token_ids=frozenset(),
-            logprobs=logprobs,
-            on_stop=lambda *_: None,
-            on_end=lambda: self._on_end(name),
+            ChoiceInputs(
+                request_id=name,
+                prompt_token_ids=[1] * 5,
+                sampling=SamplingParams(logprobs=1 if logprobs else None),
+                on_stop=lambda *_: None,
+                on_end=lambda: self._on_end(name),
+            ),
+            lambda **_: text,
         )
 
     def _on_end(self, name: str) -> None:

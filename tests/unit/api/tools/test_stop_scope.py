@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.each_case import each_case
 from tests.unit.aio.streams.test_stream import Ended
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.api.tools.written_calls import written_calls
 from tests.unit.media.fakes import FakeDetokenizer
-from vsched.aio.streams.stream import TokenStream
+from vsched.aio.streams.stream import ChoiceInputs, TokenStream
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS
 from vsched.api.tools.reader import CallStopScope
 from vsched.kernel.commands import Finish, RequestTimes
-from vsched.types import FinishReason
+from vsched.types import FinishReason, SamplingParams
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("f", {"a": "x", "b": [1]}),
@@ -28,8 +27,8 @@ def split(scope: CallStopScope, text: str, *, cut: bool = False) -> list[tuple[s
     return [*parts, *scope.split_rest(cut=cut)]
 
 
-@pytest.mark.parametrize("name", CALL_FORMATS)
-@pytest.mark.parametrize("cut", [False, True])
+@each_case("name", CALL_FORMATS)
+@each_case("cut", [False, True])
 def test_scope_parts_every_form_and_loses_nothing(name: str, cut: bool) -> None:
     known = CALL_FORMATS[name]
     lead = "I look." if known.opening else ""
@@ -54,7 +53,7 @@ def test_scope_has_no_part_for_what_may_become_a_call() -> None:
     assert scope.split("box>") == [("<toolbox>", True)]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("stop", "text", "reason"),
     [
         ("}", "Look.{CALL}", "length"),
@@ -73,15 +72,15 @@ def test_stream_with_a_scope_stops_outside_of_calls_alone(
     call = written_calls(known, CALLS[:1])
     ended = Ended()
     made = TokenStream(
-        "r",
-        prompt_token_ids=[1],
-        detokenizer=FakeDetokenizer(),
-        stop=(stop,),
-        stop_token_ids=frozenset(),
-        stop_scope=CallStopScope(known, tools=TOOLS),
-        logprobs=False,
-        on_stop=ended.on_stop,
-        on_end=ended.on_end,
+        ChoiceInputs(
+            request_id="r",
+            prompt_token_ids=[1],
+            sampling=SamplingParams(stop=(stop,)),
+            on_stop=ended.on_stop,
+            on_end=ended.on_end,
+        ),
+        lambda **_: FakeDetokenizer(),
+        make_stop_scope=lambda: CallStopScope(known, tools=TOOLS),
     )
     answer = f"Look.{call}\n" + ("Done." if stop == "D" else "")
     for letter in answer:
@@ -94,7 +93,7 @@ def test_stream_with_a_scope_stops_outside_of_calls_alone(
     assert bool(ended.stops) is (reason == "stop")
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+@each_case("choice", ["auto", "required", "none"])
 async def test_requests_with_tools_have_a_scope(choice: str) -> None:
     engine = FakeEngine()
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -12,11 +12,10 @@ from tests.unit.kernel.setups import (
 )
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
-from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
+from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import RequestState
 from vsched.policy import Admission, AdmissionView, ImagePolicy, RequestPolicy
 from vsched.testing import ModelCluster, default_policies
-from vsched_policies.eviction import Lru
 from vsched_policies.reclaim import YoungestEmbedding
 
 
@@ -94,13 +93,9 @@ def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
 
 def cached(*claims: tuple[int, bytes], reclaim: ImagePolicy | None = None) -> EmbeddingCache:
     """A full cache of ready images of four pages each, claimed by the requests of these numbers."""
-    pages, faults = 4 * len({key for _, key in claims}), PolicyFaults()
-    cache = EmbeddingCache(
-        make_limits(pages=pages),
-        Lru(),
-        PolicySeat(reclaim or YoungestEmbedding(), "reclaim", faults),
-        faults,
-    )
+    policies = default_policies(reclaim=reclaim or YoungestEmbedding())
+    pages = 4 * len({key for _, key in claims})
+    cache = EmbeddingCache(make_limits(pages=pages), PolicySeats(policies))
     for number, key in claims:
         cache.claim(arrived(number, (key, 16)), 0, 0)
     for entry in list(cache):

@@ -100,7 +100,7 @@ def test_tokens_are_kept_of_the_steps_that_a_running_request_took_part_in() -> N
 def _in_flight(first_steps: dict[int, int]) -> InFlightSteps:
     """Steps in flight, of requests by number and first step; a request's order is its number."""
     requests: Any = {
-        number: SimpleNamespace(number=number, order=(number, 0), first_step=first)
+        number: SimpleNamespace(number=number, order=(number, 0), first_step=first, yielded_ns=0)
         for number, first in first_steps.items()
     }
     return InFlightSteps(0, requests, Measures())
@@ -112,6 +112,8 @@ def test_oldest_of_several_preempted_requests_bounds_who_may_join() -> None:
     for number in (3, 1, 2):
         steps.await_last(number, slot=number)
     assert steps.oldest_preempted() == (1, 0)
+    steps._requests[1].yielded_ns = 5  # it gave its slot to a younger one, which may join
+    assert steps.oldest_preempted() == (2, 0)
 
 
 def test_tokens_are_forgotten_though_a_request_without_any_waits_for_its_last_step() -> None:

@@ -62,7 +62,7 @@ def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
 
 def test_prefix_second_turn_needs_no_embedding_of_the_turns_before() -> None:
     """Images whose KV is cached are not encoded again, though their embeddings are gone."""
-    policies = default_policies(embedding_eviction=KeepNothing())
+    policies = default_policies(encode_eviction=KeepNothing())
     cluster = ModelCluster(make_limits(block_size=4), policies)
     request = image_request("turn1", (b"image1", 30), max_tokens=4)
     cluster.submit(request)

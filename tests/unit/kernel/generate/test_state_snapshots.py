@@ -73,7 +73,7 @@ def test_snapshots_give_way_in_the_order_of_the_policy() -> None:
 @pytest.mark.parametrize("places", [0, 1])
 def test_without_a_place_all_is_computed(places: int) -> None:
     """No snapshots at all, or a policy that keeps nothing."""
-    policies = default_policies(prefix_eviction=KeepNothing()) if places else None
+    policies = default_policies(generate_eviction=KeepNothing()) if places else None
     limits = make_limits(block_size=4, state_snapshots=places)
     cluster = ModelCluster(limits, policies)
     assert [serve(cluster, f"turn {number}", words(13)) for number in range(3)] == [0, 0, 0]

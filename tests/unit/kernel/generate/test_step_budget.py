@@ -33,7 +33,7 @@ def tell(
     decodes: int = DECODES,
 ) -> None:
     """Report the time of a step to the model."""
-    budget = model.start_step(1_000_000, decodes=decodes)
+    budget = model.budget_for(1_000_000, decodes=decodes)
     budget.take(start, tokens)
     model.note(step, decodes, budget)
     model.learn(step, busy_ns)
@@ -56,7 +56,7 @@ def test_model_finds_both_costs() -> None:
 @pytest.mark.parametrize("start", [0, 2_000, 16_000])
 def test_model_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int) -> None:
     target_ns = 40_000_000
-    tokens = learned(target_ns).start_step(100_000, decodes=DECODES).tokens_at(start)
+    tokens = learned(target_ns).budget_for(100_000, decodes=DECODES).tokens_at(start)
     assert tokens % 16 == 0
     for count, fits in ((tokens, True), (tokens + 16, False)):
         step_ns = DECODE_NS + count * TOKEN_NS + pairs_of(start, count) * PAIR_NS
@@ -73,15 +73,15 @@ def test_model_tells_how_long_decodes_may_wait_for_something_else() -> None:
 
 
 def test_model_does_not_bind_prefill_without_decodes_or_without_a_target() -> None:
-    assert learned(25_000_000).start_step(5_000, decodes=0).tokens_at(16_000) == 5_000
-    assert learned(0).start_step(5_000, decodes=DECODES).tokens_at(16_000) == 5_000
+    assert learned(25_000_000).budget_for(5_000, decodes=0).tokens_at(16_000) == 5_000
+    assert learned(0).budget_for(5_000, decodes=DECODES).tokens_at(16_000) == 5_000
 
 
 @pytest.mark.parametrize("ratio", [2.0, 5.0])
 def test_model_allows_a_multiple_of_decoding_alone_when_the_target_is_below_it(
     ratio: float,
 ) -> None:
-    tokens = learned(1, ratio).start_step(5_000, decodes=DECODES).tokens_at(0)
+    tokens = learned(1, ratio).budget_for(5_000, decodes=DECODES).tokens_at(0)
     step_ns = DECODE_NS + tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
     assert step_ns == pytest.approx(ratio * DECODE_NS, rel=0.12)
     assert tokens >= 16
@@ -95,7 +95,7 @@ def test_model_knows_what_many_decode_cost_though_it_saw_only_few_alone(decodes:
         run_step(model, step, 0, 64 + step, decodes=decodes)
     assert model.decode_ns(decodes) == pytest.approx(decodes_ns(decodes), rel=0.05)
     assert model.costs()[0] == pytest.approx(TOKEN_NS, rel=0.05)
-    tokens = model.start_step(5_000, decodes=decodes).tokens_at(0)
+    tokens = model.budget_for(5_000, decodes=decodes).tokens_at(0)
     prefill_ns = tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
     assert prefill_ns == pytest.approx(4 * decodes_ns(decodes), rel=0.1)
 
@@ -112,14 +112,14 @@ def test_model_takes_no_decode_for_dearer_than_the_mean_of_those_it_saw() -> Non
 
 def test_model_keeps_a_target_that_is_above_that_multiple() -> None:
     target_ns = 40_000_000
-    assert learned(target_ns, 8.0).start_step(5_000, decodes=DECODES).tokens_at(0) == pytest.approx(
-        learned(target_ns, 2.0).start_step(5_000, decodes=DECODES).tokens_at(0), abs=16
+    assert learned(target_ns, 8.0).budget_for(5_000, decodes=DECODES).tokens_at(0) == pytest.approx(
+        learned(target_ns, 2.0).budget_for(5_000, decodes=DECODES).tokens_at(0), abs=16
     )
 
 
 def test_model_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> None:
     """A target that nothing fits in must not stop prefill."""
-    budget = learned(6_000_000).start_step(5_000, decodes=DECODES)
+    budget = learned(6_000_000).budget_for(5_000, decodes=DECODES)
     assert budget.tokens_at(10_000_000) == 16
     budget.take(10_000_000, 16)
     assert budget.spent
@@ -127,7 +127,7 @@ def test_model_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> N
 
 
 def test_model_shares_a_step_between_its_chunks() -> None:
-    budget = learned(40_000_000).start_step(5_000, decodes=DECODES)
+    budget = learned(40_000_000).budget_for(5_000, decodes=DECODES)
     alone = budget.tokens_at(0)
     budget.take(0, 128)
     assert 0 < budget.tokens_at(0) < alone
@@ -135,21 +135,21 @@ def test_model_shares_a_step_between_its_chunks() -> None:
 
 def test_model_begins_no_further_chunk_in_less_than_the_time_of_a_block() -> None:
     """Time left after a chunk is cut to whole blocks would otherwise go to another prompt in every step."""
-    budget = learned(40_000_000).start_step(5_000, decodes=DECODES)
+    budget = learned(40_000_000).budget_for(5_000, decodes=DECODES)
     budget.take(0, budget.tokens_at(0))
     assert budget.spent
     assert budget.tokens_at(0) == 0
-    unlimited = learned(40_000_000).start_step(5_000, decodes=0)
+    unlimited = learned(40_000_000).budget_for(5_000, decodes=0)
     unlimited.take(0, 100)
     assert unlimited.tokens_at(0) == 4_900
 
 
 def test_model_believes_new_times_after_some_steps() -> None:
     model = learned(40_000_000)
-    before = model.start_step(5_000, decodes=DECODES).tokens_at(0)
+    before = model.budget_for(5_000, decodes=DECODES).tokens_at(0)
     for step in range(100, 140):
         tell(model, step, 0, 64, DECODE_NS + 64 * TOKEN_NS * 4)
-    assert model.start_step(5_000, decodes=DECODES).tokens_at(0) < before / 2
+    assert model.budget_for(5_000, decodes=DECODES).tokens_at(0) < before / 2
 
 
 @given(
@@ -172,14 +172,14 @@ def test_model_always_gives_something_whatever_it_was_told(
     for step, (at, tokens, busy_ns, decodes) in enumerate(steps):
         tell(model, step, at, tokens, busy_ns, decodes=decodes)
     assert min(model.costs()) >= 0
-    assert 16 <= model.start_step(2_048, decodes=DECODES).tokens_at(start) <= 2_048
+    assert 16 <= model.budget_for(2_048, decodes=DECODES).tokens_at(start) <= 2_048
 
 
 def serve(model: StepTimeModel, steps: range, *, slower: float = 1.0) -> list[int]:
     """Run steps, each with the longest chunk that fits, and return the lengths of the chunks."""
     chunks = []
     for step in steps:
-        budget = model.start_step(2048, decodes=DECODES)
+        budget = model.budget_for(2048, decodes=DECODES)
         tokens = budget.tokens_at(0)
         budget.take(0, tokens)
         model.note(step, DECODES, budget)
@@ -205,7 +205,7 @@ def test_model_chunks_are_as_long_as_before_soon_after_a_slow_stretch(
 def test_model_is_hardly_moved_by_one_step_in_which_the_machine_stood_still(tokens: int) -> None:
     """A suspended VM: one step took half a minute."""
     model = learned(40_000_000)
-    before = model.start_step(100_000, decodes=DECODES).tokens_at(0)
+    before = model.budget_for(100_000, decodes=DECODES).tokens_at(0)
     tell(model, 100, 0, tokens, 30_000_000_000)
     assert model.decode_ns(DECODES) == pytest.approx(DECODE_NS, rel=0.11)
-    assert model.start_step(100_000, decodes=DECODES).tokens_at(0) == pytest.approx(before, abs=32)
+    assert model.budget_for(100_000, decodes=DECODES).tokens_at(0) == pytest.approx(before, abs=32)

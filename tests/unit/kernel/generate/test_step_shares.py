@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.unit.kernel.setups import assert_served, image_request, make_limits, words
-from vsched.kernel.policy_calls import HOLD_MAX_NS
 from vsched.policy import RequestPolicy, StepShares, StepView
 from vsched.testing import ModelCluster, default_policies, make_request
 
@@ -81,7 +80,7 @@ def test_step_may_leave_prefill_out_while_others_decode_but_not_for_ever() -> No
     while not cluster.kernel.generators[0].decoding:
         chunks(cluster)
     assert chunks(cluster) == []
-    cluster.now_ns += HOLD_MAX_NS
+    cluster.now_ns += cluster.kernel.limits.passed_over_ns
     assert chunks(cluster) == [(1, 4)]
     cluster.drain()
     assert_served(cluster, "r0", "r1")

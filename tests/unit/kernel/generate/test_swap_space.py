@@ -9,7 +9,7 @@ from tests.unit.kernel.setups import make_limits, words
 from vsched.kernel.decisions import SwapCopies
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.swap_space import SwapSpace
-from vsched.kernel.policy_calls import GuardedOrder
+from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.policy_seats import PolicyFaults
 from vsched.kernel.request import RequestState
 from vsched.testing import make_request

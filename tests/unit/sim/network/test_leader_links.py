@@ -49,7 +49,7 @@ class Group:
             secret="sesame",
             ranks=2,
             deadlines=LIMITS,
-            on_result=lambda result: self.results.append(result.step),
+            on_result=lambda _group, result: self.results.append(result.step),
             on_lost=lambda failure: self.lost.append((current().time(), str(failure))),
             on_threads=print,
             on_progress=lambda *_: None,

@@ -213,7 +213,7 @@ class Periodic(Script):
         tokens, reported = [], []
         for row, (sequence, length) in enumerate(rows):
             a, b = sequence.tokens[length - 2 : length].tolist()
-            seed = sequence.sampling.seed
+            seed = sequence.sampling.seed or 0
             lucky = (length * 7 + seed) % 11 < 8
             value = (a + b) % 3 if lucky else (length * 5 + seed) % 5
             mask = special[row].token_mask if row in special else None

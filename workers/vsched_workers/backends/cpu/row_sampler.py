@@ -81,7 +81,7 @@ def _parameters(special: Sequence[SpecialRow], vocabulary: int) -> RowParameters
                 params.top_k,
                 params.top_p,
                 params.min_p,
-                (params.seed & SEED_MASK, entry.position),
+                ((params.seed or 0) & SEED_MASK, entry.position),
                 params.repetition_penalty,
                 params.presence_penalty,
                 params.frequency_penalty,

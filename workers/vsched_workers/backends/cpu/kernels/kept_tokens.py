@@ -1,13 +1,10 @@
 """Tokens of a row that top-k and top-p keep: those above a limit, the minimum kept logit, and some equal to it.
 
 Nothing is sorted. The limit is bracketed by the probability masses above four thresholds at a time, which cut the
-interval to a fifth. Two methods keep the number of scanned tokens small:
-
-1. Few tokens are kept, as in most rows of a trained model: the k-th highest among the maximum logits of all blocks is
-at most the k-th highest logit, so the tokens from there on are listed, from the few blocks that have any. 2. Many
-tokens are kept: the limit is bracketed on every sixteenth block first, by the mass below it, which many tokens share.
-One pass over all blocks then adds up exactly the mass above the bracket and lists the tokens within. If the limit
-turns out to be elsewhere, it is bracketed over all blocks.
+interval to a fifth. Few tokens are kept in most rows of a trained model: the k-th highest among the maximum logits of
+all blocks is at most the k-th highest logit, so the tokens from there on are listed, from the few blocks that have any.
+If many tokens are kept, the limit is bracketed over all blocks, the mass above the bracket is added up exactly, and the
+tokens within are listed.
 
 In the list the limit is bracketed again, until about ten tokens are left; these are processed value by value.
 """
@@ -33,12 +30,6 @@ BLOCK = 256
 HEAD = 128
 """Minimum length of the list in which top-p is tried first."""
 _BLOCK_BITS = 8
-_SAMPLED = 16
-"""The limit is estimated on one of this number of blocks."""
-_DEVIATIONS = 2.0
-"""Half the width of the bracket around the estimate, in standard deviations of an upper bound of its variance."""
-_SAMPLE_MIN = 128
-"""With fewer blocks all are listed."""
 _FEW = np.float32(12.0)
 """Maximum mass of a bracket, in tokens of its lower end."""
 _OCTAVES_MAX = np.float32(126.0)
@@ -198,19 +189,13 @@ def _masses(values: Any, weights: Any, thresholds: Any, floor: Any) -> Any:
 
 
 @compiled(**INNER)
-def _narrow(
-    values: Any, weights: Any, wanted: Any, bracket: Any, row: Any, floor: Any, noise: Any
-) -> Any:
-    """Narrow a bracket (low, high, mass from low on, mass from high on) until few tokens are in it.
-
-    With `noise`, the mass of a sample's tokens on the lighter side of the limit, it stops at the standard deviation
-    of that mass.
-    """
+def _narrow(values: Any, weights: Any, wanted: Any, bracket: Any, row: Any, floor: Any) -> Any:
+    """Narrow a bracket (low, high, mass from low on, mass from high on) until few tokens are in it."""
     low, high, after, before = bracket
     top, scale = row
     while True:
         weight = larger(power((top - low) * scale), floor)
-        if after - before <= larger(_FEW * weight, np.float32(math.sqrt(weight * noise))):
+        if after - before <= _FEW * weight:
             break
         width = min(high, top) - low
         if width * scale < _OCTAVES_MIN:
@@ -233,13 +218,6 @@ def _narrow(
         if low == old_low and high == old_high:
             break  # floats have no value between
     return low, high, after, before
-
-
-@compiled(**INNER)
-def _copy(source: Any, target: Any) -> None:
-    """Copy values; a slice assignment checks shapes, and its error message takes seconds to compile."""
-    for index in range(len(source)):
-        target[index] = source[index]
 
 
 @compiled(**INNER)
@@ -272,9 +250,8 @@ def list_head(wanted: int, top: Any, scale: Any, buffers: Buffers) -> Any:
     low = top - _OCTAVES_MAX / scale
     bracket = low, np.float32(np.inf), np.inf, 0.0
     one = np.float32(1.0)
-    low, _, _, _ = _narrow(
-        buffers.tops, buffers.zeros, np.float64(wanted), bracket, (top, scale), one, 0.0
-    )
+    wanted_mass = np.float64(wanted)
+    low, _, _, _ = _narrow(buffers.tops, buffers.zeros, wanted_mass, bracket, (top, scale), one)
     return _collect(buffers.values, low, np.float32(np.inf), low, buffers), low
 
 
@@ -285,7 +262,7 @@ def _limit(count: int, wanted: Any, bracket: Any, row: Any, floor: Any, buffers:
     The value is -inf if the whole list has less than the wanted mass.
     """
     values, weights = buffers.list_values[:count], buffers.list_weights[:count]
-    low, high, _, before = _narrow(values, weights, wanted, bracket, row, floor, 0.0)
+    low, high, _, before = _narrow(values, weights, wanted, bracket, row, floor)
     top, scale = row
     near, found = buffers.near, 0
     for index in range(count):
@@ -329,38 +306,6 @@ def limit_list(
 
 
 @compiled(**INNER)
-def _estimate(
-    wanted: Any, total: Any, low: Any, row: Any, floor: Any, coarse: Any, buffers: Buffers
-) -> Any:
-    """Return the likely range (low, high) of the limit, estimated from every sixteenth block.
-
-    `coarse` is the relative spacing of logits.
-    """
-    (top, scale), count, sampled = row, 0, 0.0
-    for block in range(0, len(buffers.sums), _SAMPLED):
-        start, stop = block * BLOCK, (block + 1) * BLOCK
-        _copy(buffers.values[start:stop], buffers.list_values[count : count + BLOCK])
-        _copy(buffers.weights[start:stop], buffers.list_weights[count : count + BLOCK])
-        sampled += buffers.sums[block]
-        count += BLOCK
-    part = count / len(buffers.values)
-    by_count = floor > np.float32(0.0)
-    aim = wanted * part if by_count else sampled - (total - wanted) * part
-    noise = min(aim, count - aim) if by_count else min(aim, (total - wanted) * part)
-    if noise <= 0.0:
-        return top, top
-    high = np.float32(np.inf)
-    values, weights = buffers.list_values[:count], buffers.list_weights[:count]
-    bracket = low, high, np.inf, 0.0
-    low, high, after, before = _narrow(values, weights, aim, bracket, row, floor, noise)
-    weight = larger(power((top - low) * scale), floor)
-    gap = coarse * abs(low)
-    density = (after - before) / np.float64(larger(min(high, top) - low, gap))
-    margin = larger(np.float32(_DEVIATIONS * math.sqrt(weight * noise) / density), gap)
-    return low - margin, high + margin
-
-
-@compiled(**INNER)
 def _split(low: Any, high: Any, row: Any, floor: Any, buffers: Buffers) -> Any:
     """Sum up the mass from `high` on, by blocks, and list the tokens in [low, high).
 
@@ -387,9 +332,7 @@ def _split(low: Any, high: Any, row: Any, floor: Any, buffers: Buffers) -> Any:
 
 
 @compiled(**INNER)
-def limit_row(
-    wanted: Any, total: Any, top: Any, scale: Any, floor: Any, coarse: Any, buffers: Buffers
-) -> Any:
+def limit_row(wanted: Any, total: Any, top: Any, scale: Any, floor: Any, buffers: Buffers) -> Any:
     """Return (value, token): tokens above the value are kept, and those equal to it with an id up to the token.
 
     `wanted` is the mass to keep, of weights that are at least `floor` and add up to `total` without it. Afterwards
@@ -401,17 +344,12 @@ def limit_row(
         lightest = (total - wanted) / (2.0 * len(buffers.values))
         octaves = min(octaves, np.float32(-np.log2(max(lightest, 1e-37))))
     start = top - octaves / scale
-    low, high = start, np.float32(np.inf)
-    if len(buffers.sums) >= _SAMPLE_MIN:
-        low, high = _estimate(wanted, total, start, row, floor, coarse, buffers)
-    before, inside, count = _split(low, high, row, floor, buffers)
-    if before >= wanted or before + inside < wanted:
-        bracket = start, np.float32(np.inf), np.inf, 0.0
-        low, high, _, _ = _narrow(buffers.values, buffers.weights, wanted, bracket, row, floor, 0.0)
-        # A margin that weights can resolve at the ends of the bracket.
-        margin = larger(np.float32(1e-5) / scale, np.float32(1e-6) * abs(low))
-        low, high = low - margin, high + margin
-        before, inside, count = _split(low, high, row, floor, buffers)
+    bracket = start, np.float32(np.inf), np.inf, 0.0
+    low, high, _, _ = _narrow(buffers.values, buffers.weights, wanted, bracket, row, floor)
+    # A margin that weights can resolve at the ends of the bracket.
+    margin = larger(np.float32(1e-5) / scale, np.float32(1e-6) * abs(low))
+    low, high = low - margin, high + margin
+    before, _, count = _split(low, high, row, floor, buffers)
     low = larger(low, start)
     if high < np.float32(np.inf):
         high += np.float32(0.1) * (

@@ -321,7 +321,7 @@ def _draw_from_list(
 
 
 @compiled(**INNER)
-def _draw(params: Any, entry: int, top: Any, coarse: Any, buffers: Buffers) -> Any:
+def _draw(params: Any, entry: int, top: Any, buffers: Buffers) -> Any:
     """Draw the token of a row; its logits and maxima are in the buffers."""
     number = uniform(params.key[entry, 0], params.key[entry, 1])
     scale = np.float32(params.inverse_temperature[entry] * np.float64(LOG2_E))
@@ -333,7 +333,7 @@ def _draw(params: Any, entry: int, top: Any, coarse: Any, buffers: Buffers) -> A
     all_weigh = top_p < 1.0 or top_k > 0
     total = weigh(top, scale, np.float32(0.0) if all_weigh else min_p, buffers)
     if 0 < top_k < len(buffers.values):
-        kept = limit_row(np.float64(top_k), total, top, scale, np.float32(1.0), coarse, buffers)
+        kept = limit_row(np.float64(top_k), total, top, scale, np.float32(1.0), buffers)
         _drop_others(kept, buffers)
         _find_tops(buffers)
         total = _sum_kept(everything, np.float32(0.0), buffers)
@@ -344,7 +344,7 @@ def _draw(params: Any, entry: int, top: Any, coarse: Any, buffers: Buffers) -> A
         if weigh_list(count, top, scale, np.float32(0.0), buffers) >= wanted:
             count = limit_list(count, wanted, low, top, scale, np.float32(0.0), buffers)
             return _pick_from_list(count, number, min_p, buffers)
-        kept = limit_row(wanted, total, top, scale, np.float32(0.0), coarse, buffers)
+        kept = limit_row(wanted, total, top, scale, np.float32(0.0), buffers)
         total = 0.0
         for block in range(len(buffers.sums)):
             total += buffers.sums[block]
@@ -362,7 +362,6 @@ def draw_rows(
     Shape: logits [rows, vocabulary], bfloat16 as uint16 in `halves` or float32 in `singles`, the other one empty; out
     int32 and highest float32 [requested rows]. Nothing is drawn for a row whose `highest` is not finite.
     """
-    coarse = np.float32(1 / 128 if len(halves) else 0.0)
     for entry in range(len(params.row)):
         row = params.row[entry]
         top = _fill(halves[row], buffers) if len(halves) else _fill(singles[row], buffers)
@@ -373,7 +372,7 @@ def draw_rows(
         if params.inverse_temperature[entry] == 0.0:
             out[entry] = _first(top, buffers)
         elif abs(top) < np.float32(np.inf):
-            out[entry] = _draw(params, entry, top, coarse, buffers)
+            out[entry] = _draw(params, entry, top, buffers)
         else:
             out[entry] = 0
 

@@ -1,45 +1,139 @@
-"""The adapters that requests can use by name, and their users.
+"""The adapters that requests can use by name, and the ranks that have them.
 
 Each loaded adapter has a unique number, so cached results of an unloaded adapter are never used for another one of the
 same name.
+
+A group that is up gets an entry in its log, between two steps, and every rank answers. A group that is down gets it
+when it is back, before its first step. If one rank cannot add an adapter, it is removed from all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from vsched.aio.adapters.orders import AdapterOrders
+from vsched.aio.leader.leader import Leader
+from vsched.aio.replicas.groups import ServedGroup, ServedGroups
+from vsched.config import Config
 from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.probes import probe
 from vsched.types import Request
+from vsched.wire import AddAdapter, RemoveAdapter
 from vsched.worker.capabilities import AdapterFacts
 
+
+class AdapterOrders:
+    """The adapters of all groups of their stages; a lost group gets them again when it is back."""
+
+    def __init__(self, groups: ServedGroups, *, deadline_s: float) -> None:
+        """Manage the adapters of these groups; adding one takes at most `deadline_s`."""
+        self._groups = groups
+        self._deadline_s = deadline_s
+        self._kept: dict[int, tuple[AddAdapter, Sequence[str]]] = {}
+
+    async def add(self, number: int, path: str, stages: Sequence[str]) -> None:
+        """Add an adapter to all groups of these stages, or to none.
+
+        Blocks: up to the deadline, after which it is removed again.
+
+        Raises:
+            RequestRefused: When a rank cannot add it, no group of a stage is up, or the deadline has passed.
+        """
+        entry = AddAdapter(number, path)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._add_to_all(entry, stages)
+        except TimeoutError:
+            await self.remove(number, stages)
+            raise RequestRefused(
+                f"the ranks did not add the adapter within {self._deadline_s:g} s (adapters.load_s). "
+                "Remedy: try again when they are less busy, or raise it.",
+                code="adapter_overdue",
+                status=503,
+                retry_after_s=5,
+            ) from None
+        except BaseException:
+            await self.remove(number, stages)
+            raise
+
+    async def _add_to_all(self, entry: AddAdapter, stages: Sequence[str]) -> None:
+        """Send the entry to every group that is up, including groups that come back in between, then keep it."""
+        reported: list[Leader] = []
+        added: set[str] = set()
+        while True:
+            due = [group for group in self._up(stages) if group.leader not in reported]
+            if not due:
+                break
+            reported += [group.leader for group in due]
+            choices = await asyncio.gather(
+                *(group.leader.change_adapters(entry) for group in due), return_exceptions=True
+            )
+            for group, errors in zip(due, choices, strict=True):
+                if isinstance(errors, BaseException):
+                    probe("adapters.lost_while_adding")
+                    continue  # the group was lost; it gets the adapter when it is back
+                wrong = next((error for error in errors if error), "")
+                if wrong:
+                    raise RequestRefused(f"{group.name}: {wrong}", code="adapter_unusable")
+                added.add(group.stage)
+        gone = [stage for stage in stages if stage not in added]
+        if gone:
+            raise RequestRefused(
+                f"no {gone[0]} group is up to add the adapter. Remedy: try again when one is back.",
+                code="not_ready",
+                status=503,
+                retry_after_s=5,
+            )
+        self._kept[entry.number] = (entry, stages)
+
+    async def remove(self, number: int, stages: Sequence[str]) -> None:
+        """Remove an adapter from all groups.
+
+        Blocks: until all groups that are up have removed it; one that does not answer in time is lost.
+        """
+        self._kept.pop(number, None)
+        changes = [
+            group.leader.change_adapters(RemoveAdapter(number)) for group in self._up(stages)
+        ]
+        await asyncio.gather(*changes, return_exceptions=True)
+
+    def restore_adapters(self, group: ServedGroup) -> None:
+        """Send all adapters to a restarted group; it runs no step before it has them."""
+        for entry, stages in self._kept.values():
+            if group.stage in stages:
+                probe("adapters.restored")
+                leader = group.leader
+                added = leader.change_adapters(entry)
+                added.add_done_callback(partial(_check, leader))
+
+    def _up(self, stages: Sequence[str]) -> list[ServedGroup]:
+        return [
+            group for stage in stages for group in self._groups.of_stage(stage) if _takes(group)
+        ]
+
+
+def _takes(group: ServedGroup) -> bool:
+    return group.state in ("up", "draining")
+
+
+def _check(leader: Leader, added: asyncio.Future[list[str]]) -> None:
+    """Lose a group that could not add an adapter again."""
+    with contextlib.suppress(asyncio.CancelledError):
+        for rank, error in enumerate(added.result()):
+            if error:
+                leader.refuse(rank, f"could not add an adapter again: {error}")
+
+
 NAME_CHARACTERS_MAX = 256
-
-
-class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of adapters; see the configuration keys of the same names.
-
-    Attributes:
-        base: Name of the base model.
-        kept_in: Folder for the copies of adapters.
-        drain_s: Time for requests to finish with an adapter that is being unloaded.
-    """
-
-    base: str
-    count_max: int
-    rank_max: int
-    directory: str
-    encoder: bool
-    drain_s: float
-    kept_in: str
 
 
 class ServedAdapter:
@@ -93,10 +187,8 @@ class AdapterHold:
             self._adapter.idle.set()
 
 
-def with_adapter(request: Request, hold: AdapterHold | None) -> Request:
-    """Return a request with its adapter, if any; if that changes the encoder, image keys include its number."""
-    if hold is None:
-        return request
+def with_adapter(request: Request, hold: AdapterHold) -> Request:
+    """Return a request with its adapter; if that changes the encoder, image keys include its number."""
     items = request.items
     if hold.changes_encoder:
         number = hold.number.to_bytes(8, "little")
@@ -122,9 +214,17 @@ Keep = Callable[[str, str], AdapterFacts]
 class AdapterTable:
     """Loads, unloads and finds adapters by name."""
 
-    def __init__(self, settings: AdapterSettings, orders: AdapterOrders, keep: Keep | None) -> None:
-        """Create an empty table; `keep` is None if the plug-in supports no adapters."""
-        self._settings = settings
+    def __init__(
+        self, config: Config, orders: AdapterOrders, keep: Keep | None, *, kept_in: str
+    ) -> None:
+        """Create an empty table; `keep` is None if the plug-in supports no adapters.
+
+        Copies of adapters are kept in the folder `kept_in`.
+        """
+        self._base = config.model.served_name
+        self._limits = config.adapters
+        self._drain_s = config.deadlines.drain_s
+        self._kept_in = Path(kept_in)
         self._orders = orders
         self._keep = keep
         self._named: dict[str, ServedAdapter] = {}
@@ -172,7 +272,7 @@ class AdapterTable:
         Raises:
             RequestRefused: When it is not below the configured directory.
         """
-        directory = self._settings.directory
+        directory = self._limits.directory
         if not directory:
             raise RequestRefused(
                 "adapters are loaded at start only. Remedy: set adapters.directory to the folder that they lie in.",
@@ -239,7 +339,7 @@ class AdapterTable:
         await asyncio.shield(task)
 
     async def _load(self, adapter: ServedAdapter) -> None:
-        kept = Path(self._settings.kept_in) / str(adapter.number)
+        kept = self._kept_in / str(adapter.number)
         try:
             adapter.facts = await asyncio.to_thread(self._copy, adapter.path, kept)
             await self._orders.add(adapter.number, str(kept), adapter.stages)
@@ -267,7 +367,7 @@ class AdapterTable:
                     status=404,
                 ) from error
             raise RequestRefused(str(error), code="adapter_unusable") from error
-        if facts.changes_encoder and not self._settings.encoder:
+        if facts.changes_encoder and not self._limits.encoder:
             raise RequestRefused(
                 "the adapter changes how images are encoded. Remedy: set adapters.encoder, or use one of the language "
                 "model alone.",
@@ -278,13 +378,13 @@ class AdapterTable:
     async def _unload(self, adapter: ServedAdapter) -> None:
         if adapter.users:
             try:
-                async with asyncio.timeout(self._settings.drain_s):
+                async with asyncio.timeout(self._drain_s):
                     await adapter.idle.wait()
             except TimeoutError:
                 self._interrupt(adapter)
         await self._orders.remove(adapter.number, adapter.stages)
         del self._named[adapter.name]
-        kept = Path(self._settings.kept_in) / str(adapter.number)
+        kept = self._kept_in / str(adapter.number)
         await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
 
     def _interrupt(self, adapter: ServedAdapter) -> None:
@@ -293,11 +393,10 @@ class AdapterTable:
             if interrupt is not None:
                 interrupt(
                     f"the adapter {adapter.name!r} was unloaded, and the request was not done within "
-                    f"{self._settings.drain_s:g} s (deadlines.drain_s)"
+                    f"{self._drain_s:g} s (deadlines.drain_s)"
                 )
 
     def _check(self, name: str) -> None:
-        settings = self._settings
         if not name or len(name) > NAME_CHARACTERS_MAX or not name.isprintable():
             raise RequestRefused(
                 limit_message(
@@ -308,19 +407,19 @@ class AdapterTable:
                 ),
                 code="invalid_name",
             )
-        if name == settings.base or name in self._named:
-            what = "the model itself" if name == settings.base else "an adapter that is there"
+        if name == self._base or name in self._named:
+            what = "the model itself" if name == self._base else "an adapter that is there"
             raise RequestRefused(
                 f"{name!r} is the name of {what}. Remedy: use another name, or unload that adapter first.",
                 code="name_taken",
                 status=409,
             )
-        if len(self._named) >= settings.count_max or self._keep is None:
+        if len(self._named) >= self._limits.count_max or self._keep is None:
             raise RequestRefused(
                 limit_message(
                     "adapters at a time",
                     value=len(self._named) + 1,
-                    limit=settings.count_max if self._keep is not None else 0,
+                    limit=self._limits.count_max if self._keep is not None else 0,
                     remedy="unload one first, or raise adapters.count_max",
                 ),
                 code="too_many_adapters",

@@ -1,1 +1,0 @@
-"""Adapters while a server runs: which there are, and how all ranks come to have them."""

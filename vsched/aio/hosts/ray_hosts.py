@@ -1,0 +1,380 @@
+"""Hosts placed by Ray: an actor serves as the host of each replica, in a bundle of a placement group.
+
+Ray places, starts and restarts the actors; engine and host communicate over the same stream as with other hosts. The
+stream's secret is generated for one run of the engine and passed to the actors. The stream detects a lost host before
+Ray does; Ray then restarts the actor, perhaps on another node, and may report the old address for a while. So the
+address is looked up again until the host answers, and all frames sent so far are repeated at a new address. These are
+few: a stream sends at most its window without an acknowledgement. Once the host has answered, its address does not
+change.
+
+Only this module imports Ray, when it is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from vsched.aio.hosts.remote import Connect, EngineEnd
+from vsched.aio.hosts.server import serve_host
+from vsched.config.cluster import ClusterConfig
+from vsched.errors import ConfigError, VschedError, limit_message
+
+logger = logging.getLogger(__name__)
+Resources = Mapping[str, float]
+SLOW_S = 5.0
+"""Time for Ray to place and start a host before a warning is logged."""
+NAMESPACE = "vsched"
+"""Namespace of named placement groups."""
+STOP_S = 2.0
+"""Time for actors to stop before they are killed."""
+ASK_AGAIN_S = 1.0
+"""Interval of address look-ups while the host has not answered."""
+Find = Callable[[], Awaitable[str]]
+"""Returns a host's address once it has one; raises a `VschedError` if it never will."""
+
+
+class ActorDied(VschedError):
+    """An actor that Ray will not restart."""
+
+
+class RayHosts:
+    """The hosts of replicas on a Ray cluster."""
+
+    def __init__(
+        self,
+        calls: InstalledRay,
+        cluster: ClusterConfig,
+        replicas: Mapping[str, Resources],
+        secret: bytes,
+    ) -> None:
+        """Connect, and start a host for each of `replicas`, which maps names to resources.
+
+        Raises:
+            ConfigError: When the cluster cannot be reached, or the placement group has too few bundles.
+        """
+        self._calls = calls
+        self._secret = secret
+        self._resources = [*replicas.values()]
+        self._actors: dict[int, Any] = {}
+        self._names = [*replicas]
+        self._group: Any = None
+        self._made = not cluster.ray_group
+        calls.connect(cluster.ray)
+        try:
+            if self._made:
+                self._group = calls.make_group(self._resources, cluster.ray_strategy)
+            else:
+                self._group, self._resources = self._given(cluster.ray_group)
+            for bundle in range(len(self._names)):
+                self._start(bundle)
+        except BaseException:
+            self.close()
+            raise
+
+    def _given(self, name: str) -> tuple[Any, list[Resources]]:
+        group, bundles = self._calls.find_group(name)
+        if len(bundles) < len(self._names):
+            raise ConfigError(
+                limit_message(
+                    f"cluster.ray_group: too few bundles in {name!r}",
+                    value=len(bundles),
+                    limit=f"{len(self._names)}, one for each replica",
+                    remedy="make the group larger, or start fewer replicas",
+                )
+            )
+        return group, [*bundles]
+
+    def _start(self, bundle: int) -> None:
+        resources = self._resources[bundle]
+        cores = max(int(resources.get("CPU", 1)), 1)
+        self._actors[bundle] = self._calls.start_host(
+            self._group, bundle, resources, self._secret, cores
+        )
+
+    async def _find(self, bundle: int) -> str:
+        """Return the address of a host; an actor that Ray has given up is replaced at the next call."""
+        if bundle not in self._actors:
+            self._start(bundle)
+        slow = asyncio.get_running_loop().call_later(
+            SLOW_S,
+            logger.warning,
+            "%s is not there yet; where Ray has no room for %s, `ray status` says what is taken",
+            self._names[bundle],
+            dict(self._resources[bundle]),
+        )
+        try:
+            return await self._calls.address_of(self._actors[bundle])
+        except ActorDied:
+            self._actors.pop(bundle, None)
+            raise
+        finally:
+            slow.cancel()
+
+    def links(self, connect_to: Callable[[str], Connect]) -> dict[str, Connect]:
+        """Return functions that open links to the hosts, by name; `connect_to` returns one for an address."""
+        return {
+            name: partial(SoughtEnd, partial(self._find, bundle), connect_to)
+            for bundle, name in enumerate(self._names)
+        }
+
+    def close(self) -> None:
+        """Release everything.
+
+        Blocks: until the actors have stopped.
+        """
+        self._calls.close([*self._actors.values()], self._group if self._made else None)
+
+
+class HostActor:
+    """`vsched host` as an actor: its event loop runs in a thread of its own, next to the thread of Ray's calls."""
+
+    def __init__(self, secret: bytes, cores: int) -> None:
+        self._listening: Future[str] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(secret, cores), daemon=True)
+        self._thread.start()
+
+    def _run(self, secret: bytes, cores: int) -> None:
+        try:
+            self._loop.run_until_complete(self._serve(secret, cores))
+        except asyncio.CancelledError:
+            return
+        except BaseException:
+            logger.exception("the host has ended")
+            os._exit(1)  # Ray restarts it
+
+    async def _serve(self, secret: bytes, cores: int) -> None:
+        import ray
+
+        self._serving = asyncio.current_task()
+        where = f"tcp://{ray.util.get_node_ip_address()}:*"
+        await serve_host(where, secret, name="", on_ready=self._listening.set_result, cores=cores)
+
+    def address(self) -> str:
+        """Return the address of the host."""
+        return self._listening.result()
+
+    def stop(self) -> None:
+        """End all ranks."""
+        self._listening.result()
+        if self._serving is not None:
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._thread.join(STOP_S)
+
+
+class InstalledRay:
+    """The calls of the installed Ray."""
+
+    def __init__(self) -> None:
+        self._connected = False
+
+    def connect(self, address: str) -> None:
+        """Connect this process to a cluster, unless it is connected.
+
+        Raises:
+            ConfigError: When Ray is not installed, or the cluster cannot be reached.
+        """
+        with _signals_kept():
+            try:
+                import ray
+            except ImportError as error:
+                raise ConfigError(
+                    "cluster.ray: Ray is not installed. Remedy: pip install 'vsched[ray]'"
+                ) from error
+            if ray.is_initialized():
+                return
+            try:
+                ray.init(
+                    address=address,
+                    namespace=NAMESPACE,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"cluster.ray: no Ray cluster at {address!r}: {error}. Remedy: start one with "
+                    "`ray start --head`, of the same versions of Ray and Python"
+                ) from error
+        self._connected = True
+
+    def make_group(self, bundles: Sequence[Resources], strategy: str) -> Any:
+        """Create a placement group, which is removed when this process ends."""
+        from ray.util.placement_group import placement_group
+
+        named = strategy.replace("-", "_").upper()
+        return placement_group([dict(bundle) for bundle in bundles], strategy=named)
+
+    def find_group(self, name: str) -> tuple[Any, Sequence[Resources]]:
+        """Return a placement group that is there, and its bundles.
+
+        Raises:
+            ConfigError: When there is none of this name.
+        """
+        import ray
+
+        try:
+            group = ray.util.get_placement_group(name)
+        except ValueError as error:
+            raise ConfigError(
+                f"cluster.ray_group: there is no placement group {name!r} in the namespace {NAMESPACE!r}. Remedy: make "
+                "one there, of lifetime `detached`, or leave the name out"
+            ) from error
+        return group, group.bundle_specs
+
+    def start_host(
+        self, group: Any, bundle: int, resources: Resources, secret: bytes, cores: int
+    ) -> Any:
+        """Start an actor that serves as a host in a bundle; Ray restarts it after every loss."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        others = {
+            name: amount
+            for name, amount in resources.items()
+            if name not in ("CPU", "GPU", "memory")
+        }
+        return (
+            ray.remote(HostActor)
+            .options(
+                num_cpus=resources.get("CPU", 0),
+                num_gpus=resources.get("GPU", 0),
+                memory=resources.get("memory"),
+                resources=others,
+                max_restarts=-1,
+                max_task_retries=-1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=bundle
+                ),
+            )
+            .remote(secret, cores)
+        )
+
+    async def address_of(self, actor: Any) -> str:
+        """Return the address of an actor's host once it runs.
+
+        Raises:
+            ActorDied: When it never will.
+            VschedError: When the actor cannot be reached now.
+        """
+        from ray.exceptions import ActorDiedError, RayError
+
+        try:
+            return str(await actor.address.remote())
+        except ActorDiedError as error:
+            raise ActorDied(str(error)) from error
+        except RayError as error:
+            raise VschedError(str(error)) from error
+
+    def close(self, actors: Sequence[Any], group: Any) -> None:
+        """Stop actors, remove the placement group unless it is None, and disconnect if `connect` connected.
+
+        Blocks: up to `STOP_S`, after which actors are killed.
+        """
+        import ray
+
+        stopping = [actor.stop.remote() for actor in actors]
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=STOP_S)
+        for actor in actors:
+            ray.kill(actor)
+        if group is not None:
+            ray.util.remove_placement_group(group)
+        if self._connected:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Restore the handlers of SIGINT and SIGTERM, which drain the server and which Ray replaces."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+class SoughtEnd:
+    """The engine's end of a link; frames are queued until the host is found."""
+
+    def __init__(
+        self,
+        find: Find,
+        connect_to: Callable[[str], Connect],
+        on_frame: Callable[[bytes], None],
+        on_cut: Callable[[str], None],
+        *,
+        ask_again_s: float = ASK_AGAIN_S,
+    ) -> None:
+        """Start looking up the address; `connect_to` returns a function that connects to an address."""
+        self._find = find
+        self._connect_to = connect_to
+        self._on_frame = on_frame
+        self._on_cut = on_cut
+        self._ask_again_s = ask_again_s
+        self._address = ""
+        self._end: EngineEnd | None = None
+        self._said: list[bytes] = []
+        self._received = False
+        self._seeking = asyncio.get_running_loop().create_task(self._seek())
+
+    @property
+    def hung_up(self) -> int:
+        """Number of connections that the host closed during the handshake, at the latest address."""
+        return 0 if self._end is None else self._end.hung_up
+
+    async def _seek(self) -> None:
+        while not self._received:
+            try:
+                address = await self._find()
+            except VschedError as error:
+                self._on_cut(f"was not found: {error}")
+                return
+            if address != self._address and not self._received:
+                self._address = address
+                if not self._move(self._connect_to(address)):
+                    self._on_cut("cannot be reached")
+                    return
+            await asyncio.sleep(self._ask_again_s)
+
+    def _move(self, connect: Connect) -> bool:
+        """Connect to another address, and repeat all frames there."""
+        if self._end is not None:
+            self._end.close()
+        logger.info("looking for a host at %s", self._address)
+        end = self._end = connect(self._receive, self._on_cut)
+        return all(end.send(frame) for frame in self._said)
+
+    def _receive(self, frame: bytes) -> None:
+        if not self._received:
+            self._received = True
+            self._said.clear()
+            self._seeking.cancel()
+        self._on_frame(frame)
+
+    def send(self, frame: bytes) -> bool:
+        """Queue a frame, without waiting; return False if that fails."""
+        if not self._received:
+            self._said.append(frame)
+        return self._end is None or self._end.send(frame)
+
+    def read(self) -> None:
+        """Handle all frames that have arrived."""
+        if self._end is not None:
+            self._end.read()
+
+    def close(self) -> None:
+        """Stop looking up the address, and close."""
+        self._seeking.cancel()
+        if self._end is not None:
+            self._end.close()
