@@ -17,7 +17,7 @@ import pytest
 
 from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
-from tests.unit.rank.worker_groups import Place, kv_sizing, limits_for
+from tests.unit.rank.worker_groups import Place, limits_for, make_sizing
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import at_home, link_address
 from vsched.aio.serving import RunningParts
@@ -422,7 +422,7 @@ class ShellHarness:
 
     async def start(self, groups: Groups = SEPARATE, *, ranks: int = 1) -> None:
         """Start worker groups for these groups, each with this number of ranks."""
-        sizing = kv_sizing(groups, ranks=ranks)
+        sizing = make_sizing(groups, ranks=ranks)
         self.shell = await start_shell(
             lambda events: [
                 self._place.worker_group(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from tests.unit.rank.worker_groups import KV_TOKENS, LOAD, kv_sizing
+from tests.unit.rank.worker_groups import KV_TOKENS, LOAD, make_sizing
 from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import Sized
 from vsched.policy import RankMemory, Reservation
@@ -83,7 +83,7 @@ async def test_sizing_waits_for_every_encoder_and_never_reads_a_missing_reservat
     None
 ):
     """The policy is not called before the encode group has reported its reservation."""
-    sizing = kv_sizing([["encode"], ["generate"]])
+    sizing = make_sizing([["encode"], ["generate"]])
     generate = Group()
     leading = asyncio.ensure_future(sizing.lead("generate", generate))  # type: ignore[arg-type]
     for _ in range(10):
@@ -98,7 +98,7 @@ async def test_sizing_waits_for_every_encoder_and_never_reads_a_missing_reservat
 
 async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_profiling() -> None:
     """The kernel keeps the number of blocks it knows; nothing is measured again."""
-    sizing = kv_sizing([["generate"]], policy=AutoProfile(headroom_bytes=MIB))
+    sizing = make_sizing([["generate"]], policy=AutoProfile(headroom_bytes=MIB))
     first = Group(lambda order: [measured(order, activations_bytes=MIB)])
     await sizing.lead("generate", first)  # type: ignore[arg-type]
     assert [order.probe for order in first.orders] == [True, False]
@@ -112,7 +112,7 @@ async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_pro
     """An encoder in the same process needs its memory while the language model does not."""
     tokens = {}
     for activations_mib, growth_mib in ((1, 0), (1, 30), (30, 1), (30, 30)):
-        sizing = kv_sizing([["encode", "generate"]], policy=AutoProfile(headroom_bytes=MIB))
+        sizing = make_sizing([["encode", "generate"]], policy=AutoProfile(headroom_bytes=MIB))
         await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
         used = activations_mib * MIB
         generate = Group(
@@ -127,7 +127,7 @@ async def test_sizing_counts_both_stages_where_the_encoder_pauses_for_steps() ->
     """Memory of a paused batch of images is added to that of the largest step."""
     tokens = []
     for growth_mib in (0, 30):
-        sizing = kv_sizing([["encode", "generate"]], policy=AutoProfile(headroom_bytes=MIB))
+        sizing = make_sizing([["encode", "generate"]], policy=AutoProfile(headroom_bytes=MIB))
         encode = Group(growth_bytes=growth_mib * MIB, pauses=True)
         await sizing.publish("encode", encode)  # type: ignore[arg-type]
         generate = Group(lambda order: [measured(order, activations_bytes=30 * MIB)])
@@ -139,7 +139,7 @@ async def test_sizing_counts_both_stages_where_the_encoder_pauses_for_steps() ->
 @pytest.mark.parametrize("pausing", [True, False])
 async def test_sizing_proves_steps_beside_a_batch_that_waits(*, pausing: bool) -> None:
     """Also for a size that was not measured; not if nothing pauses or nothing is proved."""
-    sizing = kv_sizing([["encode", "generate"]], pausing=pausing)
+    sizing = make_sizing([["encode", "generate"]], pausing=pausing)
     encode = Group(growth_bytes=30 * MIB, pauses=True)
     await sizing.publish("encode", encode)  # type: ignore[arg-type]
     first, again = Group(), Group()
@@ -155,7 +155,7 @@ async def test_sizing_proves_steps_beside_a_batch_that_waits(*, pausing: bool) -
 async def test_sizing_refuses_a_size_beside_which_the_encoder_does_not_fit() -> None:
     """Ranks ran no batch beside the KV cache; a policy that takes too much fails, however its steps went."""
     for growth_mib, fits in ((80, True), (90, False)):
-        sizing = kv_sizing([["encode", "generate"]], policy=Pinned(tokens=MIB))
+        sizing = make_sizing([["encode", "generate"]], policy=Pinned(tokens=MIB))
         await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
         generate = Group(lambda order: [measured(order, activations_bytes=MIB)])
         if fits:
@@ -170,7 +170,7 @@ async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:
     """An encoder in a process of its own will need at the same time what it does not hold now."""
     tokens = []
     for growth_mib in (0, 30):
-        sizing = kv_sizing([["encode"], ["generate"]], policy=AutoProfile(headroom_bytes=MIB))
+        sizing = make_sizing([["encode"], ["generate"]], policy=AutoProfile(headroom_bytes=MIB))
         await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
         generate = Group(lambda order: [measured(order, activations_bytes=MIB)])
         await sizing.lead("generate", generate)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ async def test_sizing_that_fails_says_why_and_keeps_the_ledger(
     outcome: str, error: type[Exception]
 ) -> None:
     """The vote of one rank ends it, by its type, and the table remains readable."""
-    sizing = kv_sizing([["generate"]])
+    sizing = make_sizing([["generate"]])
     generate = Group(lambda order: [Sized(outcome, "no room", LOADED)])  # type: ignore[arg-type]
     with pytest.raises(error, match="no room"):
         await sizing.lead("generate", generate)  # type: ignore[arg-type]
@@ -204,7 +204,7 @@ async def turns(count: int = 20) -> None:
 
 async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
     """One board for all encode groups; a restarted group publishes again."""
-    sizing = kv_sizing(TWO)
+    sizing = make_sizing(TWO)
     generators = {name: Group() for name in ("generate-0", "generate-1")}
     leading = [
         asyncio.ensure_future(sizing.lead(name, group))  # type: ignore[arg-type]
@@ -229,7 +229,7 @@ async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
 
 async def test_sizing_of_groups_apart_overlaps() -> None:
     """Groups on separate memories carry an order out at the same time."""
-    sizing = kv_sizing([["generate-0"], ["generate-1"]])
+    sizing = make_sizing([["generate-0"], ["generate-1"]])
     held = asyncio.Event()
     groups = [Group(), Group(ranks=[msgspec.structs.replace(LOADED, pool="cpu limit of 2")])]
     for group in groups:
@@ -253,7 +253,7 @@ async def test_sizing_of_groups_apart_overlaps() -> None:
 
 async def test_sizing_gives_all_groups_the_size_of_the_smallest_and_builds_it_again() -> None:
     """The kernel uses the smallest; a group that comes back gets its old size, and the others get no order."""
-    sizing = kv_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(headroom_bytes=0))
+    sizing = make_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(headroom_bytes=0))
     small = msgspec.structs.replace(LOADED, pool="small", total_bytes=60 * MIB)
     small = msgspec.structs.replace(small, available_bytes=50 * MIB)
 
@@ -281,7 +281,7 @@ def _of(rank: RankMemory, sized: Sized) -> Sized:
 
 async def test_sizing_keeps_what_an_encoder_published_at_its_first_start() -> None:
     """Its reservation after a restart changes no share; only the name of its memory does."""
-    sizing = kv_sizing([["encode"], ["generate"]])
+    sizing = make_sizing([["encode"], ["generate"]])
     assert sizing.reserved_bytes("encode", 0) is None
     await sizing.publish("encode", Group(growth_bytes=5))  # type: ignore[arg-type]
     await sizing.lead("generate", Group())  # type: ignore[arg-type]
@@ -301,7 +301,7 @@ async def test_sizing_keeps_what_an_encoder_published_at_its_first_start() -> No
 
 
 async def test_sizing_names_the_group_that_has_not_loaded() -> None:
-    sizing = kv_sizing([["generate-0"], ["generate-1"]])
+    sizing = make_sizing([["generate-0"], ["generate-1"]])
     leading = asyncio.ensure_future(sizing.lead("generate-0", Group()))  # type: ignore[arg-type]
     await turns()
     assert sizing.waited_for(["generate-0"]) == "generate-1 has not loaded"

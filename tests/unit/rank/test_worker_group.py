@@ -15,7 +15,14 @@ import pytest
 
 from tests.patience import NEVER_S, patience, until
 from tests.unit.rank.fake_plugin import Behaviour
-from tests.unit.rank.worker_groups import KV_TOKENS, LIMITS, Place, Received, is_running, kv_sizing
+from tests.unit.rank.worker_groups import (
+    KV_TOKENS,
+    LIMITS,
+    Place,
+    Received,
+    is_running,
+    make_sizing,
+)
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import at_home
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
@@ -180,7 +187,7 @@ async def test_worker_group_names_the_encoder_that_never_tells_what_it_reserves(
         return deadlines[-1]
 
     monkeypatch.setattr(asyncio, "timeout", watched)
-    sizing = kv_sizing([["encode"], ["generate"]])
+    sizing = make_sizing([["encode"], ["generate"]])
     worker_group = place.worker_group(Received().events, sizing=sizing)
     starting = asyncio.ensure_future(worker_group.start())
     await until(lambda: "generate" in sizing._loaded)
@@ -196,7 +203,7 @@ async def test_worker_group_names_the_encoder_that_never_tells_what_it_reserves(
 
 async def test_worker_group_starts_an_encoder_again_with_its_share(place: Place) -> None:
     """Only the first start measures the needs of the worst batch."""
-    sizing = kv_sizing([["encode"]])
+    sizing = make_sizing([["encode"]])
     worker_group = place.worker_group(Received().events, groups=["encode"], sizing=sizing)
     first = worker_group._spec(0, "secret").encode
     assert first is not None

@@ -66,7 +66,7 @@ class Received:
 LOAD = StepLimits(slots=4, batch_tokens=64, chunk_tokens=16, context_tokens=400, block_size=4)
 
 
-def kv_sizing(
+def make_sizing(
     worker_groups: Sequence[Sequence[str]],
     *,
     policy: MemoryPolicy | None = None,
@@ -141,7 +141,7 @@ class Place:
             ranks=ranks,
             deadlines=limits,
             events=events,
-            sizing=sizing or kv_sizing([groups], ranks=ranks),
+            sizing=sizing or make_sizing([groups], ranks=ranks),
         )
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ async def shell_of(
     ranks: int = 1,
 ) -> AsyncIterator[Shell]:
     """Yield a started shell of one worker group for each tuple of groups."""
-    sizing = kv_sizing(groups, ranks=ranks)
+    sizing = make_sizing(groups, ranks=ranks)
 
     def worker_groups(events: WorkerGroupEvents) -> list[WorkerGroup]:
         return [
