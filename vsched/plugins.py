@@ -297,12 +297,16 @@ def _known(group: str) -> str:
 def find_registered(group: str, name: str, *, path: str) -> EntryPoint:
     """Return the entry point of a name, without importing its target.
 
+    A policy of the group `vsched.policy`, which makes several decisions, is found in the group of each decision.
+
     Raises:
         ConfigError: If no entry point, or more than one, has this name; the message starts with `path`.
     """
-    points = {point.value: point for point in _registered(group) if point.name == name}
+    groups = [group, _group(SEVERAL)] if group.removeprefix("vsched.") in DECISIONS else [group]
+    registered = [point for one in groups for point in _registered(one)]
+    points = {point.value: point for point in registered if point.name == name}
     if not points:
-        idea = did_you_mean(name, [point.name for point in _registered(group)])
+        idea = did_you_mean(name, [point.name for point in registered])
         raise ConfigError(f"{path}: {name!r} is unknown. {_known(group)}{idea}")
     if len(points) > 1:
         targets = " and ".join(sorted(points))

@@ -2,8 +2,12 @@
 
 # %% Configure
 import asyncio
+import base64
+import io
 import os
 import sys
+
+from PIL import Image, ImageDraw, ImageFont
 
 from vsched import Engine, SamplingParams
 from vsched.config import load_config
@@ -32,6 +36,41 @@ async def both() -> list[str]:
 
 
 print(run(both()))
+
+
+# %% Ask about an image
+async def ask(question: str, number: int) -> str:
+    """Answer to a question about a picture with a number."""
+    picture, file = Image.new("RGB", (224, 112), "white"), io.BytesIO()
+    font = ImageFont.load_default(60)
+    ImageDraw.Draw(picture).text((30, 20), str(number), fill="black", font=font)
+    picture.save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    texts = engine.stream(
+        prompt=engine.preprocessor.render([{"role": "user", "content": content}]),
+        images=[url],
+        request_id="image",
+        sampling=SamplingParams(max_tokens=8, temperature=0.0),
+    )
+    return "".join([text async for text in texts])
+
+
+print(run(ask("What number is in the image?", 314)))
+
+
+# %% Cancel
+async def first_text(prompt: str) -> str:
+    """First text of a long output: leaving the loop aborts the request."""
+    sampling = SamplingParams(max_tokens=500, ignore_eos=True)
+    generation = await engine.generate(prompt=prompt, request_id="long", sampling=sampling)
+    async for delta in generation:
+        if delta.text:
+            return delta.text
+    return ""
+
+
+run(first_text("red"))
 
 # %% Look at the engine
 print(engine.statistics()["finished"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast
 
 import msgspec
 import pytest
@@ -17,6 +17,7 @@ from vsched.plugins import (
     resolve_policy,
 )
 from vsched.policy import (
+    SEVERAL,
     Admission,
     AdmissionView,
     CachePolicy,
@@ -24,28 +25,24 @@ from vsched.policy import (
     ImagePolicy,
     ItemSpan,
     Policy,
-    Preemption,
-    PreemptionMode,
     PreemptionView,
-    ReplicaView,
     RequestPolicy,
-    RoutingPolicy,
-    RoutingView,
-    RunningView,
     WaitingEntry,
+    decisions_of,
 )
 
 REGISTERED = list_policies()
 FIELDS: dict[str, dict[str, Any]] = {"pinned": {"tokens": 64}}
 """Values for fields without defaults, by policy."""
 ROUNDS = 200
+View = TypeVar("View", AdmissionView, PreemptionView)
 
 
 def make(policy: RegisteredPolicy) -> Policy:
     return resolve_policy(policy.kind, {"use": policy.name, **FIELDS.get(policy.name, {})})
 
 
-def with_state(view: AdmissionView, policy: Policy) -> AdmissionView:
+def with_state(view: View, policy: Policy) -> View:
     """Return the view with a fresh state, if the policy has one."""
     if policy.state_type is None:
         return view
@@ -53,7 +50,14 @@ def with_state(view: AdmissionView, policy: Policy) -> AdmissionView:
 
 
 def every(kind: str) -> pytest.MarkDecorator:
-    chosen = [policy for policy in REGISTERED if policy.kind == kind]
+    chosen = [
+        policy
+        for policy in REGISTERED
+        if policy.kind == kind
+        or (
+            policy.kind == SEVERAL and kind in decisions_of(load_policy_class(SEVERAL, policy.name))
+        )
+    ]
     assert chosen, f"no {kind} policy is registered; is the project installed?"
     return pytest.mark.parametrize("registered", chosen, ids=[policy.name for policy in chosen])
 
@@ -165,52 +169,3 @@ def test_eviction_order_names_only_what_it_holds(registered: RegisteredPolicy) -
             del held[key]
         assert len(order) == len(held)
         assert sorted(map(str, order)) == sorted(map(str, held))
-
-
-@every("routing")
-def test_routing_chooses_a_healthy_replica_where_there_is_one(registered: RegisteredPolicy) -> None:
-    policy = cast("RoutingPolicy", make(registered))
-    rng = random.Random(registered.name)
-    for routed in range(ROUNDS):
-        replicas = [
-            ReplicaView(
-                index=index,
-                load_tokens=rng.randrange(99),
-                healthy=rng.choice([True, False]),
-                prefix_tokens=rng.randrange(9),
-                items_seen=rng.randrange(2),
-            )
-            for index in range(rng.randrange(1, 5))
-        ]
-        view = RoutingView(
-            replicas=replicas,
-            prompt_tokens=9,
-            item_keys=rng.choice([[], [b"a"]]),
-            routed=routed,
-            load_limit_tokens=rng.choice([0, 200]),
-        )
-        chosen = policy.choose(view)
-        assert 0 <= chosen < len(replicas)
-        assert replicas[chosen].healthy or not any(replica.healthy for replica in replicas)
-        assert policy.choose(view) == chosen, "the same view, the same answer"
-
-
-@every("preemption")
-def test_preemption_names_a_running_request(registered: RegisteredPolicy) -> None:
-    policy = cast("RequestPolicy", make(registered))
-    rng = random.Random(registered.name)
-    for count in range(1, 20):
-        running = [
-            RunningView(
-                tokens=rng.randrange(99),
-                blocks=rng.randrange(9),
-                outputs=rng.randrange(9),
-                priority=rng.randrange(3),
-                arrived_ns=index,
-            )
-            for index in range(count)
-        ]
-        answer = policy.victim(PreemptionView(now_ns=count, running=running))
-        preemption = answer if isinstance(answer, Preemption) else Preemption(answer)
-        assert 0 <= preemption.victim < count
-        assert preemption.mode in get_args(PreemptionMode)

@@ -98,21 +98,6 @@ def test_admission_runs_an_item_of_unknown_size_alone(policy: RequestPolicy) -> 
 
 
 @BUDGETED
-def test_budget_leaves_the_rest_in_order(cls: Budgeted) -> None:
-    """After [100, 500, 100] with budget 200 the remainder is exactly [500, 100]."""
-    policy = budgeted(cls, max_tokens=200)
-    assert admit(policy, [100, 500, 100]) == ([100], [500, 100])
-    assert admit(policy, [500, 100]) == ([500], [100])
-    assert admit(policy, [100]) == ([100], [])
-
-
-@BUDGETED
-def test_budget_stops_when_permits_run_out(cls: Budgeted) -> None:
-    """3 items, 2 permits: a batch of 2, the remainder is the third."""
-    assert admit(budgeted(cls), [10, 20, 30], entries_free=2) == ([10, 20], [30])
-
-
-@BUDGETED
 def test_budget_admits_by_what_an_entry_can_take_of_it(cls: Budgeted) -> None:
     """Prompts join with a part of their tokens: one that exceeds the budget uses it up."""
     policy = budgeted(cls, max_tokens=100)

@@ -21,22 +21,23 @@ from vsched.policy import (
 from vsched.policy.measured import FirstTokenTime, Measurements
 from vsched.sim import SimulationOutcome, generate_workload, load_cost_model, simulate
 from vsched.sim.workload.requests import Arrival, Text, workload_of
-from vsched_policies.front_door import DeadlineShed, TokenBucket
+from vsched_policies.front_door import DeadlineShed
 from vsched_policies.front_door.deadline_shed import busy_gap_ns
-from vsched_policies.front_door.token_bucket import TENANTS_MAX, Buckets
+from vsched_policies.requests import TenantFair
+from vsched_policies.requests.tenant_fair import TENANTS_MAX, ServedTokens
 
 MS = 1_000_000
 SECOND_NS = 1000 * MS
 
 
-def ask(policy: TokenBucket, state: Buckets, at_ms: int, tenant: str = "a") -> ArrivalDecision:
+def ask(policy: TenantFair, state: ServedTokens, at_ms: int, tenant: str = "a") -> ArrivalDecision:
     now_ns = at_ms * MS
     request = ArrivingRequest(tenant=tenant, arrived_ns=now_ns)
     return policy.arrive(ArrivalView(now_ns=now_ns, request=request, state=state))
 
 
-def test_token_bucket_lets_a_burst_in_and_then_a_rate() -> None:
-    policy, state = TokenBucket(rate=10, burst=3), Buckets()
+def test_tenant_fair_lets_a_burst_in_and_then_a_rate() -> None:
+    policy, state = TenantFair(rate=10, burst=3), ServedTokens()
     assert [type(ask(policy, state, 1000)) for _ in range(5)] == [Admit, Admit, Admit, Shed, Shed]
     assert ask(policy, state, 1000, "b") == Admit()
     assert type(ask(policy, state, 1099)) is Shed
@@ -45,8 +46,8 @@ def test_token_bucket_lets_a_burst_in_and_then_a_rate() -> None:
     assert [type(ask(policy, state, 9000)) for _ in range(4)] == [Admit, Admit, Admit, Shed]
 
 
-def test_token_bucket_holds_in_order_and_tells_when_to_come_back() -> None:
-    policy, state = TokenBucket(rate=1, burst=1, wait_s=2, rates={"b": 1000}), Buckets()
+def test_tenant_fair_holds_in_order_and_tells_when_to_come_back() -> None:
+    policy, state = TenantFair(rate=1, burst=1, wait_s=2, rates={"b": 1000}), ServedTokens()
     answers = [ask(policy, state, 0) for _ in range(5)]
     assert answers[:3] == [Admit(), Hold(SECOND_NS), Hold(2 * SECOND_NS)]
     shed = answers[3]
@@ -59,8 +60,8 @@ def test_token_bucket_holds_in_order_and_tells_when_to_come_back() -> None:
     assert policy.arrive(view) == Admit()
 
 
-def test_token_bucket_remembers_few_tenants() -> None:
-    policy, state = TokenBucket(rate=0.001), Buckets()
+def test_tenant_fair_remembers_few_tenants() -> None:
+    policy, state = TenantFair(rate=0.001), ServedTokens()
     for index in range(TENANTS_MAX + 50):
         ask(policy, state, index, f"tenant-{index}" * 3)
     assert len(state.full_ns) == TENANTS_MAX
@@ -160,7 +161,7 @@ def test_deadline_shed_serves_more_in_time_under_overload() -> None:
 
 
 @pytest.mark.parametrize(("wait_s", "shed"), [(0.0, True), (60.0, False)])
-def test_token_bucket_keeps_a_tenant_to_its_rate(wait_s: float, *, shed: bool) -> None:
+def test_tenant_fair_keeps_a_tenant_to_its_rate(wait_s: float, *, shed: bool) -> None:
     arrivals = [
         Arrival(
             at_ns=index * 10 * MS,
@@ -175,7 +176,7 @@ def test_token_bucket_keeps_a_tenant_to_its_rate(wait_s: float, *, shed: bool) -
         Config(),
         workload_of("greedy", arrivals),
         cost=load_cost_model("h100-7b"),
-        policies={"front_door": TokenBucket(rate=10, burst=5, wait_s=wait_s)},
+        policies={"front_door": TenantFair(rate=10, burst=5, wait_s=wait_s)},
         oracles=True,
     )
     figures = outcome.figures

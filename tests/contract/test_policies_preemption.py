@@ -7,6 +7,8 @@ import pytest
 from vsched.policy import Preemption, PreemptionView, RunningView
 from vsched.policy.measured import Measurements, StepTime, SwapTime
 from vsched_policies.preemption import Cheapest, ReaderPace, SwapLong, Youngest
+from vsched_policies.requests import TenantFair
+from vsched_policies.requests.tenant_fair import ServedTokens
 
 
 def running(*tokens: int, blocks: int = 1) -> PreemptionView:
@@ -54,6 +56,23 @@ def test_reader_pace_takes_who_is_furthest_ahead(now_s: int, victim: int) -> Non
     view = PreemptionView(now_ns=now_s * second, running=requests)
     assert ReaderPace(tokens_s=10).victim(view) == Preemption(victim)
     assert ReaderPace(tokens_s=10, mode="swap").victim(view).mode == "swap"
+
+
+def test_victims_are_eligible() -> None:
+    """The first request needs no block, so it is older than the one in need, and goes on."""
+    requests = [
+        RunningView(
+            tokens=size, blocks=1, outputs=99 - size, priority=0, arrived_ns=0, tenant=tenant
+        )
+        for size, tenant in ((1, "a"), (5, "b"), (9, "a"), (9, "b"))
+    ]
+    view = PreemptionView(
+        now_ns=9, running=requests, in_need=1, state=ServedTokens(tokens={"a": 50})
+    )
+    assert Cheapest().victim(view) == Preemption(1)
+    assert ReaderPace().victim(view) == Preemption(1)
+    assert TenantFair().victim(view) == Preemption(2)
+    assert TenantFair(mode="swap").victim(view).mode == "swap"
 
 
 def long_view(

@@ -11,12 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.properties import REPEATABLE
-from vsched.plugins import list_policies, resolve_policy
-from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
-from vsched.testing import check_policy
+from vsched.policy import ReplicaView, RoutingView
 from vsched_policies.routing import ImageAffinity, LeastLoaded, RoundRobin
 
-REGISTERED = [policy.name for policy in list_policies() if policy.kind == "routing"]
 LIMIT = 1000
 """Tokens that a replica can run at once; a quarter of them is the default bound of image-affinity."""
 
@@ -230,17 +227,3 @@ def test_image_affinity_keeps_its_bound(
     view = routing_view(of, items=[image(number) for number in range(items)])
     chosen = of[ImageAffinity(imbalance=imbalance).choose(view)]
     assert chosen.load_tokens <= min(loads) + imbalance * LIMIT
-
-
-# --- every one of them ---
-
-
-@pytest.mark.parametrize("name", REGISTERED)
-def test_routing_keeps_its_contract(name: str) -> None:
-    policy = resolve_policy("routing", {"use": name})
-    assert isinstance(policy, RoutingPolicy)
-    check_policy(policy, seeds=range(10))
-
-
-def test_routing_has_the_built_in_policies() -> None:
-    assert REGISTERED == ["image-affinity", "least-loaded", "round-robin"]

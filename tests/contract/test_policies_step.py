@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import msgspec
-import pytest
 
-from vsched.policy import PrefillView, RequestPolicy, StepShares, StepView
+from vsched.policy import PrefillView, StepShares, StepView
 from vsched.policy.measured import FirstTokenTime, Measurements, StepTime
-from vsched.testing import check_policy
-from vsched_policies.step import FairPrefill, InOrder, ShortestPrefill, SloFeedback
-from vsched_policies.step.fair_prefill import Deficits
+from vsched_policies.requests import TenantFair
+from vsched_policies.requests.tenant_fair import ServedTokens
+from vsched_policies.step import InOrder, SloFeedback
 from vsched_policies.step.slo_feedback import PrefillTime
 
 MS = 1_000_000
-BUILT_IN = [InOrder(), ShortestPrefill(), FairPrefill(), SloFeedback(itl_target_ms=1)]
 
 
 def request(tokens: int, tenant: str = "", **fields: Any) -> PrefillView:
@@ -29,90 +26,40 @@ def view(*prefilling: PrefillView, **fields: Any) -> StepView:
     return StepView(prefilling=prefilling, **{**known, **fields})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", BUILT_IN, ids=lambda policy: type(policy).__name__)
-def test_step_policy_keeps_its_contract(policy: RequestPolicy) -> None:
-    check_policy(policy, seeds=range(8))
-
-
-@pytest.mark.parametrize("policy", BUILT_IN, ids=lambda policy: type(policy).__name__)
-def test_step_answer_is_one_that_the_kernel_takes(policy: RequestPolicy) -> None:
-    rng = random.Random(1)
-    for _ in range(200):
-        count = rng.randrange(8)
-        requested = view(
-            *(
-                request(
-                    rng.randint(1, 900),
-                    rng.choice(["", "a", "b"]),
-                    arrived_ns=rng.randrange(10**9),
-                    computed=rng.choice([0, 5000]),
-                )
-                for _ in range(count)
-            ),
-            tokens_free=rng.choice([1, 64, 2000]),
-            time_ns=rng.choice([None, 1, MS]),
-            token_ns=rng.choice([0.0, 1000.0]),
-        )
-        if policy.state_type is not None:
-            requested = msgspec.structs.replace(requested, state=policy.state_type())
-        answer = policy.share(requested)
-        assert sorted(set(answer.order)) == sorted(answer.order)
-        assert all(0 <= index < count for index in answer.order)
-        assert answer.order or not count, "at least one request advances"
-        assert answer.tokens is None or len(answer.tokens) == len(answer.order)
-        assert answer.time_ns is None or answer.time_ns > 0
-
-
 def test_in_order_is_in_order() -> None:
     assert InOrder().share(view(request(9), request(1))) == StepShares(range(2))
 
 
-def test_shortest_prefill_passes_a_long_one_until_that_is_old() -> None:
-    young, old = request(900, arrived_ns=10**9), request(900, arrived_ns=0)
-    short = request(10, arrived_ns=10**9)
-    assert list(ShortestPrefill().share(view(young, short)).order) == [1, 0]
-    assert list(ShortestPrefill(ageing_s=1.0).share(view(old, short)).order) == [0, 1]
-
-
-def test_fair_prefill_shares_a_step_between_tenants() -> None:
+def test_tenant_fair_shares_a_step_between_tenants() -> None:
     long, other = request(5000, "long"), request(300, "other")
-    policy = FairPrefill(quantum_tokens=100)
-    answer = policy.share(view(long, long, other, state=Deficits()))
+    policy = TenantFair(quantum_tokens=100)
+    answer = policy.share(view(long, long, other, state=ServedTokens()))
     assert dict(zip(answer.order, answer.tokens or (), strict=True)) == {0: 700, 2: 300}
-    assert policy.share(view(long, other, tokens_free=200, state=Deficits())).tokens == [100, 100]
+    few = view(long, other, tokens_free=200, state=ServedTokens())
+    assert policy.share(few).tokens == [100, 100]
+    served = view(long, other, tokens_free=200, state=ServedTokens(tokens={"long": 500.0}))
+    assert list(policy.share(served).order) == [1]
 
 
-def test_fair_prefill_goes_on_with_whose_turn_it_is() -> None:
-    policy, state = FairPrefill(quantum_tokens=100), Deficits()
-    requested = view(request(500, "a"), request(500, "b"), tokens_free=100, state=state)
-    assert [list(policy.share(requested).order) for _ in range(4)] == [[0], [1], [0], [1]]
+def test_tenant_fair_goes_on_with_the_tenant_that_computed_less() -> None:
+    policy = TenantFair(quantum_tokens=100)
+    measured = Measurements(tokens_running={"a": 100})
+    requested = view(
+        request(500, "a"),
+        request(500, "b"),
+        tokens_free=100,
+        state=ServedTokens(),
+        measured=measured,
+    )
+    assert list(policy.share(requested).order) == [1]
 
 
-def test_fair_prefill_shares_the_time_as_well() -> None:
+def test_tenant_fair_shares_the_time_as_well() -> None:
     """The step has space for 1,000 tokens and time for 200: no request takes all of that."""
     requested = view(
-        request(900, "a"), request(900, "b"), time_ns=MS, token_ns=5000.0, state=Deficits()
+        request(900, "a"), request(900, "b"), time_ns=MS, token_ns=5000.0, state=ServedTokens()
     )
-    assert FairPrefill(quantum_tokens=100).share(requested).tokens == [100, 100]
-
-
-def test_fair_prefill_shares_between_sessions_where_it_is_told_to() -> None:
-    """Requests of one conversation share a turn; by tenant, all of a tenant's requests would."""
-    talk = [request(900, "a", session="talk"), request(900, "a", session="talk")]
-    requested = view(*talk, request(900, "a", session="other"), state=Deficits())
-    answer = FairPrefill(by="session", quantum_tokens=250).share(requested)
-    given = dict(zip(answer.order, answer.tokens or (), strict=True))
-    assert (given[0] + given.get(1, 0), given[2]) == (500, 500)
-    alike = FairPrefill(quantum_tokens=250).share(view(*requested.prefilling, state=Deficits()))
-    assert next(iter(alike.order)) == 0
-    assert 2 not in alike.order
-
-
-def test_fair_prefill_keeps_requests_without_a_tenant_apart() -> None:
-    one, other = request(500, arrived_ns=1), request(500, arrived_ns=2)
-    requested = view(one, other, tokens_free=200, state=Deficits())
-    assert FairPrefill(quantum_tokens=100).share(requested).tokens == [100, 100]
+    assert TenantFair(quantum_tokens=100).share(requested).tokens == [100, 100]
 
 
 def gap(ended_ns: int, gap_ms: float) -> StepTime:

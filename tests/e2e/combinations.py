@@ -10,7 +10,7 @@ from vsched.types import ModelInfo
 
 FAMILIES = ("nano25", "nano3")
 THRASHING_PAGES = 4
-"""Embedding pages for thrashing: exactly those of the images of the largest request."""
+"""Embedding pages for thrashing: exactly the pages of the images of the largest request."""
 PAGE_ROWS = 64
 
 

@@ -17,7 +17,7 @@ ASKS = [
     Ask("0 1 2 3 4 5"),
 ]
 SILENCE_S = 10.0
-"""The deadline of these tests: far below that of a test, and far above the pauses of a live process."""
+"""The deadline of these tests: far below the deadline of a test, and far above the pauses of a live process."""
 
 
 def new_key(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from tests.e2e.command_line import run_command
 def test_accuracy_bench_finds_no_change_where_requests_preempt_each_other(
     tmp_path: Path, checkpoints: Callable[[str], Path]
 ) -> None:
-    """Answers are those of an undisturbed engine, and the report has the preemptions."""
+    """Answers equal those of an undisturbed engine, and the report has the preemptions."""
     out, plot = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
     words = ["--count", "3", "--only", "preempted", "--budgets", ""]
     words += ["--set", "encode.threads=1", "--set", "generate.threads=1"]

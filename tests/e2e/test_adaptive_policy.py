@@ -1,4 +1,4 @@
-"""The policy that docs/writing-a-policy.md develops runs in `vsched serve` with its configuration."""
+"""The policy that docs/first-policy.md develops runs in `vsched serve` with its configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-PAGE = Path(__file__).parents[2] / "docs" / "writing-a-policy.md"
+PAGE = Path(__file__).parents[2] / "docs" / "first-policy.md"
 SEAT = 'seat="generate.admission"'
 
 

@@ -77,7 +77,7 @@ def by_model(path: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Plain:
-    """What an engine without drafts says, the steps of the constrained answer, and its ledger."""
+    """Answers of an engine without drafts, the steps of the constrained answer, and its ledger."""
 
     found: list[Answer]
     steps: int

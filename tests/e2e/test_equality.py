@@ -100,7 +100,7 @@ async def test_answers_differ(expected: Callable[[str], list[list[int]]]) -> Non
 async def test_preparation_equals_transformers(
     engine: Engine, checkpoints: Callable[[str], Path]
 ) -> None:
-    """Token ids, grids and pixels in the arena are those of transformers' own tokenizer and image processor."""
+    """Token ids, grids and pixels in the arena equal the output of transformers' own tokenizer and image processor."""
     path = checkpoints("nano25")
     tokenizer = AutoTokenizer.from_pretrained(path)
     processor = AutoImageProcessor.from_pretrained(path, backend="pil")

@@ -34,7 +34,7 @@ SERVED = {
 }
 ALONE = {
     "batch": r"[89] of 9 numbers read correctly\n",
-    "engine": r"\['.*', '.*'\]\n\{.*'length': 2.*\}\n",
+    "engine": r"\['.*', '.*'\]\n314\n\{.*'length': [23].*\}\n",
     "policy": r"fifo: median time to first token (\d+) ms\nshort first: median .* (\d+) ms\n",
     "crash": r"no fault: 60 of 60 finished, .* (\d+) ms\ncrash: 60 of 60 finished, .* (\d+) ms\n",
 }

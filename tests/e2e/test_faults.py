@@ -47,7 +47,7 @@ async def back(engine: Engine) -> None:
 
 
 async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Generated) -> None:
-    """Streams pause for the restart, and resume where they were; seeded sampling, too."""
+    """Streams pause for the restart, and resume at the same token; seeded sampling, too."""
     questions = asks(2000, 7)
     wanted = generated("nano25", questions)
     drawn = (await answer(engine, questions[1], SAMPLED)).token_ids

@@ -58,7 +58,7 @@ async def test_hosts_answer_as_one_host_and_streams_outlive_a_loss(
     key: Path,
     struck: tuple[str, Callable[[], object], Callable[[], object]],
 ) -> None:
-    """The tokens of one host, with images; and those of a stream whose host is lost in the middle of it.
+    """The tokens of one host, with images; and the tokens of a stream whose host is lost in the middle of it.
 
     The host ends, which closes the connection, or is cut off in silence, which only the deadline detects; a host that
     stands still and a pulled cable are in `tests/unit/rank/test_hosts.py`.

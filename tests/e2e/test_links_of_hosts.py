@@ -44,7 +44,7 @@ async def test_hosts_on_a_slow_link_are_waited_for(
 ) -> None:
     """The pixels of a batch take longer than the silence deadline, and no host is declared dead, nor stops.
 
-    Every token is that of one host.
+    Every token is the token of one host.
     """
     asks = [*(large(seed) for seed in range(20, 20 + MANY)), *ASKS]
     here = [one.token_ids for one in await choices(engine, asks, at_once=8)]

@@ -123,7 +123,7 @@ async def test_processes_cancel_what_a_client_leaves(split: RunningServer) -> No
 
 
 async def test_process_that_dies_takes_only_its_own_requests(split: RunningServer) -> None:
-    """In mid-stream: streams of the other go on, the engine ends those of the dead one, and it is restarted."""
+    """In mid-stream: streams of the other go on, the engine ends the streams of the dead one, and it is restarted."""
     wanted = await answer(split.engine, LONG)
     async with clients(split) as found, contextlib.AsyncExitStack() as opened:
         dead, alive = found

@@ -70,7 +70,7 @@ def nodes() -> Iterator[Nodes]:
 async def test_ray_replicas_answer_as_one_host_and_streams_outlive_a_node(
     configure: Callable[..., Config], engine: Engine, nodes: Nodes
 ) -> None:
-    """The tokens of one host; and those of a stream whose node is killed in the middle of it, and replaced."""
+    """The tokens of one host; and the tokens of a stream whose node is killed in the middle of it, and replaced."""
     here = [one.token_ids for one in await choices(engine, [*ASKS, LONG], at_once=4)]
     elsewhere = configure(
         "nano25",

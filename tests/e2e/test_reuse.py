@@ -33,7 +33,7 @@ def grown(engine: Engine, before: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.slow
 async def test_next_turn_encodes_the_new_image_and_prefills_the_new_tokens(engine: Engine) -> None:
-    """Turn k of a conversation costs its own image and its own tokens, not those of the turns before."""
+    """Turn k of a conversation costs its own image and its own tokens, not the tokens of the turns before."""
     # Random weights may yield an image placeholder: then that conversation has no next turn.
     turns = [
         await converse(engine, [drawn_image(700 + 4 * n + k) for k in range(4)]) for n in range(4)

@@ -64,7 +64,7 @@ async def begin(engine: Engine, prompt: list[int], name: str) -> Generation:
 async def test_killed_rank_loses_no_token_and_every_beginning_has_its_own_state(
     served: Engine, config: Config
 ) -> None:
-    """Steps run one ahead, requests are preempted, and all is lost once: the tokens are those of `generate`."""
+    """Steps run one ahead, requests are preempted, and all is lost once: the tokens equal those of `generate`."""
     wanted = generated(Path(config.model.path), PROMPTS, outputs=OUTPUTS)
     started = [await begin(served, prompt, f"first-{n}") for n, prompt in enumerate(PROMPTS)]
     await until(lambda: sum(one.output_tokens for one in started) > 60, "streams are running")

@@ -86,8 +86,8 @@ def test_cli_policies_lists_names_fields_and_defaults() -> None:
 
 @pytest.mark.slow
 def test_cli_policies_show_tells_of_one_and_its_effect() -> None:
-    output = run("policies", "show", "fair-share")
-    for expected in ("admission: fair-share", "output_weight = 2", "VTC", "p95", "chat"):
+    output = run("policies", "show", "tenant-fair")
+    for expected in ("policy: tenant-fair", "output_weight = 2", "VTC", "p95", "chat"):
         assert expected in output
     assert "compare with vsched simulate" in run("policies", "show", "forced-tokens")
 

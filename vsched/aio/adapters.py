@@ -28,7 +28,7 @@ from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.probes import probe
 from vsched.types import Request
 from vsched.wire import AddAdapter, RemoveAdapter
-from vsched.worker.capabilities import AdapterFacts
+from vsched.worker.contract import AdapterFacts
 
 
 class AdapterOrders:
@@ -66,7 +66,7 @@ class AdapterOrders:
             raise
 
     async def _add_to_all(self, entry: AddAdapter, stages: Sequence[str]) -> None:
-        """Send the entry to every group that is up, including those that come back in between, then keep it."""
+        """Send the entry to every group that is up, including groups that come back in between, then keep it."""
         reported: list[Leader] = []
         added: set[str] = set()
         while True:

@@ -28,7 +28,7 @@ def make_launcher(
     forked: bool = True,
     started: Mapping[Modules, ForkServer] | None = None,
 ) -> Launcher:
-    """Return a launcher for the configured hosts; the other arguments are those of `LocalLauncher`.
+    """Return a launcher for the configured hosts; for the other arguments see `LocalLauncher`.
 
     Raises:
         ConfigError: When the key file of other hosts cannot be read, or Ray cannot be reached.
@@ -43,7 +43,7 @@ def make_launcher(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The environment of an engine; the defaults are those of a server, and a simulation passes its own.
+    """The environment of an engine; the defaults are for a server, and a simulation passes its own.
 
     Attributes:
         make_launcher: Called once; returns the launcher of all worker groups.

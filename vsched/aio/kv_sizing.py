@@ -1,7 +1,7 @@
 """Sizes the KV caches of the generate groups while their ranks wait.
 
 Encode ranks publish their reservations. When all have, and all generate groups have loaded, one negotiation sizes the
-groups together: its ranks are those of all groups, so memory that several take from is divided in one calculation,
+groups together: its ranks are the ranks of all groups, so memory that several take from is divided in one calculation,
 whatever the order of starting. The orders of the memory policy go to every rank as entries of the decision logs, and
 all vote on each. The groups get equal sizes: the kernel counts with the smallest.
 
@@ -30,12 +30,13 @@ from vsched.memory import (
     Ledger,
     LedgerLine,
     Rebuild,
+    Sized,
     group_ledger,
     on_host,
     size_text,
 )
 from vsched.policy import Build, MemoryPolicy, MemoryView, Probe, RankMemory, Reservation
-from vsched.wire import Reserved, Sized, SizeKv
+from vsched.wire import Reserved, SizeKv
 
 
 class Sizing:
@@ -85,7 +86,7 @@ class Sizing:
         return reports[rank].reservation.growth_bytes if reports else None
 
     def waited_for(self, groups: Sequence[str]) -> str:
-        """Name what those of `groups` that generate wait for; empty if they wait for nothing else."""
+        """Name the condition that generate groups among `groups` wait for; empty if there is none."""
         waiting = [group for group in groups if group in self._encoder_of]
         if not waiting or not all(group in self._loaded for group in waiting):
             return ""
@@ -111,7 +112,7 @@ class Sizing:
     async def publish(self, group: str, encode: Leader) -> None:
         """Take the reservations of an encode group once all its ranks have reported them.
 
-        After a restart they are those of before; only the processes are new.
+        After a restart the earlier reservations are kept; only the processes are new.
         """
         reports = [
             msgspec.structs.replace(report, memory=_named(group, report.memory))
@@ -217,7 +218,7 @@ class Sizing:
         return [one for group in self._encode for one in self._reserved[group]]
 
     def _reservations(self, groups: Sequence[str]) -> list[Reservation]:
-        """Return all reservations; those of encoders in the processes of `groups` count in the votes instead."""
+        """Return all reservations; encoders in the processes of `groups` count in the votes instead."""
         own = {self._encoder_of[group] for group in groups}
         return [
             msgspec.structs.replace(one.reservation, held=one.reservation.held or group in own)
@@ -284,7 +285,7 @@ class Sizing:
         profile, headroom_bytes, probe = True, 0, isinstance(order, Probe)
         if isinstance(order, Build):
             profile, headroom_bytes = order.profile, order.headroom_bytes
-            # In place of a paused batch: so the steps beside it are proved, not only calculated.
+            # In place of a paused batch: so steps during a pause are proved, not only calculated.
             headroom_bytes += paused_bytes if profile else 0
         votes = await self._leaders[group].size(
             SizeKv(order.tokens, profile, headroom_bytes, probe=probe)
@@ -325,7 +326,7 @@ def _numbered(ranks: Sequence[RankMemory]) -> list[RankMemory]:
 
 
 def _covering_encoder(vote: Sized, batch_bytes: int, paused_bytes: int, *, proves: bool) -> Sized:
-    """Raise the peak of a process that encodes, too, to that of its largest batch beside the same KV cache.
+    """Raise the peak of a process that also encodes to the peak of its largest batch next to the same KV cache.
 
     Its two stages take turns, so the larger of the two peaks is what it needs. A batch that pauses for steps holds
     `paused_bytes` meanwhile, in addition to their memory. With `proves`, a batch that does not fit is a vote against.

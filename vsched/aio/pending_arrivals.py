@@ -66,7 +66,7 @@ class PendingArrival:
             self._decision.set_result(command if isinstance(command, RejectArrival) else None)
 
     def interrupt(self, failure: VschedError) -> None:
-        """End the request with an error, even if what it waits for is ready by now."""
+        """End the request with an error, even if the awaited result is ready by now."""
         self.failure = failure
         self._task.cancel()
         self._arrivals.remove(self.arrival_id)

@@ -255,7 +255,7 @@ class Shell:
         arrival: PendingArrival | None = None,
         emitted: tuple[int, ...] = (),
     ) -> None:
-        """Submit a request to the kernel; its output goes to `generation`, that of further choices to `further`.
+        """Submit a request to the kernel; its output goes to `generation`, the output of further choices to `further`.
 
         `emitted` are tokens that it has already.
 

@@ -63,7 +63,7 @@ from vsched.api.response_schema import (
     Tokens,
     Version,
 )
-from vsched.api.resuming.resumption import KeptAnswerRoute, Resumption
+from vsched.api.resuming.resumption import KeptResponseRoute, Resumption
 from vsched.api.unsupported import not_served
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 
@@ -89,7 +89,7 @@ def create_app(
     return _full_application(engine, settings, metrics, bodies, resumption, operator_routes)
 
 
-def create_front(
+def create_frontend(
     engine: ServingContract, settings: ApiSettings, metrics: ApiMetrics, operations: ASGIApp
 ) -> Starlette:
     """Build the application of an API process, which has no engine: `operations` serves the operator routes."""
@@ -104,7 +104,7 @@ def create_front(
 def create_operations(
     engine: EngineContract, settings: ApiSettings, metrics: ApiMetrics
 ) -> Starlette:
-    """Build the operator routes that `create_front` forwards; access was checked there."""
+    """Build the operator routes that `create_frontend` forwards; access was checked there."""
     return _application(_operator_routes(engine, metrics, RequestBodies(settings)), None)
 
 
@@ -174,7 +174,7 @@ def _client_routes(
         post(
             count_tokens, messages.count_tokens, MessagesRequest, CountedTokens, error=MessagesError
         ),
-        *(KeptAnswerRoute(route, resumption) for route in generating),
+        *(KeptResponseRoute(route, resumption) for route in generating),
         get("/v1/models", operations.models, ModelList),
         get("/v1/models/{model:path}", operations.model, Model),
         post("/tokenize", operations.tokenize, TokenizeRequest, Tokens),
@@ -226,7 +226,7 @@ def _application(routes: list[ApiRoute], settings: ApiSettings | None) -> Starle
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: _no_route, Exception: _mistake},
+        exception_handlers={HTTPException: _no_route, Exception: _internal_error},
     )
     app.router.redirect_slashes = False
     return app
@@ -276,7 +276,7 @@ def _not_found(path: str, method: str) -> str:
     return f"there is nothing at {shown}. Remedy: check the URL; completions live under /v1."
 
 
-async def _mistake(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     del error
     failed = RequestFailed("the server made a mistake")
     response = _error_response(form_of(request.scope), failed)

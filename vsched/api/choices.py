@@ -17,7 +17,7 @@ from vsched.api.metrics import RequestRecord
 from vsched.api.response_schema import Usage
 
 
-class Drawn(msgspec.Struct, frozen=True):
+class CompleteChoice(msgspec.Struct, frozen=True):
     """A complete choice."""
 
     generation: Generation
@@ -30,7 +30,7 @@ class Drawn(msgspec.Struct, frozen=True):
         return sum(found) / max(len(found), 1)
 
     @property
-    def reported(self) -> int:
+    def prompt_logprobs(self) -> int:
         """Number of prompt log-probabilities in its response."""
         report = self.generation.prompt_report
         return 0 if report is None else report.values
@@ -64,7 +64,7 @@ class AcceptedChoices:
         for generation in self.generations:
             generation.abort()
 
-    async def whole(self, record: RequestRecord, *, best: int) -> list[Drawn]:
+    async def collect(self, record: RequestRecord, *, best: int) -> list[CompleteChoice]:
         """Wait for all choices and return the `best` of each prompt, most likely first; without selection, in order.
 
         Blocks: until the last one has ended; unread ones buffer their output.
@@ -72,7 +72,7 @@ class AcceptedChoices:
         Raises:
             RequestFailed: If one ended in an error.
         """
-        chosen: list[Drawn] = []
+        chosen: list[CompleteChoice] = []
         index = 0
         for choices in self._families:
             drawn = []
@@ -81,7 +81,7 @@ class AcceptedChoices:
                 async for delta in generation:
                     record.output(index)
                     deltas.append(delta)
-                drawn.append(Drawn(generation, deltas))
+                drawn.append(CompleteChoice(generation, deltas))
                 index += 1
             if best < len(drawn):
                 drawn = sorted(drawn, key=lambda one: -one.mean_logprob)[:best]
@@ -94,12 +94,12 @@ def without_logprobs(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
     return [msgspec.structs.replace(delta, logprobs=None) for delta in deltas]
 
 
-def answer_id(request_id: str, index: int) -> str:
+def choice_id(request_id: str, index: int) -> str:
     """Request id of a choice; a client's id cannot contain this separator."""
     return f"{request_id}#{index}" if index else request_id
 
 
-class Voice(NamedTuple):
+class ChoiceStream(NamedTuple):
     """One choice of a stream: the source of its deltas, and their formatter."""
 
     generation: Generation
@@ -110,7 +110,7 @@ class SseWriter:
     """Writes the deltas of one or several choices as events."""
 
     def __init__(
-        self, exchange: HttpExchange, record: RequestRecord, choices: Sequence[Voice]
+        self, exchange: HttpExchange, record: RequestRecord, choices: Sequence[ChoiceStream]
     ) -> None:
         self._exchange = exchange
         self._record = record

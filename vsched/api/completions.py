@@ -17,14 +17,21 @@ from vsched.aio.streams.stream import StopScope
 from vsched.api import parameters
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.chat_messages import arguments_characters, split_messages, with_template_calls
-from vsched.api.choices import AcceptedChoices, Drawn, SseWriter, Voice, answer_id, without_logprobs
+from vsched.api.choices import (
+    AcceptedChoices,
+    ChoiceStream,
+    CompleteChoice,
+    SseWriter,
+    choice_id,
+    without_logprobs,
+)
 from vsched.api.contract import ApiSettings, Generation, ServingContract
 from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.formatters import (
-    AnswerOptions,
     ChatFormatter,
     CompletionFormatter,
     Formatter,
+    ResponseOptions,
 )
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
@@ -32,18 +39,17 @@ from vsched.api.middleware.access import tenant_of
 from vsched.api.middleware.response_tags import new_id, sent_id
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.response_schema import ChatResponse, CompletionResponse, Usage
-from vsched.api.structured_outputs import behind_thought, beside_calls, constraint_of
+from vsched.api.structured_outputs import after_reasoning, constraint_of, with_forced_calls
 from vsched.api.tools.choice import ToolUse, tool_use
 from vsched.api.tools.formats import call_format, reasoning_format
-from vsched.api.tools.reader import AnswerReader, CallStopScope, TemplateReader
-from vsched.api.tools.wording import AnswerWording
+from vsched.api.tools.message_builder import MessageBuilder
+from vsched.api.tools.reader import CallStopScope, CheckpointParser, OutputParser
 from vsched.api.unsupported import refuse_unsupported
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.record.journal import KeptRequest, RequestJournal
 from vsched.record.left import PartialOutput
 from vsched.types import SamplingParams
-from vsched.worker.capabilities import ParsesAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +72,8 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     `drawn` choices are generated for each prompt, and the best `n` of them are returned. `hides_logprobs` means that
     log-probabilities are needed only for that selection. `echoes` are the texts of prompts, or of a chat's last
     message, to repeat in the response; None for a prompt of token ids. `constrained_by` is the parameter that the
-    grammar comes from. `wording` creates the parser of a choice with tool calls or reasoning, `make_stop_scope` the
-    scope that excludes tool calls from stop strings. `requested` are the request fields that another vendor's API
+    grammar comes from. `message_builder` creates the parser of a choice with tool calls or reasoning, `make_stop_scope`
+    the scope that excludes tool calls from stop strings. `original` are the request fields that another vendor's API
     repeats in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter,
     otherwise empty.
     """
@@ -84,15 +90,15 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str
     session: str
     stream: bool
-    options: AnswerOptions
+    options: ResponseOptions
     constrained_by: str
     n: int = 1
     drawn: int = 1
     hides_logprobs: bool = False
     echoes: tuple[str | None, ...] = ()
-    wording: Callable[[int], AnswerWording] | None = None
+    message_builder: Callable[[int], MessageBuilder] | None = None
     make_stop_scope: Callable[[], StopScope] | None = None
-    requested: object = None
+    original: object = None
 
 
 def check_model(name: str | None, engine: ServingContract) -> str:
@@ -237,12 +243,12 @@ class CompletionEndpoint:
         adapter = check_model(request.model, self._engine)
         constraint = constraint_of(request)
         if calls:
-            constraint = beside_calls(constraint, calls)
+            constraint = with_forced_calls(constraint, calls)
         if constraint and thought:
-            constraint = behind_thought(constraint, thought)
+            constraint = after_reasoning(constraint, thought)
         refuse_unsupported(request)
         parameters.check_stream(request)
-        n, drawn = parameters.answer_count(
+        n, drawn = parameters.choice_count(
             request, self._settings, prompts=len(prompts), best_of=best_of
         )
         words: tuple[tuple[int, ...], ...] = ()
@@ -273,7 +279,7 @@ class CompletionEndpoint:
             cache_salt=parameters.check_cache_salt(request, self._settings),
             session=parameters.session_of(request),
             stream=bool(request.stream),
-            options=parameters.answer_options(
+            options=parameters.response_options(
                 request, sampling, echo=echo, usage_always=self._settings.usage_always
             ),
             constrained_by=constraint.param if constraint else "",
@@ -301,7 +307,7 @@ class CompletionEndpoint:
             await self.accept(job, choices, tenant_of(exchange.scope))
             job = msgspec.structs.replace(job, prompts=(), images=())
             exchange.release_room()
-            return await self.tell(exchange, record, choices, job)
+            return await self.send_response(exchange, record, choices, job)
         finally:
             choices.abort()
             if self._journal is not None:
@@ -347,7 +353,7 @@ class CompletionEndpoint:
             model=job.model,
             preprocessor=self._engine.preprocessor,
             options=job.options,
-            wording=job.wording(index) if job.wording is not None else None,
+            message_builder=job.message_builder(index) if job.message_builder is not None else None,
             echo=job.echoes[index // job.n] if job.echoes else None,
         )
 
@@ -368,7 +374,7 @@ class CompletionEndpoint:
         try:
             for index, prompt in enumerate(job.prompts):
                 first = index * job.drawn
-                names = [answer_id(job.request_id, first + one) for one in range(job.drawn)]
+                names = [choice_id(job.request_id, first + one) for one in range(job.drawn)]
                 accepted = await self._engine.generate_choices(
                     prompt=prompt,
                     images=job.images,
@@ -390,7 +396,7 @@ class CompletionEndpoint:
             param = job.constrained_by or None
             raise ParameterRefused(error.message, param=param, code=error.code) from None
 
-    async def tell(
+    async def send_response(
         self,
         exchange: HttpExchange,
         record: RequestRecord,
@@ -404,7 +410,7 @@ class CompletionEndpoint:
         """
         if job.stream:
             return await self._stream(exchange, record, choices, job)
-        return await self._whole(exchange, record, choices, job)
+        return await self._respond(exchange, record, choices, job)
 
     async def _stream(
         self,
@@ -413,29 +419,29 @@ class CompletionEndpoint:
         choices: AcceptedChoices,
         job: CheckedRequest,
     ) -> str:
-        voices = [
-            Voice(generation, self._formatter(generation, job, index))
+        streams = [
+            ChoiceStream(generation, self._formatter(generation, job, index))
             for index, generation in enumerate(choices.generations)
         ]
         if exchange.numbers_events:
             # One token per event, so that events keep their numbers when they are sent again.
-            voices[0].generation.one_by_one()
+            streams[0].generation.one_by_one()
         await exchange.start_stream(_id_header(job))
-        outcome = await SseWriter(exchange, record, voices).run()
+        outcome = await SseWriter(exchange, record, streams).run()
         if job.options.usage:
-            await exchange.send_event(voices[0].formatter.usage_chunk(choices.usage))
+            await exchange.send_event(streams[0].formatter.usage_chunk(choices.usage))
         await exchange.end_stream()
         return outcome
 
-    async def _whole(
+    async def _respond(
         self,
         exchange: HttpExchange,
         record: RequestRecord,
         choices: AcceptedChoices,
         job: CheckedRequest,
     ) -> str:
-        drawn = await choices.whole(record, best=job.n)
-        if sum(answer.reported for answer in drawn) <= _INLINE_VALUES_MAX:
+        drawn = await choices.collect(record, best=job.n)
+        if sum(answer.prompt_logprobs for answer in drawn) <= _INLINE_VALUES_MAX:
             response = self._response(drawn, choices.usage, job)
         else:
             response = await asyncio.to_thread(self._response, drawn, choices.usage, job)
@@ -443,13 +449,15 @@ class CompletionEndpoint:
         first = drawn[0].deltas
         return (first[-1].finish_reason if first else None) or "stop"
 
-    def _response(self, drawn: Sequence[Drawn], usage: Usage, job: CheckedRequest) -> object:
+    def _response(
+        self, drawn: Sequence[CompleteChoice], usage: Usage, job: CheckedRequest
+    ) -> object:
         """Build the non-streaming response."""
         responses = []
         for index, answer in enumerate(drawn):
             formatter = self._formatter(answer.generation, job, index)
             deltas = without_logprobs(answer.deltas) if job.hides_logprobs else answer.deltas
-            responses.append(formatter.whole(deltas, usage))
+            responses.append(formatter.response(deltas, usage))
         return _joined(responses)
 
 
@@ -529,30 +537,32 @@ class ChatEndpoint(CompletionEndpoint):
             return job
         options: dict[str, Any] = {"reasoning": reasoning, "thinking": thinking}
         make_stop_scope: Callable[[], StopScope] | None = None
-        make_parser: Callable[[], AnswerReader | TemplateReader]
+        make_parser: Callable[[], OutputParser | CheckpointParser]
         if parsed:
             make_parser = partial(self._parser, prompt, arguments, tools)
         elif tools is None:
-            make_parser = partial(AnswerReader, None, **options)
+            make_parser = partial(OutputParser, None, **options)
         else:
             options |= {
                 "tools": tools.schemas,
                 "single": tools.single,
                 "forced": bool(tools.forced),
             }
-            make_parser = partial(AnswerReader, tools.format, **options)
+            make_parser = partial(OutputParser, tools.format, **options)
             make_stop_scope = partial(CallStopScope, tools.format, **options)
 
-        def wording(index: int) -> AnswerWording:
-            return AnswerWording(
+        def message_builder(index: int) -> MessageBuilder:
+            return MessageBuilder(
                 make_parser(),
-                answer_id=answer_id(request_id, index),
+                choice_id=choice_id(request_id, index),
                 hides_reasoning=request.include_reasoning is False,
                 has_tools=tools is not None,
                 forced=tools is not None and bool(tools.forced),
             )
 
-        return msgspec.structs.replace(job, wording=wording, make_stop_scope=make_stop_scope)
+        return msgspec.structs.replace(
+            job, message_builder=message_builder, make_stop_scope=make_stop_scope
+        )
 
     def _parses(self, template: str) -> bool:
         """True if the checkpoint has its own response parser, and no known format, which could stream, applies."""
@@ -561,19 +571,17 @@ class ChatEndpoint(CompletionEndpoint):
             call_format(settings.tool_format, template) is None
             and reasoning_format(settings.reasoning_format, template) is None
             and settings.reasoning_format != "none"
-            and isinstance(front, ParsesAnswers)
             and front.parses_answers
         )
 
     def _parser(
         self, prompt: str | Callable[[], str], arguments: dict[str, Any], tools: ToolUse | None
-    ) -> TemplateReader:
+    ) -> CheckpointParser:
         """Response parser of the checkpoint for one choice; it only needs the end of the prompt."""
         front = self._engine.preprocessor
-        assert isinstance(front, ParsesAnswers)
         text = self._short_prompt(arguments) if callable(prompt) else prompt
         parser = front.answer_parser(text, tools.shown if tools is not None else ())
-        return TemplateReader(parser, single=tools is not None and tools.single)
+        return CheckpointParser(parser, single=tools is not None and tools.single)
 
     def _short_prompt(self, arguments: dict[str, Any]) -> str:
         """Render a short prompt with the same ending; empty if the template rejects it."""

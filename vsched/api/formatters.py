@@ -28,7 +28,7 @@ from vsched.api.response_schema import (
     TopLogprob,
     Usage,
 )
-from vsched.api.tools.wording import AnswerWording
+from vsched.api.tools.message_builder import MessageBuilder
 from vsched.worker.contract import Detokenizer, Preprocessor
 
 _LOGPROB_MIN = -9999.0
@@ -52,7 +52,7 @@ def usage_of(*families: Sequence[Generation]) -> Usage:
     )
 
 
-class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options for the contents of a response besides text.
 
     Attributes:
@@ -77,7 +77,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     echo_logprobs: int = 0
 
 
-_TEXT_ALONE = AnswerOptions()
+_TEXT_ALONE = ResponseOptions()
 
 
 class Formatter(Protocol):
@@ -94,7 +94,7 @@ class Formatter(Protocol):
         """Return the event with the usage only."""
         ...
 
-    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> object:
+    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> object:
         """Return the complete response."""
         ...
 
@@ -167,16 +167,16 @@ class _Formatting:
         created: int,
         model: str,
         preprocessor: Preprocessor,
-        options: AnswerOptions = _TEXT_ALONE,
-        wording: AnswerWording | None = None,
+        options: ResponseOptions = _TEXT_ALONE,
+        message_builder: MessageBuilder | None = None,
         index: int = 0,
         request_id: str = "",
         echo: str | None = None,
     ) -> None:
         """Create a formatter.
 
-        `wording` parses calls and reasoning; `index` and `request_id` serve several choices. `echo` is the start of the
-        content of a chat, the assistant message that is continued, or the text of a prompt that is repeated.
+        `message_builder` parses calls and reasoning; `index` and `request_id` serve several choices. `echo` is the
+        start of the content of a chat, the assistant message that is continued, or the text of a repeated prompt.
         """
         self.options = options
         self._index = index
@@ -185,7 +185,7 @@ class _Formatting:
         self._created = created
         self._model = model
         self._preprocessor = preprocessor
-        self._wording = wording
+        self._message_builder = message_builder
         self._echo = echo
         self._started = False
         self._bare = not (options.running_usage or options.token_ids)
@@ -219,12 +219,12 @@ class _Formatting:
             return None
         found: PromptLogprobs = [None]
         for token in report.tokens():
-            reported = {
+            top = {
                 str(token_id): self._prompt_logprob(token_id, logprob, rank)
                 for rank, (token_id, logprob) in enumerate(token.top[:count], 1)
             }
             own = self._prompt_logprob(token.token_id, token.logprob, token.rank)
-            found.append({**reported, str(token.token_id): own})
+            found.append({**top, str(token.token_id): own})
         return found
 
     def _prompt_logprob(self, token_id: int, logprob: float, rank: int) -> PromptLogprob:
@@ -242,13 +242,13 @@ class ChatFormatter(_Formatting):
         return ChatChunk(self._id, self._created, self._model, [choice])
 
     def chunk(self, delta: OutputDelta) -> ChatChunk | msgspec.Raw | None:
-        if self._started and self._wording is None and self._is_bare(delta):
+        if self._started and self._message_builder is None and self._is_bare(delta):
             return self._form.fill(delta.text)
         added, reason = ChatDelta(content=delta.text), delta.finish_reason
-        if self._wording is not None:
-            added = self._wording.added(delta.text, reason)
-            reason = reason and self._wording.finish_reason(reason)
-            if self._started and self._wording.is_silent and self._is_bare(delta):
+        if self._message_builder is not None:
+            added = self._message_builder.added(delta.text, reason)
+            reason = reason and self._message_builder.finish_reason(reason)
+            if self._started and self._message_builder.is_silent and self._is_bare(delta):
                 return None
         if not self._started:
             added.role = "assistant"
@@ -275,12 +275,12 @@ class ChatFormatter(_Formatting):
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(self._id, self._created, self._model, [], usage)
 
-    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> ChatResponse:
+    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> ChatResponse:
         text = "".join(delta.text for delta in deltas)
         message, reason = ChatMessage(text), _finish_reason(deltas)
-        if self._wording is not None:
-            message = self._wording.message(text, reason)
-            reason = self._wording.finish_reason(reason)
+        if self._message_builder is not None:
+            message = self._message_builder.message(text, reason)
+            reason = self._message_builder.finish_reason(reason)
         if self._echo:
             message.content = self._echo + (message.content or "")
         choice = ChatChoice(
@@ -361,7 +361,7 @@ class CompletionFormatter(_Formatting):
     def usage_chunk(self, usage: Usage) -> CompletionResponse:
         return CompletionResponse(self._id, self._created, self._model, [], usage)
 
-    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> CompletionResponse:
+    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> CompletionResponse:
         text = "".join(delta.text for delta in deltas)
         choice = self._choice(text, _finish_reason(deltas), deltas)
         choice.prompt_logprobs = self._prompt_logprobs()
@@ -396,9 +396,13 @@ class CompletionFormatter(_Formatting):
             offsets = TextOffsets(self._preprocessor.detokenizer(special=True), known=echoed)
             first, count = self._generation.prompt_token_ids[0], self.options.echo_logprobs
             self._add(result, first, None, None, offsets)
-            for reported in report.tokens():
-                known = TokenLogprob(reported.token_id, reported.logprob, reported.top[:count])
-                self._add(result, reported.token_id, reported.logprob, self._top(known), offsets)
+            for prompt_token in report.tokens():
+                known = TokenLogprob(
+                    prompt_token.token_id, prompt_token.logprob, prompt_token.top[:count]
+                )
+                self._add(
+                    result, prompt_token.token_id, prompt_token.logprob, self._top(known), offsets
+                )
         if self._offsets is None:
             special = self.options.shows_special
             detokenizer = self._preprocessor.detokenizer(special=special)

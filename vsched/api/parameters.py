@@ -12,7 +12,7 @@ import msgspec
 
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, check_count, out_of_bounds, shown
-from vsched.api.formatters import AnswerOptions
+from vsched.api.formatters import ResponseOptions
 from vsched.api.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -169,9 +169,11 @@ def sampling_params(
             limit=f"{min_tokens_limit} (max_tokens)",
             remedy="ask for fewer tokens",
         )
-    reported = alternatives("prompt_logprobs", request.prompt_logprobs, info, settings)
+    prompt_logprobs = alternatives("prompt_logprobs", request.prompt_logprobs, info, settings)
     if echo and logprobs is not None:
-        reported = max(reported or 0, alternatives("logprobs", logprobs, info, settings) or 0)
+        prompt_logprobs = max(
+            prompt_logprobs or 0, alternatives("logprobs", logprobs, info, settings) or 0
+        )
     logprobs = alternatives("logprobs", logprobs, info, settings)
 
     def given(value: float | None, default: float) -> float:
@@ -197,7 +199,7 @@ def sampling_params(
         ignore_eos=request.ignore_eos,
         show_special=request.skip_special_tokens is False,
         logprobs=logprobs,
-        prompt_logprobs=reported,
+        prompt_logprobs=prompt_logprobs,
         prompt_only=max_tokens == 0,
         logit_bias=_logit_bias(request.logit_bias, info, settings),
         bad_words=bad_words,
@@ -408,7 +410,7 @@ def completion_tokens(request: CompletionRequest, info: ModelInfo) -> int:
     return min(max(_COMPLETION_TOKENS, request.min_tokens), info.context_tokens)
 
 
-def answer_count(
+def choice_count(
     request: SamplingFields, settings: ApiSettings, *, prompts: int = 1, best_of: int | None = None
 ) -> tuple[int, int]:
     """Number of choices to return for each prompt, and number to generate.
@@ -434,24 +436,24 @@ def answer_count(
     return wanted, drawn
 
 
-def answer_options(
+def response_options(
     request: SamplingFields,
     sampling: SamplingParams,
     *,
     echo: bool = False,
     usage_always: bool = False,
-) -> AnswerOptions:
+) -> ResponseOptions:
     """Options for the contents of the response besides text."""
-    requested = request.prompt_logprobs
+    prompt_logprobs = request.prompt_logprobs
     stream = request.stream_options or StreamOptions()
     usage = bool(request.stream) and (usage_always or stream.include_usage)
-    return AnswerOptions(
+    return ResponseOptions(
         usage=usage,
         running_usage=usage and (usage_always or stream.continuous_usage_stats),
         token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         shows_special=sampling.show_special,
-        prompt_logprobs=sampling.prompt_logprobs if requested == -1 else requested,
+        prompt_logprobs=sampling.prompt_logprobs if prompt_logprobs == -1 else prompt_logprobs,
         echo=echo,
         echo_logprobs=sampling.logprobs or 0,
     )

@@ -31,7 +31,7 @@ LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - only compared 
 """Wildcard addresses, and the loopback address that reaches each."""
 
 
-class _Front(Protocol):
+class _Frontend(Protocol):
     """HTTP side of a server: in the engine's process, or in API processes."""
 
     @property
@@ -41,7 +41,7 @@ class _Front(Protocol):
     async def stop(self) -> None: ...
 
 
-class _OwnFront:
+class _InProcessFrontend:
     """Serves HTTP in the engine's process."""
 
     def __init__(
@@ -72,7 +72,7 @@ class RunningServer:
     """A running server and its engine."""
 
     def __init__(
-        self, listener: socket.socket, engine: Engine, front: _Front | None = None
+        self, listener: socket.socket, engine: Engine, front: _Frontend | None = None
     ) -> None:
         self._listener = listener
         self._front = front
@@ -118,11 +118,11 @@ async def running_server(
         check_record_path(config)  # the journal is part of the record
         resumption = open_resumption(config)
         settings = api_settings(config, listener.getsockname()[0])
-        front: _Front
+        front: _Frontend
         if config.server.processes > 1:
             front = ApiProcesses(engine, settings, listener)
         else:
-            front = _OwnFront(engine, settings, listener, resumption)
+            front = _InProcessFrontend(engine, settings, listener, resumption)
         running: RunningServer | None = None
         resuming: asyncio.Task[None] | None = None
         try:

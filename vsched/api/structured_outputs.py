@@ -56,7 +56,7 @@ def constraint_of(request: SamplingFields) -> Constraint | None:
     return found[0] if found else None
 
 
-def beside_calls(constraint: Constraint | None, calls: str) -> Constraint:
+def with_forced_calls(constraint: Constraint | None, calls: str) -> Constraint:
     """Constraint that forces tool calls; it replaces `response_format`, because calls have no content.
 
     Raises:
@@ -68,7 +68,7 @@ def beside_calls(constraint: Constraint | None, calls: str) -> Constraint:
     return Constraint("tools", calls)
 
 
-def behind_thought(constraint: Constraint, end: str) -> Constraint:
+def after_reasoning(constraint: Constraint, end: str) -> Constraint:
     """Let the model finish begun reasoning, up to `end`, and apply the constraint afterwards."""
     thought = {"end": end, "answer": msgspec.Raw(constraint.grammar.encode())}
     return constraint._replace(grammar=_encoded(thought=thought))

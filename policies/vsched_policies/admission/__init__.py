@@ -1,7 +1,6 @@
 """Admission policies: the waiting entries that join the next step."""
 
 from vsched_policies.admission.deadline import Deadline
-from vsched_policies.admission.fair_share import FairShare
 from vsched_policies.admission.fifo import Fifo
 from vsched_policies.admission.gathered import Gathered
 from vsched_policies.admission.priority import Priority
@@ -10,7 +9,6 @@ from vsched_policies.admission.token_budget import TokenBudget
 
 __all__ = [
     "Deadline",
-    "FairShare",
     "Fifo",
     "Gathered",
     "Priority",

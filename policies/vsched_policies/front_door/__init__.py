@@ -2,6 +2,5 @@
 
 from vsched_policies.front_door.deadline_shed import DeadlineShed
 from vsched_policies.front_door.open import Open
-from vsched_policies.front_door.token_bucket import TokenBucket
 
-__all__ = ["DeadlineShed", "Open", "TokenBucket"]
+__all__ = ["DeadlineShed", "Open"]

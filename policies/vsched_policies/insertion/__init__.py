@@ -3,6 +3,5 @@
 from vsched_policies.insertion.everything import Everything
 from vsched_policies.insertion.matching import Matching
 from vsched_policies.insertion.prompts import Prompts
-from vsched_policies.insertion.second_touch import SecondTouch
 
-__all__ = ["Everything", "Matching", "Prompts", "SecondTouch"]
+__all__ = ["Everything", "Matching", "Prompts"]

@@ -15,7 +15,6 @@ class Cheapest(RequestPolicy, frozen=True, kw_only=True):
     mode: PreemptionMode = "recompute"
 
     def victim(self, view: PreemptionView) -> Preemption:
-        """Return the last request with the fewest tokens."""
-        running = view.running
-        index = min(range(len(running)), key=lambda index: (running[index].tokens, -index))
+        """Return the last eligible request with the fewest tokens."""
+        index = min(view.eligible, key=lambda index: (view.running[index].tokens, -index))
         return Preemption(index, self.mode)

@@ -30,11 +30,11 @@ class ReaderPace(RequestPolicy, frozen=True, kw_only=True):
     mode: PreemptionMode = "recompute"
 
     def victim(self, view: PreemptionView) -> Preemption:
-        """Return the last request with the longest lead."""
+        """Return the last eligible request with the longest lead."""
 
         def lead(index: int) -> tuple[float, int]:
             one = view.running[index]
             reading_s = max(view.now_ns - one.arrived_ns - self.first_ms * 1_000_000, 0) / 1e9
             return one.outputs - reading_s * self.tokens_s, index
 
-        return Preemption(max(range(len(view.running)), key=lead), self.mode)
+        return Preemption(max(view.eligible, key=lead), self.mode)

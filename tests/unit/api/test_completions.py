@@ -5,12 +5,13 @@ import asyncio
 import msgspec
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import BoundedImage, NamedImage
-from vsched.worker.capabilities import PixelBounds
+from vsched.worker.contract import PixelBounds
 
 
 async def test_chat_whole_response() -> None:
@@ -53,7 +54,7 @@ async def test_chat_stream() -> None:
     assert len({event["id"] for event in reply.events}) == 1
 
 
-@pytest.mark.parametrize("path", [CHAT, PLAIN])
+@each_case("path", [CHAT, PLAIN])
 async def test_stream_ends_with_usage_when_asked(path: str) -> None:
     body = {**chat(), "prompt": "x"} if path == PLAIN else chat()
     if path == PLAIN:
@@ -76,7 +77,7 @@ async def test_stream_sends_one_piece_a_delta() -> None:
     assert len(reply.pieces) == 4  # with `[DONE]`
 
 
-@pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (PLAIN, {"prompt": "x"})])
+@each_case(("path", "body"), [(CHAT, chat()), (PLAIN, {"prompt": "x"})])
 async def test_stream_shows_every_token_also_those_without_text(
     path: str, body: dict[str, object]
 ) -> None:
@@ -169,7 +170,7 @@ async def test_images_may_have_bounds_of_their_pixels() -> None:
     assert found == [*wanted, "data:three"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "param"),
     [
         ({"fps": 2}, "fps"),
@@ -195,7 +196,7 @@ async def test_special_tokens_are_text_as_the_request_says() -> None:
         assert engine.sampling.show_special
 
 
-@pytest.mark.parametrize(
+@each_case(
     "fields", [{}, {"image_url": {}}, {"image_url": None}, {"uuid": ""}, {"uuid": "x" * 257}]
 )
 async def test_image_without_url_and_name_is_refused(fields: dict[str, object]) -> None:
@@ -226,7 +227,7 @@ async def test_other_model_is_a_404() -> None:
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("state", "status"),
     [("loading", 503), ("draining", 503), ("stopped", 503), ("ready", 200), ("degraded", 200)],
 )
@@ -248,7 +249,7 @@ async def test_refusal_carries_status_and_retry_after() -> None:
         assert reply.error["code"] == "rate_limit_exceeded"
 
 
-@pytest.mark.parametrize("code", ["context_exceeded", "kv_exceeded"])
+@each_case("code", ["context_exceeded", "kv_exceeded"])
 async def test_prompt_that_is_too_long_is_told_as_clients_know_it(code: str) -> None:
     """OpenAI's code, and the words by which litellm recognizes its ContextWindowExceededError."""
     engine = FakeEngine()
@@ -324,7 +325,7 @@ async def test_plain_logprobs_shape() -> None:
     assert offsets == [[0], [1]]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_plain_logprobs_always_hold_the_sampled_token(stream: bool) -> None:
     """`logprobs: 0` asks for nothing else; halves of characters do not hide each other."""
     engine = FakeEngine(
@@ -340,7 +341,7 @@ async def test_plain_logprobs_always_hold_the_sampled_token(stream: bool) -> Non
     assert engine.sampling.logprobs == 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_disconnect_aborts_the_generation(stream: bool) -> None:
     """Streaming or not, one owner of receive() notices and aborts."""
     engine = FakeEngine(OutputDelta("Hel", [1]), asyncio.Event())
@@ -418,7 +419,7 @@ async def test_body_of_exactly_the_cap_is_accepted() -> None:
     assert reply.status == 200
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("messages", "on_the_loop"),
     [
         ([{"role": "user", "content": "hi"}], True),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings
@@ -124,8 +125,8 @@ def engine_of_halves(token_ids: Sequence[int], *, size: int = 1) -> FakeEngine:
     return engine
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 99])
+@each_case("stream", [False, True])
+@each_case("size", [1, 2, 99])
 async def test_offsets_of_tokens_are_those_of_the_text(size: int, stream: bool) -> None:
     """Also for a character of several tokens, and after special tokens."""
     token_ids = [300, *TEXT.encode(), 300, ord("d")]
@@ -150,7 +151,7 @@ async def test_offsets_of_a_stop_string_s_tokens_are_within_the_text() -> None:
     assert reply.json["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("known", "pieces", "offsets"),
     [
         ("Hello you", ["<s>", " Hello", " you"], [0, 0, 5]),

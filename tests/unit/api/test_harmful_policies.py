@@ -83,7 +83,7 @@ def test_views_cannot_be_changed_in_a_server() -> None:
     assert not done
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(choices=st.lists(st.integers(0, 10_000), min_size=1, max_size=20), odd=st.sampled_from(ODD))
 def test_views_changed_by_force_harm_no_server(choices: list[int], odd: Any) -> None:
     calls = iter(choices * 100_000)
@@ -96,12 +96,13 @@ def test_views_changed_by_force_harm_no_server(choices: list[int], odd: Any) -> 
     serve(does)
 
 
-@pytest.mark.parametrize("odd", ODD, ids=[one.name for one in ODD])
+@pytest.mark.parametrize("odd", ODD[::3], ids=[one.name for one in ODD[::3]])
 def test_odd_answers_harm_no_server(odd: Any) -> None:
+    """A sample: `tests.contract` tries every odd answer in the kernel."""
     serve(lambda *_: odd.make())
 
 
-@pytest.mark.parametrize("number", range(len(RAISES)))
+@pytest.mark.parametrize("number", range(0, len(RAISES), 3))
 def test_no_exception_ends_a_server(number: int, caplog: pytest.LogCaptureFixture) -> None:
     """It is counted, and logged with file, line and, once for each policy, the traceback."""
 

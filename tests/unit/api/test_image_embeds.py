@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from vsched.media import EmbeddedImage
 
@@ -33,7 +32,7 @@ async def test_text_only_request_has_no_images() -> None:
     assert list(engine.calls[0]["images"]) == []
 
 
-@pytest.mark.parametrize("value", [None, "data", [], {}, {"data": 5}, {"data": ["A" * 5000]}])
+@each_case("value", [None, "data", [], {}, {"data": 5}, {"data": ["A" * 5000]}])
 async def test_misshapen_part_is_refused_without_quoting_it(value: object) -> None:
     """A 400 that names the position."""
     engine = FakeEngine()

@@ -8,10 +8,11 @@ from typing import Any, cast
 import pytest
 from starlette.routing import Route
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, Reply
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api import ApiSettings, create_app
-from vsched.api.app import create_front
+from vsched.api.app import create_frontend
 from vsched.api.metrics import ApiMetrics
 from vsched.api.middleware.access import RequireKey
 from vsched.errors import RequestFailed, RequestRefused
@@ -34,12 +35,12 @@ async def call(
     settings = ApiSettings(api_key=api_key)
     app = create_app(engine, settings)
     if front:
-        app = create_front(engine, settings, ApiMetrics(engine), operations=app)
+        app = create_frontend(engine, settings, ApiMetrics(engine), operations=app)
     return await Client(app).send(method, path, body, headers=headers)
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready"])
-@pytest.mark.parametrize(
+@each_case("path", ["/health", "/ready"])
+@each_case(
     ("state", "status"),
     [("loading", 503), ("ready", 200), ("degraded", 200), ("draining", 503), ("stopped", 503)],
 )
@@ -181,7 +182,7 @@ async def test_detokenize_takes_the_blank_away_that_the_tokenizer_adds() -> None
     assert reply.json == {"prompt": "<s> Hi"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "message"),
     [
         ({}, "`tokens` is missing"),
@@ -212,7 +213,7 @@ async def test_tokenize_while_it_loads_is_refused() -> None:
     assert (reply.status, reply.error["code"]) == (503, "not_ready")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         {},
@@ -305,7 +306,7 @@ async def test_two_applications_do_not_share_metrics() -> None:
     assert b"vsched_generation_tokens_total 0.0" in reply.body
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("method", "path", "status", "code"),
     [
         ("GET", "/", 404, "not_found"),
@@ -323,7 +324,7 @@ async def test_wrong_paths_and_methods_have_openai_errors(
     assert (reply.status, reply.error["code"]) == (status, code)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("method", "path", "status", "kind"),
     [
         ("GET", "/v1/messages", 405, "invalid_request_error"),
@@ -341,7 +342,7 @@ async def test_wrong_paths_and_methods_of_messages_have_anthropics_errors(
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "methods"),
     [
         ("/v1/chat/completions", "POST"),
@@ -353,7 +354,7 @@ async def test_wrong_paths_and_methods_of_messages_have_anthropics_errors(
         ("/v1/load_lora_adapter", "POST"),
     ],
 )
-@pytest.mark.parametrize("method", ["PUT", "OPTIONS", "PROPFIND"])
+@each_case("method", ["PUT", "OPTIONS", "PROPFIND"])
 async def test_wrong_methods_are_told_all_that_a_path_takes(
     path: str, methods: str, method: str
 ) -> None:
@@ -366,7 +367,7 @@ async def test_wrong_methods_are_told_all_that_a_path_takes(
         assert reply.headers["connection"] == "close"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "remedy"),
     [
         ("/v1/embeddings", "server of an embedding model"),
@@ -390,7 +391,7 @@ async def test_wrong_methods_are_told_all_that_a_path_takes(
         ("/v1/chat/completions/chatcmpl-1/messages", "send the whole history"),
     ],
 )
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+@each_case("method", ["GET", "POST", "DELETE"])
 async def test_paths_that_clients_know_are_told_what_to_do_without(
     method: str, path: str, remedy: str
 ) -> None:
@@ -416,7 +417,7 @@ async def test_stored_answers_are_not_there_to_be_deleted() -> None:
         assert (await call(FakeEngine(), "GET", path)).error["code"] == "answer_unknown"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "status"),
     [
         ("/v1/models/", 200),
@@ -435,7 +436,7 @@ async def test_slash_behind_a_path_changes_nothing(path: str, status: int) -> No
     assert (await call(FakeEngine(), "POST", "/v1/chat/completions/", CHAT)).status == 200
 
 
-@pytest.mark.parametrize("path", ["//v1/models", "/v1//chat/completions", "//admin//clear"])
+@each_case("path", ["//v1/models", "/v1//chat/completions", "//admin//clear"])
 async def test_double_slash_is_told_so(path: str) -> None:
     """Double slashes, from a base URL with a trailing slash, are a 404 and bypass no path rule of a proxy."""
     reply = await call(FakeEngine(), "POST", path)
@@ -448,7 +449,7 @@ async def test_without_a_key_everything_is_open() -> None:
     assert (await call(FakeEngine(), "GET", "/metrics")).status == 200
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("method", "path"),
     [
         ("POST", "/v1/chat/completions"),
@@ -464,8 +465,9 @@ async def test_without_a_key_everything_is_open() -> None:
         ("GET", "/v1/responses/x"),
     ],
 )
-@pytest.mark.parametrize(
-    "authorization", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic right", "right"]
+@each_case(
+    "authorization",
+    [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic right", "right", "Bearerright"],
 )
 async def test_key_is_needed_everywhere_but_for_probes(
     method: str, path: str, authorization: str | None

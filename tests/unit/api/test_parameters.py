@@ -6,12 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
 from vsched.api import ApiSettings
 from vsched.types import SamplingDefaults
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("prompt", "expected"),
     [("ab", "ab"), (["ab"], "ab"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])],
 )
@@ -21,7 +22,7 @@ async def test_plain_completion_prompt_forms(prompt: object, expected: object) -
     assert engine.calls[0]["prompt"] == expected
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], [256], [-1]])
+@each_case("prompt", [[], [[]], [1, "a"], [256], [-1]])
 async def test_plain_completion_refuses_other_prompts(prompt: object) -> None:
     reply = await post(FakeEngine(), PLAIN, {"prompt": prompt})
     assert reply.status == 400
@@ -112,7 +113,7 @@ async def test_absent_sampling_fields_are_as_the_checkpoint_states() -> None:
     assert (engine.sampling.top_k, engine.sampling.temperature) == (0, 0.6)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("field", "value"),
     [
         ("temperature", -0.1),
@@ -182,7 +183,7 @@ async def test_token_out_of_vocabulary_is_named_with_its_size() -> None:
     assert f"out of vocabulary: value {size}, limit below {size}," in reply.error["message"]
 
 
-@pytest.mark.parametrize("path", [CHAT, PLAIN])
+@each_case("path", [CHAT, PLAIN])
 async def test_stream_options_without_a_stream_are_refused(path: str) -> None:
     """As in OpenAI's API: a client that waits for usage in a stream has forgotten `stream`."""
     fields = {"stream_options": {"include_usage": True}}
@@ -206,7 +207,7 @@ async def test_too_many_logprobs_are_refused() -> None:
     assert "value 21, limit 20" in reply.error["message"]
 
 
-@pytest.mark.parametrize("path", [CHAT, PLAIN])
+@each_case("path", [CHAT, PLAIN])
 async def test_logprobs_of_the_whole_vocabulary_need_the_setting(path: str) -> None:
     """-1 means the size of the vocabulary."""
     engine = FakeEngine()
@@ -223,7 +224,7 @@ async def test_logprobs_of_the_whole_vocabulary_need_the_setting(path: str) -> N
     assert engine.sampling.logprobs == 256
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("field", "value"),
     [
         ("best_of", 3),
@@ -242,7 +243,7 @@ async def test_unsupported_meaning_is_refused(field: str, value: object) -> None
     assert reply.error["param"] == field
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "tokens"),
     [({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 40}, 40), ({"min_tokens": 20}, 20)],
 )
@@ -258,7 +259,7 @@ async def test_plain_completions_have_16_tokens_by_default(
 _UNSERVED_PARTS = "input_audio audio_url video_url input_video file input_file document"
 
 
-@pytest.mark.parametrize("kind", _UNSERVED_PARTS.split())
+@each_case("kind", _UNSERVED_PARTS.split())
 async def test_parts_that_are_not_served_are_refused_by_their_name(kind: str) -> None:
     sent = chat(messages=[{"role": "user", "content": [{"type": kind, kind: {"data": ""}}]}])
     reply = await post(FakeEngine(), CHAT, sent)
@@ -281,7 +282,7 @@ async def test_custom_tools_are_refused_by_their_name() -> None:
         assert reply.error["message"].startswith(f'`{place}.type` "custom" is not supported.')
 
 
-@pytest.mark.parametrize("fields", [{"prompt_embeds": "x"}, {"suffix": "x"}])
+@each_case("fields", [{"prompt_embeds": "x"}, {"suffix": "x"}])
 async def test_unsupported_meaning_is_refused_in_plain_completions(fields: dict[str, Any]) -> None:
     reply = await post(FakeEngine(), PLAIN, {"prompt": "x", **fields})
     assert reply.error["code"] == "unsupported_parameter"
@@ -313,7 +314,7 @@ async def test_bad_words_are_tokenized_off_the_loop(monkeypatch: pytest.MonkeyPa
     assert threading.get_ident() not in threads
 
 
-@pytest.mark.parametrize(
+@each_case(
     "fields",
     [
         {"logit_bias": {"5": 101}},
@@ -356,7 +357,7 @@ async def test_unknown_field_is_an_error_that_names_it() -> None:
     assert reply.error["code"] == "unknown_parameter"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"x"', b'{"user":' + b"[" * 100_000, b'{"a":1}{}'],
 )
@@ -366,7 +367,7 @@ async def test_body_that_is_no_request_is_refused(body: bytes) -> None:
     assert "0x" not in reply.error["message"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "message"),
     [
         (
@@ -406,7 +407,7 @@ async def test_wrong_values_get_a_sentence(fields: dict[str, Any], message: str)
     assert (reply.status, reply.error["message"]) == (400, message)
 
 
-@pytest.mark.parametrize("path", [CHAT, PLAIN, "/tokenize"])
+@each_case("path", [CHAT, PLAIN, "/tokenize"])
 async def test_wrong_value_beside_what_is_no_text_is_refused(path: str) -> None:
     """Parts that msgspec skips are not checked until the value appears in an error."""
     name = "prompt" if path == PLAIN else "messages"
@@ -423,7 +424,7 @@ async def test_error_texts_do_not_quote_long_content() -> None:
     assert "AAAA" not in reply.error["message"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "prompt"),
     [
         ({"add_generation_prompt": True}, "user:hi"),
@@ -434,7 +435,7 @@ async def test_error_texts_do_not_quote_long_content() -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@each_case("path", [CHAT, "/tokenize"])
 async def test_prompt_may_go_on_with_the_last_message(
     path: str, fields: dict[str, Any], prompt: str
 ) -> None:
@@ -460,7 +461,7 @@ async def test_template_arguments_are_passed_from_the_allow_list() -> None:
     assert engine.calls[0]["prompt"] == "enable_thinking=False;user:hi"
 
 
-@pytest.mark.parametrize(("key", "session"), [("talk-7", "talk-7"), (None, ""), (5, "")])
+@each_case(("key", "session"), [("talk-7", "talk-7"), (None, ""), (5, "")])
 async def test_prompt_cache_key_names_the_session(key: object, session: str) -> None:
     engine = FakeEngine()
     await post(engine, CHAT, chat(prompt_cache_key=key))

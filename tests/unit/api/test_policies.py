@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import Client, FakeEngine
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestRefused
@@ -13,7 +14,7 @@ from vsched.policy import Admission, AdmissionView, ImagePolicy, PositiveCount, 
 from vsched.sim.cluster import SimEngine, small_config
 from vsched_policies.encoding import ChunkAware
 from vsched_policies.memory import Pinned
-from vsched_policies.step import FairPrefill
+from vsched_policies.requests import TenantFair
 
 PATH = "/admin/policies"
 
@@ -31,11 +32,11 @@ async def test_policies_are_listed_and_replaced() -> None:
     engine = FakeEngine()
     client = Client(create_app(engine, ApiSettings()))
     assert (await client.send("GET", PATH)).json == {"generate.step": {"use": "in-order"}}
-    reply = await client.send("POST", PATH, {"generate.step": {"use": "fair-prefill"}})
-    assert (reply.status, reply.json) == (200, {"generate.step": {"use": "fair-prefill"}})
+    reply = await client.send("POST", PATH, {"generate.step": {"use": "tenant-fair"}})
+    assert (reply.status, reply.json) == (200, {"generate.step": {"use": "tenant-fair"}})
 
 
-@pytest.mark.parametrize("body", [b"{", [], {"generate.step": "fair-prefill"}])
+@each_case("body", [b"{", [], {"generate.step": "tenant-fair"}])
 async def test_policies_refuses_what_is_no_request(body: object) -> None:
     engine = FakeEngine()
     reply = await Client(create_app(engine, ApiSettings())).send("POST", PATH, body)
@@ -49,12 +50,12 @@ async def test_engine_replaces_policies_while_requests_run() -> None:
         client = engine.client
         before = engine.engine.policies()
         assert before["generate.step"] == {"use": "in-order"}
-        reply = await client.request("POST", PATH, json={"generate.step": {"use": "fair-prefill"}})
-        assert reply.json()["generate.step"] == {"use": "fair-prefill"}
-        engine.engine.replace_policy("generate.step", FairPrefill(quantum_tokens=64))
+        reply = await client.request("POST", PATH, json={"generate.step": {"use": "tenant-fair"}})
+        assert reply.json()["generate.step"] == {"use": "tenant-fair"}
+        engine.engine.replace_policy("generate.step", TenantFair(quantum_tokens=64))
         engine.engine.replace_policy("generate.admission", OneAtATime(most=2))
         after = engine.engine.policies()
-        assert after["generate.step"]["use"] == "vsched_policies.step.fair_prefill:FairPrefill"
+        assert after["generate.step"]["use"] == "vsched_policies.requests.tenant_fair:TenantFair"
         assert after["generate.step"]["quantum_tokens"] == 64
         assert after["generate.admission"] == {"use": f"{__name__}:OneAtATime", "most": 2}
         assert after["routing"] == before["routing"]
@@ -63,7 +64,7 @@ async def test_engine_replaces_policies_while_requests_run() -> None:
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize(
+@each_case(
     ("tables", "message"),
     [
         ({}, "no policy is named"),
@@ -72,13 +73,13 @@ async def test_engine_replaces_policies_while_requests_run() -> None:
             "generate.stop: not a policy table: value 'generate.stop', limit",
         ),
         ({"generate.step": {}}, "generate.step.use: no policy is named"),
-        ({"generate.step": {"use": "fair-prefil"}}, "Did you mean fair-prefill?"),
+        ({"generate.step": {"use": "tenant-far"}}, "Did you mean tenant-fair?"),
         (
-            {"generate.step": {"use": "fair-prefill", "quantum": 1}},
+            {"generate.step": {"use": "tenant-fair", "quantum": 1}},
             "generate.step.quantum: unknown field",
         ),
         (
-            {"generate.step": {"use": "fair-prefill", "quantum_tokens": 0}},
+            {"generate.step": {"use": "tenant-fair", "quantum_tokens": 0}},
             "value 0, limit int, 1 or more. Remedy:",
         ),
         (

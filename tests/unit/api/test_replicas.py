@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.each_case import each_case
 from tests.unit.api.fakes import Client, FakeEngine, Reply
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestRefused
@@ -22,7 +21,7 @@ async def test_replicas_lists_the_groups() -> None:
     assert reply.json == {"state": "degraded", "groups": engine.rows}
 
 
-@pytest.mark.parametrize("action", ["drain", "restart", "resume"])
+@each_case("action", ["drain", "restart", "resume"])
 async def test_replicas_action_is_done_and_told(action: str) -> None:
     engine = FakeEngine()
     reply = await post(engine, {"group": "generate-1", "action": action})
@@ -53,9 +52,7 @@ async def test_replicas_passes_a_refusal_on() -> None:
     assert (reply.status, reply.error["code"]) == (409, "wrong_state")
 
 
-@pytest.mark.parametrize(
-    "body", [b"{", {}, {"group": "generate-1"}, {"group": 1, "action": "drain"}]
-)
+@each_case("body", [b"{", {}, {"group": "generate-1"}, {"group": 1, "action": "drain"}])
 async def test_replicas_refuses_what_is_no_request(body: object) -> None:
     reply = await post(FakeEngine(), body)
     assert reply.status == 400

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.each_case import each_case
 from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import FakeEngine, FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams.stream import ChoiceInputs, OutputDelta, TokenStream
-from vsched.api.choices import SseWriter, Voice
+from vsched.api.choices import ChoiceStream, SseWriter
 from vsched.api.formatters import ChatFormatter, CompletionFormatter
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics
@@ -49,7 +50,7 @@ class Connection:
         exchange = HttpExchange({"type": "http"}, receive, self.send)
         writer = ChatFormatter(generation, created=1, model="demo", preprocessor=FakePreprocessor())
         record = ApiMetrics(FakeEngine()).begin("chat")
-        return SseWriter(exchange, record, [Voice(generation, writer)])
+        return SseWriter(exchange, record, [ChoiceStream(generation, writer)])
 
 
 class Letters:
@@ -138,7 +139,7 @@ async def test_sse_writer_raises_what_the_generation_ended_with() -> None:
     assert connection.texts == ["a"]
 
 
-@pytest.mark.parametrize("text", ["plain", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\"])
+@each_case("text", ["plain", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\"])
 def test_writer_text_alone_is_encoded_as_ever(text: str) -> None:
     """A chunk of text and nothing else is assembled from parts that were encoded before."""
     encode = msgspec.json.Encoder().encode

@@ -46,23 +46,23 @@ from vsched.policy import (
 from vsched.testing.defaults import default_policies
 from vsched_policies.admission import (
     Deadline,
-    FairShare,
     Fifo,
     Gathered,
     Priority,
     ShortestFirst,
     TokenBudget,
 )
-from vsched_policies.dispatch import FewestHeldUp, LeastLoadedGroup, SizeClasses
+from vsched_policies.dispatch import FewestHeldUp, SizeClasses
 from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup
 from vsched_policies.encoding import ChunkAware, Combined, Eager
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
-from vsched_policies.front_door import DeadlineShed, Open, TokenBucket
-from vsched_policies.insertion import Everything, Matching, Prompts, SecondTouch
+from vsched_policies.front_door import DeadlineShed, Open
+from vsched_policies.insertion import Everything, Matching, Prompts
 from vsched_policies.preemption import Youngest
-from vsched_policies.reclaim import BestFit, LeastUrgent, YoungestEmbedding
+from vsched_policies.reclaim import YoungestEmbedding
+from vsched_policies.requests import TenantFair
 from vsched_policies.routing import RoundRobin
-from vsched_policies.step import FairPrefill, InOrder, ShortestPrefill, SloFeedback
+from vsched_policies.step import InOrder, SloFeedback
 
 
 class Reversed(RequestPolicy, frozen=True, kw_only=True):
@@ -254,7 +254,7 @@ def random_admission(rng: random.Random) -> RequestPolicy:
             lead_ms=rng.choice([0, 1]),
             starvation_s=seconds,
         ),
-        lambda: FairShare(output_weight=rng.choice([1, 5]), max_items=rng.choice([None, 1])),
+        lambda: TenantFair(output_weight=rng.choice([1, 5]), max_items=rng.choice([None, 1])),
         lambda: ShortestFirst(ageing_s=rng.choice([0.001, 10.0]), forget=rng.choice([0.1, 1.0])),
         Reversed,
         lambda: LastAlone(patient=rng.random() < 0.5),
@@ -382,8 +382,7 @@ class TalliedShares(RequestPolicy, frozen=True, kw_only=True):
 def random_step(rng: random.Random) -> RequestPolicy:
     makers: list[Callable[[], RequestPolicy]] = [
         InOrder,
-        lambda: ShortestPrefill(ageing_s=rng.choice([0.001, 5.0])),
-        lambda: FairPrefill(quantum_tokens=rng.choice([1, 7, 256])),
+        lambda: TenantFair(quantum_tokens=rng.choice([1, 7, 256])),
         lambda: SloFeedback(itl_target_ms=rng.choice([1, 50]), least_ms=0.001, gain=0.5),
         lambda: AnyShares(wrong=rng.choice(WRONG)),
         lambda: TalliedShares(fails=rng.choice([0, 2, 5])),
@@ -426,9 +425,7 @@ class TalliedDoor(RequestPolicy, frozen=True, kw_only=True):
 def random_front_door(rng: random.Random) -> RequestPolicy:
     makers: list[Callable[[], RequestPolicy]] = [
         Open,
-        lambda: TokenBucket(
-            rate=rng.choice([1, 1e4]), burst=rng.randint(1, 4), wait_s=rng.random()
-        ),
+        lambda: TenantFair(rate=rng.choice([1, 1e4]), burst=rng.randint(1, 4), wait_s=rng.random()),
         lambda: DeadlineShed(ttft_target_ms=rng.choice([1, 2000, None])),
         lambda: AnyDoor(wrong=rng.choice(WRONG)),
         lambda: TalliedDoor(fails=rng.choice([0, 2, 5])),
@@ -471,7 +468,6 @@ class TalliedDispatch(ImagePolicy, frozen=True, kw_only=True):
 def random_dispatch(rng: random.Random) -> ImagePolicy:
     makers: list[Callable[[], ImagePolicy]] = [
         FewestHeldUp,
-        LeastLoadedGroup,
         lambda: SizeClasses(small_tokens=rng.choice([1, 8, 64]), patience_s=rng.choice([0.0, 2.0])),
         lambda: AnyDispatch(wrong=rng.choice(WRONG)),
         lambda: TalliedDispatch(fails=rng.choice([0, 2, 5])),
@@ -508,8 +504,6 @@ class TalliedReclaim(ImagePolicy, frozen=True, kw_only=True):
 def random_reclaim(rng: random.Random) -> ImagePolicy:
     makers: list[Callable[[], ImagePolicy]] = [
         YoungestEmbedding,
-        BestFit,
-        LeastUrgent,
         lambda: AnyEmbeddings(wrong=rng.choice(WRONG)),
         lambda: TalliedReclaim(fails=rng.choice([0, 2, 5])),
     ]
@@ -545,7 +539,6 @@ def random_insertion(rng: random.Random) -> CachePolicy:
         Everything,
         Prompts,
         lambda: Matching(tokens_min=rng.choice([0, 20]), tokens_max=rng.choice([None, 40])),
-        lambda: SecondTouch(with_outputs=rng.random() < 0.5),
         lambda: AnyBlocks(wrong=rng.choice(WRONG)),
         lambda: TalliedInsertion(fails=rng.choice([0, 2, 5])),
     ]

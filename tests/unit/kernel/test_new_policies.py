@@ -170,7 +170,7 @@ def test_a_lost_group_comes_back_with_the_new_eviction_policy() -> None:
 
 def test_a_policy_that_cannot_be_built_changes_nothing() -> None:
     cluster = ModelCluster(LIMITS)
-    tables = {"generate.step": {"use": "fair-prefill"}, "routing": {"use": "nowhere"}}
+    tables = {"generate.step": {"use": "tenant-fair"}, "routing": {"use": "nowhere"}}
     with pytest.raises(ConfigError, match="'nowhere' is unknown"):
         cluster.send(PolicyReplaced(tables=tables))
     assert cluster.kernel.statistics()["policy_tables"] == {}
@@ -180,12 +180,12 @@ def test_a_policy_that_cannot_be_built_changes_nothing() -> None:
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "encode.admission": [{"use": "token-budget", "max_items": 2}, {"use": "fifo"}],
     "encode.eviction": [{"use": "lru"}, {"use": "s3-fifo"}, {"use": "none"}],
-    "encode.reclaim": [{"use": "best-fit"}, {"use": "youngest"}],
-    "generate.admission": [{"use": "shortest-first"}, {"use": "fair-share"}],
+    "encode.reclaim": [{"use": "youngest"}],
+    "generate.admission": [{"use": "shortest-first"}, {"use": "tenant-fair"}],
     "generate.eviction": [{"use": "lru"}, {"use": "s3-fifo"}, {"use": "none"}],
-    "generate.step": [{"use": "fair-prefill"}, {"use": "slo-feedback"}, {"use": "in-order"}],
-    "generate.insertion": [{"use": "second-touch"}, {"use": "prompts"}],
-    "front_door": [{"use": "token-bucket", "rate": 0.5, "burst": 1, "wait_s": 5}, {"use": "open"}],
+    "generate.step": [{"use": "tenant-fair"}, {"use": "slo-feedback"}, {"use": "in-order"}],
+    "generate.insertion": [{"use": "matching", "tokens_min": 20}, {"use": "prompts"}],
+    "front_door": [{"use": "tenant-fair", "rate": 0.5, "burst": 1, "wait_s": 5}, {"use": "open"}],
     "policy": [{"use": f"{HERE}:OneAtATime", "hold_s": 1, "seats": ["front_door"]}],
 }
 

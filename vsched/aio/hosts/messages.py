@@ -40,7 +40,7 @@ class OpenGroups(msgspec.Struct, frozen=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """Start a rank; the receiving host fills in what its specification leaves open."""
+    """Start a rank; the receiving host fills in the open parts of its specification."""
 
     spec: RankSpec
 
@@ -102,7 +102,7 @@ class Launched(msgspec.Struct, frozen=True, tag=True):
 
 
 class FromRank(msgspec.Struct, frozen=True, tag=True):
-    """A report of a rank; `identity` is that of its socket."""
+    """A report of a rank, with the `identity` of its socket."""
 
     group: str
     identity: bytes

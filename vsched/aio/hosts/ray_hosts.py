@@ -135,7 +135,7 @@ class RayHosts:
 
 
 class HostActor:
-    """`vsched host` as an actor: its event loop runs in a thread of its own, next to that of Ray's calls."""
+    """`vsched host` as an actor: its event loop runs in a thread of its own, next to the thread of Ray's calls."""
 
     def __init__(self, secret: bytes, cores: int) -> None:
         self._listening: Future[str] = Future()

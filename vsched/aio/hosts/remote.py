@@ -271,7 +271,7 @@ class RemoteLink:
         self._closed = False
 
     def carry(self, entry: LogEntry) -> None:
-        """Send the bytes that ranks read for this entry, and request those that they write."""
+        """Send the bytes that ranks read for this entry, and request the bytes that they write."""
         for where in self._traffic.read_by(entry):
             self._host.put_range(where)
         if isinstance(entry, EncodeDecision):

@@ -223,7 +223,7 @@ class HostSocket:
     """The host's end: one socket for all peers that have the key.
 
     Attributes:
-        address: Where it is bound.
+        address: Address to which it is bound.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ class Stream:
             self._waiting.append(where)
 
     def _pump(self) -> None:
-        """Send as much as the window allows."""
+        """Send all queued data that fits into the window."""
         while self._waiting and not self.broken:
             first = self._waiting[0]
             size = (

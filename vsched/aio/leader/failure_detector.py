@@ -145,7 +145,7 @@ class FailureDetector:
 
 
 class ResultComparison:
-    """Compares the digests of a step's result from all ranks with that of the first rank, in any order of arrival.
+    """Compares the digests of a step's result from all ranks with the first rank's, in any order of arrival.
 
     Ranks answer in the order of the log and are given up if they are too far behind, so the memory is bounded.
     """

@@ -34,6 +34,7 @@ from vsched.failures import (
     StepTooLong,
 )
 from vsched.kernel.decisions import Decision, EncodeDecision
+from vsched.memory import Sized
 from vsched.policy import RankMemory
 from vsched.probes import probe
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
@@ -59,7 +60,6 @@ from vsched.wire import (
     RemoveAdapter,
     Reserved,
     RunHook,
-    Sized,
     SizeKv,
     StepCheck,
     Stop,
@@ -523,7 +523,7 @@ class Leader:
     def _end_slices(self, result: EncodeResult) -> None:
         was_open = self._slices.end()
         if was_open and result.failure and self._ranks > 1:
-            # Other ranks may wait for their next slice: they continue, and fail where they need this rank.
+            # Other ranks may wait for their next slice: they continue, and fail as soon as they need this rank.
             self._append(Continue(result.step, 0))
 
     def _take_pause(self, rank: int, paused: Paused) -> None:

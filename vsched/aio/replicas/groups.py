@@ -95,7 +95,7 @@ class ServedGroup:
         }
 
     def _work(self, figures: Mapping[str, Any]) -> dict[str, int]:
-        """Return running and waiting requests, or items of an encode group; waiting items are those of the stage."""
+        """Return running and waiting requests, or items of an encode group; waiting items count for the stage."""
         own = figures.get("groups", {}).get(self.name, {})
         if self.stage == "encode":
             waiting = figures.get("waiting_items", 0)

@@ -124,7 +124,7 @@ class WorkerGroup:
         return {name: self._leaders[name].ready.result() for name in self.groups}
 
     def _with_settings(self, error: Exception) -> Exception:
-        """Name both memory limits if a process has both stages: the error knows only that of its stage."""
+        """Name both memory limits if a process has both stages: the error names only the limit of its stage."""
         template = self._template
         both = template.encode is not None and template.generate is not None
         if not (both and template.memory_limit_bytes and isinstance(error, DeviceOutOfMemory)):
@@ -337,7 +337,7 @@ def rank_device(device: str, index: int) -> str:
 async def all_or_first_error(
     works: Iterable[Coroutine[Any, Any, Result]], watch: Coroutine[Any, Any, NoReturn]
 ) -> list[Result]:
-    """Run coroutines concurrently and return their results; the first error, also that of `watch`, cancels the rest."""
+    """Run coroutines concurrently and return their results; the first error, also from `watch`, cancels the rest."""
     try:
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(watch)

@@ -31,7 +31,7 @@ _ESCAPE_BYTES_MAX = 6
 
 
 @runtime_checkable
-class HoldsImages(Protocol):
+class HasImageFields(Protocol):
     """A request that can list its image fields."""
 
     def image_fields(self) -> Iterator[tuple[msgspec.Struct, str]]:
@@ -39,7 +39,7 @@ class HoldsImages(Protocol):
         ...
 
 
-class Reduced(NamedTuple):
+class ReducedBody(NamedTuple):
     """A body without its long base64.
 
     Attributes:
@@ -53,7 +53,7 @@ class Reduced(NamedTuple):
     places: int
 
 
-def take_base64(body: bytes) -> Reduced:
+def extract_base64(body: bytes) -> ReducedBody:
     """Replace every base64 text of `LONG_BYTES` or more in a body by a placeholder."""
     parts: list[bytes] = []
     taken: dict[str, bytes] = {}
@@ -71,7 +71,7 @@ def take_base64(body: bytes) -> Reduced:
         parts += [body[done : begin.end()], name.encode()]
         done = end
         places += 1
-    return Reduced(b"".join([*parts, body[done:]]) if parts else body, taken, places)
+    return ReducedBody(b"".join([*parts, body[done:]]) if parts else body, taken, places)
 
 
 def _long_texts(body: bytes) -> Iterator[tuple[int, int]]:
@@ -117,7 +117,7 @@ def _unescaped(body: bytes, start: int, end: int) -> bytes | None:
     return b"".join(pieces)
 
 
-def put_beside(request: Any, reduced: Reduced) -> bool:
+def restore_base64(request: Any, reduced: ReducedBody) -> bool:
     """Put the base64 back into the image fields of a request; return False if some of it belongs elsewhere."""
     places = 0
     for holder, field in _image_fields(request):
@@ -131,7 +131,7 @@ def put_beside(request: Any, reduced: Reduced) -> bool:
 
 def _image_fields(request: Any) -> Iterator[tuple[msgspec.Struct, str]]:
     """Yield each struct that holds an image, and the name of its base64 field."""
-    if isinstance(request, HoldsImages):
+    if isinstance(request, HasImageFields):
         yield from request.image_fields()
         return
     for message in getattr(request, "messages", None) or ():

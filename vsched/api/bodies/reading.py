@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.api import parameters
-from vsched.api.bodies.long_base64 import put_beside, take_base64
+from vsched.api.bodies.long_base64 import extract_base64, restore_base64
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused
 from vsched.api.http_exchange import HttpExchange
@@ -140,11 +140,11 @@ def read_request(
     body = body.removeprefix(codecs.BOM_UTF8)  # RFC 8259 allows parsers to ignore it
     if len(body) <= SMALL_BYTES:
         return _decoded(body, kind, strict=strict)
-    reduced = take_base64(body)
+    reduced = extract_base64(body)
     check_texts(reduced.body, tokens)
     check_json_values(reduced.body, tokens)
     request = _decoded(reduced.body, kind, strict=strict)
-    if put_beside(request, reduced):
+    if restore_base64(request, reduced):
         return request
     # The long base64 is not in an image field: decode it as ordinary text.
     check_texts(body, tokens)

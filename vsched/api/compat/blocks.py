@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api.response_schema import ChatDelta
-from vsched.api.tools.wording import AnswerWording
+from vsched.api.tools.message_builder import MessageBuilder
 
 
 class BlockKind(Enum):
@@ -19,7 +19,7 @@ class BlockKind(Enum):
     CALL = "call"
 
 
-class AnswerBlock:
+class ContentBlock:
     """One block of the output; `text` is its content, or the arguments of a tool call.
 
     Attributes:
@@ -43,30 +43,30 @@ class AnswerBlock:
         self._pieces.append(text)
 
 
-class BlockBegins(NamedTuple):
+class BlockStart(NamedTuple):
     """Start of a block, still empty."""
 
-    block: AnswerBlock
+    block: ContentBlock
 
 
-class BlockGrows(NamedTuple):
+class BlockDelta(NamedTuple):
     """Text appended to a block; with the tokens of a text block, if log-probabilities are requested."""
 
-    block: AnswerBlock
+    block: ContentBlock
     text: str
     logprobs: Sequence[TokenLogprob] = ()
 
 
-class BlockEnds(NamedTuple):
+class BlockStop(NamedTuple):
     """End of a block."""
 
-    block: AnswerBlock
+    block: ContentBlock
 
 
-BlockStep = BlockBegins | BlockGrows | BlockEnds
+BlockStep = BlockStart | BlockDelta | BlockStop
 
 
-class AnswerBlocks:
+class ContentBlocks:
     """Blocks of one output; one at a time is open.
 
     Attributes:
@@ -76,45 +76,45 @@ class AnswerBlocks:
         stop_string: Stop string that ended the output.
     """
 
-    def __init__(self, wording: AnswerWording | None, *, logprobs: bool = False) -> None:
+    def __init__(self, message_builder: MessageBuilder | None, *, logprobs: bool = False) -> None:
         """Create it with the parser of the output, if any; with `logprobs`, text blocks have their tokens."""
-        self.blocks: list[AnswerBlock] = []
+        self.blocks: list[ContentBlock] = []
         self.reasoning_tokens = 0
         self.finish_reason = ""
         self.stop_string: str | None = None
-        self._wording = wording
-        self._open: AnswerBlock | None = None
-        self._tells_logprobs = logprobs
-        self._untold: list[TokenLogprob] = []
+        self._message_builder = message_builder
+        self._open: ContentBlock | None = None
+        self._wants_logprobs = logprobs
+        self._pending_logprobs: list[TokenLogprob] = []
 
     def take(self, delta: OutputDelta) -> list[BlockStep]:
         """Convert the next delta to steps; the last delta ends the output, which has at least one block."""
         reason = delta.finish_reason
         added = ChatDelta(content=delta.text)
-        if self._wording is not None:
-            added = self._wording.added(delta.text, reason)
-            reason = reason and self._wording.finish_reason(reason)
+        if self._message_builder is not None:
+            added = self._message_builder.added(delta.text, reason)
+            reason = reason and self._message_builder.finish_reason(reason)
         if added.reasoning_content and not added.content and not added.tool_calls:
             self.reasoning_tokens += len(delta.token_ids)
         steps = list(self._added(added))
-        if self._tells_logprobs:
-            self._untold += delta.logprobs or ()
+        if self._wants_logprobs:
+            self._pending_logprobs += delta.logprobs or ()
         if reason is not None:
             self.finish_reason, self.stop_string = reason, delta.stop_string
             if not self.blocks:
                 steps += self._begin(BlockKind.TEXT)
-            if self._untold and self._open is not None:
-                steps.append(BlockGrows(self._open, ""))
+            if self._pending_logprobs and self._open is not None:
+                steps.append(BlockDelta(self._open, ""))
             steps += self._end()
-        return self._with_tokens(steps) if self._untold else steps
+        return self._with_tokens(steps) if self._pending_logprobs else steps
 
     def _with_tokens(self, steps: list[BlockStep]) -> list[BlockStep]:
         """Attach the tokens received so far to the last text step; tokens of other blocks are dropped."""
-        grown = [step for step in steps if isinstance(step, BlockGrows)]
+        grown = [step for step in steps if isinstance(step, BlockDelta)]
         texts = [step for step in grown if step.block.kind is BlockKind.TEXT]
         if not grown:
             return steps  # an incomplete character, or a possible beginning of a call
-        tokens, self._untold = self._untold, []
+        tokens, self._pending_logprobs = self._pending_logprobs, []
         if not texts:
             return steps
         last = texts[-1]
@@ -140,15 +140,15 @@ class AnswerBlocks:
             yield from self._begin(kind)
         assert self._open is not None
         self._open.add(text)
-        yield BlockGrows(self._open, text)
+        yield BlockDelta(self._open, text)
 
     def _begin(self, kind: BlockKind, *, call_id: str = "", name: str = "") -> Iterator[BlockStep]:
         yield from self._end()
-        self._open = AnswerBlock(len(self.blocks), kind, call_id=call_id, name=name)
+        self._open = ContentBlock(len(self.blocks), kind, call_id=call_id, name=name)
         self.blocks.append(self._open)
-        yield BlockBegins(self._open)
+        yield BlockStart(self._open)
 
     def _end(self) -> Iterator[BlockStep]:
         if self._open is not None:
-            yield BlockEnds(self._open)
+            yield BlockStop(self._open)
         self._open = None

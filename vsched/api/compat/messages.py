@@ -9,13 +9,13 @@ from typing import Any
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api.chat_messages import as_object
 from vsched.api.compat.blocks import (
-    AnswerBlock,
-    AnswerBlocks,
-    BlockBegins,
-    BlockEnds,
-    BlockGrows,
+    BlockDelta,
     BlockKind,
+    BlockStart,
     BlockStep,
+    BlockStop,
+    ContentBlock,
+    ContentBlocks,
 )
 from vsched.api.compat.fields import named_as, shared_fields
 from vsched.api.compat.messages_schema import (
@@ -90,7 +90,9 @@ class MessagesEndpoint(ChatEndpoint):
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         assert not index, "requests of this API have a single choice"
-        blocks = AnswerBlocks(job.wording(index) if job.wording is not None else None)
+        blocks = ContentBlocks(
+            job.message_builder(index) if job.message_builder is not None else None
+        )
         return MessagesFormatter(generation, model=job.model, blocks=blocks)
 
 
@@ -108,7 +110,7 @@ _DELTAS = {
 class MessagesFormatter:
     """Formats one response."""
 
-    def __init__(self, generation: Generation, *, model: str, blocks: AnswerBlocks) -> None:
+    def __init__(self, generation: Generation, *, model: str, blocks: ContentBlocks) -> None:
         self._generation = generation
         self._model = model
         self._blocks = blocks
@@ -134,7 +136,7 @@ class MessagesFormatter:
         del usage
         return []
 
-    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> MessagesResponse:
+    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> MessagesResponse:
         """Return the response that corresponds to all events of a stream."""
         del usage
         for delta in deltas:
@@ -167,18 +169,18 @@ class MessagesFormatter:
 def _event(step: BlockStep) -> MessagesEvent:
     index = step.block.index
     match step:
-        case BlockBegins(block):
+        case BlockStart(block):
             empty = _output(block, "")
             return MessagesEvent(type="content_block_start", index=index, content_block=empty)
-        case BlockGrows(block, text):
+        case BlockDelta(block, text):
             kind, name = _DELTAS[block.kind]
             delta: dict[str, str | None] = {"type": kind, name: text}
             return MessagesEvent(type="content_block_delta", index=index, delta=delta)
-        case BlockEnds():
+        case BlockStop():
             return MessagesEvent(type="content_block_stop", index=index)
 
 
-def _output(block: AnswerBlock, text: str) -> OutputBlock:
+def _output(block: ContentBlock, text: str) -> OutputBlock:
     match block.kind:
         case BlockKind.TEXT:
             return TextBlock(text)
@@ -379,12 +381,12 @@ def _choice(request: MessagesRequest) -> str | ToolChoice | None:
 
 
 def _format(request: MessagesRequest) -> ResponseFormat | None:
-    requested = request.output_config.format if request.output_config is not None else None
-    if requested is None:
+    sent = request.output_config.format if request.output_config is not None else None
+    if sent is None:
         return None
-    if requested.type != "json_schema":
+    if sent.type != "json_schema":
         raise unsupported("output_config.format.type", remedy="send json_schema as its type")
-    return ResponseFormat("json_schema", NamedSchema(schema=requested.schema))
+    return ResponseFormat("json_schema", NamedSchema(schema=sent.schema))
 
 
 def _template_arguments(request: MessagesRequest) -> dict[str, bool | int | float | str] | None:

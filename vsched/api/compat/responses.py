@@ -10,13 +10,13 @@ import msgspec
 
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api.compat.blocks import (
-    AnswerBlock,
-    AnswerBlocks,
-    BlockBegins,
-    BlockEnds,
-    BlockGrows,
+    BlockDelta,
     BlockKind,
+    BlockStart,
     BlockStep,
+    BlockStop,
+    ContentBlock,
+    ContentBlocks,
 )
 from vsched.api.compat.fields import named_as, shared_fields
 from vsched.api.compat.responses_schema import (
@@ -86,21 +86,21 @@ class ResponsesEndpoint(ChatEndpoint):
         refuse_unsupported(request)
         with named_as(NAMES):
             job = await self.job_of(chat_request(request), request_id)
-        return msgspec.structs.replace(job, requested=msgspec.structs.replace(request, input=""))
+        return msgspec.structs.replace(job, original=msgspec.structs.replace(request, input=""))
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         assert not index, "requests of this API have a single choice"
-        assert isinstance(job.requested, ResponsesRequest)
+        assert isinstance(job.original, ResponsesRequest)
         return ResponsesFormatter(
             generation,
             created=job.created,
             model=job.model,
-            blocks=AnswerBlocks(
-                job.wording(index) if job.wording is not None else None,
+            blocks=ContentBlocks(
+                job.message_builder(index) if job.message_builder is not None else None,
                 logprobs=job.sampling.logprobs is not None,
             ),
-            requested=job.requested,
-            reported=partial(chat_logprob, preprocessor=self._engine.preprocessor),
+            request=job.original,
+            format_logprob=partial(chat_logprob, preprocessor=self._engine.preprocessor),
         )
 
 
@@ -113,7 +113,7 @@ _EVENTS = {
 
 
 class ResponsesFormatter:
-    """Formats one response; it repeats the settings in `requested`; `reported` formats the logprob of a token."""
+    """Formats one response, which repeats settings of its `request`; `format_logprob` formats the one of a token."""
 
     def __init__(
         self,
@@ -121,16 +121,16 @@ class ResponsesFormatter:
         *,
         created: int,
         model: str,
-        blocks: AnswerBlocks,
-        requested: ResponsesRequest,
-        reported: Callable[[TokenLogprob], ChatLogprob],
+        blocks: ContentBlocks,
+        request: ResponsesRequest,
+        format_logprob: Callable[[TokenLogprob], ChatLogprob],
     ) -> None:
         self._generation = generation
         self._created = created
         self._model = model
         self._blocks = blocks
-        self._requested = requested
-        self._reported = reported
+        self._request = request
+        self._format_logprob = format_logprob
         self._started = False
 
     def chunk(self, delta: OutputDelta) -> list[ResponsesEvent]:
@@ -155,7 +155,7 @@ class ResponsesFormatter:
         del usage
         return []
 
-    def whole(self, deltas: Sequence[OutputDelta], usage: Usage) -> ResponseObject:
+    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> ResponseObject:
         """Return the response that corresponds to all events of a stream."""
         del usage
         for delta in deltas:
@@ -165,17 +165,17 @@ class ResponsesFormatter:
     def _events(self, step: BlockStep) -> Iterator[ResponsesEvent]:
         block, index = step.block, step.block.index
         match step:
-            case BlockBegins():
+            case BlockStart():
                 item = self._item(block, "in_progress")
                 yield ResponsesEvent(
                     type="response.output_item.added", output_index=index, item=item
                 )
                 yield from self._part_event("added", block, self._parts(block, empty=True))
-            case BlockGrows(text=text, logprobs=logprobs):
+            case BlockDelta(text=text, logprobs=logprobs):
                 event = self._text_event("delta", block, logprobs)
                 event.delta = text
                 yield event
-            case BlockEnds():
+            case BlockStop():
                 event = self._text_event("done", block, block.logprobs)
                 if block.kind is BlockKind.CALL:
                     event.arguments, event.name = block.text, block.name
@@ -189,7 +189,7 @@ class ResponsesFormatter:
                 )
 
     def _text_event(
-        self, step: str, block: AnswerBlock, logprobs: Sequence[TokenLogprob]
+        self, step: str, block: ContentBlock, logprobs: Sequence[TokenLogprob]
     ) -> ResponsesEvent:
         event = ResponsesEvent(
             type=f"{_EVENTS[block.kind]}.{step}", item_id=self._id(block), output_index=block.index
@@ -197,11 +197,11 @@ class ResponsesFormatter:
         if block.kind is not BlockKind.CALL:
             event.content_index = 0
         if block.kind is BlockKind.TEXT:
-            event.logprobs = list(map(self._reported, logprobs))
+            event.logprobs = list(map(self._format_logprob, logprobs))
         return event
 
     def _part_event(
-        self, step: str, block: AnswerBlock, parts: Sequence[OutputPart]
+        self, step: str, block: ContentBlock, parts: Sequence[OutputPart]
     ) -> Iterator[ResponsesEvent]:
         for part in parts:
             yield ResponsesEvent(
@@ -212,11 +212,11 @@ class ResponsesFormatter:
                 part=part,
             )
 
-    def _ended_item(self, block: AnswerBlock) -> OutputItem:
+    def _ended_item(self, block: ContentBlock) -> OutputItem:
         cut = self._blocks.finish_reason == "length" and block is self._blocks.blocks[-1]
         return self._item(block, "incomplete" if cut else "completed")
 
-    def _item(self, block: AnswerBlock, status: str) -> OutputItem:
+    def _item(self, block: ContentBlock, status: str) -> OutputItem:
         own, empty = self._id(block), status == "in_progress"
         parts = [] if empty else self._parts(block)
         match block.kind:
@@ -228,11 +228,11 @@ class ResponsesFormatter:
                 text = "" if empty else block.text
                 return CallItem(own, status, block.call_id, block.name, text)
 
-    def _parts(self, block: AnswerBlock, *, empty: bool = False) -> list[OutputPart]:
+    def _parts(self, block: ContentBlock, *, empty: bool = False) -> list[OutputPart]:
         """The only part of a message or reasoning; a call has none."""
         match block.kind:
             case BlockKind.TEXT if not empty:
-                logprobs = list(map(self._reported, block.logprobs))
+                logprobs = list(map(self._format_logprob, block.logprobs))
                 return [OutputTextPart(block.text, logprobs=logprobs)]
             case BlockKind.TEXT:
                 return [OutputTextPart("")]
@@ -241,7 +241,7 @@ class ResponsesFormatter:
             case BlockKind.CALL:
                 return []
 
-    def _id(self, block: AnswerBlock) -> str:
+    def _id(self, block: ContentBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self._generation.request_id}_{block.index}"
 
     def _ended(self) -> ResponseObject:
@@ -253,7 +253,7 @@ class ResponsesFormatter:
         return response
 
     def _response(self, status: str, output: list[OutputItem]) -> ResponseObject:
-        requested = self._requested
+        sent = self._request
         has_ended = status != "in_progress"
         return ResponseObject(
             id=self._generation.request_id,
@@ -262,18 +262,18 @@ class ResponsesFormatter:
             model=self._model,
             output=output,
             usage=self._usage() if has_ended else None,
-            instructions=requested.instructions,
-            max_output_tokens=requested.max_output_tokens,
-            metadata=requested.metadata or {},
-            parallel_tool_calls=requested.parallel_tool_calls is not False,
-            reasoning=requested.reasoning,
-            temperature=requested.temperature,
-            text=_with_format(requested.text),
-            tool_choice="auto" if requested.tool_choice is None else requested.tool_choice,
-            tools=requested.tools or [],
-            top_logprobs=requested.top_logprobs or 0,
-            top_p=requested.top_p,
-            user=requested.user,
+            instructions=sent.instructions,
+            max_output_tokens=sent.max_output_tokens,
+            metadata=sent.metadata or {},
+            parallel_tool_calls=sent.parallel_tool_calls is not False,
+            reasoning=sent.reasoning,
+            temperature=sent.temperature,
+            text=_with_format(sent.text),
+            tool_choice="auto" if sent.tool_choice is None else sent.tool_choice,
+            tools=sent.tools or [],
+            top_logprobs=sent.top_logprobs or 0,
+            top_p=sent.top_p,
+            user=sent.user,
         )
 
     def _usage(self) -> ResponsesUsage:
@@ -318,13 +318,13 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         tools=[_tool(each) for each in request.tools or ()] or None,
         tool_choice=_choice(request.tool_choice),
         response_format=_format(request),
-        logprobs=_tells_logprobs(request),
+        logprobs=_wants_logprobs(request),
         top_logprobs=request.top_logprobs,
         **shared_fields(request, but=_DIFFERENT),
     )
 
 
-def _tells_logprobs(request: ResponsesRequest) -> bool:
+def _wants_logprobs(request: ResponsesRequest) -> bool:
     """True if log-probabilities are requested, by `include` or `top_logprobs`.
 
     Raises:
@@ -437,8 +437,8 @@ def _choice(choice: str | ResponsesToolChoice | None) -> str | ToolChoice | None
 
 
 def _format(request: ResponsesRequest) -> ResponseFormat | None:
-    requested = request.text.format if request.text is not None else None
-    if requested is None:
+    sent = request.text.format if request.text is not None else None
+    if sent is None:
         return None
-    schema = NamedSchema(requested.name, requested.description, requested.schema, requested.strict)
-    return ResponseFormat(requested.type, schema if requested.type == "json_schema" else None)
+    schema = NamedSchema(sent.name, sent.description, sent.schema, sent.strict)
+    return ResponseFormat(sent.type, schema if sent.type == "json_schema" else None)

@@ -29,10 +29,10 @@ from vsched.api.http_exchange import HttpExchange
 from vsched.api.middleware.response_tags import LogAccess, TagResponses
 from vsched.errors import ConfigError, RequestRefused, limit_message
 
-_OPEN = frozenset({"/health", "/ready", "/ping", "/docs", "/openapi.json"})
+_PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping", "/docs", "/openapi.json"})
 """Paths that need no key: probes, and content that is the same on every server."""
 _ADMIN = "/admin/"
-_ADMIN_TOO = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_ADMIN_ALIASES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Operator functions under other servers' paths."""
 _FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
 _VALUE_CHARACTERS_MAX = 100
@@ -126,7 +126,7 @@ class RequireKey:
         self._app = app
         self._api_key, self._admin_key = settings.api_key, settings.admin_key
         self._tenant_keys = settings.tenant_keys
-        self._open = _OPEN | ({"/metrics"} if settings.metrics_without_key else set())
+        self._open = _PUBLIC_PATHS | ({"/metrics"} if settings.metrics_without_key else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on authorized requests; answer 401 or 403 to others."""
@@ -143,11 +143,11 @@ class RequireKey:
 
     def _refusal(self, exchange: HttpExchange, tenant: str) -> RequestRefused | None:
         path = exchange.scope["path"]
-        is_admin = path.startswith(_ADMIN) or path in _ADMIN_TOO
+        is_admin = path.startswith(_ADMIN) or path in _ADMIN_ALIASES
         key = (is_admin and self._admin_key) or self._api_key
         needs_key = key or self._tenant_keys
         opened = tenant and not (is_admin and self._admin_key)
-        if needs_key and not opened and not (key and _carries(exchange, key)):
+        if needs_key and not opened and not (key and _has_key(exchange, key)):
             name = "admin key" if is_admin and self._admin_key else "API key"
             message = f"the {name} is missing or wrong. Remedy: send Authorization: Bearer <key>."
             return RequestRefused(message, code="invalid_api_key", status=401)
@@ -208,7 +208,7 @@ def _digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-def _carries(exchange: HttpExchange, expected: str) -> bool:
+def _has_key(exchange: HttpExchange, expected: str) -> bool:
     scheme, _, key = (exchange.header(b"authorization") or b"").partition(b" ")
     bearer = key.strip() if scheme.lower() == b"bearer" else b""
     own = exchange.header(b"x-api-key") or b""  # Anthropic's clients use this header
@@ -221,7 +221,7 @@ def _tenant(exchange: HttpExchange, keys: dict[str, str]) -> str:
     """Tenant whose key the request has; empty if none. All keys are compared in any case."""
     found = ""
     for name, key in keys.items():
-        if _carries(exchange, key):
+        if _has_key(exchange, key):
             found = name
     return found
 

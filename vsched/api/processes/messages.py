@@ -19,7 +19,7 @@ from vsched.media.embeddings import BoundedImage, EmbeddedImage, NamedImage
 from vsched.record.left import PartialOutput
 from vsched.types import FinishReason, ModelInfo, Request
 from vsched.wire import PromptPiece
-from vsched.worker.capabilities import PixelBounds
+from vsched.worker.contract import PixelBounds
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class SentText(msgspec.Struct, frozen=True):
         return cls(text)
 
     @property
-    def whole(self) -> str:
+    def original(self) -> str:
         """The original text."""
         if self.start < 0:
             return self.text
@@ -90,8 +90,8 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
     def reference(self) -> ImageReference:
         """The original reference."""
         if self.embedding is not None:
-            return EmbeddedImage(self.embedding.whole)
-        url = None if self.url is None else self.url.whole
+            return EmbeddedImage(self.embedding.original)
+        url = None if self.url is None else self.url.original
         image: str | NamedImage
         if self.uuid is not None:
             image = NamedImage(self.uuid, url)
@@ -101,7 +101,7 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
         return image if self.bounds is None else BoundedImage(image, self.bounds)
 
 
-class Arrive(msgspec.Struct, frozen=True, tag=True):
+class AdmitRequest(msgspec.Struct, frozen=True, tag=True):
     """A request asks for admission; after it, `Submit` carries its prompt and images.
 
     Its choices are numbered from `number` on, by the process. `started` is as in `Engine.generate_choices`.
@@ -123,7 +123,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     images: list[SentImage] = []
 
 
-class GiveUp(msgspec.Struct, frozen=True, tag=True):
+class CancelRequest(msgspec.Struct, frozen=True, tag=True):
     """Cancel a request with this number of choices whose acceptance is not known."""
 
     number: int
@@ -145,7 +145,7 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True):
     images: list[SentImage]
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class HttpForward(msgspec.Struct, frozen=True, tag=True):
     """A complete HTTP request that only the engine can answer."""
 
     number: int
@@ -156,19 +156,28 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     body: bytes
 
 
-class TakesRequests(msgspec.Struct, frozen=True, tag=True):
+class ProcessLoaded(msgspec.Struct, frozen=True, tag=True):
     """The process has loaded; `error` is the reason that it cannot serve."""
 
     error: str = ""
 
 
-class Counted(msgspec.Struct, frozen=True, tag=True):
+class MetricsReport(msgspec.Struct, frozen=True, tag=True):
     """Metrics of the process: sent regularly as a sign of life, and on request."""
 
     report: Report
 
 
-Up = Arrive | Submit | GiveUp | End | Tokenize | Ask | TakesRequests | Counted
+ProcessMessage = (
+    AdmitRequest
+    | Submit
+    | CancelRequest
+    | End
+    | Tokenize
+    | HttpForward
+    | ProcessLoaded
+    | MetricsReport
+)
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -220,7 +229,7 @@ class AcceptedRequest(msgspec.Struct, frozen=True):
 
 
 class HttpReply(msgspec.Struct, frozen=True):
-    """The complete response to an `Ask`."""
+    """The complete response to an `HttpForward`."""
 
     number: int
     status: int
@@ -242,14 +251,14 @@ class Served(msgspec.Struct, frozen=True):
     info: ModelInfo
 
 
-class Facts(msgspec.Struct, frozen=True):
+class EngineStatus(msgspec.Struct, frozen=True):
     """Current state of the engine."""
 
     state: str
     adapters: list[dict[str, Any]]
 
 
-class Turn(msgspec.Struct, omit_defaults=True):
+class EngineMessages(msgspec.Struct, omit_defaults=True):
     """All messages of one event loop iteration from the engine to a process, to be handled in this order.
 
     Attributes:
@@ -260,7 +269,7 @@ class Turn(msgspec.Struct, omit_defaults=True):
     """
 
     served: Served | None = None
-    facts: Facts | None = None
+    status_update: EngineStatus | None = None
     entered: list[int] = []
     accepted: list[AcceptedRequest] = []
     refused: list[Refusal] = []

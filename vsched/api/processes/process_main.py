@@ -13,12 +13,18 @@ import msgspec
 import uvloop
 from setproctitle import setproctitle
 
-from vsched.api.app import create_front
+from vsched.api.app import create_frontend
 from vsched.api.http_server import favour_event_loop, forgo_models, http_server
 from vsched.api.metrics import ApiMetrics
 from vsched.api.processes.link import BEAT_S, SILENT_S, Link, read_order
-from vsched.api.processes.messages import Counted, Order, TakesRequests, Turn, bodies_bytes
-from vsched.api.processes.remote_engine import AskEngine, RemoteEngine, UpBox
+from vsched.api.processes.messages import (
+    EngineMessages,
+    MetricsReport,
+    Order,
+    ProcessLoaded,
+    bodies_bytes,
+)
+from vsched.api.processes.remote_engine import ForwardToEngine, ProcessOutbox, RemoteEngine
 from vsched.errors import VschedError
 from vsched.logs import configure_logging
 
@@ -34,18 +40,20 @@ class ApiProcess:
         self._order = order
         self._over = asyncio.Event()
         waiting_bytes_max = 2 * bodies_bytes(order)
-        self._link = Link(Turn, self._take, self._on_lost, waiting_bytes_max=waiting_bytes_max)
-        self._box = UpBox(self._link)
+        self._link = Link(
+            EngineMessages, self._take, self._on_lost, waiting_bytes_max=waiting_bytes_max
+        )
+        self._box = ProcessOutbox(self._link)
         self._metrics = ApiMetrics(tenants_max=order.settings.tenants_max)
         self._engine = RemoteEngine(order.config.model.served_name, self._box)
-        asking = AskEngine(self._engine.ask)
-        app = create_front(self._engine, order.settings, self._metrics, asking)
+        asking = ForwardToEngine(self._engine.ask)
+        app = create_frontend(self._engine, order.settings, self._metrics, asking)
         self._server = http_server(app, order.config)
 
-    def _take(self, turn: Turn) -> None:
+    def _take(self, turn: EngineMessages) -> None:
         self._engine.take(turn)
         if turn.asks_report:
-            self._box.put(Counted(self._metrics.report()))
+            self._box.put(MetricsReport(self._metrics.report()))
         if turn.stop:
             self._over.set()
 
@@ -85,18 +93,18 @@ class ApiProcess:
             first = errors.exceptions[0]
             if not isinstance(first, VschedError):
                 logger.exception("this process cannot serve")
-            self._box.put(TakesRequests(str(first) or repr(first)))
+            self._box.put(ProcessLoaded(str(first) or repr(first)))
             self._box.flush()
 
     async def _load(self) -> None:
         await self._engine.load()
         favour_event_loop()
-        self._box.put(TakesRequests())
+        self._box.put(ProcessLoaded())
 
     async def _beat(self) -> None:
         """Send metrics regularly, and drop the engine if it is silent."""
         while True:
-            self._box.put(Counted(self._metrics.report()))
+            self._box.put(MetricsReport(self._metrics.report()))
             await asyncio.sleep(BEAT_S)
             if self._link.silent_s() > SILENT_S:
                 self._link.lose(f"has said nothing for {SILENT_S:g} s")

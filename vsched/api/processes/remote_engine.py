@@ -17,18 +17,18 @@ from vsched.api.http_exchange import ROOMLESS_BYTES, HttpExchange
 from vsched.api.processes.link import Link
 from vsched.api.processes.messages import (
     AcceptedRequest,
-    Arrive,
-    Ask,
+    AdmitRequest,
+    CancelRequest,
     End,
-    Facts,
-    GiveUp,
+    EngineMessages,
+    EngineStatus,
+    HttpForward,
     HttpReply,
+    ProcessMessage,
     SentImage,
     Served,
     Submit,
     Tokenize,
-    Turn,
-    Up,
 )
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
@@ -38,22 +38,22 @@ from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker
 
 
-class UpBox:
+class ProcessOutbox:
     """Messages of an API process, in order."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._waiting: list[Up] = []
+        self._waiting: list[ProcessMessage] = []
         self._large = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
 
-    def put(self, message: Up) -> None:
+    def put(self, message: ProcessMessage) -> None:
         """Send a message, together with the others of this iteration."""
         if not self._waiting:
             self._loop.call_soon(self.flush)
         self._waiting.append(message)
 
-    async def put_large(self, message: Up) -> None:
+    async def put_large(self, message: ProcessMessage) -> None:
         """Send a large message after all earlier ones, once the engine has read previous large messages.
 
         Blocks: until then, or until the link is lost.
@@ -75,12 +75,12 @@ class _Pending:
 
     def __init__(
         self,
-        requested: Request,
+        request: Request,
         request_ids: tuple[str, ...],
         make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.requested = requested
+        self.request = request
         self.request_ids = request_ids
         self.make_stop_scope = make_stop_scope
         self.prompt_token_ids: list[int] = []
@@ -109,21 +109,21 @@ class RemoteEngine:
     info: ModelInfo
     preprocessor: Preprocessor
 
-    def __init__(self, model_name: str, box: UpBox) -> None:
+    def __init__(self, model_name: str, box: ProcessOutbox) -> None:
         loop = asyncio.get_running_loop()
         self.model_name = model_name
         self.served: asyncio.Future[Served] = loop.create_future()
         self._box = box
-        self._facts = Facts("loading", [])
+        self._facts = EngineStatus("loading", [])
         self._lost = False
         self._next = 1
         self._pending: dict[int, _Pending] = {}
-        self._requested: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._streams = StreamTable(self._on_broken)
         self._choices: dict[str, int] = {}
         self._media: MediaPipeline | None = None
         self._grammars: GrammarChecks
-        self._tells_prompts = False
+        self._has_prompt_logprobs = False
 
     async def load(self) -> None:
         """Wait for the served model, and load its preprocessor.
@@ -135,7 +135,7 @@ class RemoteEngine:
         config, self.info = served.config, served.info
         self.model_name = config.model.served_name
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
-        self.preprocessor, self._tells_prompts = await asyncio.to_thread(
+        self.preprocessor, self._has_prompt_logprobs = await asyncio.to_thread(
             load_front_end, plugin, self.info, ranks=config.generate.tensor_parallel
         )
         checker = grammar_processes(config, self.info)
@@ -156,12 +156,12 @@ class RemoteEngine:
 
     # --- messages from the engine ---
 
-    def take(self, turn: Turn) -> None:
+    def take(self, turn: EngineMessages) -> None:
         """Handle the messages of one event loop iteration of the engine."""
         if turn.served is not None and not self.served.done():
             self.served.set_result(turn.served)
-        if turn.facts is not None:
-            self._facts = turn.facts
+        if turn.status_update is not None:
+            self._facts = turn.status_update
         for number in turn.entered:
             pending = self._pending.get(number)
             if pending is not None and not pending.entered.done():
@@ -175,9 +175,9 @@ class RemoteEngine:
         for tokens in turn.tokenized:
             self._answer(tokens.number, tokens.token_ids)
         self._streams.report(turn.prompts)
-        reported = turn.logprobs
+        logprobs = turn.logprobs
         for index, (number, token) in enumerate(zip(turn.numbers, turn.tokens, strict=True)):
-            self._streams.take(number, token, reported.get(index) if reported else None)
+            self._streams.take(number, token, logprobs.get(index) if logprobs else None)
         for finish in turn.finished:
             self._choices.pop(finish.request_id, None)
             self._streams.finish(finish)
@@ -186,20 +186,20 @@ class RemoteEngine:
         """Fail every request, because the engine is gone."""
         self._lost = True
         error = RequestFailed(why, code="stopping", status=503, retry_after_s=5)
-        for number in [*self._pending, *self._requested]:
+        for number in [*self._pending, *self._calls]:
             self._refuse(number, error)
         self._choices.clear()
         self._streams.fail_all(why, code="stopping")
 
     def _answer(self, number: int, value: object) -> None:
-        requested = self._requested.pop(number, None)
-        if requested is not None and not requested.done():
-            requested.set_result(value)
+        call = self._calls.pop(number, None)
+        if call is not None and not call.done():
+            call.set_result(value)
 
     def _refuse(self, number: int, error: RequestRefused | RequestFailed) -> None:
-        requested, pending = self._requested.pop(number, None), self._pending.pop(number, None)
-        if requested is not None and not requested.done():
-            requested.set_exception(error)
+        call, pending = self._calls.pop(number, None), self._pending.pop(number, None)
+        if call is not None and not call.done():
+            call.set_exception(error)
         if pending is not None:
             pending.refuse(error)
 
@@ -207,8 +207,8 @@ class RemoteEngine:
         pending = self._pending.pop(accepted.number, None)
         if pending is None:
             return  # it was cancelled meanwhile
-        reported = accepted.prompt_token_ids
-        token_ids = pending.prompt_token_ids if reported is None else reported
+        prompt = accepted.prompt_token_ids
+        token_ids = pending.prompt_token_ids if prompt is None else prompt
         streams = self._make_streams(pending, token_ids)
         for number, stream in enumerate(streams, accepted.number):
             self._choices[stream.request_id] = number
@@ -217,7 +217,7 @@ class RemoteEngine:
 
     def _make_streams(self, pending: _Pending, token_ids: list[int]) -> list[TokenStream]:
         """Create the token streams of a request's choices, as in the engine's process."""
-        sampling = pending.requested.sampling
+        sampling = pending.request.sampling
         own = () if sampling.ignore_eos else self.info.stop_token_ids
         stops = frozenset(check_stop_tokens(sampling.stop_token_ids, own))
         top = sampling.prompt_logprobs
@@ -266,7 +266,7 @@ class RemoteEngine:
         make_stop_scope: Callable[[], StopScope] | None = None,
     ) -> list[TokenStream]:
         """Like `Engine.generate_choices`."""
-        requested = Request(
+        request = Request(
             request_id=request_ids[0],
             prompt_token_ids=[],
             sampling=sampling,
@@ -278,17 +278,19 @@ class RemoteEngine:
         )
         self._check_there()
         number, self._next = self._next, self._next + len(request_ids)
-        pending = self._pending[number] = _Pending(requested, tuple(request_ids), make_stop_scope)
-        self._box.put(Arrive(number, requested, pending.request_ids, len(images), adapter, started))
+        pending = self._pending[number] = _Pending(request, tuple(request_ids), make_stop_scope)
+        self._box.put(
+            AdmitRequest(number, request, pending.request_ids, len(images), adapter, started)
+        )
         try:
             await pending.entered
-            with pending.preparing.begin(requested.request_id):
+            with pending.preparing.begin(request.request_id):
                 await self._prepare(pending, number, prompt, images)
             return await pending.accepted
         except BaseException:
             self._pending.pop(number, None)
             if not pending.refused:  # it may already be accepted, or about to be
-                self._box.put(GiveUp(number, len(request_ids)))
+                self._box.put(CancelRequest(number, len(request_ids)))
             raise
 
     async def _prepare(
@@ -296,8 +298,8 @@ class RemoteEngine:
     ) -> None:
         """Do the preparation that belongs to this process, and submit the request."""
         assert self._media is not None, "requests arrive only after loading"
-        sampling = pending.requested.sampling
-        if sampling.prompt_logprobs is not None and not self._tells_prompts:
+        sampling = pending.request.sampling
+        if sampling.prompt_logprobs is not None and not self._has_prompt_logprobs:
             raise prompts_untold()
         await self._grammars.check(sampling)
         token_ids = await self._media.tokenize(prompt, images=bool(images))
@@ -318,7 +320,7 @@ class RemoteEngine:
         )
         return found
 
-    async def ask(self, make: Callable[[int], Ask]) -> HttpReply:
+    async def ask(self, make: Callable[[int], HttpForward]) -> HttpReply:
         """Forward a complete HTTP request to the engine.
 
         Blocks: until the engine has answered it.
@@ -329,18 +331,18 @@ class RemoteEngine:
         reply: HttpReply = await self._call(make)
         return reply
 
-    async def _call(self, make: Callable[[int], Up], *, is_large: bool = False) -> Any:
+    async def _call(self, make: Callable[[int], ProcessMessage], *, is_large: bool = False) -> Any:
         self._check_there()
         number, self._next = self._next, self._next + 1
-        requested = self._requested[number] = asyncio.get_running_loop().create_future()
+        call = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             if is_large:
                 await self._box.put_large(make(number))
             else:
                 self._box.put(make(number))
-            return await requested
+            return await call
         finally:
-            self._requested.pop(number, None)
+            self._calls.pop(number, None)
 
     def _check_there(self) -> None:
         """Raise an error if the engine is gone."""
@@ -352,23 +354,23 @@ def _to_send(images: Sequence[ImageReference]) -> list[SentImage]:
     return [SentImage.of(image) for image in images]
 
 
-class AskEngine:
+class ForwardToEngine:
     """ASGI application that forwards requests to the engine's process; a disconnect does not cancel them."""
 
-    def __init__(self, ask: Callable[[Callable[[int], Ask]], Awaitable[HttpReply]]) -> None:
+    def __init__(self, ask: Callable[[Callable[[int], HttpForward]], Awaitable[HttpReply]]) -> None:
         """Use `ask` to send messages: it assigns a number to a message and returns the reply."""
         self._ask = ask
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange = HttpExchange(scope, receive, send)
-        await exchange.answer_itself(self._answer(exchange, scope, send))
+        await exchange.serve_response(self._answer(exchange, scope, send))
 
     async def _answer(self, exchange: HttpExchange, scope: Scope, send: Send) -> None:
         pieces = await exchange.read_body(ROOMLESS_BYTES, _no_room)
 
-        def requested(number: int) -> Ask:
-            return Ask(
+        def make(number: int) -> HttpForward:
+            return HttpForward(
                 number=number,
                 method=scope["method"],
                 path=scope["path"],
@@ -377,7 +379,7 @@ class AskEngine:
                 body=b"".join(pieces),
             )
 
-        reply = await self._ask(requested)
+        reply = await self._ask(make)
         exchange.started = True
         await send(
             {"type": "http.response.start", "status": reply.status, "headers": reply.headers}

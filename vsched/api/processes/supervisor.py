@@ -16,9 +16,16 @@ from vsched.api.contract import ApiSettings
 from vsched.api.http_server import another
 from vsched.api.metrics import ApiMetrics
 from vsched.api.metrics.requests import Report, added
-from vsched.api.processes.desk import Desk, TurnBox
 from vsched.api.processes.link import BEAT_S, SILENT_S, Link, framed
-from vsched.api.processes.messages import Counted, Order, Served, TakesRequests, Up, bodies_bytes
+from vsched.api.processes.messages import (
+    MetricsReport,
+    Order,
+    ProcessLoaded,
+    ProcessMessage,
+    Served,
+    bodies_bytes,
+)
+from vsched.api.processes.process_session import EngineOutbox, ProcessSession
 from vsched.engine import Engine
 from vsched.errors import ConfigError
 
@@ -44,7 +51,7 @@ class _Process:
         self.ended = asyncio.Event()
         self.began_s = self._loop.time()
         self.report = Report()
-        self._reported: list[asyncio.Future[None]] = []
+        self._report_waiters: list[asyncio.Future[None]] = []
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs, another(kept) as listener:
             order = msgspec.structs.replace(order, listener=listener.fileno())
@@ -56,24 +63,26 @@ class _Process:
             )
         self._ours.sendall(framed(msgspec.msgpack.encode(order)))
         self.link = Link(
-            list[Up],
-            lambda messages: self.desk.take(messages),
+            list[ProcessMessage],
+            lambda messages: self.session.take(messages),
             self._on_lost,
             frame_bytes_max=bodies_bytes(order),
         )
-        self.box = TurnBox(self.link)
-        self.desk = Desk(engine, self.box, operations=operations, on_life=self._on_life)
+        self.box = EngineOutbox(self.link)
+        self.session = ProcessSession(
+            engine, self.box, operations=operations, on_life=self._on_life
+        )
 
     async def open(self) -> None:
         await self.link.open(self._ours)
 
-    def _on_life(self, message: TakesRequests | Counted) -> None:
-        if isinstance(message, TakesRequests):
+    def _on_life(self, message: ProcessLoaded | MetricsReport) -> None:
+        if isinstance(message, ProcessLoaded):
             self._on_loaded(message.error)
             return
         self.report = message.report
-        reported, self._reported = self._reported, []
-        for future in reported:
+        waiters, self._report_waiters = self._report_waiters, []
+        for future in waiters:
             if not future.done():
                 future.set_result(None)
 
@@ -83,9 +92,9 @@ class _Process:
 
     def _on_lost(self, why: str) -> None:
         self._on_loaded(f"process {self.popen.pid} {why} before it had loaded")
-        self.desk.close()
+        self.session.close()
         self.popen.kill()
-        for future in self._reported:
+        for future in self._report_waiters:
             future.cancel()
         self.ended.set()
 
@@ -95,7 +104,7 @@ class _Process:
         Blocks: for at most `REPORT_S`.
         """
         future: asyncio.Future[None] = self._loop.create_future()
-        self._reported.append(future)
+        self._report_waiters.append(future)
         self.box.turn.asks_report = True
         await asyncio.wait([future], timeout=REPORT_S)
 
@@ -134,7 +143,7 @@ class ApiProcesses:
             await self._start(index, at_once=True)
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._watch(index)) for index in self._running]
-        self._tasks.append(loop.create_task(self._tell()))
+        self._tasks.append(loop.create_task(self._send_beats()))
 
     async def ready(self) -> None:
         """Send the served model to all processes, and wait until they accept requests.
@@ -149,7 +158,7 @@ class ApiProcesses:
         running = list(self._running.values())
         for one in running:
             one.box.turn.served = self._served
-            one.desk.tell_facts()
+            one.session.send_status()
         async with asyncio.timeout(engine.config.deadlines.ready_s):
             errors = await asyncio.gather(*(asyncio.shield(one.loaded) for one in running))
         for error in filter(None, errors):
@@ -170,7 +179,7 @@ class ApiProcesses:
         await one.open()
         if self._served is not None:
             one.box.turn.served = self._served
-        one.desk.tell_facts()
+        one.session.send_status()
 
     async def _operations(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve operator requests, with up-to-date metrics of all processes."""
@@ -178,7 +187,7 @@ class ApiProcesses:
         await asyncio.gather(*(one.ask_report() for one in running))
         await self._operate(scope, receive, send)
         for one in running:
-            one.desk.tell_facts()
+            one.session.send_status()
 
     async def _watch(self, index: int) -> None:
         """Restart a process whenever it dies."""
@@ -197,7 +206,7 @@ class ApiProcesses:
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
             await self._start(index, at_once=False)
 
-    async def _tell(self) -> None:
+    async def _send_beats(self) -> None:
         """Send state and signs of life to the processes; drop silent ones."""
         since_beat_s = 0.0
         while True:
@@ -206,7 +215,7 @@ class ApiProcesses:
             for one in self._running.values():
                 if one.ended.is_set():
                     continue
-                one.desk.tell_facts()
+                one.session.send_status()
                 if one.link.silent_s() > SILENT_S:
                     one.link.lose(f"has said nothing for {SILENT_S:g} s")
                 elif since_beat_s >= BEAT_S:

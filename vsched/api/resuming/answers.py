@@ -19,7 +19,7 @@ _DELTA_BYTES = 256
 _TOP_BYTES = 128
 
 
-class GatheredAnswer:
+class BufferedChoice:
     """Buffers the deltas of one choice, one token each.
 
     Attributes:
@@ -67,10 +67,10 @@ class GatheredAnswer:
             self._readers[key] = reader
 
 
-class GatheredReader:
+class BufferedGeneration:
     """A `Generation` that replays a choice from the start."""
 
-    def __init__(self, answer: GatheredAnswer) -> None:
+    def __init__(self, answer: BufferedChoice) -> None:
         self._answer = answer
         self._at = 0
         self._has_failed = False
@@ -147,7 +147,7 @@ class ResumedRequest:
         self.request = request
         self.error: RequestRefused | RequestFailed | None = None
         self.job: CheckedRequest | None = None
-        self.choices: list[GatheredAnswer] = []
+        self.choices: list[BufferedChoice] = []
         self._on_end = on_end
         self._settled = asyncio.Event()
 
@@ -182,7 +182,7 @@ class ResumedRequest:
     def accepted(self, job: CheckedRequest, generations: Sequence[Generation]) -> None:
         """Start to buffer its choices."""
         self.job = msgspec.structs.replace(job, prompts=(), images=())
-        self.choices = [GatheredAnswer(one, self._on_answer_end) for one in generations]
+        self.choices = [BufferedChoice(one, self._on_answer_end) for one in generations]
         self._settled.set()
         if self.ended:
             self._on_end(self)
@@ -204,7 +204,7 @@ class ResumedRequest:
             raise self.error
         assert self.job is not None
         accepted = AcceptedChoices()
-        readers = [GatheredReader(answer) for answer in self.choices]
+        readers = [BufferedGeneration(answer) for answer in self.choices]
         for first in range(0, len(readers), self.job.drawn):
             accepted.add(readers[first : first + self.job.drawn])
         return self.job, accepted

@@ -162,7 +162,7 @@ class Resumption:
     async def _resume(self, resumed: ResumedRequest) -> None:
         request = resumed.request
         try:
-            # Counted before the request is read, because reading it may crash the server.
+            # MetricsReport before the request is read, because reading it may crash the server.
             progress = self._progress[request.request_id]
             self._progress[request.request_id] = msgspec.structs.replace(
                 progress, resumed=progress.resumed + 1
@@ -244,7 +244,7 @@ class Resumption:
         )
         raise ParameterRefused(message, param="id", code="answer_unknown", status=404)
 
-    def reported(self, resumed: ResumedRequest) -> None:
+    def mark_delivered(self, resumed: ResumedRequest) -> None:
         """Record that a client has received the whole response: the next server need not keep it."""
         if resumed.ended and self.journal is not None:
             self.journal.end(resumed.request.request_id)
@@ -307,7 +307,7 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _EVENTS_MAX = 2**53
 
 
-class KeptAnswerRoute(ApiRoute):
+class KeptResponseRoute(ApiRoute):
     """The route of kept answers below a path; other methods, and known paths that are not served, do not match."""
 
     def __init__(self, route: ApiRoute, resumption: Resumption) -> None:
@@ -316,7 +316,7 @@ class KeptAnswerRoute(ApiRoute):
         super().__init__(
             "GET",
             f"{route.path}/{{request_id:path}}",
-            KeptAnswerEndpoint(resumption, route.path, endpoint),
+            KeptResponseEndpoint(resumption, route.path, endpoint),
             response=route.response,
             event=route.event,
             error=route.error,
@@ -329,7 +329,7 @@ class KeptAnswerRoute(ApiRoute):
         return (match, found) if is_kept else (Match.NONE, {})
 
 
-class KeptAnswerEndpoint:
+class KeptResponseEndpoint:
     """Fetch the response to a request that was resumed after a crash."""
 
     def __init__(self, resumption: Resumption, path: str, endpoint: CompletionEndpoint) -> None:
@@ -340,9 +340,9 @@ class KeptAnswerEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange = HttpExchange(scope, receive, send)
-        await exchange.answer_itself(exchange.until_disconnect(self._tell(exchange)))
+        await exchange.serve_response(exchange.until_disconnect(self._send_kept(exchange)))
 
-    async def _tell(self, exchange: HttpExchange) -> None:
+    async def _send_kept(self, exchange: HttpExchange) -> None:
         scope = exchange.scope
         query = QueryParams(scope.get("query_string", b""))
         after, stream = _after(exchange, query), _flag(query)
@@ -356,8 +356,8 @@ class KeptAnswerEndpoint:
         elif after >= 0:
             message = "`starting_after` is for streams with a single choice. Remedy: read it from the beginning"
             raise ParameterRefused(f"{message}.", param="starting_after")
-        await self._endpoint.tell(exchange, _Unmeasured(), choices, job)
-        self._resumption.reported(resumed)
+        await self._endpoint.send_response(exchange, _Unmeasured(), choices, job)
+        self._resumption.mark_delivered(resumed)
 
 
 class _Unmeasured(RequestRecord):

@@ -25,7 +25,7 @@ from vsched.api.tools.formats import (
     TaggedArguments,
     ValueArguments,
 )
-from vsched.worker.capabilities import AnswerParser, AnswerPart
+from vsched.worker.contract import AnswerParser, AnswerPart
 
 HEAD_CHARACTERS_MAX = 512
 """Maximum length of a call's head, including whitespace: a longer one is not a call."""
@@ -46,7 +46,7 @@ class ContentText(NamedTuple):
     text: str
 
 
-class CallBegins(NamedTuple):
+class CallStart(NamedTuple):
     """Start of a function call; its arguments follow."""
 
     name: str
@@ -64,7 +64,7 @@ class Reasoning(NamedTuple):
     text: str
 
 
-Event = Reasoning | ContentText | CallBegins | CallArguments
+Event = Reasoning | ContentText | CallStart | CallArguments
 
 
 class ArgumentScan(Protocol):
@@ -79,7 +79,7 @@ class ArgumentScan(Protocol):
         ...
 
 
-class AnswerReader:
+class OutputParser:
     """Parses one choice.
 
     `tools` has the argument schemas by name: in formats without an opening, a call is recognized only by such a name.
@@ -290,7 +290,7 @@ class AnswerReader:
             return self._is_content()
         name, arguments = call
         self._begin_call(name)
-        self._tell(CallArguments(arguments))
+        self._emit(CallArguments(arguments))
         self._take(end)
         self._end_call(is_object_over=True)
         return True
@@ -329,9 +329,9 @@ class AnswerReader:
     def _begin_call(self, name: str) -> None:
         self._calls += 1
         self._leading, self._parted, self._blanks = True, True, ""
-        self._tell(CallBegins(name))
+        self._emit(CallStart(name))
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         if not self._single or self._calls == 1:
             self._events.append(event)
 
@@ -339,7 +339,7 @@ class AnswerReader:
         count, text, is_over = self._arguments_scan.take(self._buffer, ended=self._ended)
         self._take(count)
         if text:
-            self._tell(CallArguments(text))
+            self._emit(CallArguments(text))
         if is_over:
             self._end_call(is_object_over=False)
         return is_over
@@ -442,11 +442,11 @@ def _scan_of(known: CallFormat, schema: Mapping[str, Any]) -> ArgumentScan:
     return JsonScan()
 
 
-class CallStopScope(AnswerReader):
+class CallStopScope(OutputParser):
     """Splits the output into tool calls, in which stop strings do not apply, and the rest."""
 
     def __init__(self, calls: CallFormat | None, **options: Any) -> None:
-        """Take the arguments of `AnswerReader`."""
+        """Take the arguments of `OutputParser`."""
         super().__init__(calls, **options)
         self._in_call = (self._head, self._arguments, self._rest_of_object, self._after)
         self._parts: list[tuple[str, bool]] = []
@@ -472,8 +472,8 @@ class CallStopScope(AnswerReader):
         return taken
 
 
-class TemplateReader:
-    """Parser of one choice; see `AnswerReader`. With `single`, calls after the first are dropped."""
+class CheckpointParser:
+    """Parser of one choice; see `OutputParser`. With `single`, calls after the first are dropped."""
 
     has_open_call = False
     """Calls are emitted only when they are complete."""
@@ -498,7 +498,7 @@ class TemplateReader:
             if part.kind == "call":
                 self._calls += 1
                 if not self._single or self._calls == 1:
-                    events += [CallBegins(part.name), CallArguments(part.text)]
+                    events += [CallStart(part.name), CallArguments(part.text)]
             else:
                 events.append(
                     ContentText(part.text) if part.kind == "content" else Reasoning(part.text)

@@ -19,11 +19,11 @@ UNDERSTOOD = (200, 409, 503)
 EXTRA = "extra"
 """The adapter that operators load and unload; no request names it."""
 POLICIES = {
-    "generate.admission": ("fifo", "priority", "deadline", "fair-share", "shortest-first"),
-    "generate.step": ("in-order", "shortest-prefill", "fair-prefill"),
+    "generate.admission": ("fifo", "priority", "deadline", "tenant-fair", "shortest-first"),
+    "generate.step": ("in-order", "slo-feedback", "tenant-fair"),
     "generate.preemption": ("youngest", "cheapest"),
     "generate.eviction": ("lru", "s3-fifo", "none"),
-    "generate.insertion": ("everything", "prompts", "second-touch"),
+    "generate.insertion": ("everything", "prompts", "matching"),
     "encode.eviction": ("lru", "s3-fifo", "none"),
     "encode.dispatch": ("fewest-held-up", "least-loaded"),
     "routing": ("least-loaded", "round-robin", "image-affinity"),

@@ -72,7 +72,6 @@ CASES: dict[str, GalleryCase] = {
                 "fifo": (),
                 "token-budget": (("generate.admission", {"use": "token-budget"}),),
                 "shortest-first": (("generate.admission", {"use": "shortest-first"}),),
-                "shortest-prefill": (("generate.step", {"use": "shortest-prefill"}),),
                 "slo-feedback": (("generate.step", {"use": "slo-feedback", "itl_target_ms": 30}),),
             },
             shown=("texts", "images"),
@@ -84,9 +83,7 @@ CASES: dict[str, GalleryCase] = {
             settings=("generate.slots=16",),
             choices={
                 "fifo": (),
-                "fair-share": (("generate.admission", {"use": "fair-share"}),),
-                "fair-prefill": (("generate.step", {"use": "fair-prefill"}),),
-                "shortest-prefill": (("generate.step", {"use": "shortest-prefill"}),),
+                "tenant-fair": (("policy", {"use": "tenant-fair"}),),
                 "slo-feedback": (("generate.step", {"use": "slo-feedback", "itl_target_ms": 30}),),
             },
             shown=("chat", "long"),
@@ -105,10 +102,10 @@ CASES: dict[str, GalleryCase] = {
                     ("front_door", {"use": "deadline-shed", "by_priority": True}),
                     ("generate.admission", {"use": "priority"}),
                 ),
-                "token-bucket": (
+                "tenant-fair": (
                     (
                         "front_door",
-                        {"use": "token-bucket", "rate": 3.0, "burst": 10, "rates": {"urgent": 7.0}},
+                        {"use": "tenant-fair", "rate": 3.0, "burst": 10, "rates": {"urgent": 7.0}},
                     ),
                 ),
             },
@@ -140,7 +137,6 @@ CASES: dict[str, GalleryCase] = {
                 "none": (("generate.eviction", {"use": "none"}),),
                 "prompts": (("generate.insertion", {"use": "prompts"}),),
                 "matching": (("generate.insertion", {"use": "matching", "tenants": ["chat"]}),),
-                "second-touch": (("generate.insertion", {"use": "second-touch"}),),
             },
             shown=("chat", "scan"),
         ),
@@ -168,7 +164,6 @@ CASES: dict[str, GalleryCase] = {
                 "chunk-aware": (),
                 "eager": (("encode.encoding", {"use": "eager"}),),
                 "combined": (("encode.encoding", {"use": "combined"}),),
-                "least-loaded": (("encode.dispatch", {"use": "least-loaded"}),),
                 "size-classes": (("encode.dispatch", {"use": "size-classes"}),),
             },
             shown=("single", "albums"),
@@ -228,7 +223,8 @@ def case_of(kind: str, name: str) -> GalleryCase | None:
     for case in CASES.values():
         for changes in case.choices.values():
             if any(
-                POLICY_TABLES[table] == kind and fields["use"] == name for table, fields in changes
+                POLICY_TABLES.get(table, table) == kind and fields["use"] == name
+                for table, fields in changes
             ):
                 return case
     default = DEFAULTS.get((kind, name))

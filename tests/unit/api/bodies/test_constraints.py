@@ -3,8 +3,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
 from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import RequestRefused
@@ -23,7 +22,7 @@ def test_constraint_from_schema_keeps_the_order_of_properties() -> None:
     assert grammar.index('"b"') < grammar.index('"a"')
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "grammar"),
     [
         ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
@@ -45,7 +44,7 @@ def test_constraint_from_schema_keeps_the_order_of_properties() -> None:
         ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),
     ],
 )
-@pytest.mark.parametrize("path", [CHAT, PLAIN])
+@each_case("path", [CHAT, PLAIN])
 async def test_every_way_to_ask_for_a_form_reaches_the_engine(
     path: str, fields: dict[str, Any], grammar: dict[str, Any]
 ) -> None:
@@ -56,7 +55,7 @@ async def test_every_way_to_ask_for_a_form_reaches_the_engine(
     assert not engine.sampling.is_plain_greedy
 
 
-@pytest.mark.parametrize(
+@each_case(
     "fields",
     [{"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"guided_json": None}],
 )
@@ -66,7 +65,7 @@ async def test_no_form_is_no_grammar(fields: dict[str, Any]) -> None:
     assert not engine.sampling.grammar
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),

@@ -9,12 +9,13 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.each_case import each_case
 from vsched.api import parameters
 from vsched.api.bodies import long_base64, reading
-from vsched.api.bodies.long_base64 import take_base64
+from vsched.api.bodies.long_base64 import extract_base64
 from vsched.api.bodies.reading import read_request
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import ChatRequest, ImageEmbedsPart, ImagePart, ImageUrl, TextPart
@@ -23,6 +24,7 @@ from vsched.errors import RequestRefused
 from vsched.media.base64_text import TextWithBase64, base64_of
 from vsched.media.sources import read_local
 
+REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=50)
 LONG = 80
 TOKENS = 1000
 BASE64 = base64.b64encode(bytes(range(200)) * 2).decode()
@@ -133,7 +135,7 @@ def test_data_urls_of_other_forms_are_kept_beside(
     assert whole(sent) == url
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         body_of(text(URL)),
@@ -162,6 +164,7 @@ PARTS = st.builds(
 )
 
 
+@REPEATABLE
 @given(
     parts=st.lists(PARTS, max_size=5),
     escaped=st.sampled_from([{}, {b"/": b"\\/"}, {b"+": b"\\u002B", b"=": b"\\u003d"}]),
@@ -173,11 +176,12 @@ def test_reading_changes_nothing(parts: list[dict[str, Any]], escaped: dict[byte
     expected = parameters.decode_body(body, ChatRequest)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(long_base64, "LONG_BYTES", LONG)
-        reduced = take_base64(body)
+        reduced = extract_base64(body)
         assert len(reduced.body) <= len(body) + reduced.places * 64
         assert [whole(one) for one in sent_texts(read(body))] == list(sent_texts(expected))
 
 
+@REPEATABLE
 @given(
     at=st.integers(0, 900),
     piece=st.sampled_from([b'"', b"\\", b"[", b"", b"A", b'""', b",", b"\n"]),
@@ -210,7 +214,7 @@ def test_what_stands_before_base64_is_seen() -> None:
 
 def test_a_stand_in_cannot_be_sent() -> None:
     """It is random for each request."""
-    first, second = (take_base64(json.dumps(body_of(image(URL))).encode()) for _ in range(2))
+    first, second = (extract_base64(json.dumps(body_of(image(URL))).encode()) for _ in range(2))
     assert not first.base64.keys() & second.base64.keys()
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.each_case import each_case
 from tests.patience import NEVER_S, patience, until
 from tests.unit.api.fakes import Client, FakeEngine, chat, post
 from vsched.aio.streams.stream import OutputDelta
@@ -20,6 +21,7 @@ from vsched.api.bodies import reading
 from vsched.api.bodies.reading import count_values
 from vsched.errors import RequestRefused
 
+REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=50)
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(alphabet='a"\\,[{é\n', max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
@@ -36,6 +38,7 @@ def marks(value: Any) -> int:
     return 0
 
 
+@REPEATABLE
 @given(value=VALUES, size=st.integers(1, 9))
 def test_count_sees_no_text(value: Any, size: int) -> None:
     """Whatever the strings contain, and wherever the slices end."""
@@ -53,14 +56,14 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("size", [0, reading.SMALL_BYTES, reading._THREAD_BYTES])
+@each_case("size", [0, reading.SMALL_BYTES, reading._THREAD_BYTES])
 async def test_a_byte_order_mark_is_left_out(size: int) -> None:
     body = codecs.BOM_UTF8 + msgspec.json.encode(chat()) + b" " * size
     settings = ApiSettings(strict_fields=True)
     assert (await post(FakeEngine(), CHAT, body, settings)).status == 200
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32-le", "cp500"])
+@each_case("encoding", ["utf-16", "utf-16-be", "utf-32-le", "cp500"])
 async def test_a_body_in_another_encoding_is_told_which_is_read(encoding: str) -> None:
     body = json.dumps(chat()).encode(encoding)
     reply = await post(FakeEngine(), CHAT, body)
@@ -145,7 +148,7 @@ async def test_a_body_keeps_its_room_until_its_request_is_prepared() -> None:
         assert [(await one).status for one in sending] == [200] * 3
 
 
-@pytest.mark.parametrize("ending", ["invalid", "refused", "too large", "left"])
+@each_case("ending", ["invalid", "refused", "too large", "left"])
 async def test_room_is_given_back_however_a_request_ends(ending: str) -> None:
     """Also by a client that leaves while it waits for space."""
     engine = FakeEngine()

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from vsched.api import ApiSettings
 
@@ -31,7 +30,7 @@ async def test_unknown_fields_of_messages_are_ignored() -> None:
     assert engine.calls[0]["prompt"] == "user:hiassistant:thereuser:again"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changed", "name"),
     [
         ({}, "messages[0].content[0].cache_control"),
@@ -66,9 +65,7 @@ async def test_known_fields_pass_strictness_wherever_they_are() -> None:
     assert reply.status == 200, reply.body
 
 
-@pytest.mark.parametrize(
-    "sent", [b'"user":{"\xff":1}', b'"user":' + b"[" * 900 + b"]" * 900], ids=["bytes", "depth"]
-)
+@each_case("sent", [b'"user":{"\xff":1}', b'"user":' + b"[" * 900 + b"]" * 900])
 async def test_strictness_survives_what_decoding_skips(sent: bytes) -> None:
     body = b'{"messages":[{"role":"user","content":"x","odd":{%s}}]}' % sent
     reply = await post(FakeEngine(), CHAT, body, ApiSettings(strict_fields=True))

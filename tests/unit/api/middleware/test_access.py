@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from tests.each_case import each_case
 from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import CHAT, Client, FakeEngine, Reply, chat, served
 from vsched.api import ApiSettings, create_app
@@ -44,15 +45,13 @@ async def ask(
 # --- bodies ---
 
 
-@pytest.mark.parametrize(
-    "sent", ["application/json", "application/json; charset=utf-8", "Application/JSON;x=y"]
-)
+@each_case("sent", ["application/json", "application/json; charset=utf-8", "Application/JSON;x=y"])
 async def test_access_json_is_taken_however_it_is_written(sent: str) -> None:
     assert (await ask("POST", CHAT, chat(), headers={"content-type": sent})).status == 200
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/admin/replicas"])
-@pytest.mark.parametrize(
+@each_case("path", [CHAT, "/v1/completions", "/tokenize", "/admin/replicas"])
+@each_case(
     "sent",
     ["text/plain", "text/plain;application/json", "application/x-www-form-urlencoded", "", None],
 )
@@ -78,8 +77,8 @@ async def test_access_chunked_body_needs_its_type_too() -> None:
     assert reply.status == 415
 
 
-@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "x-gzip", "gzip, identity"])
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/admin/replicas"])
+@each_case("coding", ["gzip", "deflate", "br", "zstd", "x-gzip", "gzip, identity"])
+@each_case("path", [CHAT, "/v1/messages", "/admin/replicas"])
 async def test_access_compressed_body_is_refused_by_its_coding(coding: str, path: str) -> None:
     reply = await ask("POST", path, chat(), headers={"content-encoding": coding})
     assert reply.status == 415
@@ -98,7 +97,7 @@ async def test_access_compressed_body_is_refused_by_a_second_header_as_well() ->
     assert response.status == 415
 
 
-@pytest.mark.parametrize("coding", ["identity", "Identity", ""])
+@each_case("coding", ["identity", "Identity", ""])
 async def test_access_body_that_is_said_to_be_as_it_is_is_taken(coding: str) -> None:
     reply = await ask("POST", CHAT, chat(), headers={"content-encoding": coding})
     assert reply.status == 200
@@ -107,7 +106,7 @@ async def test_access_body_that_is_said_to_be_as_it_is_is_taken(coding: str) -> 
 # --- names ---
 
 
-@pytest.mark.parametrize(
+@each_case(
     "host",
     [
         "localhost",
@@ -129,8 +128,8 @@ async def test_access_own_names_are_taken(host: str) -> None:
     assert reply.status == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/health", "/admin/statistics"])
-@pytest.mark.parametrize(
+@each_case("path", ["/v1/models", "/health", "/admin/statistics"])
+@each_case(
     "host", ["evil.example", "localhost.evil.example:8000", "evillocalhost", "example.net", "1.2.3"]
 )
 async def test_access_foreign_name_is_refused(host: str, path: str) -> None:
@@ -141,7 +140,7 @@ async def test_access_foreign_name_is_refused(host: str, path: str) -> None:
     assert "server.allowed_hosts" in reply.error["message"]
 
 
-@pytest.mark.parametrize("allowed", [None, ("*",)])
+@each_case("allowed", [None, ("*",)])
 async def test_access_any_name_is_taken_where_none_is_known(
     allowed: tuple[str, ...] | None,
 ) -> None:
@@ -173,7 +172,7 @@ def test_access_names_follow_the_address(
     assert ("server.allowed_hosts" in caplog.text) == (address == "0.0.0.0")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "setting",
     [
         'allowed_hosts=["http://a.b"]',
@@ -198,7 +197,7 @@ def test_access_name_that_no_browser_sends_is_refused(setting: str) -> None:
 # --- operators ---
 
 
-@pytest.mark.parametrize(
+@each_case(
     "headers",
     [
         {"origin": PAGE},
@@ -209,7 +208,7 @@ def test_access_name_that_no_browser_sends_is_refused(setting: str) -> None:
         {"via": "1.1 proxy"},
     ],
 )
-@pytest.mark.parametrize("allowed", [None, ("*",)])
+@each_case("allowed", [None, ("*",)])
 async def test_access_only_programs_of_this_machine_operate_without_a_key(
     headers: dict[str, str], allowed: tuple[str, ...] | None
 ) -> None:
@@ -231,7 +230,7 @@ async def test_access_only_programs_of_this_machine_operate_without_a_key(
     assert engine.cleared == 1
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("client", "server", "status"),
     [
         (("127.0.0.1", 1), ("127.0.0.1", 80), 200),
@@ -256,7 +255,7 @@ async def test_access_this_machine_is_known_by_its_connection(
     assert (await Client(moved).send("POST", "/admin/clear")).status == status
 
 
-@pytest.mark.parametrize("path", ["/admin/statistics", "/admin/replicas", "/admin/adapters"])
+@each_case("path", ["/admin/statistics", "/admin/replicas", "/admin/adapters"])
 async def test_access_admin_key_opens_what_the_api_key_does_not(path: str) -> None:
     """From anywhere."""
     settings: dict[str, Any] = {"api_key": "user", "admin_key": "root", "allowed_hosts": None}
@@ -268,7 +267,7 @@ async def test_access_admin_key_opens_what_the_api_key_does_not(path: str) -> No
     assert (await ask("GET", "/v1/models", headers=headers, **settings)).status == 401
 
 
-@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+@each_case("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
 async def test_access_to_adapters_is_for_operators_by_any_path(path: str) -> None:
     settings: dict[str, Any] = {"api_key": "user", "admin_key": "root"}
     for key, status in (("root", 400), ("user", 401)):
@@ -281,7 +280,7 @@ async def test_access_metrics_are_open_by_a_setting_only() -> None:
     assert (await ask("GET", "/metrics", api_key="k", metrics_without_key=True)).status == 200
 
 
-@pytest.mark.parametrize(("key", "status"), [("key", 200), ("other", 401)])
+@each_case(("key", "status"), [("key", 200), ("other", 401)])
 async def test_access_with_what_a_proxy_leaves_before_paths(key: str, status: int) -> None:
     """Keys are checked by the path after the prefix; with and without it, a path leads to the same."""
     settings: dict[str, Any] = {"api_key": "key", "root_path": "/llm"}
@@ -295,7 +294,7 @@ async def test_access_with_what_a_proxy_leaves_before_paths(key: str, status: in
         assert (await ask("GET", path, headers=headers, **settings)).status != 200
 
 
-@pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a b", "https://a.b/llm"])
+@each_case("path", ["llm", "/llm/", "/", "/a b", "https://a.b/llm"])
 def test_access_root_path_is_the_beginning_of_a_path(path: str) -> None:
     with pytest.raises(ConfigError, match=r"server.root_path: .*Remedy"):
         load_config(None, sets=[f"server.root_path={json.dumps(path)}"], environ={})

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, Reply, chat
 from vsched.api import ApiSettings, create_app
 from vsched.api.openapi import JsonEndpoint
@@ -31,13 +32,13 @@ async def ask(
     return await Client(app).send("POST", name.partition(" ")[0], BODIES[name], headers=headers)
 
 
-@pytest.mark.parametrize("name", BODIES)
+@each_case("name", BODIES)
 async def test_request_id_comes_back_on_every_kind_of_response(name: str) -> None:
     reply = await ask(name, "trace-1.2:3/a+b=")
     assert reply.headers["x-request-id"] == "trace-1.2:3/a+b="
 
 
-@pytest.mark.parametrize("name", BODIES)
+@each_case("name", BODIES)
 async def test_request_id_is_made_where_none_was_sent(name: str) -> None:
     first, second = await ask(name, None), await ask(name, None)
     ids = {first.headers["x-request-id"], second.headers["x-request-id"]}
@@ -45,7 +46,7 @@ async def test_request_id_is_made_where_none_was_sent(name: str) -> None:
     assert all(re.fullmatch(r"[\w-]{24,}", one) for one in ids)
 
 
-@pytest.mark.parametrize("sent", ["", "a b", "x" * 129, "é", 'a"b', "a\tb"])
+@each_case("sent", ["", "a b", "x" * 129, "é", 'a"b', "a\tb"])
 async def test_request_id_that_cannot_be_sent_back_is_replaced(sent: str) -> None:
     reply = await ask(CHAT, sent)
     assert reply.status == 200

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, Client, FakeEngine, chat
 from vsched.api import ApiSettings, create_app
 from vsched.api.middleware.access import read_tenant_keys
@@ -78,12 +79,12 @@ async def test_metrics_have_a_bounded_number_of_tenants() -> None:
     assert 'tenant="t2"' not in metrics
 
 
-@pytest.mark.parametrize("text", ["red=a\nblue=b=c\n", " red = a ,blue=b=c"])
+@each_case("text", ["red=a\nblue=b=c\n", " red = a ,blue=b=c"])
 def test_tenant_keys_are_read(text: str) -> None:
     assert read_tenant_keys(text, path="p") == {"red": "a", "blue": "b=c"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text", ["red", "red=", "=a", "no name=a", "red=secret\nred=b", "red=secret,blue=secret"]
 )
 def test_tenant_keys_that_are_wrong_are_told_without_the_keys(text: str) -> None:
@@ -92,7 +93,7 @@ def test_tenant_keys_that_are_wrong_are_told_without_the_keys(text: str) -> None
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "words"),
     [
         ({"server.tenant_header": "x tenant"}, "no name of a header"),

@@ -1,4 +1,4 @@
-"""An API process's engine and the engine's desk, joined without sockets, over a real shell and simulated ranks."""
+"""An API process's engine and the engine's session, joined without sockets, over a real shell and simulated ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from vsched.api.app import create_operations
 from vsched.api.contract import ApiSettings
 from vsched.api.metrics import ApiMetrics
 from vsched.api.processes import remote_engine as remote_engine_module
-from vsched.api.processes.desk import Desk, TurnBox
 from vsched.api.processes.link import Link
-from vsched.api.processes.messages import Counted, Served, TakesRequests, Turn, Up
-from vsched.api.processes.remote_engine import RemoteEngine, UpBox
+from vsched.api.processes.messages import (
+    EngineMessages,
+    MetricsReport,
+    ProcessLoaded,
+    ProcessMessage,
+    Served,
+)
+from vsched.api.processes.process_session import EngineOutbox, ProcessSession
+from vsched.api.processes.remote_engine import ProcessOutbox, RemoteEngine
 from vsched.config import Config, MediaConfig
 from vsched.engine import Engine
 from vsched.media import MediaPipeline, PixelStore
@@ -67,7 +73,7 @@ class Joined:
         down: From the engine to the process.
     """
 
-    desk: Desk
+    session: ProcessSession
     remote: RemoteEngine
 
     def __init__(self, played: ShellHarness) -> None:
@@ -83,13 +89,15 @@ class Joined:
         self.engine._running = dataclasses.replace(
             self.engine._running, media=self.media, adapters=cast("Any", adapters)
         )
-        self.life: list[TakesRequests | Counted] = []
-        self.up = Wire(list[Up], lambda messages: self.desk.take(messages))
-        self.down = Wire(Turn, lambda turn: self.remote.take(turn))
-        self.box = TurnBox(cast("Link", self.down))
+        self.life: list[ProcessLoaded | MetricsReport] = []
+        self.up = Wire(list[ProcessMessage], lambda messages: self.session.take(messages))
+        self.down = Wire(EngineMessages, lambda turn: self.remote.take(turn))
+        self.box = EngineOutbox(cast("Link", self.down))
         operations = create_operations(self.engine, ApiSettings(), ApiMetrics(self.engine))
-        self.desk = Desk(self.engine, self.box, operations=operations, on_life=self.life.append)
-        self.remote = RemoteEngine("demo", UpBox(cast("Link", self.up)))
+        self.session = ProcessSession(
+            self.engine, self.box, operations=operations, on_life=self.life.append
+        )
+        self.remote = RemoteEngine("demo", ProcessOutbox(cast("Link", self.up)))
 
     async def load(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the process load with the engine's facts."""
@@ -101,17 +109,17 @@ class Joined:
         monkeypatch.setattr(remote_engine_module, "load_front_end", load)
         monkeypatch.setattr(remote_engine_module, "grammar_processes", lambda *_: None)
         self.box.turn.served = Served(Config(), self.engine.info)
-        self.desk.tell_facts()
+        self.session.send_status()
         await self.remote.load()
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """Number of live requests in the kernel, in the desk, and in the process: all 0 in the end."""
+        """Number of live requests in the kernel, in the session, and in the process: all 0 in the end."""
         reported = self.played.shell.statistics()
-        desk = len(self.desk._arriving) + len(self.desk._live)
+        session = len(self.session._arriving) + len(self.session._live)
         remote = self.remote
         known = len(remote._pending) + len(remote._choices) + len(remote._streams._by_number)
-        return reported["running"] + reported["waiting"], desk, known
+        return reported["running"] + reported["waiting"], session, known
 
     async def turns(self, count: int = 12) -> None:
         """Let the loop turn a few times: long enough for any message, since all parts share this process."""

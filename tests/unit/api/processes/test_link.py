@@ -10,8 +10,8 @@ import pytest
 
 from tests.patience import patience, until
 from vsched.api.processes.link import Link, framed, read_order
-from vsched.api.processes.messages import End, GiveUp, Submit, TakesRequests, Up
-from vsched.api.processes.remote_engine import UpBox
+from vsched.api.processes.messages import CancelRequest, End, ProcessLoaded, ProcessMessage, Submit
+from vsched.api.processes.remote_engine import ProcessOutbox
 from vsched.types import FinishReason
 
 LIMIT_BYTES = 1 << 20
@@ -37,7 +37,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.up = Side(object, waiting_bytes_max=LIMIT_BYTES)
-        self.down = Side(list[Up], frame_bytes_max=LIMIT_BYTES)
+        self.down = Side(list[ProcessMessage], frame_bytes_max=LIMIT_BYTES)
         self.ours, self.end = socket.socketpair()
 
     async def open(self, *, both: bool = True) -> None:
@@ -56,7 +56,7 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 async def test_link_brings_messages_as_they_were_sent(pair: Pair) -> None:
-    sent = [End(3, FinishReason.STOP), GiveUp(4, 2), Submit(5, list(range(50_000)))]
+    sent = [End(3, FinishReason.STOP), CancelRequest(4, 2), Submit(5, list(range(50_000)))]
     await pair.open()
     for message in sent:
         pair.up.link.send([message])
@@ -70,12 +70,12 @@ async def test_link_frames_come_whole_however_they_are_cut(pair: Pair) -> None:
     pair.ours.setblocking(False)
     import msgspec
 
-    frames = b"".join(framed(msgspec.msgpack.encode([TakesRequests(word)])) for word in ("a", "bc"))
+    frames = b"".join(framed(msgspec.msgpack.encode([ProcessLoaded(word)])) for word in ("a", "bc"))
     for at in range(len(frames)):
         await loop.sock_sendall(pair.ours, frames[at : at + 1])
         await asyncio.sleep(0)
     await until(lambda: len(pair.down.received) == 2)
-    assert pair.down.received == [[TakesRequests("a")], [TakesRequests("bc")]]
+    assert pair.down.received == [[ProcessLoaded("a")], [ProcessLoaded("bc")]]
     pair.ours.close()
 
 
@@ -115,7 +115,7 @@ async def test_link_message_that_cannot_be_taken_ends_it(
     await pair.open()
     if spoilt == "what takes it":
         pair.down.error = ValueError("a mistake")
-    pair.up.link.send("no message" if spoilt == "what is sent" else [TakesRequests()])
+    pair.up.link.send("no message" if spoilt == "what is sent" else [ProcessLoaded()])
     await until(lambda: pair.down.lost)
     assert pair.down.lost == ["sent what could not be taken"]
     assert "a message could not be taken" in caplog.text
@@ -123,9 +123,9 @@ async def test_link_message_that_cannot_be_taken_ends_it(
 
 async def test_link_large_messages_go_one_after_the_other_as_they_are_read(pair: Pair) -> None:
     """The next one waits until the other side reads; small ones do not overtake earlier messages."""
-    box = UpBox(pair.up.link)
+    box = ProcessOutbox(pair.up.link)
     await pair.open(both=False)
-    box.put(GiveUp(0, 1))
+    box.put(CancelRequest(0, 1))
     large = [asyncio.create_task(box.put_large(Submit(n, [7] * 600_000))) for n in (1, 2, 3)]
     for _ in range(20):
         await asyncio.sleep(0)

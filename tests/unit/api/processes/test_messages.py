@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from vsched.api.processes.messages import Refusal, SentImage, Submit, Up
+from vsched.api.processes.messages import ProcessMessage, Refusal, SentImage, Submit
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import BoundedImage, EmbeddedImage, ImageReference, NamedImage
 from vsched.media.base64_text import TextWithBase64, base64_of
-from vsched.worker.capabilities import PixelBounds
+from vsched.worker.contract import PixelBounds
 
 LONG = TextWithBase64.of("data:image/png;base64,stand-in", 22, b"iVBORw0KGgo=")
 BOUNDS = PixelBounds(28, 784)
@@ -17,7 +17,7 @@ BOUNDS = PixelBounds(28, 784)
 
 def sent(reference: ImageReference) -> ImageReference:
     frame = msgspec.msgpack.encode([Submit(1, [2, 3], [SentImage.of(reference)])])
-    (submit,) = msgspec.msgpack.decode(frame, type=list[Up])
+    (submit,) = msgspec.msgpack.decode(frame, type=list[ProcessMessage])
     assert isinstance(submit, Submit)
     return submit.images[0].reference
 

@@ -13,7 +13,7 @@ from tests.patience import patience
 from tests.unit.aio.ranks import SEPARATE, ShellHarness
 from tests.unit.api.processes.harness import PREPARING_MAX, Joined
 from vsched.aio.streams.stream import StopScope
-from vsched.api.processes.messages import Ask, GiveUp, Submit
+from vsched.api.processes.messages import CancelRequest, HttpForward, Submit
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import Aborted, Arrived, Cleared, Event, Submitted, Withdrawn
 from vsched.policy import Admit, ArrivalDecision, ArrivalView, RequestPolicy, Shed
@@ -137,7 +137,9 @@ async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
         await ask(joined.remote, render)
     assert (refused.value.code, refused.value.retry_after_s) == ("shed", 7)
     assert rendered == []
-    assert not any(isinstance(one, Submit | GiveUp) for sent in joined.up.sent for one in sent)
+    assert not any(
+        isinstance(one, Submit | CancelRequest) for sent in joined.up.sent for one in sent
+    )
     assert joined.numbers == (0, 0, 0)
 
 
@@ -178,7 +180,7 @@ async def test_remote_preparations_of_all_processes_have_one_limit(joined: Joine
 async def test_remote_client_that_leaves_early_leaves_nothing(
     joined: Joined, turns: int, events: list[Event]
 ) -> None:
-    """At any moment of its arrival: the desk forgets it, and the kernel gets its end."""
+    """At any moment of its arrival: the session forgets it, and the kernel gets its end."""
     task = asyncio.ensure_future(ask(joined.remote, max_tokens=50))
     await joined.turns(turns)
     task.cancel()
@@ -273,7 +275,7 @@ async def test_remote_engine_that_is_gone_ends_every_request_once(joined: Joined
     joined.up.held = True
     waiting = asyncio.ensure_future(ask(joined.remote, names=("waiting",)))
     asking = asyncio.ensure_future(
-        joined.remote.ask(lambda number: Ask(number, "GET", "/metrics", b"", [], b""))
+        joined.remote.ask(lambda number: HttpForward(number, "GET", "/metrics", b"", [], b""))
     )
     await joined.turns()
     joined.remote.lose("the engine has closed its link")
@@ -284,7 +286,7 @@ async def test_remote_engine_that_is_gone_ends_every_request_once(joined: Joined
     assert joined.remote.state == "stopped"
     streaming.abort()
     joined.up.cut = True
-    joined.desk.close()
+    joined.session.close()
     await joined.turns()
 
 
@@ -299,7 +301,7 @@ async def test_remote_process_that_is_gone_frees_all_that_it_held(
     await joined.turns()
     assert joined.media.statistics().preparing == 1
     joined.up.cut = joined.down.cut = True
-    joined.desk.close()
+    joined.session.close()
     await joined.turns()
     assert joined.media.statistics().preparing == 0
     assert [one.request_id for one in events if isinstance(one, Aborted)] == ["running"]
@@ -317,12 +319,12 @@ async def test_remote_tokenizes_text_by_itself(joined: Joined) -> None:
 
 async def test_remote_asks_the_engine_for_what_operators_ask(joined: Joined) -> None:
     reply = await joined.remote.ask(
-        lambda number: Ask(number, "GET", "/admin/replicas", b"", [], b"")
+        lambda number: HttpForward(number, "GET", "/admin/replicas", b"", [], b"")
     )
     assert reply.status == 200
     assert b'"groups"' in reply.body
     missing = await joined.remote.ask(
-        lambda number: Ask(number, "GET", "/admin/nothing", b"", [], b"")
+        lambda number: HttpForward(number, "GET", "/admin/nothing", b"", [], b"")
     )
     assert missing.status == 404
 
@@ -331,17 +333,17 @@ async def test_remote_state_is_the_engine_s_once_all_is_loaded(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Joined(played)
-    made.desk.tell_facts()
+    made.session.send_status()
     await made.turns()
     assert made.remote.state == "loading"
     await made.load(monkeypatch)
     assert made.remote.state == "ready"
     made.engine._state = "draining"
-    made.desk.tell_facts()
-    made.desk.tell_facts()
+    made.session.send_status()
+    made.session.send_status()
     await made.turns()
     assert made.remote.state == "draining"
-    assert sum(turn.facts is not None for turn in made.down.sent) == 2, (
+    assert sum(turn.status_update is not None for turn in made.down.sent) == 2, (
         "unchanged values are not reported"
     )
     made.media.close()

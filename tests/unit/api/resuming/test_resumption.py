@@ -110,7 +110,7 @@ def events(reply: Reply) -> list[Any]:
     return [msgspec.json.decode(one) for one in data]
 
 
-def answer_id(reply: Reply) -> str:
+def choice_id(reply: Reply) -> str:
     """Id of a choice in its first event."""
     lines = blocks(reply)[0].splitlines()
     event = msgspec.json.decode(lines[-1].removeprefix(b"data: "))
@@ -129,7 +129,7 @@ async def test_client_reads_the_rest_of_a_stream_after_its_last_event(
     had = ids(started)
     assert had == list(range(len(had)))
     second = await Server(tmp_path).start()
-    name = answer_id(started)
+    name = choice_id(started)
     everything = await second.get(f"{path}/{name}")
     assert everything.status == 200
     assert everything.body.startswith(started.body)
@@ -164,7 +164,7 @@ async def test_answer_goes_on_behind_what_the_record_has(
     """The rest is kept with the request before another record begins, so it survives a start that fails."""
     first = Server(tmp_path)
     reply = await first.killed_in(CHAT, chat(stream=True))
-    name = answer_id(reply)
+    name = choice_id(reply)
     started = PartialOutput(b"digest", (1, 2))
     requested = record(monkeypatch, Left({name: started}, {}))
     await Server(tmp_path).resumption.read()
@@ -240,7 +240,7 @@ async def test_request_that_had_ended_in_an_error_is_not_tried_again(
 ) -> None:
     """Its client reads that error; if the client had left, the request is forgotten."""
     first = Server(tmp_path)
-    name = answer_id(await first.killed_in(CHAT, chat(stream=True)))
+    name = choice_id(await first.killed_in(CHAT, chat(stream=True)))
     record(monkeypatch, Left({}, {name: Ended(message, "encode_failed")}))
     second = await Server(tmp_path).start()
     reply = await second.get(f"{CHAT}/{name}")
@@ -455,7 +455,7 @@ async def test_openai_client_reads_on_behind_its_last_event(tmp_path: Path) -> N
         client = openai.AsyncOpenAI(
             base_url="http://localhost/v1", api_key="key", http_client=inner, max_retries=0
         )
-        name, last = answer_id(started), ids(started)[-1]
+        name, last = choice_id(started), ids(started)[-1]
         stream = await client.responses.retrieve(name, stream=True, starting_after=last)
         numbers = [event.sequence_number async for event in stream]
         assert numbers == list(range(last + 1, last + 1 + len(numbers)))

@@ -3,8 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from vsched.api.contract import ApiSettings
 from vsched.api.parameters import decode_body
@@ -41,7 +41,7 @@ def test_the_template_gets_what_models_know() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("choice", "shown", "forced", "single"),
     [
         (None, "fg", "", False),
@@ -73,7 +73,7 @@ def test_parallel_calls_can_be_declined() -> None:
     assert not use_of(tools=TOOLS, parallel_tool_calls=True).single
 
 
-@pytest.mark.parametrize(
+@each_case(
     "fields", [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}, {"tool_choice": "none"}]
 )
 async def test_without_tools_to_call_nothing_changes(fields: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ async def test_without_tools_to_call_nothing_changes(fields: dict[str, Any]) -> 
     assert engine.calls[0]["prompt"] == "user:hi"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param"),
     [
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
@@ -120,7 +120,7 @@ async def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
     assert reply.error["param"] == "tools[0].function.parameters"
 
 
-@pytest.mark.parametrize("single", [False, True])
+@each_case("single", [False, True])
 async def test_a_forced_call_is_held_to_the_form_of_the_model(single: bool) -> None:
     engine = FakeEngine()
     fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": not single}

@@ -3,8 +3,8 @@ from __future__ import annotations
 from typing import get_args, get_type_hints
 
 import msgspec
-import pytest
 
+from tests.each_case import each_case
 from vsched.api.tools.formats import (
     CALL_FORMATS,
     REASONING_FORMATS,
@@ -14,7 +14,7 @@ from vsched.api.tools.formats import (
 from vsched.config.sections import ModelConfig
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("template", "name"),
     [
         ('{%- if tools %}<tools></tools> <tool_call>\\n{\\"name\\": <function-name>', "hermes"),

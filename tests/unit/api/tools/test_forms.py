@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.each_case import each_case
 from tests.unit.api.tools.test_reader import read_with
-from tests.unit.api.tools.written_calls import written_calls
+from tests.unit.api.tools.written_calls import written_arguments, written_calls
 from vsched.api.tools.arguments import type_name
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS
 
@@ -63,9 +63,12 @@ def consistent(calls: Sequence[tuple[str, dict[str, Any]]]) -> bool:
     return all(len(set(types)) == 1 for types in kinds)
 
 
-@pytest.mark.parametrize("name", CALL_FORMATS)
-@REPEATABLE
-@given(CALLS.filter(consistent), st.lists(st.integers(0, 10_000), max_size=12))
+@settings(REPEATABLE, max_examples=80)
+@given(
+    st.sampled_from(sorted(CALL_FORMATS)),
+    CALLS.filter(consistent),
+    st.lists(st.integers(0, 10_000), max_size=12),
+)
 def test_what_is_written_is_read_however_the_stream_is_cut(
     name: str, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
 ) -> None:
@@ -77,6 +80,9 @@ def test_what_is_written_is_read_however_the_stream_is_cut(
         found = [(called, json.loads(text)) for called, text in message["calls"]]
         assert found == calls
         assert message["content"] == ""
+        if known.arguments is None:  # JSON is passed on unchanged
+            texts = [written_arguments(known, arguments) for _, arguments in calls]
+            assert [text for _, text in message["calls"]] == texts
 
 
 CUT = [
@@ -85,8 +91,8 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize("name", CALL_FORMATS)
+@each_case("forced", [False, True])
+@each_case("name", CALL_FORMATS)
 def test_calls_that_are_cut_say_what_there_was_and_no_markup(name: str, forced: bool) -> None:
     """At every letter, streaming or not; partial arguments are a prefix of the complete ones."""
     known = CALL_FORMATS[name]
@@ -111,7 +117,7 @@ def test_calls_that_are_cut_say_what_there_was_and_no_markup(name: str, forced: 
     assert len(started) > 20
 
 
-@pytest.mark.parametrize("name", CALL_FORMATS)
+@each_case("name", CALL_FORMATS)
 def test_a_free_answer_that_ends_by_itself_loses_nothing(name: str) -> None:
     """A possible beginning of a call is content, unless calls are forced."""
     known = CALL_FORMATS[name]
@@ -123,7 +129,7 @@ def test_a_free_answer_that_ends_by_itself_loses_nothing(name: str) -> None:
         assert forced["content"] == ""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "answer", "content"),
     [
         ("hermes", "Look: <tool_", "Look: "),
@@ -155,9 +161,7 @@ def test_what_is_cut_before_it_is_a_call_is_left_out(name: str, answer: str, con
         assert message.get("reasoning", "I see") == "I see"
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, known in CALL_FORMATS.items() if known.arguments is not None]
-)
+@each_case("name", [name for name, known in CALL_FORMATS.items() if known.arguments is not None])
 def test_texts_are_let_out_as_they_come(name: str) -> None:
     known = CALL_FORMATS[name]
     calls = [("f", {"a": "0123456789" * 3})]
@@ -167,7 +171,7 @@ def test_texts_are_let_out_as_they_come(name: str) -> None:
     assert text == '{"a":"' + "0123456789" * 2
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "answer", "content", "calls"),
     [
         ("pythonic", "[f()]", "", [("f", {})]),
@@ -226,7 +230,7 @@ def test_what_models_write_besides_is_read(
 ANALYSIS = "<|channel|>analysis<|message|>%s<|end|><|start|>assistant"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "answer", "reasoning", "content", "calls"),
     [
         ("harmony", ANALYSIS % "A < b." + "<|channel|>final<|message|>Yes.", "A < b.", "Yes.", 0),

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from vsched.api.chat_messages import ARGUMENTS_CHARACTERS_MAX, split_messages, with_template_calls
 from vsched.api.contract import ApiSettings
@@ -16,7 +17,7 @@ def call(arguments: object, name: str = "add") -> dict[str, Any]:
     return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sent", "read"),
     [
         ('{"a": [1, "ö"]}', {"a": [1, "ö"]}),
@@ -58,7 +59,7 @@ def test_deprecated_calls_are_read_as_calls() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("parts", "content", "thought"),
     [
         ([{"type": "refusal", "refusal": "No."}], ["No."], None),
@@ -96,7 +97,7 @@ def test_images_are_taken_as_responses_have_them() -> None:
     assert images == ["data:,x"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("role", "sent", "param"),
     [
         ("assistant", call('{"a":' * 40 + "1" + "}" * 40), "function.arguments"),
@@ -112,7 +113,7 @@ async def test_calls_that_are_none_are_refused(role: str, sent: Any, param: str)
     assert "limit" in reply.error["message"]
 
 
-@pytest.mark.parametrize("arguments", ["{}", '{"a": [1', None])
+@each_case("arguments", ["{}", '{"a": [1', None])
 async def test_a_history_with_calls_is_answered(arguments: str | None) -> None:
     engine = FakeEngine()
     messages = [
@@ -123,9 +124,7 @@ async def test_a_history_with_calls_is_answered(arguments: str | None) -> None:
     assert engine.calls[0]["prompt"] == "assistant:tool:three"
 
 
-@pytest.mark.parametrize(
-    "text", ["{" + " " * 20_000 + "}", '{"a":' * 40 + " " * 20_000 + "1" + "}" * 40]
-)
+@each_case("text", ["{" + " " * 20_000 + "}", '{"a":' * 40 + " " * 20_000 + "1" + "}" * 40])
 async def test_long_arguments_are_decoded_off_the_loop(text: str) -> None:
     engine = FakeEngine()
     messages = [{"role": "assistant", "content": None, "tool_calls": [call(text)]}]

@@ -4,18 +4,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.each_case import each_case
 from tests.unit.api.tools.written_calls import written_arguments, written_calls
 from vsched.api.tools.arguments import JsonScan
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
 from vsched.api.tools.reader import (
-    AnswerReader,
     CallArguments,
-    CallBegins,
+    CallStart,
     ContentText,
+    OutputParser,
     Reasoning,
 )
 
@@ -40,7 +40,7 @@ def read_with(
     **options: Any,
 ) -> dict[str, Any]:
     """Message parsed from pieces of a response: complete, truncated, or unfinished."""
-    reader = AnswerReader(known, **options)
+    reader = OutputParser(known, **options)
     events = [event for piece in pieces for event in reader.push(piece)]
     message: dict[str, Any] = {"content": "", "calls": []}
     for event in [*events, *(reader.finish(cut=cut) if ended else ())]:
@@ -49,14 +49,14 @@ def read_with(
                 message["content"] += text
             case Reasoning(text):
                 message["reasoning"] = message.get("reasoning", "") + text
-            case CallBegins(called):
+            case CallStart(called):
                 message["calls"].append([called, ""])
             case CallArguments(text):
                 message["calls"][-1][1] += text
     return message
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "content", "calls"),
     [
         ("Hello < there", "Hello < there", []),
@@ -86,60 +86,15 @@ def test_reader_finds_calls_and_loses_nothing(answer: str, content: str, calls: 
     assert read(list(answer)) == {"content": content, "calls": calls}
 
 
-PIECES = st.lists(
-    st.sampled_from(
-        [
-            "<tool_call>", "</tool_call>", "\n", " ", '{"name": "f", "arguments": ', '"', "\\", "{",
-            "}", "[", "]", ",", '{"name": ', '"f"', '"arguments": {"a": 1}', "text", "é", CALL, "<",
-            '{"a": "b"}', "}\n</tool_call>", ":", "tool_call>",
-        ]
-    ),
-    max_size=12,
-)  # fmt: skip
-
-
-@REPEATABLE
-@given(PIECES, st.lists(st.integers(0, 400)))
-def test_reader_finds_the_same_however_the_answer_is_cut(
-    pieces: list[str], cuts: list[int]
-) -> None:
-    answer = "".join(pieces)
-    ends = sorted({min(cut, len(answer)) for cut in cuts} | {len(answer)})
-    starts = [0, *ends[:-1]]
-    whole = read([answer])
-    assert read([answer[start:end] for start, end in zip(starts, ends, strict=True)]) == whole
-    assert read(list(answer)) == whole
-    if not whole["calls"]:
-        assert whole["content"] == answer
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-IN_JSON = [name for name, known in CALL_FORMATS.items() if known.arguments is None]
 
 
-SENT = st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=3)
-
-
-@pytest.mark.parametrize("name", IN_JSON)
-@REPEATABLE
-@given(SENT)
-def test_reader_hands_on_the_arguments_of_every_call(name: str, sent: list[dict[str, Any]]) -> None:
-    known = CALL_FORMATS[name]
-    sent = sent[:1] if known.alone else sent
-    answer = written_calls(known, [("f", each) for each in sent])
-    texts = [written_arguments(known, each) for each in sent]
-    wanted = {"content": "", "calls": [["f", text] for text in texts]}
-    assert read([answer], name) == wanted
-    assert read(list(answer), name) == wanted
-
-
-@pytest.mark.parametrize("name", CALL_FORMATS)
-@REPEATABLE
-@given(st.data())
+@settings(REPEATABLE, max_examples=60)
+@given(st.sampled_from(sorted(CALL_FORMATS)), st.data())
 def test_reader_finds_the_same_in_every_form_however_it_is_cut(name: str, data: Any) -> None:
     """Damaged responses, too: text outside of calls is kept."""
     known = CALL_FORMATS[name]
@@ -170,9 +125,9 @@ def test_reader_finds_the_same_in_every_form_however_it_is_cut(name: str, data: 
 
 
 def test_reader_lets_arguments_out_as_they_come() -> None:
-    reader = AnswerReader(CALL_FORMATS["hermes"])
+    reader = OutputParser(CALL_FORMATS["hermes"])
     assert reader.push('<tool_call>\n{"name": "f", "arguments": ') == []
-    assert reader.push('{"a') == [CallBegins("f"), CallArguments('{"a')]
+    assert reader.push('{"a') == [CallStart("f"), CallArguments('{"a')]
     assert reader.push('": 1') == [CallArguments('": 1')]
     assert reader.push("}}") == [CallArguments("}")]
     assert reader.push("\n</tool_call>") == []
@@ -180,7 +135,7 @@ def test_reader_lets_arguments_out_as_they_come() -> None:
 
 
 def test_reader_holds_back_no_more_than_may_become_a_call() -> None:
-    reader = AnswerReader(CALL_FORMATS["hermes"])
+    reader = OutputParser(CALL_FORMATS["hermes"])
     assert reader.push("One <") == [ContentText("One ")]
     assert reader.push("b>") == [ContentText("<b>")]
 
@@ -201,7 +156,7 @@ def test_scan_ends_behind_the_value(value: Any, rest: str, cut: int) -> None:
     assert first == len(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "thinking", "reasoning", "content"),
     [
         ("<think>\nA < b.\n</think>\n\nYes.", False, "A < b.", "Yes."),
@@ -252,7 +207,7 @@ def test_reader_parts_the_same_however_the_answer_is_cut(
     assert read(list(answer), reasoning=THINK, thinking=thinking) == whole
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "answer", "content", "calls"),
     [
         ("llama-json", '{"name": "f", "parameters": {}}', "", [["f", "{}"]]),
@@ -285,13 +240,13 @@ def test_reader_knows_the_forms_of_families(
 
 
 def test_an_answer_in_json_is_not_held_back() -> None:
-    reader = AnswerReader(CALL_FORMATS["llama-json"], tools=TOOLS)
+    reader = OutputParser(CALL_FORMATS["llama-json"], tools=TOOLS)
     assert reader.push('{"city') == []
     assert reader.push('": "Paris') == [ContentText('{"city": "Paris')]
 
 
-@pytest.mark.parametrize("name", ["deepseek", "deepseek-v3.1"])
-@pytest.mark.parametrize("forced", [False, True])
+@each_case("name", ["deepseek", "deepseek-v3.1"])
+@each_case("forced", [False, True])
 def test_reader_shows_no_markup_of_a_call_that_is_cut_within_a_character(
     name: str, forced: bool
 ) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.each_case import each_case
 from tests.unit.aio.streams.test_stream import Ended
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.api.tools.written_calls import written_calls
@@ -28,8 +27,8 @@ def split(scope: CallStopScope, text: str, *, cut: bool = False) -> list[tuple[s
     return [*parts, *scope.split_rest(cut=cut)]
 
 
-@pytest.mark.parametrize("name", CALL_FORMATS)
-@pytest.mark.parametrize("cut", [False, True])
+@each_case("name", CALL_FORMATS)
+@each_case("cut", [False, True])
 def test_scope_parts_every_form_and_loses_nothing(name: str, cut: bool) -> None:
     known = CALL_FORMATS[name]
     lead = "I look." if known.opening else ""
@@ -54,7 +53,7 @@ def test_scope_has_no_part_for_what_may_become_a_call() -> None:
     assert scope.split("box>") == [("<toolbox>", True)]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("stop", "text", "reason"),
     [
         ("}", "Look.{CALL}", "length"),
@@ -94,7 +93,7 @@ def test_stream_with_a_scope_stops_outside_of_calls_alone(
     assert bool(ended.stops) is (reason == "stop")
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+@each_case("choice", ["auto", "required", "none"])
 async def test_requests_with_tools_have_a_scope(choice: str) -> None:
     engine = FakeEngine()
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytest
-
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams.stream import OutputDelta
-from vsched.worker.capabilities import AnswerPart
+from vsched.worker.contract import AnswerPart
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
@@ -50,7 +49,7 @@ def engine_of(*texts: str) -> FakeEngine:
     return engine
 
 
-@pytest.mark.parametrize("single", [False, True])
+@each_case("single", [False, True])
 async def test_a_chat_has_what_the_checkpoint_reads(single: bool) -> None:
     engine = engine_of("t1 t2 ", "f f")
     reply = await post(engine, CHAT, chat(tools=TOOLS, parallel_tool_calls=not single))

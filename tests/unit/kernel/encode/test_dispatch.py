@@ -10,7 +10,7 @@ import pytest
 from tests.unit.kernel.setups import as_shown, assert_served, image_request, make_limits
 from vsched.policy import Dispatch, DispatchView, EncodeGroupView, ImagePolicy
 from vsched.testing import ModelCluster, default_policies, make_request
-from vsched_policies.dispatch import LeastLoadedGroup, SizeClasses
+from vsched_policies.dispatch import SizeClasses
 
 SECOND_NS = 1_000_000_000
 
@@ -115,15 +115,6 @@ def test_dispatch_lets_nobody_wait_for_over_a_minute() -> None:
     assert out(cluster)["encode-0"] == [b"a"]
     cluster.drain()
     assert_served(cluster, "r", "another")
-
-
-def test_least_loaded_gives_all_groups_alike() -> None:
-    cluster = two_groups(LeastLoadedGroup())
-    for index in range(4):
-        cluster.submit(image_request(f"r{index}", (b"image%d" % index, 8)))
-        cluster.drain()
-    groups = cluster.kernel.statistics()["encode"]["groups"]
-    assert [one["steps"] for one in groups.values()] == [2, 2]
 
 
 @pytest.mark.parametrize("encode_items", [1, 8])

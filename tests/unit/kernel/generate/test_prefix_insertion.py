@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from tests.unit.kernel.setups import assert_served, generate_statistics, make_limits, words
 from vsched.policy import CachePolicy, InsertionView
 from vsched.testing import ModelCluster, default_policies, make_request
-from vsched_policies.insertion import Prompts, SecondTouch
+from vsched_policies.insertion import Prompts
 
 
 class Chosen(CachePolicy, frozen=True, kw_only=True):
@@ -93,10 +93,3 @@ def test_prompts_keeps_no_answers() -> None:
     cluster = cluster_with(Prompts())
     serve(cluster, "a", 12)
     assert generate_statistics(cluster)["blocks_cached"] == 3
-
-
-def test_second_touch_keeps_what_comes_again() -> None:
-    cluster = cluster_with(SecondTouch())
-    assert [serve(cluster, name, 13) for name in "abc"] == [0, 0, 12]
-    assert serve(cluster, "once", 13, start=50) == 0
-    assert generate_statistics(cluster)["blocks_cached"] == 4, "the answer followed its prompt"

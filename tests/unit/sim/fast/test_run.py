@@ -420,7 +420,7 @@ def test_run_tells_where_a_policy_failed() -> None:
 def test_run_counts_refusals_by_tenant_and_reason() -> None:
     """Reasons that differ only in their numbers count as one."""
     arrivals = [arrival(n, n, tenant="ab"[n % 2]) for n in range(12)]
-    limited = config("front_door={use='token-bucket',rate=1,burst=1,rates={a=1000}}")
+    limited = config("front_door={use='tenant-fair',rate=1,burst=1,rates={a=1000}}")
     figures = simulate(limited, workload_of("two", arrivals), cost=COST).figures
     assert figures.failed == {"shed": 5}
     assert figures.reasons == {"tenant b sends too fast": 5}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
-import pytest
-
-from tests.patience import PATIENCE_S
-from tests.unit.api.dialects.answers import CALLS, named_events, saying
-from tests.unit.api.fakes import Client, FakeEngine, post
+from tests.each_case import each_case
+from tests.unit.api.compat.scripts import CALLS, named_events, saying
+from tests.unit.api.fakes import FakeEngine, post
 from vsched.aio.streams.stream import OutputDelta
-from vsched.api import ApiSettings, create_app
+from vsched.api import ApiSettings
 from vsched.errors import RequestFailed, RequestRefused
 
 MESSAGES = "/v1/messages"
@@ -70,8 +67,8 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("size", [1, 7, 500])
+@each_case("stream", [False, True])
+@each_case("size", [1, 7, 500])
 async def test_text_and_calls(size: int, *, stream: bool) -> None:
     reply = await post(saying(CALLS, size=size), MESSAGES, body(tools=TOOLS, stream=stream))
     message = without_ids(merged(named_events(reply)) if stream else reply.json)
@@ -96,7 +93,7 @@ async def test_text_and_calls(size: int, *, stream: bool) -> None:
     }
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_thoughts_come_first(*, stream: bool) -> None:
     settings = ApiSettings(reasoning_format="think")
     engine = saying("<think>hm</think>yes", size=3)
@@ -108,8 +105,8 @@ async def test_thoughts_come_first(*, stream: bool) -> None:
     ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
+@each_case("stream", [False, True])
+@each_case(
     ("finish", "stop", "reason"),
     [
         ("stop", None, "end_turn"),
@@ -131,7 +128,7 @@ async def test_arguments_that_were_cut_are_kept() -> None:
     assert block["input"] == {"INVALID_JSON": '{"a": [1'}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "status", "kind"),
     [
         (RequestRefused("no", code="x"), 400, "invalid_request_error"),
@@ -157,18 +154,3 @@ async def test_a_stream_that_fails_ends_with_an_error_event() -> None:
     reply = await post(engine, MESSAGES, body(stream=True))
     *_, last = named_events(reply)
     assert last == {"type": "error", "error": {"type": "api_error", "message": "lost"}}
-
-
-async def test_a_stream_whose_client_leaves_is_aborted() -> None:
-    engine = FakeEngine(OutputDelta("a", [1]), asyncio.Event())
-    client = Client(create_app(engine, ApiSettings()))
-    sending = asyncio.create_task(client.send("POST", MESSAGES, body(stream=True)))
-    async with asyncio.timeout(PATIENCE_S):
-        await engine.entered.wait()
-        await asyncio.sleep(0)
-        await engine.generations[0].waiting.wait()
-        client.leave()
-        reply = await sending
-    assert b"content_block_delta" in reply.body
-    assert b"message_stop" not in reply.body
-    assert engine.generations[0].aborted

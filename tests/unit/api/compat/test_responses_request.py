@@ -6,9 +6,9 @@ import base64
 from typing import Any
 
 import msgspec
-import pytest
 
-from tests.unit.api.dialects.responses.test_answer import RESPONSES, TOOLS, body
+from tests.each_case import each_case
+from tests.unit.api.compat.test_responses_response import RESPONSES, TOOLS, body
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from vsched.api.bodies.reading import SMALL_BYTES
 from vsched.api.compat.responses import chat_request
@@ -128,7 +128,7 @@ async def test_what_changes_nothing_is_taken() -> None:
     assert (await post(FakeEngine(), RESPONSES, sent)).status == 200
 
 
-@pytest.mark.parametrize("store", [True, False, None])
+@each_case("store", [True, False, None])
 async def test_store_is_taken_as_in_chats(store: bool | None) -> None:
     """It has no effect on a chat; responses report that nothing is stored."""
     reply = await post(FakeEngine(), RESPONSES, body(store=store))
@@ -136,7 +136,7 @@ async def test_store_is_taken_as_in_chats(store: bool | None) -> None:
     assert (await post(FakeEngine(), CHAT, chat(store=store))).status == 200
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "wanted"),
     [
         ({"previous_response_id": "resp_1"}, "`previous_response_id` is not supported"),
@@ -188,8 +188,8 @@ _TOOLS = """
 """
 
 
-@pytest.mark.parametrize("kind", _ITEMS.split())
-@pytest.mark.parametrize("held", [{}, {"output": {"type": "x"}, "arguments": {}, "role": "x"}])
+@each_case("kind", _ITEMS.split())
+@each_case("held", [{}, {"output": {"type": "x"}, "arguments": {}, "role": "x"}])
 async def test_items_of_openais_servers_are_refused_by_their_name(
     kind: str, held: dict[str, Any]
 ) -> None:
@@ -199,7 +199,7 @@ async def test_items_of_openais_servers_are_refused_by_their_name(
     assert reply.error["message"].startswith(f'`input[1].type` "{kind}" is not supported. Remedy:')
 
 
-@pytest.mark.parametrize("kind", _TOOLS.split())
+@each_case("kind", _TOOLS.split())
 async def test_tools_of_openai_are_refused_by_their_name(kind: str) -> None:
     tool = {"type": kind, "name": "x", "tools": TOOLS, "parameters": "x"}
     for sent in (tool, {"type": kind}):
@@ -212,11 +212,6 @@ async def test_tools_of_openai_are_refused_by_their_name(kind: str) -> None:
 async def test_texts_are_taken_as_chats_have_them() -> None:
     content = [{"type": "text", "text": "a"}]
     assert plain(meant(input=[{"role": "user", "content": content}]))[-1]["content"] == "a"
-
-
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 5000])
-async def test_what_is_no_request_is_refused(raw: bytes) -> None:
-    assert (await post(FakeEngine(), RESPONSES, raw)).status == 400
 
 
 async def test_large_images_go_beside_the_body() -> None:

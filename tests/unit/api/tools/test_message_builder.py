@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from vsched.aio.streams.stream import OutputDelta
 from vsched.api.contract import ApiSettings
@@ -75,7 +76,7 @@ async def test_calls_alone_have_no_content() -> None:
     assert reply.json["choices"][0]["message"]["content"] is None
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
+@each_case("size", [1, 3, 1000])
 async def test_a_stream_says_what_the_whole_answer_says(size: int) -> None:
     reply = await post(engine(CALLS, size=size), CHAT, chat(tools=TOOLS, stream=True))
     first, last = reply.events[0]["choices"][0], reply.events[-1]["choices"][0]
@@ -121,7 +122,7 @@ async def test_a_model_whose_form_is_unknown_takes_no_tools() -> None:
 THOUGHT = "<think>\nLet me see.\n</think>\n\nYes."
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_reasoning_is_told_beside_the_content(stream: bool) -> None:
     requested = engine(THOUGHT)
     requested.preprocessor.chat_template = "{{ '<think>' }}"
@@ -138,7 +139,7 @@ async def test_reasoning_is_told_beside_the_content(stream: bool) -> None:
         assert message["reasoning"] == message["reasoning_content"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_reasoning_is_not_told_where_nobody_wants_it(stream: bool) -> None:
     """Each of its tokens still has an event, because clients count them."""
     requested = engine(THOUGHT)

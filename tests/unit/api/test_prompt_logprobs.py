@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, FakeGeneration, chat, post
 from vsched.aio.streams.stream import OutputDelta, PromptReport, TokenLogprob
 from vsched.api import ApiSettings
@@ -66,8 +67,8 @@ IN_VLLMS_FORM = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("prompt", ["Hi there", PROMPT], ids=["text", "tokens"])
+@each_case("stream", [False, True])
+@each_case("prompt", ["Hi there", PROMPT])
 async def test_echo_tells_the_prompt_and_its_log_probabilities(prompt: Any, stream: bool) -> None:
     """The text as it was sent, even if the tokens spell it differently."""
     engine = telling()
@@ -93,7 +94,7 @@ async def test_echo_of_several_answers_tells_the_prompt_before_each_in_a_stream(
     assert choices[1]["logprobs"]["tokens"] == ["H", "i", "!", "b"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_echo_without_logprobs_asks_for_none(stream: bool) -> None:
     engine = FakeEngine(OutputDelta("a", [97]), OutputDelta("b", [98], None, "stop"))
     reply = await post(engine, PLAIN, {"prompt": "Hi", "echo": True, "stream": stream})
@@ -118,7 +119,7 @@ async def test_echo_tells_each_choice_its_own_prompt() -> None:
     assert texts == ["xHello", "xHello", "yHello", "yHello"]
 
 
-@pytest.mark.parametrize("path", [CHAT, PLAIN])
+@each_case("path", [CHAT, PLAIN])
 async def test_prompt_logprobs_in_vllm_s_form(path: str) -> None:
     engine = telling()
     fields = {"prompt_logprobs": 1}
@@ -148,7 +149,7 @@ async def test_nothing_is_generated_with_max_tokens_0() -> None:
     assert (engine.sampling.prompt_only, engine.sampling.max_tokens) == (False, 1)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "fields", "param"),
     [
         (PLAIN, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
@@ -182,15 +183,14 @@ async def test_long_reports_are_worded_off_the_loop(monkeypatch: pytest.MonkeyPa
     assert reply.json["choices"][0]["prompt_logprobs"] == IN_VLLMS_FORM
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
+@each_case("stream", [False, True])
+@each_case(
     ("last", "echoed"),
     [
         ({"role": "assistant", "content": "An apple"}, "An apple"),
         ({"role": "assistant", "content": [{"type": "text", "text": "An apple"}]}, "An apple"),
         ({"role": "user", "content": "An apple"}, ""),
     ],
-    ids=["text", "parts", "user"],
 )
 async def test_echo_of_a_chat_tells_the_message_that_goes_on(
     last: dict[str, Any], echoed: str, stream: bool

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
 
 NEUTRAL: dict[str, Any] = {
@@ -26,14 +25,14 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", [CHAT, PLAIN])
+@each_case("path", [CHAT, PLAIN])
 async def test_fields_of_other_servers_are_accepted_where_they_change_nothing(path: str) -> None:
     body = chat(**NEUTRAL) if path == CHAT else {"prompt": "x", **NEUTRAL}
     reply = await post(FakeEngine(), path, body)
     assert reply.status == 200, reply.body
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "limit"),
     [
         ({"use_beam_search": True}, "value true, limit false"),
@@ -46,7 +45,7 @@ async def test_fields_of_other_servers_are_accepted_where_they_change_nothing(pa
         ({"regex": "a+"}, 'value "a+", limit null'),
     ],
 )
-@pytest.mark.parametrize("path", [CHAT, PLAIN])
+@each_case("path", [CHAT, PLAIN])
 async def test_fields_of_other_servers_are_refused_where_they_would_change_something(
     path: str, fields: dict[str, Any], limit: str
 ) -> None:

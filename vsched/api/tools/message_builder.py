@@ -15,19 +15,19 @@ from vsched.api.response_schema import (
     ToolCallOutput,
 )
 from vsched.api.tools.reader import (
-    AnswerReader,
-    CallBegins,
+    CallStart,
+    CheckpointParser,
     ContentText,
     Event,
+    OutputParser,
     Reasoning,
-    TemplateReader,
 )
 
 ID_CHARACTERS = 9
 """Length of a call id: Mistral's templates require this one; others accept any."""
 
 
-class AnswerWording:
+class MessageBuilder:
     """Formats one choice; every call gets an id. With `hides_reasoning`, reasoning is dropped.
 
     The ids are derived from the choice's id, so that they are the same if it is formatted again.
@@ -40,16 +40,16 @@ class AnswerWording:
 
     def __init__(
         self,
-        reader: AnswerReader | TemplateReader,
+        reader: OutputParser | CheckpointParser,
         *,
-        answer_id: str,
+        choice_id: str,
         hides_reasoning: bool = False,
         has_tools: bool = False,
         forced: bool = False,
     ) -> None:
         """Use a parser; `has_tools` means that the output may contain calls, `forced` that it must."""
         self._reader = reader
-        self._answer_id = answer_id
+        self._choice_id = choice_id
         self._hides_reasoning = hides_reasoning
         self._has_tools = has_tools
         self._forced = forced
@@ -87,7 +87,7 @@ class AnswerWording:
                 content += event.text
             elif isinstance(event, Reasoning):
                 reasoning += "" if self._hides_reasoning else event.text
-            elif isinstance(event, CallBegins):
+            elif isinstance(event, CallStart):
                 made = self._call_id()
                 started = FunctionOutput(event.name)
                 calls.append(ToolCallDelta(self._calls, started, id=made, type="function"))
@@ -104,5 +104,5 @@ class AnswerWording:
         )
 
     def _call_id(self) -> str:
-        name = f"{self._answer_id}/{self._calls}".encode()
+        name = f"{self._choice_id}/{self._calls}".encode()
         return blake2b(name, person=b"vsched.call").hexdigest()[:ID_CHARACTERS]

@@ -6,9 +6,9 @@ import base64
 from typing import Any
 
 import msgspec
-import pytest
 
-from tests.unit.api.dialects.messages.test_answer import MESSAGES, TOOLS, body
+from tests.each_case import each_case
+from tests.unit.api.compat.test_messages_response import MESSAGES, TOOLS, body
 from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, post
 from vsched.api import ApiSettings, create_app
 from vsched.api.bodies.long_base64 import LONG_BYTES
@@ -180,7 +180,7 @@ _VENDOR_TOOLS = """
 """
 
 
-@pytest.mark.parametrize("kind", _SERVER_BLOCKS.split())
+@each_case("kind", _SERVER_BLOCKS.split())
 async def test_blocks_of_anthropics_servers_are_refused_by_their_name(kind: str) -> None:
     for messages in (
         user({"type": kind}, role="assistant"),
@@ -191,8 +191,8 @@ async def test_blocks_of_anthropics_servers_are_refused_by_their_name(kind: str)
         assert f'.type` "{kind}" is not supported. Remedy: ' in reply.json["error"]["message"]
 
 
-@pytest.mark.parametrize("kind", _VENDOR_TOOLS.split())
-@pytest.mark.parametrize("named", [{}, {"name": "x"}])
+@each_case("kind", _VENDOR_TOOLS.split())
+@each_case("named", [{}, {"name": "x"}])
 async def test_tools_of_anthropic_are_refused_by_their_name(
     kind: str, named: dict[str, str]
 ) -> None:
@@ -203,7 +203,7 @@ async def test_tools_of_anthropic_are_refused_by_their_name(
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     "field",
     [
         "anthropic_beta",
@@ -225,7 +225,7 @@ def user(*content: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
     return [{"role": role, "content": list(content)}]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "wanted"),
     [
         ({"messages": []}, "`messages` is out of bounds"),
@@ -262,9 +262,7 @@ async def test_garbage_is_refused_by_its_name(fields: dict[str, Any], wanted: st
     assert wanted in reply.json["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
-)
+@each_case("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
 async def test_thread_is_refused_so_that_the_client_goes_on_without(thread: object) -> None:
     """Anthropic's tool_runner begins with one, and reads these details: it sends the whole history then."""
     reply = await post(FakeEngine(), MESSAGES, body(thread=thread))
@@ -275,7 +273,7 @@ async def test_thread_is_refused_so_that_the_client_goes_on_without(thread: obje
     assert (await post(FakeEngine(), MESSAGES, body(thread=None))).status == 200
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 5000])
+@each_case("raw", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 5000])
 async def test_what_is_no_request_is_refused(raw: bytes) -> None:
     reply = await post(FakeEngine(), MESSAGES, raw)
     assert (reply.status, reply.json["type"]) == (400, "error")

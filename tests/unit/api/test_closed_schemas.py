@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.each_case import each_case
 from vsched.api.structured_outputs import DEPTH_MAX, closed
 
 INTEGER = {"type": "integer"}
@@ -13,7 +12,7 @@ OBJECT = {"type": "object", "properties": {"a": INTEGER}}
 CLOSED = {**OBJECT, "additionalProperties": False}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("schema", "wanted"),
     [
         (OBJECT, CLOSED),
@@ -36,7 +35,7 @@ def test_closed_objects(schema: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert "additionalProperties" not in OBJECT, "the sent schema is unchanged"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "schema",
     [
         {},

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
+from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
@@ -35,7 +34,7 @@ def text_of(choice: dict[str, Any]) -> str:
     return str(choice["message" if "message" in choice else "delta"]["content"])
 
 
-@pytest.mark.parametrize("path", [CHAT, PLAIN])
+@each_case("path", [CHAT, PLAIN])
 async def test_n_answers_are_one_request_and_choices_of_one_reply(path: str) -> None:
     engine = engine_saying("a", "b", "c")
     reply = await post(engine, path, body_of(path, n=3, seed=5))
@@ -51,7 +50,7 @@ async def test_n_answers_are_one_request_and_choices_of_one_reply(path: str) -> 
     assert reply.headers["x-request-id"] == name
 
 
-@pytest.mark.parametrize("path", [CHAT, PLAIN])
+@each_case("path", [CHAT, PLAIN])
 async def test_usage_counts_a_prompt_once_and_every_output(path: str) -> None:
     reply = await post(engine_saying("a", "b", "c"), path, body_of(path, n=3))
     assert reply.json["usage"]["prompt_tokens"] == 7
@@ -59,9 +58,7 @@ async def test_usage_counts_a_prompt_once_and_every_output(path: str) -> None:
     assert reply.json["usage"]["total_tokens"] == 10
 
 
-@pytest.mark.parametrize(
-    "prompts", [["x", "y", "z"], [[1, 2], [3], [4, 5, 6]]], ids=["texts", "tokens"]
-)
+@each_case("prompts", [["x", "y", "z"], [[1, 2], [3], [4, 5, 6]]])
 async def test_each_prompt_of_a_list_is_a_request_and_choices_follow_the_prompts(
     prompts: list[Any],
 ) -> None:
@@ -83,7 +80,7 @@ async def test_a_list_of_one_prompt_is_that_prompt() -> None:
     assert [call["prompt"] for call in engine.calls] == ["x", [1, 2], [1, 2]]
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], [[1], []], ["x", 1], ["x", [1]], [[1], 2]])
+@each_case("prompt", [[], [[]], [[1], []], ["x", 1], ["x", [1]], [[1], 2]])
 async def test_prompts_of_no_one_form_are_refused(prompt: list[Any]) -> None:
     reply = await post(FakeEngine(), PLAIN, {"prompt": prompt})
     assert (reply.status, reply.error["param"]) == (400, "prompt")
@@ -95,7 +92,7 @@ async def test_a_token_that_the_model_has_not_is_refused_in_any_prompt() -> None
     assert (reply.status, reply.error["param"]) == (400, "prompt")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param"),
     [
         ({"n": 7}, "n"),
@@ -112,7 +109,7 @@ async def test_more_answers_than_allowed_are_refused(fields: dict[str, Any], par
     assert not engine.calls
 
 
-@pytest.mark.parametrize("path", [CHAT, PLAIN])
+@each_case("path", [CHAT, PLAIN])
 async def test_streams_of_answers_have_their_indices_and_one_end(path: str) -> None:
     engine = FakeEngine(OutputDelta("a", [1]), OutputDelta("A", [2], None, "stop"))
     engine.scripts = {"1": [OutputDelta("b", [1]), OutputDelta("B", [2], None, "length")]}
@@ -139,7 +136,7 @@ async def test_streams_of_answers_have_their_indices_and_one_end(path: str) -> N
         assert roles == ["assistant", None, "assistant", None]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_failure_of_one_ends_all(stream: bool) -> None:
     never = asyncio.Event()
     engine = FakeEngine(OutputDelta("a", [1]), OutputDelta("A", [2], None, "stop"))
@@ -203,9 +200,7 @@ async def test_best_of_goes_by_the_mean_of_all_tokens() -> None:
     assert choice["logprobs"]["token_logprobs"] == [-1.0, -1.0]
 
 
-@pytest.mark.parametrize(
-    "fields", [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}], ids=["fewer", "stream"]
-)
+@each_case("fields", [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}])
 async def test_best_of_is_refused_where_there_is_no_choice(fields: dict[str, Any]) -> None:
     reply = await post(FakeEngine(), PLAIN, body_of(PLAIN, **fields))
     assert (reply.status, reply.error["param"]) == (400, "best_of")

@@ -16,20 +16,20 @@ from vsched.aio.streams.stream import ChoiceInputs, PromptReport, TokenLogprob, 
 from vsched.api.processes.link import Link
 from vsched.api.processes.messages import (
     AcceptedRequest,
-    Arrive,
-    Ask,
-    Counted,
+    AdmitRequest,
+    CancelRequest,
     End,
-    Facts,
-    GiveUp,
+    EngineMessages,
+    EngineStatus,
+    HttpForward,
     HttpReply,
+    MetricsReport,
+    ProcessLoaded,
+    ProcessMessage,
     Refusal,
     Submit,
-    TakesRequests,
     Tokenize,
     Tokenized,
-    Turn,
-    Up,
 )
 from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused
@@ -41,19 +41,19 @@ from vsched.wire import PromptPiece
 logger = logging.getLogger(__name__)
 
 
-class TurnBox:
+class EngineOutbox:
     """Messages of the engine to one process."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._turn: Turn | None = None
+        self._turn: EngineMessages | None = None
         self._loop = asyncio.get_running_loop()
 
     @property
-    def turn(self) -> Turn:
+    def turn(self) -> EngineMessages:
         """Messages to be sent at the end of this iteration."""
         if self._turn is None:
-            self._turn = Turn()
+            self._turn = EngineMessages()
             self._loop.call_soon(self.flush)
         return self._turn
 
@@ -67,7 +67,7 @@ class TurnBox:
 class _RelayedReport(PromptReport):
     """Forwards prompt log-probabilities."""
 
-    def __init__(self, box: TurnBox, number: int) -> None:
+    def __init__(self, box: EngineOutbox, number: int) -> None:
         super().__init__((), 0)
         self._box = box
         self._number = number
@@ -77,7 +77,7 @@ class _RelayedReport(PromptReport):
         self._box.turn.prompts.append(msgspec.structs.replace(piece, number=self._number))
 
 
-class RelayedAnswer:
+class RelayedChoice:
     """An accepted choice that is detokenized in an API process: its tokens and its end are forwarded.
 
     Attributes:
@@ -86,7 +86,7 @@ class RelayedAnswer:
     """
 
     def __init__(
-        self, inputs: ChoiceInputs, number: int, box: TurnBox, on_end: Callable[[int], None]
+        self, inputs: ChoiceInputs, number: int, box: EngineOutbox, on_end: Callable[[int], None]
     ) -> None:
         self.request_id = inputs.request_id
         self.number = number
@@ -139,32 +139,32 @@ class RelayedAnswer:
         """No-op: messages are sent at the end of the iteration."""
 
 
-class Desk:
+class ProcessSession:
     """Serves one process and tracks its requests; `operations` handles its forwarded HTTP requests."""
 
     def __init__(
         self,
         engine: Engine,
-        box: TurnBox,
+        box: EngineOutbox,
         *,
         operations: ASGIApp,
-        on_life: Callable[[TakesRequests | Counted], None],
+        on_life: Callable[[ProcessLoaded | MetricsReport], None],
     ) -> None:
         self._engine = engine
         self._box = box
         self._operations = operations
         self._on_life = on_life
         self._arriving: dict[int, tuple[asyncio.Task[None], asyncio.Future[Submit]]] = {}
-        self._live: dict[int, RelayedAnswer] = {}
+        self._live: dict[int, RelayedChoice] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._reported: Facts | None = None
+        self._sent_status: EngineStatus | None = None
 
-    def take(self, messages: list[Up]) -> None:
+    def take(self, messages: list[ProcessMessage]) -> None:
         """Handle messages from the process."""
         for message in messages:
             match message:
-                case Arrive(number=number):
+                case AdmitRequest(number=number):
                     submitted: asyncio.Future[Submit] = self._loop.create_future()
                     task = self._loop.create_task(self._serve(message, submitted))
                     self._arriving[number] = (task, submitted)
@@ -172,27 +172,27 @@ class Desk:
                     arriving = self._arriving.get(number)
                     if arriving is not None and not arriving[1].done():
                         arriving[1].set_result(message)
-                case GiveUp():
+                case CancelRequest():
                     self._give_up(message)
                 case End(number=number, reason=reason):
                     if number in self._live:
                         self._live[number].end(reason)
                 case Tokenize():
                     self._call(self._tokenize(message))
-                case Ask():
+                case HttpForward():
                     self._call(self._ask(message))
-                case TakesRequests() | Counted():
+                case ProcessLoaded() | MetricsReport():
                     self._on_life(message)
 
-    def tell_facts(self) -> None:
+    def send_status(self) -> None:
         """Send the engine's state and adapters to the process, if they have changed."""
-        facts = Facts(self._engine.state, self._engine.adapters())
-        if facts != self._reported:
-            self._reported = self._box.turn.facts = facts
+        status_update = EngineStatus(self._engine.state, self._engine.adapters())
+        if status_update != self._sent_status:
+            self._sent_status = self._box.turn.status_update = status_update
 
     # --- requests ---
 
-    async def _serve(self, arrive: Arrive, submitted: asyncio.Future[Submit]) -> None:
+    async def _serve(self, arrive: AdmitRequest, submitted: asyncio.Future[Submit]) -> None:
         number = arrive.number
         try:
             choices = await self._engine.accept(
@@ -214,15 +214,15 @@ class Desk:
         finally:
             del self._arriving[number]
 
-    def _answer(self, arrive: Arrive, inputs: ChoiceInputs) -> RelayedAnswer:
+    def _answer(self, arrive: AdmitRequest, inputs: ChoiceInputs) -> RelayedChoice:
         number = arrive.number + arrive.request_ids.index(inputs.request_id)
-        return RelayedAnswer(inputs, number, self._box, self._ended)
+        return RelayedChoice(inputs, number, self._box, self._ended)
 
     def _ended(self, number: int) -> None:
         self._live.pop(number, None)
 
     async def _prepared(
-        self, arrive: Arrive, submitted: asyncio.Future[Submit], parts: RunningParts
+        self, arrive: AdmitRequest, submitted: asyncio.Future[Submit], parts: RunningParts
     ) -> PreparedRequest:
         """Wait for the process to tokenize the prompt, then prepare the images.
 
@@ -234,7 +234,7 @@ class Desk:
         images = [image.reference for image in submit.images]
         return await parts.media.prepare(submit.token_ids, images, arrive.request.cache_salt)
 
-    def _give_up(self, message: GiveUp) -> None:
+    def _give_up(self, message: CancelRequest) -> None:
         arriving = self._arriving.get(message.number)
         if arriving is not None:
             arriving[0].cancel()
@@ -249,20 +249,20 @@ class Desk:
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _tokenize(self, requested: Tokenize) -> None:
+    async def _tokenize(self, message: Tokenize) -> None:
         try:
-            images = [image.reference for image in requested.images]
-            token_ids = await self._engine.tokenize(requested.token_ids, images)
+            images = [image.reference for image in message.images]
+            token_ids = await self._engine.tokenize(message.token_ids, images)
         except Exception as error:  # noqa: BLE001 - `_refusal` reports it
-            self._box.turn.refused.append(_refusal(requested.number, error))
+            self._box.turn.refused.append(_refusal(message.number, error))
         else:
-            self._box.turn.tokenized.append(Tokenized(requested.number, token_ids))
+            self._box.turn.tokenized.append(Tokenized(message.number, token_ids))
 
-    async def _ask(self, requested: Ask) -> None:
+    async def _ask(self, message: HttpForward) -> None:
         try:
-            reply = await respond(self._operations, requested)
+            reply = await respond(self._operations, message)
         except Exception as error:  # noqa: BLE001 - `_refusal` reports it
-            self._box.turn.refused.append(_refusal(requested.number, error))
+            self._box.turn.refused.append(_refusal(message.number, error))
         else:
             self._box.turn.replies.append(reply)
 
@@ -280,12 +280,12 @@ def _refusal(number: int, error: Exception) -> Refusal:
     return Refusal.of(number, error)
 
 
-async def respond(app: ASGIApp, requested: Ask) -> HttpReply:
+async def respond(app: ASGIApp, forwarded: HttpForward) -> HttpReply:
     """Run an application on a forwarded request and return its response; the client never disconnects.
 
     Blocks: until the application is done.
     """
-    bodies = [requested.body]
+    bodies = [forwarded.body]
     status, headers, content = 500, [], bytearray()
 
     async def receive() -> MutableMapping[str, Any]:
@@ -305,14 +305,14 @@ async def respond(app: ASGIApp, requested: Ask) -> HttpReply:
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
         "scheme": "http",
-        "method": requested.method,
-        "path": requested.path,
-        "raw_path": requested.path.encode(),
-        "query_string": requested.query,
+        "method": forwarded.method,
+        "path": forwarded.path,
+        "raw_path": forwarded.path.encode(),
+        "query_string": forwarded.query,
         "root_path": "",
-        "headers": requested.headers,
+        "headers": forwarded.headers,
         "client": None,
         "server": None,
     }
     await app(scope, receive, send)
-    return HttpReply(requested.number, status, headers, bytes(content))
+    return HttpReply(forwarded.number, status, headers, bytes(content))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 
-from tests.unit.api.dialects.answers import named_events, saying
+from tests.each_case import each_case
+from tests.unit.api.compat.scripts import named_events, saying
 from tests.unit.api.fakes import CHAT, Reply, chat, post
 from tests.unit.api.tools.written_calls import written_calls
 from vsched.aio.streams.stream import OutputDelta
@@ -92,8 +92,8 @@ DIALECTS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("path", DIALECTS)
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("path", DIALECTS)
+@each_case("stream", [False, True])
 async def test_a_forced_call_that_is_cut_shows_no_markup(path: str, stream: bool) -> None:
     read, body = DIALECTS[path]
     for end in (1, 8, len("<tool_call>\n{"), AT - 1, AT, AT + 1, AT + 5, len(ANSWER) - 9):
@@ -103,15 +103,15 @@ async def test_a_forced_call_that_is_cut_shows_no_markup(path: str, stream: bool
         assert answer == ("", [reported] if reported else [], "length")
 
 
-@pytest.mark.parametrize("path", DIALECTS)
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("path", DIALECTS)
+@each_case("stream", [False, True])
 async def test_a_forced_call_that_is_whole_ends_with_tool_calls(path: str, stream: bool) -> None:
     read, body = DIALECTS[path]
     reply = await post(saying(ANSWER, size=1), path, {**body, "stream": stream})
     assert read(reply, stream=stream) == ("", [ARGUMENTS], "tool_calls")
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_half_an_object_is_no_call_that_ended(stream: bool) -> None:
     """A stop token within the arguments, or a model that gives up."""
     read, body = DIALECTS[CHAT]
@@ -131,7 +131,7 @@ async def test_streams_of_calls_have_no_event_for_markup() -> None:
     assert all(set(each) == {"tool_calls"} for each in calls)
 
 
-@pytest.mark.parametrize("fields", [{"logprobs": True}, {"return_token_ids": True}])
+@each_case("fields", [{"logprobs": True}, {"return_token_ids": True}])
 async def test_streams_of_calls_lose_no_token_that_was_asked_for(fields: dict[str, Any]) -> None:
     _, body = DIALECTS[CHAT]
     engine = saying(ANSWER, size=1)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
-import pytest
-
-from tests.patience import PATIENCE_S
-from tests.unit.api.dialects.answers import CALLS, named_events, saying
-from tests.unit.api.fakes import Client, FakeEngine, post
+from tests.each_case import each_case
+from tests.unit.api.compat.scripts import CALLS, named_events, saying
+from tests.unit.api.fakes import FakeEngine, post
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
-from vsched.api import ApiSettings, create_app
+from vsched.api import ApiSettings
 from vsched.errors import RequestFailed, RequestRefused
 
 RESPONSES = "/v1/responses"
@@ -80,8 +77,8 @@ def bare(item: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("size", [1, 7, 500])
+@each_case("stream", [False, True])
+@each_case("size", [1, 7, 500])
 async def test_text_and_calls(size: int, *, stream: bool) -> None:
     reply = await post(saying(CALLS, size=size), RESPONSES, body(tools=TOOLS, stream=stream))
     response = merged(named_events(reply)) if stream else reply.json
@@ -105,7 +102,7 @@ async def test_text_and_calls(size: int, *, stream: bool) -> None:
     assert (response["status"], response["error"]) == ("completed", None)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_thoughts_are_items_and_cut_answers_incomplete(*, stream: bool) -> None:
     settings = ApiSettings(reasoning_format="think")
     engine = saying("<think>hm</think>yes", "length", size=1)
@@ -126,7 +123,7 @@ def reported(*tokens: str) -> list[TokenLogprob]:
     ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_logprobs_are_those_of_the_texts(*, stream: bool) -> None:
     """Reasoning tokens are left out; half a character, and the token that completes it, come with the text."""
     engine = FakeEngine(
@@ -159,7 +156,7 @@ async def test_logprobs_are_those_of_the_texts(*, stream: bool) -> None:
     assert all(each == found for each in streamed.values()) or not stream
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "wanted"),
     [
         ({}, None),
@@ -214,18 +211,3 @@ async def test_a_stream_that_fails_ends_with_an_error_event() -> None:
         "param": None,
         "sequence_number": len(before),
     }
-
-
-async def test_a_stream_whose_client_leaves_is_aborted() -> None:
-    engine = FakeEngine(OutputDelta("a", [1]), asyncio.Event())
-    client = Client(create_app(engine, ApiSettings()))
-    sending = asyncio.create_task(client.send("POST", RESPONSES, body(stream=True)))
-    async with asyncio.timeout(PATIENCE_S):
-        await engine.entered.wait()
-        await asyncio.sleep(0)
-        await engine.generations[0].waiting.wait()
-        client.leave()
-        reply = await sending
-    assert b"response.output_text.delta" in reply.body
-    assert b"response.completed" not in reply.body
-    assert engine.generations[0].aborted
