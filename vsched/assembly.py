@@ -27,8 +27,7 @@ from vsched.memory import LedgerLine
 from vsched.policy import MemoryView
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names, replica_of, stage_of
-from vsched.worker.capabilities import SwapsKv, TakesAdapters
-from vsched.worker.contract import WorkerSettings
+from vsched.worker.contract import WorkerSettings, supports
 from vsched.worker.memory import host_available, status_bytes
 from vsched.worker.profiling_run import StepLimits
 from vsched.worker.registry import load_worker
@@ -211,7 +210,7 @@ def _check_swapping(config: Config, info: ModelInfo) -> None:
     plugin = load_worker(generate.plugin, path="generate.plugin")
     if not swap_blocks(config, info):
         return
-    if not (isinstance(plugin, SwapsKv) and plugin.swaps_kv(info, device=generate.device)):
+    if not plugin.swaps_kv(info, device=generate.device):
         raise ConfigError(
             limit_message(
                 f"generate.swap_memory: the ranks of {generate.plugin} cannot swap KV blocks of model_type "
@@ -262,7 +261,7 @@ def adapter_table(
     """Create the table of adapters that requests may use; copies of their files are kept below `run_dir`."""
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
     keep = None
-    if isinstance(plugin, TakesAdapters):
+    if supports(plugin, "keep_adapter"):
         keep = partial(plugin.keep_adapter, info, rank_max=config.adapters.rank_max)
     return AdapterTable(config, orders, keep, kept_in=str(Path(run_dir) / "adapters"))
 

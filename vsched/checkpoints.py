@@ -87,8 +87,7 @@ def local_checkpoint(name: str, progress: Progress | None = None) -> str:
 
 def _converted(file: Path, progress: Progress | None) -> str:
     """Return the folder of a converted GGUF file, in the cache; the key is the file's identity, size and time."""
-    from vsched.worker.capabilities import CheckpointConverter
-    from vsched.worker.registry import load_worker
+    from vsched.checkpoint_tools import load_tools
 
     source = file.resolve()
     facts = source.stat()
@@ -96,8 +95,7 @@ def _converted(file: Path, progress: Progress | None) -> str:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "vsched" / "gguf" / f"{file.stem}-{key}"
     if not folder.is_dir():
-        plugin = load_worker("transformers")
-        assert isinstance(plugin, CheckpointConverter)
+        plugin = load_tools("transformers", "check_conversion")
         logger.info("converting %s once, to %s", file.name, folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         plugin.convert_gguf(

@@ -156,9 +156,16 @@ class RequestFailed(VschedError):
 
 
 class DeviceOutOfMemory(VschedError):
-    """A device is out of memory; the only type for this at every level from the allocator to the policy."""
+    """A device is out of memory; the only type for this at every level from the allocator to the policy.
+
+    `summary` is the message without the remedy, for callers that know a better one.
+    """
 
     kind = ErrorKind.OUT_OF_MEMORY
+
+    def __init__(self, summary: str = "", *, remedy: str = "") -> None:
+        super().__init__(f"{summary}. Remedy: {remedy}." if remedy else summary)
+        self.summary = summary
 
 
 class MemoryLeak(VschedError):

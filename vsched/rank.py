@@ -77,12 +77,11 @@ def run(spec: RankSpec) -> None:
 def _load(loading: RankLoading[RankLink]) -> None:
     """Load the rank until it is ready."""
     loading.begin()
-    while (orders := loading.orders) is not None:
-        frame = orders.member.link.receive(
-            SIZING_POLL_S
-        )  # the lifeline thread ends this process if the engine is gone
+    while loading.sizing is not None:
+        # The lifeline thread ends this process if the engine is gone.
+        frame = loading.sizing.link.receive(SIZING_POLL_S)
         if frame is not None:
-            orders.take(frame)
+            loading.take(frame)
 
 
 def follow(members: list[Member[RankLink]], timeout_s: float) -> None:

@@ -25,7 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     or token in the text, `show_special` keeps special tokens. `logprobs` is the number of alternatives reported per
     output token, None to report nothing; `prompt_logprobs` is the same for prompt tokens. With `prompt_only`, nothing
     is generated: the request ends after its prompt. `grammar` constrains the output, in the format of
-    `vsched.worker.capabilities.Grammars`; empty for no constraint.
+    `vsched.worker.contract.Grammars`; empty for no constraint.
     """
 
     max_tokens: int = 256

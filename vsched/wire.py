@@ -25,7 +25,8 @@ from vsched.errors import RankDesync
 from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Drafted, Finished
-from vsched.policy import AttemptOutcome, RankMemory, Reservation
+from vsched.memory import Sized
+from vsched.policy import RankMemory, Reservation
 from vsched.probes import probe
 
 _HEADER = struct.Struct("<Q16sQ")
@@ -133,14 +134,6 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     memory: RankMemory
 
 
-class Sized(msgspec.Struct, frozen=True, tag=True):
-    """A rank's vote on the last `SizeKv`, and its measurements."""
-
-    outcome: AttemptOutcome
-    message: str
-    memory: RankMemory
-
-
 class ThreadsInUse(msgspec.Struct, frozen=True, tag=True):
     """A rank's process computes with `active` of its `total` threads; sent after each change."""
 
@@ -151,9 +144,8 @@ class ThreadsInUse(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """A rank is ready to serve. `memory` is its part of the memory table, in bytes by name.
 
-    `hooks` are the worker's periodic tasks and their intervals in seconds; see
-    `vsched.worker.capabilities.PeriodicWork`. `threads` is None if the worker does not report it; see `UsesThreads`
-    there.
+    `hooks` are the worker's periodic tasks and their intervals in seconds. `threads` is None if the worker does not
+    report it. See `vsched.worker.contract.Worker`.
     """
 
     kv_blocks: int

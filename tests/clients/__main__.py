@@ -14,10 +14,9 @@ from pathlib import Path
 from tests.clients import environments, table
 from tests.clients.catalogue import CLIENTS, Client
 from vsched.api.server import running_server
+from vsched.checkpoint_tools import load_tools
 from vsched.cli.demo.exam import user_message
 from vsched.config import load_config
-from vsched.worker.capabilities import Examiner
-from vsched.worker.registry import load_worker
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -56,8 +55,7 @@ async def serving(*settings: str) -> AsyncIterator[str]:
 
 def picture(file: Path) -> dict[str, str]:
     """Write a picture that the demo model has not seen; return its variables for the scripts."""
-    plugin = load_worker("transformers")
-    assert isinstance(plugin, Examiner)
+    plugin = load_tools("transformers", "exam_tasks")
     (turn,) = plugin.exam(plugin.exam_tasks()[0], 1)[0][:1]
     file.write_bytes(turn.images[0])
     (image, *_) = user_message(turn)["content"]

@@ -6,14 +6,12 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.reservation.run import run
-from vsched.worker.capabilities import Examiner
 from vsched_workers.plugin import plugin
 
 
 @pytest.mark.slow
 def test_random_batches_stay_within_the_reservation() -> None:
     """Under a limit on the process, batches of any legal shapes need no more than was reserved, and not much less."""
-    assert isinstance(plugin, Examiner)
     found = run(
         plugin.trained_checkpoint(), tokens=128, batches=40, seed=1, blocks=0, timeout_s=PATIENCE_S
     )

@@ -59,8 +59,8 @@ PLANTS = (
     Plant(
         "a missed slot field",
         "vsched.worker.slots:SlotTable.reset",
-        "width <= STOP_TOKENS_MAX",
-        "width < STOP_TOKENS_MAX",
+        "self.stop_tokens[slot] = -1",
+        "self.tokens[slot] = -1",
         seed=1,
     ),
     Plant(

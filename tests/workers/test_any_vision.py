@@ -22,7 +22,6 @@ from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers.driver import ROWS_A_PAGE, drawn_image
 from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import can_pause
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched.worker.reserve import BatchArena
 from vsched_workers.backends.reference.any_tower import AnyTower
@@ -171,7 +170,7 @@ def test_worker_writes_the_rows_of_each_image_and_nothing_beside_them(encoder: A
 @pytest.mark.parametrize("layers", [1, 2, 0])
 def test_worker_pauses_between_layers(encoder: Any, layers: int) -> None:
     info, preprocessor, worker = encoder
-    assert can_pause(worker)
+    assert worker.pauses
     jobs = jobs_of(preprocessor)
     whole, found = (
         np.zeros((40, ROWS_A_PAGE, info.embedding_row_bytes), np.uint8) for _ in range(2)

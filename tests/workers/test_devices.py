@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from vsched.errors import ConfigError
-from vsched.worker.capabilities import UsesThreads
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import check_device, threads_here
 from vsched_workers.backends.cpu import threads
@@ -89,7 +88,6 @@ def test_workers_tell_the_threads_of_their_process(
     load = {"encode": plugin.load_encoder, "generate": plugin.load_generator}[stage]
     settings = WorkerSettings(attention=attention, threads=2)
     worker = load(info, settings, lambda _label, _fraction: None)
-    assert isinstance(worker, UsesThreads)
     assert worker.threads_here() == 2
     threads.process_pool().use(1)
     assert worker.threads_here() == (1 if attention == "auto" else 2)

@@ -169,7 +169,7 @@ def test_first_layers_run_and_come_back(stages: Stages, size: str) -> None:
     stage = stages(size)
     model = stage.generator.module  # type: ignore[attr-defined]
     layers = len(model.layers)
-    with stage.generator.first_layers(1):  # type: ignore[attr-defined]
+    with stage.generator.first_layers(1):
         assert len(model.layers) == 1
     assert len(model.layers) == layers > 1
 

@@ -17,7 +17,6 @@ import torch
 from tests.workers.driver import ROWS_A_PAGE, Stage, drawn_image, values_of
 from tests.workers.reference import Reference
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import can_pause
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers import vision
 from vsched_workers.backends.reference.backend import ReferenceBackend
@@ -109,7 +108,7 @@ def test_encode_pauses_between_blocks(
     stage = stages(size)
     settings = WorkerSettings(attention=attention)
     worker = plugin.load_encoder(stage.info, settings, lambda _label, _fraction: None)
-    assert can_pause(worker)
+    assert worker.pauses
     jobs = jobs_of(stage)
     whole, found = empty_pages(stage.info), empty_pages(stage.info)
     worker.encode(jobs, whole)
@@ -140,7 +139,7 @@ def test_encode_without_pauses_needs_no_greenlets(
     monkeypatch.setattr(vision, "choose_backend", BehindBackend)
     monkeypatch.setitem(sys.modules, "vsched_workers.batching.sliced_run", None)
     stage = Stage.load(str(checkpoints("nano25")), attention="exact", dtype="float32")
-    assert not can_pause(stage.encoder)
+    assert not stage.encoder.pauses
     found = empty_pages(stage.info)
     stage.encoder.encode(jobs, found)
     assert np.array_equal(found, expected)
@@ -150,7 +149,7 @@ def test_encode_that_fails_within_a_batch_takes_the_next(stages: Stages) -> None
     """The error is raised by the failing layer; an abandoned batch leaves nothing behind."""
     stage = stages("nano25")
     worker = plugin.load_encoder(stage.info, WorkerSettings(), lambda _label, _fraction: None)
-    assert can_pause(worker)
+    assert worker.pauses
     jobs = jobs_of(stage)
     wrong = replace(jobs[0], tokens=jobs[0].tokens - 1)
     worker.begin([wrong], empty_pages(stage.info))

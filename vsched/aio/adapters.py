@@ -28,7 +28,7 @@ from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.probes import probe
 from vsched.types import Request
 from vsched.wire import AddAdapter, RemoveAdapter
-from vsched.worker.capabilities import AdapterFacts
+from vsched.worker.contract import AdapterFacts
 
 
 class AdapterOrders:

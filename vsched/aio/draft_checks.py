@@ -11,7 +11,6 @@ from vsched.errors import ConfigError, limit_message
 from vsched.kernel.policy_seats import PolicySeats
 from vsched.policy import DRAFT_TOKENS_MAX, Draft, DraftingView
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import VerifiesDrafts
 from vsched.worker.contract import Preprocessor, WorkerPlugin
 from vsched.worker.registry import load_worker
 
@@ -29,7 +28,7 @@ def verifies_drafts(config: Config, info: ModelInfo, policies: ConfiguredPolicie
     """
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
     device = config.generate.device
-    verifies = isinstance(plugin, VerifiesDrafts) and plugin.verifies_drafts(info, device=device)
+    verifies = plugin.verifies_drafts(info, device=device)
     view = DraftingView(
         now_ns=0,
         held=False,
@@ -79,9 +78,7 @@ def inspect_draft(config: Config, plugin: WorkerPlugin, info: ModelInfo) -> Mode
     if generate.tensor_parallel > 1:
         plugin.check_parallel(draft, stage="generate", ranks=generate.tensor_parallel)
     for model, key in ((info, "model.path"), (draft, "generate.draft_model")):
-        if not isinstance(plugin, VerifiesDrafts) or not plugin.verifies_drafts(
-            model, device=generate.device
-        ):
+        if not plugin.verifies_drafts(model, device=generate.device):
             raise ConfigError(
                 limit_message(
                     f"generate.draft_model: ranks cannot run drafts with the model of {key} on {generate.device}",

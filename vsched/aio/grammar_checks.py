@@ -21,7 +21,7 @@ from vsched.isolated.calls import (
     IsolatedCalls,
 )
 from vsched.types import ModelInfo, SamplingParams
-from vsched.worker.capabilities import GRAMMAR_NOT_SUPPORTED, INVALID_GRAMMAR, ConstrainsOutput
+from vsched.worker.contract import GRAMMAR_NOT_SUPPORTED, INVALID_GRAMMAR, supports
 from vsched.worker.grammar_server import (
     CPU_S_MAX,
     MEMORY_BYTES_MAX,
@@ -110,7 +110,7 @@ class GrammarProcesses:
 def grammar_processes(config: Config, info: ModelInfo) -> GrammarProcesses | None:
     """Return the grammar checker of the generate stage; None if its plug-in has no grammars."""
     plugin = config.generate.plugin
-    if not isinstance(load_worker(plugin, path="generate.plugin"), ConstrainsOutput):
+    if not supports(load_worker(plugin, path="generate.plugin"), "load_grammars"):
         return None
     return GrammarProcesses(plugin, info, deadline_s=config.media.prepare_s)
 

@@ -30,12 +30,13 @@ from vsched.memory import (
     Ledger,
     LedgerLine,
     Rebuild,
+    Sized,
     group_ledger,
     on_host,
     size_text,
 )
 from vsched.policy import Build, MemoryPolicy, MemoryView, Probe, RankMemory, Reservation
-from vsched.wire import Reserved, Sized, SizeKv
+from vsched.wire import Reserved, SizeKv
 
 
 class Sizing:

@@ -27,7 +27,6 @@ from vsched.plain_values import InvalidValue, field_types, plain_value
 from vsched.record.left import PartialOutput
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
-from vsched.worker.capabilities import TellsPrompts
 from vsched.worker.contract import Preprocessor, WorkerPlugin
 from vsched.worker.slots import STOP_TOKENS_MAX
 
@@ -176,7 +175,7 @@ def _with_length(sampling: SamplingParams, shell: Shell, *, prompt_tokens: int) 
 
 def load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> FrontEnd:
     """Load the preprocessor, and ask the plug-in whether `ranks` ranks can report prompt log-probabilities."""
-    tells = isinstance(plugin, TellsPrompts) and plugin.tells_prompts(info, ranks=ranks)
+    tells = plugin.computes_prompt_logprobs(info, ranks=ranks)
     preprocessor = plugin.load_preprocessor(info)
     if info.draft is not None:
         check_vocabulary(info, preprocessor, plugin.load_preprocessor(info.draft))

@@ -26,7 +26,7 @@ from vsched.api.request_schema import (
     deeper,
 )
 from vsched.media import BoundedImage, EmbeddedImage, ImageReference, NamedImage
-from vsched.worker.capabilities import PixelBounds
+from vsched.worker.contract import PixelBounds
 
 _ROLES = {"developer": "system", "function": "tool"}
 """Role names of chat templates for OpenAI's newer and deprecated roles."""

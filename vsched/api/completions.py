@@ -50,7 +50,6 @@ from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.record.journal import KeptRequest, RequestJournal
 from vsched.record.left import PartialOutput
 from vsched.types import SamplingParams
-from vsched.worker.capabilities import ParsesAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -572,7 +571,6 @@ class ChatEndpoint(CompletionEndpoint):
             call_format(settings.tool_format, template) is None
             and reasoning_format(settings.reasoning_format, template) is None
             and settings.reasoning_format != "none"
-            and isinstance(front, ParsesAnswers)
             and front.parses_answers
         )
 
@@ -581,7 +579,6 @@ class ChatEndpoint(CompletionEndpoint):
     ) -> CheckpointParser:
         """Response parser of the checkpoint for one choice; it only needs the end of the prompt."""
         front = self._engine.preprocessor
-        assert isinstance(front, ParsesAnswers)
         text = self._short_prompt(arguments) if callable(prompt) else prompt
         parser = front.answer_parser(text, tools.shown if tools is not None else ())
         return CheckpointParser(parser, single=tools is not None and tools.single)

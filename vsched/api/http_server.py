@@ -18,7 +18,6 @@ from vsched.api.connection import BoundedProtocol
 from vsched.config import Config
 from vsched.errors import ConfigError
 from vsched.media.allocator import map_large_blocks, return_freed_memory
-from vsched.worker.capabilities import LeanPreprocessing
 from vsched.worker.registry import load_worker
 
 KEEP_ALIVE_S = 75
@@ -59,8 +58,7 @@ def http_server(app: ASGIApp, config: Config) -> HttpServer:
 def forgo_models(config: Config) -> None:
     """Disable library parts that only models need, for the life of this process, which only serves HTTP."""
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
-    if isinstance(plugin, LeanPreprocessing):
-        plugin.forgo_models(config.model.path)
+    plugin.forgo_models(config.model.path)
 
 
 def favour_event_loop() -> None:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vsched.assembly import inspect_checkpoint, worker_group_plans
+from vsched.checkpoint_tools import load_tools
 from vsched.cli import app
-from vsched.config.calibration import Calibrates
 from vsched.errors import ConfigError
 from vsched.terminal.options import CheckpointArgument, ConfigOption, SetOption, load_served
 from vsched.terminal.progress import loading_progress
-from vsched.worker.registry import load_worker
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -47,11 +46,7 @@ def calibrate(
     info = inspect_checkpoint(loaded.config, loaded.policies)
     plans = worker_group_plans(loaded.config, info, loaded.policies)
     role = next(plan.generate for plan in plans if plan.generate is not None)
-    plugin = load_worker(role.plugin, path="generate.plugin")
-    if not isinstance(plugin, Calibrates):
-        raise ConfigError(
-            f"generate.plugin: {role.plugin!r} cannot calibrate. Remedy: set it to transformers"
-        )
+    plugin = load_tools(role.plugin, "calibrate", path="generate.plugin")
     lines = _lines(texts)
     pictures = list(_images(images or []))
     with loading_progress(Console(stderr=True)) as report:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import typer
 
+from vsched.checkpoint_tools import CheckpointDescription
 from vsched.cli import app
 from vsched.cli.checkpoint_report import CheckpointReport, StageMemory, as_json, check_checkpoint
 from vsched.memory import size_text
@@ -21,7 +22,6 @@ from vsched.terminal.options import (
     write_json,
 )
 from vsched.types import ModelInfo, SamplingDefaults
-from vsched.worker.capabilities import CheckpointDescription
 
 STANDARD_OUTPUT = Path("-")
 _LABEL_COLUMNS = 15

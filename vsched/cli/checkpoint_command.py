@@ -13,12 +13,11 @@ from typing import Annotated
 
 import typer
 
+from vsched.checkpoint_tools import load_tools
 from vsched.cli import app
 from vsched.cli.smollm2 import fetch_smollm2
 from vsched.errors import ConfigError
 from vsched.terminal.progress import loading_progress
-from vsched.worker.capabilities import CheckpointConverter, CheckpointMaker
-from vsched.worker.registry import load_worker
 
 
 @app.command("make-checkpoint")
@@ -53,8 +52,7 @@ def make_checkpoint(
     list_sizes: Annotated[bool, typer.Option("--list", help="List the sizes and stop.")] = False,
 ) -> None:
     """Write a checkpoint with tokenizer and chat template: of random weights, or of a GGUF file."""
-    plugin = load_worker("transformers")
-    assert isinstance(plugin, CheckpointMaker)
+    plugin = load_tools("transformers", "checkpoint_sizes")
     sizes = plugin.checkpoint_sizes()
     if list_sizes:
         for name, summary in sizes.items():
@@ -89,8 +87,7 @@ def _convert(file: Path | None, path: Path, dtype: str, *, keeps_levels: bool) -
     """Convert a GGUF file, or the one of SmolLM2; return the number of parameters."""
     from rich.console import Console
 
-    plugin = load_worker("transformers")
-    assert isinstance(plugin, CheckpointConverter)
+    plugin = load_tools("transformers", "check_conversion")
     plugin.check_conversion(str(path), dtype=dtype)
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(loading_progress(Console(stderr=True)))

@@ -15,13 +15,13 @@ from vsched.assembly import (
     state_bytes,
     worker_group_plans,
 )
+from vsched.checkpoint_tools import CheckpointDescription, CheckpointTools
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig
 from vsched.config.placement import placement_here
 from vsched.config.stages import StageConfig
 from vsched.errors import ConfigError, RequestRefused, VschedError, limit_message
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import CheckpointDescriber, CheckpointDescription
-from vsched.worker.contract import Preprocessor
+from vsched.worker.contract import Preprocessor, supports
 from vsched.worker.memory import host_available
 from vsched.worker.registry import load_worker
 from vsched.worker.shares import cores_text
@@ -88,7 +88,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
     """
     config = loaded.config
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
-    if not isinstance(plugin, CheckpointDescriber):
+    if not (isinstance(plugin, CheckpointTools) and supports(plugin, "describe")):
         raise ConfigError(
             f"generate.plugin: {config.generate.plugin!r} cannot describe checkpoints. "
             "Remedy: use `vsched config check`."

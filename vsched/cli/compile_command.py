@@ -10,12 +10,12 @@ from typing import Literal
 import typer
 
 from vsched.assembly import as_served, inspect_checkpoint, worker_group_plans
+from vsched.checkpoint_tools import CheckpointTools
 from vsched.cli import app
 from vsched.config import LoadedConfig
 from vsched.terminal.options import CheckpointArgument, ConfigOption, SetOption, load_served
 from vsched.terminal.progress import LoadingLines
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import CompilesKernels
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.registry import load_worker
 
@@ -37,7 +37,7 @@ def compile_kernels(
     reported = LoadingLines()
     for stage, name, info, settings in _stages(loaded):
         plugin = load_worker(name, path=f"{stage}.plugin")
-        if isinstance(plugin, CompilesKernels):
+        if isinstance(plugin, CheckpointTools):
             count += plugin.compile_kernels(info, settings, partial(reported, stage), stage=stage)
     if count:
         typer.echo(f"{count} kernels compiled in {time.monotonic() - began_s:.0f} s.")

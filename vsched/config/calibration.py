@@ -1,41 +1,11 @@
-"""Calibration of quantized weights: the plug-in protocol, and the check of configured files."""
+"""Check of the configured calibration files."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
 
 from vsched.config.sections import Config
 from vsched.errors import ConfigError
 from vsched.types import ModelInfo
-from vsched.worker.contract import Progress, WorkerSettings
 from vsched.worker.registry import load_worker
-
-
-@runtime_checkable
-class Calibrates(Protocol):
-    """A plug-in that can calibrate weight scales on sample texts and images."""
-
-    def calibrate(
-        self,
-        info: ModelInfo,
-        settings: WorkerSettings,
-        file: str,
-        progress: Progress,
-        *,
-        texts: Sequence[str],
-        images: Sequence[Any],
-    ) -> int:
-        """Run lines of text and RGB images, write the file, and return the number of layers in it."""
-        ...
-
-    def check_calibration(self, info: ModelInfo, file: str, *, stage: str) -> None:
-        """Check a file for a stage without loading weights.
-
-        Raises:
-            CheckpointError: If it belongs to another checkpoint, or cannot be used.
-        """
-        ...
 
 
 def check_calibration(config: Config, info: ModelInfo) -> None:
@@ -54,9 +24,4 @@ def check_calibration(config: Config, info: ModelInfo) -> None:
                 f"Remedy: set {stage}.weights to int8 or int4, or leave {stage}.calibration empty."
             )
         plugin = load_worker(section.plugin, path=f"{stage}.plugin")
-        if not isinstance(plugin, Calibrates):
-            raise ConfigError(
-                f"{stage}.calibration: the plug-in {section.plugin!r} does not support calibration files. "
-                "Remedy: leave it empty."
-            )
         plugin.check_calibration(info, section.calibration, stage=stage)

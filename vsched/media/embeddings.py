@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import PixelBounds
-from vsched.worker.contract import Companion, ImagePlan
+from vsched.worker.contract import Companion, ImagePlan, PixelBounds
 
 HEADER_BYTES_MAX: Final = 64 * 1024
 EMBEDS: Final = "embeds"

@@ -22,8 +22,13 @@ from vsched.media.estimate import EMBEDDING_BYTES, preprocess_bytes
 from vsched.media.keys import embedding_key, item_key
 from vsched.media.sources import is_data, read_embedded, read_local
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import BoundsImages, PixelBounds, no_pixel_bounds
-from vsched.worker.contract import ImagePlan, Preprocessor, extent_bytes
+from vsched.worker.contract import (
+    ImagePlan,
+    ImageProcessing,
+    PixelBounds,
+    Preprocessor,
+    extent_bytes,
+)
 
 if TYPE_CHECKING:
     from vsched.config.sections import MediaConfig
@@ -86,7 +91,7 @@ def image_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
     return reference.image if isinstance(reference, BoundedImage) else reference
 
 
-Images = TypeVar("Images")
+Images = TypeVar("Images", bound=ImageProcessing)
 
 
 def within(preprocessor: Images, bounds: PixelBounds | None, pixels_max: int) -> Images:
@@ -97,8 +102,6 @@ def within(preprocessor: Images, bounds: PixelBounds | None, pixels_max: int) ->
     """
     if bounds is None:
         return preprocessor
-    if not isinstance(preprocessor, BoundsImages):
-        raise no_pixel_bounds()
     return preprocessor.bounded(bounds, pixels_max=pixels_max)
 
 

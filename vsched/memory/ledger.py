@@ -136,7 +136,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return _table_text(rows, "<<>>")
 
     def render_phases(self) -> str:
-        """Draw the phases as a table, followed by the errors of those that did not fit; empty without phases."""
+        """Draw the phases as a table, followed by the errors of failed ones; empty without phases."""
         if not self.phases:
             return ""
         rows = [("phase", "outcome", "KV tokens", "headroom", "peak", "limit")]
@@ -172,7 +172,7 @@ class Ledger(msgspec.Struct, frozen=True):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold: every pool with its total and its lines, in bytes, and every phase."""
+        """Return a JSON value: every pool with its total and its lines, in bytes, and every phase."""
         return {
             "phases": [msgspec.to_builtins(phase) for phase in self.phases],
             "pools": [
@@ -198,7 +198,7 @@ def group_ledger(
     more: Sequence[LedgerLine] = (),
     owner: str = "generate",
 ) -> Ledger:
-    """Make the ledger of a generate group at the peak of its last attempt, or after loading if there is none.
+    """Return the ledger of a generate group at the peak of its last attempt, or after loading before the first.
 
     Args:
         view: Measurements after loading, and the reservations of encode ranks.
@@ -206,7 +206,7 @@ def group_ledger(
         encoders: Measurements of encode ranks after loading, in the order of the reservations. Without them, their
             weights are among the peers.
         together: Whether the encode ranks are in the processes of the generate ranks, which count their weights too.
-        more: Lines of the host or of others, such as the arena. What they name must not be among the peers.
+        more: Lines of the host or of others, such as the arena; their memory must not be among the peers.
         owner: Name of the generate group, for ranks without a name of their own.
     """
     last = attempts[-1] if attempts else None
@@ -277,7 +277,7 @@ def _attempted(attempts: Sequence[Attempt], group: str) -> Iterator[SizingPhase]
 def _pool_lines(
     pool: Pool, group: str, headroom_bytes: int, held_bytes: int
 ) -> Iterator[LedgerLine]:
-    """Yield the lines of the group's own ranks; what an encoder holds in the first of them is a line of its own."""
+    """Yield the lines of the group's own ranks; `held_bytes` of the first one are in the line of an encoder."""
     for rank in pool.ranks:
         owner = rank.owner or f"{group} rank {rank.rank}"
         peak_bytes = max(rank.peak_bytes, rank.reserved_bytes)

@@ -1,15 +1,15 @@
-"""The size of the KV cache, negotiated between a memory policy and the ranks that generate.
+"""Negotiation of the KV cache's size between a memory policy and the generate ranks.
 
-The policy asks for a probe or a build, all ranks carry it out and vote, and the policy gets the result. Every request
-is checked here. No rank decides anything: what does not fit in one of them fits in none, so that they never part ways
-between two collectives.
+The policy yields a probe or a build, all ranks carry it out and vote, and the policy gets the result. Every order is
+checked here. No rank decides anything: a size that does not fit on one rank is dropped by all, so that no rank waits in
+a collective that another has left.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Generator, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -38,15 +38,12 @@ ATTEMPTS_MAX = 16
 """Maximum number of attempts of a policy."""
 
 
-class SizedReport(Protocol):
-    """A rank's report on an order."""
+class Sized(msgspec.Struct, frozen=True, tag=True):
+    """A rank's vote on the last order, and its measurements; `message` is an error without its remedy."""
 
-    @property
-    def outcome(self) -> AttemptOutcome: ...
-    @property
-    def message(self) -> str: ...
-    @property
-    def memory(self) -> RankMemory: ...
+    outcome: AttemptOutcome
+    message: str
+    memory: RankMemory
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -80,10 +77,10 @@ class Rebuild(MemoryPolicy, frozen=True, kw_only=True):
 
 
 class KvNegotiation:
-    """Runs a memory policy: hands out its orders, and sends it the combined reports of all ranks.
+    """Runs a memory policy: returns its orders, and sends it the combined reports of all ranks.
 
-    The ranks may be those of several groups, which then get the same. Orders are in whole blocks. `Accepted` or an
-    error ends it. `ledger` makes the ledger that errors quote, and `note` is added to them.
+    The ranks may be those of several groups, which then get equal sizes. Orders are in whole blocks. `Accepted` or an
+    error ends the negotiation. Errors quote the result of `ledger`, followed by `note`.
 
     Attributes:
         view: The policy's view.
@@ -131,7 +128,7 @@ class KvNegotiation:
         self._plan = plan
         return self._advance(None)
 
-    def take(self, reports: Sequence[SizedReport]) -> Order:
+    def take(self, reports: Sequence[Sized]) -> Order:
         """Take the reports of all ranks on the last order, and return the next.
 
         Raises:
@@ -309,8 +306,8 @@ def vote(outcomes: Sequence[AttemptOutcome]) -> AttemptOutcome:
     return "out_of_memory" if "out_of_memory" in outcomes else "fits"
 
 
-def _message(reports: Sequence[SizedReport], outcome: AttemptOutcome) -> str:
-    """Quote the first rank with this outcome, without its remedy: the policy has a better one."""
+def _message(reports: Sequence[Sized], outcome: AttemptOutcome) -> str:
+    """Quote the first rank with this outcome."""
     voices = sorted(
         (report.memory.rank, report.memory.name, report.message)
         for report in reports
@@ -320,7 +317,7 @@ def _message(reports: Sequence[SizedReport], outcome: AttemptOutcome) -> str:
         return ""
     _, name, message = voices[0]
     others = f", and {len(voices) - 1} more" if len(voices) > 1 else ""
-    return f"{name}{others}: {message.partition(' Remedy: ')[0]}"
+    return f"{name}{others}: {message}"
 
 
 def _leak_message(attempt: Attempt, before: Sequence[RankMemory]) -> str:

@@ -1,7 +1,7 @@
-"""Memory that several processes share: ranks by pool, the encoders' reservations, the shares in a host's memory.
+"""Memory shared by processes: ranks by pool, reservations of encoders, shares of a host's memory.
 
-Two ranks on one device see each other in what is not available; counted rank by rank, each would be a peer of the
-other. So everything that is shared is counted once for each pool.
+Each of two ranks on one device sees the memory of the other as not available; counted rank by rank, each would be a
+peer of the other. So shared memory is counted once for each pool.
 """
 
 from __future__ import annotations

@@ -4,21 +4,25 @@ A plug-in executes, and makes no scheduling decisions. `vsched.rank` follows the
 and sequences, and passes complete batches to the plug-in. Nothing here imports torch: arrays are numpy, memory is
 buffers.
 
-A plug-in is a module-level object in the entry-point group `vsched.workers` that implements `WorkerPlugin`. Optional
-capabilities are in `vsched.worker.capabilities`.
+A plug-in is a module-level object in the entry-point group `vsched.workers`. It derives from `WorkerPlugin`, and what
+it loads from `EncodeWorker`, `GenerateWorker` and `Preprocessor`. Abstract methods are required. All others have a
+default; those marked with `optional` are a capability that `supports` detects.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from vsched.errors import ConfigError, RequestRefused
 from vsched.types import (
     ARENA_ALIGNMENT,
     ArraySpec,
@@ -32,6 +36,98 @@ from vsched.worker.memory import DeviceMemory
 
 Progress = Callable[[str, float], None]
 """Called during loading with the current activity and the completed fraction, 0 to 1."""
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def optional(method: _Method) -> _Method:
+    """Mark the default of an optional capability."""
+    method.is_default = True  # type: ignore[attr-defined]
+    return method
+
+
+def supports(owner: object, method: str) -> bool:
+    """Return True if a plug-in, worker or preprocessor has its own implementation of an `optional` method."""
+    return not getattr(getattr(owner, method), "is_default", False)
+
+
+def unsupported(owner: object, what: str) -> NotImplementedError:
+    """Return the error of a default without an implementation; the core checks with `supports` first."""
+    return NotImplementedError(f"{type(owner).__name__} does not support {what}")
+
+
+# --- workers ------------------------------------------------------------------------------------------------------
+
+
+class Worker(ABC):
+    """The model of one rank, of either stage.
+
+    Attributes:
+        weights_bytes: Bytes of the weights on the device.
+        adapter_bytes: Device memory allocated for the maximum number of adapters; not part of `weights_bytes`.
+    """
+
+    weights_bytes: int
+    adapter_bytes: int = 0
+
+    @abstractmethod
+    def device_memory(self) -> DeviceMemory:
+        """Return the memory of its device."""
+
+    def abort(self) -> None:
+        """Fail the collectives of the group: peers that wait in one, or enter one, raise `DeviceOutOfMemory`.
+
+        Called if this rank failed outside of the worker while its peers may have continued. The next step reconnects
+        with the peers, as after a failed step. No-op if they are to be reconnected already, and with a single rank.
+        """
+
+    def kernels_here(self) -> Mapping[str, int]:
+        """Return for each kernel the number of argument types compiled or loaded in this process so far.
+
+        Only for kernels that are compiled on this machine and cached on disk.
+        """
+        return {}
+
+    def threads_here(self) -> int:
+        """Return the current number of compute threads of this process; 0 on another device than a CPU."""
+        return 0
+
+    # Periodic collective work, such as balancing experts over ranks. The engine schedules it in the decision log, so
+    # every rank runs it between the same two steps: after an interval with steps, or when rank 0 requests it, but not
+    # in every step.
+
+    def hooks(self) -> Mapping[str, float]:
+        """Return the hooks' intervals in seconds by name; 0 for hooks that run only on request.
+
+        Called once, after the worker has loaded; equal on every rank.
+        """
+        return {}
+
+    def run_hook(self, name: str) -> None:
+        """Run a hook, as all ranks do. An error ends the rank, and so the group is lost."""
+
+    def wanted_hooks(self) -> Sequence[str]:
+        """Return the hooks that should run soon; called after every step, and used on rank 0 only."""
+        return ()
+
+    # Adapters are added and removed between two steps. An adapter has a number, which is used once. The result of a
+    # row depends on the adapter of its request only, not on those of other rows.
+
+    @optional
+    def add_adapter(self, number: int, path: str) -> None:
+        """Load an adapter, completely or not at all; its weights for the other stage are ignored.
+
+        Raises:
+            CheckpointError: When it cannot be read, or does not fit this model.
+            DeviceOutOfMemory: When the device's memory ran out.
+        """
+        raise unsupported(self, "adapters")
+
+    def add_trial_adapter(self, number: int) -> None:
+        """Add an adapter of the maximum rank to all layers that support one, for the profiling run."""
+
+    def remove_adapter(self, number: int) -> None:
+        """Remove an adapter; no-op if there is none of this number."""
 
 
 # --- encode ------------------------------------------------------------------------------------------------------
@@ -82,20 +178,17 @@ class EncodeJob:
     adapter: int = 0
 
 
-class EncodeWorker(Protocol):
+class EncodeWorker(Worker):
     """The vision tower of one rank.
 
     Attributes:
-        weights_bytes: Bytes of the weights on the device.
+        pauses: Whether it can pause within a batch with this model, for steps of the generate group in the same
+            processes: `begin` and `advance`. Memory held during a pause is needed in addition to that of steps.
     """
 
-    @property
-    def weights_bytes(self) -> int: ...
+    pauses: bool = False
 
-    def device_memory(self) -> DeviceMemory:
-        """Return the memory of its device."""
-        ...
-
+    @abstractmethod
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode the jobs in one batch and write their rows.
 
@@ -105,7 +198,22 @@ class EncodeWorker(Protocol):
         Raises:
             DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
         """
-        ...
+
+    def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
+        """Accept a batch, as `encode` does, without computing; an unfinished batch is dropped."""
+        raise unsupported(self, "pauses")
+
+    def advance(self, layers: int) -> bool:
+        """Run `layers` layers of the batch, 0 for all that are left; return True when it is done.
+
+        The worker defines layers: pieces of about equal duration, the same on all ranks. Rows and errors are as with
+        `encode`; an error drops the batch.
+        """
+        raise unsupported(self, "pauses")
+
+    def sparsely(self) -> AbstractContextManager[None]:
+        """Within the context, batches allocate their usual memory, but need not be computed: their rows are unused."""
+        return nullcontext()
 
 
 # --- generate ----------------------------------------------------------------------------------------------------
@@ -170,7 +278,7 @@ class SequenceState:
         token_mask: The tokens allowed next, uint32 [words]: bit i of word j allows token 32 j + i; tokens beyond its
             words are forbidden. None allows all. A request with a mask must be special.
         matcher: The matcher of the request's grammar, if any, which sets the mask.
-        adapter: Number of the adapter for all its rows, 0 for none; see `vsched.worker.capabilities.ServesAdapters`.
+        adapter: Number of the adapter for all its rows, 0 for none; see `Worker.add_adapter`.
     """
 
     number: int
@@ -206,7 +314,8 @@ class Chunk:
 
     `samples` is True if the chunk ends at the last known token, so that its last row samples one. `writes` are state
     snapshots to take, for a model with a recurrent state: (end, place) in order, of the state after position `end` - 1.
-    The first `reported` rows compute the log-probability of the prompt token after them; only with `TellsPrompts`.
+    The first `reported` rows compute the log-probability of the prompt token after them; only with
+    `WorkerPlugin.computes_prompt_logprobs`.
     """
 
     slot: int
@@ -225,9 +334,9 @@ class Batch:
 
     Rows that sample a token are, in order: the decode rows, then each chunk with `samples`.
 
-    With `VerifiesDrafts`, a slot may have several consecutive decode rows: its last token, and draft tokens at the
-    following positions. Each row attends to those before it; `SequenceState.tokens` has the draft tokens beyond its
-    length.
+    With `WorkerPlugin.verifies_drafts`, a slot may have several consecutive decode rows: its last token, and draft
+    tokens at the following positions. Each row attends to those before it; `SequenceState.tokens` has the draft tokens
+    beyond its length.
 
     Shape:
         decode_slots: int32 [D], ascending. decode_tokens: int32 [D], the last token of each slot, or a draft token.
@@ -263,8 +372,8 @@ class TokenLogprobs:
 class PromptLogprobs:
     """Log-probabilities of prompt tokens, computed by the `reported` rows of a chunk.
 
-    Shape: `chunk` is the index of the chunk; logprobs float32 [told], ranks int32 [told] (1 for the most likely),
-    top_ids int32 and top_logprobs float32 [told, requested alternatives], best first.
+    Shape: `chunk` is the index of the chunk; logprobs float32 [reported], ranks int32 [reported] (1 for the most
+    likely), top_ids int32 and top_logprobs float32 [reported, requested alternatives], best first.
     """
 
     chunk: int
@@ -286,20 +395,18 @@ class Sampled:
     prompts: list[PromptLogprobs] = field(default_factory=list)
 
 
-class GenerateWorker(Protocol):
+class GenerateWorker(Worker):
     """The language model of one rank.
 
     Attributes:
-        weights_bytes: Bytes of the weights on the device.
+        frugal: Whether each layer frees all that it allocates, and allocates memory that grows with a sequence for one
+            sequence at a time. Then two layers have the peak of all, and the longest sequence that of any number; the
+            profiling run uses `first_layers`.
     """
 
-    @property
-    def weights_bytes(self) -> int: ...
+    frugal: bool = False
 
-    def device_memory(self) -> DeviceMemory:
-        """Return the memory of its device."""
-        ...
-
+    @abstractmethod
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         """Allocate a KV cache of this number of blocks and everything that refers to it, after dropping an older one.
 
@@ -309,15 +416,13 @@ class GenerateWorker(Protocol):
         Raises:
             DeviceOutOfMemory: When it does not fit.
         """
-        ...
 
     def drop_graphs(self) -> None:
         """Drop captured graphs, which refer to the KV cache, if there are any."""
-        ...
 
+    @abstractmethod
     def drop_kv(self) -> None:
         """Drop the KV cache and the attention backends that refer to it, so that their memory can be released."""
-        ...
 
     def prepare(self, sequence: SequenceState) -> None:
         """Set `sequence.state`, such as positions; called once, before its first chunk.
@@ -325,18 +430,44 @@ class GenerateWorker(Protocol):
         Raises:
             DeviceOutOfMemory: When the device's memory ran out.
         """
-        ...
 
+    @abstractmethod
     def step(self, batch: Batch) -> Sampled:
         """Run one step and sample.
 
         Raises:
             DeviceOutOfMemory: When the device's memory ran out.
         """
-        ...
+
+    def first_layers(self, count: int) -> AbstractContextManager[None]:
+        """Within the context, run only the first `count` layers; the results are invalid. Only if `frugal`."""
+        raise unsupported(self, "a part of its layers")
+
+    @optional
+    def build_swap(self, blocks: int) -> None:
+        """Allocate host memory for this number of blocks of the current KV cache; a new KV cache needs a new call.
+
+        Raises:
+            DeviceOutOfMemory: When the host does not have enough.
+        """
+        raise unsupported(self, "swapping")
+
+    def swap(self, out: npt.NDArray[np.int32], back: npt.NDArray[np.int32]) -> None:
+        """Copy blocks to host places, then host places to blocks; called between two steps.
+
+        Shape: int32 [copies, 2]: (block, place) in `out`, and (place, block) in `back`. Places of `out` are unique, as
+        are blocks of `back`; a block may be in both.
+
+        Order: copies out read the results of all earlier steps, and later steps read what was copied back. The call may
+        return earlier, as long as no later step writes to a block that is still read.
+
+        Raises:
+            DeviceOutOfMemory: When the device's memory ran out.
+        """
+        raise unsupported(self, "swapping")
 
 
-# --- front end and plug-in ---------------------------------------------------------------------------------------
+# --- preprocessor ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,31 +522,85 @@ class ImageRecipe(msgspec.Struct, frozen=True):
     settings: bytes
 
 
-class ImageProcessing(Protocol):
-    """The image processor built by an `ImageRecipe`."""
+class PixelBounds(msgspec.Struct, frozen=True):
+    """A request's bounds on the number of pixels after resizing; None for the checkpoint's bound."""
 
-    def process_image(self, image: Image.Image) -> Arrays:
-        """Return the arrays of an RGB image, like `Preprocessor.process_image`."""
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+class AnswerPart(NamedTuple):
+    """A part of the output: `content`, `reasoning`, or a complete `call`, whose text is the JSON of its arguments."""
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str
+    name: str = ""
+
+
+class AnswerParser(Protocol):
+    """Parses one output in the checkpoint's format."""
+
+    def push(self, text: str) -> Sequence[AnswerPart]:
+        """Add the next piece of the output; return the parts that are certain."""
+        ...
+
+    def finish(self) -> Sequence[AnswerPart]:
+        """Return the parts held back."""
         ...
 
 
-class Preprocessor(Protocol):
-    """The checkpoint's tokenizer, chat template and image processor; thread-safe, torch-free while it runs."""
+def no_pixel_bounds() -> RequestRefused:
+    """Return the error for bounds with a model whose images are resized by other rules, or not at all."""
+    return RequestRefused(
+        "the model's images are not resized between two numbers of pixels. "
+        "Remedy: leave min_pixels and max_pixels out, and send images of the size that you want.",
+        code="pixel_bounds_not_taken",
+    )
+
+
+class ImageProcessing(ABC):
+    """Converts images to arrays: a `Preprocessor`, or the image processor built by its `ImageRecipe`."""
+
+    @abstractmethod
+    def process_image(self, image: Image.Image) -> Arrays:
+        """Return the arrays of an RGB image, with the names, dtypes and shapes of `Preprocessor.plan_image`.
+
+        Besides the image, it may use 2.25 times the size of its result, including the result, or `work_bytes` of the
+        plan; this is its budget.
+        """
+
+    def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> Self:
+        """Return a copy with other bounds, which has another `settings_digest` if they differ.
+
+        `pixels_max` is the size of the largest accepted image before resizing, for which encoder memory was measured.
+
+        Raises:
+            RequestRefused: When images within these bounds could have more or fewer tokens than measured, or the
+                checkpoint's images have no such bounds, as by default.
+        """
+        raise no_pixel_bounds()
+
+
+class Preprocessor(ImageProcessing):
+    """The checkpoint's tokenizer, chat template and image processor; thread-safe, torch-free while it runs.
+
+    The defaults are those of a model that takes no images.
+
+    Attributes:
+        settings_digest: Digest of all settings that the arrays of an image depend on.
+        companion: The argument of `plan_embedding`; None if clients cannot send embeddings.
+    """
 
     info: ModelInfo
-    settings_digest: bytes
-    """Digest of all settings that the arrays of an image depend on."""
-
-    @property
-    def companion(self) -> Companion | None:
-        """The argument of `plan_embedding`; None if clients cannot send embeddings."""
-        ...
+    settings_digest: bytes = b""
+    companion: Companion | None = None
 
     @property
     def chat_template(self) -> str:
         """The text of the chat template, or of all templates; empty for none."""
-        ...
+        return ""
 
+    @abstractmethod
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
         """Render messages in OpenAI's format with the chat template, with one placeholder per image.
 
@@ -424,8 +609,8 @@ class Preprocessor(Protocol):
         Raises:
             RequestRefused: When the template rejects the messages.
         """
-        ...
 
+    @abstractmethod
     def tokenize(self, text: str, *, images: bool = True) -> list[int]:
         """Return token ids; the GIL is released, or held only briefly.
 
@@ -435,19 +620,28 @@ class Preprocessor(Protocol):
         Raises:
             RequestRefused: When the tokens exceed `info.context_tokens`; checked by size alone if that suffices.
         """
-        ...
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""
-        ...
+        detokenizer = self.detokenizer()
+        return detokenizer.push(token_ids) + detokenizer.flush()
 
+    @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token (for log-probabilities)."""
-        ...
 
+    @abstractmethod
     def detokenizer(self, *, special: bool = False) -> Detokenizer:
         """Return a new incremental detokenizer; its text has special tokens only with `special`."""
-        ...
+
+    @property
+    def parses_answers(self) -> bool:
+        """Whether this checkpoint specifies the format of its output, and so has an `answer_parser`."""
+        return False
+
+    def answer_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+        """Return a parser for the output after `prompt`, or its last part; `tools` are in the template's format."""
+        raise unsupported(self, "parsing outputs")
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
         """Return the plan of an image of this size.
@@ -455,7 +649,7 @@ class Preprocessor(Protocol):
         Raises:
             RequestRefused: When the checkpoint's processor does not support the size (aspect ratio, tokens).
         """
-        ...
+        raise _images_refused()
 
     def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
         """Return the plan of an image whose embedding a client sends with these integers.
@@ -465,18 +659,15 @@ class Preprocessor(Protocol):
         Raises:
             RequestRefused: When there is no such image, or clients cannot send embeddings.
         """
-        ...
+        raise _images_refused()
 
     def process_image(self, image: Image.Image) -> Arrays:
-        """Return the arrays of an RGB image, with the names, dtypes and shapes of `plan_image`.
+        """See `ImageProcessing`."""
+        raise _images_refused()
 
-        Besides the image, it may use 2.25 times the size of its result, including the result, or `work_bytes` of the
-        plan; this is its budget.
-
-        If the preprocessor has a method `image_recipe`, which returns an `ImageRecipe`, images are processed in
-        isolated processes, where they do not block the event loop.
-        """
-        ...
+    def image_recipe(self) -> ImageRecipe | None:
+        """Return the recipe for processing images in isolated processes, where they do not block the event loop."""
+        return None
 
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
@@ -489,7 +680,18 @@ class Preprocessor(Protocol):
             RequestRefused: When the numbers of placeholders and images differ, or the model does not support images
                 there.
         """
-        ...
+        if plans:
+            raise _images_refused()
+        return list(token_ids), []
+
+
+def _images_refused() -> RequestRefused:
+    return RequestRefused(
+        "the model takes no images. Remedy: send text alone.", code="images_not_taken"
+    )
+
+
+# --- plug-in -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,7 +715,7 @@ class WorkerSettings:
             guarantees it.
         weights: Quantization of weights on loading, `int8` or `int4`; `auto` keeps the checkpoint's format.
         weights_group: Group size of quantization scales, in inputs of an output; 0 for the default.
-        calibration: Calibration file of the scales, written by `Calibrates`; empty for none.
+        calibration: Calibration file of the scales, written by `CheckpointTools.calibrate`; empty for none.
         activations: Type of activations in products with int8 or int4 weights: `float`, `int8`, or `auto` for the best.
     """
 
@@ -542,9 +744,53 @@ class WorkerSettings:
         return self.weights != "auto"
 
 
-class WorkerPlugin(Protocol):
-    """The object of an entry point in `vsched.workers`."""
+INVALID_GRAMMAR, GRAMMAR_NOT_SUPPORTED = "invalid_grammar", "grammar_not_supported"
+"""Error codes: this grammar cannot be used; this model has no grammars."""
 
+
+class Grammars(Protocol):
+    """Compiles grammars over the tokens of one checkpoint.
+
+    A grammar is JSON with one key: `json_schema`, a schema; `regex`, a text; `choice`, a list of texts; or `grammar`, a
+    text in Lark or GBNF. Acceptance and token masks depend on the grammar and the checkpoint only, never on time: the
+    engine and the ranks must agree.
+    """
+
+    def check(self, grammar: str) -> None:
+        """Compile a grammar within limits of CPU time, and generate one output with it.
+
+        This runs in an isolated process, which native code may crash, before any rank compiles the grammar.
+
+        Raises:
+            RequestRefused: With the code `invalid_grammar`, when it cannot be used.
+        """
+        ...
+
+    def matcher(self, grammar: str) -> TokenMatcher:
+        """Return a matcher for one output, from its first token on; the grammar has passed `check`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """Facts of an adapter for the engine.
+
+    Attributes:
+        rank: The maximum rank of its layers.
+        changes_encoder: Whether it has weights for the encoder, so that encode ranks load it, too.
+    """
+
+    rank: int
+    changes_encoder: bool = False
+
+
+class WorkerPlugin(ABC):
+    """The object of an entry point in `vsched.workers`.
+
+    Methods for the commands, such as `vsched check` and `vsched demo`, are in `vsched.checkpoint_tools`.
+    """
+
+    @abstractmethod
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
         """Return the facts of a checkpoint without loading weights.
 
@@ -553,20 +799,20 @@ class WorkerPlugin(Protocol):
         Raises:
             CheckpointError: When the checkpoint does not exist, its family is unsupported, or files are missing.
         """
-        ...
 
+    @abstractmethod
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
         """Check that a stage, `encode` or `generate`, supports this number of tensor-parallel ranks.
 
         Raises:
             CheckpointError: When a size of the model is not divisible; names the size and possible numbers.
         """
-        ...
 
+    @abstractmethod
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
         """Load tokenizer, template and image processor, limited to `info.item_tokens_max`."""
-        ...
 
+    @abstractmethod
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> EncodeWorker:
@@ -575,8 +821,8 @@ class WorkerPlugin(Protocol):
         Raises:
             CheckpointError: When weights are missing or a file is corrupt.
         """
-        ...
 
+    @abstractmethod
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> GenerateWorker:
@@ -585,4 +831,84 @@ class WorkerPlugin(Protocol):
         Raises:
             CheckpointError: When weights are missing or a file is corrupt.
         """
-        ...
+
+    # Start-up.
+
+    def forgo_models(self, path: str) -> None:
+        """Prepare this process to load the preprocessor of a checkpoint but no model, with fewer imports; called first.
+
+        Raises:
+            CheckpointError: When the checkpoint does not exist.
+        """
+
+    def forkable_modules(self, info: ModelInfo, device: str) -> Sequence[str]:
+        """Return the modules that ranks of a model import, to fork ranks from a process that has imported them.
+
+        Importing them must not start threads or use devices. Empty if a rank must be a new process, as with CUDA.
+        """
+        return ()
+
+    # Memory of the largest batch of images.
+
+    def worst_batches(
+        self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
+    ) -> list[list[ImagePlan]] | None:
+        """Return candidates for the valid batch with the highest peak memory; that batch is among them.
+
+        `items` and `tokens` are the limits of a batch, 0 for none; an image with more tokens runs alone. `pixels_max`
+        is the size of the largest accepted image before resizing; `info.item_tokens_max` limits the tokens of an image.
+        Empty if no image is valid; None if unknown: then no memory is reserved for the encoder.
+        """
+        return None
+
+    def sample_arrays(self, info: ModelInfo, plan: ImagePlan) -> Arrays:
+        """Return real arrays for a plan from `worst_batches`, such as masks and indices; missing arrays are zeros."""
+        return {}
+
+    # Abilities of the generate workers.
+
+    def computes_prompt_logprobs(self, info: ModelInfo, *, ranks: int) -> bool:
+        """Return True if this number of ranks can compute log-probabilities of prompt tokens for this model.
+
+        It must not need more memory than the steps of the profiling run, which compute none.
+        """
+        return False
+
+    def verifies_drafts(self, info: ModelInfo, *, device: str) -> bool:
+        """Return True if workers can verify draft tokens: several decode rows per slot in a step; see `Batch`.
+
+        Recurrent layers cannot, as a state is not undone.
+        """
+        return False
+
+    def swaps_kv(self, info: ModelInfo, *, device: str) -> bool:
+        """Return True if workers have `build_swap` and `swap`; not with layers that have a state besides KV."""
+        return False
+
+    @optional
+    def load_grammars(self, info: ModelInfo) -> Grammars | None:
+        """Load the grammar compiler of a checkpoint, for checks and in generate ranks; None if it has none."""
+        return None
+
+    @optional
+    def keep_adapter(self, info: ModelInfo, path: str, kept: str, *, rank_max: int) -> AdapterFacts:
+        """Copy the files of an adapter to the new folder `kept`, and check the copy without loading the model.
+
+        Ranks read the copy, also after a restart, so that a loaded adapter does not change.
+
+        Raises:
+            CheckpointError: When a file is missing, damaged or too large, or the adapter is not supported.
+        """
+        raise unsupported(self, "adapters")
+
+    def check_calibration(self, info: ModelInfo, file: str, *, stage: str) -> None:
+        """Check a calibration file for a stage without loading weights.
+
+        Raises:
+            CheckpointError: If it belongs to another checkpoint, or cannot be used.
+            ConfigError: If calibration is not supported, as by default.
+        """
+        raise ConfigError(
+            f"{stage}.calibration: the plug-in {type(self).__name__} does not support calibration files. "
+            "Remedy: leave it empty."
+        )

@@ -12,19 +12,17 @@ from vsched.errors import DeviceOutOfMemory, GroupLostError, RankDesync
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.types import Extent
-from vsched.wire import EncodeResult, Paused
-from vsched.worker.capabilities import can_pause
+from vsched.wire import Continue, EncodeResult, LogEntry, Paused
 from vsched.worker.contract import EncodeJob, EncodeWorker, view_arrays
+from vsched.worker.stage_rank import StageRank
 
 logger = logging.getLogger(__name__)
 
 
-class EncodeRank:
-    """Follows the decisions of an encode group.
+class EncodeRank(StageRank):
+    """Follows the decisions of an encode group."""
 
-    Attributes:
-        adapters: Numbers of the worker's adapters.
-    """
+    _memory_key = "encode.memory_limit"
 
     def __init__(
         self,
@@ -38,12 +36,21 @@ class EncodeRank:
 
         Only the first rank of a group writes to the arena.
         """
+        super().__init__(worker)
+        self._worker: EncodeWorker = worker
         self._first = rank == 0
-        self._worker = worker
         self._embeddings = embeddings
         self._read = read
         self._paused = 0
-        self.adapters: set[int] = set()
+
+    def carry_out(self, entry: LogEntry) -> EncodeResult | Paused | None:
+        """Execute or continue a decision of the encode group."""
+        match entry:
+            case EncodeDecision():
+                return self.apply(entry)
+            case Continue(step, layers):
+                return self.go_on(step, layers)
+        raise RankDesync("an encode rank heard a decision of a generate group")
 
     def apply(self, decision: EncodeDecision) -> EncodeResult | Paused:
         """Encode a batch, or only the decision's number of layers if the worker can pause.
@@ -61,7 +68,7 @@ class EncodeRank:
         if step != self._paused:
             return None
         self._paused = 0
-        return self._run(step, layers, lambda: self._advance(layers))
+        return self._run(step, layers, lambda: self._worker.advance(layers))
 
     def _run(self, step: int, layers: int, work: Callable[[], bool]) -> EncodeResult | Paused:
         try:
@@ -89,15 +96,11 @@ class EncodeRank:
                 self._copy(task)
         if not jobs:
             return True
-        if decision.layers and can_pause(self._worker):
+        if decision.layers and self._worker.pauses:
             self._worker.begin(jobs, self._embeddings)
-            return self._advance(decision.layers)
+            return self._worker.advance(decision.layers)
         self._worker.encode(jobs, self._embeddings)
         return True
-
-    def _advance(self, layers: int) -> bool:
-        assert can_pause(self._worker), "only such a worker is asked for layers"
-        return self._worker.advance(layers)
 
     def _job(self, task: EncodeTask) -> EncodeJob:
         if task.adapter and task.adapter not in self.adapters:

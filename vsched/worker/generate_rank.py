@@ -22,12 +22,12 @@ from vsched.kernel.decisions import (
 )
 from vsched.kernel.events import Drafted, Finished
 from vsched.types import FinishReason
-from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
-from vsched.worker.capabilities import Grammars, SwapsBlocks
+from vsched.wire import GenerateResult, LogEntry, PromptPiece, SlotLogprob
 from vsched.worker.contract import (
     Batch,
     Chunk,
     GenerateWorker,
+    Grammars,
     ItemRows,
     PromptLogprobs,
     Sampled,
@@ -35,17 +35,17 @@ from vsched.worker.contract import (
 )
 from vsched.worker.drafting.drafts import SlotDraft, draft, verifiable
 from vsched.worker.drafting.model import DraftModel
+from vsched.worker.memory import KV_REMEDY, memory_errors
 from vsched.worker.slots import STOP_TOKENS_MAX, SlotTable, SteadyRows, ends_of
+from vsched.worker.stage_rank import StageRank
 
 Int32s = npt.NDArray[np.int32]
 
 
-class GenerateRank:
-    """Follows the decisions of a generate group, and passes complete batches to a worker.
+class GenerateRank(StageRank):
+    """Follows the decisions of a generate group, and passes complete batches to a worker."""
 
-    Attributes:
-        adapters: Numbers of the worker's adapters.
-    """
+    _memory_key = "generate.memory_limit"
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class GenerateRank:
         worker's places for blocks in host memory; copies are timed with `now_ns`. `draft_model` drafts for grants that
         use it.
         """
+        super().__init__(worker)
+        self._worker: GenerateWorker = worker
         self._swap_blocks = swap_blocks
         self._now_ns = now_ns
         self._grammars = grammars
         self._keeps_state = keeps_state
         self._restored: list[tuple[int, int]] = []
-        self._worker = worker
         self._draft_model = draft_model
-        self.adapters: set[int] = set()
         self._embeddings = embeddings
         self._block_size = block_size
         self._table = SlotTable(slots, context_tokens=context_tokens, block_size=block_size)
@@ -91,6 +91,13 @@ class GenerateRank:
     def sequences(self) -> list[int]:
         """The numbers of all known requests, in a slot or not."""
         return list(self._sequences)
+
+    def carry_out(self, entry: LogEntry) -> GenerateResult:
+        """Execute a decision of the generate group."""
+        if not isinstance(entry, GenerateDecision):
+            raise RankDesync("a generate rank heard a decision of an encode group")
+        with memory_errors("running a step", remedy=KV_REMEDY):
+            return self.apply(entry)
 
     def apply(self, decision: GenerateDecision) -> GenerateResult:
         """Execute a decision, and return the result of the step.
@@ -132,7 +139,7 @@ class GenerateRank:
         out = np.asarray(swaps.out, np.int32).reshape(-1, 2)
         back = np.asarray(swaps.back, np.int32).reshape(-1, 2)
         most = max(out[:, 1].max(initial=-1), back[:, 0].max(initial=-1))
-        if most >= self._swap_blocks or not isinstance(self._worker, SwapsBlocks):
+        if most >= self._swap_blocks:
             raise RankDesync(
                 f"a block is swapped to or from place {most}, and this rank has {self._swap_blocks}"
             )

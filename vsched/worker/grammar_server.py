@@ -19,12 +19,7 @@ from vsched.errors import RequestRefused
 from vsched.isolated.frames import Channel, read_frame
 from vsched.isolated.server import limit_resources, read_setup, serve
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import (
-    GRAMMAR_NOT_SUPPORTED,
-    INVALID_GRAMMAR,
-    ConstrainsOutput,
-    Grammars,
-)
+from vsched.worker.contract import GRAMMAR_NOT_SUPPORTED, INVALID_GRAMMAR, Grammars
 from vsched.worker.registry import load_worker
 
 NAME = "vsched: grammars"
@@ -90,8 +85,7 @@ def main() -> int:
     orders, setup_file = map(int, sys.argv[1:])
     setproctitle(NAME)
     setup = msgspec.json.decode(read_setup(setup_file), type=GrammarSetup)
-    plugin = load_worker(setup.plugin)
-    grammars = plugin.load_grammars(setup.info) if isinstance(plugin, ConstrainsOutput) else None
+    grammars = load_worker(setup.plugin).load_grammars(setup.info)
 
     def answer(channel: Channel) -> bytes:
         return msgspec.json.encode(_check(grammars, read_frame(channel).decode()))

@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from vsched.errors import DeviceOutOfMemory, limit_message
+from vsched.errors import DeviceOutOfMemory
+from vsched.memory import Sized
 from vsched.policy import RankMemory
 from vsched.types import ModelInfo
-from vsched.wire import Sized, SizeKv
-from vsched.worker.capabilities import CollectiveWorker, adapter_bytes, trial_adapter
+from vsched.wire import SizeKv
 from vsched.worker.contract import GenerateWorker, ImagePlan
 from vsched.worker.drafting.model import DraftWorker
-from vsched.worker.memory import KV_REMEDY, measure_rank, memory_errors
-from vsched.worker.profiling_run import StepLimits, run_profile
+from vsched.worker.memory import KV_REMEDY, memory_errors
+from vsched.worker.profiling_run import StepLimits, measure_rank, run_profile, trial_adapter
 
 LEAK_SLACK_BYTES = 1 << 20
 """Memory that may stay without being a leak: small allocations share pages with others."""
@@ -87,11 +87,9 @@ class KvBuilder:
         expected = self.kv_bytes + self.state_bytes
         released = self._tear_down()
         if released + LEAK_SLACK_BYTES < expected:
-            message = limit_message(
-                "the KV cache was dropped and its memory did not come back (bytes released)",
-                value=released,
-                limit=f"at least {expected}",
-                remedy="mend the worker plug-in, which keeps a reference to the cache",
+            message = (
+                "the KV cache was dropped and its memory did not come back (bytes released): "
+                f"value {released}, limit at least {expected}"
             )
             memory = self._measured(released_bytes=released)
             self._abort()
@@ -112,8 +110,9 @@ class KvBuilder:
                 memory = self._measured(peak_bytes=self._memory.peak(), released_bytes=released)
                 return Sized(outcome="fits", message="", memory=memory)
         except DeviceOutOfMemory as error:
-            # Only its text is kept: the traceback refers to the memory of the failed step.
-            message = f"{doing} of {order.tokens} tokens: {error}"
+            # Only its text is kept: the traceback refers to the memory of the failed step. The remedy is left out:
+            # the policy has a better one.
+            message = f"{doing} of {order.tokens} tokens: {error.summary}"
         self._abort()
         memory = self._measured(peak_bytes=self._memory.peak(), released_bytes=released)
         return Sized(outcome="out_of_memory", message=message, memory=memory)
@@ -125,8 +124,7 @@ class KvBuilder:
     def _abort(self) -> None:
         """Make the steps of peers fail, too: they may wait for this rank in one."""
         for worker in self._workers:
-            if isinstance(worker, CollectiveWorker):
-                worker.abort()
+            worker.abort()
 
     def _tear_down(self) -> int:
         """Drop graphs and KV caches; return the number of released bytes.
@@ -176,14 +174,8 @@ class KvBuilder:
             run_profile(worker, info, own, blocks=self.blocks, image=None)
 
     def _measured(self, *, peak_bytes: int = 0, released_bytes: int = 0) -> RankMemory:
-        measured = measure_rank(
-            self._memory,
-            rank=self._rank,
-            weights_bytes=self._worker.weights_bytes,
-            adapter_bytes=adapter_bytes(self._worker),
-        )
         return msgspec.structs.replace(
-            measured,
+            measure_rank(self._worker, self._rank),
             draft_bytes=0 if self._draft is None else self._draft.worker.weights_bytes,
             peak_bytes=peak_bytes,
             kv_bytes=self.kv_bytes,

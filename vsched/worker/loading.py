@@ -4,80 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Generic, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Generic
 
 from vsched.errors import ConfigError, RankDesync
-from vsched.types import Extent, ModelInfo
+from vsched.transport.arena import Arena
+from vsched.types import ModelInfo
 from vsched.wire import AcceptKv, Heartbeat, Loaded, Ready, Reserved, SizeKv
-from vsched.worker.capabilities import ConstrainsOutput, Grammars, ServesAdapters, SwapsBlocks
 from vsched.worker.contract import (
     EncodeWorker,
     GenerateWorker,
+    Grammars,
     Progress,
     WorkerPlugin,
     WorkerSettings,
+    supports,
 )
 from vsched.worker.drafting.model import DraftModel, DraftWorker
 from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.kv_builder import KvBuilder
-from vsched.worker.member import EncodeExecutor, GenerateExecutor, Link, Member, RankHost
+from vsched.worker.member import Link, Member, RankHost
 from vsched.worker.profiling_run import StepLimits, image_for
 from vsched.worker.reserve import reserve_encoder
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
-
-
-class MappedArena(Protocol):
-    """A rank's view of the arena; see `vsched.transport.arena.Arena`."""
-
-    @property
-    def embeddings(self) -> npt.NDArray[np.uint8]: ...
-
-    def read(self, extent: Extent) -> npt.NDArray[np.uint8]:
-        """Return the bytes of an extent of the pixel region."""
-        ...
-
-
-class KvCacheOrders(Generic[Link]):
-    """Executes orders about the KV cache of a loaded generate rank, until one is accepted.
-
-    `on_accepted` is called with the number of blocks of the accepted KV cache.
-    """
-
-    def __init__(
-        self, member: Member[Link], sizing: KvBuilder, *, on_accepted: Callable[[int], None]
-    ) -> None:
-        self.member = member
-        self._sizing = sizing
-        self._on_accepted = on_accepted
-
-    def take(self, frame: bytes) -> None:
-        """Execute an order: build, measure or drop a KV cache, or serve with the current one.
-
-        Raises:
-            RankDesync: When the entry is no such order, or does not match the current KV cache.
-        """
-        member, sizing = self.member, self._sizing
-        match member.log.accept(frame):
-            case SizeKv() as order:
-                if order.tokens:
-                    member.progress(f"measuring a KV cache of {order.tokens} tokens", 0.0)
-                member.report(sizing.carry_out(order))
-            case AcceptKv(blocks):
-                if blocks != sizing.blocks:
-                    raise RankDesync(
-                        f"{blocks} KV blocks are accepted, {sizing.blocks} stand on this rank"
-                    )
-                sizing.settle()
-                self._on_accepted(blocks)
-            case Heartbeat():
-                pass
-            case entry:
-                raise RankDesync(f"heard {type(entry).__name__} before a KV cache was accepted")
 
 
 class RankLoading(Generic[Link]):
@@ -86,22 +35,24 @@ class RankLoading(Generic[Link]):
     `members` are those of the encode group and the generate group, if the rank has the role.
 
     Attributes:
-        orders: Executes the expected orders; None once the rank is ready.
+        sizing: The member whose leader sends orders about the KV cache; None once the rank is ready.
     """
 
     def __init__(
         self,
         spec: RankSpec,
-        arena: MappedArena,
+        arena: Arena,
         members: Sequence[Member[Link]],
         host: RankHost | None = None,
     ) -> None:
-        self.orders: KvCacheOrders[Link] | None = None
+        self.sizing: Member[Link] | None = None
         self._spec = spec
         self._arena = arena
         self._members = members
         self._host = host or RankHost()
         self._ready: list[Ready] = []
+        self._builder: KvBuilder
+        self._finish: Callable[[], None]
 
     def begin(self) -> None:
         """Load the models; orders about the KV cache follow.
@@ -117,6 +68,31 @@ class RankLoading(Generic[Link]):
         else:
             self._report_ready()
 
+    def take(self, frame: bytes) -> None:
+        """Execute an order: build, measure or drop a KV cache, or serve with the current one.
+
+        Raises:
+            RankDesync: When the entry is no such order, or does not match the current KV cache.
+        """
+        member, builder = self.sizing, self._builder
+        assert member is not None, "the rank is ready"
+        match member.log.accept(frame):
+            case SizeKv() as order:
+                if order.tokens:
+                    member.progress(f"measuring a KV cache of {order.tokens} tokens", 0.0)
+                member.report(builder.carry_out(order))
+            case AcceptKv(blocks):
+                if blocks != builder.blocks:
+                    raise RankDesync(
+                        f"{blocks} KV blocks are accepted, {builder.blocks} stand on this rank"
+                    )
+                builder.settle()
+                self._finish()
+            case Heartbeat():
+                pass
+            case entry:
+                raise RankDesync(f"heard {type(entry).__name__} before a KV cache was accepted")
+
     def _load_encoder(self, role: EncodeRole, member: Member[Link]) -> None:
         spec, arena, host = self._spec, self._arena, self._host
         plugin = host.load_worker(role.plugin)
@@ -127,11 +103,10 @@ class RankLoading(Generic[Link]):
             plugin, worker, spec.info, role, rank=spec.rank, collect=host.collect
         )
         member.report(Reserved(loaded, reservation))
-        rank = EncodeRank(worker, arena.embeddings, arena.read, rank=spec.rank)
-        member.executor = EncodeExecutor(worker, rank)
+        member.stage = EncodeRank(worker, arena.embeddings, arena.read, rank=spec.rank)
         memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
         memory |= {**adapters, **host.memory()}
-        self._ready.append(Ready(0, memory, member.executor.hooks()))
+        self._ready.append(Ready(0, memory, member.stage.hooks()))
 
     def _load_generator(self, role: GenerateRole, member: Member[Link]) -> None:
         spec, host = self._spec, self._host
@@ -141,9 +116,9 @@ class RankLoading(Generic[Link]):
         worker = plugin.load_generator(spec.info, role.settings, member.progress)
         adapters = _adapter_memory(worker, role.settings)
         # Before memory is measured, because it needs some for a large vocabulary.
-        grammars = plugin.load_grammars(spec.info) if isinstance(plugin, ConstrainsOutput) else None
+        grammars = plugin.load_grammars(spec.info)
         image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
-        sizing = KvBuilder(
+        builder = self._builder = KvBuilder(
             worker,
             spec.info,
             role.limits,
@@ -152,27 +127,37 @@ class RankLoading(Generic[Link]):
             draft=draft,
             collect=host.collect,
         )
-        member.report(Loaded(sizing.measure()))
-        finish = partial(
-            self._finish_generator, role.limits, member, worker, grammars, adapters, draft
-        )
-        self.orders = KvCacheOrders(member, sizing, on_accepted=finish)
+        member.report(Loaded(builder.measure()))
 
-    def _finish_generator(
+        def finish() -> None:
+            member.stage = self._generate_rank(role.limits, worker, grammars, draft, builder.blocks)
+            memory = {"weights": worker.weights_bytes, "kv": builder.kv_bytes, **adapters}
+            memory |= host.memory()
+            if draft is not None:
+                memory["draft model"] = draft.worker.weights_bytes
+            if role.limits.swap_blocks:
+                block_bytes = role.limits.block_size * spec.info.kv_bytes_per_token
+                memory["swap"] = role.limits.swap_blocks * block_bytes
+            if spec.info.state_bytes:
+                memory["state"] = builder.state_bytes
+            self._ready.append(Ready(builder.blocks, memory, member.stage.hooks()))
+            self._report_ready()
+
+        self._finish = finish
+        self.sizing = member
+
+    def _generate_rank(
         self,
         limits: StepLimits,
-        member: Member[Link],
         worker: GenerateWorker,
         grammars: Grammars | None,
-        adapters: dict[str, int],
         draft: DraftWorker | None,
         blocks: int,
-    ) -> None:
+    ) -> GenerateRank:
         info = self._spec.info
-        block_bytes = limits.block_size * info.kv_bytes_per_token
         if limits.swap_blocks:
             _build_swap(worker, limits.swap_blocks)
-        rank = GenerateRank(
+        return GenerateRank(
             worker,
             self._arena.embeddings,
             slots=limits.slots,
@@ -184,24 +169,11 @@ class RankLoading(Generic[Link]):
             draft_model=None if draft is None else _draft_model(draft, info, limits, blocks),
             now_ns=self._host.now_ns,
         )
-        member.executor = GenerateExecutor(worker, rank)
-        memory = {"weights": worker.weights_bytes, "kv": blocks * block_bytes, **adapters}
-        memory |= self._host.memory()
-        if draft is not None:
-            memory["draft model"] = draft.worker.weights_bytes
-            memory["kv"] += blocks * limits.block_size * draft.info.kv_bytes_per_token
-        if limits.swap_blocks:
-            memory["swap"] = limits.swap_blocks * block_bytes
-        if info.state_bytes:
-            count = limits.slots + limits.state_snapshots
-            memory["state"] = count * info.state_bytes
-        self._ready.append(Ready(blocks, memory, member.executor.hooks()))
-        self._report_ready()
 
     def _report_ready(self) -> None:
-        self.orders = None
+        self.sizing = None
         for member, report in zip(self._members, self._ready, strict=True):
-            member.executor.begin()
+            member.stage.begin()
             member.report_ready(report)
 
 
@@ -243,7 +215,7 @@ def _build_swap(worker: GenerateWorker, blocks: int) -> None:
     Raises:
         ConfigError: When it does not support swapping.
     """
-    if not isinstance(worker, SwapsBlocks):
+    if not supports(worker, "build_swap"):
         raise ConfigError(
             f"generate.swap_memory: workers such as {type(worker).__name__} swap nothing. Remedy: set it to 0."
         )
@@ -260,7 +232,7 @@ def _adapter_memory(
     """
     if not settings.adapters:
         return {}
-    if not isinstance(worker, ServesAdapters):
+    if not supports(worker, "add_adapter"):
         raise ConfigError(
             f"adapters.count_max: workers such as {type(worker).__name__} take no adapters. Remedy: set it to 0."
         )

@@ -7,22 +7,14 @@ both pass received frames to a `Member`, and get the next entry from `Following`
 from __future__ import annotations
 
 import gc
-import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from vsched.errors import (
-    CheckpointError,
-    DeviceOutOfMemory,
-    GroupLostError,
-    RankDesync,
-    error_kind,
-)
+from vsched.errors import GroupLostError, RankDesync, error_kind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.probes import probe
 from vsched.wire import (
@@ -32,9 +24,7 @@ from vsched.wire import (
     AddAdapter,
     Beat,
     Continue,
-    EncodeResult,
     FollowerLog,
-    GenerateResult,
     Heartbeat,
     Hello,
     Loading,
@@ -52,16 +42,12 @@ from vsched.wire import (
     check_of,
     encode_report,
 )
-from vsched.worker.capabilities import CountsKernels, PeriodicWork, ServesAdapters, UsesThreads
-from vsched.worker.contract import EncodeWorker, GenerateWorker, WorkerPlugin
-from vsched.worker.encode_rank import EncodeRank
-from vsched.worker.generate_rank import GenerateRank
-from vsched.worker.memory import KV_REMEDY, memory_errors, status_bytes
+from vsched.worker.contract import WorkerPlugin
+from vsched.worker.memory import status_bytes
 from vsched.worker.registry import load_worker
 from vsched.worker.shares import threads_of
 from vsched.worker.spec import RankSpec
-
-logger = logging.getLogger(__name__)
+from vsched.worker.stage_rank import StageRank
 
 PULSES_PER_TIMEOUT = 4
 """Number of heartbeats of a rank's process per timeout."""
@@ -106,135 +92,11 @@ class MemberLink(Protocol):
 Link = TypeVar("Link", bound=MemberLink)
 
 
-class StageExecutor:
-    """Executes the entries of one group in a rank."""
-
-    _memory_key = "encode.memory_limit or generate.memory_limit"
-
-    def __init__(self, worker: EncodeWorker | GenerateWorker) -> None:
-        self._periodic = worker if isinstance(worker, PeriodicWork) else None
-        self._serving = worker if isinstance(worker, ServesAdapters) else None
-        self._counting = worker if isinstance(worker, CountsKernels) else None
-        self._threaded = worker if isinstance(worker, UsesThreads) else None
-        self._kernels: Mapping[str, int] = {}
-        self._kernels_late = 0
-        self.adapters: set[int] = set()
-
-    def hooks(self) -> dict[str, float]:
-        """Return the worker's hooks and their intervals."""
-        return dict(self._periodic.hooks()) if self._periodic else {}
-
-    def begin(self) -> None:
-        """Note the kernels compiled so far; requests wait for kernels that are compiled later."""
-        self._kernels = {} if self._counting is None else self._counting.kernels_here()
-
-    def kernels_late(self) -> int:
-        """Return the number of kernels compiled or loaded since `begin`, and log new ones."""
-        if self._counting is None:
-            return 0
-        late = Counter(self._counting.kernels_here()) - Counter(self._kernels)
-        if late.total() > self._kernels_late:
-            self._kernels_late = late.total()
-            logger.warning("requests have waited for kernels: %s", ", ".join(sorted(late)))
-        return self._kernels_late
-
-    def threads_here(self) -> int:
-        """Return the current number of compute threads; 0 if the worker does not report it."""
-        return 0 if self._threaded is None else self._threaded.threads_here()
-
-    def wanted(self) -> list[str]:
-        """Return the hooks that the worker requests."""
-        return list(self._periodic.wanted_hooks()) if self._periodic else []
-
-    def run_hook(self, name: str) -> None:
-        """Run a hook."""
-        if self._periodic is None or name not in self._periodic.hooks():
-            raise RankDesync(f"heard of a hook {name!r}, which this rank does not know")
-        with memory_errors(f"running the hook {name}", remedy=f"raise {self._memory_key}"):
-            self._periodic.run_hook(name)
-
-    def change_adapters(self, entry: AddAdapter | RemoveAdapter) -> str:
-        """Add or remove an adapter; return the error of adding one, empty on success."""
-        if self._serving is None:
-            raise RankDesync(f"heard of adapter {entry.number}, and this rank takes none")
-        if isinstance(entry, RemoveAdapter):
-            self._serving.remove_adapter(entry.number)
-            self.adapters.discard(entry.number)
-            return ""
-        try:
-            with memory_errors("adding an adapter", remedy=f"raise {self._memory_key}"):
-                self._serving.add_adapter(entry.number, entry.path)
-        except (CheckpointError, DeviceOutOfMemory) as error:
-            return str(error)
-        self.adapters.add(entry.number)
-        return ""
-
-    def look_ahead(self) -> None:
-        """Prepare for the next decision, after the result of this one is sent."""
-
-    def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult | Paused | None:
-        """Execute or continue a decision; None if there is no result."""
-        raise NotImplementedError
-
-
-class NotLoaded(StageExecutor):
-    """The executor before the model is loaded."""
-
-    def __init__(self) -> None:
-        self._periodic = self._serving = self._counting = self._threaded = None
-        self.adapters = set()
-
-    def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult | Paused | None:
-        """Reject any decision."""
-        raise RankDesync(f"heard {type(entry).__name__} before the model was loaded")
-
-
-class EncodeExecutor(StageExecutor):
-    """Executes the entries of the encode group."""
-
-    _memory_key = "encode.memory_limit"
-
-    def __init__(self, worker: EncodeWorker, rank: EncodeRank) -> None:
-        super().__init__(worker)
-        self._rank = rank
-        self.adapters = rank.adapters
-
-    def carry_out(self, entry: LogEntry) -> EncodeResult | Paused | None:
-        """Execute or continue a decision of the encode group."""
-        match entry:
-            case EncodeDecision():
-                return self._rank.apply(entry)
-            case Continue(step, layers):
-                return self._rank.go_on(step, layers)
-        raise RankDesync("an encode rank heard a decision of a generate group")
-
-
-class GenerateExecutor(StageExecutor):
-    """Executes the entries of the generate group."""
-
-    _memory_key = "generate.memory_limit"
-
-    def __init__(self, worker: GenerateWorker, rank: GenerateRank) -> None:
-        super().__init__(worker)
-        self.rank = rank
-        self.adapters = rank.adapters
-
-    def carry_out(self, entry: LogEntry) -> GenerateResult:
-        """Execute a decision of the generate group."""
-        if not isinstance(entry, GenerateDecision):
-            raise RankDesync("a generate rank heard a decision of an encode group")
-        with memory_errors("running a step", remedy=KV_REMEDY):
-            return self.rank.apply(entry)
-
-    def look_ahead(self) -> None:
-        """Compute the next token masks."""
-        self.rank.look_ahead()
-
-
 class Member(Generic[Link]):
-    """A link to one leader, the log received over it, and the executor of its entries.
+    """A link to one leader, the log received over it, and the stage that executes its entries.
 
     Attributes:
+        stage: Executes the entries; set when the model is loaded.
         entry: The received entry that is not executed yet.
         received_ns: Time of the last received frame; the timeout applies from the first entry on.
     """
@@ -242,7 +104,7 @@ class Member(Generic[Link]):
     def __init__(self, spec: RankSpec, link: Link, host: RankHost | None = None) -> None:
         self.link = link
         self.log = FollowerLog()
-        self.executor: StageExecutor = NotLoaded()
+        self.stage: StageRank
         self.entry: LogEntry | None = None
         self.received_ns: int | None = None
         self._spec = spec
@@ -272,7 +134,7 @@ class Member(Generic[Link]):
 
     def _changed_threads(self) -> ThreadsInUse | None:
         """Return the number of compute threads; None if it has not changed since the last report."""
-        threads = self.executor.threads_here()
+        threads = self.stage.threads_here()
         if threads == self._threads:
             return None
         self._threads = threads
@@ -310,10 +172,10 @@ class Member(Generic[Link]):
             case Heartbeat():
                 self._beat()
             case RunHook(name):
-                self.executor.run_hook(name)
+                self.stage.run_hook(name)
                 self._beat()
             case AddAdapter() | RemoveAdapter():
-                error = self.executor.change_adapters(entry)
+                error = self.stage.change_adapters(entry)
                 self.report(AdapterChanged(self.log.seq, error))
         self._report_threads()
         # A step can take longer than the timeout: frames that arrived in between are not read yet.
@@ -321,11 +183,11 @@ class Member(Generic[Link]):
         return True
 
     def _beat(self) -> None:
-        self.report(Beat(self.log.seq, self._host.memory(), self.executor.kernels_late()))
+        self.report(Beat(self.log.seq, self._host.memory(), self.stage.kernels_late()))
 
     def _step(self, entry: LogEntry) -> None:
         start_ns = self._host.now_ns()
-        result = self.executor.carry_out(entry)
+        result = self.stage.carry_out(entry)
         busy_ns = self._host.now_ns() - start_ns
         if result is None:
             return
@@ -336,20 +198,20 @@ class Member(Generic[Link]):
             return
         busy_ns, self._busy_ns = busy_ns + self._busy_ns, 0
         if self._rank == 0:
-            wanted = self.executor.wanted()
+            wanted = self.stage.wanted_hooks()
             self.report(msgspec.structs.replace(result, busy_ns=busy_ns, wanted=wanted))
         else:
             self.report(StepCheck(result.step, check_of(result)))
-        self.executor.look_ahead()
+        self.stage.look_ahead()
 
 
 class Following(Generic[Link]):
     """The order of execution of the entries in all logs of a rank: steps in the order of their turns.
 
     Attributes:
-        over: Whether a log has ended with `Stop`. grace_s: Time to listen once more after the timeout. After a
-        suspension of the whole machine, the timeout is over
-            before a live engine can send anything.
+        over: Whether a log has ended with `Stop`.
+        grace_s: Time to listen once more after the timeout. After a suspension of the whole machine, the timeout is
+            over before a live engine can send anything.
     """
 
     def __init__(

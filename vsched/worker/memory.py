@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from vsched.errors import DeviceOutOfMemory, limit_message
-from vsched.policy import RankMemory
 
 PROCESS_STATUS = Path("/proc/self/status")
 _HOST_MEMORY = Path("/proc/meminfo")
@@ -93,21 +92,6 @@ class DeviceMemory(Protocol):
         ...
 
 
-def measure_rank(
-    memory: DeviceMemory, *, rank: int, weights_bytes: int, adapter_bytes: int = 0
-) -> RankMemory:
-    """Return the memory that a rank holds on its device now, and the free memory there."""
-    return RankMemory(
-        rank=rank,
-        pool=memory.pool,
-        total_bytes=memory.total(),
-        available_bytes=memory.available(),
-        reserved_bytes=memory.reserved(),
-        weights_bytes=weights_bytes,
-        adapter_bytes=adapter_bytes,
-    )
-
-
 @contextmanager
 def memory_errors(doing: str, *, remedy: str) -> Iterator[None]:
     """Convert out-of-memory errors of Python and of the dynamic loader to `DeviceOutOfMemory`.
@@ -115,7 +99,7 @@ def memory_errors(doing: str, *, remedy: str) -> Iterator[None]:
     `remedy` names the settings for this process. Workers convert errors of torch themselves.
     """
     # Created in advance, because that needs memory.
-    failure = DeviceOutOfMemory(f"memory ran out while {doing}. Remedy: {remedy}.")
+    failure = DeviceOutOfMemory(f"memory ran out while {doing}", remedy=remedy)
     try:
         yield
     except (MemoryError, SystemError, ImportError, OSError, RuntimeError) as error:

@@ -19,17 +19,16 @@ Steps with fewer chunks lie between 3 and 4, and steps with fewer decodes betwee
 terms proportional to one of the two numbers, or the maximum of two such terms, so the maximum is at an end of each
 range.
 
-On a CPU this would take minutes. But there freed memory is returned, so a worker can guarantee `FrugalSteps`: every
-layer frees all that it allocates, and allocates for one sequence at a time. Then two layers reach the peak (the second
-starts while the input of the first is still held), and one chunk at the maximum context is sufficient; the others are
-short prompts. Compared with step 4, step 2 then adds only the state of the requests, which a step without layers
-creates.
+On a CPU this would take minutes. But there freed memory is returned, so a worker can be `frugal`: every layer frees
+all that it allocates, and allocates for one sequence at a time. Then two layers reach the peak (the second starts
+while the input of the first is still held), and one chunk at the maximum context is sufficient; the others are short
+prompts. Compared with step 4, step 2 then adds only the state of the requests, which a step without layers creates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import msgspec
 import numpy as np
@@ -43,10 +42,41 @@ from vsched.kernel.decisions import (
     Leave,
     RequestData,
 )
+from vsched.policy import RankMemory
 from vsched.types import ItemPlace, ModelInfo, SamplingParams
-from vsched.worker.capabilities import FrugalSteps, WorstCaseBuilder
-from vsched.worker.contract import GenerateWorker, ImagePlan, WorkerPlugin
+from vsched.worker.contract import GenerateWorker, ImagePlan, Worker, WorkerPlugin
 from vsched.worker.generate_rank import GenerateRank
+
+
+def measure_rank(worker: Worker, rank: int) -> RankMemory:
+    """Return the memory that a rank holds on its device now, and the free memory there."""
+    memory = worker.device_memory()
+    return RankMemory(
+        rank=rank,
+        pool=memory.pool,
+        total_bytes=memory.total(),
+        available_bytes=memory.available(),
+        reserved_bytes=memory.reserved(),
+        weights_bytes=worker.weights_bytes,
+        adapter_bytes=worker.adapter_bytes,
+    )
+
+
+@contextmanager
+def trial_adapter(worker: Worker) -> Iterator[int]:
+    """Add an adapter of the maximum rank within the context; yield its number, or 0 without adapters.
+
+    There are no other adapters while memory is measured, so its number is free.
+    """
+    if not worker.adapter_bytes:
+        yield 0
+        return
+    worker.add_trial_adapter(1)
+    try:
+        yield 1
+    finally:
+        worker.remove_adapter(1)
+
 
 _PAGE_ROWS = 64
 
@@ -101,10 +131,10 @@ def image_for(
 ) -> ImagePlan | None:
     """Return the largest image that fits in a prompt; None without images, or if the plug-in reports none."""
     room = min(info.item_tokens_max, limits.prompt_tokens - 1)
-    if pixels_max < 1 or room < 1 or not isinstance(plugin, WorstCaseBuilder):
+    if pixels_max < 1 or room < 1:
         return None
     capped = msgspec.structs.replace(info, item_tokens_max=room)
-    batches = plugin.worst_batches(capped, items=1, tokens=0, pixels_max=pixels_max)
+    batches = plugin.worst_batches(capped, items=1, tokens=0, pixels_max=pixels_max) or []
     return max((batch[0] for batch in batches), key=lambda plan: plan.tokens, default=None)
 
 
@@ -125,7 +155,6 @@ def run_profile(
     Raises:
         DeviceOutOfMemory: From the worker.
     """
-    frugal = worker if isinstance(worker, FrugalSteps) and worker.frugal else None
     writer = _DecisionWriter(info, limits, blocks=blocks, image=image, adapter=adapter)
     rank = GenerateRank(
         worker,
@@ -136,8 +165,8 @@ def run_profile(
     )
     rank.adapters.add(adapter)
     steps = 0
-    for decision, layers in writer.frugal() if frugal else writer.whole():
-        with frugal.first_layers(layers) if frugal else nullcontext():
+    for decision, layers in writer.frugal() if worker.frugal else writer.whole():
+        with worker.first_layers(layers) if worker.frugal else nullcontext():
             rank.apply(decision)
         steps += 1
     return steps
@@ -170,7 +199,7 @@ def beside_decodes(limits: StepLimits) -> list[int]:
 
 
 Step = tuple[GenerateDecision, int]
-"""A step, and its number of layers with `FrugalSteps`."""
+"""A step, and its number of layers of a frugal worker."""
 
 _LAYERS = 2
 

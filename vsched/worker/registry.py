@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from vsched.errors import ConfigError
 from vsched.plugins import find_registered, load_registered
 from vsched.worker.contract import WorkerPlugin
 
 WORKER_GROUP = "vsched.workers"
-WORKER_METHODS = (
-    "inspect",
-    "check_parallel",
-    "load_preprocessor",
-    "load_encoder",
-    "load_generator",
-)
 
 
 def load_worker(name: str, *, path: str = "plugin") -> WorkerPlugin:
     """Import the worker plug-in that a name stands for.
 
     Raises:
-        ConfigError: When there is no such name, it cannot be imported, or methods are missing.
+        ConfigError: When there is no such name, it cannot be imported, or it is no `WorkerPlugin`.
     """
     plugin = load_registered(WORKER_GROUP, name, path=path, extra="pip install 'vsched[workers]'")
-    missing = [method for method in WORKER_METHODS if not callable(getattr(plugin, method, None))]
-    if missing:
-        raise ConfigError(f"{path}: worker plug-in {name!r} lacks {', '.join(missing)}")
-    return cast("WorkerPlugin", plugin)
+    if not isinstance(plugin, WorkerPlugin):
+        raise ConfigError(
+            f"{path}: worker plug-in {name!r} is a {type(plugin).__name__}, not an instance of "
+            f"{WorkerPlugin.__module__}.{WorkerPlugin.__qualname__}. Remedy: derive its class from it."
+        )
+    return plugin
 
 
 def check_worker_name(name: str, *, path: str = "plugin") -> None:

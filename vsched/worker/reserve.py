@@ -22,14 +22,6 @@ from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.memory import Ledger, LedgerLine
 from vsched.policy import RankMemory, Reservation
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import (
-    SampleImages,
-    WorstCaseBuilder,
-    adapter_bytes,
-    can_pause,
-    encoding_sparsely,
-    trial_adapter,
-)
 from vsched.worker.contract import (
     Arrays,
     EncodeJob,
@@ -39,7 +31,8 @@ from vsched.worker.contract import (
     extent_bytes,
     view_arrays,
 )
-from vsched.worker.memory import DeviceMemory, measure_rank, memory_errors
+from vsched.worker.memory import DeviceMemory, memory_errors
+from vsched.worker.profiling_run import measure_rank, trial_adapter
 from vsched.worker.spec import EncodeRole
 
 logger = logging.getLogger(__name__)
@@ -83,12 +76,7 @@ def reserve_encoder(
     collect()
     memory.release()
     memory.reset_peak()
-    loaded = measure_rank(
-        memory,
-        rank=rank,
-        weights_bytes=worker.weights_bytes,
-        adapter_bytes=adapter_bytes(worker),
-    )
+    loaded = measure_rank(worker, rank)
     try:
         if role.reserved_bytes is not None:
             _take(memory, role.reserved_bytes)
@@ -106,7 +94,7 @@ def reserve_encoder(
         pool=memory.pool,
         growth_bytes=growth,
         held=held,
-        pauses=can_pause(worker),
+        pauses=worker.pauses,
         measured=role.reserved_bytes is None,
     )
 
@@ -127,20 +115,16 @@ def _batches(plugin: WorkerPlugin, info: ModelInfo, role: EncodeRole) -> BatchAr
     """Return the candidates with their arrays; None without candidates."""
     if role.pixels_max < 1:
         return None
-    if not isinstance(plugin, WorstCaseBuilder):
+    batches = plugin.worst_batches(
+        info, items=role.items, tokens=role.tokens, pixels_max=role.pixels_max
+    )
+    if batches is None:
         logger.warning(
             "the plug-in %r does not know its worst batch of images: nothing is reserved for the encoder. "
             "Remedy: say with encode.reserved how much to keep.",
             role.plugin,
         )
-        return None
-    batches = plugin.worst_batches(
-        info, items=role.items, tokens=role.tokens, pixels_max=role.pixels_max
-    )
-    if not batches:
-        return None
-    sample = plugin.sample_arrays if isinstance(plugin, SampleImages) else None
-    return BatchArena(info, batches, sample)
+    return BatchArena(info, batches, plugin.sample_arrays) if batches else None
 
 
 def _take(memory: DeviceMemory, size: int) -> None:
@@ -261,7 +245,7 @@ def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) ->
     memory = worker.device_memory()
     try:
         doing = memory_errors("encoding the worst batch of images", remedy=_KNOBS)
-        with doing, encoding_sparsely(worker):
+        with doing, worker.sparsely():
             worker.encode(arena.jobs(batch), arena.embeddings)
     except DeviceOutOfMemory as error:
         largest = max(batch, key=lambda plan: plan.tokens)

@@ -1,12 +1,8 @@
-"""Per-slot state of a generate rank, described by one table of fields, and its decode rows.
-
-All changes of a slot go through the table, so no field can be forgotten.
-"""
+"""Per-slot state of a generate rank, and its decode rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +16,6 @@ STOP_TOKENS_MAX = 16
 """Maximum number of stop tokens of a request, including the checkpoint's."""
 
 
-class Field(NamedTuple):
-    """One per-slot array: its name, type, the value of an empty slot, and its width (0: a scalar)."""
-
-    name: str
-    dtype: type[np.generic]
-    empty: int
-    width: int
-
-
 class SlotTable:
     """The slots of one rank.
 
@@ -36,69 +23,26 @@ class SlotTable:
     KV blocks, `block_count` of them valid. `decoding` is True if the slot has a decode row in every step.
     """
 
-    number: npt.NDArray[np.int32]
-    decoding: npt.NDArray[np.bool_]
-    length: npt.NDArray[np.int32]
-    length_min: npt.NDArray[np.int32]
-    length_max: npt.NDArray[np.int32]
-    last_token: npt.NDArray[np.int32]
-    stop_tokens: npt.NDArray[np.int32]
-    block_count: npt.NDArray[np.int32]
-    block_table: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
-
     def __init__(self, slots: int, *, context_tokens: int, block_size: int) -> None:
-        self.fields = (
-            Field("number", np.int32, -1, 0),
-            Field("decoding", np.bool_, 0, 0),
-            Field("length", np.int32, 0, 0),
-            Field("length_min", np.int32, 0, 0),
-            Field("length_max", np.int32, 0, 0),
-            Field("last_token", np.int32, -1, 0),
-            Field("stop_tokens", np.int32, -1, STOP_TOKENS_MAX),
-            Field("block_count", np.int32, 0, 0),
-            # One more than the context: with a step in flight, a slot that has just finished may grow.
-            Field("block_table", np.int32, 0, -(-context_tokens // block_size) + 1),
-            Field("tokens", np.int32, 0, context_tokens),
-        )
-        for one in self.fields:
-            setattr(self, one.name, _empty_rows(one, slots))
+        self.number = np.full(slots, -1, np.int32)
+        self.decoding = np.zeros(slots, np.bool_)
+        self.length = np.zeros(slots, np.int32)
+        self.length_min = np.zeros(slots, np.int32)
+        self.length_max = np.zeros(slots, np.int32)
+        self.last_token = np.full(slots, -1, np.int32)
+        self.stop_tokens = np.full((slots, STOP_TOKENS_MAX), -1, np.int32)
+        self.block_count = np.zeros(slots, np.int32)
+        # zeros() allocates pages only when they are written, so wide arrays are cheap.
+        # One block more than the context: with a step in flight, a slot that has just finished may grow.
+        self.block_table = np.zeros((slots, -(-context_tokens // block_size) + 1), np.int32)
+        self.tokens = np.zeros((slots, context_tokens), np.int32)
 
     def reset(self, slot: int) -> None:
-        """Empty a slot; wide fields are not cleared, because they are not read beyond their counts."""
-        for name, _, empty, width in self.fields:
-            if width <= STOP_TOKENS_MAX:
-                getattr(self, name)[slot] = empty
-
-    def swap(self, one: int, other: int) -> None:
-        """Exchange two slots.
-
-        For plug-ins that keep contiguous batches in a table of their own; the rank itself never moves sequences,
-        because decisions refer to slots.
-        """
-        for name, *_ in self.fields:
-            rows = getattr(self, name)
-            rows[[one, other]] = rows[[other, one]]
-
-    def resize(self, slots: int) -> None:
-        """Set the number of slots: new ones are empty, and the last ones are removed. For plug-ins, like `swap`.
-
-        The arrays are replaced, so earlier views become stale.
-        """
-        for field in self.fields:
-            old = getattr(self, field.name)
-            rows = _empty_rows(field, slots)
-            kept = min(slots, len(old))
-            rows[:kept] = old[:kept]
-            setattr(self, field.name, rows)
-
-
-def _empty_rows(field: Field, slots: int) -> npt.NDArray[np.generic]:
-    shape = (slots, field.width) if field.width else (slots,)
-    # zeros() allocates pages only when they are written, so wide fields are cheap.
-    if field.empty == 0:
-        return np.zeros(shape, field.dtype)
-    return np.full(shape, field.empty, field.dtype)
+        """Empty a slot; tokens and blocks are not cleared, because they are not read beyond their counts."""
+        self.number[slot] = self.last_token[slot] = self.stop_tokens[slot] = -1
+        self.decoding[slot] = False
+        self.length[slot] = self.length_min[slot] = self.length_max[slot] = 0
+        self.block_count[slot] = 0
 
 
 class SteadyRows:

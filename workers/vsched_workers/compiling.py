@@ -37,7 +37,7 @@ def compile_language(
 def compile_kernels(
     info: ModelInfo, settings: WorkerSettings, progress: Progress, *, stage: str
 ) -> int:
-    """Compile the kernels of a stage's ranks; see `vsched.worker.capabilities.CompilesKernels`."""
+    """Compile the kernels of a stage's ranks; see `vsched.checkpoint_tools.CheckpointTools`."""
     dtype: torch.dtype = getattr(torch, info.dtype)
     if stage == "generate":
         backend = choose_backend(settings, dtype, info.kv_dtype)

@@ -19,16 +19,15 @@ from vsched.errors import ConfigError
 from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import (
     Batch,
+    GenerateWorker,
     Progress,
     PromptLogprobs,
     Sampled,
     SequenceState,
     WorkerSettings,
 )
-from vsched.worker.memory import DeviceMemory
 from vsched_workers.adapters.serving import (
     Adaptable,
-    AdaptedWorker,
     ServedAdapters,
     adaptable_module,
     served_adapters,
@@ -37,7 +36,6 @@ from vsched_workers.backends.base import Backend, CapturedSteps, Product, Runnab
 from vsched_workers.backends.choice import (
     check_quantized,
     choose_backend,
-    threads_here,
     torch_threads,
 )
 from vsched_workers.backends.reference.backend import ReferenceBackend
@@ -61,6 +59,7 @@ from vsched_workers.batching.step_rows import (
     sampling_rows,
     special_rows,
 )
+from vsched_workers.batching.swap_area import SWAP_REMEDY, Pairs, SwapArea
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.weights import (
     WeightIndex,
@@ -94,7 +93,7 @@ from vsched_workers.parallel.slicing import cut_of, slice_module, sum_rows
 from vsched_workers.quantized.groups import check_groups
 from vsched_workers.quantized.layers import quantize_calibrated
 from vsched_workers.quantized.schemes import scheme_of
-from vsched_workers.swapping import SwappingWorker
+from vsched_workers.rank_worker import RankWorker
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,7 +131,7 @@ class LanguageModel:
     mutual: Callable[[SequenceState], Spans] | None = None
 
 
-class LanguageWorker(AdaptedWorker, SwappingWorker):
+class LanguageWorker(RankWorker, GenerateWorker):
     """The language model of one rank."""
 
     def __init__(
@@ -151,42 +150,23 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
         `slots` and `snapshots` are the numbers of recurrent states to keep, for models with such layers. `adapters` are
         those that requests may name; None without adapters.
         """
-        super().__init__(adapters)
-        self._info = info
+        super().__init__(
+            info, backend, group, adapters, weights_bytes=language.runnable.weights_bytes
+        )
+        # Each layer reuses the memory of the layer before it, apart from heap fragmentation.
+        self.frugal = backend.layers_reuse_memory and language.first_layers is not None
         self._dtype: torch.dtype = getattr(torch, info.dtype)
         self._language = language
         self.module: Any = language.module
-        self._backend = backend
-        self._group = group
         self._slots, self._snapshots = slots, snapshots
-        self._memory = group.memory(backend.memory)
+        self._cache: KvCache | None = None
+        self._swap_area: SwapArea | None = None
         self._attention: AttentionKernels | None = None
         self._captured: CapturedSteps | None = None
         experts = [each for each in self.module.modules() if isinstance(each, SharedExperts)]
         self._balance = ExpertBalance(experts, group) if experts and group.size > 1 else None
         self._layers, self._head = language.runnable.layers, language.runnable.head
         self._apart = language.runnable.apart
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights on the device."""
-        return self._language.runnable.weights_bytes
-
-    def device_memory(self) -> DeviceMemory:
-        """Return the memory of the device that the worker runs on."""
-        return self._memory
-
-    def kernels_here(self) -> Mapping[str, int]:
-        """Return the compiled kernels of this process; see `CountsKernels`."""
-        return self._backend.kernels_here()
-
-    def threads_here(self) -> int:
-        """Return the number of threads that this process computes with at present; see `UsesThreads`."""
-        return threads_here(self._backend)
-
-    def abort(self) -> None:
-        """Fail the collectives of the group, because of a failure outside of this worker."""
-        self._group.abort()
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         """Allocate a KV cache of `blocks` blocks, and states for all slots; drop older ones first.
@@ -231,10 +211,27 @@ class LanguageWorker(AdaptedWorker, SwappingWorker):
         if self._language.states is not None:
             self._language.states.drop()
 
-    @property
-    def frugal(self) -> bool:
-        """Whether each layer reuses the memory of the layer before it, apart from heap fragmentation."""
-        return self._backend.layers_reuse_memory and self._language.first_layers is not None
+    def build_swap(self, blocks: int) -> None:
+        """Allocate host memory for `blocks` blocks of the present KV cache.
+
+        Raises:
+            DeviceOutOfMemory: When the host has too little memory.
+        """
+        assert self._cache is not None, "build_kv comes before"
+        setting = typed_out_of_memory("allocating host memory for blocks", remedy=SWAP_REMEDY)
+        with self._group.watched(), setting:
+            self._swap_area = self._backend.swap_area(self._cache, blocks)
+
+    @torch.inference_mode()
+    def swap(self, out: Pairs, back: Pairs) -> None:
+        """Copy KV blocks to host memory, and back.
+
+        Raises:
+            DeviceOutOfMemory: When the device's memory ran out.
+        """
+        assert self._swap_area is not None, "build_swap comes before"
+        with self._group.watched(), typed_out_of_memory("swapping KV blocks", remedy=SWAP_REMEDY):
+            self._swap_area.copy(out, back)
 
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vsched.checkpoint_tools import CheckpointDescription, CheckpointTools, ExamTurn
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import AdapterFacts, CheckpointDescription, ExamTurn, Grammars
 from vsched.worker.contract import (
+    AdapterFacts,
     Arrays,
     EncodeWorker,
     GenerateWorker,
+    Grammars,
     ImagePlan,
     Preprocessor,
     Progress,
@@ -53,7 +55,7 @@ OWN_MODULES = (
 """Modules that CPU ranks import in addition, for a family with modules of its own in place of transformers'."""
 
 
-class TransformersPlugin:
+class TransformersPlugin(WorkerPlugin, CheckpointTools):
     """Workers over transformers modelling code; see `vsched.worker.contract.WorkerPlugin`."""
 
     def __init__(self) -> None:
@@ -119,7 +121,7 @@ class TransformersPlugin:
 
         return load_grammars(info)
 
-    def tells_prompts(self, info: ModelInfo, *, ranks: int) -> bool:
+    def computes_prompt_logprobs(self, info: ModelInfo, *, ranks: int) -> bool:
         """Return True: all models support prompt log-probabilities, as no path needs the logits of all rows at once."""
         return True
 
@@ -306,4 +308,4 @@ def _png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-plugin: WorkerPlugin = TransformersPlugin()
+plugin = TransformersPlugin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,16 +13,14 @@ import torch
 
 from vsched.errors import ConfigError
 from vsched.types import ModelInfo
-from vsched.worker.contract import EncodeJob, Progress, WorkerSettings
-from vsched.worker.memory import DeviceMemory
+from vsched.worker.contract import EncodeJob, EncodeWorker, Progress, WorkerSettings
 from vsched_workers.adapters.serving import (
-    AdaptedWorker,
     ServedAdapters,
     adaptable_module,
     served_adapters,
 )
 from vsched_workers.backends.base import Backend
-from vsched_workers.backends.choice import choose_backend, threads_here, torch_threads
+from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.batching.device_copies import fetched
@@ -38,6 +36,7 @@ from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import slice_module, sum_rows
 from vsched_workers.quantized.groups import check_groups
 from vsched_workers.quantized.layers import quantize_calibrated
+from vsched_workers.rank_worker import RankWorker
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,7 +102,7 @@ class TowerOfAny:
         return self._tower({**job.arrays, **unpack_metadata(job.metadata)})
 
 
-class VisionWorker(AdaptedWorker):
+class VisionWorker(RankWorker, EncodeWorker):
     """The vision tower of one rank."""
 
     def __init__(
@@ -116,14 +115,11 @@ class VisionWorker(AdaptedWorker):
         adapters: ServedAdapters | None = None,
     ) -> None:
         """Take the tower, which the backend has prepared; `adapters` are the adapters that images may name, or None."""
-        super().__init__(adapters)
-        self._info = info
+        super().__init__(info, backend, group, adapters, weights_bytes=weights_bytes)
+        # Only if a layer's call returns after its work is done.
+        self.pauses = backend.synchronous and len(tower.layers) > 1
         self._tower = tower
-        self._backend = backend
         self._tokens_max = backend.settings.encode_tokens_max
-        self._group = group
-        self._memory = group.memory(backend.memory)
-        self._weights_bytes = weights_bytes
         self._sliced: SlicedRun | None = None
         self._batches = 0
         if self.pauses:
@@ -137,27 +133,6 @@ class VisionWorker(AdaptedWorker):
     def module(self) -> nn.Module:
         """The module that contains its layers."""
         return self._tower.module
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights on the device."""
-        return self._weights_bytes
-
-    def device_memory(self) -> DeviceMemory:
-        """Return the memory of the device that the worker runs on."""
-        return self._memory
-
-    def kernels_here(self) -> Mapping[str, int]:
-        """Return the compiled kernels of this process; see `CountsKernels`."""
-        return self._backend.kernels_here()
-
-    def threads_here(self) -> int:
-        """Return the number of threads that this process computes with at present; see `UsesThreads`."""
-        return threads_here(self._backend)
-
-    def abort(self) -> None:
-        """Fail the collectives of the group, because of a failure outside of this worker."""
-        self._group.abort()
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode the jobs and write their embedding rows.
@@ -180,11 +155,6 @@ class VisionWorker(AdaptedWorker):
     def sparsely(self) -> AbstractContextManager[None]:
         """Run only a part of each batch's work, with its full memory, until the context ends."""
         return self._backend.sparsely()
-
-    @property
-    def pauses(self) -> bool:
-        """Whether encoding pauses between layers: only if a layer's call returns after its work is done."""
-        return self._backend.synchronous and len(self._tower.layers) > 1
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Start encoding jobs; `advance` does the work."""

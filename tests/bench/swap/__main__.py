@@ -24,8 +24,7 @@ from vsched.kernel.decisions import (
     SwapCopies,
 )
 from vsched.types import ModelInfo, SamplingParams
-from vsched.worker.capabilities import SwapsBlocks
-from vsched.worker.contract import WorkerSettings
+from vsched.worker.contract import WorkerSettings, supports
 from vsched.worker.generate_rank import GenerateRank
 from vsched_workers.plugin import plugin
 
@@ -56,7 +55,7 @@ class Bench:
         settings = WorkerSettings(threads=threads, slots=1)
         worker = plugin.load_generator(info, settings, lambda _what, _fraction: None)
         worker.build_kv(blocks=2 * blocks, block_size=BLOCK_SIZE)
-        assert isinstance(worker, SwapsBlocks), "this plug-in cannot swap"
+        assert supports(worker, "build_swap"), "this plug-in cannot swap"
         worker.build_swap(blocks)
         self._info, self._chunk, self._blocks = info, chunk, blocks
         self._rank = GenerateRank(

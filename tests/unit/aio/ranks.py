@@ -28,6 +28,7 @@ from vsched.engine import Engine
 from vsched.errors import RequestFailed
 from vsched.kernel import Scheduler
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.memory import Sized
 from vsched.policy import RankMemory, Reservation
 from vsched.testing import default_policies
 from vsched.transport.arena import Arena
@@ -44,7 +45,6 @@ from vsched.wire import (
     RankReport,
     Ready,
     Reserved,
-    Sized,
     SizeKv,
     StepCheck,
     check_of,

@@ -17,7 +17,7 @@ from vsched.config.sections import DeadlinesConfig, ModelConfig
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.testing import make_request
 from vsched.wire import AddAdapter, RemoveAdapter
-from vsched.worker.capabilities import AdapterFacts
+from vsched.worker.contract import AdapterFacts
 
 BOTH, ONE = ("encode", "generate"), ("generate",)
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.unit.rank.fake_plugin import FakePlugin
 from vsched.aio.grammar_checks import GrammarProcesses
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.types import ModelInfo
 from vsched.worker.contract import TokenMatcher
-from vsched.worker.registry import WORKER_METHODS
 
 
 class ShakyGrammars:
@@ -42,13 +41,8 @@ class ShakyGrammars:
         raise NotImplementedError(grammar)
 
 
-class ShakyPlugin:
+class ShakyPlugin(FakePlugin):
     """A plug-in with grammars, unless the model's family is `none`."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in WORKER_METHODS:
-            return lambda *_: None
-        raise AttributeError(name)
 
     def load_grammars(self, info: ModelInfo) -> ShakyGrammars | None:
         return None if info.family == "none" else ShakyGrammars()

@@ -10,8 +10,9 @@ import pytest
 
 from tests.unit.rank.worker_groups import KV_TOKENS, LOAD, kv_sizing
 from vsched.errors import DeviceOutOfMemory, MemoryLeak
+from vsched.memory import Sized
 from vsched.policy import RankMemory, Reservation
-from vsched.wire import Reserved, Sized, SizeKv
+from vsched.wire import Reserved, SizeKv
 from vsched_policies.memory import AutoProfile, Pinned
 
 MIB = 1 << 20

@@ -12,10 +12,10 @@ from tests.unit.aio.test_sizing import Roll, turns
 from tests.unit.worker.device_fakes import KV_BYTES, LOAD, MIB, MeasuredGenerator, model_info
 from vsched.aio.kv_sizing import Sizing
 from vsched.errors import DeviceOutOfMemory, MemoryLeak
-from vsched.memory import LedgerLine
+from vsched.memory import LedgerLine, Sized
 from vsched.policy import MemoryPolicy, MemoryView
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.wire import Sized, SizeKv
+from vsched.wire import SizeKv
 from vsched.worker.kv_builder import KvBuilder
 from vsched_policies.memory import AutoProfile, Pinned
 

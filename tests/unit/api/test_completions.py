@@ -11,7 +11,7 @@ from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import BoundedImage, NamedImage
-from vsched.worker.capabilities import PixelBounds
+from vsched.worker.contract import PixelBounds
 
 
 async def test_chat_whole_response() -> None:

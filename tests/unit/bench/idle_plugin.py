@@ -17,6 +17,7 @@ from vsched.worker.contract import (
     Preprocessor,
     Progress,
     Sampled,
+    WorkerPlugin,
     WorkerSettings,
 )
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
@@ -26,11 +27,10 @@ LETTER = ord("e")
 TABLE = TokenTable(*2 * [[bytes([byte]) for byte in range(256)]])
 
 
-class Letters:
+class Letters(Preprocessor):
     """Tokenizer and template of no model."""
 
     settings_digest = b"idle"
-    chat_template = ""
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
@@ -48,9 +48,6 @@ class Letters:
     def detokenizer(self, *, special: bool = False) -> ByteDetokenizer:
         return ByteDetokenizer(TABLE, special=special)
 
-    def expand(self, token_ids: Sequence[int], _: Sequence[int]) -> tuple[list[int], list[int]]:
-        return list(token_ids), []
-
 
 class IdleGenerator(StandInGenerator):
     """Yields the same letter for every row."""
@@ -64,7 +61,7 @@ def _device() -> SimulatedMemory:
     return SimulatedMemory(1 << 30, pool="idle")
 
 
-class IdlePlugin:
+class IdlePlugin(WorkerPlugin):
     """The plug-in that the configuration names."""
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
@@ -81,9 +78,7 @@ class IdlePlugin:
         """Any number of ranks is valid."""
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
-        letters: Any = Letters(info)
-        found: Preprocessor = letters
-        return found
+        return Letters(info)
 
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress

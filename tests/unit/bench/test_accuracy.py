@@ -20,9 +20,9 @@ from tests.bench.parts.accuracy.measure import (
 )
 from tests.bench.parts.accuracy.questions import CHAINED, Question, draw_questions
 from tests.bench.parts.accuracy.variants import REFERENCE, UNCLAMPED, choose, clamped, merged_sets
+from vsched.checkpoint_tools import CheckpointTools, ExamTurn
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError
-from vsched.worker.capabilities import Examiner, ExamTurn
 
 SIZE = (3, 2)
 
@@ -33,7 +33,7 @@ def picture(level: int) -> bytes:
     return buffer.getvalue()
 
 
-class Drawn:
+class Drawn(CheckpointTools):
     """An examiner whose every picture is another one; "pair" shows two of them, then asks once more."""
 
     def trained_checkpoint(self) -> str:
@@ -63,7 +63,6 @@ def questions(count: int = 2) -> list[list[Question]]:
 
 
 def test_exam_tells_turns_before_with_their_right_answers() -> None:
-    assert isinstance(Drawn(), Examiner)
     opening, following = questions()[4]
     assert (opening.task, opening.turn, len(opening.images)) == ("pair", 0, 2)
     assert (following.turn, following.images) == (1, opening.images)

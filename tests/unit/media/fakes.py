@@ -20,8 +20,14 @@ from tests.patience import PATIENCE_S
 from vsched.errors import RequestRefused
 from vsched.media import EmbeddedImage
 from vsched.types import ArraySpec, ModelInfo, Spans
-from vsched.worker.capabilities import PixelBounds
-from vsched.worker.contract import Arrays, Companion, ImagePlan, ImageRecipe
+from vsched.worker.contract import (
+    Arrays,
+    Companion,
+    ImagePlan,
+    ImageRecipe,
+    PixelBounds,
+    Preprocessor,
+)
 from vsched.worker.expansion import expand_images
 
 PLACEHOLDER = 1
@@ -66,7 +72,7 @@ class FakeDetokenizer:
         return ""
 
 
-class FakePreprocessor:
+class FakePreprocessor(Preprocessor):
     """One character per token, 8x8 pixels per token; pixels are the image's first value repeated.
 
     `gate` blocks processing, `entered` is set when it has started, `error` makes it fail.

@@ -11,7 +11,7 @@ import pytest
 from tests.contract.harmful import ODD, RAISES, Angry, Odd, changed_by
 from tests.unit.memory.views import memory_view, rank_memory, reserved
 from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError
-from vsched.memory import Accepted, KvNegotiation, LedgerLine, Rebuild, group_ledger
+from vsched.memory import Accepted, KvNegotiation, LedgerLine, Rebuild, Sized, group_ledger
 from vsched.policy import (
     Attempt,
     AttemptOutcome,
@@ -21,7 +21,6 @@ from vsched.policy import (
     MemoryView,
     Probe,
 )
-from vsched.wire import Sized
 
 TWO_RANKS = [rank_memory(rank=rank, pool=f"device {rank}") for rank in range(2)]
 
@@ -116,9 +115,9 @@ def test_negotiation_wants_a_report_of_each_rank(ranks: list[int]) -> None:
 def test_negotiation_quotes_the_first_who_says_why() -> None:
     negotiation = two(following(Build(1000), Build(500)))
     negotiation.start()
-    first = report(1, "out_of_memory", "no room: value 2, limit 1. Remedy: allocate less.")
+    first = report(1, "out_of_memory", "no room: value 2, limit 1")
     negotiation.take([first, report(0)])
-    assert negotiation.attempts[0].message == "rank 1: no room: value 2, limit 1."
+    assert negotiation.attempts[0].message == "rank 1: no room: value 2, limit 1"
     negotiation = two(following(Build(1000), Build(500)))
     negotiation.start()
     negotiation.take([first, report(0, "out_of_memory", "stress")])

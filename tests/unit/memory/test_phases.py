@@ -9,9 +9,8 @@ import pytest
 
 from tests.unit.memory.views import attempted, memory_view, rank_memory, reserved
 from vsched.errors import DeviceOutOfMemory
-from vsched.memory import KvNegotiation, Ledger, group_ledger
+from vsched.memory import KvNegotiation, Ledger, Sized, group_ledger
 from vsched.policy import AttemptOutcome, Build
-from vsched.wire import Sized
 from vsched_policies.memory import AutoProfile, Fraction
 
 ENCODER = rank_memory(reserved_bytes=300_000)

@@ -27,6 +27,7 @@ from vsched.worker.contract import (
     Progress,
     Sampled,
     SequenceState,
+    WorkerPlugin,
     WorkerSettings,
 )
 
@@ -191,7 +192,7 @@ def note_entries(path: Path) -> None:
     FollowerLog.accept = noted  # type: ignore[method-assign]
 
 
-class FakePlugin:
+class FakePlugin(WorkerPlugin):
     """The plug-in that `load_worker` finds."""
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:

@@ -51,7 +51,7 @@ class Noting:
         self._name = name
         self._done = done
 
-    def wanted(self) -> list[str]:
+    def wanted_hooks(self) -> list[str]:
         return []
 
     def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult:
@@ -81,7 +81,7 @@ class Following:
         spec = SimpleNamespace(rank=0, secret="sesame")
         self.members = {name: Member(spec, Link()) for name in self.logs}  # type: ignore[arg-type]
         for name, member in self.members.items():
-            member.executor = Noting(name, self.done)  # type: ignore[assignment]
+            member.stage = Noting(name, self.done)  # type: ignore[assignment]
             member.listen = self._deliver(member, member.listen)  # type: ignore[method-assign]
 
     def decide(self, name: str, entry: LogEntry) -> None:

@@ -63,6 +63,7 @@ async def test_forked_ranks_are_as_new_processes_are(place: Place) -> None:
     await worker_group.start()
     pids, server = worker_group.pids, the_server(place).pid
     assert process_names(server)[1] == "vsched: fork server"
+    assert the_server(place)._worked_s() > 0, "it has imported"
     assert [parent_of(pid) for pid in pids] == [os.getpid()] * 2
     assert [os.getsid(pid) for pid in pids] == pids
     assert [process_names(pid)[1] for pid in pids] == [
@@ -182,16 +183,6 @@ async def test_fork_server_that_works_for_ever_costs_a_deadline(
     await worker_group.start()
     assert "the fork server said nothing in 0 s of a processor" in caplog.text
     await worker_group.stop()
-
-
-async def test_fork_server_tells_how_long_it_has_worked(place: Place) -> None:
-    worker_group = place.worker_group(Received().events, behaviour=FORKED)
-    await worker_group.start()
-    server = the_server(place)
-    assert server._worked_s() > 0, "it has imported"
-    await worker_group.stop()
-    server.close()
-    assert server._worked_s() == 0
 
 
 @pytest.mark.parametrize(

@@ -24,19 +24,18 @@ from tests.unit.rank.worker_groups import (
     shell_of,
 )
 from vsched.aio.replicas import supervisor as revival_module
-from vsched.errors import CheckpointError, RequestFailed, RequestRefused
+from vsched.errors import RequestFailed, RequestRefused
 from vsched.testing import make_request
 
 pytestmark = pytest.mark.slow
-SEPARATE = (("encode",), ("generate",))
 TOGETHER = (("encode", "generate"),)
 TWO_OF_EACH = (("encode-0",), ("encode-1",), ("generate-0",), ("generate-1",))
 
 
 @pytest.mark.parametrize(
     ("groups", "ranks"),
-    [(SEPARATE, 1), (TOGETHER, 1), (TWO_OF_EACH, 1), (TOGETHER, 2)],
-    ids=["separate", "together", "replicas", "together of two ranks"],
+    [(TWO_OF_EACH, 1), (TOGETHER, 2)],
+    ids=["replicas", "together of two ranks"],
 )
 async def test_shell_streams_go_on_when_ranks_are_killed(
     place: Place, groups: tuple[tuple[str, ...], ...], ranks: int
@@ -100,18 +99,8 @@ async def test_shell_image_that_cannot_be_encoded_fails_alone(place: Place) -> N
         assert shell.healthy
 
 
-async def test_shell_start_fails_with_what_a_rank_says(place: Place) -> None:
-    """And no process keeps running."""
-    with pytest.raises(CheckpointError, match="weights.safetensors"):
-        async with shell_of(place, behaviour=Behaviour(load_error="CheckpointError")):
-            pass
-
-
-@pytest.mark.parametrize("turns", [0, 1])
-async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(
-    place: Place, turns: int
-) -> None:
-    """Stopping cancels a restart at any point."""
+async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(place: Place) -> None:
+    """Stopping cancels a restart that has begun to start ranks."""
     before = place_children()
     async with shell_of(place) as shell:
         pids = shell.pids
@@ -119,8 +108,7 @@ async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(
         async with patience():
             while shell.healthy:  # noqa: ASYNC110 - the very turn of the loop matters
                 await asyncio.sleep(0)
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
         await shell.stop()
         assert shell.pids == []
         assert not any(is_running(pid) for pid in pids)
@@ -150,16 +138,6 @@ async def test_shell_that_cannot_restart_ends_and_refuses_requests(
         with pytest.raises(RequestRefused, match="could not be restarted") as caught:
             generate(shell, make_request("r2", [11]), max_tokens=3)
         assert caught.value.status == 503
-
-
-async def test_shell_refused_request_leaves_the_one_of_its_id_alone(place: Place) -> None:
-    """An id that is in use is refused; the first request of that id gets its tokens and its one end."""
-    async with shell_of(place, behaviour=Behaviour(step_s=0.002)) as shell:
-        stream = generate(shell, make_request("same", [11, 12]), max_tokens=20)
-        with pytest.raises(RequestRefused) as caught:
-            generate(shell, make_request("same", [99]), max_tokens=3)
-        assert caught.value.code == "duplicate_id"
-        assert await read(stream) == expected_tokens([11, 12], 20)
 
 
 async def test_shell_abort_frees_and_others_go_on(place: Place) -> None:

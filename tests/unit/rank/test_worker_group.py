@@ -19,7 +19,7 @@ from tests.unit.rank.worker_groups import KV_TOKENS, LIMITS, Place, Received, is
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import at_home
 from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
-from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError
+from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLostError
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.transport.zmq_link import LeaderLink
 from vsched.types import SamplingParams
@@ -51,6 +51,9 @@ async def test_worker_group_starts_all_ranks_in_parallel(place: Place, tmp_path:
     ready = await worker_group.start()
     assert [one.kv_blocks for one in ready["generate"]] == [KV_TOKENS // 4] * 3
     assert len(set(worker_group.pids)) == 3
+    assert [process_names(pid) for pid in worker_group.pids] == [
+        ("vsched: generat", f"vsched: generate rank {rank}") for rank in range(3)
+    ]
     assert ("generate", "weights", 1.0) in received.progress
     assert worker_group.memory()["generate"].keys() == {0, 1, 2}
     assert worker_group.memory()["generate"][2]["kv"] == KV_TOKENS * 8
@@ -66,17 +69,6 @@ def process_names(pid: int) -> tuple[str, str]:
     """Return the name of a process and its command line, as `ps` and `top` show them."""
     folder = Path(f"/proc/{pid}")
     return (folder / "comm").read_text().strip(), (folder / "cmdline").read_text().strip("\0 ")
-
-
-async def test_worker_group_ranks_are_known_by_name(place: Place) -> None:
-    worker_group = place.worker_group(Received().events, groups=["generate-0"], ranks=2)
-    await worker_group.start()
-    names = [process_names(pid) for pid in worker_group.pids]
-    await worker_group.stop()
-    assert names == [
-        ("vsched: generat", "vsched: generate-0 rank 0"),
-        ("vsched: generat", "vsched: generate-0 rank 1"),
-    ]
 
 
 async def test_worker_group_rank_says_its_name_in_its_log(place: Place) -> None:
@@ -101,18 +93,11 @@ async def test_worker_group_rank_says_its_name_in_its_log(place: Place) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("groups", "keys"),
-    [
-        (["encode-1"], "encode.memory_limit"),
-        (["generate"], "generate.memory_limit"),
-        (["encode", "generate"], "encode.memory_limit or generate.memory_limit"),
-    ],
-)
-async def test_worker_group_rank_that_dies_while_it_loads_names_phase_limit_and_setting(
-    place: Place, tmp_path: Path, groups: list[str], keys: str
+async def test_worker_group_rank_that_dies_while_it_loads_names_phase_limit_and_settings(
+    place: Place, tmp_path: Path
 ) -> None:
     """`std::bad_alloc` ends a process before it can report anything; here, after its progress was reported."""
+    groups, keys = ["encode", "generate"], "encode.memory_limit or generate.memory_limit"
     received, meet = Received(), tmp_path / "meet"
     meet.mkdir()
     worker_group = place.worker_group(
@@ -146,7 +131,6 @@ async def test_worker_group_rank_that_gets_no_memory_anywhere_while_it_starts_na
     ("groups", "limit_bytes", "named"),
     [
         (["encode", "generate"], 1 << 40, True),
-        (["encode", "generate"], 0, False),
         (["generate"], 1 << 40, False),
     ],
 )
@@ -230,8 +214,6 @@ async def test_worker_group_starts_an_encoder_again_with_its_share(place: Place)
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("CheckpointError", CheckpointError, "^weights.safetensors is not there$"),
-        ("ConfigError", ConfigError, "^weights.safetensors is not there$"),
         ("DeviceOutOfMemory", DeviceOutOfMemory, "^weights.safetensors is not there$"),
         ("RuntimeError", GroupLostError, "rank 0 stopped with RuntimeError: weights"),
     ],
@@ -333,38 +315,13 @@ async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first
     await worker_group.stop(grace_s=0)
 
 
-async def test_worker_group_rank_refuses_decisions_of_another_stage(place: Place) -> None:
-    """A log of the wrong group is a divergence too."""
-    received = Received()
-    worker_group = place.worker_group(received.events)
-    await worker_group.start()
-    worker_group.leader("generate").decide(EncodeDecision(1, []))
-    await received.wait_until(lambda: received.lost)
-    assert "RankDesync: a generate rank heard a decision of an encode group" in received.lost[0][1]
-    await worker_group.stop(grace_s=0)
-
-
-async def test_worker_group_rank_that_loads_longer_than_its_timeout_is_served(place: Place) -> None:
-    """The timeout runs from the first entry on; until all are ready the leader sends nothing."""
+async def test_worker_group_rank_stops_when_the_leader_falls_silent(place: Place) -> None:
+    """After its first entry: until all ranks are ready the leader sends nothing, and loading may take longer."""
     received = Received()
     worker_group = place.worker_group(
         received.events,
         behaviour=Behaviour(load_s=1.8),
         limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
-    )
-    await worker_group.start()
-    await received.wait_until(lambda: worker_group.memory()["generate"][0].get("resident"))
-    worker_group.leader("generate").decide(one_request())
-    await received.wait_until(lambda: received.results or received.lost)
-    assert received.lost == []
-    await worker_group.stop()
-
-
-async def test_worker_group_rank_stops_when_the_leader_falls_silent(place: Place) -> None:
-    """A rank that receives nothing for its timeout stops with a clear error."""
-    received = Received()
-    worker_group = place.worker_group(
-        received.events, limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1)
     )
     await worker_group.start()
     worker_group.leader("generate").decide(one_request())

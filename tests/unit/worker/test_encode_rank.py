@@ -12,15 +12,15 @@ import pytest
 
 from vsched.errors import DeviceOutOfMemory, RankDesync
 from vsched.failures import EncodeErrorKind
-from vsched.kernel.decisions import EncodeDecision, EncodeTask
+from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ArraySpec, Extent
 from vsched.wire import EncodeResult, Paused
-from vsched.worker.contract import EncodeJob
+from vsched.worker.contract import EncodeJob, EncodeWorker
 from vsched.worker.encode_rank import EncodeRank
 
 
-class Encoder:
+class Encoder(EncodeWorker):
     """Keeps its jobs; writes the sum of the pixels, or raises."""
 
     weights_bytes = 0
@@ -177,3 +177,9 @@ def test_encode_rank_copies_on_the_first_rank_alone() -> None:
     assert result == EncodeResult(1, None, 0)
     assert [job.key for job in encoder.batches[0]] == [b"a"]
     assert not embeddings[[5, 2]].any()
+
+
+def test_encode_rank_refuses_decisions_of_the_other_stage() -> None:
+    rank, _ = rank_of(Encoder())
+    with pytest.raises(RankDesync, match="an encode rank heard a decision of a generate group"):
+        rank.carry_out(GenerateDecision(1))

@@ -13,6 +13,7 @@ from vsched.errors import RankDesync
 from vsched.kernel.decisions import (
     ChunkItem,
     ChunkPlan,
+    EncodeDecision,
     GenerateDecision,
     Join,
     Leave,
@@ -25,6 +26,7 @@ from vsched.wire import GenerateResult, SlotLogprob
 from vsched.worker.contract import (
     Batch,
     Chunk,
+    GenerateWorker,
     PromptLogprobs,
     Sampled,
     SequenceState,
@@ -41,7 +43,7 @@ def _reported(index: int, chunk: Chunk) -> PromptLogprobs:
     return PromptLogprobs(index, values, numbers, numbers, values)
 
 
-class Script:
+class Script(GenerateWorker):
     """A worker that samples scripted tokens, row by row, and keeps copies of its batches."""
 
     def __init__(self, *steps: list[int]) -> None:
@@ -50,17 +52,10 @@ class Script:
         self.prepared: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
 
-    @property
-    def weights_bytes(self) -> int:
-        raise NotImplementedError
-
     def device_memory(self) -> DeviceMemory:
         raise NotImplementedError
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
-        raise NotImplementedError
-
-    def drop_graphs(self) -> None:
         raise NotImplementedError
 
     def drop_kv(self) -> None:
@@ -321,6 +316,13 @@ def test_generate_rank_stops_at_what_does_not_fit(decision: GenerateDecision, me
     with pytest.raises(RankDesync, match=message):
         rank.apply(decision)
     assert len(worker.batches) == 1
+
+
+def test_generate_rank_refuses_decisions_of_the_other_stage() -> None:
+    """A log of the wrong group is a divergence, too."""
+    rank = rank_of(Script())
+    with pytest.raises(RankDesync, match="a generate rank heard a decision of an encode group"):
+        rank.carry_out(EncodeDecision(1, []))
 
 
 def test_generate_rank_goes_on_from_no_blocks_alone_where_there_is_a_state() -> None:

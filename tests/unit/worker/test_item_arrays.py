@@ -21,6 +21,7 @@ from tests.unit.media.fakes import (
     tensor_of,
     tensors_file,
 )
+from tests.unit.rank.fake_plugin import FakePlugin
 from tests.unit.worker.device_fakes import MIB, MeasuredEncoder, model_info
 from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
@@ -35,6 +36,7 @@ from vsched.worker.contract import (
     Arrays,
     Companion,
     EncodeJob,
+    EncodeWorker,
     ImagePlan,
     WorkerSettings,
     extent_bytes,
@@ -79,7 +81,7 @@ class TiledPreprocessor(FakePreprocessor):
         }
 
 
-class TiledEncoder:
+class TiledEncoder(EncodeWorker):
     """Writes its inputs: a row holds a value of the tiles, the image's size, and the set part of the mask."""
 
     weights_bytes = 0
@@ -210,13 +212,13 @@ async def test_an_embedding_is_planned_by_the_size_of_its_image(
 
 
 async def test_a_model_without_a_companion_takes_no_embeddings(pipeline: MediaPipeline) -> None:
-    pipeline._preprocessor.companion = None  # type: ignore[misc]
+    pipeline._preprocessor.companion = None
     with pytest.raises(RequestRefused, match="takes no embeddings of images. Remedy: ") as caught:
         await pipeline.prepare("\x01", [brought((8, 20), 6)])
     assert (caught.value.code, caught.value.status) == ("embeddings_not_taken", 400)
 
 
-class TiledPlugin:
+class TiledPlugin(FakePlugin):
     """Names the largest image within the limits, as often as the caps allow."""
 
     def worst_batches(
@@ -244,6 +246,6 @@ def test_an_encoder_is_reserved_for_by_plans_alone() -> None:
         address="", plugin="", settings=WorkerSettings(), items=3, tokens=40, pixels_max=512
     )
     worker = Encoder(SimulatedMemory(256 * MIB))
-    _, reservation = reserve_encoder(TiledPlugin(), worker, model_info(), role)  # type: ignore[arg-type]
+    _, reservation = reserve_encoder(TiledPlugin(), worker, model_info(), role)
     assert worker.batches == [[16, 16]] * 2
     assert reservation.growth_bytes == 32 * MIB

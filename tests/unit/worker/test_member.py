@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
+from typing import TypeVar
 
+import numpy as np
 import pytest
 
 from vsched.errors import CheckpointError, GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision
+from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInWorker
 from vsched.wire import (
     ON_THE_WAY,
     AcceptKv,
@@ -31,9 +35,13 @@ from vsched.wire import (
     ThreadsInUse,
     decode_report,
 )
-from vsched.worker import member as members
 from vsched.worker.contract import WorkerSettings
+from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.member import Following, Member, RankHost
+from vsched.worker.stage_rank import StageRank
+
+_Worker = TypeVar("_Worker", bound=StandInWorker)
+EMBEDDINGS, NO_BYTES = np.zeros((1, 1, 1), np.uint8), np.zeros(0, np.uint8)
 
 
 class Link:
@@ -53,24 +61,25 @@ class Link:
         """No-op."""
 
 
-class StageExecutor:
+class Stage(StageRank):
     """Returns its given results one by one, each after its own time."""
 
     def __init__(self, *said: tuple[int, EncodeResult | Paused | None]) -> None:
+        super().__init__(worker())
         self.now_ns = 0
         self.threads = 0
-        self.hooks: list[str] = []
+        self.hooks_run: list[str] = []
         self._said = deque(said)
         self.order: list[str] = []
 
     def run_hook(self, name: str) -> None:
-        self.hooks.append(name)
+        self.hooks_run.append(name)
 
-    def wanted(self) -> list[str]:
+    def wanted_hooks(self) -> list[str]:
         return ["balance"]
 
     def kernels_late(self) -> int:
-        return len(self.hooks)
+        return len(self.hooks_run)
 
     def threads_here(self) -> int:
         return self.threads
@@ -85,12 +94,16 @@ class StageExecutor:
         return said
 
 
-def member_of(side: StageExecutor, rank: int = 0) -> Member[Link]:
+def worker(kind: type[_Worker] = StandInWorker) -> _Worker:  # type: ignore[assignment]
+    return kind(SimulatedMemory(1 << 20))
+
+
+def member_of(side: Stage, rank: int = 0) -> Member[Link]:
     """Return a rank that has loaded, on a clock that advances by its computing time."""
     spec = SimpleNamespace(rank=rank, secret="sesame")
     host = RankHost(now_ns=lambda: side.now_ns, memory=lambda: {"resident": 5})
     member = Member(spec, Link(), host)  # type: ignore[arg-type]
-    member.executor = side  # type: ignore[assignment]
+    member.stage = side
     return member
 
 
@@ -102,7 +115,7 @@ def receive(member: Member[Link], log: LeaderLog, entry: LogEntry) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
     """The first rank reports the time of each time slice, and in the end of all; the others report at the end."""
-    side = StageExecutor(
+    side = Stage(
         (5, Paused(1, 1, 0)),
         (7, Paused(1, 2, 0)),
         (9, EncodeResult(1, None, 0)),
@@ -133,19 +146,19 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
 
 def test_member_answers_heartbeats_and_hooks_by_their_place_in_the_log() -> None:
     """Each with the memory of the process; a hook once it has run."""
-    side = StageExecutor()
+    side = Stage()
     member, log = member_of(side), LeaderLog()
     for entry in (Heartbeat(), RunHook("balance"), Heartbeat()):
         receive(member, log, entry)
         assert member.carry_out()
-    assert side.hooks == ["balance"]
+    assert side.hooks_run == ["balance"]
     beats = [Beat(seq, {"resident": 5}, late) for seq, late in ((1, 0), (2, 1), (3, 1))]
     assert member.link.sent == [Hello(0, "sesame"), *beats]
 
 
 def test_member_reports_its_threads_when_their_number_changes() -> None:
     """After the result of the step before, so that the result is not delayed."""
-    side = StageExecutor(*((1, EncodeResult(step, None, 0)) for step in (1, 2, 3)))
+    side = Stage(*((1, EncodeResult(step, None, 0)) for step in (1, 2, 3)))
     member, log = member_of(side), LeaderLog()
     settings = WorkerSettings(threads=4)
     member._spec = SimpleNamespace(  # type: ignore[assignment]
@@ -169,23 +182,23 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     assert reports == [ready, ThreadsInUse(3, 4), ThreadsInUse(4, 4)]
 
 
-class ThreadedWorker:
+class ThreadedWorker(StandInWorker):
     """A worker that computes with two threads."""
 
     def threads_here(self) -> int:
         return 2
 
 
-@pytest.mark.parametrize(("worker", "threads"), [(ThreadedWorker(), 2), (object(), 0)])
-def test_executor_asks_the_worker_for_its_threads(worker: object, threads: int) -> None:
-    side = members.StageExecutor(worker)  # type: ignore[arg-type]
-    assert side.threads_here() == threads
+@pytest.mark.parametrize(("kind", "threads"), [(ThreadedWorker, 2), (StandInWorker, 0)])
+def test_stage_asks_the_worker_for_its_threads(kind: type[StandInWorker], threads: int) -> None:
+    assert StageRank(worker(kind)).threads_here() == threads
 
 
-class CompilingWorker:
+class CompilingWorker(StandInWorker):
     """A worker with a kernel for one kind of arguments, and later for others."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: SimulatedMemory) -> None:
+        super().__init__(memory)
         self.kernels = {"norm.add": 1}
 
     def kernels_here(self) -> dict[str, int]:
@@ -195,23 +208,23 @@ class CompilingWorker:
 def test_executor_counts_what_is_compiled_once_it_serves_and_tells_it_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    worker = CompilingWorker()
-    side = members.StageExecutor(worker)  # type: ignore[arg-type]
-    worker.kernels["norm.add"] = 2
+    compiling = worker(CompilingWorker)
+    side = StageRank(compiling)
+    compiling.kernels["norm.add"] = 2
     side.begin()
     assert side.kernels_late() == 0
-    worker.kernels |= {"norm.add": 3, "rope.turn": 1}
+    compiling.kernels |= {"norm.add": 3, "rope.turn": 1}
     assert [side.kernels_late(), side.kernels_late()] == [2, 2]
     assert caplog.messages == ["requests have waited for kernels: norm.add, rope.turn"]
 
 
-class AdapterWorker:
+class AdapterWorker(StandInEncoder):
     """A worker with space for one adapter."""
 
-    weights_bytes = 0
     adapter_bytes = 8
 
-    def __init__(self) -> None:
+    def __init__(self, memory: SimulatedMemory) -> None:
+        super().__init__(memory)
         self.paths: dict[int, str] = {}
 
     def add_adapter(self, number: int, path: str) -> None:
@@ -221,18 +234,15 @@ class AdapterWorker:
             raise CheckpointError("no room. Remedy: take one away.")
         self.paths[number] = path
 
-    def add_trial_adapter(self, number: int) -> None:
-        raise NotImplementedError
-
     def remove_adapter(self, number: int) -> None:
         self.paths.pop(number, None)
 
 
 def test_member_adds_and_removes_adapters_and_says_why_one_cannot_be_added() -> None:
     """A rank that cannot add one keeps all the others, and goes on."""
-    worker, log = AdapterWorker(), LeaderLog()
-    member = member_of(StageExecutor())
-    side = member.executor = members.StageExecutor(worker)  # type: ignore[arg-type]
+    adapting, log = worker(AdapterWorker), LeaderLog()
+    member = member_of(Stage())
+    side = member.stage = EncodeRank(adapting, EMBEDDINGS, read=lambda _: NO_BYTES)
     entries: list[LogEntry] = [AddAdapter(1, "huge"), AddAdapter(2, "a"), AddAdapter(3, "b")]
     for entry in (*entries, RemoveAdapter(3), RemoveAdapter(2), AddAdapter(4, "b")):
         receive(member, log, entry)
@@ -242,13 +252,12 @@ def test_member_adds_and_removes_adapters_and_says_why_one_cannot_be_added() -> 
     assert "Remedy: raise encode.memory_limit" in huge.error
     no_room = AdapterChanged(3, "no room. Remedy: take one away.")
     assert others == [AdapterChanged(2), no_room, *(AdapterChanged(seq) for seq in (4, 5, 6))]
-    assert worker.paths == {4: "b"}
+    assert adapting.paths == {4: "b"}
     assert side.adapters == {4}
 
 
 def test_member_without_adapters_follows_no_leader_that_adds_one() -> None:
-    member = member_of(StageExecutor())
-    member.executor = members.StageExecutor(object())  # type: ignore[arg-type]
+    member = member_of(Stage())
     receive(member, LeaderLog(), AddAdapter(1, "a"))
     with pytest.raises(RankDesync, match="takes none"):
         member.carry_out()
@@ -259,7 +268,7 @@ def test_member_without_adapters_follows_no_leader_that_adds_one() -> None:
 )
 def test_member_refuses_another_kv_cache_than_was_accepted(entry: LogEntry) -> None:
     """Sequences are in the current one."""
-    member = member_of(StageExecutor())
+    member = member_of(Stage())
     receive(member, LeaderLog(), entry)
     with pytest.raises(RankDesync, match="came after one was accepted"):
         member.carry_out()
@@ -270,7 +279,7 @@ SECOND_NS = 1_000_000_000
 
 def test_following_gives_leaders_the_whole_time_from_what_was_heard_last() -> None:
     """Of two leaders, the one that is silent for longer counts, and one that has never sent anything does not."""
-    side = StageExecutor()
+    side = Stage()
     side.now_ns = 50 * SECOND_NS
     members, log = (member_of(side), member_of(side)), LeaderLog()
     following = Following(members, 20.0, RankHost(now_ns=lambda: side.now_ns))
@@ -289,7 +298,7 @@ def test_following_gives_leaders_the_whole_time_from_what_was_heard_last() -> No
 
 def test_following_counts_from_the_end_of_a_step() -> None:
     """Messages that came meanwhile were received, only not read."""
-    side = StageExecutor((60 * SECOND_NS, EncodeResult(1, None, 0)))
+    side = Stage((60 * SECOND_NS, EncodeResult(1, None, 0)))
     member = member_of(side)
     following = Following([member], 20.0, RankHost(now_ns=lambda: side.now_ns))
     receive(member, LeaderLog(), EncodeDecision(1, []))
@@ -299,7 +308,7 @@ def test_following_counts_from_the_end_of_a_step() -> None:
 
 def test_following_waits_for_what_is_on_the_way() -> None:
     """A notice of data in transit resets the silence of a leader; before its first entry, no silence counts."""
-    side = StageExecutor()
+    side = Stage()
     member, log = member_of(side), LeaderLog()
     following = Following([member], 20.0, RankHost(now_ns=lambda: side.now_ns))
     assert not member.listen(0)
@@ -320,7 +329,7 @@ def test_following_waits_for_what_is_on_the_way() -> None:
 
 def test_following_waits_for_leaders_that_have_not_spoken() -> None:
     """Until every rank of a group is ready, its leader is silent; the first entry starts the clock."""
-    member, log = member_of(StageExecutor()), LeaderLog()
+    member, log = member_of(Stage()), LeaderLog()
     following = Following([member], 20.0)
     following.received_nothing()
     receive(member, log, Heartbeat())

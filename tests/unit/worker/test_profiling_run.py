@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.rank.fake_plugin import FakePlugin
 from tests.unit.worker.device_fakes import (
     LOAD,
     MIB,
@@ -128,7 +129,7 @@ def test_profiling_run_layouts_use_the_budget_up(
     assert all(1 <= length <= load.chunk_max for length in [*spread(load), *beside])
 
 
-class Builder:
+class Builder(FakePlugin):
     """Knows one image: the largest that is allowed."""
 
     def worst_batches(
@@ -141,10 +142,10 @@ def test_image_for_fits_the_prompt() -> None:
     """An image longer than a prompt is refused on arrival, so the profiling run takes one that is not."""
     plugin, info = Builder(), model_info()
     tight = msgspec.structs.replace(LOAD, context_tokens=20)
-    found = [image_for(plugin, info, load, pixels_max=9) for load in (LOAD, tight)]  # type: ignore[arg-type]
+    found = [image_for(plugin, info, load, pixels_max=9) for load in (LOAD, tight)]
     assert [plan.tokens for plan in found if plan] == [32, 16]
-    assert image_for(plugin, info, LOAD, pixels_max=0) is None  # type: ignore[arg-type]
-    assert image_for(object(), info, LOAD, pixels_max=9) is None  # type: ignore[arg-type]
+    assert image_for(plugin, info, LOAD, pixels_max=0) is None
+    assert image_for(FakePlugin(), info, LOAD, pixels_max=9) is None
 
 
 def test_profiling_run_computes_all_rows_with_an_adapter_where_there_may_be_any() -> None:

@@ -6,10 +6,10 @@ from vsched.errors import ConfigError
 from vsched.worker.registry import check_worker_name, load_worker
 
 
-def test_load_worker_names_what_a_plugin_lacks() -> None:
+def test_load_worker_refuses_what_is_no_plugin() -> None:
     with pytest.raises(
         ConfigError,
-        match="encode.plugin: worker plug-in 'builtins:print' lacks inspect, check_parallel, load_",
+        match="encode.plugin: worker plug-in 'builtins:print' is a builtin_function_or_method",
     ):
         load_worker("builtins:print", path="encode.plugin")
     with pytest.raises(

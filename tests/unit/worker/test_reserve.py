@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.unit.rank.fake_plugin import FakePlugin
 from tests.unit.worker.device_fakes import MIB, MeasuredEncoder, model_info, plan_of
 from vsched.errors import DeviceOutOfMemory
 from vsched.policy import RankMemory, Reservation
@@ -24,7 +25,7 @@ from vsched.types import ModelInfo
 from vsched.worker import kv_builder as sizing
 from vsched.worker import memory, profiling_run
 from vsched.worker import reserve as reserve_module
-from vsched.worker.contract import EncodeJob, ImagePlan, WorkerSettings
+from vsched.worker.contract import EncodeJob, ImagePlan, WorkerPlugin, WorkerSettings
 from vsched.worker.reserve import REPEATS_MAX, ROUNDS_OF_GROUP, BatchArena, reserve_encoder
 from vsched.worker.spec import EncodeRole
 
@@ -39,7 +40,7 @@ ROLE = EncodeRole(
 LARGE, SMALL = plan_of(32), plan_of(4)
 
 
-class Builder:
+class Builder(FakePlugin):
     """Names two candidates, and records the caps of its calls."""
 
     def __init__(self) -> None:
@@ -53,11 +54,11 @@ class Builder:
 
 
 def reserve(
-    plugin: object = None, *, total_bytes: int = 256 * MIB, **changes: int
+    plugin: WorkerPlugin | None = None, *, total_bytes: int = 256 * MIB, **changes: int
 ) -> tuple[RankMemory, Reservation, MeasuredEncoder]:
     worker = MeasuredEncoder(SimulatedMemory(total_bytes))
     role = msgspec.structs.replace(ROLE, **changes)
-    found = reserve_encoder(plugin or Builder(), worker, model_info(), role, rank=2)  # type: ignore[arg-type]
+    found = reserve_encoder(plugin or Builder(), worker, model_info(), role, rank=2)
     return *found, worker
 
 
@@ -81,7 +82,7 @@ def test_reserve_tells_when_the_allocator_gave_it_back() -> None:
             self.release()
 
     worker = MeasuredEncoder(Host(256 * MIB))
-    _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)
     assert (reservation.growth_bytes, reservation.held) == (32 * MIB, False)
 
 
@@ -99,7 +100,7 @@ class Scattering(MeasuredEncoder):
 def test_reserve_repeats_the_largest_candidate_until_it_adds_nothing() -> None:
     """Memory that batches keep is part of the needs of a later worst batch."""
     worker = Scattering(SimulatedMemory(1024 * MIB))
-    loaded, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    loaded, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)
     assert worker.batches == [[4, 4], *[[32]] * 6], (
         "the fifth kept the last of it, and the seventh added nothing"
     )
@@ -121,7 +122,7 @@ def test_reserve_repeats_no_more_for_what_the_drift_has_room_for(
 
     worker = Scattering(Drifting(1024 * MIB))
     worker.kept_bytes, worker.count = kept_bytes, 5
-    reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    reserve_encoder(Builder(), worker, model_info(), ROLE)
     assert len(worker.batches) == 2 + repeats
 
 
@@ -131,7 +132,7 @@ def test_reserve_gives_up_on_an_encoder_that_never_stops_growing(
     """It is logged, and the start continues with the measured values."""
     worker = Scattering(SimulatedMemory(1024 * MIB))
     worker.count = 100
-    reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    reserve_encoder(Builder(), worker, model_info(), ROLE)
     assert len(worker.batches) == 2 + REPEATS_MAX
     assert "encode.reserved" in caplog.text
 
@@ -142,7 +143,7 @@ def test_reserve_runs_as_many_rounds_on_every_rank_of_a_group() -> None:
         worker = Scattering(SimulatedMemory(1024 * MIB))
         worker.count = count
         role = msgspec.structs.replace(ROLE, settings=WorkerSettings(ranks=2))
-        reserve_encoder(Builder(), worker, model_info(), role)  # type: ignore[arg-type]
+        reserve_encoder(Builder(), worker, model_info(), role)
         assert len(worker.batches) == 2 * ROUNDS_OF_GROUP
 
 
@@ -169,7 +170,7 @@ class ByteMemory(SimulatedMemory):
 def test_reserve_tells_to_the_byte_what_is_held(peak: int, after: int, held: bool) -> None:
     """One byte of growth is growth, and it counts as held only if all of it is."""
     worker = MeasuredEncoder(ByteMemory(peak=peak, after=after))
-    _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)
     assert (reservation.growth_bytes, reservation.held) == (peak, held)
 
 
@@ -181,7 +182,7 @@ def test_reserve_adds_what_may_drift() -> None:
             return growth_bytes // 4 + 3 * MIB
 
     worker = MeasuredEncoder(Drifting(256 * MIB))
-    _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)  # type: ignore[arg-type]
+    _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)
     assert (reservation.growth_bytes, reservation.held) == (43 * MIB, False)
 
 
@@ -232,7 +233,7 @@ def test_reserve_refuses_an_override_that_is_not_there() -> None:
 def test_reserve_warns_without_a_builder(caplog: pytest.LogCaptureFixture) -> None:
     """And names the override."""
     with caplog.at_level(logging.WARNING):
-        _, reservation, worker = reserve(object())
+        _, reservation, worker = reserve(FakePlugin())
     assert (reservation.growth_bytes, worker.batches) == (0, [])
     assert "encode.reserved" in caplog.text
 

@@ -12,8 +12,9 @@ from tests.unit.worker.device_fakes import (
     MeasuredGenerator,
     model_info,
 )
+from vsched.memory import Sized
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.wire import Sized, SizeKv
+from vsched.wire import SizeKv
 from vsched.worker.kv_builder import KvBuilder
 
 PROBE = SizeKv(4096, profile=True, headroom_bytes=0, probe=True)
@@ -111,6 +112,7 @@ def test_carry_out_reports_out_of_memory_at_every_allocation(number: int) -> Non
     assert sized.outcome == "out_of_memory"
     assert "memory ran out on simulated" in sized.message
     assert "8192 tokens" in sized.message
+    assert "Remedy" not in sized.message, "the policy has a better one"
     assert sized.memory.kv_bytes == (0 if number == 1 else 8192 * KV_BYTES)
     assert sizing.carry_out(PROBE).outcome == "fits"
     worker.memory.check_invariants()

@@ -17,8 +17,7 @@ from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter
 from tests.workers.driver import Driver, Question, Stage
 from vsched.errors import CheckpointError
 from vsched.wire import SizeKv
-from vsched.worker.capabilities import ServesAdapters
-from vsched.worker.contract import WorkerSettings
+from vsched.worker.contract import GenerateWorker, WorkerSettings
 from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import StepLimits
 from vsched_workers.adapters.files import WEIGHTS_FILE
@@ -35,8 +34,7 @@ SOME_LAYERS: Mapping[str, Mapping[str, Any]] = {"qwen3_moe": ATTENTION}
 """Exceptions from all linear layers: experts are not linear layers."""
 
 
-def adapter_worker(stage: Stage) -> ServesAdapters:
-    assert isinstance(stage.generator, ServesAdapters)
+def adapter_worker(stage: Stage) -> GenerateWorker:
     return stage.generator
 
 

@@ -14,7 +14,6 @@ from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter, 
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks, driver_of
 from tests.workers.reference import Reference
-from vsched.worker.capabilities import ServesAdapters
 from vsched.worker.contract import WorkerSettings
 
 pytestmark = [
@@ -37,7 +36,6 @@ def load(settings: WorkerSettings, path: str, adapters: Sequence[str]) -> Stage:
     stage = Stage.load(path, attention="exact", dtype="float32", settings=settings)
     workers = [stage.generator, *([stage.vision] if stage.vision is not None else [])]
     for worker in workers:
-        assert isinstance(worker, ServesAdapters)
         for number, adapter in enumerate(adapters, start=1):
             worker.add_adapter(number, adapter)
     return stage
@@ -48,7 +46,6 @@ def answer(
 ) -> tuple[list[list[int]], int]:
     """Run questions of a text model; return the tokens, and the bytes that were allocated for adapters."""
     stage = load(settings, path, adapters)
-    assert isinstance(stage.generator, ServesAdapters)
     running = Driver(stage, chunk=7, seed=7).run(questions, arrivals=2, preempts=7)
     return tokens_of(running), stage.generator.adapter_bytes
 

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.parity.vision_checkpoints import PROCESSING, TEXT_TEMPLATE, make_vision_checkpoint
 from tests.workers.driver import drawn_image
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
-from vsched.worker.capabilities import PixelBounds
+from vsched.worker.contract import PixelBounds
 from vsched_workers.checkpoint.facts import inspect_checkpoint
 from vsched_workers.checkpoint.images import library
 from vsched_workers.checkpoint.images import processor as image_processor

@@ -25,8 +25,7 @@ from tests.workers.driver import drawn_image, values_of
 from tests.workers.properties import REPEATABLE
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.types import ArraySpec
-from vsched.worker.capabilities import BoundsImages, PixelBounds
-from vsched.worker.contract import ImagePlan, Preprocessor
+from vsched.worker.contract import ImagePlan, PixelBounds, Preprocessor
 from vsched_workers.checkpoint.preprocess.qwen import QwenPreprocessor
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
@@ -151,7 +150,6 @@ def test_bounds_of_a_request_are_those_of_transformers(
     wanted = processor(drawn_image(1, *shape), size=requested, return_tensors="np")
     front = load(size)
     assert isinstance(front, QwenPreprocessor)
-    assert isinstance(front, BoundsImages)
     bounded = front.bounded(found, pixels_max=1 << 40)
     plan = bounded.plan_image(*shape)
     assert grid_of(plan.metadata) == tuple(wanted["image_grid_thw"][0])

@@ -9,7 +9,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from tests.workers.properties import REPEATABLE
 from vsched.errors import ConfigError, RequestRefused
-from vsched.worker.capabilities import PixelBounds
+from vsched.worker.contract import PixelBounds
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
     ResizeLimits,

@@ -16,7 +16,6 @@ import torch
 from tests.patience import PATIENCE_S
 from tests.workers.driver import PAGES, ROWS_A_PAGE, Driver, Question, Stage
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import can_pause
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.plugin import RANK_MODULES
@@ -131,7 +130,7 @@ def encode_in_parts(
     driver = driver_of(settings, stage, 40)
     expected = [each.output for each in driver.run([question])]
     encoder = stage.encoder
-    assert can_pause(encoder)
+    assert encoder.pauses
     image = question.images[0]
     plan = stage.preprocessor.plan_image(*image.size)
     pages = list(range(-(-plan.tokens // ROWS_A_PAGE)))

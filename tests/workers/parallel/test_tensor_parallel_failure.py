@@ -24,7 +24,6 @@ from tests.workers.parallel.ranks import Ranks, outcome
 from tests.workers.test_vision import empty_pages, jobs_of
 from vsched.errors import DeviceOutOfMemory
 from vsched.wire import SizeKv
-from vsched.worker.capabilities import CollectiveWorker
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import StepLimits
@@ -275,7 +274,6 @@ def generate_with_faults(
 ) -> tuple[list[str], list[int]]:
     """Fail at each point of a step, and run it again each time, until a request is complete."""
     stage = on_rank.load(settings, path)
-    assert isinstance(stage.generator, CollectiveWorker)
     worker: Any = stage.generator
     driver = on_rank.driver_of(settings, stage, 16)
     running = driver.start(0, QUESTIONS[0])

@@ -44,6 +44,7 @@ from vsched.aio.hosts.stream import WINDOW_BYTES, Stream
 from vsched.aio.leader.leader import LeaderEnd
 from vsched.aio.replicas.launcher import Host, LaunchedRank, Launcher, LocalLauncher
 from vsched.errors import ConfigError, VschedError
+from vsched.memory import Sized
 from vsched.policy import RankMemory, Reservation
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import is_pulse, rank_identity
@@ -55,7 +56,6 @@ from vsched.wire import (
     RankReport,
     Ready,
     Reserved,
-    Sized,
     encode_report,
     undamaged_report,
 )

@@ -34,6 +34,7 @@ from vsched.failures import (
     StepTooLong,
 )
 from vsched.kernel.decisions import Decision, EncodeDecision
+from vsched.memory import Sized
 from vsched.policy import RankMemory
 from vsched.probes import probe
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
@@ -59,7 +60,6 @@ from vsched.wire import (
     RemoveAdapter,
     Reserved,
     RunHook,
-    Sized,
     SizeKv,
     StepCheck,
     Stop,

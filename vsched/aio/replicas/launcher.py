@@ -26,7 +26,6 @@ from vsched.errors import VschedError
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.types import ModelInfo, stage_of
-from vsched.worker.capabilities import ForkableRanks, LeanPreprocessing
 from vsched.worker.registry import load_worker
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
@@ -232,8 +231,7 @@ def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> Modules:
     """Return the modules to import for roles (plug-in name and device); empty if one allows no imports."""
     modules: dict[str, None] = {}  # in the order of the plug-in
     for name, device in roles:
-        plugin = load_worker(name)
-        needed = plugin.forkable_modules(info, device) if isinstance(plugin, ForkableRanks) else ()
+        needed = load_worker(name).forkable_modules(info, device)
         if not needed:
             return ()
         modules.update(dict.fromkeys(needed))
@@ -278,7 +276,6 @@ def _modules_of_generate(config: Config) -> Modules:
     if not config.model.path or not section.on_cpu or config.cluster.elsewhere:
         return ()
     plugin = load_worker(section.plugin, path="generate.plugin")
-    if isinstance(plugin, LeanPreprocessing):
-        plugin.forgo_models(config.model.path)  # before anything looks for torch
+    plugin.forgo_models(config.model.path)  # before anything looks for torch
     info = plugin.inspect(config.model.path, dtype=config.model.dtype, item_tokens_max=0)
     return modules_of(info, [(section.plugin, section.device)])

@@ -19,7 +19,7 @@ from vsched.media.embeddings import BoundedImage, EmbeddedImage, NamedImage
 from vsched.record.left import PartialOutput
 from vsched.types import FinishReason, ModelInfo, Request
 from vsched.wire import PromptPiece
-from vsched.worker.capabilities import PixelBounds
+from vsched.worker.contract import PixelBounds
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from vsched.api.tools.formats import (
     TaggedArguments,
     ValueArguments,
 )
-from vsched.worker.capabilities import AnswerParser, AnswerPart
+from vsched.worker.contract import AnswerParser, AnswerPart
 
 HEAD_CHARACTERS_MAX = 512
 """Maximum length of a call's head, including whitespace: a longer one is not a call."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vsched.checkpoint_tools import CheckpointTools, ExamTurn
 from vsched.cli import app
 from vsched.cli.demo.display import (
     AskedTurn,
@@ -20,7 +21,6 @@ from vsched.cli.demo.display import (
     turns_table,
     verdict,
 )
-from vsched.worker.capabilities import CheckpointMaker, Examiner, ExamTurn
 
 if TYPE_CHECKING:
     import httpx
@@ -52,13 +52,11 @@ def demo(
     import uvloop
     from rich.console import Console
 
-    from vsched.worker.registry import load_worker
+    from vsched.checkpoint_tools import load_tools
 
     console = Console(highlight=False)
     folder.mkdir(parents=True, exist_ok=True)
-    plugin = load_worker("transformers")
-    assert isinstance(plugin, Examiner)
-    assert isinstance(plugin, CheckpointMaker)
+    plugin = load_tools("transformers", "exam_tasks")
     trained = plugin.trained_checkpoint()
     if trained and not random_weights:
         console.print(
@@ -148,7 +146,7 @@ class _Exam:
     """A trained checkpoint, the source of its pictures, and their seed."""
 
     checkpoint: str
-    examiner: Examiner
+    examiner: CheckpointTools
     seed: int
 
     def turn(self, task: str, place: int) -> ExamTurn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from vsched.worker.capabilities import ExamTurn
+from vsched.checkpoint_tools import ExamTurn
 
 
 def is_answer(text: str, expected: str) -> bool:

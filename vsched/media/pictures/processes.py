@@ -20,8 +20,7 @@ from vsched.media.decode import DecodeLimits, ImageHeader, has_native_header, in
 from vsched.media.embeddings import Embedding
 from vsched.media.measure import Measured
 from vsched.types import ArraySpec, Extent
-from vsched.worker.capabilities import PixelBounds
-from vsched.worker.contract import ImageRecipe, Preprocessor
+from vsched.worker.contract import ImageRecipe, PixelBounds, Preprocessor
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +61,10 @@ def picture_processes(
 
     `arena_fd` is the arena, which begins with the pixel region, and `deadline_s` the maximum time of one image.
     """
-    make_recipe = getattr(preprocessor, "image_recipe", None)
-    if make_recipe is None:
+    recipe = preprocessor.image_recipe()
+    if recipe is None:
         return None
-    work = msgspec.json.encode(PictureWork(make_recipe(), limits))
+    work = msgspec.json.encode(PictureWork(recipe, limits))
     return PictureProcesses(work, limits, arena_fd=arena_fd, deadline_s=deadline_s)
 
 

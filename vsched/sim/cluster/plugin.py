@@ -24,14 +24,16 @@ from vsched.sim.ranks.symbolic_model import (
 )
 from vsched.sim.workload.images import SETTINGS_DIGEST, SIDE
 from vsched.types import ModelInfo, Spans
-from vsched.worker.capabilities import AdapterFacts
 from vsched.worker.contract import (
+    AdapterFacts,
     Arrays,
     Companion,
     EncodeWorker,
     GenerateWorker,
     ImagePlan,
+    Preprocessor,
     Progress,
+    WorkerPlugin,
     WorkerSettings,
 )
 from vsched.worker.expansion import expand_images
@@ -59,12 +61,11 @@ class SimulatedDetokenizer:
         return ""
 
 
-class SimulatedPreprocessor:
+class SimulatedPreprocessor(Preprocessor):
     """Tokenizer, chat template and image processor without a model."""
 
     settings_digest = SETTINGS_DIGEST
     companion = Companion("tokens", ("tokens",))
-    chat_template = ""
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
@@ -87,9 +88,6 @@ class SimulatedPreprocessor:
         if not word.isdecimal():
             raise RequestRefused(f"{word!r} is not a token. Remedy: send numbers.", code="no_token")
         return int(word)
-
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        return SimulatedDetokenizer().push(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         return b"%d " % token_id
@@ -121,7 +119,7 @@ class SimulatedPreprocessor:
         return expand_images(token_ids, plans, placeholder=self.info.placeholder)
 
 
-class SimulatedPlugin:
+class SimulatedPlugin(WorkerPlugin):
     """The plug-in that the configuration of a simulated engine names."""
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from vsched.errors import DeviceOutOfMemory, limit_message
+from vsched.errors import DeviceOutOfMemory
 
 _MIB = 1 << 20
 
@@ -214,12 +214,9 @@ class SimulatedMemory:
     def _out_of_memory(self, size: int, why: str) -> DeviceOutOfMemory:
         cached_bytes = self.reserved() - self.allocated()
         return DeviceOutOfMemory(
-            limit_message(
-                f"memory ran out on {self.name} ({why}{cached_bytes} bytes are cached)",
-                value=f"{size} bytes",
-                limit=f"{self.available()} bytes free of {self._total_bytes}",
-                remedy="allocate less, or free memory on the device",
-            )
+            f"memory ran out on {self.name} ({why}{cached_bytes} bytes are cached): value {size} bytes, "
+            f"limit {self.available()} bytes free of {self._total_bytes}",
+            remedy="allocate less, or free memory on the device",
         )
 
 

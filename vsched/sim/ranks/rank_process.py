@@ -26,11 +26,11 @@ from vsched.transport.zmq_link import OnFrame
 from vsched.types import stage_of
 from vsched.wire import Hello, Pulse, Stop, encode_report
 from vsched.worker.contract import WorkerPlugin
+from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.loading import RankLoading
 from vsched.worker.member import (
     PULSES_PER_TIMEOUT,
     Following,
-    GenerateExecutor,
     Member,
     RankHost,
 )
@@ -229,15 +229,15 @@ class SimulatedRank:
         return f"{' and '.join(self._groups.values())} rank {self._spec.rank}"
 
     def _load_worker(self, _name: str) -> WorkerPlugin:
-        return RankPlugin(self._world, self, ROOT)  # type: ignore[return-value] # ranks call no other methods
+        return RankPlugin(self._world, self, ROOT)
 
     async def _load(self, loading: RankLoading[SimulatedLink]) -> None:
         loading.begin()
         await self._catch_up()
-        while (orders := loading.orders) is not None:
-            frame = await orders.member.link.end.next_frame()
+        while loading.sizing is not None:
+            frame = await loading.sizing.link.end.next_frame()
             assert frame is not None, "only a rank that has ended closes its link"
-            orders.take(frame)
+            loading.take(frame)
             await self._catch_up()
         self.serving = True
 
@@ -346,10 +346,9 @@ class SimulatedRank:
 
     def sequences(self, group: str) -> set[int] | None:
         """Return the numbers of the requests it holds for a generate group; None if it does not serve the group."""
-        for member in self._members:
-            executor = member.executor
-            if member.link.end.party.group == group and isinstance(executor, GenerateExecutor):
-                return set(executor.rank.sequences)
+        for member in self._members if self.serving else ():
+            if member.link.end.party.group == group and isinstance(member.stage, GenerateRank):
+                return set(member.stage.sequences)
         return None
 
     # --- calls by workers ---

@@ -13,7 +13,14 @@ import numpy.typing as npt
 
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
-from vsched.worker.contract import Batch, EncodeJob, Sampled, SequenceState
+from vsched.worker.contract import (
+    Batch,
+    EncodeJob,
+    EncodeWorker,
+    GenerateWorker,
+    Sampled,
+    Worker,
+)
 
 
 def stand_in_info(**facts: object) -> ModelInfo:
@@ -34,7 +41,7 @@ def stand_in_info(**facts: object) -> ModelInfo:
     return ModelInfo(**{**small, **facts})  # type: ignore[arg-type] # the keys are valid fields
 
 
-class StandInWorker:
+class StandInWorker(Worker):
     """Memory of a worker: allocates its weights on creation.
 
     Attributes:
@@ -43,28 +50,23 @@ class StandInWorker:
 
     def __init__(self, memory: SimulatedMemory, *, weights_bytes: int = 0) -> None:
         self.memory = memory
-        self._weights_bytes = weights_bytes
+        self.weights_bytes = weights_bytes
         if weights_bytes:
             memory.allocate(weights_bytes)
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights on the device."""
-        return self._weights_bytes
 
     def device_memory(self) -> SimulatedMemory:
         """Return the simulated device."""
         return self.memory
 
 
-class StandInEncoder(StandInWorker):
+class StandInEncoder(StandInWorker, EncodeWorker):
     """A vision tower that does not write to the arena."""
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode nothing."""
 
 
-class StandInGenerator(StandInWorker):
+class StandInGenerator(StandInWorker, GenerateWorker):
     """A language model with a KV cache on the simulated device, in one allocation; it yields token 1 for every row."""
 
     def __init__(
@@ -97,12 +99,6 @@ class StandInGenerator(StandInWorker):
         for handle in self._kv:
             self.memory.free(handle)
         self._kv = []
-
-    def drop_graphs(self) -> None:
-        """No-op: there are no graphs."""
-
-    def prepare(self, sequence: SequenceState) -> None:
-        """No-op: sequences have no state."""
 
     def step(self, batch: Batch) -> Sampled:
         """Yield a token for every row."""

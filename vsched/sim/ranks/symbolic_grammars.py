@@ -68,7 +68,7 @@ def allowed_tokens(mask: npt.NDArray[np.uint32]) -> list[int]:
 
 
 class SymbolicGrammars:
-    """Compiles choices; see `vsched.worker.capabilities.Grammars`."""
+    """Compiles choices; see `vsched.worker.contract.Grammars`."""
 
     def check(self, grammar: str) -> None:
         """Refuse a grammar that is not a choice of token sequences.

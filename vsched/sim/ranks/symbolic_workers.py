@@ -36,9 +36,11 @@ from vsched.worker.contract import (
     Chunk,
     EncodeJob,
     ImagePlan,
+    Preprocessor,
     Progress,
     Sampled,
     SequenceState,
+    WorkerPlugin,
     WorkerSettings,
 )
 
@@ -87,6 +89,8 @@ class Process(Protocol):
 class SymbolicEncoder(StandInEncoder):
     """The vision tower of one rank."""
 
+    pauses = True
+
     def __init__(self, world: World, process: Process, settings: WorkerSettings) -> None:
         _load(process, world, "encode")
         super().__init__(process.memory, weights_bytes=WEIGHTS_BYTES)
@@ -107,8 +111,6 @@ class SymbolicEncoder(StandInEncoder):
         process.spend_step(world.costs.encode_ns(tokens))
         self._need_memory()
         self._finish(jobs, embeddings)
-
-    pauses = True
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Begin a batch that is encoded layer by layer."""
@@ -205,6 +207,7 @@ class SymbolicGenerator(StandInGenerator):
         self._root = root
         self._adapters: set[int] = set()
         self._adapters_max = settings.adapters
+        self.adapter_bytes = settings.adapters * ADAPTER_BYTES
         if settings.adapters:
             process.memory.allocate(self.adapter_bytes)
         self._blocks: npt.NDArray[np.uint64] = np.zeros((0, 1), np.uint64)
@@ -238,11 +241,6 @@ class SymbolicGenerator(StandInGenerator):
         self._places[out[:, 1]] = self._blocks[out[:, 0]]
         self._blocks[back[:, 1]] = self._places[back[:, 0]]
         self._places[back[:, 0]] = 0
-
-    @property
-    def adapter_bytes(self) -> int:
-        """Memory reserved for adapters."""
-        return self._adapters_max * ADAPTER_BYTES
 
     def add_adapter(self, number: int, path: str) -> None:
         """Add an adapter, which is represented by its number only."""
@@ -420,13 +418,24 @@ class SymbolicDraft(SymbolicGenerator):
         return self.TIME * super()._cost_ns(batch)
 
 
-class RankPlugin:
-    """The worker plug-in of one simulated rank."""
+class RankPlugin(WorkerPlugin):
+    """The worker plug-in of one simulated rank; the engine has `vsched.sim.cluster.plugin`."""
 
     def __init__(self, world: World, process: Process, root: int) -> None:
         self._world = world
         self._process = process
         self._root = root
+
+    def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
+        """Not called in ranks."""
+        raise NotImplementedError
+
+    def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
+        """Accept any number of ranks."""
+
+    def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
+        """Not called in ranks."""
+        raise NotImplementedError
 
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress

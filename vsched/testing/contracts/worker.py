@@ -20,10 +20,10 @@ from vsched.testing.contracts.worker_schedules import (
     ScheduledRequest,
     run_alone,
     run_together,
+    watch_steps,
 )
 from vsched.types import ArraySpec, Extent, ModelInfo, SamplingParams
 from vsched.wire import Paused, RankReport, SizeKv
-from vsched.worker.capabilities import SwapsBlocks, SwapsKv, can_pause
 from vsched.worker.contract import (
     Arrays,
     EncodeJob,
@@ -34,6 +34,7 @@ from vsched.worker.contract import (
     WorkerPlugin,
     WorkerSettings,
     extent_bytes,
+    supports,
     view_arrays,
 )
 from vsched.worker.encode_rank import EncodeRank
@@ -174,10 +175,12 @@ class _WorkerBench:
         _check_memory(self.generator, info, self._load(), self.blocks)
         # As in a restarted group: a KV cache that was proved before is built without touching it.
         self.generator.build_kv(blocks=self.blocks, block_size=block_size, touch=False)
+        watch_steps(self.generator, info.vocab_size)
         self.swap_blocks = 0
-        if isinstance(plugin, SwapsKv) and plugin.swaps_kv(info, device=settings.device):
-            demand_members(self.generator, SwapsBlocks, who="the result of `load_generator`")
-            assert isinstance(self.generator, SwapsBlocks)
+        if plugin.swaps_kv(info, device=settings.device):
+            demand(
+                supports(self.generator, "build_swap"), "`swaps_kv` is True without `build_swap`"
+            )
             self.swap_blocks = self.blocks // 2
             self.generator.build_swap(self.swap_blocks)
 
@@ -202,7 +205,6 @@ class _WorkerBench:
             slots=SLOTS,
             blocks=self.blocks,
             block_size=self.block_size,
-            vocabulary=self.info.vocab_size,
             swap_blocks=self.swap_blocks,
         )
         asks = self._draw(rng)
@@ -335,15 +337,18 @@ class _WorkerBench:
         return drawn
 
 
-class _Overheard:
+class _Overheard(EncodeWorker):
     """An encoder that keeps its last exception, since its rank replaces it with a message for clients."""
 
     def __init__(self, worker: EncodeWorker) -> None:
         self.weights_bytes = worker.weights_bytes
-        self.device_memory = worker.device_memory
         self.error: Exception | None = None
-        self.pauses = can_pause(worker)
+        self.pauses = worker.pauses
         self._worker = worker
+
+    def device_memory(self) -> DeviceMemory:
+        """Return the memory of its device."""
+        return self._worker.device_memory()
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode a batch."""
@@ -352,13 +357,11 @@ class _Overheard:
 
     def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Begin a batch that is encoded layer by layer."""
-        assert can_pause(self._worker)
         with self._listening():
             self._worker.begin(jobs, embeddings)
 
     def advance(self, layers: int) -> bool:
         """Encode some layers of the batch."""
-        assert can_pause(self._worker)
         with self._listening():
             return self._worker.advance(layers)
 

@@ -27,7 +27,6 @@ from vsched.kernel.decisions import (
 from vsched.testing.contracts.base import demand
 from vsched.types import ItemPlace, SamplingParams
 from vsched.wire import GenerateResult
-from vsched.worker.capabilities import SwapsBlocks
 from vsched.worker.contract import Batch, GenerateWorker, ImagePlan, Sampled
 from vsched.worker.generate_rank import GenerateRank
 
@@ -66,7 +65,6 @@ class Place:
     slots: int
     blocks: int
     block_size: int
-    vocabulary: int
     swap_blocks: int = 0
 
 
@@ -106,24 +104,11 @@ class _Request:
         return content
 
 
-class Watched:
-    """A worker whose outputs are checked, and whose inputs must stay unchanged."""
+def watch_steps(worker: GenerateWorker, vocabulary: int) -> None:
+    """Replace `step` of a worker by one that checks its outputs, and that its inputs stay unchanged."""
+    step = worker.step
 
-    def __init__(self, worker: GenerateWorker, vocabulary: int) -> None:
-        self._worker = worker
-        self._vocabulary = vocabulary
-        self.weights_bytes = worker.weights_bytes
-        self.device_memory = worker.device_memory
-        self.build_kv = worker.build_kv
-        self.drop_graphs = worker.drop_graphs
-        self.drop_kv = worker.drop_kv
-        self.prepare = worker.prepare
-        if isinstance(worker, SwapsBlocks):
-            self.build_swap = worker.build_swap
-            self.swap = worker.swap
-
-    def step(self, batch: Batch) -> Sampled:
-        """Run a step."""
+    def watched(batch: Batch) -> Sampled:
         arrays = {
             "decode_slots": batch.decode_slots,
             "decode_tokens": batch.decode_tokens,
@@ -132,27 +117,30 @@ class Watched:
         }
         before = {name: array.copy() for name, array in arrays.items()}
         tokens = [one.sequence.tokens[: one.stop].copy() for one in batch.chunks]
-        sampled = self._worker.step(batch)
+        sampled = step(batch)
         for name, array in arrays.items():
             demand(np.array_equal(array, before[name]), f"`step` wrote to `{name}` of its batch")
         for chunk, known in zip(batch.chunks, tokens, strict=True):
             same = np.array_equal(chunk.sequence.tokens[: chunk.stop], known)
             demand(same, "`step` wrote to the tokens of a sequence")
         rows = len(batch.decode_slots) + sum(chunk.samples for chunk in batch.chunks)
-        self._check(sampled.tokens, rows)
+        _check_tokens(sampled.tokens, rows, vocabulary)
         return sampled
 
-    def _check(self, tokens: npt.NDArray[np.int32], rows: int) -> None:
-        demand(
-            isinstance(tokens, np.ndarray) and tokens.dtype == np.int32,
-            f"`step` must return tokens as int32, not {getattr(tokens, 'dtype', type(tokens))}",
-        )
-        demand(
-            tokens.shape == (rows,),
-            f"`step` must return a token for each of {rows} rows, and returned {tokens.shape}",
-        )
-        wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
-        demand(not len(wrong), f"`step` returned a token outside the vocabulary: {wrong[:1]}")
+    worker.step = watched  # type: ignore[method-assign]
+
+
+def _check_tokens(tokens: npt.NDArray[np.int32], rows: int, vocabulary: int) -> None:
+    demand(
+        isinstance(tokens, np.ndarray) and tokens.dtype == np.int32,
+        f"`step` must return tokens as int32, not {getattr(tokens, 'dtype', type(tokens))}",
+    )
+    demand(
+        tokens.shape == (rows,),
+        f"`step` must return a token for each of {rows} rows, and returned {tokens.shape}",
+    )
+    wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    demand(not len(wrong), f"`step` returned a token outside the vocabulary: {wrong[:1]}")
 
 
 def run_alone(place: Place, ask: ScheduledRequest, number: int) -> list[int]:
@@ -202,7 +190,7 @@ class Schedule:
         most = min(place.slots, len(requests)) * -(-self._context // place.block_size)
         self._free_blocks = rng.sample(range(place.blocks), most)
         self._rank = GenerateRank(
-            Watched(place.worker, place.vocabulary),
+            place.worker,
             place.embeddings,
             slots=place.slots,
             context_tokens=self._context,

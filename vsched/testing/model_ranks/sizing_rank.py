@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vsched.memory import Accepted, KvNegotiation
+from vsched.memory import Accepted, KvNegotiation, Sized
 from vsched.policy import Build, MemoryView, Probe, RankMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.stand_in_workers import StandInGenerator, stand_in_info
-from vsched.wire import Sized, SizeKv
+from vsched.wire import SizeKv
 from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import StepLimits
 
@@ -87,7 +87,7 @@ class _LayeredGenerator(StandInGenerator):
         self._rank = rank
         for size in rank.weights:
             self.memory.allocate(size)
-        self._weights_bytes = sum(rank.weights)
+        self.weights_bytes = sum(rank.weights)
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         size = blocks * block_size * self._kv_bytes_per_token

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,60 +145,6 @@ class ServedAdapters:
     def all_rows(self, number: int) -> AbstractContextManager[None]:
         """Apply one adapter, or none for 0, to all rows until the context ends."""
         return self._module.all_rows(str(number)) if number else nullcontext()
-
-
-class AdaptedWorker:
-    """Adapter methods of a worker; see `vsched.worker.capabilities.ServesAdapters`."""
-
-    def __init__(self, adapters: ServedAdapters | None) -> None:
-        """Take the adapters that requests may name; None without adapters."""
-        self._served = adapters
-
-    @property
-    def adapter_bytes(self) -> int:
-        """Bytes that were allocated for adapters."""
-        return 0 if self._served is None else self._served.bytes
-
-    def add_adapter(self, number: int, path: str) -> None:
-        """Add an adapter, all of it or nothing.
-
-        Raises:
-            CheckpointError: When it cannot be read, or does not fit.
-        """
-        self._adapters.add(number, path)
-
-    def add_trial_adapter(self, number: int) -> None:
-        """Add an adapter of the highest rank to all layers."""
-        self._adapters.add_trial(number)
-
-    def remove_adapter(self, number: int) -> None:
-        """Remove an adapter, if it is there."""
-        self._adapters.remove(number)
-
-    def adapted(self, batch: Batch) -> AbstractContextManager[None]:
-        """Apply adapters to the rows of a step until the context ends."""
-        return nullcontext() if self._served is None else self._served.rows_of(batch)
-
-    def adapted_images(self, number: int) -> AbstractContextManager[None]:
-        """Apply an adapter to all rows of images until the context ends; none for 0."""
-        return nullcontext() if self._served is None else self._served.all_rows(number)
-
-    @contextmanager
-    def partly_adapted(self) -> Iterator[None]:
-        """Allow steps through some layers only until the context ends."""
-        if self._served is None:
-            yield
-            return
-        self._served.expect_all(whole=False)
-        try:
-            yield
-        finally:
-            self._served.expect_all(whole=True)
-
-    @property
-    def _adapters(self) -> ServedAdapters:
-        assert self._served is not None, "settings ask for adapters before any comes"
-        return self._served
 
 
 def served_adapters(

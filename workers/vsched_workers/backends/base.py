@@ -175,7 +175,7 @@ class Backend(ABC):
         return 0
 
     def kernels_here(self) -> Mapping[str, int]:
-        """Return, for each compiled kernel of this process, the number of its specializations; see `CountsKernels`."""
+        """Return, for each compiled kernel of this process, the number of its specializations."""
         return {}
 
     @abstractmethod

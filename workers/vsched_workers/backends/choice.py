@@ -54,7 +54,7 @@ def torch_threads(settings: WorkerSettings) -> int:
 
 
 def threads_here(backend: Backend) -> int:
-    """Return the number of threads that this process computes with at present; see `UsesThreads`."""
+    """Return the number of threads that this process computes with at present."""
     if backend.device != "cpu":
         return 0
     if not backend.compiles:  # all its operations are torch's, with a constant number of threads

@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from vsched.checkpoint_tools import CheckpointDescription
 from vsched.errors import CheckpointError
-from vsched.worker.capabilities import CheckpointDescription
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
 from vsched_workers.checkpoint.weights import weight_files

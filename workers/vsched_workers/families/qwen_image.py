@@ -28,8 +28,7 @@ from PIL import Image
 
 from vsched.errors import ConfigError, RequestRefused, limit_message
 from vsched.types import ArraySpec
-from vsched.worker.capabilities import PixelBounds
-from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe
+from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe, PixelBounds
 
 ASPECT_RATIO_MAX = 200
 """Maximum of longer side over shorter side that the processors accept."""

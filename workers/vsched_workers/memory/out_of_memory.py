@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vsched.errors import DeviceOutOfMemory, limit_message
+from vsched.errors import DeviceOutOfMemory
 from vsched.worker.memory import DeviceMemory
 
 _OUT_OF_MEMORY = re.compile(
@@ -38,15 +38,11 @@ def typed_out_of_memory(doing: str, *, remedy: str = STEP_REMEDY) -> Iterator[No
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise DeviceOutOfMemory(_message(doing, remedy)) from error
+        raise DeviceOutOfMemory(f"memory ran out while {doing}", remedy=remedy) from error
     except (RuntimeError, OSError) as error:
         if _OUT_OF_MEMORY.search(str(error)):
-            raise DeviceOutOfMemory(_message(doing, remedy)) from error
+            raise DeviceOutOfMemory(f"memory ran out while {doing}", remedy=remedy) from error
         raise
-
-
-def _message(doing: str, remedy: str) -> str:
-    return f"memory ran out while {doing}. Remedy: {remedy}."
 
 
 def require_available(memory: DeviceMemory, size: int, what: str) -> None:
@@ -62,10 +58,6 @@ def require_available(memory: DeviceMemory, size: int, what: str) -> None:
     available = memory.available()
     if size > available:
         raise DeviceOutOfMemory(
-            limit_message(
-                f"{what} does not fit on {memory.name} (bytes)",
-                value=size,
-                limit=available,
-                remedy="make it smaller (generate.memory), or free memory on the device",
-            )
+            f"{what} does not fit on {memory.name} (bytes): value {size}, limit {available}",
+            remedy="make it smaller (generate.memory), or free memory on the device",
         )

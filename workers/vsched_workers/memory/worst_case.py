@@ -36,7 +36,7 @@ SAME_SIZE = 0.9
 def worst_batches(
     info: ModelInfo, *, items: int, tokens: int, pixels_max: int
 ) -> list[list[ImagePlan]]:
-    """Return the candidates for the worst batch; see `vsched.worker.capabilities.WorstCaseBuilder`."""
+    """Return the candidates for the worst batch; see `vsched.worker.contract.WorkerPlugin`."""
     if pixels_max < 1 or (items < 1 and tokens < 1):
         return []
     directory = checkpoint_directory(info.path)

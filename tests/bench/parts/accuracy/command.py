@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.bench.parts.accuracy.measure import AccuracyReport, VariantResult
     from tests.bench.parts.accuracy.variants import Variant
-    from vsched.worker.capabilities import Examiner
+    from vsched.checkpoint_tools import CheckpointTools
 
 CHANGES_SHOWN = 5
 SHOWN_CHARACTERS = 24
@@ -99,27 +99,20 @@ def _tokens(budgets: str) -> list[int]:
     return found
 
 
-def _examiner(assignments: list[str]) -> Examiner:
+def _examiner(assignments: list[str]) -> CheckpointTools:
     """Return the worker plug-in of the configuration.
 
     Raises:
         ConfigError: When it has no questions.
     """
+    from vsched.checkpoint_tools import load_tools
     from vsched.config import load_config
-    from vsched.worker.capabilities import Examiner
-    from vsched.worker.registry import load_worker
 
     name = load_config(None, sets=assignments, environ={}).config.generate.plugin
-    plugin = load_worker(name, path="generate.plugin")
-    if not isinstance(plugin, Examiner):
-        raise ConfigError(
-            f"generate.plugin: {name!r} has no questions to ask. Remedy: use one with the methods of "
-            f"{Examiner.__module__}.{Examiner.__qualname__}, such as transformers"
-        )
-    return plugin
+    return load_tools(name, "exam_tasks", path="generate.plugin")
 
 
-def _trained(examiner: Examiner) -> str:
+def _trained(examiner: CheckpointTools) -> str:
     path = examiner.trained_checkpoint()
     if not path:
         raise ConfigError(
@@ -130,7 +123,7 @@ def _trained(examiner: Examiner) -> str:
 
 
 async def _measure(
-    examiner: Examiner,
+    examiner: CheckpointTools,
     path: str,
     variants: list[Variant],
     assignments: list[str],

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from vsched.checkpoint_tools import CheckpointTools, ExamTurn
 from vsched.cli.demo.exam import data_url, user_message
-from vsched.worker.capabilities import Examiner, ExamTurn
 
 CHAINED = "conversation"
 """Task name of conversations composed of questions from several tasks."""
@@ -32,7 +32,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     images: list[str]
 
 
-def draw_questions(examiner: Examiner, count: int) -> list[list[Question]]:
+def draw_questions(examiner: CheckpointTools, count: int) -> list[list[Question]]:
     """Return conversations as questions: `count` per task, and as many with mixed tasks and images."""
     drawn = [(task, examiner.exam(task, count)) for task in examiner.exam_tasks()]
     drawn.append((CHAINED, draw_chains(examiner, count)))
@@ -43,7 +43,7 @@ def draw_questions(examiner: Examiner, count: int) -> list[list[Question]]:
     ]
 
 
-def draw_chains(examiner: Examiner, count: int) -> list[tuple[ExamTurn, ...]]:
+def draw_chains(examiner: CheckpointTools, count: int) -> list[tuple[ExamTurn, ...]]:
     """Return conversations in which each turn has its own image and another task than the previous turn."""
     pools = [examiner.exam(task, count, seed=CHAINED_SEED) for task in examiner.exam_tasks()]
     # Questions about "the first image" would change their meaning in a conversation with more

@@ -12,7 +12,6 @@ import numpy as np
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import LeanPreprocessing
 from vsched.worker.contract import (
     Batch,
     EncodeWorker,
@@ -20,6 +19,7 @@ from vsched.worker.contract import (
     Preprocessor,
     Progress,
     Sampled,
+    WorkerPlugin,
     WorkerSettings,
 )
 from vsched.worker.registry import load_worker
@@ -51,7 +51,7 @@ class StubGenerator(StandInGenerator):
         return Sampled(np.full(rows, self._token, np.int32))
 
 
-class StubPlugin:
+class StubPlugin(WorkerPlugin):
     """The plug-in that the configuration of the measured server names."""
 
     def __init__(self, *, step_s: float = 0.0) -> None:
@@ -63,9 +63,7 @@ class StubPlugin:
 
     def forgo_models(self, path: str) -> None:
         """Let the preprocessor load without models."""
-        real = load_worker(REAL)
-        if isinstance(real, LeanPreprocessing):
-            real.forgo_models(path)
+        load_worker(REAL).forgo_models(path)
 
     def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
         """Accept any number of ranks."""

@@ -19,10 +19,13 @@ import zmq.asyncio
 
 from vsched.kernel.decisions import GenerateDecision
 from vsched.rank import follow
+from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.stand_in_workers import StandInEncoder
 from vsched.transport.zmq_link import RankLink
 from vsched.wire import GenerateResult, LogEntry
-from vsched.worker.member import Member, NotLoaded
+from vsched.worker.member import Member
 from vsched.worker.spec import RankSpec
+from vsched.worker.stage_rank import StageRank
 
 SECRET = "measured"
 SILENCE_S = 600.0
@@ -33,8 +36,11 @@ def stamp(received_ns: int) -> bytes:
     return received_ns.to_bytes(8, "little")
 
 
-class Clock(NotLoaded):
-    """A rank's executor that computes nothing."""
+class Clock(StageRank):
+    """A rank that computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(StandInEncoder(SimulatedMemory(0)))
 
     def carry_out(self, entry: LogEntry) -> GenerateResult:
         """Return the time when the entry was accepted and decoded."""
@@ -47,7 +53,7 @@ def follow_log(address: str) -> None:
     """Follow a decision log as a rank does, checks included."""
     spec = cast("RankSpec", SimpleNamespace(rank=0, secret=SECRET))
     member = Member(spec, RankLink(address, 0))
-    member.executor = Clock()
+    member.stage = Clock()
     follow([member], SILENCE_S)
     member.link.close()
 

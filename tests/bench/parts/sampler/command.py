@@ -24,12 +24,10 @@ def sampler(
     from rich.table import Table
 
     from tests.bench.parts.sampler.measure import measure_sampler
+    from vsched.checkpoint_tools import load_tools
     from vsched.errors import ConfigError
-    from vsched.worker.capabilities import SamplerMaker
-    from vsched.worker.registry import load_worker
 
-    plugin = load_worker("transformers")
-    assert isinstance(plugin, SamplerMaker)
+    plugin = load_tools("transformers", "checkpoint_sizes")
     if dtype not in {"bfloat16", "float32"}:
         raise ConfigError(f"--dtype: {dtype!r} is neither bfloat16 nor float32")
     rows = measure_sampler(

@@ -14,9 +14,12 @@ import pytest
 from vsched.aio.leader.leader import Deadlines, Leader
 from vsched.config.sections import DeadlinesConfig
 from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.ranks.device_memory import SimulatedMemory
+from vsched.sim.ranks.stand_in_workers import StandInEncoder
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import Hello, LogEntry, Pulse, Ready, encode_report
 from vsched.worker.member import PULSES_PER_TIMEOUT, Member, RankHost
+from vsched.worker.stage_rank import StageRank
 
 IDLE_S = 2 * 3600.0
 USUAL = DeadlinesConfig()
@@ -65,6 +68,7 @@ class RankBeside:
         spec = SimpleNamespace(rank=rank, secret="sesame")
         host = RankHost(now_ns=lambda: int(wires.loop.time() * 1e9), memory=dict)
         self.member = Member(spec, Link(wires, rank), host)  # type: ignore[arg-type]
+        self.member.stage = StageRank(StandInEncoder(SimulatedMemory(1)))
         self.member.report(Ready(10, {}))
         self._beat(encode_report(Hello(rank, "sesame")))
 

@@ -13,6 +13,7 @@ from vsched.aio.leader.failure_detector import ResultComparison
 from vsched.aio.leader.leader import ProcessLiveness
 from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.memory import Sized
 from vsched.policy import RankMemory
 from vsched.transport.zmq_link import QUEUE_MAX, pulse_identity
 from vsched.wire import (
@@ -23,7 +24,6 @@ from vsched.wire import (
     Pulse,
     RankFailed,
     Ready,
-    Sized,
     SizeKv,
     StepCheck,
     ThreadsInUse,

@@ -9,7 +9,7 @@ from vsched.api.processes.messages import ProcessMessage, Refusal, SentImage, Su
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import BoundedImage, EmbeddedImage, ImageReference, NamedImage
 from vsched.media.base64_text import TextWithBase64, base64_of
-from vsched.worker.capabilities import PixelBounds
+from vsched.worker.contract import PixelBounds
 
 LONG = TextWithBase64.of("data:image/png;base64,stand-in", 22, b"iVBORw0KGgo=")
 BOUNDS = PixelBounds(28, 784)

@@ -9,7 +9,7 @@ from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams.stream import OutputDelta
-from vsched.worker.capabilities import AnswerPart
+from vsched.worker.contract import AnswerPart
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 

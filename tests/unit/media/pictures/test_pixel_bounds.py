@@ -22,7 +22,7 @@ from vsched.media.pictures import processes
 from vsched.media.pixels import PixelStore
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, MediaItem
-from vsched.worker.capabilities import PixelBounds
+from vsched.worker.contract import PixelBounds
 
 URL = data_url(image_bytes(64, 8))
 """A picture of eight tokens."""

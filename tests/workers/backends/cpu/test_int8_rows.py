@@ -185,7 +185,7 @@ def test_backend_makes_products_as_the_setting_says(*, deterministic: bool) -> N
             weights="int4", activations=activations, deterministic=deterministic
         )
         backend = CpuBackend(settings, torch.float32)
-        makes: list[Any] = [backend._make_plain, backend._make_product]
+        makes: list[Any] = [backend._make_plain, backend.make_product]
         made = [make(weight, None) for make in makes]
         assert torch.equal(made[0](rows), made[1](rows))
         found.append(made[0](rows))

@@ -11,22 +11,34 @@ import torch
 
 from tests.workers.driver import Question, Stage
 from tests.workers.parallel.ranks import driver_of
-from vsched.worker.contract import Batch, Sampled, SequenceState, WorkerSettings
+from vsched.worker.contract import Batch, GenerateWorker, Sampled, SequenceState, WorkerSettings
+from vsched.worker.memory import DeviceMemory
 
 WITHIN = 0.05
 """Maximum difference of a logit, as a share of the maximum: a few roundings to 8 bits."""
 
 
-class Twins:
+class Twins(GenerateWorker):
     """Two generators with the same batches, their hidden states and logits; the tokens of the first one are used."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self._pair = (first, second)
+        self.weights_bytes = first.weights_bytes
         self.hidden: list[list[torch.Tensor]] = [[], []]
         self.logits: list[list[torch.Tensor]] = [[], []]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pair[0], name)
+
+    def device_memory(self) -> DeviceMemory:
+        memory: DeviceMemory = self._pair[0].device_memory()
+        return memory
+
+    def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
+        self._pair[0].build_kv(blocks=blocks, block_size=block_size, touch=touch)
+
+    def drop_kv(self) -> None:
+        self._pair[0].drop_kv()
 
     def prepare(self, sequence: SequenceState) -> None:
         self._pair[0].prepare(sequence)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from vsched.worker.capabilities import AnswerPart
+from vsched.worker.contract import AnswerPart
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ REASONING = frozenset(["thinking", "reasoning", "reasoning_content"])
 
 
 class TemplateParser:
-    """Parses one output; see `vsched.worker.capabilities.AnswerParser`."""
+    """Parses one output; see `vsched.worker.contract.AnswerParser`."""
 
     def __init__(
         self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]]

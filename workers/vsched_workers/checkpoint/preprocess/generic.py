@@ -15,8 +15,7 @@ from PIL import Image
 
 from vsched.errors import RequestRefused
 from vsched.types import ArraySpec, ModelInfo, Spans
-from vsched.worker.capabilities import PixelBounds
-from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe
+from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe, PixelBounds
 from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.preprocess.generic_images import (
     BOUNDS_KEPT,

@@ -15,8 +15,7 @@ from PIL import Image
 
 from vsched.errors import RequestRefused
 from vsched.types import ModelInfo
-from vsched.worker.capabilities import PixelBounds, no_pixel_bounds
-from vsched.worker.contract import Arrays, ImageRecipe
+from vsched.worker.contract import Arrays, ImageRecipe, PixelBounds, no_pixel_bounds
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.images.library import forgo_torch
 from vsched_workers.checkpoint.images.processor import (

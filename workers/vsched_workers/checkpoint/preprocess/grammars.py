@@ -139,7 +139,7 @@ class _Vocabulary:
 
 
 class TokenGrammars:
-    """Compiles grammars; see `vsched.worker.capabilities.Grammars`."""
+    """Compiles grammars; see `vsched.worker.contract.Grammars`."""
 
     def __init__(
         self,

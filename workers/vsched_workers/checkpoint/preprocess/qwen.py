@@ -19,8 +19,7 @@ from PIL import Image
 
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.types import ModelInfo, Spans
-from vsched.worker.capabilities import PixelBounds
-from vsched.worker.contract import Arrays, Companion, ImagePlan, ImageRecipe
+from vsched.worker.contract import Arrays, Companion, ImagePlan, ImageRecipe, PixelBounds
 from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.facts import image_limits, processor_settings
 from vsched_workers.checkpoint.files import read_json

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from PIL import Image
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.types import ModelInfo, Spans
-from vsched.worker.contract import Arrays, Companion, ImagePlan
+from vsched.types import ModelInfo
+from vsched.worker.contract import Preprocessor
 from vsched.worker.expansion import places_of
 from vsched_workers.checkpoint.chat_templates import render_template
 from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
@@ -27,14 +26,12 @@ PLACEHOLDERS_TOUCH = (
 )
 
 
-class TextPreprocessor:
+class TextPreprocessor(Preprocessor):
     """Tokenizer and chat template of one checkpoint; images are refused.
 
     All methods are thread-safe: nothing changes after loading.
     """
 
-    settings_digest = b""
-    companion: Companion | None = None
     _placeholder = ""
 
     def __init__(self, info: ModelInfo, tokenizer: Any) -> None:
@@ -156,35 +153,6 @@ class TextPreprocessor:
         if not isinstance(content, list):
             return dict(message)
         return {**message, "content": "\n".join(part.get("text", "") for part in content)}
-
-    def plan_image(self, width: int, height: int) -> ImagePlan:
-        """Raise the error that images are not supported."""
-        raise self._refusal()
-
-    def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
-        """Raise the error that images are not supported."""
-        raise self._refusal()
-
-    def process_image(self, image: Image.Image) -> Arrays:
-        """Raise the error that images are not supported."""
-        raise self._refusal()
-
-    def expand(
-        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
-    ) -> tuple[list[int], list[Spans]]:
-        """Return the ids unchanged.
-
-        Raises:
-            RequestRefused: When there are images.
-        """
-        if plans:
-            raise self._refusal()
-        return list(token_ids), []
-
-    def _refusal(self) -> RequestRefused:
-        return RequestRefused(
-            "the model takes no images. Remedy: send text alone.", code="images_not_taken"
-        )
 
 
 def check_sides(width: int, height: int) -> None:
