@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, product
 
 from vsched.types import ModelInfo
 
@@ -12,6 +12,23 @@ FAMILIES = ("nano25", "nano3")
 THRASHING_PAGES = 4
 """Embedding pages for thrashing: exactly the pages of the images of the largest request."""
 PAGE_ROWS = 64
+
+CORE: dict[str, dict[str, tuple[str, ...]]] = {
+    "encoding": {
+        "chunk-aware": (),
+        "look-ahead": ("encode.encoding.look_ahead_chunks=1",),
+        "eager": ("encode.encoding.use=eager",),
+        "combined": ("encode.encoding.use=combined",),
+    },
+    "eviction": {
+        "lru": (),
+        "s3-fifo": ("encode.eviction.use=s3-fifo",),
+        "none": ("encode.eviction.use=none",),
+    },
+    "embeddings": {"roomy": (), "thrashing": ()},
+    "prefix": {"on": (), "off": ("generate.prefix_cache=false",)},
+}
+"""Factor, its values, and the settings of each."""
 
 
 def admissions(stage: str) -> dict[str, tuple[str, ...]]:
@@ -29,20 +46,7 @@ def admissions(stage: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
-    "encoding": {
-        "chunk-aware": (),
-        "look-ahead": ("encode.encoding.look_ahead_chunks=1",),
-        "eager": ("encode.encoding.use=eager",),
-        "combined": ("encode.encoding.use=combined",),
-    },
-    "eviction": {
-        "lru": (),
-        "s3-fifo": ("encode.eviction.use=s3-fifo",),
-        "none": ("encode.eviction.use=none",),
-    },
-    "embeddings": {"roomy": (), "thrashing": ()},
-    "prefix": {"on": (), "off": ("generate.prefix_cache=false",)},
+PAIRED: dict[str, dict[str, tuple[str, ...]]] = {
     "encode_admission": admissions("encode"),
     "generate_admission": admissions("generate"),
     "prefix_eviction": {
@@ -53,51 +57,43 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     "features": {"raw": (), "brought": ("media.allow_embeddings=true",)},
     "family": dict.fromkeys(FAMILIES, ()),
 }
-"""Factors, their values, and the settings of each."""
+"""Further factors; each pair of values of any two factors is tried in some combination."""
+
+FACTORS = CORE | PAIRED
 Combination = dict[str, str]
-Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
-def pairs(combination: Combination) -> Iterator[Pair]:
+def pairs(combination: Combination) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
     """Yield every two (factor, value) of a combination."""
     return combinations(combination.items(), 2)
 
 
-def all_combinations() -> list[Combination]:
-    """Return combinations that cover every pair of values of two factors, few of them."""
-    missing = {
-        ((one, value), (other, another))
-        for one, other in combinations(FACTORS, 2)
-        for value in FACTORS[one]
-        for another in FACTORS[other]
-    }
-    uses: Counter[tuple[str, str]] = Counter()
-    chosen: list[Combination] = []
-    while missing:
-        picked = dict(min(missing))
-        for factor, values in FACTORS.items():
-            if factor not in picked:
-                picked[factor] = max(
-                    values,
-                    key=lambda value: (
-                        len(missing.intersection(_pairs_with(picked, factor, value))),
-                        -uses[factor, value],
-                    ),
-                )
-        chosen.append({factor: picked[factor] for factor in FACTORS})
-        missing.difference_update(pairs(chosen[-1]))
-        uses.update(chosen[-1].items())
+def _candidates() -> list[Combination]:
+    """Return the whole product of the core, each with the other values that add most pairs, then the rarest."""
+    seen: Counter[tuple[tuple[str, str], tuple[str, str]]] = Counter()
+    rest = [dict(zip(PAIRED, values, strict=True)) for values in product(*PAIRED.values())]
+    chosen = []
+    for values in product(*CORE.values()):
+        core = dict(zip(CORE, values, strict=True))
+
+        def gain(other: Combination, core: Combination = core) -> tuple[int, int]:
+            counts = [seen[pair] for pair in pairs(core | other)]
+            return counts.count(0), -sum(counts)
+
+        chosen.append(core | max(rest, key=gain))
+        seen.update(pairs(chosen[-1]))
     return chosen
 
 
-def _pairs_with(picked: Combination, factor: str, value: str) -> Iterator[Pair]:
-    """Yield the pairs of a further value with each value that is picked already."""
-    order = list(FACTORS)
-    for other, another in picked.items():
-        one, two = sorted(
-            ((factor, value), (other, another)), key=lambda each: order.index(each[0])
-        )
-        yield one, two
+def all_combinations() -> list[Combination]:
+    """Return a few of the candidates that cover all of their pairs."""
+    candidates = _candidates()
+    missing = {pair for one in candidates for pair in pairs(one)}
+    chosen = []
+    while missing:
+        chosen.append(max(candidates, key=lambda one: len(missing.intersection(pairs(one)))))
+        missing.difference_update(pairs(chosen[-1]))
+    return chosen
 
 
 def settings_of(combination: Combination, info: ModelInfo) -> list[str]:

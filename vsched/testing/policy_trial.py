@@ -203,7 +203,7 @@ def _run_case(
     options: Mapping[str, Any],
 ) -> CaseTrial:
     first = run_policies(case, "default", {}, **options)
-    watch = CallWatch(placed, first.wall_s + seconds)
+    watch = CallWatch(placed, seconds)
     own = run_policies(case, trial.label, placed, watch=watch, **options)
     if watch.stopped:
         return CaseTrial(case, [first], too_slow=True)
@@ -229,10 +229,10 @@ def _run_case(
 
 
 class CallWatch:
-    """Times the calls of a policy at some tables, and stops calling it after some time.
+    """Times the calls of a policy at some tables, and stops calling it once they took too long together.
 
     Attributes:
-        stopped: Whether the time was over.
+        stopped: Whether they did.
         seats: The calls by table.
     """
 
@@ -240,7 +240,7 @@ class CallWatch:
         self.stopped = False
         self.seats: dict[str, SeatCalls] = {}
         self._tables = tables
-        self._ends_ns = time.perf_counter_ns() + int(seconds * 1e9)
+        self._left_ns = int(seconds * 1e9)
 
     def __call__(self, seat: str, ask: Ask) -> Ask:
         """Wrap the call of a seat such as `generate-0.step`."""
@@ -252,14 +252,15 @@ class CallWatch:
         now_ns = time.perf_counter_ns
 
         def timed(view: Any) -> Any:
-            started_ns = now_ns()
-            if started_ns > self._ends_ns:
+            if self._left_ns < 0:
                 self.stopped = True
                 raise TimeoutError("the policy is too slow for this case")
+            started_ns = now_ns()
             try:
                 return ask(view)
             finally:
                 took_ns = now_ns() - started_ns
+                self._left_ns -= took_ns
                 calls.calls += 1
                 calls.total_ns += took_ns
                 calls.longest_ns = max(calls.longest_ns, took_ns)

@@ -33,7 +33,7 @@ from vsched.kernel.generate.drafts import NO_DRAFTS, DraftGrants, count_drafts
 from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.quarantine import Quarantine
-from vsched.kernel.generate.running import RunningSet, RunningViews, order_of
+from vsched.kernel.generate.running import RunningSet, order_of
 from vsched.kernel.generate.state_snapshots import StateSnapshots
 from vsched.kernel.generate.step_budget import (
     NOTHING_PLANNED,
@@ -389,7 +389,7 @@ class GenerateGroup(Group):
             divisible=True,
             default_tokens=self._limits.batch_tokens,
             block_tokens=self._limits.block_size,
-            running_requests=RunningViews(partial(running.views, self._in_flight.planned)),
+            running_requests=running.lazy_views(self._in_flight.planned),
             eligible=eligible,
             overdue=overdue,
             measured=self.measured,

@@ -9,7 +9,6 @@ looks at one bucket only. Requests whose steps may yield several tokens are in n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import NoReturn, overload
 
 from vsched.kernel.decisions import Leave
@@ -22,13 +21,13 @@ from vsched.probes import probe
 
 
 class RunningViews(Sequence[RunningView]):
-    """Views of running requests, built when the first one is read."""
+    """Views of running requests, built when the first one is read; valid during the call of a policy."""
 
     __slots__ = ("_all",)
     _all: Callable[[], tuple[RunningView, ...]]
 
-    def __init__(self, build: Callable[[], Iterable[RunningView]]) -> None:
-        object.__setattr__(self, "_all", cache(lambda: tuple(build())))
+    def __init__(self, read: Callable[[], tuple[RunningView, ...]]) -> None:
+        object.__setattr__(self, "_all", read)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a view cannot be changed: {name}")
@@ -72,6 +71,9 @@ class RunningSet(Restorable):
         self._first_steps = 0
         self._left = []
         self._forgotten = []
+        self._lazy_views = RunningViews(self._read_views)
+        self._read: tuple[RunningView, ...] | None = None
+        self._read_at = 0
 
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.decoding)
@@ -93,6 +95,16 @@ class RunningSet(Restorable):
     def prefilling_in_order(self) -> list[RequestState]:
         """Return the prefilling requests, oldest first."""
         return sorted(self.prefilling.values(), key=order_of)
+
+    def lazy_views(self, planned: int) -> RunningViews:
+        """Return the views of all running requests, oldest first: always the same object, which costs nothing."""
+        self._read, self._read_at = None, planned
+        return self._lazy_views
+
+    def _read_views(self) -> tuple[RunningView, ...]:
+        if self._read is None:
+            self._read = tuple(self.views(self._read_at))
+        return self._read
 
     def views(self, planned: int) -> list[RunningView]:
         """Return the views of all running requests, oldest first."""

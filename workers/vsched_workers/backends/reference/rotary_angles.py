@@ -8,13 +8,7 @@ import torch
 
 
 class Angles(Protocol):
-    """Computes angles from positions.
-
-    Attributes:
-        fixed: Whether a row's angles are independent of the other rows in the batch.
-    """
-
-    fixed: bool
+    """Computes angles from positions."""
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [rows, head dim / 2] of positions [4, 1, rows]: the text's and three of mrope."""
@@ -35,8 +29,6 @@ class TextAngles:
     The frequencies and the factor are those that transformers initializes, of any type (linear, yarn, llama3). Some
     types change them beyond an original length; the context is then limited to that length.
     """
-
-    fixed = True
 
     def __init__(self, rotary: Any, kind: str, dtype: torch.dtype) -> None:
         prefix = f"{kind}_" if kind else ""
@@ -63,11 +55,11 @@ class AxesAngles:
         # A frequency belongs to the axis that alone changes its angle.
         changed = sin[0, :, : self._half].ne(0)
         self._axes = changed.int().argmax(0)
-        self.fixed = rotary.rope_type == "default" and bool((changed.sum(0) == 1).all())
+        self._fixed = rotary.rope_type == "default" and bool((changed.sum(0) == 1).all())
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines; see `Angles`."""
-        if self.fixed:
+        if self._fixed:
             angles = positions[1:, 0].t().float().index_select(1, self._axes)
             angles *= self._rotary.inv_freq
             return _pair(angles, self._rotary.attention_scaling, self._dtype)

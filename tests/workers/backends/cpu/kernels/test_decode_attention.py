@@ -12,8 +12,7 @@ pytest.importorskip("numba")
 import numpy as np
 
 from vsched_workers.backends.cpu.kernels import simd
-from vsched_workers.backends.cpu.kernels.decode_attention import attend_widened, decode
-from vsched_workers.backends.cpu.kernels.decode_attention_float import RowContext
+from vsched_workers.backends.cpu.kernels.decode_attention import RowContext, attend_widened, decode
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.threads import pool_of

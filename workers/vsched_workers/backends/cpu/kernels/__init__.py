@@ -5,7 +5,7 @@
 | `norm.py` | residual sum and RMS norm |
 | `gemm.py` | activations times a weight in panels |
 | `rope.py` | norms and rotary embedding of heads, and writes into the KV cache |
-| `decode_attention.py` | attention of decode rows over the paged cache, by `decode_attention_float.py` |
+| `decode_attention.py` | attention of decode rows over the paged cache |
 | `prefill_attention.py` | attention of prefill chunks and of images |
 | `activation.py` | SwiGLU |
 | `sampling.py` | greedy sampling, penalties and random draws |

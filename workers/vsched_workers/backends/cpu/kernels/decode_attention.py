@@ -5,7 +5,16 @@ The kernels walk the block tables: gathering each context first costs more than 
 `decode` serves fused layers in bfloat16: from the merged QKV product to the input of `o_proj`. `decode_queries` is
 attention alone, for transformers' modules.
 
-A task is a row, or a row's share of the KV heads if there are too few rows for the threads.
+A task is a row, or a row's share of the KV heads if there are too few rows for the threads. For the query heads q_h
+that share a KV head, over the tokens t of the row's blocks,
+
+    s_t = q_h . k_t,    w = softmax(s),    out_h = sum_t w_t v_t          (all float32)
+
+The inner loops run over the contiguous values of one head, so LLVM vectorizes them. A key or value is widened once
+for two heads. With an int8 cache, scores are multiplied by the scales of keys, and weights by the scales of values;
+otherwise the scale is a constant 1, which LLVM removes.
+
+Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023).
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -15,12 +24,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, narrow, widen
+from vsched.types import KV_SCALE_BYTES
+from vsched_workers.backends.cpu.kernels.bf16 import (
+    LOG2_E,
+    bf16_array,
+    exp,
+    exp2,
+    larger,
+    narrow,
+    widen,
+)
 from vsched_workers.backends.cpu.kernels.compilation import compiled
-from vsched_workers.backends.cpu.kernels.decode_attention_float import RowContext, attend_float
 from vsched_workers.backends.cpu.kernels.rope import (
     RopeRows,
     heads_of,
@@ -28,7 +46,258 @@ from vsched_workers.backends.cpu.kernels.rope import (
     rope_head,
     write_head,
 )
+from vsched_workers.backends.cpu.kernels.simd import prefetch
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
+
+
+class RowContext(NamedTuple):
+    """Context of one row's query heads.
+
+    Attributes:
+        keys: Key cache of a layer, [slots, kv heads, width of a head], float32, bfloat16 or int8.
+        values: Value cache, likewise.
+        table: Blocks of the row's sequence, int32, from the block of the first visible token on.
+        first: First visible token, counted from the start of that block, as all tokens here.
+        length: Tokens of these blocks up to the end of the sequence.
+        block_size: Tokens per block; block b holds the slots from `b * block_size` on.
+        kv_first: First of the KV heads of the queries.
+        kv_stop: One past the last of them.
+        softcap: Logit soft-cap; 0 for none.
+    """
+
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+    table: npt.NDArray[np.int32]
+    first: int
+    length: int
+    block_size: int
+    kv_first: int
+    kv_stop: int
+    softcap: np.float32
+
+
+@compiled()
+def bend(scores: Any, head: int, length: int, scaling: Any, softcap: Any) -> None:
+    """Soft-cap: replace a head's scores s, times `scaling`, by c tanh(s / c)."""
+    factor = np.float32(2.0) * scaling / softcap
+    for index in range(length):
+        share = np.float32(2.0) / (np.float32(1.0) + exp(factor * scores[head, index]))
+        scores[head, index] = softcap - softcap * share
+
+
+@compiled()
+def softmax(scores: Any, head: int, first: int, length: int, factor: Any) -> None:
+    """Replace a head's scores s by their softmax 2**(factor (s_t - max s)) / sum; those before `first` by 0."""
+    # Slices: numba checks an index with an arbitrary start for negative values, one at a time.
+    unseen, seen = scores[head][:first], scores[head][first:length]
+    for index in range(len(unseen)):
+        unseen[index] = np.float32(0.0)
+    highest = seen[0]
+    for index in range(1, len(seen)):
+        highest = larger(highest, seen[index])
+    total = np.float32(0.0)
+    for index in range(len(seen)):
+        weight = exp2((seen[index] - highest) * factor)
+        seen[index] = weight
+        total += weight
+    share = np.float32(1.0) / total
+    for index in range(len(seen)):
+        seen[index] *= share
+
+
+@compiled()
+def prefetch_heads(cached: Any, slot: int, kv_first: int, kv_stop: int) -> None:
+    """Prefetch the heads of one slot: blocks are scattered, and hardware prefetching stops at page boundaries."""
+    size = cached.shape[2] * cached.itemsize
+    start = cached.ctypes.data + (slot * cached.shape[1] + kv_first) * size
+    for line in range(0, (kv_stop - kv_first) * size, 64):
+        prefetch(start + line)
+
+
+def scale_of(cached: Any, slot: int, kv_head: int) -> Any:
+    """Scale of a head's values in the cache."""
+    raise NotImplementedError
+
+
+@numba.extending.overload(scale_of, inline="always")
+def _choose_scale(cached: Any, slot: Any, kv_head: Any) -> Any:
+    chosen = _scale_of_int8 if cached.dtype == numba.int8 else _no_scale
+
+    def scale(cached: Any, slot: Any, kv_head: Any) -> Any:
+        return chosen(cached, slot, kv_head)
+
+    return scale
+
+
+@compiled()
+def _no_scale(cached: Any, slot: int, kv_head: int) -> Any:
+    return np.float32(1.0)
+
+
+@compiled()
+def _scale_of_int8(cached: Any, slot: int, kv_head: int) -> Any:
+    _, kv_heads, width = cached.shape
+    at = cached.ctypes.data + (slot * kv_heads + kv_head + 1) * width - KV_SCALE_BYTES
+    return widen(bf16_array(at, 1)[0])
+
+
+# Index whole arrays below: a slice would lose the knowledge that the last axis is contiguous, and
+# with it vectorization. All heads of a slot are contiguous, so they are read together.
+
+
+@compiled()
+def _score_one(
+    query: Any, head: int, keys: Any, at: int, kv_head: int, scores: Any, index: int
+) -> None:
+    total = np.float32(0.0)
+    for value in range(query.shape[1]):
+        total += query[head, value] * widen(keys[at, kv_head, value])
+    scores[head, index] = total * scale_of(keys, at, kv_head)
+
+
+@compiled()
+def _score_two_by_two(
+    query: Any, head: int, keys: Any, at: int, kv_head: int, scores: Any, index: int
+) -> None:
+    """Score two consecutive keys for two heads that share them: each key is widened once."""
+    one = two = next_one = next_two = np.float32(0.0)
+    for value in range(query.shape[1]):
+        first, second = widen(keys[at, kv_head, value]), widen(keys[at + 1, kv_head, value])
+        one += query[head, value] * first
+        two += query[head, value] * second
+        next_one += query[head + 1, value] * first
+        next_two += query[head + 1, value] * second
+    first_scale, second_scale = scale_of(keys, at, kv_head), scale_of(keys, at + 1, kv_head)
+    scores[head, index] = one * first_scale
+    scores[head, index + 1] = two * second_scale
+    scores[head + 1, index] = next_one * first_scale
+    scores[head + 1, index + 1] = next_two * second_scale
+
+
+@compiled()
+def _score(query: Any, context: RowContext, scores: Any) -> None:
+    """Write the scores of the queries [heads, head_dim] with every key to `scores` [heads, length]."""
+    keys, table, block_size = context.keys, context.table, context.block_size
+    kv_first, kv_stop, length = context.kv_first, context.kv_stop, context.length
+    heads = len(query)
+    group = heads // (kv_stop - kv_first)
+    for first in range(0, length, block_size):
+        slot = table[first // block_size] * block_size - first
+        next_block = min(first + block_size, length - 1) // block_size
+        next_slot = table[next_block] * block_size - first
+        stop = min(first + block_size, length)
+        for index in range(first, stop - 1, 2):
+            for more in range(2):
+                prefetch_heads(keys, next_slot + index + more, kv_first, kv_stop)
+            for kv_head in range(kv_first, kv_stop):
+                head = (kv_head - kv_first) * group
+                last = head + group - 1
+                while head < last:
+                    _score_two_by_two(query, head, keys, slot + index, kv_head, scores, index)
+                    head += 2
+                if head == last:
+                    for more in range(2):
+                        at = slot + index + more
+                        _score_one(query, head, keys, at, kv_head, scores, index + more)
+        for index in range(stop - (stop - first) % 2, stop):
+            for head in range(heads):
+                kv_head = kv_first + head // group
+                _score_one(query, head, keys, slot + index, kv_head, scores, index)
+
+
+@compiled()
+def _weights_of_four(
+    weights: Any, head: int, index: int, values: Any, at: int, kv_head: int
+) -> tuple[Any, Any, Any, Any]:
+    """Weights of four values for one head, times the scales of the values."""
+    return (
+        weights[head, index] * scale_of(values, at, kv_head),
+        weights[head, index + 1] * scale_of(values, at + 1, kv_head),
+        weights[head, index + 2] * scale_of(values, at + 2, kv_head),
+        weights[head, index + 3] * scale_of(values, at + 3, kv_head),
+    )
+
+
+@compiled()
+def _add_four(
+    weights: Any, index: int, values: Any, at: int, kv_head: int, head: int, summed: Any
+) -> None:
+    """Add four values to the accumulators of one head, which are read and written once for all four."""
+    one, two, three, four = _weights_of_four(weights, head, index, values, at, kv_head)
+    for value in range(summed.shape[1]):
+        summed[head, value] += (
+            one * widen(values[at, kv_head, value])
+            + two * widen(values[at + 1, kv_head, value])
+            + three * widen(values[at + 2, kv_head, value])
+            + four * widen(values[at + 3, kv_head, value])
+        )
+
+
+@compiled()
+def _add_four_to_two(
+    weights: Any, index: int, values: Any, at: int, kv_head: int, head: int, summed: Any
+) -> None:
+    """Like `_add_four`, for two heads that share the values: each value is widened once."""
+    one, two, three, four = _weights_of_four(weights, head, index, values, at, kv_head)
+    next_one, next_two, next_three, next_four = _weights_of_four(
+        weights, head + 1, index, values, at, kv_head
+    )
+    for value in range(summed.shape[1]):
+        first = widen(values[at, kv_head, value])
+        second = widen(values[at + 1, kv_head, value])
+        third = widen(values[at + 2, kv_head, value])
+        fourth = widen(values[at + 3, kv_head, value])
+        summed[head, value] += one * first + two * second + three * third + four * fourth
+        summed[head + 1, value] += (
+            next_one * first + next_two * second + next_three * third + next_four * fourth
+        )
+
+
+@compiled()
+def _combine(weights: Any, context: RowContext, summed: Any) -> None:
+    """Add every value, times its weight [heads, length], to `summed` [heads, head_dim]."""
+    values, table, block_size = context.values, context.table, context.block_size
+    kv_first, kv_stop, length = context.kv_first, context.kv_stop, context.length
+    heads, head_dim = summed.shape
+    group = heads // (kv_stop - kv_first)
+    for first in range(0, length, block_size):
+        slot = table[first // block_size] * block_size - first
+        next_block = min(first + block_size, length - 1) // block_size
+        next_slot = table[next_block] * block_size - first
+        stop = min(first + block_size, length)
+        for index in range(first, stop - 3, 4):
+            for more in range(4):
+                prefetch_heads(values, next_slot + index + more, kv_first, kv_stop)
+            for kv_head in range(kv_first, kv_stop):
+                head = (kv_head - kv_first) * group
+                last = head + group - 1
+                while head < last:
+                    _add_four_to_two(weights, index, values, slot + index, kv_head, head, summed)
+                    head += 2
+                if head == last:
+                    _add_four(weights, index, values, slot + index, kv_head, head, summed)
+        for index in range(stop - (stop - first) % 4, stop):
+            for head in range(heads):
+                kv_head = kv_first + head // group
+                weight = weights[head, index] * scale_of(values, slot + index, kv_head)
+                for value in range(head_dim):
+                    summed[head, value] += weight * widen(values[slot + index, kv_head, value])
+
+
+@compiled()
+def attend_float(query: Any, context: RowContext, summed: Any) -> None:
+    """Attend for float32 queries [heads, head_dim], already scaled; adds to `summed`, of the same shape."""
+    heads = len(query)
+    scores = np.empty((heads, context.length), dtype=np.float32)
+    _score(query, context, scores)
+    for head in range(heads):
+        if context.softcap > np.float32(0.0):
+            bend(scores, head, context.length, np.float32(1.0), context.softcap)
+        softmax(scores, head, context.first, context.length, LOG2_E)
+    _combine(scores, context, summed)
+
+
+# --- rows of a step ---
 
 
 @compiled()
