@@ -31,13 +31,17 @@ class CheckpointDescription:
         architecture: The model class in `config.json`; empty without one.
         path: The implementation: `fused` for layers of this plug-in; for the library's layers `modules` if ranks can
             share them, else `generic`.
-        parameters: Number of stored values by part, `language` and `vision`. dtypes: Number of stored values by type.
-        sizes: Sizes of the language model, by their names in `config.json`. tokenizer: Files of the tokenizer; empty
-        without one. chat_templates: Names of the chat templates. windows: Tokens of a sliding window, and the number of
-        layers with one; these keep KV of the whole context, too. unsupported: Features of the model that are not
-        supported. weights_bytes: Approximate size of the weights of a part by their type after loading: `int4`, or
-        `int4/64` with a
-            group size that is not the default; `auto` only for quantized checkpoints.
+        parameters: Number of stored values by part, `language` and `vision`.
+        dtypes: Number of stored values by type.
+        files: Number of weight files.
+        file_bytes: Size of the weight files.
+        sizes: Sizes of the language model, by their names in `config.json`.
+        tokenizer: Files of the tokenizer; empty without one.
+        chat_templates: Names of the chat templates.
+        windows: Tokens of a sliding window, and the number of layers with one; these keep KV of the whole context, too.
+        unsupported: Features of the model that are not supported.
+        weights_bytes: Approximate size of the weights of a part by their type after loading: `int4`, or `int4/64` with
+            a group size that is not the default; `auto` only for quantized checkpoints.
     """
 
     model_type: str
