@@ -62,7 +62,7 @@ print(run(ask("What number is in the image?", 314)))
 # %% Cancel
 async def first_text(prompt: str) -> str:
     """First text of a long output: leaving the loop aborts the request."""
-    sampling = SamplingParams(max_tokens=500, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=200, ignore_eos=True)
     generation = await engine.generate(prompt=prompt, request_id="long", sampling=sampling)
     async for delta in generation:
         if delta.text:

@@ -11,6 +11,7 @@ from vsched.errors import ConfigError, PolicyError
 from vsched.plugins import check_contract, list_policies, policy_fields, resolve_policy, type_text
 from vsched.policy import (
     DECISIONS,
+    SEVERAL,
     Admission,
     AdmissionView,
     Fraction,
@@ -149,7 +150,7 @@ def test_resolve_policy_refuses_a_class_of_another_kind() -> None:
 
 def test_list_policies_tells_kind_fields_and_summary() -> None:
     listed = {(policy.kind, policy.name): policy for policy in list_policies()}
-    assert list(dict.fromkeys(kind for kind, _ in listed)) == list(DECISIONS)
+    assert list(dict.fromkeys(kind for kind, _ in listed)) == [*DECISIONS, SEVERAL]
     budget = listed["admission", "token-budget"]
     assert budget.error is None
     fields = [(field.name, field.type, field.default) for field in budget.fields]

@@ -478,7 +478,6 @@ class GenerateGroup(Group):
         restored = self._snapshots.read(state, found=len(found), used=len(prefix))
         self._pool.hold(prefix)
         if victim is not None:
-            probe("generate.slot_yielded")
             self._preempt(victim, swap=swap)
             victim.yielded_ns = now_ns
         blocks = prefix + self._pool.take(missing)

@@ -25,7 +25,7 @@ POLICIES = {
     "generate.eviction": ("lru", "s3-fifo", "none"),
     "generate.insertion": ("everything", "prompts", "matching"),
     "encode.eviction": ("lru", "s3-fifo", "none"),
-    "encode.dispatch": ("fewest-held-up", "least-loaded"),
+    "encode.dispatch": ("fewest-held-up", "size-classes"),
     "routing": ("least-loaded", "round-robin", "image-affinity"),
 }
 """Policies that operators install while requests run, by the paths of their tables."""
