@@ -77,9 +77,11 @@ def local_checkpoint(name: str, progress: Progress | None = None) -> str:
         CheckpointError: As from `with_local_checkpoints`.
     """
     if is_hub_id(name):
-        folder = download(name)
-        files = sorted(folder.glob("*.gguf"))
-        return _converted(files[0], progress) if files and ":" in name else str(folder)
+        folder, part = download(name), name.partition(":")[2]
+        if not part:
+            return str(folder)
+        # Parts that were downloaded before are in the same folder.
+        return _converted(min(folder.glob(f"*{part}*.gguf")), progress)
     if name.endswith(".gguf") and Path(name).is_file():
         return _converted(Path(name), progress)
     return name

@@ -12,7 +12,8 @@ import pytest
 from huggingface_hub import close_session
 
 from tests.unit.hub_server import HubServer, hub_server
-from vsched.checkpoints import download, is_hub_id, with_local_checkpoints
+from vsched import checkpoints
+from vsched.checkpoints import download, is_hub_id, local_checkpoint, with_local_checkpoints
 from vsched.config import Config, load_config
 from vsched.errors import CheckpointError
 
@@ -123,6 +124,17 @@ def test_missing_repository_revision_or_weights_is_one_sentence(
         download(name)
     assert "Remedy:" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_part_is_the_named_gguf_file_after_another_was_downloaded(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in ("Q4_K_M", "Q8_0"):
+        (hub.repositories["org/model"] / f"model-{part}.gguf").write_bytes(part.encode())
+    monkeypatch.setattr(checkpoints, "_converted", lambda file, _: file.name)
+    for part in ("Q4_K_M", "Q8_0"):
+        assert local_checkpoint(f"org/model:{part}") == f"model-{part}.gguf"
+    assert (Path(local_checkpoint("org/model")) / "model.safetensors").exists()
 
 
 def test_token_is_sent_and_its_lack_is_one_sentence(
