@@ -100,6 +100,10 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     make_stop_scope: Callable[[], StopScope] | None = None
     original: object = None
 
+    def builder_of(self, index: int) -> MessageBuilder | None:
+        """Parser of a choice; None without tool calls and reasoning."""
+        return None if self.message_builder is None else self.message_builder(index)
+
 
 def check_model(name: str | None, engine: ServingContract) -> str:
     """Adapter that a request names as its model, empty for the base model; reject any other name.
@@ -353,7 +357,7 @@ class CompletionEndpoint:
             model=job.model,
             preprocessor=self._engine.preprocessor,
             options=job.options,
-            message_builder=job.message_builder(index) if job.message_builder is not None else None,
+            message_builder=job.builder_of(index),
             echo=job.echoes[index // job.n] if job.echoes else None,
         )
 

@@ -90,9 +90,7 @@ class MessagesEndpoint(ChatEndpoint):
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         assert not index, "requests of this API have a single choice"
-        blocks = ContentBlocks(
-            job.message_builder(index) if job.message_builder is not None else None
-        )
+        blocks = ContentBlocks(job.builder_of(index))
         return MessagesFormatter(generation, model=job.model, blocks=blocks)
 
 

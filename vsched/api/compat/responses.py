@@ -96,7 +96,7 @@ class ResponsesEndpoint(ChatEndpoint):
             created=job.created,
             model=job.model,
             blocks=ContentBlocks(
-                job.message_builder(index) if job.message_builder is not None else None,
+                job.builder_of(index),
                 logprobs=job.sampling.logprobs is not None,
             ),
             request=job.original,
