@@ -20,8 +20,8 @@ class HubServer(ThreadingHTTPServer):
     """Repositories by id, as folders.
 
     Attributes:
-        token: Token without which every repository is hidden; empty for none.
-        gated: Ids of repositories whose terms nobody has accepted.
+        token: Required access token; empty for none.
+        gated: Ids of gated repositories: their terms are not accepted.
         cuts: Number of downloads that end in the middle of a file.
         requests: Method and path of each request so far.
     """

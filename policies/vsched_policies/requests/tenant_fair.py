@@ -58,11 +58,11 @@ class ServedTokens(msgspec.Struct):
 class TenantFair(RequestPolicy, frozen=True, kw_only=True):
     """Serves the tenant with the fewest served tokens first, in admission and prefill.
 
-    Of the tenants that wait, the one with the lowest counter is admitted next, and gets the next
+    The waiting tenant with the lowest counter is admitted next, and gets the next
     `quantum_tokens` of a prefill step. The victim of a preemption is a request of the tenant with
     the highest counter. Running requests count as they are computed. A tenant that arrives or
     returns starts at the minimum of the waiting tenants: idle time earns no credit. Requests
-    without a tenant are those of one tenant.
+    without a tenant count as one tenant.
 
     With `rate`, a tenant may send that many requests per second after a burst; further requests are
     held for up to `wait_s`, or shed. Held requests of a tenant are admitted in order.
@@ -171,7 +171,7 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         return StepShares([*given], [*given.values()])
 
     def _prefill_room(self, view: StepView) -> int:
-        """Return the tokens to share: the free ones, limited to about what fits in the time."""
+        """Token budget of the prefill step: the free tokens, limited by the time of the step."""
         computed = max((one.computed for one in view.prefilling), default=0)
         slowest_ns = view.token_ns + view.pair_ns * computed
         if view.time_ns is None or not slowest_ns:
@@ -211,7 +211,7 @@ def _counts(served: ServedTokens, measured: Measured, tenants: Iterable[str]) ->
 
 
 def _lift(served: ServedTokens, waiting: list[str]) -> None:
-    """Lift the counters of newly waiting tenants to the minimum of those that waited already."""
+    """Lift the counters of newly waiting tenants to the minimum of the other waiting tenants."""
     stayed = [served.tokens.get(one, served.floor) for one in waiting if one in served.waited]
     served.floor = max(served.floor, min(stayed, default=served.floor))
     for tenant in waiting:

@@ -1,4 +1,4 @@
-"""Running requests give their slots to waiting ones where the admission policy says so."""
+"""Running requests give their slots to waiting ones if the admission policy names them."""
 
 from __future__ import annotations
 
