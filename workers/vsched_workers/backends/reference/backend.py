@@ -75,16 +75,9 @@ class ReferenceBackend(Backend):
         warm_up(model, self.dtype, packed_head)
         return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
 
-    def prepare_whole(
-        self, model: nn.Module, inputs: ImageInputs | None = None
-    ) -> RunnableLanguage:
-        """Prepare a loaded model of the generic path that returns logits; see `prepare_language`.
-
-        `inputs` builds its arguments if it takes images.
-        """
+    def prepare_whole(self, model: nn.Module, inputs: ImageInputs | None) -> RunnableLanguage:
         size = self._pack(model) + stored_bytes(*model.parameters())
-        whole = WholeModel(model, self.send, inputs)
-        return RunnableLanguage(whole, _as_they_are, size, whole.apart)
+        return WholeModel(model, self.send, inputs).runnable(size)
 
     def prepare_tower(self, tower: nn.Module) -> int:
         size = stored_bytes(*tower.parameters())
@@ -97,10 +90,9 @@ class ReferenceBackend(Backend):
         return size
 
     def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
-        """Prepare a loaded vision tower of the generic path; return it and the bytes of its weights."""
         size = self._pack(model)
         block_activations(model)
-        return AnyTower(model, self.dtype), size + stored_bytes(*model.parameters())
+        return AnyTower(model, self.dtype, self.device), size + stored_bytes(*model.parameters())
 
     def _pack(self, module: nn.Module) -> int:
         """Pack the linear layers below a module, if weights are packed; return their bytes."""
@@ -143,7 +135,3 @@ class ReferenceBackend(Backend):
     def send_pixels(self, parts: Sequence[npt.NDArray[np.uint8]]) -> torch.Tensor:
         # The copy makes the tensor writable: the arena's view is read-only.
         return torch.from_numpy(np.concatenate(parts))
-
-
-def _as_they_are(logits: torch.Tensor) -> torch.Tensor:
-    return logits
