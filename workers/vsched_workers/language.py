@@ -41,6 +41,7 @@ from vsched_workers.backends.choice import (
 from vsched_workers.backends.reference.module_layers import RuledHead
 from vsched_workers.backends.reference.whole_model import (
     FirstRun,
+    WholeModel,
     check_built,
     check_kept,
     first_run,
@@ -563,9 +564,10 @@ def _load_any(
         quantize_calibrated(decoder, backend.lays_out(decoder), settings, info.path, "language")
         return family_language(info, usual, backend, decoder, head, adaptable, config=text), group
     quantize_calibrated(model, backend.lays_out(model), settings, info.path, "language")
+    size = backend.prepare_whole(model)
     language = LanguageModel(
         module=model,
-        runnable=backend.prepare_whole(model, inputs),
+        runnable=WholeModel(model, backend.send, inputs).runnable(size),
         kv=found.kv,
         heads=text.num_attention_heads // (settings.ranks if shares_heads(text) else 1),
         positions=text_positions if inputs is None else inputs.positions,

@@ -292,7 +292,7 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
         quantize_calibrated(model, backend.lays_out(model), settings, info.path, "vision")
         if backend.compiles:
             progress("loading kernels", 1.0)
-        tower, weights_bytes = backend.prepare_any_tower(model)
+        weights_bytes = backend.prepare_any_tower(model)
         adapters = served_adapters(
             functools.partial(adaptable_module, model),
             settings,
@@ -300,4 +300,5 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
             backend.prepare_adapters,
         )
     group = RankGroup(settings, "encode", backend.collectives)
-    return VisionWorker(info, backend, TowerOfAny(tower), weights_bytes, group, adapters)
+    tower = TowerOfAny(AnyTower(model, dtype, settings.device))
+    return VisionWorker(info, backend, tower, weights_bytes, group, adapters)

@@ -29,8 +29,6 @@ from vsched_workers.parallel.rank_group import Collectives
 if TYPE_CHECKING:
     from torch import nn
 
-    from vsched_workers.backends.reference.any_tower import AnyTower
-    from vsched_workers.backends.reference.image_inputs import ImageInputs
     from vsched_workers.batching.packed_step import Images
     from vsched_workers.families.decoder import Decoder
 
@@ -151,15 +149,12 @@ class Backend(ABC):
         """Prepare a loaded vision tower for this device; its layers may be replaced. Return its weights' bytes."""
 
     @abstractmethod
-    def prepare_whole(self, model: nn.Module, inputs: ImageInputs | None) -> RunnableLanguage:
-        """Prepare a loaded model of the generic path, which returns logits; see `prepare_language`.
-
-        `inputs` builds its arguments if it takes images.
-        """
+    def prepare_whole(self, model: nn.Module) -> int:
+        """Prepare a loaded language model of the generic path; see `prepare_tower`."""
 
     @abstractmethod
-    def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
-        """Prepare a loaded vision tower of the generic path; return it and the bytes of its weights."""
+    def prepare_any_tower(self, model: nn.Module) -> int:
+        """Prepare a loaded vision tower of the generic path; see `prepare_tower`."""
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
         """Return the names of a module's parameters that are repacked, and thus copied, when it is prepared.

@@ -34,10 +34,8 @@ from vsched_workers.backends.cuda.memory import CudaMemory
 from vsched_workers.backends.cuda.parts import VARIABLE, parts_off
 from vsched_workers.backends.cuda.quantized import QuantizedLayer, TritonProduct
 from vsched_workers.backends.cuda.swapping import CudaSwapArea
-from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_weights import packed_names, replace_linears
-from vsched_workers.backends.reference.whole_model import WholeModel
 from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.device_sampling import StagedDraw
 from vsched_workers.batching.kv_cache import KvCache
@@ -51,7 +49,6 @@ from vsched_workers.quantized.weights import QuantizedWeight
 if TYPE_CHECKING:
     from torch import nn
 
-    from vsched_workers.backends.reference.image_inputs import ImageInputs
     from vsched_workers.families.decoder import Decoder
 
 logger = logging.getLogger(__name__)
@@ -122,13 +119,11 @@ class CudaBackend(Backend):
         vision_attention.use_flash(tower, self.settings, self.dtype)
         return self._keep_few_bits(tower) + sum(each.nbytes for each in tower.parameters())
 
-    def prepare_whole(self, model: nn.Module, inputs: ImageInputs | None) -> RunnableLanguage:
-        size = self._keep_few_bits(model) + stored_bytes(*model.parameters())
-        return WholeModel(model, self.send, inputs).runnable(size)
+    def prepare_whole(self, model: nn.Module) -> int:
+        return self._keep_few_bits(model) + stored_bytes(*model.parameters())
 
-    def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
-        size = self._keep_few_bits(model) + stored_bytes(*model.parameters())
-        return AnyTower(model, self.dtype, self.device), size
+    def prepare_any_tower(self, model: nn.Module) -> int:
+        return self.prepare_whole(model)
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
         return () if self._quantizer is None else packed_names(module)

@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import Backend, CapturedSteps, RunModel, RunnableLanguage
-from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.collectives import GlooCollectives
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.backends.reference.host_memory import HostMemory, mapped_pieces, zeroed_pages
@@ -27,14 +26,12 @@ from vsched_workers.backends.reference.packed_weights import (
     pack_linears,
     warm_up,
 )
-from vsched_workers.backends.reference.whole_model import WholeModel
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from vsched_workers.backends.reference.image_inputs import ImageInputs
     from vsched_workers.families.decoder import Decoder
 
 
@@ -75,9 +72,8 @@ class ReferenceBackend(Backend):
         warm_up(model, self.dtype, packed_head)
         return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
 
-    def prepare_whole(self, model: nn.Module, inputs: ImageInputs | None) -> RunnableLanguage:
-        size = self._pack(model) + stored_bytes(*model.parameters())
-        return WholeModel(model, self.send, inputs).runnable(size)
+    def prepare_whole(self, model: nn.Module) -> int:
+        return self._pack(model) + stored_bytes(*model.parameters())
 
     def prepare_tower(self, tower: nn.Module) -> int:
         size = stored_bytes(*tower.parameters())
@@ -89,10 +85,10 @@ class ReferenceBackend(Backend):
         block_activations(tower)
         return size
 
-    def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
+    def prepare_any_tower(self, model: nn.Module) -> int:
         size = self._pack(model)
         block_activations(model)
-        return AnyTower(model, self.dtype, self.device), size + stored_bytes(*model.parameters())
+        return size + stored_bytes(*model.parameters())
 
     def _pack(self, module: nn.Module) -> int:
         """Pack the linear layers below a module, if weights are packed; return their bytes."""
