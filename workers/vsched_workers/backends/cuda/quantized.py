@@ -116,6 +116,8 @@ class TritonProduct:
             self._weight.scales.shape[1],
             **self._constants,
             INPUTS=WIDENED_INPUTS,
+            # The product with a scale is rounded before an offset is added, as on a CPU: no fused multiply-add.
+            enable_fp_fusion=False,
         )
         return weight
 
