@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 SURVEY_S = 60.0
 """Limit on the survey, which imports torch and opens each device."""
 ROOM_BYTES = 1 << 30
-"""Memory of a device beside the weights with which a rank can start: CUDA's context, the smallest steps and cache."""
+"""Free memory that a rank needs next to its weights: CUDA context, smallest steps and smallest KV cache."""
 PARTS = {"auto": 1.0, "int8": 0.55, "int4": 0.32}
 """Size of quantized weights with their scales, compared with 16 bits."""
 
@@ -70,7 +70,7 @@ def resolve_loaded(loaded: LoadedConfig, *, only_serves: bool = False) -> Loaded
 def resolve_devices(
     config: Config, environ: Mapping[str, str], *, only_serves: bool = False
 ) -> ResolvedDevices:
-    """Choose the devices of stages with `auto`, check those of the others, and resolve all defaults.
+    """Choose devices for stages with `auto`, check configured devices, and resolve all defaults.
 
     Blocks: up to `SURVEY_S`, on a host with a GPU or if a stage is configured for CUDA.
 

@@ -135,7 +135,7 @@ def test_settings_that_need_a_cpu_survey_nothing(
     assert {loaded.config.generate.device, loaded.config.encode.device} == {"cpu"}
     assert loaded.devices is not None
     assert reason in loaded.devices.text
-    assert not loaded.devices.missed
+    assert loaded.devices.missed == (" requires a CPU" in reason or "hosts" in reason)
     assert surveys == []
 
 
@@ -275,6 +275,9 @@ def test_defaults_follow_the_device_and_settings_win(monkeypatch: pytest.MonkeyP
     assert (own.slots, own.chunk_tokens) == (3000, 99)
     with pytest.raises(ConfigError, match=r"generate\.slots: a step full of decodes"):
         resolve("generate.slots=3000", "generate.device=cpu", "encode.device=cpu")
+    pretend(monkeypatch, FULL)
+    with pytest.raises(ConfigError, match=r"generate\.slots: a step full of decodes"):
+        resolve("generate.slots=3000")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vsched.config.sections import Config
 
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/dxg")
-"""One of them exists where there may be a CUDA device: NVIDIA's driver, in containers too, and WSL."""
+"""Files of NVIDIA's driver, also in containers, and of WSL. Without any of them, no CUDA device can be used."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -39,8 +39,8 @@ CPU_DEFAULTS = DeviceDefaults(
     embedding_bytes=256 << 20,
 )
 CUDA_DEFAULTS = DeviceDefaults(
-    # vLLM's defaults: `max_num_seqs` of most devices, `max_num_batched_tokens` of large ones, no limit of a chunk below
-    # that of the step, 4 GiB of preprocessed images. `step_target_ms` shortens chunks while requests decode.
+    # Defaults of vLLM: `max_num_seqs` of most devices, `max_num_batched_tokens` of large ones, chunks as large as a step,
+    # 4 GiB of preprocessed images. `step_target_ms` shortens chunks while requests decode.
     slots=256,
     max_batch_tokens=8192,
     chunk_tokens=8192,
@@ -55,7 +55,7 @@ class DeviceChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         text: The devices, and the reason.
-        missed: True if the host may have a GPU that is not used, although no setting excludes it.
+        missed: True if the host may have a GPU that `auto` does not use.
         uses_cuda: True if a stage runs on a CUDA device.
     """
 
@@ -70,19 +70,23 @@ def is_open(config: Config) -> bool:
 
 
 def settle(config: Config, environ: Mapping[str, str]) -> tuple[Config, DeviceChoice | None]:
-    """Resolve `auto` to `cpu` where that is certain, and all defaults of a configuration with concrete devices.
+    """Resolve `auto` to `cpu` if no GPU is needed to know that, and the defaults of a configuration without `auto`.
 
-    Returns the devices and the reason for them, too; None if they are still open.
+    Also return the devices and the reason for them; None if they are still open.
     """
-    reason = "it is configured"
+    reason, missed = "it is configured", False
     if is_open(config):
-        reason = reason_for_cpu(config, environ)
+        reason = reason_without_gpu(environ)
+        if not reason:
+            reason, missed = reason_for_cpu(config), True
         if not reason:
             return config, None
         config = with_devices(config, CPU)
     stages = [one for one in (config.encode, config.generate) if one.replicas]
     names = " and ".join(dict.fromkeys(one.device for one in stages))
-    return with_device_defaults(config), DeviceChoice(text=f"{names}, because {reason}")
+    return with_device_defaults(config), DeviceChoice(
+        text=f"{names}, because {reason}", missed=missed
+    )
 
 
 def assumed(config: Config, device: str = CPU) -> Config:
@@ -90,14 +94,19 @@ def assumed(config: Config, device: str = CPU) -> Config:
     return with_device_defaults(with_devices(config, device))
 
 
-def reason_for_cpu(config: Config, environ: Mapping[str, str]) -> str:
-    """Reason why stages with `auto` run on a CPU, without a look at a GPU; empty if there may be one to use."""
+def reason_for_cpu(config: Config) -> str:
+    """Reason why stages with `auto` run on a CPU even if there is a GPU; empty if there is none."""
     if config.cluster.elsewhere:
-        return "replicas are on other hosts, whose devices are not known"
+        return "replicas are on other hosts, whose devices are not known: set encode.device and generate.device"
     if config.model.deterministic:
         return "model.deterministic requires a CPU"
     if config.generate.kv_dtype == "int8":
         return "generate.kv_dtype = int8 requires a CPU"
+    return ""
+
+
+def reason_without_gpu(environ: Mapping[str, str]) -> str:
+    """Reason why this process certainly sees no GPU; empty if it may see one. No library is loaded."""
     visible = environ.get(VISIBLE_DEVICES)
     if visible is not None and visible.partition(",")[0].strip() in ("", "-1", "NoDevFiles"):
         return f"{VISIBLE_DEVICES} is {visible!r}"
