@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.batching.device_copies import sent
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ class TritonDecode:
             raise KernelMissing("triton is not installed")
         from vsched_workers.backends.cuda.triton_kernels import decode_parts, merge_parts
 
-        self._decode: Any = decode_parts
-        self._merge: Any = merge_parts
+        self._decode = FastKernel(decode_parts)
+        self._merge = FastKernel(merge_parts)
         self._processors = processors
 
     def __call__(
