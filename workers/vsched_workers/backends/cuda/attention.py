@@ -18,6 +18,7 @@ import torch
 
 from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.batching.device_copies import sent
+from vsched_workers.batching.ruled_attention import ScoreRule
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
@@ -102,6 +103,7 @@ class TritonDecode:
     """The Triton kernels: an online softmax over each part of a context, and a reduction over the parts."""
 
     capturable = True
+    takes_rules = True
 
     def __init__(self, processors: int) -> None:
         """Take the GPU's number of SMs, so that small batches can keep all of them busy.
@@ -121,22 +123,32 @@ class TritonDecode:
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
     ) -> torch.Tensor:
         """Return [rows, heads, head dim] for a query of the same shape."""
+        return self.by_rule(query, layer, step, ScoreRule(scaling))
+
+    def by_rule(
+        self, query: torch.Tensor, layer: int, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [rows, heads, value dim] for a query [rows, heads, key dim]."""
         tables, contexts = _on_device(step, query.device)
         keys, values = step.cache.keys[layer], step.cache.values[layer]
         query = query.contiguous()
         rows, heads, head_dim = query.shape
-        kv_heads = keys.shape[1]
+        kv_heads, value_dim = keys.shape[1], values.shape[2]
         constants = constants_of(
-            heads, kv_heads, head_dim, step.cache.block_size, keys.element_size()
+            heads, kv_heads, head_dim, value_dim, step.cache.block_size, keys.element_size()
         )
+        window, softcap, sinks = rule.window, rule.softcap, rule.sinks
+        tokens = tables.shape[1] * step.cache.block_size
         split = split_of_contexts(
-            rows * kv_heads, self._processors, tokens=tables.shape[1] * step.cache.block_size
+            rows * kv_heads,
+            self._processors,
+            tokens=tokens if window is None else min(tokens, window),
         )
         parts = split.parts
-        summed = query.new_empty((rows, heads, parts, head_dim), dtype=torch.float32)
+        summed = query.new_empty((rows, heads, parts, value_dim), dtype=torch.float32)
         highest = query.new_empty((rows, heads, parts), dtype=torch.float32)
         total = torch.empty_like(highest)
-        out = torch.empty_like(query)
+        out = query.new_empty((rows, heads, value_dim))
         self._decode[(rows, kv_heads, parts)](
             query,
             keys,
@@ -146,11 +158,15 @@ class TritonDecode:
             summed,
             highest,
             total,
-            scaling,
+            rule.scaling,
+            window or 0,
+            softcap or 0.0,
             tables.stride(0),
             parts,
             split.part_tokens,
             **constants,
+            WINDOWED=window is not None,
+            CAPPED=softcap is not None,
             num_stages=STAGES,
         )
         self._merge[(rows * heads,)](
@@ -158,12 +174,16 @@ class TritonDecode:
             summed,
             highest,
             total,
+            total if sinks is None else sinks,
             out,
+            window or 0,
             heads,
             parts,
             split.part_tokens,
             PARTS=power_of_two(parts),
-            **{name: constants[name] for name in ("HEAD_DIM", "DIMS", "TOKENS")},
+            **{name: constants[name] for name in ("VALUE_DIM", "VALUE_DIMS", "TOKENS")},
+            WINDOWED=window is not None,
+            HAS_SINKS=sinks is not None,
         )
         return out
 
@@ -245,11 +265,11 @@ class FlashPrefill:
 
 
 def constants_of(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, itemsize: int
+    heads: int, kv_heads: int, head_dim: int, value_dim: int, block_size: int, itemsize: int
 ) -> dict[str, int]:
     """Return the compile-time constants of the decode kernel."""
     # The tensor cores need at least 16 rows.
-    dims = max(16, power_of_two(head_dim))
+    dims, value_dims = (max(16, power_of_two(each)) for each in (head_dim, value_dim))
     return {
         "BLOCK_SIZE": block_size,
         "KV_HEADS": kv_heads,
@@ -257,7 +277,9 @@ def constants_of(
         "GROUP_ROWS": max(16, power_of_two(heads // kv_heads)),
         "HEAD_DIM": head_dim,
         "DIMS": dims,
-        "TOKENS": min(64, TILE_BYTES // (dims * itemsize)),
+        "VALUE_DIM": value_dim,
+        "VALUE_DIMS": value_dims,
+        "TOKENS": min(64, TILE_BYTES // (max(dims, value_dims) * itemsize)),
     }
 
 
