@@ -48,7 +48,7 @@ def compile_decode(name: str, dtype: str) -> Compiled:
     signature = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
     signature |= dict.fromkeys(("tables", "contexts"), "*i32")
     signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
-    signature |= {"scaling": "fp32", "table_stride": "i32", "parts": "i32", "part_tokens": "i32"}
+    signature |= {"scaling": "fp32", "table_stride": "i32", "parts": "i32", "usual_parts": "i32"}
     return _compile(decode_parts, f"decode {name} {dtype}", signature, constants, STAGES)
 
 
@@ -63,7 +63,7 @@ def compile_merge(name: str) -> Compiled:
     constants["PARTS"] = PARTS_MAX
     signature = {"contexts": "*i32"}
     signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
-    signature |= {"out": "*bf16", "heads": "i32", "parts": "i32", "part_tokens": "i32"}
+    signature |= {"out": "*bf16", "heads": "i32", "parts": "i32", "usual_parts": "i32"}
     return _compile(merge_parts, f"merge {name}", signature, constants, STAGES)
 
 
