@@ -51,7 +51,7 @@ def compile_decode(name: str, dtype: str, *, ruled: bool = False) -> Compiled:
     signature |= dict.fromkeys(("tables", "contexts"), "*i32")
     signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
     signature |= {"scaling": "fp32", "window": "i32", "softcap": "fp32"}
-    signature |= {"table_stride": "i32", "parts": "i32", "part_tokens": "i32"}
+    signature |= {"table_stride": "i32", "parts": "i32", "usual_parts": "i32"}
     label = f"decode {name} {dtype}" + " with rules" * ruled
     return _compile(decode_parts, label, signature, constants, STAGES)
 
@@ -69,7 +69,7 @@ def compile_merge(name: str) -> Compiled:
     signature = {"contexts": "*i32"}
     signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
     signature |= {"sinks": "*bf16", "out": "*bf16", "window": "i32"}
-    signature |= {"heads": "i32", "parts": "i32", "part_tokens": "i32"}
+    signature |= {"heads": "i32", "parts": "i32", "usual_parts": "i32"}
     return _compile(merge_parts, f"merge {name}", signature, constants, STAGES)
 
 

@@ -176,8 +176,9 @@ def test_kernel_that_is_wrong_by_rules_decodes_plain_layers_alone(
     monkeypatch.setattr(attention_trials, "load_decode", lambda _: kernel)
     cache = shaped_cache((2, 8, 8), (4, 24, 16))
     named = WorkerSettings(attention="triton")
-    assert try_kernels(named, torch.float32, cache, 4, ruled=True).decode is kernel
-    assert kernel.takes_rules is (wrong == 0)
+    found: Any = try_kernels(named, torch.float32, cache, 4, ruled=True).decode
+    assert found is kernel
+    assert found.takes_rules is (wrong == 0)
     assert ("decode by score rules: ByRule is wrong by 0.5" in caplog.text) is (wrong > 0)
 
 

@@ -76,10 +76,10 @@ def test_triton_takes_every_size_of_a_head(head_dim: int) -> None:
 def test_triton_spreads_one_long_context_among_many_short_ones() -> None:
     """128 rows, which keep all processors busy by themselves: the long context is still read in parts."""
     contexts = [1 + row % 5 for row in range(128)]
-    contexts[77] = 2048
+    contexts[77] = 4096
     assert differs(contexts, heads=2, kv_heads=1, head_dim=16, processors=4) < 1e-5
-    split = split_of_contexts(128, 4, tokens=2048)
-    assert split == ContextSplit(parts=4, part_tokens=512)
+    split = split_of_contexts(128, 4, tokens=4096)
+    assert split == ContextSplit(parts=4, usual_parts=1)
 
 
 @pytest.mark.slow
@@ -181,11 +181,11 @@ def test_triton_reads_no_part_that_a_context_does_not_have(monkeypatch: pytest.M
 
 def test_contexts_are_split_so_that_all_processors_are_busy() -> None:
     """Short parts for small batches; long parts for large ones, with the maximum number of them for a long context."""
-    assert split_of_contexts(2, 132, tokens=1024) == ContextSplit(parts=16, part_tokens=64)
-    assert split_of_contexts(2, 132, tokens=1 << 17) == ContextSplit(parts=64, part_tokens=64)
-    assert split_of_contexts(64, 132, tokens=1 << 15) == ContextSplit(parts=64, part_tokens=256)
-    assert split_of_contexts(512, 132, tokens=1 << 15) == ContextSplit(parts=32, part_tokens=512)
-    assert split_of_contexts(512, 132, tokens=100) == ContextSplit(parts=1, part_tokens=512)
+    assert split_of_contexts(2, 132, tokens=1024) == ContextSplit(parts=16, usual_parts=16)
+    assert split_of_contexts(2, 132, tokens=1 << 17) == ContextSplit(parts=64, usual_parts=64)
+    assert split_of_contexts(64, 132, tokens=1 << 15) == ContextSplit(parts=32, usual_parts=8)
+    assert split_of_contexts(512, 132, tokens=1 << 15) == ContextSplit(parts=32, usual_parts=1)
+    assert split_of_contexts(512, 132, tokens=100) == ContextSplit(parts=1, usual_parts=1)
 
 
 @pytest.mark.slow

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 PARTS_MAX = 64
 """The largest number of parts of a context; each needs memory, and time in the reduction."""
 
-PARTS_OF_MANY = 32
-"""The same if rows alone keep all SMs busy: parts then serve the few long contexts among them."""
+PROGRAMS_OF_SM = 4
+"""Programs for each SM that keep it busy; with more, an SM reads no faster, and there is more to reduce."""
+
+PART_TOKENS_MIN, PART_TOKENS_MAX = 64, 1024
+"""Usual lengths of parts, as in `triton_kernels.py`."""
 
 TILE_BYTES = 16 << 10
 """Bytes of keys, and likewise of values, that a program reads at a time."""
@@ -163,7 +166,7 @@ class TritonDecode:
             softcap or 0.0,
             tables.stride(0),
             parts,
-            split.part_tokens,
+            split.usual_parts,
             **constants,
             WINDOWED=window is not None,
             CAPPED=softcap is not None,
@@ -179,11 +182,12 @@ class TritonDecode:
             window or 0,
             heads,
             parts,
-            split.part_tokens,
+            split.usual_parts,
             PARTS=power_of_two(parts),
             **{name: constants[name] for name in ("VALUE_DIM", "VALUE_DIMS", "TOKENS")},
             WINDOWED=window is not None,
             HAS_SINKS=sinks is not None,
+            num_warps=merge_warps(parts, constants["VALUE_DIMS"]),
         )
         return out
 
@@ -284,21 +288,25 @@ def constants_of(
 
 
 class ContextSplit(NamedTuple):
-    """The split of contexts: the largest number of parts, and the smallest number of tokens in a part."""
+    """The split of contexts: the largest number of parts, and the number if all contexts are equally long."""
 
     parts: int
-    part_tokens: int
+    usual_parts: int
 
 
 def split_of_contexts(programs: int, processors: int, *, tokens: int) -> ContextSplit:
     """Return the split of contexts of up to `tokens` tokens, for `programs` programs without it.
 
-    The more programs, the longer the parts: 64 tokens if a few programs share a GPU, 512 if they keep it busy unsplit.
-    The split does not depend on context lengths, as required by captured steps.
+    It does not depend on context lengths, as required by captured steps; the kernels find the length of the parts.
     """
-    part_tokens = 64 * min(8, power_of_two(max(1, 8 * programs // processors)))
-    most = PARTS_MAX if programs <= processors else PARTS_OF_MANY
-    return ContextSplit(min(most, -(-tokens // part_tokens)), part_tokens)
+    usual = max(1, min(PROGRAMS_OF_SM * processors // programs, -(-tokens // PART_TOKENS_MIN)))
+    parts = min(PARTS_MAX, max(usual, -(-tokens // PART_TOKENS_MAX)))
+    return ContextSplit(parts, min(usual, parts))
+
+
+def merge_warps(parts: int, dims: int) -> int:
+    """Return the warps of a program of the reduction: with many rows, which have few parts, one is enough."""
+    return max(1, min(4, power_of_two(parts) * dims // 1024))
 
 
 def power_of_two(number: int) -> int:

@@ -1,10 +1,11 @@
 """The Triton kernels of decode attention; imported on CUDA only, where torch includes Triton.
 
 A row of a decode step reads its whole context, and a context that is read by one program keeps one SM busy while all
-others wait for it. So a context is read in parallel parts, and a second kernel reduces them. A part has at least
-`part_tokens` tokens, and more if the context would have more parts than were launched: so a long context among many
-short ones is spread over SMs, too, and a captured step serves contexts of any length. Programs for parts beyond the
-context's end return at once.
+others wait for it. So a context is read in parallel parts, and a second kernel reduces them. A context has
+`usual_parts` parts, which keep all SMs busy if all contexts are equally long. A part is at least `PART_TOKENS_MIN`
+tokens long, and at most `PART_TOKENS_MAX` as long as enough parts were launched: so a long context among many short
+ones is spread over SMs, too, and a captured step serves contexts of any length. Programs for parts beyond the context's
+end return at once.
 
 Prior art: Flash-Decoding (Dao et al., 2023) for the parts, PagedAttention (SOSP 2023) for the block tables.
 """
@@ -18,6 +19,23 @@ from __future__ import annotations
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+PART_TOKENS_MIN: tl.constexpr = tl.constexpr(64)
+PART_TOKENS_MAX: tl.constexpr = tl.constexpr(1024)
+
+
+@triton.jit
+def tokens_of_part(  # noqa: ANN201
+    context,
+    parts,
+    usual_parts,
+    TOKENS: tl.constexpr,  # noqa: N803  # Triton's marker of compile-time constants
+):
+    """Return the number of tokens in each part of a context, a multiple of TOKENS."""
+    tiles = tl.cdiv(context, TOKENS)
+    usual = tl.cdiv(tiles, usual_parts) * TOKENS
+    usual = tl.minimum(tl.maximum(usual, PART_TOKENS_MIN), PART_TOKENS_MAX)
+    return tl.maximum(tl.cdiv(tiles, parts) * TOKENS, usual)
 
 
 @triton.jit
@@ -35,8 +53,8 @@ def decode_parts(
     softcap,
     table_stride,
     parts,
-    part_tokens,
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803  # Triton's marker of compile-time constants
+    usual_parts,
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
     KV_HEADS: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
     GROUP_ROWS: tl.constexpr,  # noqa: N803
@@ -53,7 +71,7 @@ def decode_parts(
     Shape: query [rows, KV_HEADS * GROUP, HEAD_DIM]; keys [slots, KV_HEADS, HEAD_DIM]; values [slots, KV_HEADS,
     VALUE_DIM]; tables [rows, blocks]; summed_parts float32 [rows, heads, parts, VALUE_DIM]; highest_parts and
     total_parts float32 [rows, heads, parts]. GROUP_ROWS, DIMS and VALUE_DIMS are GROUP, HEAD_DIM and VALUE_DIM, rounded
-    up to powers of two; part_tokens is a multiple of TOKENS.
+    up to powers of two; TOKENS divides PART_TOKENS_MIN.
 
     If WINDOWED, the context is its last `window` tokens; if CAPPED, scores are bounded by `softcap`.
     """
@@ -68,8 +86,7 @@ def decode_parts(
     start_of_all = 0
     if WINDOWED:
         start_of_all = tl.maximum(context - window, 0)
-    tiles = tl.cdiv(context - start_of_all, TOKENS)
-    per_part = tl.maximum(tl.cdiv(tiles, parts) * TOKENS, part_tokens)
+    per_part = tokens_of_part(context - start_of_all, parts, usual_parts, TOKENS)
     first = start_of_all + part * per_part
     if first >= context:
         return
@@ -87,7 +104,13 @@ def decode_parts(
         slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
         cell = (slot * KV_HEADS + kv_head)[:, None]
         held = seen[:, None] & (dims < HEAD_DIM)[None, :]
-        key = tl.load(keys + cell * HEAD_DIM + dims[None, :], mask=held, other=0.0)
+        # A key or value is read once, and must not displace the weights that follow from the L2 cache.
+        key = tl.load(
+            keys + cell * HEAD_DIM + dims[None, :],
+            mask=held,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scaling
         if CAPPED:  # tanh by the sigmoid
             scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
@@ -95,8 +118,12 @@ def decode_parts(
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         weights = tl.exp(scores - higher[:, None])
         faded = tl.exp(highest - higher)
-        kept = seen[:, None] & (value_dims < VALUE_DIM)[None, :]
-        value = tl.load(values + cell * VALUE_DIM + value_dims[None, :], mask=kept, other=0.0)
+        value = tl.load(
+            values + cell * VALUE_DIM + value_dims[None, :],
+            mask=seen[:, None] & (value_dims < VALUE_DIM)[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
         total = total * faded + tl.sum(weights, axis=1)
         summed = summed * faded[:, None] + tl.dot(
             weights.to(value.dtype), value, input_precision="ieee"
@@ -120,7 +147,7 @@ def merge_parts(
     window,
     heads,
     parts,
-    part_tokens,
+    usual_parts,
     PARTS: tl.constexpr,  # noqa: N803
     VALUE_DIM: tl.constexpr,  # noqa: N803
     VALUE_DIMS: tl.constexpr,  # noqa: N803
@@ -138,7 +165,7 @@ def merge_parts(
     context = tl.load(contexts + head // heads)
     if WINDOWED:
         context = tl.minimum(context, window)
-    per_part = tl.maximum(tl.cdiv(tl.cdiv(context, TOKENS), parts) * TOKENS, part_tokens)
+    per_part = tokens_of_part(context, parts, usual_parts, TOKENS)
     there = part * per_part < context
     highest = tl.load(highest_parts + head * parts + part, mask=there, other=-float("inf"))
     most = tl.max(highest, axis=0)
