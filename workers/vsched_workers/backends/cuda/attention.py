@@ -9,7 +9,6 @@ the number of rows and on the width of the block tables, never on context length
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from vsched_workers.backends.cuda.launching import FastKernel
+from vsched_workers.backends.cuda.parts import has_triton
 from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.ruled_attention import ScoreRule
 
@@ -114,8 +114,8 @@ class TritonDecode:
         Raises:
             KernelMissing: When Triton is not installed.
         """
-        if importlib.util.find_spec("triton") is None:
-            raise KernelMissing("triton is not installed")
+        if not has_triton():
+            raise KernelMissing("triton is not installed, or turned off")
         from vsched_workers.backends.cuda.triton_kernels import decode_parts, merge_parts
 
         self._decode = FastKernel(decode_parts)
