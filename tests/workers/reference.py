@@ -15,9 +15,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 class Reference:
     """The whole model, loaded and run by transformers."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, device: str = "cpu") -> None:
         self.model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-        self.model.eval()
+        self.model.eval().to(device)
+        self.device = device
         self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(path)
 
     def generate(
@@ -39,4 +40,4 @@ class Reference:
             inputs["pixel_values"] = made["pixel_values"]
             inputs["image_grid_thw"] = made["image_grid_thw"]
             inputs["mm_token_type_ids"] = (ids == self.model.config.image_token_id).int()
-        return inputs
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}

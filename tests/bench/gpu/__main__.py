@@ -50,7 +50,7 @@ def main() -> int:
             # The installed packages may be required, or newer than those already imported.
             again = [sys.executable, "-m", "tests.bench.gpu", *sys.argv[1:]]
             return subprocess.run(again, env=environment, check=False, cwd=ROOT).returncode
-        _tell_machine(out, options.device)
+        _tell_machine(out, options.device, options.wheels)
         return _run(options, out, Path(scratch), environment)
 
 
@@ -71,11 +71,12 @@ def _environment(wheels: Path | None, site: Path, *, on_cpu: bool) -> dict[str, 
     return environment
 
 
-def _tell_machine(out: Path, device: str) -> None:
-    """Record the machine before anything can fail."""
+def _tell_machine(out: Path, device: str, packed: Path | None) -> None:
+    """Record the machine before anything can fail; `packed` is the folder of wheels."""
     import msgspec
 
     from tests.bench.gpu.page import Machine
+    from tests.bench.gpu.revision import revision_of
 
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -90,7 +91,7 @@ def _tell_machine(out: Path, device: str) -> None:
         if device != "cpu"
         else platform.processor() or "cpu",
         versions=versions,
-        commit=_said("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        commit=revision_of(ROOT, packed),
     )
     (out / "machine.json").write_bytes(msgspec.json.encode(machine))
 

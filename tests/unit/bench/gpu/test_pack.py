@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-import re
-import tomllib
+import zipfile
+from pathlib import Path
 
-from tests.bench.gpu.pack import NEEDED, ROOT, pins
+import pytest
 
-THERE = {"huggingface-hub", "jinja2", "numpy", "safetensors", "tokenizers", "torch", "transformers"}
-COMPILES_FOR_CPUS = {"numba"}
+from tests.bench.gpu import pack
 
-
-def test_all_that_vsched_depends_on_is_carried_or_there() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["workers"]]
-    names = {re.split(r"[\[<>=~ ]", each)[0].lower() for each in wanted}
-    assert names <= {name.lower() for name in NEEDED} | THERE | COMPILES_FOR_CPUS
+PYTHON = "3.12"
 
 
-def test_versions_are_those_of_the_constraints() -> None:
-    assert {name.lower() for name in NEEDED} <= pins().keys()
+def write_wheel(folder: Path, name: str, *requirements: str) -> Path:
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    lines = [f"Name: {name}", "Version: 1.0", *(f"Requires-Dist: {each}" for each in requirements)]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", "\n".join(lines))
+    return path
+
+
+def test_dependencies_of_dependencies_are_carried() -> None:
+    """Of each extra, for that system and Python, and not those of packages that are there."""
+    known = {
+        "app": ["server[fast]>=1", "torch>=2", "old; python_version < '3.12'"],
+        "server": ["loop", "quick; extra == 'fast'", "rare; extra == 'other'", "winapi; sys_platform == 'win32'"],
+        "quick": ["App"],
+    }  # fmt: skip
+    found = pack.needed(["app"], lambda name: known.get(name, []), python=PYTHON)
+    assert found == ["app", "loop", "quick", "server"]
+
+
+def test_every_carried_package_has_a_version_in_the_constraints() -> None:
+    found = pack.needed(pack.roots(), pack.installed, python=PYTHON)
+    assert set(found) <= pack.pins().keys()
+    # The command line, the server, the grammars and the tests.
+    assert {"typer", "pydantic-core", "uvicorn", "llguidance", "pytest-asyncio"} <= set(found)
+    assert not {"torch", "mpmath", "llvmlite"} & set(found)
+
+
+def test_a_wheel_whose_requirement_is_not_carried_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "roots", lambda: ["app"])
+    wheels = [write_wheel(tmp_path, "app", "helper", "numpy>=2"), write_wheel(tmp_path, "other")]
+    assert pack.missing(wheels, python=PYTHON) == ["helper"]
+    wheels.append(write_wheel(tmp_path, "helper"))
+    assert pack.missing(wheels, python=PYTHON) == []

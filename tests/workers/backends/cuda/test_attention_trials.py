@@ -16,7 +16,13 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import attention
 from vsched_workers.backends.cuda.attention import FlashPrefill, VarlenDecode
-from vsched_workers.backends.cuda.attention_trials import AttentionTrial, fastest, require_right
+from vsched_workers.backends.cuda.attention_trials import (
+    AttentionTrial,
+    fastest,
+    plain_layers,
+    require_right,
+    try_kernels,
+)
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import PagedStep, Segment, attend_plainly
@@ -113,11 +119,29 @@ def test_a_kernel_that_is_named_is_refused_where_it_is_not_right(kernel: Any, sa
     cache = small_cache()
     with AttentionTrial.over(cache, 4) as trial:
         with pytest.raises(ConfigError, match=says) as refused:
-            require_right("varlen", kernel, cache, trial)
-        require_right("varlen", decode_by_gather, cache, trial)
+            require_right("varlen", kernel, cache, trial.decode)
+        require_right("varlen", decode_by_gather, cache, trial.decode)
     assert "blocks of 4 tokens. Remedy: use generate.block_size = 256, or `auto`" in str(
         refused.value
     )
+
+
+def test_plain_layers_are_one_of_each_shape_that_has_keys_as_wide_as_its_values() -> None:
+    """Recurrent layers keep no keys, and those of multi-head latent attention have narrower values."""
+    shapes = [(0, 0, 0), (2, 8, 8), (4, 24, 16), (2, 8, 8), (1, 16, 16), (3, 8, 8)]
+    cache = KvCache(
+        [KvShape(*shape) for shape in shapes],
+        blocks=2,
+        block_size=4,
+        dtype=torch.float32,
+        allocate=torch.zeros,
+    )
+    assert plain_layers(cache, heads=4) == [1, 4]
+    exact = WorkerSettings(device="cpu", attention="auto")
+    only_latent = KvCache(
+        [KvShape(4, 24, 16)], blocks=2, block_size=4, dtype=torch.float32, allocate=torch.zeros
+    )
+    assert try_kernels(exact, torch.float32, only_latent, 4).decode is decode_by_gather
 
 
 def test_trial_leaves_the_cache_as_it_was() -> None:
@@ -235,6 +259,7 @@ def test_flash_prefill_takes_several_chunks_in_one_call(monkeypatch: pytest.Monk
     step.prefill._attend = counted
     for limit, expected in ((1 << 20, 1), (0, 2)):
         monkeypatch.setattr(attention, "GATHERED_BYTES", limit)
+        step.scratch.clear()
         calls = 0
         found = attend_plainly(query, own[0], own[1], 1, step, 0.3)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

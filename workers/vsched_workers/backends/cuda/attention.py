@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.batching.device_copies import sent
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ class TritonDecode:
             raise KernelMissing("triton is not installed")
         from vsched_workers.backends.cuda.triton_kernels import decode_parts, merge_parts
 
-        self._decode: Any = decode_parts
-        self._merge: Any = merge_parts
+        self._decode = FastKernel(decode_parts)
+        self._merge = FastKernel(merge_parts)
         self._processors = processors
 
     def __call__(
@@ -204,10 +205,13 @@ class FlashPrefill:
 
     def joins(self, step: PagedStep) -> bool:
         """Return whether the gathered contexts of a step's chunks fit into the memory limit for that."""
-        keys = step.cache.keys[0]
-        of_token = 2 * keys.shape[1] * keys.shape[2] * keys.element_size()
-        tokens = sum(segment.context for segment in step.segments)
-        return len(step.segments) > 1 and tokens * of_token <= GATHERED_BYTES
+        if "joins" not in step.scratch:
+            largest = max(keys[0].nbytes for keys in step.cache.keys)
+            tokens = sum(segment.context for segment in step.segments)
+            fits = 2 * tokens * largest <= GATHERED_BYTES
+            step.scratch["joins"] = len(step.segments) > 1 and fits
+        joins: bool = step.scratch["joins"]
+        return joins
 
     def attend_all(
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeVar
 
@@ -84,7 +85,8 @@ def try_kernels(
         ConfigError: When the configured kernel is not installed, or is wrong on this device.
         DeviceOutOfMemory: When the device's memory ran out.
     """
-    if settings.attention == "exact":
+    layers = plain_layers(cache, heads)
+    if settings.attention == "exact" or not layers:
         return AttentionKernels(decode_by_gather, prefill_by_gather)
     has_halves = dtype != torch.float32
     decodes: list[DecodeKernel] = []
@@ -92,14 +94,35 @@ def try_kernels(
         loaders: list[Callable[[], DecodeKernel]] = [lambda: _triton_decode(settings.device)]
         decodes = _loaded([*loaders, VarlenDecode] if has_halves else loaders)
     prefills: list[PrefillKernel] = _loaded([FlashPrefill]) if has_halves else []
-    with AttentionTrial.over(cache, heads) as trial:
+    with ExitStack() as stack:
+        trials = [stack.enter_context(AttentionTrial.over(cache, heads, layer)) for layer in layers]
+
+        def decoded(kernel: DecodeKernel) -> torch.Tensor:
+            return torch.cat([trial.decode(kernel).flatten() for trial in trials])
+
+        def prefilled(kernel: PrefillKernel) -> torch.Tensor:
+            return torch.cat([trial.prefill(kernel).flatten() for trial in trials])
+
         if settings.attention == "auto":
-            decode = fastest("decode", decodes, decode_by_gather, trial.decode, cuda_seconds)
+            decode = fastest("decode", decodes, decode_by_gather, decoded, cuda_seconds)
         else:
             decode = load_decode(settings)
-            require_right(settings.attention, decode, cache, trial)
-        prefill = fastest("prefill", prefills, prefill_by_gather, trial.prefill, cuda_seconds)
+            require_right(settings.attention, decode, cache, decoded)
+        prefill = fastest("prefill", prefills, prefill_by_gather, prefilled, cuda_seconds)
     return AttentionKernels(decode, prefill)
+
+
+def plain_layers(cache: KvCache, heads: int) -> list[int]:
+    """Return the first layer of each shape that these kernels may read.
+
+    Layers without keys, or with values of another size than keys, do not use them.
+    """
+    first: dict[torch.Size, int] = {}
+    for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        shape = keys.shape[1:]
+        if shape.numel() and shape == values.shape[1:] and heads % shape[0] == 0:
+            first.setdefault(shape, layer)
+    return list(first.values())
 
 
 def _loaded(loaders: Sequence[Callable[[], Kernel]]) -> list[Kernel]:
@@ -142,14 +165,19 @@ def fastest(
     return best
 
 
-def require_right(name: str, kernel: DecodeKernel, cache: KvCache, trial: AttentionTrial) -> None:
+def require_right(
+    name: str,
+    kernel: DecodeKernel,
+    cache: KvCache,
+    run: Callable[[DecodeKernel], torch.Tensor],
+) -> None:
     """Raise an error if a configured decode kernel is wrong over this cache.
 
     Raises:
         ConfigError: With the fault.
         DeviceOutOfMemory: When the device's memory ran out.
     """
-    fault = _fault(kernel, trial.decode(decode_by_gather), trial.decode)
+    fault = _fault(kernel, run(decode_by_gather), run)
     if fault is not None:
         larger = "generate.block_size = 256, or " if cache.block_size % 256 else ""
         raise ConfigError(
@@ -175,6 +203,7 @@ def _fault(
     """
     try:
         with typed_out_of_memory(f"trying {type(kernel).__name__}"):
+            run(kernel)  # compiles; later launches skip Triton's dispatch
             differs = float((run(kernel).float() - expected.float()).abs().max())
     except DeviceOutOfMemory:
         raise
@@ -201,20 +230,21 @@ def cuda_seconds(run: Callable[[], object]) -> float:
 
 @dataclass
 class AttentionTrial:
-    """Random keys and values in the first blocks of a cache, and queries that attend to them."""
+    """Random keys and values in the first blocks of a cache, and queries of one layer that attend to them."""
 
     cache: KvCache
+    layer: int
     query: torch.Tensor
     step: PagedStep
     segment: Segment
 
     @classmethod
-    def over(cls, cache: KvCache, heads: int) -> AttentionTrial:
-        """Fill the first blocks of the first layer; decode rows and half a prompt attend to all of them."""
+    def over(cls, cache: KvCache, heads: int, layer: int = 0) -> AttentionTrial:
+        """Fill the first blocks of a layer; decode rows and half a prompt attend to all of them."""
         size = cache.block_size
         blocks = min(-(-TRIAL_CONTEXT // size), cache.blocks)
         context = blocks * size
-        keys, values = cache.keys[0], cache.values[0]
+        keys, values = cache.keys[layer], cache.values[layer]
         chance = torch.Generator().manual_seed(0)
         for held in (keys, values):
             held[:context].copy_(torch.randn(held[:context].shape, generator=chance))
@@ -239,31 +269,34 @@ class AttentionTrial:
         )
         shape = (max(context - context // 2, TRIAL_ROWS), heads, keys.shape[2])
         query = torch.randn(shape, generator=chance).to(device=keys.device, dtype=keys.dtype)
-        return cls(cache, query, step, segment)
+        return cls(cache, layer, query, step, segment)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for held in (self.cache.keys[0], self.cache.values[0]):
+        for held in self._kept:
             held[: self.segment.context].zero_()
 
     def decode(self, kernel: DecodeKernel) -> torch.Tensor:
         """Attend for the decode rows."""
-        found: torch.Tensor = kernel(self.query[:TRIAL_ROWS], 0, self.step, self._scaling)
+        query = self.query[:TRIAL_ROWS]
+        found: torch.Tensor = kernel(query, self.layer, self.step, self._scaling)
         return found
 
     def prefill(self, kernel: PrefillKernel) -> torch.Tensor:
         """Attend for the second half of a prompt."""
         first, last = self.segment.first, self.segment.context
-        own = [
-            held[first:last].transpose(0, 1) for held in (self.cache.keys[0], self.cache.values[0])
-        ]
+        own = [held[first:last].transpose(0, 1) for held in self._kept]
         query = self.query[: last - first].transpose(0, 1)
         found: torch.Tensor = kernel(
-            query, own[0], own[1], 0, self.segment, self.step, self._scaling
+            query, own[0], own[1], self.layer, self.segment, self.step, self._scaling
         )
         return found
+
+    @property
+    def _kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.keys[self.layer], self.cache.values[self.layer]
 
     @property
     def _scaling(self) -> float:
