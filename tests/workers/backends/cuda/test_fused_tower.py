@@ -26,7 +26,8 @@ from vsched_workers.backends.cuda.fused_tower import (
     pad_inner,
     usable_kernels,
 )
-from vsched_workers.families import FAMILIES
+from vsched_workers.backends.cuda.parts import VARIABLE
+from vsched_workers.families import FAMILIES, family_of_rank
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("default")
@@ -167,8 +168,12 @@ def test_only_inner_sizes_that_are_not_aligned_are_padded(encoded: Encoded) -> N
     assert widths(torch.bfloat16, 129) == {192}
 
 
-def test_towers_with_adapters_keep_their_modules_and_sizes(encoded: Encoded) -> None:
-    tower = prepared(encoded.tower, adapters=1)
+@pytest.mark.parametrize(("adapters", "off"), [(1, ""), (0, "tower")])
+def test_towers_with_adapters_or_turned_off_keep_their_modules_and_sizes(
+    encoded: Encoded, monkeypatch: pytest.MonkeyPatch, adapters: int, off: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, off)
+    tower = prepared(encoded.tower, adapters=adapters)
     assert not isinstance(tower.forward, FusedTower)
     assert INNER in {*tower.blocks[0].mlp.state_dict()[LAST[encoded.family.name]].shape}
     encoded.check(tower)
@@ -198,9 +203,13 @@ def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
     assert "which is slower" in caplog.text
 
 
-def test_other_towers_are_not_fused(encoded: Encoded) -> None:
+def test_other_towers_are_not_fused(encoded: Encoded, checkpoints: Callable[[str], Path]) -> None:
+    """Towers of vsched's own modules, for CPUs, take other arguments."""
     assert fits(encoded.tower)
     assert not fits(nn.Module())
+    path = str(checkpoints("nano25"))
+    own = family_of_rank("qwen2_5_vl", path, WorkerSettings())
+    assert not fits(own.build_vision(path, "sdpa"))
     encoded.tower.blocks[1].norm2 = nn.Identity()
     assert not fits(encoded.tower)
 

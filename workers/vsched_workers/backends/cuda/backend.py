@@ -125,7 +125,7 @@ class CudaBackend(Backend):
         flatten_patches(tower, None)
         kernels = None
         # LoRA adapters are applied to transformers' unfused layers, in their own sizes.
-        if not self.settings.adapters:
+        if not self.settings.adapters and "tower" not in self._off:
             if self._quantizer is None:
                 fused_tower.pad_inner(tower)
             if fused_tower.fits(tower):

@@ -30,6 +30,7 @@ from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda import vision_attention
 from vsched_workers.backends.cuda.attention import power_of_two
 from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
+from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.backends.reference.merged_layers import frozen, merged
 from vsched_workers.batching.device_copies import sent
 from vsched_workers.families.qwen_windows import (
@@ -81,11 +82,16 @@ def load_kernels() -> VisionKernels | None:
     from vsched_workers.backends.cuda import triton_layers, triton_vision
 
     return VisionKernels(
-        triton_layers.add_norm,
-        triton_vision.add_layer_norm,
-        triton_layers.gate,
-        triton_vision.rotate_patches,
-        triton_vision.attend_windows,
+        *map(
+            FastKernel,
+            (
+                triton_layers.add_norm,
+                triton_vision.add_layer_norm,
+                triton_layers.gate,
+                triton_vision.rotate_patches,
+                triton_vision.attend_windows,
+            ),
+        )
     )
 
 
@@ -93,7 +99,8 @@ def fits(tower: Any) -> bool:
     """Return whether a tower has the modules that can be fused here."""
     blocks = list(getattr(tower, "blocks", ()))
     merger = getattr(tower, "merger", None)
-    if not blocks or _norm_of_merger(merger) is None or not hasattr(tower, "rotary_pos_emb"):
+    parts = ("patch_embed", "rotary_pos_emb", "spatial_merge_size")
+    if not blocks or _norm_of_merger(merger) is None or not all(hasattr(tower, e) for e in parts):
         return False
     return all(
         all(hasattr(block.attn, name) for name in ("qkv", "proj", "num_heads", "scaling"))
