@@ -190,8 +190,10 @@ class CudaBackend(Backend):
         if self.settings.attention != "auto":
             load_decode(self.settings)
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
-        return try_kernels(self.settings, self.dtype, cache, heads)
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
+        return try_kernels(self.settings, self.dtype, cache, heads, ruled=ruled)
 
     def capture_steps(
         self, cache: KvCache, attention: AttentionKernels, run: RunModel
