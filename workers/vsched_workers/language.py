@@ -40,7 +40,6 @@ from vsched_workers.backends.choice import (
 )
 from vsched_workers.backends.reference.module_layers import RuledHead
 from vsched_workers.backends.reference.whole_model import (
-    FirstRun,
     WholeModel,
     check_built,
     check_kept,
@@ -102,7 +101,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RULED = "windows, soft-capping, sinks or values of another size than keys"
+_STATES = "recurrent layers gather the states of the sequences of a step"
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,7 @@ class LanguageModel:
         positions: Compute the positions of a prompt, int64 [3, tokens], and the delta of the positions after it.
         first_layers: Context manager that runs only the first n layers of each kind; None if all layers must run.
         shares_head: Whether this rank computes the logits of a part of the vocabulary only.
+        ruled: Whether layers have score rules, or values of another size than keys.
         eager: Reason why decode steps cannot be captured; empty if they can be.
         states: Recurrent states of the layers; None if they keep only keys and values.
         mutual: Return the spans of a sequence with bidirectional attention; None if attention is causal throughout.
@@ -129,6 +129,7 @@ class LanguageModel:
     first_layers: Callable[[int], AbstractContextManager[None]] | None
     adaptable: Callable[[], Adaptable]
     shares_head: bool = False
+    ruled: bool = False
     eager: str = ""
     states: RecurrentStates | None = None
     mutual: Callable[[SequenceState], Spans] | None = None
@@ -194,7 +195,10 @@ class LanguageWorker(RankWorker, GenerateWorker):
                 allocate=allocate,
                 spare_blocks=self._backend.spare_blocks,
             )
-            self._attention = self._backend.choose_attention(cache, self._language.heads)
+            language = self._language
+            self._attention = self._backend.choose_attention(
+                cache, language.heads, ruled=language.ruled
+            )
             if self._language.eager and self._backend.spare_blocks:
                 logger.info("decode steps run without CUDA graphs: %s", self._language.eager)
             elif not self._language.eager:
@@ -470,7 +474,6 @@ def family_language(
     head_bytes = info.kv_bytes_per_token // (text.num_hidden_layers * kv_heads * 2)
     head_dim = kept_dim(head_bytes // backend.kv_dtype.itemsize, backend.kv_dtype)
     runnable = backend.prepare_language(model, head, family.decoder)
-    capped = family.decoder.score_bound(text) is not None
     rule = family.decoder.logit_rule(text)
     if rule is not None:
         runnable = dataclasses.replace(runnable, head=RuledHead(runnable.head, rule))
@@ -483,7 +486,7 @@ def family_language(
         first_layers=functools.partial(_cut_layers, model, kinds),
         adaptable=functools.partial(adaptable, layers=runnable.layers),
         shares_head=len(head) < text.vocab_size,
-        eager=_RULED if any(kind.window for kind in kinds) or capped else "",
+        ruled=any(kind.window for kind in kinds) or family.decoder.score_bound(text) is not None,
     )
 
 
@@ -572,19 +575,13 @@ def _load_any(
         heads=text.num_attention_heads // (settings.ranks if shares_heads(text) else 1),
         positions=text_positions if inputs is None else inputs.positions,
         first_layers=None if found.layers is None else found.layers.first,
-        eager=_eager_reason(found),
+        ruled=not found.plain,
+        eager=_STATES if found.states.modules else "",
         states=found.states if info.state_bytes else None,
         mutual=mutual_spans(info),
         adaptable=functools.partial(adaptable_module, model, cuts=ranks.cuts, only=found.adaptable),
     )
     return language, group
-
-
-def _eager_reason(found: FirstRun) -> str:
-    """Return why decode steps of a model on the generic path cannot be captured; empty if they may be."""
-    if found.states.modules:
-        return "recurrent layers gather the states of the sequences of a step"
-    return "" if found.plain else _RULED
 
 
 def _check_generic(info: ModelInfo, settings: WorkerSettings) -> None:

@@ -209,8 +209,12 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         """Return the kernels for a new cache; `heads` are this rank's query heads.
+
+        `ruled`: some layers have score rules (`ScoreRule`), or values of another size than keys.
 
         Raises:
             DeviceOutOfMemory: When benchmarking kernels took more memory than available.

@@ -69,9 +69,10 @@ class Started:
 
 def triton_decode() -> DecodeKernel:
     """Return the kernel with all of its host code; works without Triton."""
-    kernel = TritonDecode.__new__(TritonDecode)
+    kernel: Any = TritonDecode.__new__(TritonDecode)
     kernel._decode, kernel._merge, kernel._processors = Started(), Started(), 132
-    return kernel
+    found: DecodeKernel = kernel
+    return found
 
 
 def varlen_decode() -> DecodeKernel:

@@ -56,7 +56,9 @@ class CapturingBackend(ReferenceBackend):
         super().__init__(settings, dtype)
         self.stream = LateStream()
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         return super().choose_attention(cache, heads)._replace(decode=CapturableGather())
 
     def capture_steps(

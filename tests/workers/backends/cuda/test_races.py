@@ -173,7 +173,9 @@ class GraphBackend(ReferenceBackend):
     argmax = CudaBackend.argmax
     draw = CudaBackend.draw
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         return super().choose_attention(cache, heads)._replace(decode=TensorDecode())
 
     def capture_steps(

@@ -104,7 +104,9 @@ class ReferenceBackend(Backend):
     def load_attention(self) -> None:
         """Do nothing: attention by gather needs no compilation."""
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         return AttentionKernels(decode_by_gather, prefill_by_gather)
 
     def capture_steps(
