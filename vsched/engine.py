@@ -10,7 +10,6 @@ import contextlib
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -37,8 +36,8 @@ from vsched.aio.serving import (
     submit_choices,
 )
 from vsched.aio.shell import start_shell
+from vsched.aio.streams.finished import FinishedRequests
 from vsched.aio.streams.stream import ChoiceInputs, Generation, StopScope, TokenStream
-from vsched.aio.streams.table import RequestTimeline
 from vsched.assembly import (
     adapter_table,
     arena_layout,
@@ -67,7 +66,6 @@ from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker
 
 logger = logging.getLogger(__name__)
-RECENT_MAX = 64
 Progress = Callable[[str, str, float], None]
 """Called while loading: the group, its current activity, and the fraction done."""
 
@@ -93,7 +91,7 @@ class Engine:
         self._policies = resolve_policies(self.config)
         self._on_progress = on_progress or (lambda _group, _what, _fraction: None)
         self._state = "loading"
-        self._recent: deque[RequestTimeline] = deque(maxlen=RECENT_MAX)
+        self._finished = FinishedRequests()
         self._running: RunningParts | None = None
         self._sizing: Sizing | None = None
         self._started_s = time.monotonic()
@@ -367,7 +365,7 @@ class Engine:
                     make_answer=make_answer,
                     hold=hold,
                     give_back=given.close,
-                    on_timeline=self._recent.append,
+                    on_timeline=self._finished.add,
                     preprocess_ms=(time.perf_counter() - received_s) * 1e3,
                     started=started,
                 )
@@ -568,7 +566,8 @@ class Engine:
             "grammars": running.grammars.statistics() if running is not None else {},
             "memory": self._memory(running) if running is not None else {},
             "ledger": {**ledger.as_dict(), "in_use": used} if ledger else {},
-            "recent": [msgspec.to_builtins(timeline) for timeline in self._recent],
+            "histograms": self._finished.histograms(),
+            "recent": [msgspec.to_builtins(one) for one in self._finished.recent],
         }
 
     def _memory(self, running: RunningParts) -> dict[str, int]:

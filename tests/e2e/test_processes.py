@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -106,7 +107,9 @@ async def test_processes_answer_as_the_engine_does(split: RunningServer) -> None
                 assert "".join([text async for text in said(response)]) == wanted.text
         pages = [(await client.get("/metrics")).text.splitlines() for client in found.values()]
         for lines in pages:
-            assert 'vsched_requests_total{endpoint="chat",outcome="length"} 4.0' in lines
+            name = split.engine.model_name
+            labels = f'{{endpoint="chat",model_name="{name}",outcome="length"}}'
+            assert f"vsched_requests_total{labels} 4.0" in lines
         adapters = [(await client.get("/admin/adapters")).json() for client in found.values()]
         assert adapters[0] == adapters[1]
     assert split.engine.statistics()["running"] == 0
@@ -154,9 +157,8 @@ async def test_process_that_dies_takes_only_its_own_requests(split: RunningServe
 
 async def answered(client: Any) -> float:
     """Return the number of requests that were answered at their full length."""
-    name = 'vsched_requests_total{endpoint="chat",outcome="length"} '
-    lines = (await client.get("/metrics")).text.splitlines()
-    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+    pattern = r'vsched_requests_total{endpoint="chat",model_name="[^"]*",outcome="length"} (.*)'
+    return sum(map(float, re.findall(pattern, (await client.get("/metrics")).text)))
 
 
 async def test_process_that_stands_still_is_replaced(

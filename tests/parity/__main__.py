@@ -2,6 +2,10 @@
 
 With names, only these are compared and nothing is written; with `images` those that take images, and the table of these
 is written. It takes about ten minutes.
+
+`--device cuda:0` compares all of them on a GPU, in several processes, and `--json FILE` records the results; put the
+file at `tests/parity/cuda.json`, and the tables have them in their column *cuda*. `--device cuda-on-host` runs the code
+of the CUDA backend on a CPU, with stand-ins for streams, copies and Triton's kernels.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -17,7 +22,8 @@ from pathlib import Path
 from transformers.utils import logging
 
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED
-from tests.parity.compare import Parity, compare, refusal_of
+from tests.parity.compare import WAYS, Parity, compare, refusal_of
+from tests.parity.on_device import compare_on_device
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, VISION_REFUSED
 from tests.parity.vision_compare import compare_own, compare_vision
 from tests.workers.parallel.ranks import Ranks
@@ -30,8 +36,7 @@ HEAD = "| path | ranks | architectures |\n|---|---|---|"
 
 def row(name: str, parity: Parity) -> str:
     """One line of the terminal for an architecture."""
-    ways = ("text", "chunked", "preempted", "prefix_cache", "two_ranks")
-    unequal = [way for way in ways if getattr(parity, way) is False]
+    unequal = [way for way in WAYS if getattr(parity, way) is False]
     return f"{name}: {parity.path}, {'equal' if parity.equal else 'UNEQUAL: ' + ', '.join(unequal)}"
 
 
@@ -66,9 +71,18 @@ def write(begin: str, end: str, content: str) -> None:
     PAGE.write_text(f"{before}{begin}{content}{end}{after}")
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Compare, say so, and return the number of differences."""
+    parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
+    parser.add_argument("names", nargs="*", help="architectures; `images`: those that take images")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, with another device")
+    parser.add_argument("--json", type=Path, help="file of the results, with another device")
+    options = parser.parse_args(arguments)
+    names: list[str] = options.names
     logging.disable_progress_bar()
+    if options.device != "cpu":
+        return compare_on_device(names, options.device, jobs=options.jobs, to=options.json)
     if names == ["images"]:
         return compare_images()
     found: dict[str, Parity] = {}

@@ -15,11 +15,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 class Reference:
     """The whole model, loaded and run by transformers."""
 
-    def __init__(
-        self, path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
         self.model.eval().to(device)
+        self.device = device
         self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(path)
 
     def generate(
@@ -33,9 +32,7 @@ class Reference:
     ) -> tuple[list[int], torch.Tensor]:
         """Return `count` tokens, and the logits of each, float32 [count, vocabulary] on the CPU."""
         chosen = {"do_sample": False, "eos_token_id": None, "max_new_tokens": count} | options
-        inputs = {
-            name: value.to(self.model.device) for name, value in self.inputs(prompt, images).items()
-        }
+        inputs = self.inputs(prompt, images)
         with torch.inference_mode():
             out = self.model.generate(
                 **inputs, **chosen, output_logits=True, return_dict_in_generate=True
@@ -52,4 +49,4 @@ class Reference:
             inputs["pixel_values"] = made["pixel_values"]
             inputs["image_grid_thw"] = made["image_grid_thw"]
             inputs["mm_token_type_ids"] = (ids == self.model.config.image_token_id).int()
-        return inputs
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}

@@ -82,11 +82,16 @@ def create_app(
     The engine may still be loading: `/health` reports it, and completions are refused until it is ready. Requests are
     counted in `metrics`, by default a new instance. `resumption` serves answers of an earlier engine by their ids.
     """
-    metrics = metrics or ApiMetrics(engine, tenants_max=settings.tenants_max)
+    metrics = metrics or engine_metrics(engine, settings)
     resumption = resumption or Resumption()
     bodies = RequestBodies(settings, keeps=resumption.journal is not None)
     operator_routes = _operator_routes(engine, metrics, bodies)
     return _full_application(engine, settings, metrics, bodies, resumption, operator_routes)
+
+
+def engine_metrics(engine: EngineContract, settings: ApiSettings) -> ApiMetrics:
+    """Create the metrics of an engine and of its clients' requests."""
+    return ApiMetrics(engine, tenants_max=settings.tenants_max, vllm_names=settings.vllm_metrics)
 
 
 def create_frontend(

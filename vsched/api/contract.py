@@ -52,6 +52,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tenant_header: str = ""
     tenants_max: _Positive = 64
     metrics_without_key: bool = False
+    vllm_metrics: bool = False
     access_log: bool = False
     allowed_hosts: tuple[str, ...] | None = ()
     cors_origins: tuple[str, ...] = ()

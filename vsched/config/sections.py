@@ -142,6 +142,12 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     metrics_without_key: Annotated[bool, Meta(description="Serve `/metrics` without a key.")] = (
         False
     )
+    vllm_metrics: Annotated[
+        bool,
+        Meta(
+            description="Also serve metrics under vLLM's names, such as `vllm:num_requests_running`."
+        ),
+    ] = False
     access_log: Annotated[
         bool,
         Meta(

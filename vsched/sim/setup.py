@@ -13,9 +13,10 @@ from vsched.assembly import arena_layout, as_served, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, plain_config, resolve_policies
 from vsched.config.policies import configured_policies
 from vsched.errors import ConfigError, PolicyError, limit_message
-from vsched.kernel import KernelPolicies, SchedulerLimits
+from vsched.kernel import SchedulerLimits
 from vsched.plugins import check_contract
 from vsched.policy import POLICY_TABLES, SEVERAL, Policy, decisions_of
+from vsched.policy_host import SeatPolicies
 from vsched.sim.cost.model import CostModel
 from vsched.types import ModelInfo
 from vsched.worker.registry import load_worker
@@ -53,7 +54,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         return min(most, self.policies.item_tokens_max or most)
 
     @property
-    def kernel_policies(self) -> KernelPolicies:
+    def kernel_policies(self) -> SeatPolicies:
         """The policies that the kernel calls."""
         return self.policies.for_kernel()
 

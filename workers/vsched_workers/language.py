@@ -38,9 +38,9 @@ from vsched_workers.backends.choice import (
     choose_backend,
     torch_threads,
 )
-from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.module_layers import RuledHead
 from vsched_workers.backends.reference.whole_model import (
+    WholeModel,
     check_built,
     check_kept,
     first_run,
@@ -101,6 +101,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STATES = "recurrent layers gather the states of the sequences of a step"
+
 
 @dataclass(frozen=True)
 class LanguageModel:
@@ -112,7 +114,8 @@ class LanguageModel:
         positions: Compute the positions of a prompt, int64 [3, tokens], and the delta of the positions after it.
         first_layers: Context manager that runs only the first n layers of each kind; None if all layers must run.
         shares_head: Whether this rank computes the logits of a part of the vocabulary only.
-        captures: Whether decode steps may be captured.
+        ruled: Whether layers have score rules, or values of another size than keys.
+        eager: Reason why decode steps cannot be captured; empty if they can be.
         states: Recurrent states of the layers; None if they keep only keys and values.
         mutual: Return the spans of a sequence with bidirectional attention; None if attention is causal throughout.
         adaptable: Return the layers that LoRA adapters can be applied to.
@@ -126,7 +129,8 @@ class LanguageModel:
     first_layers: Callable[[int], AbstractContextManager[None]] | None
     adaptable: Callable[[], Adaptable]
     shares_head: bool = False
-    captures: bool = True
+    ruled: bool = False
+    eager: str = ""
     states: RecurrentStates | None = None
     mutual: Callable[[SequenceState], Spans] | None = None
 
@@ -191,8 +195,13 @@ class LanguageWorker(RankWorker, GenerateWorker):
                 allocate=allocate,
                 spare_blocks=self._backend.spare_blocks,
             )
-            self._attention = self._backend.choose_attention(cache, self._language.heads)
-            if self._language.captures:
+            language = self._language
+            self._attention = self._backend.choose_attention(
+                cache, language.heads, ruled=language.ruled
+            )
+            if self._language.eager and self._backend.spare_blocks:
+                logger.info("decode steps run without CUDA graphs: %s", self._language.eager)
+            elif not self._language.eager:
                 self._captured = self._backend.capture_steps(cache, self._attention, self._logits)
         if self._balance is not None:
             self._balance.reset()
@@ -477,8 +486,7 @@ def family_language(
         first_layers=functools.partial(_cut_layers, model, kinds),
         adaptable=functools.partial(adaptable, layers=runnable.layers),
         shares_head=len(head) < text.vocab_size,
-        captures=not any(kind.window for kind in kinds)
-        and family.decoder.score_bound(text) is None,
+        ruled=any(kind.window for kind in kinds) or family.decoder.score_bound(text) is not None,
     )
 
 
@@ -515,7 +523,7 @@ def _load_any(
     info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
 ) -> tuple[LanguageModel, RankGroup]:
     """Load a model on the generic path."""
-    backend = _generic_backend(info, settings, backend)
+    _check_generic(info, settings)
     paged_attention.register()
     if scheme_of(read_json(checkpoint_directory(info.path), "config.json")) is not None:
         raise ConfigError(
@@ -559,14 +567,16 @@ def _load_any(
         quantize_calibrated(decoder, backend.lays_out(decoder), settings, info.path, "language")
         return family_language(info, usual, backend, decoder, head, adaptable, config=text), group
     quantize_calibrated(model, backend.lays_out(model), settings, info.path, "language")
+    size = backend.prepare_whole(model)
     language = LanguageModel(
         module=model,
-        runnable=backend.prepare_whole(model, inputs),
+        runnable=WholeModel(model, backend.send, inputs).runnable(size),
         kv=found.kv,
         heads=text.num_attention_heads // (settings.ranks if shares_heads(text) else 1),
         positions=text_positions if inputs is None else inputs.positions,
         first_layers=None if found.layers is None else found.layers.first,
-        captures=False,
+        ruled=not found.plain,
+        eager=_STATES if found.states.modules else "",
         states=found.states if info.state_bytes else None,
         mutual=mutual_spans(info),
         adaptable=functools.partial(adaptable_module, model, cuts=ranks.cuts, only=found.adaptable),
@@ -574,10 +584,8 @@ def _load_any(
     return language, group
 
 
-def _generic_backend(
-    info: ModelInfo, settings: WorkerSettings, backend: Backend
-) -> ReferenceBackend:
-    """Return the backend of the generic path.
+def _check_generic(info: ModelInfo, settings: WorkerSettings) -> None:
+    """Check a configuration of the generic path.
 
     Raises:
         ConfigError: When the generic path does not support the configuration.
@@ -589,11 +597,6 @@ def _generic_backend(
     if language_family(info.family, info.path) is not None:
         what = f"several ranks share model_type {info.family!r} on the generic path, which"
         or_one_rank = ", or generate.tensor_parallel to 1"
-    if not isinstance(backend, ReferenceBackend):
-        raise ConfigError(
-            f"generate.device: {what} runs on cpu alone so far, not on {settings.device}. "
-            f"Remedy: set generate.device to cpu{or_one_rank}."
-        )
     if settings.quantizes and settings.ranks > 1:
         raise ConfigError(
             f"generate.weights: {what} quantizes to {settings.weights} on one rank only, not on {settings.ranks}. "
@@ -603,4 +606,3 @@ def _generic_backend(
         raise ConfigError(
             f"model.deterministic: {what} cannot do so. Remedy: set it to false{or_one_rank}."
         )
-    return backend

@@ -77,7 +77,6 @@ class GenericReference(Reference):
         family: str,
         path: Path,
         preprocessor: Preprocessor,
-        *,
         device: str,
         dtype: torch.dtype,
     ) -> None:
@@ -86,6 +85,7 @@ class GenericReference(Reference):
         sees = preprocessor.info.takes_images
         made: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         self.model = made.from_pretrained(path, dtype=dtype).eval().to(device)
+        self.device = device
 
     def inputs(self, prompt: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
         ids = torch.tensor([list(prompt)])
@@ -96,9 +96,10 @@ class GenericReference(Reference):
             inputs |= inputs_of_images(
                 self.model, self._family, ids, arrays, image_token=info.placeholder
             )
-        kinds = {name: self.model.dtype if each.is_floating_point() else each.dtype
-                 for name, each in inputs.items()}  # fmt: skip
-        return {name: each.to(kinds[name]) for name, each in inputs.items()}
+        return {
+            name: each.to(self.device, self.model.dtype if each.is_floating_point() else each.dtype)
+            for name, each in inputs.items()
+        }
 
     def _arrays(self, image: Image.Image) -> dict[str, Any]:
         plan = self._preprocessor.plan_image(*image.size)
@@ -142,9 +143,9 @@ def _compare(row: FamilyRow, folder: Path, device: str, save: Callable[[], None]
     preprocessor = plugin.load_preprocessor(info)
     asks = [each if info.takes_images else TextQuestion(each.text) for each in QUESTIONS]
     if row.family in FAMILY_SIZES:
-        reference = Reference(path, device=device, dtype=dtype)
+        reference = Reference(path, device, dtype)
     else:
-        reference = GenericReference(row.family, path, preprocessor, device=device, dtype=dtype)
+        reference = GenericReference(row.family, path, preprocessor, device, dtype)
     expected = [
         reference.generate_with_logits(
             ask.prompt(preprocessor), ask.images, TOKENS_KILLED, pad_token_id=0

@@ -18,6 +18,7 @@ from vsched.sim.ranks.symbolic_workers import SymbolicGenerator
 
 BODY = {"prompt": "1 2 3", "max_tokens": 4, "ignore_eos": True}
 GROUP = {"group": "generate"}
+MODEL = small_config().model.served_name
 
 
 def families(text: bytes) -> dict[str, Any]:
@@ -25,7 +26,8 @@ def families(text: bytes) -> dict[str, Any]:
 
 
 def value(family: Any, **labels: str) -> float:
-    (found,) = [one.value for one in family.samples if one.labels == labels]
+    own = {"model_name": MODEL, **labels}
+    (found,) = [one.value for one in family.samples if one.labels == own]
     return float(found)
 
 
@@ -70,7 +72,7 @@ def test_metrics_count_with_labels() -> None:
         assert value(after[name], **GROUP) == wanted
     assert value(after["vsched_group_up"], group="encode") == 1
     memory = after["vsched_rank_memory_bytes"].samples
-    assert all(set(one.labels) == {"group", "rank", "kind"} for one in memory)
+    assert all(set(one.labels) == {"model_name", "group", "rank", "kind"} for one in memory)
     assert not any("generate" in name or "length" in name for name in after)
 
 
@@ -112,10 +114,10 @@ async def test_metrics_tell_what_groups_were_lost_of() -> None:
     reply = await Client(create_app(engine, ApiSettings())).send("GET", "/metrics")
     lines = reply.body.decode().splitlines()
     for line in (
-        'vsched_group_up{group="encode-1"} 0.0',
-        'vsched_group_restarts_total{group="encode-1"} 3.0',
-        'vsched_group_losses_total{group="encode-1",reason="ProcessExited"} 2.0',
-        'vsched_group_losses_total{group="encode-1",reason="RankSilent"} 1.0',
+        'vsched_group_up{group="encode-1",model_name="demo"} 0.0',
+        'vsched_group_restarts_total{group="encode-1",model_name="demo"} 3.0',
+        'vsched_group_losses_total{group="encode-1",model_name="demo",reason="ProcessExited"} 2.0',
+        'vsched_group_losses_total{group="encode-1",model_name="demo",reason="RankSilent"} 1.0',
         "# TYPE vsched_group_losses_total counter",
     ):
         assert line in lines

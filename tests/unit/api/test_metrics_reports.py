@@ -43,25 +43,14 @@ def test_reports_add_to_the_counters_and_histograms_of_a_process() -> None:
 def test_reports_change_nothing_where_there_is_one_process() -> None:
     metrics = counted("stop", "stop", "length")
     metrics.reports = lambda: [Report()]
-    from prometheus_client import generate_latest
+    alone = ApiMetrics()
+    alone.registry, alone.between_tokens_s = metrics.registry, metrics.between_tokens_s
+    assert metrics.render() == alone.render()
 
-    assert metrics.render() == generate_latest(metrics.registry)
 
-
-def test_reports_tell_the_first_beginning() -> None:
-    """The creation time of a counter is a time; times are not added."""
-    first, second = counted("stop"), counted("stop")
-
-    def made(families: list[object]) -> list[float]:
-        return [
-            value
-            for family in families
-            for name, _, value in family.samples  # type: ignore[attr-defined]
-            if name == "vsched_requests_created"
-        ]
-
-    ((one,), (other,)) = made(first.report().families), made(second.report().families)  # type: ignore[arg-type]
-    assert made(added([second.report(), first.report()])) == [min(one, other)]  # type: ignore[arg-type]
+def test_metrics_have_no_creation_times() -> None:
+    """They double the number of series, and those of several processes cannot be added."""
+    assert not [line for line in lines(counted("stop")) if "_created" in line]
 
 
 def test_reports_of_a_process_that_has_died_are_kept() -> None:

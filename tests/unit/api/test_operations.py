@@ -96,7 +96,7 @@ async def test_adapters_are_models_with_a_parent() -> None:
     refused = await call(engine, "POST", "/v1/chat/completions", {**CHAT, "model": "late"})
     assert refused.json["error"]["message"].endswith("Remedy: ask for demo or org/sql.")
     metrics = (await call(engine, "GET", "/metrics")).body.decode()
-    assert 'vsched_adapter_requests_total{adapter="org/sql"} 2.0' in metrics
+    assert 'vsched_adapter_requests_total{adapter="org/sql",model_name="demo"} 2.0' in metrics
     assert (await call(engine, "DELETE", "/admin/adapters/org/sql")).json["state"] == "unloaded"
     assert (await call(engine, "DELETE", "/admin/adapters/org/sql")).status == 404
 
@@ -284,16 +284,16 @@ async def test_metrics_count_outcomes() -> None:
     reply = await Client(app).send("GET", "/metrics")
     lines = reply.body.decode().splitlines()
     for line in (
-        'vsched_requests_total{endpoint="chat",outcome="length"} 1.0',
-        'vsched_requests_total{endpoint="chat",outcome="refused"} 1.0',
-        'vsched_requests_total{endpoint="completions",outcome="failed"} 1.0',
-        'vsched_requests_total{endpoint="completions",outcome="refused"} 1.0',
-        "vsched_generation_tokens_total 2.0",
-        "vsched_prompt_tokens_total 14.0",
-        "vsched_prompt_tokens_cached_total 4.0",
-        "vsched_time_to_first_token_seconds_count 1.0",
-        "vsched_inter_token_latency_seconds_count 1.0",
-        "vsched_e2e_request_latency_seconds_count 4.0",
+        'vsched_requests_total{endpoint="chat",model_name="demo",outcome="length"} 1.0',
+        'vsched_requests_total{endpoint="chat",model_name="demo",outcome="refused"} 1.0',
+        'vsched_requests_total{endpoint="completions",model_name="demo",outcome="failed"} 1.0',
+        'vsched_requests_total{endpoint="completions",model_name="demo",outcome="refused"} 1.0',
+        'vsched_generation_tokens_total{model_name="demo"} 2.0',
+        'vsched_prompt_tokens_total{model_name="demo"} 14.0',
+        'vsched_prompt_tokens_cached_total{model_name="demo"} 4.0',
+        'vsched_time_to_first_token_seconds_count{model_name="demo"} 1.0',
+        'vsched_inter_token_latency_seconds_count{model_name="demo"} 1.0',
+        'vsched_e2e_request_latency_seconds_count{model_name="demo"} 4.0',
     ):
         assert line in lines
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -303,7 +303,7 @@ async def test_two_applications_do_not_share_metrics() -> None:
     engine = FakeEngine()
     await Client(create_app(engine, ApiSettings())).send("POST", "/v1/chat/completions", CHAT)
     reply = await Client(create_app(engine, ApiSettings())).send("GET", "/metrics")
-    assert b"vsched_generation_tokens_total 0.0" in reply.body
+    assert b'vsched_generation_tokens_total{model_name="demo"} 0.0' in reply.body
 
 
 @each_case(

@@ -1,21 +1,24 @@
 """Engine counters as Prometheus families, read when scraped; labels are the group, rank, policy or reason.
 
 Names are vLLM's if it has the same metric, with `vsched_` in place of `vllm:`; Prometheus reserves colons for recording
-rules.
+rules. `exposed` adds the aliases of vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 Statistics = Mapping[str, Any]
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
@@ -91,13 +94,50 @@ _GENERATE = (
     (COUNTER, "tokens_decoded", "tokens_decoded", "Tokens decoded."),
     (COUNTER, "tokens_drafted", "tokens_drafted", "Draft tokens proposed."),
     (COUNTER, "drafts_accepted", "drafts_accepted", "Draft tokens accepted."),
+    (COUNTER, "prefix_cache_queries", "tokens_looked_up", "Prefix cache lookups, in tokens."),
     (COUNTER, "prefix_cache_hits", "tokens_cached", "Prefix cache hits, in tokens."),
     (COUNTER, "prefix_cache_evictions", "prefix_evictions", "Prefix cache blocks evicted."),
 )
 """Type, name, key in a generate group's statistics, and description."""
 
 
+_HISTOGRAMS = {
+    "request_preprocess_time_seconds": "Time from arrival until prompt and images are prepared.",
+    "request_encode_time_seconds": "Time until the images of the first chunk are encoded, with waiting.",
+    "request_queue_time_seconds": "Time in the waiting queue.",
+    "request_prefill_time_seconds": "Time from a slot to the first token.",
+    "request_decode_time_seconds": "Time from the first token to the end.",
+    "request_prompt_tokens": "Prompt tokens of a choice.",
+    "request_generation_tokens": "Output tokens of a choice.",
+}
+"""Histograms of choices that ended with `stop` or `length`, and their descriptions."""
+
+_VLLM_NAMES = {
+    "time_to_first_token_seconds": (),
+    "inter_token_latency_seconds": ("time_per_output_token_seconds",),
+    "e2e_request_latency_seconds": (),
+    "request_queue_time_seconds": (),
+    "request_prefill_time_seconds": (),
+    "request_decode_time_seconds": (),
+    "request_prompt_tokens": (),
+    "request_generation_tokens": ("request_max_num_generation_tokens",),
+    "prompt_tokens": (),
+    "generation_tokens": (),
+    "num_requests_running": (),
+    "num_requests_waiting": (),
+    "num_requests_swapped": (),
+    "num_preemptions": (),
+    "kv_cache_usage_perc": ("gpu_cache_usage_perc",),
+    "prefix_cache_queries": ("gpu_prefix_cache_queries",),
+    "prefix_cache_hits": ("gpu_prefix_cache_hits",),
+    "requests_finished": ("request_success",),
+}
+"""Metrics that vLLM has, too, and further names of them there, such as those of earlier versions."""
+
 _KV_USAGE = "Fraction of KV blocks held by requests."
+FRONT_DOOR = ("admitted", "held", "shed", "redirected")
+_FRONT_DOOR = "Decisions of the front-door policy."
+_UNCLAIMED = "Rest of a memory pool at the peaks of all processes; negative if too much is claimed."
 _OVERRULED = "Valid policy answers that the kernel did not follow."
 _PASSED_OVER = "Longest time for which policies let others pass a request or an image."
 _SLOW = "Policy calls over policies.call_budget_ms."
@@ -130,11 +170,38 @@ class EngineCollector(Collector):
                 yield kind(f"vsched_{name}", what, value=value)
         for name, label, path, what in _BY_REASON:
             yield _family(COUNTER, name, what, label, statistics.get(path, {}).items())
+        decided = statistics.get("front_door", {})
+        outcomes = [(name, decided[name]) for name in FRONT_DOOR if name in decided]
+        yield _family(COUNTER, "front_door", _FRONT_DOOR, "outcome", outcomes)
+        yield from _histograms(statistics.get("histograms", {}))
+        yield from _memory(statistics)
         yield from _policy_calls(statistics)
         yield from _generate_groups(_at(statistics, "generate.groups") or {})
         yield from _ranks(statistics)
         yield from _all_groups(self._groups())
         yield from _all_adapters(self._adapters())
+
+
+def exposed(
+    families: Iterable[Metric], *, model_name: str, vllm_names: bool = False
+) -> Iterator[Metric]:
+    """Yield families with the label `model_name`, and with vLLM's aliases if wanted."""
+    label = {"model_name": model_name} if model_name else {}
+    for family in families:
+        names = [family.name]
+        own = family.name.removeprefix("vsched_")
+        if vllm_names and own in _VLLM_NAMES:
+            names += [f"vllm:{name}" for name in (own, *_VLLM_NAMES[own])]
+        for name in names:
+            metric = Metric(name, family.documentation, family.type)
+            metric.samples = [
+                sample._replace(
+                    name=name + sample.name.removeprefix(family.name),
+                    labels={**label, **sample.labels},
+                )
+                for sample in family.samples
+            ]
+            yield metric
 
 
 def _at(statistics: Statistics, path: str) -> Any:
@@ -160,7 +227,47 @@ def _family(
     return family
 
 
+def cumulative(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[str, float]]:
+    """Return the buckets of a histogram in Prometheus' form: a bound, and the count up to it."""
+    labels = [floatToGoString(bound) for bound in bounds]  # type: ignore[no-untyped-call]
+    return list(zip([*labels, "+Inf"], accumulate(counts), strict=True))
+
+
+def _histograms(histograms: Mapping[str, Statistics]) -> Iterator[Metric]:
+    for name, each in histograms.items():
+        buckets = cumulative(each["bounds"], each["counts"])
+        yield HistogramMetricFamily(
+            f"vsched_{name}", _HISTOGRAMS[name], buckets=buckets, sum_value=each["sum"]
+        )
+
+
+def _memory(statistics: Statistics) -> Iterator[Metric]:
+    """Yield the sizes of memory pools, with what nothing has claimed of them, and the memory of processes."""
+    pools = _at(statistics, "ledger.pools") or ()
+    total = [(pool["pool"], pool["total"]) for pool in pools]
+    yield _family(GAUGE, "memory_pool_bytes", "Size of a memory pool.", "pool", total)
+    unclaimed = [
+        (pool["pool"], line["bytes"])
+        for pool in pools
+        for line in pool["lines"]
+        if line["line"] == "unclaimed"
+    ]
+    yield _family(GAUGE, "memory_unclaimed_bytes", _UNCLAIMED, "pool", unclaimed)
+    processes = [
+        (name.removesuffix("_resident"), size)
+        for name, size in statistics.get("memory", {}).items()
+        if name.endswith("_resident")
+    ]
+    yield _family(
+        GAUGE, "resident_memory_bytes", "Resident memory of a process.", "process", processes
+    )
+
+
 def _generate_groups(groups: Mapping[str, Statistics]) -> Iterator[Metric]:
+    groups = {
+        name: {**each, "tokens_looked_up": each["tokens_prefilled"] + each["tokens_cached"]}
+        for name, each in groups.items()
+    }
     running = [(name, each["prefilling"] + each["decoding"]) for name, each in groups.items()]
     yield _family(GAUGE, "num_requests_running", "Requests with a slot.", "group", running)
     used = [

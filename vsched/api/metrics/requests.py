@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
+from vsched.aio.streams.finished import Histogram as PlainHistogram
 from vsched.api.contract import EngineContract
-from vsched.api.metrics.engine import EngineCollector
+from vsched.api.metrics.engine import EngineCollector, cumulative, exposed
 
 logger = logging.getLogger(__name__)
 
@@ -34,24 +33,16 @@ class _Times(Collector):
     def __init__(self, name: str, what: str, bounds: Sequence[float]) -> None:
         self._name = name
         self._what = what
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self._histogram = PlainHistogram(bounds)
+        self.observe = self._histogram.observe
 
     def collect(self) -> Iterator[Metric]:
-        buckets, total = [], 0
-        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
-            total += count
-            label: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
-            buckets.append((label, total))
-        yield HistogramMetricFamily(self._name, self._what, buckets=buckets, sum_value=self._sum)
+        found = self._histogram
+        buckets = cumulative(found.bounds, found.counts)
+        yield HistogramMetricFamily(self._name, self._what, buckets=buckets, sum_value=found.sum)
 
 
-class ApiMetrics:
+class ApiMetrics(Collector):
     """Metrics of one application, in its own registry.
 
     Metrics of other processes are added to its own.
@@ -61,8 +52,16 @@ class ApiMetrics:
         reports: Returns the metrics of other processes.
     """
 
-    def __init__(self, engine: EngineContract | None = None, *, tenants_max: int = 64) -> None:
-        """Create the metrics; without an engine, there are no engine metrics."""
+    def __init__(
+        self,
+        engine: EngineContract | None = None,
+        *,
+        tenants_max: int = 64,
+        vllm_names: bool = False,
+    ) -> None:
+        """Create the metrics; without an engine, there are no engine metrics, and no label `model_name`."""
+        self._engine = engine
+        self._vllm_names = vllm_names
         self.registry = CollectorRegistry()
         self.in_flight = 0
         self.reports: Callable[[], Sequence[Report]] = tuple
@@ -148,8 +147,17 @@ class ApiMetrics:
 
     def render(self) -> bytes:
         """Return the exposition text."""
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of all processes and of the engine."""
+        model_name = self._engine.model_name if self._engine is not None else ""
         everywhere = Added([self.report(), *self.reports()])
-        return generate_latest(everywhere) + generate_latest(self._of_engine)
+        yield from exposed(
+            chain(everywhere.collect(), self._of_engine.collect()),
+            model_name=model_name,
+            vllm_names=self._vllm_names,
+        )
 
 
 class RequestRecord:
@@ -190,9 +198,6 @@ class RequestRecord:
         self._metrics.request_s.observe(time.perf_counter() - self._began)
 
 
-_SINCE = "_created"
-"""Suffix of creation times: in a total, the earliest one is used."""
-
 Sample = tuple[str, dict[str, str], float]
 """Name, labels and value."""
 
@@ -207,8 +212,12 @@ class MetricSamples(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, metric: Metric) -> MetricSamples:
-        """Convert a metric."""
-        samples = [(one.name, one.labels, float(one.value)) for one in metric.samples]
+        """Convert a metric, without creation times, which cannot be added."""
+        samples = [
+            (one.name, one.labels, float(one.value))
+            for one in metric.samples
+            if not one.name.endswith("_created")
+        ]
         return cls(metric.name, metric.documentation, metric.type, samples)
 
 
@@ -245,9 +254,7 @@ def added(reports: Iterable[Report]) -> list[MetricSamples]:
             for name, labels, value in family.samples:
                 key = (name, tuple(labels.values()))
                 found = known.get(key)
-                if found is not None:
-                    value = min(found[2], value) if name.endswith(_SINCE) else found[2] + value
-                known[key] = (name, labels, value)
+                known[key] = (name, labels, value + (found[2] if found is not None else 0))
     return [
         msgspec.structs.replace(family, samples=list(sums[name].values()))
         for name, family in families.items()

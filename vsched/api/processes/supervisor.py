@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
-from vsched.api.app import create_operations
+from vsched.api.app import create_operations, engine_metrics
 from vsched.api.contract import ApiSettings
 from vsched.api.http_server import another
-from vsched.api.metrics import ApiMetrics
 from vsched.api.metrics.requests import Report, added
 from vsched.api.processes.link import BEAT_S, SILENT_S, Link, framed
 from vsched.api.processes.messages import (
@@ -121,7 +120,7 @@ class ApiProcesses:
         self._kept = kept
         count = engine.config.server.processes
         self._settings = share_of(settings, count)
-        self._metrics = ApiMetrics(engine, tenants_max=settings.tenants_max)
+        self._metrics = engine_metrics(engine, settings)
         self._metrics.reports = lambda: [
             self._gone,
             *(one.report for one in self._running.values()),

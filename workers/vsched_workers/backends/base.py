@@ -148,6 +148,14 @@ class Backend(ABC):
     def prepare_tower(self, tower: nn.Module) -> int:
         """Prepare a loaded vision tower for this device; its layers may be replaced. Return its weights' bytes."""
 
+    @abstractmethod
+    def prepare_whole(self, model: nn.Module) -> int:
+        """Prepare a loaded language model of the generic path; see `prepare_tower`."""
+
+    @abstractmethod
+    def prepare_any_tower(self, model: nn.Module) -> int:
+        """Prepare a loaded vision tower of the generic path; see `prepare_tower`."""
+
     def lays_out(self, module: nn.Module) -> Collection[str]:
         """Return the names of a module's parameters that are repacked, and thus copied, when it is prepared.
 
@@ -201,8 +209,12 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         """Return the kernels for a new cache; `heads` are this rank's query heads.
+
+        `ruled`: some layers have score rules (`ScoreRule`), or values of another size than keys.
 
         Raises:
             DeviceOutOfMemory: When benchmarking kernels took more memory than available.

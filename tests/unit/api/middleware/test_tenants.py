@@ -38,8 +38,10 @@ async def test_tenant_is_that_of_the_key() -> None:
     requested = [bearer("key of red"), {"x-api-key": "key of blue"}, bearer("another"), {}]
     found, metrics = await tenants_of(requested, tenant_keys=KEYS)
     assert found == ["red", "blue", 401, 401]
-    assert 'vsched_tenant_requests_total{outcome="stop",tenant="red"} 1.0' in metrics
-    assert 'vsched_tenant_tokens_total{kind="prompt",tenant="blue"}' in metrics
+    assert (
+        'vsched_tenant_requests_total{model_name="demo",outcome="stop",tenant="red"} 1.0' in metrics
+    )
+    assert 'vsched_tenant_tokens_total{kind="prompt",model_name="demo",tenant="blue"}' in metrics
 
 
 async def test_tenant_of_the_common_key_is_nobody() -> None:
@@ -74,8 +76,8 @@ async def test_metrics_have_a_bounded_number_of_tenants() -> None:
     found, metrics = await tenants_of(requested, tenant_header="x-team", tenants_max=2)
     assert found == ["t0", "t1", "t2", "t3", "t4"] * 2, "policies see it in any case"
     for tenant, count in (("t0", 2), ("t1", 2), ("other tenants", 6)):
-        line = f'vsched_tenant_requests_total{{outcome="stop",tenant="{tenant}"}} {count}.0'
-        assert line in metrics
+        labels = f'{{model_name="demo",outcome="stop",tenant="{tenant}"}}'
+        assert f"vsched_tenant_requests_total{labels} {count}.0" in metrics
     assert 'tenant="t2"' not in metrics
 
 

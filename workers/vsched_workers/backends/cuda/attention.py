@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.batching.device_copies import sent
+from vsched_workers.batching.ruled_attention import ScoreRule
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
@@ -24,8 +26,11 @@ if TYPE_CHECKING:
 PARTS_MAX = 64
 """The largest number of parts of a context; each needs memory, and time in the reduction."""
 
-PARTS_OF_MANY = 32
-"""The same if rows alone keep all SMs busy: parts then serve the few long contexts among them."""
+PROGRAMS_OF_SM = 4
+"""Programs for each SM that keep it busy; with more, an SM reads no faster, and there is more to reduce."""
+
+PART_TOKENS_MIN, PART_TOKENS_MAX = 64, 1024
+"""Usual lengths of parts, as in `triton_kernels.py`."""
 
 TILE_BYTES = 16 << 10
 """Bytes of keys, and likewise of values, that a program reads at a time."""
@@ -101,6 +106,7 @@ class TritonDecode:
     """The Triton kernels: an online softmax over each part of a context, and a reduction over the parts."""
 
     capturable = True
+    takes_rules = True
 
     def __init__(self, processors: int) -> None:
         """Take the GPU's number of SMs, so that small batches can keep all of them busy.
@@ -112,30 +118,40 @@ class TritonDecode:
             raise KernelMissing("triton is not installed")
         from vsched_workers.backends.cuda.triton_kernels import decode_parts, merge_parts
 
-        self._decode: Any = decode_parts
-        self._merge: Any = merge_parts
+        self._decode = FastKernel(decode_parts)
+        self._merge = FastKernel(merge_parts)
         self._processors = processors
 
     def __call__(
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
     ) -> torch.Tensor:
         """Return [rows, heads, head dim] for a query of the same shape."""
+        return self.by_rule(query, layer, step, ScoreRule(scaling))
+
+    def by_rule(
+        self, query: torch.Tensor, layer: int, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [rows, heads, value dim] for a query [rows, heads, key dim]."""
         tables, contexts = _on_device(step, query.device)
         keys, values = step.cache.keys[layer], step.cache.values[layer]
         query = query.contiguous()
         rows, heads, head_dim = query.shape
-        kv_heads = keys.shape[1]
+        kv_heads, value_dim = keys.shape[1], values.shape[2]
         constants = constants_of(
-            heads, kv_heads, head_dim, step.cache.block_size, keys.element_size()
+            heads, kv_heads, head_dim, value_dim, step.cache.block_size, keys.element_size()
         )
+        window, softcap, sinks = rule.window, rule.softcap, rule.sinks
+        tokens = tables.shape[1] * step.cache.block_size
         split = split_of_contexts(
-            rows * kv_heads, self._processors, tokens=tables.shape[1] * step.cache.block_size
+            rows * kv_heads,
+            self._processors,
+            tokens=tokens if window is None else min(tokens, window),
         )
         parts = split.parts
-        summed = query.new_empty((rows, heads, parts, head_dim), dtype=torch.float32)
+        summed = query.new_empty((rows, heads, parts, value_dim), dtype=torch.float32)
         highest = query.new_empty((rows, heads, parts), dtype=torch.float32)
         total = torch.empty_like(highest)
-        out = torch.empty_like(query)
+        out = query.new_empty((rows, heads, value_dim))
         self._decode[(rows, kv_heads, parts)](
             query,
             keys,
@@ -145,11 +161,15 @@ class TritonDecode:
             summed,
             highest,
             total,
-            scaling,
+            rule.scaling,
+            window or 0,
+            softcap or 0.0,
             tables.stride(0),
             parts,
-            split.part_tokens,
+            split.usual_parts,
             **constants,
+            WINDOWED=window is not None,
+            CAPPED=softcap is not None,
             num_stages=STAGES,
         )
         self._merge[(rows * heads,)](
@@ -157,12 +177,17 @@ class TritonDecode:
             summed,
             highest,
             total,
+            total if sinks is None else sinks,
             out,
+            window or 0,
             heads,
             parts,
-            split.part_tokens,
+            split.usual_parts,
             PARTS=power_of_two(parts),
-            **{name: constants[name] for name in ("HEAD_DIM", "DIMS", "TOKENS")},
+            **{name: constants[name] for name in ("VALUE_DIM", "VALUE_DIMS", "TOKENS")},
+            WINDOWED=window is not None,
+            HAS_SINKS=sinks is not None,
+            num_warps=merge_warps(parts, constants["VALUE_DIMS"]),
         )
         return out
 
@@ -204,10 +229,13 @@ class FlashPrefill:
 
     def joins(self, step: PagedStep) -> bool:
         """Return whether the gathered contexts of a step's chunks fit into the memory limit for that."""
-        keys = step.cache.keys[0]
-        of_token = 2 * keys.shape[1] * keys.shape[2] * keys.element_size()
-        tokens = sum(segment.context for segment in step.segments)
-        return len(step.segments) > 1 and tokens * of_token <= GATHERED_BYTES
+        if "joins" not in step.scratch:
+            largest = max(keys[0].nbytes for keys in step.cache.keys)
+            tokens = sum(segment.context for segment in step.segments)
+            fits = 2 * tokens * largest <= GATHERED_BYTES
+            step.scratch["joins"] = len(step.segments) > 1 and fits
+        joins: bool = step.scratch["joins"]
+        return joins
 
     def attend_all(
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
@@ -241,11 +269,11 @@ class FlashPrefill:
 
 
 def constants_of(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, itemsize: int
+    heads: int, kv_heads: int, head_dim: int, value_dim: int, block_size: int, itemsize: int
 ) -> dict[str, int]:
     """Return the compile-time constants of the decode kernel."""
     # The tensor cores need at least 16 rows.
-    dims = max(16, power_of_two(head_dim))
+    dims, value_dims = (max(16, power_of_two(each)) for each in (head_dim, value_dim))
     return {
         "BLOCK_SIZE": block_size,
         "KV_HEADS": kv_heads,
@@ -253,26 +281,32 @@ def constants_of(
         "GROUP_ROWS": max(16, power_of_two(heads // kv_heads)),
         "HEAD_DIM": head_dim,
         "DIMS": dims,
-        "TOKENS": min(64, TILE_BYTES // (dims * itemsize)),
+        "VALUE_DIM": value_dim,
+        "VALUE_DIMS": value_dims,
+        "TOKENS": min(64, TILE_BYTES // (max(dims, value_dims) * itemsize)),
     }
 
 
 class ContextSplit(NamedTuple):
-    """The split of contexts: the largest number of parts, and the smallest number of tokens in a part."""
+    """The split of contexts: the largest number of parts, and the number if all contexts are equally long."""
 
     parts: int
-    part_tokens: int
+    usual_parts: int
 
 
 def split_of_contexts(programs: int, processors: int, *, tokens: int) -> ContextSplit:
     """Return the split of contexts of up to `tokens` tokens, for `programs` programs without it.
 
-    The more programs, the longer the parts: 64 tokens if a few programs share a GPU, 512 if they keep it busy unsplit.
-    The split does not depend on context lengths, as required by captured steps.
+    It does not depend on context lengths, as required by captured steps; the kernels find the length of the parts.
     """
-    part_tokens = 64 * min(8, power_of_two(max(1, 8 * programs // processors)))
-    most = PARTS_MAX if programs <= processors else PARTS_OF_MANY
-    return ContextSplit(min(most, -(-tokens // part_tokens)), part_tokens)
+    usual = max(1, min(PROGRAMS_OF_SM * processors // programs, -(-tokens // PART_TOKENS_MIN)))
+    parts = min(PARTS_MAX, max(usual, -(-tokens // PART_TOKENS_MAX)))
+    return ContextSplit(parts, min(usual, parts))
+
+
+def merge_warps(parts: int, dims: int) -> int:
+    """Return the warps of a program of the reduction: with many rows, which have few parts, one is enough."""
+    return max(1, min(4, power_of_two(parts) * dims // 1024))
 
 
 def power_of_two(number: int) -> int:

@@ -31,6 +31,7 @@ from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, 
 from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
 from vsched_workers.backends.cuda.memory import CudaMemory
+from vsched_workers.backends.cuda.parts import VARIABLE, parts_off
 from vsched_workers.backends.cuda.quantized import QuantizedLayer, TritonProduct
 from vsched_workers.backends.cuda.swapping import CudaSwapArea
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
@@ -70,8 +71,9 @@ class CudaBackend(Backend):
         _keep_float32()
         memory = CudaMemory(settings.device)
         super().__init__(settings, dtype, memory=memory, collectives=NcclCollectives())
+        self._off = parts_off()
         # Ranks that share a model communicate in every step, which cannot be captured.
-        self._captures = settings.ranks == 1
+        self._captures = settings.ranks == 1 and "graphs" not in self._off
         self.spare_blocks = 1 if self._captures else 0
         self._quantizer: Quantizer[TritonProduct] | None = None
         if settings.quantizes:
@@ -92,7 +94,8 @@ class CudaBackend(Backend):
     ) -> RunnableLanguage:
         kernels = None
         # LoRA adapters are applied to transformers' unfused layers.
-        if fits(decoder, model.config) and not self.settings.adapters:
+        may_fuse = not self.settings.adapters and "layers" not in self._off
+        if may_fuse and fits(decoder, model.config):
             kernels = usable_kernels(self.dtype, self.device)
         if kernels is not None:
             merge(model, decoder)
@@ -115,6 +118,12 @@ class CudaBackend(Backend):
     def prepare_tower(self, tower: nn.Module) -> int:
         vision_attention.use_flash(tower, self.settings, self.dtype)
         return self._keep_few_bits(tower) + sum(each.nbytes for each in tower.parameters())
+
+    def prepare_whole(self, model: nn.Module) -> int:
+        return self._keep_few_bits(model) + stored_bytes(*model.parameters())
+
+    def prepare_any_tower(self, model: nn.Module) -> int:
+        return self.prepare_whole(model)
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
         return () if self._quantizer is None else packed_names(module)
@@ -147,15 +156,16 @@ class CudaBackend(Backend):
 
     def load_attention(self) -> None:
         if not self._captures:
-            logger.info(
-                "decode steps run without CUDA graphs: %d ranks share the model",
-                self.settings.ranks,
-            )
+            ranks = self.settings.ranks
+            why = f"{ranks} ranks share the model" if ranks > 1 else f"{VARIABLE} turns them off"
+            logger.info("decode steps run without CUDA graphs: %s", why)
         if self.settings.attention != "auto":
             load_decode(self.settings)
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
-        return try_kernels(self.settings, self.dtype, cache, heads)
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
+        return try_kernels(self.settings, self.dtype, cache, heads, ruled=ruled)
 
     def capture_steps(
         self, cache: KvCache, attention: AttentionKernels, run: RunModel

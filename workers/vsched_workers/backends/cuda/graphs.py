@@ -56,6 +56,11 @@ logger = logging.getLogger(__name__)
 STEADY_STEPS = 2
 """Decode-only steps in a row before steps run ahead: earlier, requests that come and go would make it futile."""
 
+TRIED_STEPS = 2
+_TRIED_TOKEN = 1
+_WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+"""Replays in the trial of a captured step, their token, and the accepted difference of logits by type."""
+
 _TOKEN, _AT, _DELTA, _GROWS, _HEADER = 0, 1, 2, 3, 4
 _HOST_BUFFERS = 2
 
@@ -315,11 +320,40 @@ class DecodeGraphs:
             logger.warning("decode steps run without CUDA graphs, which is slower: %s", error)
             return False
         self._captured = captured
+        apart = self._tried(min(captured))
+        if not apart <= _WITHIN[self._cache.keys[0].dtype]:
+            self.drop()
+            self._off = True
+            logger.warning(
+                "decode steps run without CUDA graphs: replayed logits are wrong by %.2g", apart
+            )
+            return False
         spent_s, taken = time.perf_counter() - started_s, self._reserved() - before
         logger.info(
             "captured decode steps of up to %d rows in %.1f s, %d MiB", slots, spent_s, taken >> 20
         )
         return True
+
+    def _tried(self, rows: int) -> float:
+        """Return the largest difference between logits of replayed and eager steps, relative to the largest logit.
+
+        A model whose code depends on the host's values in any way would repeat the captured step. All rows are those
+        of one sequence in the spare block.
+        """
+        replay, logits = self._captured[rows]
+        worst = 0.0
+        for position in (0, self._cache.block_size - 1):
+            self._header.zero_()
+            self._header[_TOKEN], self._header[_AT] = _TRIED_TOKEN, position
+            self._tables.fill_(self._cache.blocks)
+            self._stream.wait_for_others()
+            self._stream.start(replay)
+            self._stream.let_others_wait()
+            found = logits.float().clone()
+            self._header[_TOKEN], self._header[_AT] = _TRIED_TOKEN, position
+            wanted = self._compute(rows).float()
+            worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
+        return worst
 
     def _compute(self, rows: int) -> torch.Tensor:
         """Run one step over the fixed memory, and prepare the next; this is captured."""
