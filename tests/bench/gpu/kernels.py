@@ -97,6 +97,28 @@ def compile_layer(name: str) -> list[Compiled]:
     ]
 
 
+def compile_vision(heads: int, head_dim: int, width: int) -> list[Compiled]:
+    """Compile the kernels of a fused vision tower with these heads and rows of this width, in bfloat16."""
+    from vsched_workers.backends.cuda import triton_vision
+    from vsched_workers.backends.cuda.attention import power_of_two
+    from vsched_workers.backends.cuda.fused_tower import WINDOW_MAX
+
+    half, name = head_dim // 2, f"{heads} x {head_dim}"
+    norm = dict.fromkeys(("hidden", "added", "weight", "bias", "normed"), "*bf16")
+    norm |= {"width": "i32", "eps": "fp32"}
+    rotated = {"qkv": "*bf16", "cos": "*fp32", "sin": "*fp32"}
+    attended = rotated | {"ends": "*i32", "out": "*bf16", "scaling": "fp32"}
+    sizes = {"HEADS": heads, "HALF": half, "DIMS": power_of_two(half)}
+    pairs = sizes | {"PAIRS": power_of_two(2 * heads)}
+    add = {"HAS_ADDED": True, "WIDTH": power_of_two(width)}
+    windows = sizes | {"ROWS": WINDOW_MAX}
+    return [
+        _compile(triton_vision.add_layer_norm, f"add and layer norm {width}", norm, add, 1),
+        _compile(triton_vision.rotate_patches, f"rotate patches {name}", rotated, pairs, 1),
+        _compile(triton_vision.attend_windows, f"attend windows {name}", attended, windows, 1),
+    ]
+
+
 def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
     """Compile the product of few bfloat16 rows by a weight of this kind with zero points, in its largest block."""
     from vsched_workers.backends.cuda.quantized import STAGES, constants_of, tile_of
@@ -190,6 +212,9 @@ def main() -> None:
             compile_merge(name),
             *compile_layer(name),
         ):
+            _tell(made)
+    for heads, head_dim, width in ((16, 80, 1280), (16, 72, 1152)):
+        for made in compile_vision(heads, head_dim, width):
             _tell(made)
     for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp8", 128)):
         for rows in (16, 64):

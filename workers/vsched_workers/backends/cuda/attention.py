@@ -9,7 +9,6 @@ the number of rows and on the width of the block tables, never on context length
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from vsched_workers.backends.cuda.launching import FastKernel
+from vsched_workers.backends.cuda.parts import has_triton
 from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.ruled_attention import ScoreRule
 
@@ -114,8 +114,8 @@ class TritonDecode:
         Raises:
             KernelMissing: When Triton is not installed.
         """
-        if importlib.util.find_spec("triton") is None:
-            raise KernelMissing("triton is not installed")
+        if not has_triton():
+            raise KernelMissing("triton is not installed, or turned off")
         from vsched_workers.backends.cuda.triton_kernels import decode_parts, merge_parts
 
         self._decode = FastKernel(decode_parts)
@@ -199,6 +199,8 @@ class FlashPrefill:
     memory. The contexts of several chunks are gathered together if they are not too long.
     """
 
+    takes_windows = True
+
     def __init__(self) -> None:
         self._attend, self._options = varlen_kernel("scale", "window_size")
 
@@ -218,14 +220,33 @@ class FlashPrefill:
             slots = segment.slots()
             key = step.cache.keys[layer].index_select(0, slots)
             value = step.cache.values[layer].index_select(0, slots)
-        rows, context = query.shape[1], len(key)
-        name = f"bounds {segment.start}"
+        spans = self._spans(query, len(key), segment, step)
+        return self._causal(query.transpose(0, 1), key, value, spans, scaling).transpose(0, 1)
+
+    def in_window(
+        self, query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape; only the window's tokens are read."""
+        assert rule.window is not None, "otherwise it is a plain layer"
+        slots = segment.slots()[max(0, segment.first - rule.window + 1) :]
+        key, value = (
+            held[layer].index_select(0, slots) for held in (step.cache.keys, step.cache.values)
+        )
+        spans = self._spans(query, len(key), segment, step)
+        packed = query.transpose(0, 1)
+        found = self._causal(packed, key, value, spans, rule.scaling, window=rule.window)
+        return found.transpose(0, 1)
+
+    def _spans(
+        self, query: torch.Tensor, context: int, segment: Segment, step: PagedStep
+    ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Return the bounds of one chunk's queries and of its context, and the length of each."""
+        rows, name = query.shape[1], f"bounds {segment.start} {context}"
         bounds = step.scratch.get(name)
         if bounds is None:
             bounds = sent(np.array([[0, rows], [0, context]], dtype=np.int32), query.device)
             step.scratch[name] = bounds
-        spans = bounds[0], bounds[1], rows, context
-        return self._causal(query.transpose(0, 1), key, value, spans, scaling).transpose(0, 1)
+        return bounds[0], bounds[1], rows, context
 
     def joins(self, step: PagedStep) -> bool:
         """Return whether the gathered contexts of a step's chunks fit into the memory limit for that."""
@@ -260,10 +281,13 @@ class FlashPrefill:
         value: torch.Tensor,
         spans: tuple[torch.Tensor, torch.Tensor, int, int],
         scaling: float,
+        *,
+        window: int = 0,
     ) -> torch.Tensor:
         """Attend within spans: bounds of the queries and of the contexts, and the largest length of each."""
+        size = (window - 1, 0)  # earlier and later tokens that a token attends to; -1 is all
         out: torch.Tensor = self._attend(
-            query, key, value, *spans, scale=scaling, window_size=(-1, 0), **self._options
+            query, key, value, *spans, scale=scaling, window_size=size, **self._options
         )
         return out
 

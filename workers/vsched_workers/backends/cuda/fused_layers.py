@@ -12,7 +12,6 @@ Not yet run on a GPU; the kernels were tested in Triton's interpreter, and compi
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from vsched.errors import DeviceOutOfMemory
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda.attention import power_of_two
 from vsched_workers.backends.cuda.launching import FastKernel
+from vsched_workers.backends.cuda.parts import has_triton
 from vsched_workers.backends.reference.merged_layers import MergedAttention, merged
 from vsched_workers.backends.reference.rotary_angles import angles_of
 from vsched_workers.batching.paged_attention import PagedStep, attend_plainly
@@ -55,7 +55,7 @@ class LayerKernels(NamedTuple):
 
 def load_kernels() -> LayerKernels | None:
     """Return the kernels; None if Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     from vsched_workers.backends.cuda import triton_layers
 
