@@ -144,7 +144,7 @@ def step_of(cache: KvCache, decode: DecodeKernel, run: RunModel) -> DecodeGraphs
     kernels = AttentionKernels(decode, prefill_by_gather)
     graphs = DecodeGraphs(LateStream(), cache, kernels, run, reserved=lambda: 0)
     whole = {"dtype": torch.int32, "device": DEVICE}
-    graphs._header = torch.zeros((4, 4), **whole)  # type: ignore[call-overload]
+    graphs._header = torch.zeros((5, 4), **whole)  # type: ignore[call-overload]
     graphs._tables = torch.zeros((4, 2), **whole)  # type: ignore[call-overload]
     graphs._tokens = torch.zeros(4, **whole)  # type: ignore[call-overload]
     return graphs

@@ -45,6 +45,7 @@ from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.device_sampling import StagedDraw
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
+from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import SpecialRow
 from vsched_workers.batching.swap_area import SwapArea
 from vsched_workers.quantized.layers import QuantizedLinear
@@ -196,12 +197,16 @@ class CudaBackend(Backend):
         return try_kernels(self.settings, self.dtype, cache, heads, ruled=ruled)
 
     def capture_steps(
-        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+        self,
+        cache: KvCache,
+        attention: AttentionKernels,
+        run: RunModel,
+        states: RecurrentStates | None,
     ) -> CapturedSteps | None:
         if not self._captures or not getattr(attention.decode, "capturable", False):
             return None
         stream, reserved = self._graph_stream, self.memory.reserved
-        return DecodeGraphs(stream, cache, attention, run, reserved=reserved)
+        return DecodeGraphs(stream, cache, attention, run, reserved=reserved, states=states)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
