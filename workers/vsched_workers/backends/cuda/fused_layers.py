@@ -12,7 +12,6 @@ Not yet run on a GPU; the kernels were tested in Triton's interpreter, and compi
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from torch.nn import functional
 from vsched.errors import DeviceOutOfMemory
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda.attention import power_of_two
+from vsched_workers.backends.cuda.launching import FastKernel
+from vsched_workers.backends.cuda.parts import has_triton
 from vsched_workers.backends.reference.merged_layers import MergedAttention, merged
 from vsched_workers.backends.reference.rotary_angles import angles_of
 from vsched_workers.batching.paged_attention import PagedStep, attend_plainly
@@ -54,11 +55,15 @@ class LayerKernels(NamedTuple):
 
 def load_kernels() -> LayerKernels | None:
     """Return the kernels; None if Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     from vsched_workers.backends.cuda import triton_layers
 
-    return LayerKernels(triton_layers.add_norm, triton_layers.rotate_and_store, triton_layers.gate)
+    return LayerKernels(
+        FastKernel(triton_layers.add_norm),
+        FastKernel(triton_layers.rotate_and_store),
+        FastKernel(triton_layers.gate),
+    )
 
 
 def fits(decoder: Decoder, config: Any) -> bool:
@@ -233,7 +238,8 @@ def usable_kernels(dtype: torch.dtype, device: str) -> LayerKernels | None:
         return None
     try:
         with typed_out_of_memory("trying fused layer kernels"):
-            apart = _tried(kernels, dtype, device)
+            # The second run launches without Triton's dispatch.
+            apart = max(_tried(kernels, dtype, device) for _ in range(2))
     except DeviceOutOfMemory:
         raise
     except Exception as error:  # noqa: BLE001  # a compiler may raise anything
