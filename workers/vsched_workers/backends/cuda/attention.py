@@ -127,20 +127,14 @@ class TritonDecode:
         tables, contexts = _on_device(step, query.device)
         keys, values = step.cache.keys[layer], step.cache.values[layer]
         query = query.contiguous()
-        rows, heads, head_dim = query.shape
-        kv_heads = keys.shape[1]
-        constants = constants_of(
-            heads, kv_heads, head_dim, step.cache.block_size, keys.element_size()
-        )
-        split = split_of_contexts(
-            rows * kv_heads, self._processors, tokens=tables.shape[1] * step.cache.block_size
-        )
-        parts = split.parts
-        summed = query.new_empty((rows, heads, parts, head_dim), dtype=torch.float32)
-        highest = query.new_empty((rows, heads, parts), dtype=torch.float32)
-        total = torch.empty_like(highest)
+        name = f"decode {tuple(query.shape)} {keys.shape[1]}"
+        plan = step.scratch.get(name)
+        if plan is None:
+            plan = step.scratch[name] = self._plan(query, keys, step, tables.shape[1])
+        split, summed, highest, total, constants, merging = plan
+        rows, heads, _ = query.shape
         out = torch.empty_like(query)
-        self._decode[(rows, kv_heads, parts)](
+        self._decode[(rows, keys.shape[1], split.parts)](
             query,
             keys,
             values,
@@ -151,25 +145,30 @@ class TritonDecode:
             total,
             scaling,
             tables.stride(0),
-            parts,
-            split.usual_parts,
+            *split,
             **constants,
-            num_stages=STAGES,
         )
         self._merge[(rows * heads,)](
-            contexts,
-            summed,
-            highest,
-            total,
-            out,
-            heads,
-            parts,
-            split.usual_parts,
-            PARTS=power_of_two(parts),
-            **{name: constants[name] for name in ("HEAD_DIM", "DIMS", "TOKENS")},
-            num_warps=merge_warps(parts, constants["DIMS"]),
+            contexts, summed, highest, total, out, heads, *split, **merging
         )
         return out
+
+    def _plan(
+        self, query: torch.Tensor, keys: torch.Tensor, step: PagedStep, width: int
+    ) -> tuple[Any, ...]:
+        """Return the split, the memory and the constants that the layers of a step share."""
+        rows, heads, head_dim = query.shape
+        kv_heads, block_size = keys.shape[1], step.cache.block_size
+        constants = constants_of(heads, kv_heads, head_dim, block_size, keys.element_size())
+        split = split_of_contexts(rows * kv_heads, self._processors, tokens=width * block_size)
+        summed = query.new_empty((rows, heads, split.parts, head_dim), dtype=torch.float32)
+        highest, total = (
+            query.new_empty((rows, heads, split.parts), dtype=torch.float32) for _ in range(2)
+        )
+        merging = {each: constants[each] for each in ("HEAD_DIM", "DIMS", "TOKENS")}
+        merging["PARTS"] = power_of_two(split.parts)
+        merging["num_warps"] = merge_warps(split.parts, constants["DIMS"])
+        return split, summed, highest, total, constants | {"num_stages": STAGES}, merging
 
 
 class FlashPrefill:
@@ -245,6 +244,38 @@ class FlashPrefill:
         out: torch.Tensor = self._attend(
             query, key, value, *spans, scale=scaling, window_size=(-1, 0), **self._options
         )
+        return out
+
+
+class DirectFlashPrefill(FlashPrefill):
+    """The same without the operator around it, whose checks take several times as long as the launch."""
+
+    def __init__(self) -> None:
+        found = getattr(torch.ops.aten, "_flash_attention_forward", None)
+        if found is None:
+            raise KernelMissing("this torch has no operator of flash attention")
+        self._forward: Any = found
+
+    def _causal(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        spans: tuple[torch.Tensor, torch.Tensor, int, int],
+        scaling: float,
+    ) -> torch.Tensor:
+        out: torch.Tensor = self._forward(
+            query,
+            key,
+            value,
+            *spans,
+            dropout_p=0.0,
+            is_causal=True,
+            return_debug_mask=False,
+            scale=scaling,
+            window_size_left=-1,
+            window_size_right=0,
+        )[0]
         return out
 
 
