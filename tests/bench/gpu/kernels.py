@@ -38,18 +38,22 @@ class Compiled(NamedTuple):
     spilled_bytes: int
 
 
-def compile_decode(name: str, dtype: str) -> Compiled:
+def compile_decode(name: str, dtype: str, *, ruled: bool = False) -> Compiled:
     """Compile the decode kernel for the heads of this name, and values of this type: bf16 or fp32."""
     from vsched_workers.backends.cuda.attention import STAGES, constants_of
     from vsched_workers.backends.cuda.triton_kernels import decode_parts
 
     heads, kv_heads, head_dim = HEADS[name]
-    constants = constants_of(heads, kv_heads, head_dim, 16, 2 if dtype == "bf16" else 4)
+    size = 2 if dtype == "bf16" else 4
+    constants: dict[str, Any] = constants_of(heads, kv_heads, head_dim, head_dim, 16, size)
+    constants |= {"WINDOWED": ruled, "CAPPED": ruled}
     signature = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
     signature |= dict.fromkeys(("tables", "contexts"), "*i32")
     signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
-    signature |= {"scaling": "fp32", "table_stride": "i32", "parts": "i32", "usual_parts": "i32"}
-    return _compile(decode_parts, f"decode {name} {dtype}", signature, constants, STAGES)
+    signature |= {"scaling": "fp32", "window": "i32", "softcap": "fp32"}
+    signature |= {"table_stride": "i32", "parts": "i32", "usual_parts": "i32"}
+    label = f"decode {name} {dtype}" + " with rules" * ruled
+    return _compile(decode_parts, label, signature, constants, STAGES)
 
 
 def compile_merge(name: str) -> Compiled:
@@ -58,12 +62,14 @@ def compile_merge(name: str) -> Compiled:
     from vsched_workers.backends.cuda.triton_kernels import merge_parts
 
     heads, kv_heads, head_dim = HEADS[name]
-    all_constants = constants_of(heads, kv_heads, head_dim, 16, 2)
-    constants = {each: all_constants[each] for each in ("HEAD_DIM", "DIMS", "TOKENS")}
-    constants["PARTS"] = PARTS_MAX
+    all_constants = constants_of(heads, kv_heads, head_dim, head_dim, 16, 2)
+    names = ("VALUE_DIM", "VALUE_DIMS", "TOKENS")
+    constants: dict[str, Any] = {each: all_constants[each] for each in names}
+    constants |= {"PARTS": PARTS_MAX, "WINDOWED": False, "HAS_SINKS": False}
     signature = {"contexts": "*i32"}
     signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
-    signature |= {"out": "*bf16", "heads": "i32", "parts": "i32", "usual_parts": "i32"}
+    signature |= {"sinks": "*bf16", "out": "*bf16", "window": "i32"}
+    signature |= {"heads": "i32", "parts": "i32", "usual_parts": "i32"}
     return _compile(merge_parts, f"merge {name}", signature, constants, STAGES)
 
 
@@ -118,6 +124,28 @@ def compile_row() -> list[Compiled]:
         name = f"multiply row {activation or 'with bias'}"
         made.append(_compile(multiply_row, name, signature, constants, 3))
     return made
+
+
+def compile_vision(heads: int, head_dim: int, width: int) -> list[Compiled]:
+    """Compile the kernels of a fused vision tower with these heads and rows of this width, in bfloat16."""
+    from vsched_workers.backends.cuda import triton_vision
+    from vsched_workers.backends.cuda.attention import power_of_two
+    from vsched_workers.backends.cuda.fused_tower import WINDOW_MAX
+
+    half, name = head_dim // 2, f"{heads} x {head_dim}"
+    norm = dict.fromkeys(("hidden", "added", "weight", "bias", "normed"), "*bf16")
+    norm |= {"width": "i32", "eps": "fp32"}
+    rotated = {"qkv": "*bf16", "cos": "*fp32", "sin": "*fp32"}
+    attended = rotated | {"ends": "*i32", "out": "*bf16", "scaling": "fp32"}
+    sizes = {"HEADS": heads, "HALF": half, "DIMS": power_of_two(half)}
+    pairs = sizes | {"PAIRS": power_of_two(2 * heads)}
+    add = {"HAS_ADDED": True, "WIDTH": power_of_two(width)}
+    windows = sizes | {"ROWS": WINDOW_MAX}
+    return [
+        _compile(triton_vision.add_layer_norm, f"add and layer norm {width}", norm, add, 1),
+        _compile(triton_vision.rotate_patches, f"rotate patches {name}", rotated, pairs, 1),
+        _compile(triton_vision.attend_windows, f"attend windows {name}", attended, windows, 1),
+    ]
 
 
 def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
@@ -209,12 +237,16 @@ def main() -> None:
         for made in (
             compile_decode(name, "bf16"),
             compile_decode(name, "fp32"),
+            compile_decode(name, "bf16", ruled=True),
             compile_merge(name),
             *compile_layer(name),
         ):
             _tell(made)
     for made in compile_row():
         _tell(made)
+    for heads, head_dim, width in ((16, 80, 1280), (16, 72, 1152)):
+        for made in compile_vision(heads, head_dim, width):
+            _tell(made)
     for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp8", 128)):
         for rows in (16, 64):
             _tell(compile_multiply(kind, group, rows))

@@ -69,9 +69,10 @@ class Started:
 
 def triton_decode() -> DecodeKernel:
     """Return the kernel with all of its host code; works without Triton."""
-    kernel = TritonDecode.__new__(TritonDecode)
+    kernel: Any = TritonDecode.__new__(TritonDecode)
     kernel._decode, kernel._merge, kernel._processors = Started(), Started(), 132
-    return kernel
+    found: DecodeKernel = kernel
+    return found
 
 
 def varlen_decode() -> DecodeKernel:
@@ -143,7 +144,7 @@ def step_of(cache: KvCache, decode: DecodeKernel, run: RunModel) -> DecodeGraphs
     kernels = AttentionKernels(decode, prefill_by_gather)
     graphs = DecodeGraphs(LateStream(), cache, kernels, run, reserved=lambda: 0)
     whole = {"dtype": torch.int32, "device": DEVICE}
-    graphs._header = torch.zeros((4, 4), **whole)  # type: ignore[call-overload]
+    graphs._header = torch.zeros((5, 4), **whole)  # type: ignore[call-overload]
     graphs._tables = torch.zeros((4, 2), **whole)  # type: ignore[call-overload]
     graphs._tokens = torch.zeros(4, **whole)  # type: ignore[call-overload]
     return graphs

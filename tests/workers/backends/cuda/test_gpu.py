@@ -35,6 +35,7 @@ from vsched_workers.batching.paged_attention import (
     Segment,
     context_slots,
 )
+from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
 from vsched_workers.batching.sampling import draw_in_numpy
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
@@ -225,6 +226,24 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     wanted, *found = (one(query, own[0], own[1], 1, segment, step, 128**-0.5) for one in kernels)
     for each in found:
         assert (each.float() - wanted.float()).abs().max() < 4e-2
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])
+@pytest.mark.parametrize("window", [1, 128, 600, 5000])
+def test_flash_prefill_in_a_window_equals_torch(first: int, rows: int, window: int) -> None:
+    from vsched_workers.backends.cuda.attention import FlashPrefill
+
+    _, step = filled_cache(
+        torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
+    )
+    segment = Segment(
+        step.tables[0], start=0, first=first, last=first + rows, block_size=16, device=DEVICE
+    )
+    query = torch.randn(16, rows, 128).to(device=DEVICE, dtype=torch.bfloat16)
+    rule = ScoreRule(128**-0.5, window)
+    found = FlashPrefill().in_window(query, 1, segment, step, rule)
+    wanted = prefill_by_rule(query, step.cache.layers[1], segment.slots(), rule).transpose(0, 1)
+    assert (found.float() - wanted.float()).abs().max() < 4e-2
 
 
 def test_vision_attention_runs_in_one_call() -> None:

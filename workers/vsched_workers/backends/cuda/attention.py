@@ -9,7 +9,6 @@ the number of rows and on the width of the block tables, never on context length
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +16,9 @@ import numpy as np
 import torch
 
 from vsched_workers.backends.cuda.launching import FastKernel
+from vsched_workers.backends.cuda.parts import has_triton
 from vsched_workers.batching.device_copies import sent
+from vsched_workers.batching.ruled_attention import ScoreRule
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
@@ -105,6 +106,7 @@ class TritonDecode:
     """The Triton kernels: an online softmax over each part of a context, and a reduction over the parts."""
 
     capturable = True
+    takes_rules = True
 
     def __init__(self, processors: int) -> None:
         """Take the GPU's number of SMs, so that small batches can keep all of them busy.
@@ -112,8 +114,8 @@ class TritonDecode:
         Raises:
             KernelMissing: When Triton is not installed.
         """
-        if importlib.util.find_spec("triton") is None:
-            raise KernelMissing("triton is not installed")
+        if not has_triton():
+            raise KernelMissing("triton is not installed, or turned off")
         from vsched_workers.backends.cuda.triton_kernels import decode_parts, merge_parts
 
         self._decode = FastKernel(decode_parts)
@@ -124,17 +126,32 @@ class TritonDecode:
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
     ) -> torch.Tensor:
         """Return [rows, heads, head dim] for a query of the same shape."""
+        return self.by_rule(query, layer, step, ScoreRule(scaling))
+
+    def by_rule(
+        self, query: torch.Tensor, layer: int, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [rows, heads, value dim] for a query [rows, heads, key dim]."""
         tables, contexts = _on_device(step, query.device)
         keys, values = step.cache.keys[layer], step.cache.values[layer]
         query = query.contiguous()
-        name = f"decode {tuple(query.shape)} {keys.shape[1]}"
+        rows, heads, head_dim = query.shape
+        kv_heads, value_dim = keys.shape[1], values.shape[2]
+        window, softcap, sinks = rule.window, rule.softcap, rule.sinks
+        name = f"decode {rows} {heads} {head_dim} {kv_heads} {value_dim} {window}"
         plan = step.scratch.get(name)
         if plan is None:
-            plan = step.scratch[name] = self._plan(query, keys, step, tables.shape[1])
+            tokens = tables.shape[1] * step.cache.block_size
+            plan = step.scratch[name] = self._plan(
+                query,
+                keys,
+                value_dim,
+                block_size=step.cache.block_size,
+                tokens=tokens if window is None else min(tokens, window),
+            )
         split, summed, highest, total, constants, merging = plan
-        rows, heads, _ = query.shape
-        out = torch.empty_like(query)
-        self._decode[(rows, keys.shape[1], split.parts)](
+        out = query.new_empty((rows, heads, value_dim))
+        self._decode[(rows, kv_heads, split.parts)](
             query,
             keys,
             values,
@@ -143,31 +160,52 @@ class TritonDecode:
             summed,
             highest,
             total,
-            scaling,
+            rule.scaling,
+            window or 0,
+            softcap or 0.0,
             tables.stride(0),
             *split,
             **constants,
+            WINDOWED=window is not None,
+            CAPPED=softcap is not None,
         )
         self._merge[(rows * heads,)](
-            contexts, summed, highest, total, out, heads, *split, **merging
+            contexts,
+            summed,
+            highest,
+            total,
+            total if sinks is None else sinks,
+            out,
+            window or 0,
+            heads,
+            *split,
+            **merging,
+            WINDOWED=window is not None,
+            HAS_SINKS=sinks is not None,
         )
         return out
 
     def _plan(
-        self, query: torch.Tensor, keys: torch.Tensor, step: PagedStep, width: int
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        value_dim: int,
+        *,
+        block_size: int,
+        tokens: int,
     ) -> tuple[Any, ...]:
-        """Return the split, the memory and the constants that the layers of a step share."""
+        """Return the split, the memory and the constants that layers of a step share, for up to `tokens` tokens."""
         rows, heads, head_dim = query.shape
-        kv_heads, block_size = keys.shape[1], step.cache.block_size
-        constants = constants_of(heads, kv_heads, head_dim, block_size, keys.element_size())
-        split = split_of_contexts(rows * kv_heads, self._processors, tokens=width * block_size)
-        summed = query.new_empty((rows, heads, split.parts, head_dim), dtype=torch.float32)
+        kv_heads, itemsize = keys.shape[1], keys.element_size()
+        constants = constants_of(heads, kv_heads, head_dim, value_dim, block_size, itemsize)
+        split = split_of_contexts(rows * kv_heads, self._processors, tokens=tokens)
+        summed = query.new_empty((rows, heads, split.parts, value_dim), dtype=torch.float32)
         highest, total = (
             query.new_empty((rows, heads, split.parts), dtype=torch.float32) for _ in range(2)
         )
-        merging = {each: constants[each] for each in ("HEAD_DIM", "DIMS", "TOKENS")}
+        merging = {each: constants[each] for each in ("VALUE_DIM", "VALUE_DIMS", "TOKENS")}
         merging["PARTS"] = power_of_two(split.parts)
-        merging["num_warps"] = merge_warps(split.parts, constants["DIMS"])
+        merging["num_warps"] = merge_warps(split.parts, constants["VALUE_DIMS"])
         return split, summed, highest, total, constants | {"num_stages": STAGES}, merging
 
 
@@ -177,6 +215,8 @@ class FlashPrefill:
     Its causal mask aligns the last query with the last key, as a chunk requires; neither mask nor scores are stored in
     memory. The contexts of several chunks are gathered together if they are not too long.
     """
+
+    takes_windows = True
 
     def __init__(self) -> None:
         self._attend, self._options = varlen_kernel("scale", "window_size")
@@ -197,14 +237,33 @@ class FlashPrefill:
             slots = segment.slots()
             key = step.cache.keys[layer].index_select(0, slots)
             value = step.cache.values[layer].index_select(0, slots)
-        rows, context = query.shape[1], len(key)
-        name = f"bounds {segment.start}"
+        spans = self._spans(query, len(key), segment, step)
+        return self._causal(query.transpose(0, 1), key, value, spans, scaling).transpose(0, 1)
+
+    def in_window(
+        self, query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape; only the window's tokens are read."""
+        assert rule.window is not None, "otherwise it is a plain layer"
+        slots = segment.slots()[max(0, segment.first - rule.window + 1) :]
+        key, value = (
+            held[layer].index_select(0, slots) for held in (step.cache.keys, step.cache.values)
+        )
+        spans = self._spans(query, len(key), segment, step)
+        packed = query.transpose(0, 1)
+        found = self._causal(packed, key, value, spans, rule.scaling, window=rule.window)
+        return found.transpose(0, 1)
+
+    def _spans(
+        self, query: torch.Tensor, context: int, segment: Segment, step: PagedStep
+    ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Return the bounds of one chunk's queries and of its context, and the length of each."""
+        rows, name = query.shape[1], f"bounds {segment.start} {context}"
         bounds = step.scratch.get(name)
         if bounds is None:
             bounds = sent(np.array([[0, rows], [0, context]], dtype=np.int32), query.device)
             step.scratch[name] = bounds
-        spans = bounds[0], bounds[1], rows, context
-        return self._causal(query.transpose(0, 1), key, value, spans, scaling).transpose(0, 1)
+        return bounds[0], bounds[1], rows, context
 
     def joins(self, step: PagedStep) -> bool:
         """Return whether the gathered contexts of a step's chunks fit into the memory limit for that."""
@@ -239,10 +298,13 @@ class FlashPrefill:
         value: torch.Tensor,
         spans: tuple[torch.Tensor, torch.Tensor, int, int],
         scaling: float,
+        *,
+        window: int = 0,
     ) -> torch.Tensor:
         """Attend within spans: bounds of the queries and of the contexts, and the largest length of each."""
+        size = (window - 1, 0)  # earlier and later tokens that a token attends to; -1 is all
         out: torch.Tensor = self._attend(
-            query, key, value, *spans, scale=scaling, window_size=(-1, 0), **self._options
+            query, key, value, *spans, scale=scaling, window_size=size, **self._options
         )
         return out
 
@@ -263,6 +325,8 @@ class DirectFlashPrefill(FlashPrefill):
         value: torch.Tensor,
         spans: tuple[torch.Tensor, torch.Tensor, int, int],
         scaling: float,
+        *,
+        window: int = 0,
     ) -> torch.Tensor:
         out: torch.Tensor = self._forward(
             query,
@@ -270,21 +334,21 @@ class DirectFlashPrefill(FlashPrefill):
             value,
             *spans,
             dropout_p=0.0,
-            is_causal=True,
+            is_causal=not window,
             return_debug_mask=False,
             scale=scaling,
-            window_size_left=-1,
+            window_size_left=window - 1,
             window_size_right=0,
         )[0]
         return out
 
 
 def constants_of(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, itemsize: int
+    heads: int, kv_heads: int, head_dim: int, value_dim: int, block_size: int, itemsize: int
 ) -> dict[str, int]:
     """Return the compile-time constants of the decode kernel."""
     # The tensor cores need at least 16 rows.
-    dims = max(16, power_of_two(head_dim))
+    dims, value_dims = (max(16, power_of_two(each)) for each in (head_dim, value_dim))
     return {
         "BLOCK_SIZE": block_size,
         "KV_HEADS": kv_heads,
@@ -292,7 +356,9 @@ def constants_of(
         "GROUP_ROWS": max(16, power_of_two(heads // kv_heads)),
         "HEAD_DIM": head_dim,
         "DIMS": dims,
-        "TOKENS": min(64, TILE_BYTES // (dims * itemsize)),
+        "VALUE_DIM": value_dim,
+        "VALUE_DIMS": value_dims,
+        "TOKENS": min(64, TILE_BYTES // (max(dims, value_dims) * itemsize)),
     }
 
 

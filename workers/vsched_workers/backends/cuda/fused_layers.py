@@ -12,7 +12,6 @@ Not yet run on a GPU; the kernels were tested in Triton's interpreter, and compi
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda.attention import power_of_two
 from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.backends.cuda.linear import RowProduct, with_row_kernel
+from vsched_workers.backends.cuda.parts import has_triton, parts_off
 from vsched_workers.backends.reference.merged_layers import MergedAttention, merged
 from vsched_workers.backends.reference.rotary_angles import angles_of
 from vsched_workers.batching.paged_attention import PagedStep, attend_plainly
@@ -70,7 +70,7 @@ class LayerKernels(NamedTuple):
 
 def load_kernels() -> LayerKernels | None:
     """Return the kernels; None if Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     from vsched_workers.backends.cuda import triton_layers, triton_linear
 
@@ -357,7 +357,9 @@ def can_fetch_ahead(kernels: LayerKernels, dtype: torch.dtype, device: str) -> b
     Raises:
         DeviceOutOfMemory: When the device's memory ran out.
     """
-    if torch.device(device).type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    if "ahead" in parts_off() or torch.device(device).type != "cuda":
+        return False
+    if torch.cuda.get_device_capability(device) < (9, 0):
         return False
     try:
         with typed_out_of_memory("trying to fetch weights ahead"):

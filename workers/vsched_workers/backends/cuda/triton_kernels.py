@@ -49,6 +49,8 @@ def decode_parts(
     highest_parts,
     total_parts,
     scaling,
+    window,
+    softcap,
     table_stride,
     parts,
     usual_parts,
@@ -58,23 +60,34 @@ def decode_parts(
     GROUP_ROWS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     DIMS: tl.constexpr,  # noqa: N803
+    VALUE_DIM: tl.constexpr,  # noqa: N803
+    VALUE_DIMS: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
+    WINDOWED: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr,  # noqa: N803
 ) -> None:
     """Attend to one part of a context for the query heads of one row that share one key head.
 
-    Shape: query [rows, KV_HEADS * GROUP, HEAD_DIM]; keys and values [slots, KV_HEADS, HEAD_DIM]; tables [rows, blocks];
-    summed_parts float32 [rows, heads, parts, HEAD_DIM]; highest_parts and total_parts float32 [rows, heads, parts].
-    GROUP_ROWS and DIMS are GROUP and HEAD_DIM, rounded up to powers of two; TOKENS divides PART_TOKENS_MIN.
+    Shape: query [rows, KV_HEADS * GROUP, HEAD_DIM]; keys [slots, KV_HEADS, HEAD_DIM]; values [slots, KV_HEADS,
+    VALUE_DIM]; tables [rows, blocks]; summed_parts float32 [rows, heads, parts, VALUE_DIM]; highest_parts and
+    total_parts float32 [rows, heads, parts]. GROUP_ROWS, DIMS and VALUE_DIMS are GROUP, HEAD_DIM and VALUE_DIM, rounded
+    up to powers of two; TOKENS divides PART_TOKENS_MIN.
+
+    If WINDOWED, the context is its last `window` tokens; if CAPPED, scores are bounded by `softcap`.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     heads = tl.arange(0, GROUP_ROWS)
     dims = tl.arange(0, DIMS)
+    value_dims = tl.arange(0, VALUE_DIMS)
     offsets = tl.arange(0, TOKENS)
     context = tl.load(contexts + row)
-    per_part = tokens_of_part(context, parts, usual_parts, TOKENS)
-    first = part * per_part
+    start_of_all = 0
+    if WINDOWED:
+        start_of_all = tl.maximum(context - window, 0)
+    per_part = tokens_of_part(context - start_of_all, parts, usual_parts, TOKENS)
+    first = start_of_all + part * per_part
     if first >= context:
         return
     length = tl.minimum(context, first + per_part)
@@ -83,29 +96,42 @@ def decode_parts(
     queries = tl.load(query + head[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0)
     highest = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
-    summed = tl.zeros([GROUP_ROWS, DIMS], tl.float32)
+    summed = tl.zeros([GROUP_ROWS, VALUE_DIMS], tl.float32)
     for start in range(first, length, TOKENS):
         position = start + offsets
         seen = position < length
         block = tl.load(tables + row * table_stride + position // BLOCK_SIZE, mask=seen, other=0)
         slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-        cell = (slot * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+        cell = (slot * KV_HEADS + kv_head)[:, None]
         held = seen[:, None] & (dims < HEAD_DIM)[None, :]
         # A key or value is read once, and must not displace the weights that follow from the L2 cache.
-        key = tl.load(keys + cell, mask=held, other=0.0, eviction_policy="evict_first")
+        key = tl.load(
+            keys + cell * HEAD_DIM + dims[None, :],
+            mask=held,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scaling
+        if CAPPED:  # tanh by the sigmoid
+            scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
         scores = tl.where(seen[None, :], scores, -float("inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         weights = tl.exp(scores - higher[:, None])
         faded = tl.exp(highest - higher)
-        value = tl.load(values + cell, mask=held, other=0.0, eviction_policy="evict_first")
+        value = tl.load(
+            values + cell * VALUE_DIM + value_dims[None, :],
+            mask=seen[:, None] & (value_dims < VALUE_DIM)[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
         total = total * faded + tl.sum(weights, axis=1)
         summed = summed * faded[:, None] + tl.dot(
             weights.to(value.dtype), value, input_precision="ieee"
         )
         highest = higher
     at = head * parts + part
-    tl.store(summed_parts + at[:, None] * HEAD_DIM + dims[None, :], summed, mask=real)
+    written = (heads < GROUP)[:, None] & (value_dims < VALUE_DIM)[None, :]
+    tl.store(summed_parts + at[:, None] * VALUE_DIM + value_dims[None, :], summed, mask=written)
     tl.store(highest_parts + at, highest, mask=heads < GROUP)
     tl.store(total_parts + at, total, mask=heads < GROUP)
 
@@ -116,30 +142,43 @@ def merge_parts(
     summed_parts,
     highest_parts,
     total_parts,
+    sinks,
     out,
+    window,
     heads,
     parts,
     usual_parts,
     PARTS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    DIMS: tl.constexpr,  # noqa: N803
+    VALUE_DIM: tl.constexpr,  # noqa: N803
+    VALUE_DIMS: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
+    WINDOWED: tl.constexpr,  # noqa: N803
+    HAS_SINKS: tl.constexpr,  # noqa: N803
 ) -> None:
     """Combine the results of a context's parts for one query head of one row.
 
-    Shape: as in `decode_parts`; out [rows, heads, HEAD_DIM]; one program per row and head.
+    Shape: as in `decode_parts`; sinks [heads], of any type; out [rows, heads, VALUE_DIM]; one program per row and head.
     """
     head = tl.program_id(0)
     part = tl.arange(0, PARTS)
-    dims = tl.arange(0, DIMS)
+    dims = tl.arange(0, VALUE_DIMS)
     context = tl.load(contexts + head // heads)
+    if WINDOWED:
+        context = tl.minimum(context, window)
     per_part = tokens_of_part(context, parts, usual_parts, TOKENS)
     there = part * per_part < context
     highest = tl.load(highest_parts + head * parts + part, mask=there, other=-float("inf"))
-    weights = tl.exp(highest - tl.max(highest, axis=0))
+    most = tl.max(highest, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head % heads).to(tl.float32)
+        most = tl.maximum(most, sink)
+    weights = tl.exp(highest - most)
     total = tl.load(total_parts + head * parts + part, mask=there, other=0.0)
-    cells = (head * parts + part)[:, None] * HEAD_DIM + dims[None, :]
-    held = there[:, None] & (dims < HEAD_DIM)[None, :]
+    cells = (head * parts + part)[:, None] * VALUE_DIM + dims[None, :]
+    held = there[:, None] & (dims < VALUE_DIM)[None, :]
     summed = tl.load(summed_parts + cells, mask=held, other=0.0)
-    result = tl.sum(summed * weights[:, None], axis=0) / tl.sum(total * weights, axis=0)
-    tl.store(out + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    whole = tl.sum(total * weights, axis=0)
+    if HAS_SINKS:
+        whole += tl.exp(sink - most)
+    result = tl.sum(summed * weights[:, None], axis=0) / whole
+    tl.store(out + head * VALUE_DIM + dims, result.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
