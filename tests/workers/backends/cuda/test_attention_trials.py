@@ -15,7 +15,7 @@ from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import attention, attention_trials
-from vsched_workers.backends.cuda.attention import FlashPrefill, VarlenDecode
+from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill, VarlenDecode
 from vsched_workers.backends.cuda.attention_trials import (
     AttentionTrial,
     fastest,
@@ -257,6 +257,35 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", varlen_on_cpu)
 
 
+def operator_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *bounds: Any,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[torch.Tensor, ...]:
+    """The operator behind it, which has a result of every kind, and knows grouped heads by their numbers."""
+    assert not dropout_p
+    assert is_causal == (window_size_left == -1)
+    assert not return_debug_mask
+    window = window_size_left, window_size_right
+    found = varlen_on_cpu(
+        query, key, value, *bounds, scale=scale, window_size=window, enable_gqa=True
+    )
+    return found, torch.empty(0), torch.empty(0)
+
+
+def flash_prefills() -> list[FlashPrefill]:
+    direct = DirectFlashPrefill()
+    direct._forward = operator_on_cpu
+    return [FlashPrefill(), direct]
+
+
 def step_of(contexts: list[int]) -> PagedStep:
     return filled_cache(torch.float32, 2, 16, contexts=contexts, block_size=4)[1]
 
@@ -281,8 +310,9 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
     query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
     inputs = (query, own[0], own[1], 1, segment, step, 0.3)
-    found = FlashPrefill()(*inputs)
-    torch.testing.assert_close(found, prefill_by_gather(*inputs), atol=1e-5, rtol=1e-5)
+    for kernel in flash_prefills():
+        found = kernel(*inputs)
+        torch.testing.assert_close(found, prefill_by_gather(*inputs), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("varlen")

@@ -127,7 +127,7 @@ def captured_step(
         # The angles' axes are determined once, from values; in a step, angles are computed on the device.
         model.rotary_emb = type(model.rotary_emb)(model.config)
         layers = made = FusedLayers(
-            model, make, send, LayerKernels(Started(), Started(), Started())
+            model, make, send, LayerKernels(Started(), Started(), Started(), Started())
         )
         made._angles._axes = made._angles._axes.to(DEVICE)  # type: ignore[attr-defined]
         model.rotary_emb.to(DEVICE)

@@ -205,7 +205,7 @@ def test_decode_equals_attention_written_out(
 
 @pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])
 def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
-    from vsched_workers.backends.cuda.attention import FlashPrefill
+    from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill
 
     _, step = filled_cache(
         torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
@@ -222,9 +222,10 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     slots = torch.from_numpy(context_slots(step.tables[0], first + rows, 16))[first:].to(DEVICE)
     own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
     query = torch.randn(16, rows, 128).to(device=DEVICE, dtype=torch.bfloat16)
-    both: list[PrefillKernel] = [FlashPrefill(), prefill_by_gather]
-    found, wanted = (one(query, own[0], own[1], 1, segment, step, 128**-0.5) for one in both)
-    assert (found.float() - wanted.float()).abs().max() < 4e-2
+    kernels: list[PrefillKernel] = [prefill_by_gather, FlashPrefill(), DirectFlashPrefill()]
+    wanted, *found = (one(query, own[0], own[1], 1, segment, step, 128**-0.5) for one in kernels)
+    for each in found:
+        assert (each.float() - wanted.float()).abs().max() < 4e-2
 
 
 @pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])

@@ -21,6 +21,7 @@ import torch
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cuda.attention import (
+    DirectFlashPrefill,
     FlashPrefill,
     KernelMissing,
     TritonDecode,
@@ -100,7 +101,9 @@ def try_kernels(
     if settings.attention == "auto":
         loaders: list[Callable[[], DecodeKernel]] = [lambda: _triton_decode(settings.device)]
         decodes = _loaded([*loaders, VarlenDecode] if has_halves else loaders)
-    prefills: list[PrefillKernel] = _loaded([FlashPrefill]) if has_halves else []
+    prefills: list[PrefillKernel] = (
+        _loaded([DirectFlashPrefill, FlashPrefill]) if has_halves else []
+    )
     with ExitStack() as stack:
         layers = layers_of_shapes(cache, heads)
         trials = [stack.enter_context(AttentionTrial.over(cache, heads, layer)) for layer in layers]

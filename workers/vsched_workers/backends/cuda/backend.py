@@ -20,6 +20,7 @@ from vsched_workers.backends.base import (
     Backend,
     CapturedSteps,
     LanguageLayers,
+    Product,
     RunModel,
     RunnableLanguage,
 )
@@ -27,10 +28,17 @@ from vsched_workers.backends.cuda import fused_tower, vision_attention
 from vsched_workers.backends.cuda.attention_trials import load_decode, try_kernels
 from vsched_workers.backends.cuda.collectives import NcclCollectives
 from vsched_workers.backends.cuda.copies import RowCopies
-from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, usable_kernels
+from vsched_workers.backends.cuda.fused_layers import (
+    FusedLayers,
+    can_fetch_ahead,
+    fits,
+    merge,
+    usable_kernels,
+)
 from vsched_workers.backends.cuda.fused_tower import FusedTower
 from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
+from vsched_workers.backends.cuda.linear import RowProduct
 from vsched_workers.backends.cuda.memory import CudaMemory
 from vsched_workers.backends.cuda.parts import VARIABLE, parts_off
 from vsched_workers.backends.cuda.quantized import QuantizedLayer, TritonProduct
@@ -110,9 +118,17 @@ class CudaBackend(Backend):
         if kernels is None:
             layers = ModuleLayers(model, self.send, axes=decoder.axes)
         else:
-            layers = FusedLayers(model, decoder, self.send, kernels)
+            layers = FusedLayers(
+                model,
+                decoder,
+                self.send,
+                kernels,
+                fetches=can_fetch_ahead(kernels, self.dtype, self.device),
+            )
         if self._quantizer is None:
-            product = functools.partial(functional.linear, weight=head)
+            product: Product = functools.partial(functional.linear, weight=head)
+            if kernels is not None:
+                product = RowProduct(head, None, kernels.multiply_row)
             size += stored_bytes(head, *model.parameters())
             return RunnableLanguage(layers=layers, head=product, weights_bytes=size)
         model.embed_tokens = self._quantizer.embed(model.embed_tokens, head)
