@@ -39,8 +39,8 @@ CPU_DEFAULTS = DeviceDefaults(
     embedding_bytes=256 << 20,
 )
 CUDA_DEFAULTS = DeviceDefaults(
-    # Defaults of vLLM: `max_num_seqs` of most devices, `max_num_batched_tokens` of large ones, chunks as large as a step,
-    # 4 GiB of preprocessed images. `step_target_ms` shortens chunks while requests decode.
+    # Defaults of vLLM: `max_num_seqs` of most devices, `max_num_batched_tokens` of large ones, chunks up to a whole
+    # step, 4 GiB of preprocessed images. `step_target_ms` shortens chunks while requests decode.
     slots=256,
     max_batch_tokens=8192,
     chunk_tokens=8192,
