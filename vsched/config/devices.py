@@ -16,7 +16,12 @@ from vsched.config.stages import AUTO, CPU
 if TYPE_CHECKING:
     from vsched.config.sections import Config
 
-DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/dxg")
+DEVICE_FILES: tuple[str, ...] = (
+    "/dev/nvidiactl",
+    "/dev/nvidia0",
+    "/proc/driver/nvidia",
+    "/dev/dxg",
+)
 """Files of NVIDIA's driver, also in containers, and of WSL. Without any of them, no CUDA device can be used."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 

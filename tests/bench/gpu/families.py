@@ -143,13 +143,13 @@ def main() -> int:
         for dtype in options.dtypes.split(",")
         for family in options.families.split(",")
     ]
-    # A case is mostly one busy process: its own while it compares, its rank while it starts.
-    cores = len(os.sched_getaffinity(0))
+    # A case keeps about one core busy: its own process, or its rank, which imports and compiles.
+    jobs = options.jobs or len(os.sched_getaffinity(0))
     rows = run_all(
         cases,
         bench.run,
         lambda found: (out / "families.json").write_bytes(msgspec.json.encode(found)),
-        jobs=options.jobs or max(1, cores * 3 // 4),
+        jobs=jobs,
     )
     return int(not all(row.right for row in rows))
 

@@ -47,6 +47,9 @@ class CudaMemory:
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
+        # cuBLAS takes workspaces of 32 MiB a stream from torch's allocator; captured graphs, which use theirs, are
+        # dropped before.
+        torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
         torch.cuda.empty_cache()
 
     def settle(self) -> None:
