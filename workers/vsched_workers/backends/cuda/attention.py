@@ -1,7 +1,6 @@
 """Attention on CUDA over the paged KV cache.
 
-Not yet run on a GPU: the Triton kernels were tested in Triton's interpreter on the CPU, the calls of torch's own kernel
-against its documentation only. `attention_trials` therefore tests each on the device before it is used.
+`attention_trials` tests each kernel on the device before it is used.
 
 The decode kernels can be captured in a CUDA graph: they do not synchronize, and their allocations and grids depend on
 the number of rows and on the width of the block tables, never on context lengths.
