@@ -6,8 +6,6 @@ gate and up; down), three kernels of `triton_layers.py`, and attention.
 
 The computation follows from the model's decoder description (`families/decoder.py`). Other models, and models with LoRA
 adapters, keep transformers' modules.
-
-Not yet run on a GPU; the kernels were tested in Triton's interpreter, and compiled for one.
 """
 
 from __future__ import annotations
