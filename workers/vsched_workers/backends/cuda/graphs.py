@@ -23,6 +23,8 @@ with a grammar, prevent starting ahead (`is_foreseeable`).
 
 A captured step refers to the KV cache. It is captured in the first step over a cache, thus while the size of the cache
 is measured, and its memory counts as that of other steps.
+
+Everything but the capture itself is tested on a CPU as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The memory of a CUDA device: torch's caching allocator and the driver.
-
-Not yet run on a GPU; tests replace `torch.cuda`.
-"""
+"""The memory of a CUDA device: torch's caching allocator and the driver; tests replace `torch.cuda`."""
 
 from __future__ import annotations
 
