@@ -32,7 +32,6 @@ TESTS = (
     "test_fused_tower.py",
 )
 TESTS_AT_ONCE = 4
-FAMILIES_S = 75
 FULL_S = 300
 """Time from which on all cases are measured; below, the most important ones."""
 ROOM_BYTES = 40 << 30
@@ -128,6 +127,7 @@ def _run(
 
     on_cpu, full = options.device == "cpu", options.seconds >= FULL_S
     patience = 10 if on_cpu else 1
+    few, families_s = ([], 110) if full else (["--few"], 80)
     python, device = [sys.executable, "-m"], ["--device", options.device]
     checkpoint, small = str(scratch / "checkpoint"), str(scratch / "small")
     tests = [str(ROOT / "tests/workers/backends/cuda" / name) for name in TESTS]
@@ -136,11 +136,11 @@ def _run(
     # Tests that only compile kernels need no GPU.
     pytest += [f"--numprocesses={TESTS_AT_ONCE}", "-k", "not compile_for"]
     served = [checkpoint, "--out", str(out), *device]
-    models = [*python, "tests.bench.gpu.models", *device, *([] if full else ["--few"])]
+    models = [*python, "tests.bench.gpu.models", *device, *few]
     names = options.models.split(",")
     steps = [
-        Step("families", [*python, "tests.bench.gpu.families", "--out", str(out), *device,
-                          f"--seconds={FAMILIES_S * patience}"], FAMILIES_S + 10),
+        Step("families", [*python, "tests.bench.gpu.families", "--out", str(out), *device, *few,
+                          f"--seconds={families_s * patience}"], families_s + 10),
         Step("small-checkpoint", [*python, "vsched", "make-checkpoint", small, "--size", "nano25"],
              30),
         Step("recovery", [*python, "tests.bench.parts", "recovery", small, "--rounds=1",
