@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -50,12 +51,18 @@ PRELOADED = "tests.bench.gpu.family_run"
 class FamilyBench:
     """Runs families in processes of their own."""
 
-    def __init__(self, out: Path, device: str, *, limit_s: float, ends_s: float) -> None:
-        """Prepare: `limit_s` is for one family, `ends_s` for all, on the monotonic clock."""
+    def __init__(
+        self, out: Path, device: str, *, limit_s: float, ends_s: float, keep: Path | None = None
+    ) -> None:
+        """Prepare: `limit_s` is for one family, `ends_s` for all, on the monotonic clock.
+
+        `keep` is a new folder for the checkpoint of the first family.
+        """
         self._out = out
         self._device = device
         self._limit_s = limit_s
         self._ends_s = ends_s
+        self._keep = keep
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         # Imports take seconds; no process of them has touched the device before the fork.
         self._context.set_forkserver_preload([PRELOADED])
@@ -79,6 +86,9 @@ class FamilyBench:
             if late:
                 kill(process.pid)
                 process.join()
+            made = Path(folder) / "checkpoint"
+            if self._keep is not None and (family, dtype) == (OWN[0], EXACT) and made.exists():
+                shutil.copytree(made, self._keep)
             result = Path(folder) / "row.json"
             if result.exists():
                 row = msgspec.json.decode(result.read_bytes(), type=FamilyRow)
@@ -148,6 +158,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--families", default=",".join(FAMILIES), help="names, by commas")
     parser.add_argument("--few", action="store_true", help="fewer killed ranks and data types")
+    parser.add_argument("--keep", type=Path, help=f"new folder for the checkpoint of {OWN[0]}")
     parser.add_argument("--jobs", type=int, default=0, help="processes side by side")
     parser.add_argument("--seconds", type=float, default=0, help="for all together; 0 for no limit")
     options = parser.parse_args()
@@ -156,7 +167,7 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     limit_s = LIMIT_S * (10 if options.device == "cpu" else 1)
     ends_s = time.monotonic() + (options.seconds or 1e9)
-    bench = FamilyBench(logs, options.device, limit_s=limit_s, ends_s=ends_s)
+    bench = FamilyBench(logs, options.device, limit_s=limit_s, ends_s=ends_s, keep=options.keep)
     rows = run_all(
         cases_of(options.families.split(","), few=options.few),
         lambda case: bench.run(case.family, case.dtype, kills=case.kills),

@@ -49,12 +49,14 @@ def hang(*_: object, **__: object) -> None:
 @pytest.mark.slow
 def test_a_family_is_served_and_compared(tmp_path: Path) -> None:
     """With images and a killed rank, on a CPU."""
-    bench = FamilyBench(tmp_path, "cpu", limit_s=NEVER_S, ends_s=time.monotonic() + NEVER_S)
+    ends_s, kept = time.monotonic() + NEVER_S, tmp_path / "kept"
+    bench = FamilyBench(tmp_path, "cpu", limit_s=NEVER_S, ends_s=ends_s, keep=kept)
     row = bench.run("qwen2_5_vl", "float32", kills=True)
     assert (row.outcome, row.killed, row.error, row.difference) == ("equal", "equal", "", "")
     assert (row.path, row.steps) == ("fused", "eager")
     assert row.right
     assert row.ready_s > 0
+    assert (kept / "config.json").exists()
 
 
 @pytest.mark.slow
