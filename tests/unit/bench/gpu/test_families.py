@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.bench.gpu import families
-from tests.bench.gpu.families import FAMILIES, OWN, FamilyBench, run_all
+from tests.bench.gpu.families import FAMILIES, OWN, Case, FamilyBench, cases_of, run_all
 from tests.bench.gpu.family_rows import FamilyRow
 from tests.parity.architectures import FAMILY_SIZES
 from tests.patience import NEVER_S
@@ -30,29 +30,33 @@ def run_here(
     bench = FamilyBench(tmp_path, "cpu", limit_s=limit_s, ends_s=time.monotonic() + NEVER_S)
     bench._context.set_forkserver_preload([])
     monkeypatch.setattr(families, "start", start)
-    return bench.run("llama", "float32")
+    return bench.run("llama", "float32", kills=False)
 
 
-def start_and_die(family: str, dtype: str, folder: Path, device: str, log: Path) -> None:
+def start_and_die(
+    family: str, dtype: str, folder: Path, device: str, log: Path, *, kills: bool
+) -> None:
     row = FamilyRow(family=family, dtype=dtype, ready_s=2.0)
     (folder / "row.json").write_bytes(msgspec.json.encode(row))
     log.write_text(LOG)
     os._exit(3)
 
 
-def hang(*_: object) -> None:
+def hang(*_: object, **__: object) -> None:
     time.sleep(NEVER_S)
 
 
 @pytest.mark.slow
 def test_a_family_is_served_and_compared(tmp_path: Path) -> None:
     """With images and a killed rank, on a CPU."""
-    bench = FamilyBench(tmp_path, "cpu", limit_s=NEVER_S, ends_s=time.monotonic() + NEVER_S)
-    row = bench.run("qwen2_5_vl", "float32")
+    ends_s, kept = time.monotonic() + NEVER_S, tmp_path / "kept"
+    bench = FamilyBench(tmp_path, "cpu", limit_s=NEVER_S, ends_s=ends_s, keep=kept)
+    row = bench.run("qwen2_5_vl", "float32", kills=True)
     assert (row.outcome, row.killed, row.error, row.difference) == ("equal", "equal", "", "")
     assert (row.path, row.steps) == ("fused", "eager")
     assert row.right
     assert row.ready_s > 0
+    assert (kept / "config.json").exists()
 
 
 @pytest.mark.slow
@@ -74,20 +78,31 @@ def test_each_result_is_written_when_it_is_there() -> None:
     """In the order of the cases, also when a later one ends first; none begins after the time is up."""
     written: list[list[str]] = []
     found = run_all(
-        [("a", "float32"), ("b", "float32")],
-        lambda family, dtype: FamilyRow(family=family, dtype=dtype),
+        [Case("a", "float32", kills=True), Case("b", "float32", kills=False)],
+        lambda case: FamilyRow(family=case.family, dtype=case.dtype),
         lambda rows: written.append([row.family for row in rows]),
         jobs=1,
     )
     assert [row.family for row in found] == ["a", "b"]
     assert written == [["a"], ["a", "b"]]
     late = FamilyBench(Path(), "cpu", limit_s=1.0, ends_s=time.monotonic() - 1.0)
-    assert late.run("llama", "float32").outcome == "not begun"
+    assert late.run("llama", "float32", kills=False).outcome == "not begun"
 
 
 def test_families_are_those_of_the_project() -> None:
     assert set(OWN) == set(FAMILY_SIZES)
     assert len(FAMILIES) - len(OWN) >= 8
+
+
+def test_few_cases_have_every_family_exactly_once_and_killed_ones_first() -> None:
+    few = cases_of(FAMILIES, few=True)
+    exact = [case for case in few if case.dtype == "float32"]
+    assert sorted(case.family for case in exact) == sorted(FAMILIES)
+    assert [case.family for case in few if case.dtype != "float32"] == list(OWN)
+    killed = [case.kills for case in few]
+    assert killed == sorted(killed, reverse=True)
+    assert 0 < sum(killed) < len(FAMILIES)
+    assert len(cases_of(FAMILIES, few=False)) == 2 * len(FAMILIES)
 
 
 def test_first_differing_token_is_told_with_the_gap_of_its_logits() -> None:
