@@ -101,8 +101,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STATES = "recurrent layers gather the states of the sequences of a step"
-
 
 @dataclass(frozen=True)
 class LanguageModel:
@@ -115,7 +113,6 @@ class LanguageModel:
         first_layers: Context manager that runs only the first n layers of each kind; None if all layers must run.
         shares_head: Whether this rank computes the logits of a part of the vocabulary only.
         ruled: Whether layers have score rules, or values of another size than keys.
-        eager: Reason why decode steps cannot be captured; empty if they can be.
         states: Recurrent states of the layers; None if they keep only keys and values.
         mutual: Return the spans of a sequence with bidirectional attention; None if attention is causal throughout.
         adaptable: Return the layers that LoRA adapters can be applied to.
@@ -130,7 +127,6 @@ class LanguageModel:
     adaptable: Callable[[], Adaptable]
     shares_head: bool = False
     ruled: bool = False
-    eager: str = ""
     states: RecurrentStates | None = None
     mutual: Callable[[SequenceState], Spans] | None = None
 
@@ -179,30 +175,29 @@ class LanguageWorker(RankWorker, GenerateWorker):
             DeviceOutOfMemory: When it does not fit.
         """
         self.drop_kv()
-        info, states = self._info, self._language.states
+        info, states, spare = self._info, self._language.states, self._backend.spare_blocks
         size = blocks * block_size * info.kv_bytes_per_token
-        size += (self._slots + self._snapshots) * info.state_bytes
+        size += (self._slots + self._snapshots + spare) * info.state_bytes
         with self._group.together(), typed_out_of_memory("building the KV cache"):
             require_available(self._memory, size, f"a KV cache of {blocks * block_size} tokens")
             allocate = functools.partial(self._backend.zeros, touch=touch)
             if states is not None:
-                states.build(self._slots, self._snapshots, allocate)
+                states.build(self._slots, self._snapshots, allocate, spare=spare)
             cache = self._cache = KvCache(
                 self._language.kv,
                 blocks=blocks,
                 block_size=block_size,
                 dtype=self._backend.kv_dtype,
                 allocate=allocate,
-                spare_blocks=self._backend.spare_blocks,
+                spare_blocks=spare,
             )
             language = self._language
             self._attention = self._backend.choose_attention(
                 cache, language.heads, ruled=language.ruled
             )
-            if self._language.eager and self._backend.spare_blocks:
-                logger.info("decode steps run without CUDA graphs: %s", self._language.eager)
-            elif not self._language.eager:
-                self._captured = self._backend.capture_steps(cache, self._attention, self._logits)
+            self._captured = self._backend.capture_steps(
+                cache, self._attention, self._logits, states
+            )
         if self._balance is not None:
             self._balance.reset()
 
@@ -576,7 +571,6 @@ def _load_any(
         positions=text_positions if inputs is None else inputs.positions,
         first_layers=None if found.layers is None else found.layers.first,
         ruled=not found.plain,
-        eager=_STATES if found.states.modules else "",
         states=found.states if info.state_bytes else None,
         mutual=mutual_spans(info),
         adaptable=functools.partial(adaptable_module, model, cuts=ranks.cuts, only=found.adaptable),

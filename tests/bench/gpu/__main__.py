@@ -1,10 +1,11 @@
 """All GPU measurements in one command of ten minutes: `python -m tests.bench.gpu --out FOLDER`.
 
-In this order, each with a time limit: the tests that need a GPU, the tables of workers alone (3B
-and 7B shapes), the memory ledger compared with the driver, the KV cache size compared with the
-largest that works, a killed rank, and a `vsched serve` under `vsched bench serve`. Results are
-written after every case, and a failed step does not end the others. `python -m tests.bench.gpu.page
-FOLDER` writes the page of the results.
+In this order, each with a time limit: small models of many families, a killed rank, the tests that
+need a GPU, the tables of workers alone (3B and 7B shapes), a `vsched serve` under `vsched bench
+serve`, the memory ledger compared with the driver, the KV cache size compared with the largest that
+works, conversations, and quantized weights. `--seconds 200` measures fewer cases. Results are
+written after every case, and a failed step does not end the others. `python -m
+tests.bench.gpu.page FOLDER` writes the page of the results.
 
 `--wheels` installs missing packages into a separate folder, from local files alone: `python -m
 tests.bench.gpu.pack` collects them. `--device cpu` with the smallest models tests the command
@@ -18,6 +19,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 TESTS = ("test_triton_kernels.py", "test_quantized.py", "test_fused_layers.py", "test_gpu.py")
+TESTS_AT_ONCE = 4
+FAMILIES_S = 60
+FULL_S = 300
+"""Time from which on all cases are measured; below, the most important ones."""
+ROOM_BYTES = 40 << 30
 PACKAGES = ("torch", "triton", "transformers", "numpy", "vsched")
 
 
@@ -42,7 +49,7 @@ def main() -> int:
     options = parser.parse_args()
     out: Path = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="gpu-", dir=_in_memory()) as scratch:
         environment = _environment(
             options.wheels, Path(scratch) / "site", on_cpu=options.device == "cpu"
         )
@@ -69,6 +76,12 @@ def _environment(wheels: Path | None, site: Path, *, on_cpu: bool) -> dict[str, 
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environment["VSCHED_GPU_RUN"] = "1"
     return environment
+
+
+def _in_memory() -> str | None:
+    """Return a folder in memory if it has room for a checkpoint and much more, else None for the default."""
+    folder = Path("/dev/shm")
+    return str(folder) if folder.is_dir() and shutil.disk_usage(folder).free > ROOM_BYTES else None
 
 
 def _tell_machine(out: Path, device: str, packed: Path | None) -> None:
@@ -110,31 +123,38 @@ def _run(
     from tests.bench.gpu.serve import settings_of
     from tests.bench.gpu.steps import Step, run_steps
 
-    on_cpu = options.device == "cpu"
+    on_cpu, full = options.device == "cpu", options.seconds >= FULL_S
     dtype, patience = ("float32", 10) if on_cpu else ("bfloat16", 1)
     python, device = [sys.executable, "-m"], ["--device", options.device]
-    checkpoint = str(scratch / "checkpoint")
+    checkpoint, small = str(scratch / "checkpoint"), str(scratch / "small")
     tests = [str(ROOT / "tests/workers/backends/cuda" / name) for name in TESTS]
-    pytest = ["pytest", "-p", "no:cacheprovider", "-W", "default", "--timeout=120"]
-    pytest += ["--maxfail=20", "--durations=8", f"--rootdir={ROOT}", f"--junitxml={out}/tests.xml"]
+    pytest = ["pytest", "-p", "no:cacheprovider", "-W", "default", "--timeout=120", "--maxfail=20"]
+    pytest += ["--durations=8", f"--rootdir={ROOT}", f"--junitxml={out}/tests.xml"]
+    # Tests that only compile kernels need no GPU.
+    pytest += [f"--numprocesses={TESTS_AT_ONCE}", "-k", "not compile_for"]
     served = [checkpoint, "--out", str(out), *device]
+    models = [*python, "tests.bench.gpu.models", *device, *([] if full else ["--few"])]
+    names = options.models.split(",")
     steps = [
-        Step("tests", [*python, *pytest, *tests], 170),
-        *(
-            Step(f"models-{name}", [*python, "tests.bench.gpu.models", "--models", name, "--out",
-                                    str(out / name), *device], 120)
-            for name in options.models.split(",")
-        ),
-        Step("checkpoint", [*python, "vsched", "make-checkpoint", checkpoint, "--size",
-                            options.served], 90),
+        Step("families", [*python, "tests.bench.gpu.families", "--out", str(out), *device,
+                          f"--seconds={FAMILIES_S * patience}"], FAMILIES_S + 10),
+        Step("small-checkpoint", [*python, "vsched", "make-checkpoint", small, "--size", "nano25"],
+             30),
+        Step("recovery", [*python, "tests.bench.parts", "recovery", small, "--rounds=1",
+                          f"--dtype={dtype}", "--busy=0", f"--json={out}/recovery.json",
+                          *(f"--set={one}" for one in settings_of(options.device))], 40),
+        Step("tests", [*python, *pytest, *tests], 100),
+        *(Step(f"models-{name}", [*models, "--models", name, "--out", str(out / name)], 90)
+          for name in names),
+        Step("checkpoint", [*python, "tests.bench.gpu.checkpoint", checkpoint, "--size",
+                            options.served, *device], 60),
         Step("serve", [*python, "tests.bench.gpu.serve", *served], 110),
         Step("memory", [*python, "tests.bench.gpu.memory", *served,
                         f"--seconds={0 if on_cpu else 140}"], 150),
-        Step("recovery", [*python, "tests.bench.parts", "recovery", checkpoint, "--rounds=1",
-                          f"--dtype={dtype}", "--busy=0", f"--json={out}/recovery.json",
-                          *(f"--set={one}" for one in settings_of(options.device))], 60),
-        Step("weights", [*python, "tests.bench.gpu.models", "--models", options.models.split(",")[0],
-                         "--weights", "int8,int4", "--out", str(out / "weights"), *device], 60),
+        Step("conversations", [*models, "--models", options.models, "--parts", "conversations",
+                               "--out", str(out / "conversations")], 90),
+        Step("weights", [*models, "--models", names[0], "--weights", "int8,int4", "--out",
+                         str(out / "weights")], 60),
     ]  # fmt: skip
     wanted = options.only.split(",") if options.only else [step.name for step in steps]
     chosen = [

@@ -81,20 +81,49 @@ def compile_layer(name: str) -> list[Compiled]:
 
     heads, kv_heads, head_dim = HEADS[name]
     half, width = head_dim // 2, power_of_two(heads * head_dim)
-    rows = dict.fromkeys(("hidden", "added", "weight", "normed"), "*bf16")
+    rows = dict.fromkeys(("hidden", "added", "weight", "normed", "following"), "*bf16")
     rows |= {"width": "i32", "eps": "fp32"}
-    names = ("qkv", "cos", "sin", "query_weight", "key_weight", "queries", "keys", "values")
+    names = (
+        "qkv",
+        "cos",
+        "sin",
+        "query_weight",
+        "key_weight",
+        "queries",
+        "keys",
+        "values",
+        "following",
+    )
     heads_of = dict.fromkeys(names, "*bf16") | {"slots": "*i64", "eps": "fp32"}
     shape = {"HEADS": heads, "KV_HEADS": kv_heads, "NORMS": True, "HALF": half}
-    shape["DIMS"] = power_of_two(half)
-    gates = {"gate_up": "*bf16", "gated": "*bf16", "width": "i32"}
-    gate = {"ACTIVATION": "SILU", "WIDTH": GATE_VALUES}
-    add = {"HAS_ADDED": True, "WIDTH": width}
+    ahead = {"AHEAD": 4, "STRIDE": 4096, "CHUNK": 512}
+    shape |= {"DIMS": power_of_two(half)} | ahead
+    gates = {"gate_up": "*bf16", "gated": "*bf16", "width": "i32", "following": "*bf16"}
+    gate = {"ACTIVATION": "SILU", "WIDTH": GATE_VALUES} | ahead
+    add = {"HAS_ADDED": True, "WIDTH": width} | ahead
     return [
         _compile(triton_layers.add_norm, f"add and norm {width}", rows, add, 1),
         _compile(triton_layers.rotate_and_store, f"rotate {name}", heads_of, shape, 1),
         _compile(triton_layers.gate, "gate", gates, gate, 1),
     ]
+
+
+def compile_row() -> list[Compiled]:
+    """Compile the product of one bfloat16 row, plain and gated, in the blocks for a hidden size of 2048."""
+    from vsched_workers.backends.cuda.linear import row_tiles
+    from vsched_workers.backends.cuda.triton_linear import multiply_row
+
+    signature = dict.fromkeys(("row", "weight", "bias", "out"), "*bf16")
+    signature |= {"outputs": "i32", "inputs": "i32"}
+    made = []
+    for activation, parts in ((None, 1), ("SILU", 2)):
+        tiles = row_tiles(11008, 2048, parts=parts)
+        assert tiles is not None
+        constants: dict[str, Any] = {"HAS_BIAS": activation is None, "ACTIVATION": activation}
+        constants |= {"OUTPUTS": tiles.outputs, "TILE": tiles.tile, "STAGES": tiles.stages}
+        name = f"multiply row {activation or 'with bias'}"
+        made.append(_compile(multiply_row, name, signature, constants, 3))
+    return made
 
 
 def compile_vision(heads: int, head_dim: int, width: int) -> list[Compiled]:
@@ -213,6 +242,8 @@ def main() -> None:
             *compile_layer(name),
         ):
             _tell(made)
+    for made in compile_row():
+        _tell(made)
     for heads, head_dim, width in ((16, 80, 1280), (16, 72, 1152)):
         for made in compile_vision(heads, head_dim, width):
             _tell(made)

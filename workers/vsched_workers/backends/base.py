@@ -22,6 +22,7 @@ from vsched.worker.memory import DeviceMemory
 from vsched_workers.adapters.sums import MakeSums, TorchSums
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
+from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import SpecialRow, draw_in_numpy
 from vsched_workers.batching.swap_area import SwapArea
 from vsched_workers.parallel.rank_group import Collectives
@@ -222,7 +223,11 @@ class Backend(ABC):
 
     @abstractmethod
     def capture_steps(
-        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+        self,
+        cache: KvCache,
+        attention: AttentionKernels,
+        run: RunModel,
+        states: RecurrentStates | None,
     ) -> CapturedSteps | None:
         """Return captured decode steps over a cache; None if steps are not captured."""
 

@@ -30,7 +30,7 @@ import torch
 
 from vsched.types import Spans
 from vsched_workers.batching.device_copies import sent
-from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.kv_cache import KvCache, LayerKv
 from vsched_workers.batching.ruled_attention import (
     ContextIndex,
     ScoreRule,
@@ -85,6 +85,23 @@ class PrefillKernel(Protocol):
         scaling: float,
     ) -> torch.Tensor:
         """Return [heads, rows, head dim] for a query of the same shape; key and value are the chunk's own."""
+        ...
+
+
+@runtime_checkable
+class WindowedPrefill(Protocol):
+    """A prefill kernel for sliding windows.
+
+    Attributes:
+        takes_windows: Whether its results with windows are right on this device.
+    """
+
+    takes_windows: bool
+
+    def in_window(
+        self, query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape; the rule has no more than a window."""
         ...
 
 
@@ -384,10 +401,23 @@ def attend_by_rule(
             )
         decoding = query[:, :rows].transpose(0, 1)
         out[:rows] = decode_by_rule(decoding, kept, step.scratch[name], rule)
+    prefill = step.prefill if isinstance(step.prefill, WindowedPrefill) else None
+    if prefill is not None and not (prefill.takes_windows and _only_window(rule, kept)):
+        prefill = None
     for segment in step.segments:
         part = slice(segment.start, segment.stop)
-        out[part] = prefill_by_rule(query[:, part], kept, segment.slots(), rule, segment.mutual)
+        if prefill is not None and not segment.mutual:
+            found = prefill.in_window(query[:, part], layer, segment, step, rule)
+            out[part] = found.transpose(0, 1)
+        else:
+            out[part] = prefill_by_rule(query[:, part], kept, segment.slots(), rule, segment.mutual)
     return out
+
+
+def _only_window(rule: ScoreRule, kept: LayerKv) -> bool:
+    """Return whether attention is plain but for a window."""
+    has_window = rule.window is not None and rule.softcap is None and rule.sinks is None
+    return has_window and kept.keys.shape == kept.values.shape
 
 
 def register() -> None:

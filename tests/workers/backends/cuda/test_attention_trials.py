@@ -15,7 +15,7 @@ from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import attention, attention_trials
-from vsched_workers.backends.cuda.attention import FlashPrefill, VarlenDecode
+from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill, VarlenDecode
 from vsched_workers.backends.cuda.attention_trials import (
     AttentionTrial,
     fastest,
@@ -238,9 +238,14 @@ def varlen_on_cpu(
         group = query.shape[1] // key.shape[-2]
         keys, values = (held.repeat_interleave(group, dim=1) for held in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[start:stop], keys) * scale
-        if window_size == (-1, 0):
-            later = torch.ones(count, len(keys), dtype=torch.bool).triu(len(keys) - count + 1)
-            scores = scores.masked_fill(later, -torch.inf)
+        before, after = window_size
+        if after == 0:
+            last = torch.arange(len(keys) - count, len(keys))[:, None]
+            other = torch.arange(len(keys))
+            unseen = other > last
+            if before >= 0:
+                unseen |= other < last - before
+            scores = scores.masked_fill(unseen, -torch.inf)
         rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
     return torch.cat(rows)
 
@@ -250,6 +255,35 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import varlen
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_on_cpu)
+
+
+def operator_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *bounds: Any,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[torch.Tensor, ...]:
+    """The operator behind it, which has a result of every kind, and knows grouped heads by their numbers."""
+    assert not dropout_p
+    assert is_causal == (window_size_left == -1)
+    assert not return_debug_mask
+    window = window_size_left, window_size_right
+    found = varlen_on_cpu(
+        query, key, value, *bounds, scale=scale, window_size=window, enable_gqa=True
+    )
+    return found, torch.empty(0), torch.empty(0)
+
+
+def flash_prefills() -> list[FlashPrefill]:
+    direct = DirectFlashPrefill()
+    direct._forward = operator_on_cpu
+    return [FlashPrefill(), direct]
 
 
 def step_of(contexts: list[int]) -> PagedStep:
@@ -276,8 +310,9 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
     query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
     inputs = (query, own[0], own[1], 1, segment, step, 0.3)
-    found = FlashPrefill()(*inputs)
-    torch.testing.assert_close(found, prefill_by_gather(*inputs), atol=1e-5, rtol=1e-5)
+    for kernel in flash_prefills():
+        found = kernel(*inputs)
+        torch.testing.assert_close(found, prefill_by_gather(*inputs), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("varlen")
@@ -317,6 +352,34 @@ def test_flash_prefill_takes_several_chunks_in_one_call(monkeypatch: pytest.Monk
         found = attend_plainly(query, own[0], own[1], 1, step, 0.3)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
         assert calls == expected
+
+
+@pytest.mark.usefixtures("varlen")
+@pytest.mark.parametrize("window", [1, 6, 40])
+def test_flash_prefill_in_a_window_reads_no_more_than_the_window(window: int) -> None:
+    """A step with two chunks and a window equals torch's attention."""
+    step = step_of([9, 37])
+    tables, step.decode_rows = step.tables, 0
+    rows = 0
+    for index, first, last in [(0, 0, 9), (1, 30, 37)]:
+        segment = Segment(
+            tables[index], start=rows, first=first, last=last, block_size=4, device="cpu"
+        )
+        step.segments.append(segment)
+        rows = segment.stop
+    query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
+    rule = ScoreRule(0.3, window)
+    wanted = attend_by_rule(query, 1, step, rule)
+    step.prefill = kernel = FlashPrefill()
+    attend, read = kernel._attend, []
+
+    def noted(query: Any, key: Any, *given: Any, **options: Any) -> Any:
+        read.append(len(key))
+        return attend(query, key, *given, **options)
+
+    kernel._attend = noted
+    torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted, atol=1e-5, rtol=1e-5)
+    assert read == [9, min(37, 7 + window - 1)]
 
 
 def test_an_older_torch_has_no_block_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from vsched_workers.batching.paged_attention import (
     Segment,
     context_slots,
 )
+from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
 from vsched_workers.batching.sampling import draw_in_numpy
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
@@ -204,7 +205,7 @@ def test_decode_equals_attention_written_out(
 
 @pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])
 def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
-    from vsched_workers.backends.cuda.attention import FlashPrefill
+    from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill
 
     _, step = filled_cache(
         torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
@@ -221,8 +222,27 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     slots = torch.from_numpy(context_slots(step.tables[0], first + rows, 16))[first:].to(DEVICE)
     own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
     query = torch.randn(16, rows, 128).to(device=DEVICE, dtype=torch.bfloat16)
-    both: list[PrefillKernel] = [FlashPrefill(), prefill_by_gather]
-    found, wanted = (one(query, own[0], own[1], 1, segment, step, 128**-0.5) for one in both)
+    kernels: list[PrefillKernel] = [prefill_by_gather, FlashPrefill(), DirectFlashPrefill()]
+    wanted, *found = (one(query, own[0], own[1], 1, segment, step, 128**-0.5) for one in kernels)
+    for each in found:
+        assert (each.float() - wanted.float()).abs().max() < 4e-2
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])
+@pytest.mark.parametrize("window", [1, 128, 600, 5000])
+def test_flash_prefill_in_a_window_equals_torch(first: int, rows: int, window: int) -> None:
+    from vsched_workers.backends.cuda.attention import FlashPrefill
+
+    _, step = filled_cache(
+        torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
+    )
+    segment = Segment(
+        step.tables[0], start=0, first=first, last=first + rows, block_size=16, device=DEVICE
+    )
+    query = torch.randn(16, rows, 128).to(device=DEVICE, dtype=torch.bfloat16)
+    rule = ScoreRule(128**-0.5, window)
+    found = FlashPrefill().in_window(query, 1, segment, step, rule)
+    wanted = prefill_by_rule(query, step.cache.layers[1], segment.slots(), rule).transpose(0, 1)
     assert (found.float() - wanted.float()).abs().max() < 4e-2
 
 

@@ -9,7 +9,6 @@ the number of rows and on the width of the block tables, never on context length
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from vsched_workers.backends.cuda.launching import FastKernel
+from vsched_workers.backends.cuda.parts import has_triton
 from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.ruled_attention import ScoreRule
 
@@ -114,8 +114,8 @@ class TritonDecode:
         Raises:
             KernelMissing: When Triton is not installed.
         """
-        if importlib.util.find_spec("triton") is None:
-            raise KernelMissing("triton is not installed")
+        if not has_triton():
+            raise KernelMissing("triton is not installed, or turned off")
         from vsched_workers.backends.cuda.triton_kernels import decode_parts, merge_parts
 
         self._decode = FastKernel(decode_parts)
@@ -137,22 +137,21 @@ class TritonDecode:
         query = query.contiguous()
         rows, heads, head_dim = query.shape
         kv_heads, value_dim = keys.shape[1], values.shape[2]
-        constants = constants_of(
-            heads, kv_heads, head_dim, value_dim, step.cache.block_size, keys.element_size()
-        )
         window, softcap, sinks = rule.window, rule.softcap, rule.sinks
-        tokens = tables.shape[1] * step.cache.block_size
-        split = split_of_contexts(
-            rows * kv_heads,
-            self._processors,
-            tokens=tokens if window is None else min(tokens, window),
-        )
-        parts = split.parts
-        summed = query.new_empty((rows, heads, parts, value_dim), dtype=torch.float32)
-        highest = query.new_empty((rows, heads, parts), dtype=torch.float32)
-        total = torch.empty_like(highest)
+        name = f"decode {rows} {heads} {head_dim} {kv_heads} {value_dim} {window}"
+        plan = step.scratch.get(name)
+        if plan is None:
+            tokens = tables.shape[1] * step.cache.block_size
+            plan = step.scratch[name] = self._plan(
+                query,
+                keys,
+                value_dim,
+                block_size=step.cache.block_size,
+                tokens=tokens if window is None else min(tokens, window),
+            )
+        split, summed, highest, total, constants, merging = plan
         out = query.new_empty((rows, heads, value_dim))
-        self._decode[(rows, kv_heads, parts)](
+        self._decode[(rows, kv_heads, split.parts)](
             query,
             keys,
             values,
@@ -165,12 +164,10 @@ class TritonDecode:
             window or 0,
             softcap or 0.0,
             tables.stride(0),
-            parts,
-            split.usual_parts,
+            *split,
             **constants,
             WINDOWED=window is not None,
             CAPPED=softcap is not None,
-            num_stages=STAGES,
         )
         self._merge[(rows * heads,)](
             contexts,
@@ -181,15 +178,35 @@ class TritonDecode:
             out,
             window or 0,
             heads,
-            parts,
-            split.usual_parts,
-            PARTS=power_of_two(parts),
-            **{name: constants[name] for name in ("VALUE_DIM", "VALUE_DIMS", "TOKENS")},
+            *split,
+            **merging,
             WINDOWED=window is not None,
             HAS_SINKS=sinks is not None,
-            num_warps=merge_warps(parts, constants["VALUE_DIMS"]),
         )
         return out
+
+    def _plan(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        value_dim: int,
+        *,
+        block_size: int,
+        tokens: int,
+    ) -> tuple[Any, ...]:
+        """Return the split, the memory and the constants that layers of a step share, for up to `tokens` tokens."""
+        rows, heads, head_dim = query.shape
+        kv_heads, itemsize = keys.shape[1], keys.element_size()
+        constants = constants_of(heads, kv_heads, head_dim, value_dim, block_size, itemsize)
+        split = split_of_contexts(rows * kv_heads, self._processors, tokens=tokens)
+        summed = query.new_empty((rows, heads, split.parts, value_dim), dtype=torch.float32)
+        highest, total = (
+            query.new_empty((rows, heads, split.parts), dtype=torch.float32) for _ in range(2)
+        )
+        merging = {each: constants[each] for each in ("VALUE_DIM", "VALUE_DIMS", "TOKENS")}
+        merging["PARTS"] = power_of_two(split.parts)
+        merging["num_warps"] = merge_warps(split.parts, constants["VALUE_DIMS"])
+        return split, summed, highest, total, constants | {"num_stages": STAGES}, merging
 
 
 class FlashPrefill:
@@ -198,6 +215,8 @@ class FlashPrefill:
     Its causal mask aligns the last query with the last key, as a chunk requires; neither mask nor scores are stored in
     memory. The contexts of several chunks are gathered together if they are not too long.
     """
+
+    takes_windows = True
 
     def __init__(self) -> None:
         self._attend, self._options = varlen_kernel("scale", "window_size")
@@ -218,14 +237,33 @@ class FlashPrefill:
             slots = segment.slots()
             key = step.cache.keys[layer].index_select(0, slots)
             value = step.cache.values[layer].index_select(0, slots)
-        rows, context = query.shape[1], len(key)
-        name = f"bounds {segment.start}"
+        spans = self._spans(query, len(key), segment, step)
+        return self._causal(query.transpose(0, 1), key, value, spans, scaling).transpose(0, 1)
+
+    def in_window(
+        self, query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape; only the window's tokens are read."""
+        assert rule.window is not None, "otherwise it is a plain layer"
+        slots = segment.slots()[max(0, segment.first - rule.window + 1) :]
+        key, value = (
+            held[layer].index_select(0, slots) for held in (step.cache.keys, step.cache.values)
+        )
+        spans = self._spans(query, len(key), segment, step)
+        packed = query.transpose(0, 1)
+        found = self._causal(packed, key, value, spans, rule.scaling, window=rule.window)
+        return found.transpose(0, 1)
+
+    def _spans(
+        self, query: torch.Tensor, context: int, segment: Segment, step: PagedStep
+    ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Return the bounds of one chunk's queries and of its context, and the length of each."""
+        rows, name = query.shape[1], f"bounds {segment.start} {context}"
         bounds = step.scratch.get(name)
         if bounds is None:
             bounds = sent(np.array([[0, rows], [0, context]], dtype=np.int32), query.device)
             step.scratch[name] = bounds
-        spans = bounds[0], bounds[1], rows, context
-        return self._causal(query.transpose(0, 1), key, value, spans, scaling).transpose(0, 1)
+        return bounds[0], bounds[1], rows, context
 
     def joins(self, step: PagedStep) -> bool:
         """Return whether the gathered contexts of a step's chunks fit into the memory limit for that."""
@@ -260,11 +298,48 @@ class FlashPrefill:
         value: torch.Tensor,
         spans: tuple[torch.Tensor, torch.Tensor, int, int],
         scaling: float,
+        *,
+        window: int = 0,
     ) -> torch.Tensor:
         """Attend within spans: bounds of the queries and of the contexts, and the largest length of each."""
+        size = (window - 1, 0)  # earlier and later tokens that a token attends to; -1 is all
         out: torch.Tensor = self._attend(
-            query, key, value, *spans, scale=scaling, window_size=(-1, 0), **self._options
+            query, key, value, *spans, scale=scaling, window_size=size, **self._options
         )
+        return out
+
+
+class DirectFlashPrefill(FlashPrefill):
+    """The same without the operator around it, whose checks take several times as long as the launch."""
+
+    def __init__(self) -> None:
+        found = getattr(torch.ops.aten, "_flash_attention_forward", None)
+        if found is None:
+            raise KernelMissing("this torch has no operator of flash attention")
+        self._forward: Any = found
+
+    def _causal(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        spans: tuple[torch.Tensor, torch.Tensor, int, int],
+        scaling: float,
+        *,
+        window: int = 0,
+    ) -> torch.Tensor:
+        out: torch.Tensor = self._forward(
+            query,
+            key,
+            value,
+            *spans,
+            dropout_p=0.0,
+            is_causal=not window,
+            return_debug_mask=False,
+            scale=scaling,
+            window_size_left=window - 1,
+            window_size_right=0,
+        )[0]
         return out
 
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cuda.attention import (
+    DirectFlashPrefill,
     FlashPrefill,
     KernelMissing,
     TritonDecode,
@@ -35,8 +36,14 @@ from vsched_workers.batching.paged_attention import (
     PrefillKernel,
     RuledDecode,
     Segment,
+    WindowedPrefill,
 )
-from vsched_workers.batching.ruled_attention import ContextIndex, ScoreRule, decode_by_rule
+from vsched_workers.batching.ruled_attention import (
+    ContextIndex,
+    ScoreRule,
+    decode_by_rule,
+    prefill_by_rule,
+)
 from vsched_workers.memory.out_of_memory import typed_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -47,7 +54,7 @@ TRIAL_ROWS, TRIAL_CONTEXT = 8, 1024
 TRIAL_RUNS = 10
 _WITHIN = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
-Kernel = TypeVar("Kernel", DecodeKernel, PrefillKernel, RuledDecode)
+Kernel = TypeVar("Kernel", DecodeKernel, PrefillKernel)
 Timer = Callable[[Callable[[], object]], float]
 """Runs a function and returns the device time in seconds."""
 
@@ -94,7 +101,9 @@ def try_kernels(
     if settings.attention == "auto":
         loaders: list[Callable[[], DecodeKernel]] = [lambda: _triton_decode(settings.device)]
         decodes = _loaded([*loaders, VarlenDecode] if has_halves else loaders)
-    prefills: list[PrefillKernel] = _loaded([FlashPrefill]) if has_halves else []
+    prefills: list[PrefillKernel] = (
+        _loaded([DirectFlashPrefill, FlashPrefill]) if has_halves else []
+    )
     with ExitStack() as stack:
         layers = layers_of_shapes(cache, heads)
         trials = [stack.enter_context(AttentionTrial.over(cache, heads, layer)) for layer in layers]
@@ -113,7 +122,13 @@ def try_kernels(
             require_right(settings.attention, decode, cache, decoded)
         prefill = fastest("prefill", prefills, prefill_by_gather, prefilled, cuda_seconds)
         if ruled and isinstance(decode, RuledDecode):
-            decode.takes_rules = all(_attends_by_rule(decode, trial) for trial in trials)
+            decode.takes_rules = all(
+                _is_right("decode by score rules", decode, trial.by_rule) for trial in trials
+            )
+        if ruled and isinstance(prefill, WindowedPrefill):
+            prefill.takes_windows = all(
+                _is_right("prefill in a window", prefill, trial.in_window) for trial in plain
+            )
     return AttentionKernels(decode, prefill)
 
 
@@ -130,16 +145,16 @@ def _joined(results: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([each.flatten() for each in results]) if results else torch.zeros(1)
 
 
-def _attends_by_rule(kernel: RuledDecode, trial: AttentionTrial) -> bool:
-    """Return whether a kernel attends by score rules as torch does.
+def _is_right(what: str, kernel: Any, run: Callable[[Any], torch.Tensor]) -> bool:
+    """Return whether a kernel attends as torch does, which None runs.
 
     Raises:
         DeviceOutOfMemory: When the device's memory ran out.
     """
-    fault = _fault(kernel, trial.by_rule(None), trial.by_rule)
+    fault = _fault(kernel, run(None), run)
     if fault is not None:
         name = type(kernel).__name__
-        logger.log(fault.level, "decode by score rules: %s %s here; not used", name, fault.what)
+        logger.log(fault.level, "%s: %s %s here; not used", what, name, fault.what)
     return fault is None
 
 
@@ -328,6 +343,15 @@ class AttentionTrial:
             device=query.device,
         )
         return decode_by_rule(query, self.cache.layers[self.layer], index, rule)
+
+    def in_window(self, kernel: WindowedPrefill | None) -> torch.Tensor:
+        """Attend for the second half of a prompt in a window; None is attention by torch."""
+        query = self.query[: self.segment.context - self.segment.first].transpose(0, 1)
+        rule = ScoreRule(self._scaling, window=self.segment.context // 3 + 1)
+        if kernel is not None:
+            return kernel.in_window(query, self.layer, self.segment, self.step, rule)
+        kept = self.cache.layers[self.layer]
+        return prefill_by_rule(query, kept, self.segment.slots(), rule).transpose(0, 1)
 
     @property
     def plain(self) -> bool:

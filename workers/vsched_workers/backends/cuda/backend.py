@@ -20,6 +20,7 @@ from vsched_workers.backends.base import (
     Backend,
     CapturedSteps,
     LanguageLayers,
+    Product,
     RunModel,
     RunnableLanguage,
 )
@@ -27,10 +28,17 @@ from vsched_workers.backends.cuda import fused_tower, vision_attention
 from vsched_workers.backends.cuda.attention_trials import load_decode, try_kernels
 from vsched_workers.backends.cuda.collectives import NcclCollectives
 from vsched_workers.backends.cuda.copies import RowCopies
-from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, usable_kernels
+from vsched_workers.backends.cuda.fused_layers import (
+    FusedLayers,
+    can_fetch_ahead,
+    fits,
+    merge,
+    usable_kernels,
+)
 from vsched_workers.backends.cuda.fused_tower import FusedTower
 from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
+from vsched_workers.backends.cuda.linear import RowProduct
 from vsched_workers.backends.cuda.memory import CudaMemory
 from vsched_workers.backends.cuda.parts import VARIABLE, parts_off
 from vsched_workers.backends.cuda.quantized import QuantizedLayer, TritonProduct
@@ -45,6 +53,7 @@ from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.device_sampling import StagedDraw
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
+from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import SpecialRow
 from vsched_workers.batching.swap_area import SwapArea
 from vsched_workers.quantized.layers import QuantizedLinear
@@ -109,9 +118,17 @@ class CudaBackend(Backend):
         if kernels is None:
             layers = ModuleLayers(model, self.send, axes=decoder.axes)
         else:
-            layers = FusedLayers(model, decoder, self.send, kernels)
+            layers = FusedLayers(
+                model,
+                decoder,
+                self.send,
+                kernels,
+                fetches=can_fetch_ahead(kernels, self.dtype, self.device),
+            )
         if self._quantizer is None:
-            product = functools.partial(functional.linear, weight=head)
+            product: Product = functools.partial(functional.linear, weight=head)
+            if kernels is not None:
+                product = RowProduct(head, None, kernels.multiply_row)
             size += stored_bytes(head, *model.parameters())
             return RunnableLanguage(layers=layers, head=product, weights_bytes=size)
         model.embed_tokens = self._quantizer.embed(model.embed_tokens, head)
@@ -196,12 +213,16 @@ class CudaBackend(Backend):
         return try_kernels(self.settings, self.dtype, cache, heads, ruled=ruled)
 
     def capture_steps(
-        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+        self,
+        cache: KvCache,
+        attention: AttentionKernels,
+        run: RunModel,
+        states: RecurrentStates | None,
     ) -> CapturedSteps | None:
         if not self._captures or not getattr(attention.decode, "capturable", False):
             return None
         stream, reserved = self._graph_stream, self.memory.reserved
-        return DecodeGraphs(stream, cache, attention, run, reserved=reserved)
+        return DecodeGraphs(stream, cache, attention, run, reserved=reserved, states=states)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)

@@ -13,7 +13,6 @@ On an H200, an image of 720p takes 17 ms instead of 46 ms with transformers' mod
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from vsched_workers.backends.cuda import vision_attention
 from vsched_workers.backends.cuda.attention import power_of_two
 from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
 from vsched_workers.backends.cuda.launching import FastKernel
+from vsched_workers.backends.cuda.parts import has_triton
 from vsched_workers.backends.reference.merged_layers import frozen, merged
 from vsched_workers.batching.device_copies import sent
 from vsched_workers.families.qwen_windows import (
@@ -77,7 +77,7 @@ class TowerRows(NamedTuple):
 
 def load_kernels() -> VisionKernels | None:
     """Return the kernels; None if Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     from vsched_workers.backends.cuda import triton_layers, triton_vision
 

@@ -28,6 +28,7 @@ from vsched_workers.backends.reference.packed_weights import (
 )
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
+from vsched_workers.batching.recurrent_state import RecurrentStates
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,7 +111,11 @@ class ReferenceBackend(Backend):
         return AttentionKernels(decode_by_gather, prefill_by_gather)
 
     def capture_steps(
-        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+        self,
+        cache: KvCache,
+        attention: AttentionKernels,
+        run: RunModel,
+        states: RecurrentStates | None,
     ) -> CapturedSteps | None:
         return None
 
