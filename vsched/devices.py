@@ -81,14 +81,23 @@ def resolve_devices(
     on_cuda = config.generate.on_cuda or config.encode.on_cuda
     if choice is not None and (config.cluster.elsewhere or not on_cuda):
         return ResolvedDevices(config, choice)
+    configured = choice is not None
+    if configured and config.model.dtype != "auto":  # no choice is left, and a survey takes seconds
+        return _unsurveyed(config)
     survey = _survey(config.generate.plugin)
-    if survey is None:
-        if not is_open(config):  # the ranks find out
-            choice = DeviceChoice(text=_names(config, DeviceSurvey()), uses_cuda=True)
-            return ResolvedDevices(config, choice)
+    if survey is None or (survey.failed and configured):
+        if configured:
+            return _unsurveyed(config)
         problem = f"worker plug-in {config.generate.plugin!r} does not report devices"
         survey = DeviceSurvey(problem=problem)
     return _assign(config, survey, _inspected(config, only_serves=only_serves), environ)
+
+
+def _unsurveyed(config: Config) -> ResolvedDevices:
+    """The configured devices, which the ranks check."""
+    return ResolvedDevices(
+        config, DeviceChoice(text=_names(config, DeviceSurvey()), uses_cuda=True)
+    )
 
 
 def log_devices(choice: DeviceChoice | None) -> None:
@@ -120,7 +129,7 @@ def _assign(
     """Give the stages devices: the generate stage first, the encode stage devices of its own if there are enough."""
     encode, generate = config.encode, config.generate
     for name, section in (("generate", generate), ("encode", encode)):
-        if section.on_cuda and section.replicas:
+        if section.on_cuda and section.replicas and not survey.failed:
             _check_configured(name, section, survey, environ)
     needed = _needed_bytes(config, info)
     problems = [_problem(device, needed) for device in survey.devices]

@@ -74,6 +74,7 @@ def pretend(
     monkeypatch: pytest.MonkeyPatch,
     *found: CudaDevice,
     problem: str = "",
+    failed: bool = False,
     info: ModelInfo | None = None,
     weights_bytes: int = 7 * GIB,
 ) -> list[str]:
@@ -82,7 +83,7 @@ def pretend(
 
     def survey(plugin: str) -> DeviceSurvey:
         surveys.append(plugin)
-        return DeviceSurvey(devices=found, problem=problem)
+        return DeviceSurvey(devices=found, problem=problem, failed=failed)
 
     monkeypatch.setattr(cheap, "DEVICE_FILES", ("/dev/null",))
     monkeypatch.setattr(devices, "_survey", survey)
@@ -255,6 +256,12 @@ def test_configured_device_is_not_replaced_by_a_cpu(monkeypatch: pytest.MonkeyPa
         ConfigError, match=r"generate.device: cannot be used: value cuda:0, limit its"
     ):
         resolve("generate.device=cuda")
+    pretend(monkeypatch, problem="torch hung", failed=True)
+    assert resolve("generate.device=cuda").generate.device == "cuda"
+    assert resolve().generate.device == "cpu"
+    surveys = pretend(monkeypatch, OLD)
+    assert resolve("generate.device=cuda", "encode.device=cuda", "model.dtype=bfloat16")
+    assert surveys == [], "nothing depends on it"
     pretend(monkeypatch, problem="torch 2.11.0+cpu is built without CUDA")
     with pytest.raises(ConfigError, match=r"limit torch 2.11.0\+cpu is built without CUDA"):
         resolve("generate.device=cuda")

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vsched.integrations.vllm.scheduler import PolicyScheduler
@@ -131,7 +131,6 @@ class Run:
     Attributes:
         tokens: Tokens by request.
         firsts: Requests in the order of their first tokens.
-        aborted: Requests whose clients left.
         steps: Number of calls of `schedule()`.
         scheduled: Tokens of each step by request.
     """
@@ -139,7 +138,6 @@ class Run:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.firsts: list[str] = []
-        self.aborted: set[str] = set()
         self.steps = 0
         self.scheduled: list[dict[str, int]] = []
 
@@ -155,22 +153,28 @@ def worker(output: Any, done: Mapping[str, bool]) -> ModelRunnerOutput:
 
 
 def drive(
-    scheduler: Any, load: Sequence[Request], *, depth: int = 1, seed: int = 0, leave: float = 0.0
+    scheduler: Any,
+    load: Sequence[Request],
+    *,
+    depth: int = 1,
+    seed: int = 0,
+    leaving: Mapping[str, int] | None = None,
 ) -> Run:
-    """Run a load to its end, with `depth` steps in flight; a client leaves with probability `leave` per step."""
+    """Run a load to its end, with `depth` steps in flight; clients leave so many steps after they came."""
     rng, run = random.Random(seed), Run()
     flying: deque[tuple[Any, dict[str, bool]]] = deque()
-    arrivals, idle = deque(load), 0
+    arrivals, idle, leave_at = deque(load), 0, dict[str, int]()
+    leaving = leaving or {}
     while arrivals or scheduler.has_requests() or flying:
         while arrivals and (not scheduler.has_requests() or rng.random() < 0.5):
-            run.tokens[arrivals[0].request_id] = []
-            scheduler.add_request(arrivals.popleft())
-        if leave and scheduler.requests and rng.random() < leave:
-            name = rng.choice(list(scheduler.requests))
-            from vllm.v1.request import RequestStatus
-
+            request = arrivals.popleft()
+            run.tokens[request.request_id] = []
+            if request.request_id in leaving:
+                leave_at[request.request_id] = run.steps + leaving[request.request_id]
+            scheduler.add_request(request)
+        for name in [one for one, step in leave_at.items() if step <= run.steps]:
+            del leave_at[name]
             scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-            run.aborted.add(name)
         output = scheduler.schedule()
         run.steps += 1
         assert run.steps < STEPS_MAX

@@ -16,7 +16,12 @@ from vsched.config.stages import AUTO, CPU
 if TYPE_CHECKING:
     from vsched.config.sections import Config
 
-DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/dxg")
+DEVICE_FILES: tuple[str, ...] = (
+    "/dev/nvidiactl",
+    "/dev/nvidia0",
+    "/proc/driver/nvidia",
+    "/dev/dxg",
+)
 """Files of NVIDIA's driver, also in containers, and of WSL. Without any of them, no CUDA device can be used."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -39,8 +44,8 @@ CPU_DEFAULTS = DeviceDefaults(
     embedding_bytes=256 << 20,
 )
 CUDA_DEFAULTS = DeviceDefaults(
-    # Defaults of vLLM: `max_num_seqs` of most devices, `max_num_batched_tokens` of large ones, chunks as large as a step,
-    # 4 GiB of preprocessed images. `step_target_ms` shortens chunks while requests decode.
+    # Defaults of vLLM: `max_num_seqs` of most devices, `max_num_batched_tokens` of large ones, chunks up to a whole
+    # step, 4 GiB of preprocessed images. `step_target_ms` shortens chunks while requests decode.
     slots=256,
     max_batch_tokens=8192,
     chunk_tokens=8192,

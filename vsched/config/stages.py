@@ -263,7 +263,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0)] | None,
         Meta(
             description="Number of recurrent state snapshots kept for later prompts, in models with recurrent layers; "
-            "by default the number of `slots`. 0 disables their prefix cache."
+            "by default the number of `slots`, at most 64. 0 disables their prefix cache."
         ),
     ] = None
     draft_model: Annotated[

@@ -16,6 +16,8 @@ checked answer, or the default after a failure. A host has no clock: it is given
 | `call_times` | `PolicyTimes`, `QueueClock`: times of calls; a slow policy is replaced |
 | `measured` | `HostMeasured`: the latest times of steps, first tokens and ends |
 | `snapshot` | `encode_snapshot`, `restore_snapshot`: the state as bytes |
+
+`vsched.testing.contracts.host.check_host` tests a host.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ class DeviceSurvey(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         problem: Reason why there are none; empty if there are some.
+        failed: True if the survey itself failed, so that there may be devices in spite of it.
     """
 
     devices: tuple[CudaDevice, ...] = ()
     problem: str = ""
+    failed: bool = False

@@ -25,14 +25,16 @@ def survey_devices(*, timeout_s: float) -> DeviceSurvey:
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return DeviceSurvey(problem=f"torch did not report its devices within {timeout_s:g} s")
+        problem = f"torch did not report its devices within {timeout_s:g} s"
+        return DeviceSurvey(problem=problem, failed=True)
     lines = ran.stdout.splitlines()
     try:
         return msgspec.json.decode(lines[-1], type=DeviceSurvey)
     except (IndexError, msgspec.DecodeError):
         last = (ran.stderr.decode(errors="replace").split("\n") or [""])[-2:][0].strip()
         return DeviceSurvey(
-            problem=f"torch could not report its devices (exit code {ran.returncode}): {last}"
+            problem=f"torch could not report its devices (exit code {ran.returncode}): {last}",
+            failed=True,
         )
 
 

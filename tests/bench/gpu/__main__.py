@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -27,9 +28,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-TESTS = ("test_triton_kernels.py", "test_quantized.py", "test_fused_layers.py", "test_gpu.py")
+TESTS = (
+    *("test_gpu.py", "test_triton_kernels.py", "test_quantized.py", "test_fused_layers.py"),
+    "test_fused_tower.py",
+)
 TESTS_AT_ONCE = 4
-FAMILIES_S = 60
 FULL_S = 300
 """Time from which on all cases are measured; below, the most important ones."""
 ROOM_BYTES = 40 << 30
@@ -49,7 +52,10 @@ def main() -> int:
     options = parser.parse_args()
     out: Path = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="gpu-", dir=_in_memory()) as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-") as scratch,
+        tempfile.TemporaryDirectory(prefix="gpu-", dir=_in_memory()) as checkpoints,
+    ):
         environment = _environment(
             options.wheels, Path(scratch) / "site", on_cpu=options.device == "cpu"
         )
@@ -58,18 +64,24 @@ def main() -> int:
             again = [sys.executable, "-m", "tests.bench.gpu", *sys.argv[1:]]
             return subprocess.run(again, env=environment, check=False, cwd=ROOT).returncode
         _tell_machine(out, options.device, options.wheels)
-        return _run(options, out, Path(scratch), environment)
+        return _run(options, out, Path(checkpoints), environment)
 
 
 def _environment(wheels: Path | None, site: Path, *, on_cpu: bool) -> dict[str, str]:
     """Return the environment of the steps, with the wheels installed if there are any."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    # Images often forbid bytecode files: every process would compile thousands of modules.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    torch = importlib.util.find_spec("torch")
+    if torch is None or not os.access(Path(torch.origin or "/").parent, os.W_OK):
+        environment.setdefault("PYTHONPYCACHEPREFIX", str(site.parent / "bytecode"))
     if on_cpu:  # together with the rest of the tests
         environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     if wheels is not None and not os.environ.get("VSCHED_GPU_RUN"):
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target"]
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
         files = map(str, sorted(wheels.absolute().glob("*.whl")))
-        subprocess.run([*pip, str(site), *files], check=True)
+        # Modules are compiled when they are imported: most of transformers' never are.
+        subprocess.run([*pip, "--no-compile", "--target", str(site), *files], check=True)
         before = environment.get("PYTHONPATH", "")
         # The tree precedes its wheel, which is used only for its entry points.
         paths = [str(ROOT), str(ROOT / "policies"), str(ROOT / "workers"), str(site), before]
@@ -118,31 +130,30 @@ def _said(*command: str) -> str:
 
 
 def _run(
-    options: argparse.Namespace, out: Path, scratch: Path, environment: Mapping[str, str]
+    options: argparse.Namespace, out: Path, checkpoints: Path, environment: Mapping[str, str]
 ) -> int:
     from tests.bench.gpu.serve import settings_of
     from tests.bench.gpu.steps import Step, run_steps
 
     on_cpu, full = options.device == "cpu", options.seconds >= FULL_S
-    dtype, patience = ("float32", 10) if on_cpu else ("bfloat16", 1)
+    patience = 10 if on_cpu else 1
+    few, families_s = ([], 110) if full else (["--few"], 80)
     python, device = [sys.executable, "-m"], ["--device", options.device]
-    checkpoint, small = str(scratch / "checkpoint"), str(scratch / "small")
+    checkpoint, small = str(checkpoints / "served"), str(checkpoints / "small")
     tests = [str(ROOT / "tests/workers/backends/cuda" / name) for name in TESTS]
     pytest = ["pytest", "-p", "no:cacheprovider", "-W", "default", "--timeout=120", "--maxfail=20"]
     pytest += ["--durations=8", f"--rootdir={ROOT}", f"--junitxml={out}/tests.xml"]
     # Tests that only compile kernels need no GPU.
     pytest += [f"--numprocesses={TESTS_AT_ONCE}", "-k", "not compile_for"]
     served = [checkpoint, "--out", str(out), *device]
-    models = [*python, "tests.bench.gpu.models", *device, *([] if full else ["--few"])]
+    models = [*python, "tests.bench.gpu.models", *device, *few]
     names = options.models.split(",")
     steps = [
-        Step("families", [*python, "tests.bench.gpu.families", "--out", str(out), *device,
-                          f"--seconds={FAMILIES_S * patience}"], FAMILIES_S + 10),
-        Step("small-checkpoint", [*python, "vsched", "make-checkpoint", small, "--size", "nano25"],
-             30),
+        Step("families", [*python, "tests.bench.gpu.families", "--out", str(out), *device, *few, "--keep", small,
+                          f"--seconds={families_s * patience}"], families_s + 10),
         Step("recovery", [*python, "tests.bench.parts", "recovery", small, "--rounds=1",
-                          f"--dtype={dtype}", "--busy=0", f"--json={out}/recovery.json",
-                          *(f"--set={one}" for one in settings_of(options.device))], 40),
+                          "--dtype=float32", "--busy=0", f"--json={out}/recovery.json",
+                          *(f"--set={one}" for one in settings_of(options.device))], 60),
         Step("tests", [*python, *pytest, *tests], 100),
         *(Step(f"models-{name}", [*models, "--models", name, "--out", str(out / name)], 90)
           for name in names),

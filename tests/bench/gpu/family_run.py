@@ -34,8 +34,8 @@ from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.families.generic_vision import unpack_metadata
 from vsched_workers.plugin import plugin
 
-TOKENS, TOKENS_KILLED = 32, 120
-"""Output tokens, also of requests whose rank is killed: a step of a small model takes a millisecond."""
+TOKENS, TOKENS_KILLED = 32, 64
+"""Output tokens of requests, and of those whose rank is killed."""
 TOKENS_BEFORE = 12
 """Output tokens of all requests before the kill."""
 SETTINGS = (
@@ -110,8 +110,13 @@ class GenericReference(Reference):
         return {name: array for name, array in arrays.items() if name in taken}
 
 
-def run_family(family: str, dtype: str, folder: Path, device: str, log: Path) -> None:
-    """Compare in this process, with output to `log`; `row.json` in the folder has the result so far at any time."""
+def run_family(
+    family: str, dtype: str, folder: Path, device: str, log: Path, *, kills: bool
+) -> None:
+    """Compare in this process, with output to `log`; `row.json` in the folder has the result so far at any time.
+
+    With `kills`, a rank is killed as well.
+    """
     with log.open("wb") as output:
         for number in (1, 2):
             os.dup2(output.fileno(), number)
@@ -125,54 +130,52 @@ def run_family(family: str, dtype: str, folder: Path, device: str, log: Path) ->
         (folder / "row.new").replace(folder / "row.json")
 
     try:
-        _compare(row, folder, device, save)
+        torch.set_num_threads(1)
+        torch.backends.cudnn.allow_tf32 = False  # as in vsched; torch allows it for convolutions
+        path = folder / "checkpoint"
+        write = make_vision_checkpoint if family in PROCESSING else make_checkpoint
+        write(family, path)
+        row.path = describe_checkpoint(str(path)).path
+        asyncio.run(_compare(row, path, device, save, kills=kills))
     except Exception as error:  # noqa: BLE001 - any error is this family's result
         traceback.print_exc()
         row.outcome, row.error = "failed", f"{type(error).__name__}: {error}"
     save()
 
 
-def _compare(row: FamilyRow, folder: Path, device: str, save: Callable[[], None]) -> None:
-    torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False  # as in vsched; torch allows it for convolutions
-    path, dtype = folder / "checkpoint", getattr(torch, row.dtype)
-    write = make_vision_checkpoint if row.family in PROCESSING else make_checkpoint
-    write(row.family, path)
-    row.path = describe_checkpoint(str(path)).path
+async def _compare(
+    row: FamilyRow, path: Path, device: str, save: Callable[[], None], *, kills: bool
+) -> None:
     info = plugin.inspect(str(path), dtype=row.dtype, item_tokens_max=0)
     preprocessor = plugin.load_preprocessor(info)
     asks = [each if info.takes_images else TextQuestion(each.text) for each in QUESTIONS]
-    if row.family in FAMILY_SIZES:
-        reference = Reference(path, device, dtype)
-    else:
-        reference = GenericReference(row.family, path, preprocessor, device, dtype)
-    expected = [
-        reference.generate_with_logits(
-            ask.prompt(preprocessor), ask.images, TOKENS_KILLED, pad_token_id=0
+    count = TOKENS_KILLED if kills else TOKENS
+
+    def generate() -> list[Expected]:
+        dtype = getattr(torch, row.dtype)
+        reference = (
+            Reference(path, device, dtype)
+            if row.family in FAMILY_SIZES
+            else GenericReference(row.family, path, preprocessor, device, dtype)
         )
-        for ask in asks
-    ]
+        prompts = [ask.prompt(preprocessor) for ask in asks]
+        return [
+            reference.generate_with_logits(prompt, ask.images, count, pad_token_id=0)
+            for prompt, ask in zip(prompts, asks, strict=True)
+        ]
+
     sets = [*SETTINGS, *settings_of(device), f"model.path={path}", f"model.dtype={row.dtype}"]
-    asyncio.run(_serve(row, sets, asks, expected, save))
-
-
-async def _serve(
-    row: FamilyRow,
-    sets: Sequence[str],
-    asks: Sequence[Ask],
-    expected: Sequence[Expected],
-    save: Callable[[], None],
-) -> None:
     began_s = time.monotonic()
+    generating = asyncio.create_task(asyncio.to_thread(generate))  # the rank imports for seconds
     async with Engine(load_config(None, sets=sets, environ={}).config) as engine:
         row.ready_s = round(time.monotonic() - began_s, 1)
         save()
+        expected = await generating
         row.outcome, row.difference = compared(await _answers(engine, asks, TOKENS), expected)
         save()
-        if row.dtype == "float32":
+        if kills:
             lose = partial(os.kill, engine.rank_pids[0], signal.SIGKILL)
-            found = await _answers(engine, asks, TOKENS_KILLED, lose)
-            row.killed, difference = compared(found, expected)
+            row.killed, difference = compared(await _answers(engine, asks, count, lose), expected)
             row.difference = row.difference or (difference and f"after the kill {difference}")
 
 

@@ -93,11 +93,12 @@ def compile_layer(name: str) -> list[Compiled]:
         "keys",
         "values",
         "following",
+        "later",
     )
     heads_of = dict.fromkeys(names, "*bf16") | {"slots": "*i64", "eps": "fp32"}
     shape = {"HEADS": heads, "KV_HEADS": kv_heads, "NORMS": True, "HALF": half}
     ahead = {"AHEAD": 4, "STRIDE": 4096, "CHUNK": 512}
-    shape |= {"DIMS": power_of_two(half)} | ahead
+    shape |= {"DIMS": power_of_two(half), "LATER": 4, "LATER_STRIDE": 4096} | ahead
     gates = {"gate_up": "*bf16", "gated": "*bf16", "width": "i32", "following": "*bf16"}
     gate = {"ACTIVATION": "SILU", "WIDTH": GATE_VALUES} | ahead
     add = {"HAS_ADDED": True, "WIDTH": width} | ahead

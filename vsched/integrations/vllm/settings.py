@@ -72,13 +72,15 @@ def read_settings(
         keys = msgspec.convert(tables.pop("vllm", {}), BridgeKeys)
     except msgspec.ValidationError as error:
         raise ConfigError(f"vllm: {error}. Remedy: its keys are trace and statistics") from error
-    able = HostCapabilities(
-        host=f"vLLM {version}",
-        tables=frozenset(SCHEDULER + EMBEDDINGS + FRONT),
-        refused=REFUSED,
-        features=frozenset({"hold", "time"}),
-    )
-    return read_host_settings(tables, able, called), keys
+    return read_host_settings(tables, capabilities(version), called), keys
+
+
+def capabilities(version: str) -> HostCapabilities:
+    """Return what this bridge and vLLM can follow."""
+    tables = frozenset(SCHEDULER + EMBEDDINGS + FRONT)
+    features = frozenset({"hold", "time"})
+    host = f"vLLM {version}"
+    return HostCapabilities(host=host, tables=tables, refused=REFUSED, features=features)
 
 
 def statistics_path(vllm_config: Any) -> Path:

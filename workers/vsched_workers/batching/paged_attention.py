@@ -356,10 +356,14 @@ def attend_plainly(
     rows = step.decode_rows
     if not step.segments:
         return step.decode(queries, layer, step, scaling)
+    several = len(step.segments) > 1
+    if not rows and not several and step.segments[0].stop == len(queries):
+        found = step.prefill(query, key, value, layer, step.segments[0], step, scaling)
+        return found.transpose(0, 1)
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     if rows:
         out[:rows] = step.decode(queries[:rows], layer, step, scaling)
-    if isinstance(step.prefill, JoinedPrefill) and step.prefill.joins(step):
+    if several and isinstance(step.prefill, JoinedPrefill) and step.prefill.joins(step):
         out[rows:] = step.prefill.attend_all(queries[rows:], layer, step, scaling)
         return out
     for segment in step.segments:

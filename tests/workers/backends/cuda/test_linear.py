@@ -61,9 +61,10 @@ def test_parts_that_are_fetched_ahead_lie_in_the_weight_and_are_spread_over_it(
     """The instruction takes multiples of 16 bytes."""
     for sizes in weights_of(name):
         weight = torch.empty(sizes, dtype=torch.bfloat16, device="meta")
-        ahead = Ahead.of(RowProduct(weight, None, None), limit)
-        assert ahead is not None
-        assert ahead.stride % 16 == 0
-        end = (ahead.chunks - 1) * ahead.stride + AHEAD_CHUNK
-        assert 0.99 * weight.nbytes < end <= weight.nbytes
-        assert ahead.chunks * AHEAD_CHUNK == min(limit, weight.nbytes)
+        for skip in (0, AHEAD_CHUNK):
+            ahead = Ahead.of(RowProduct(weight, None, None), limit, skip=skip)
+            assert ahead is not None
+            assert ahead.stride % 16 == 0
+            end = skip + (ahead.chunks - 1) * ahead.stride + AHEAD_CHUNK
+            assert 0.98 * weight.nbytes < end <= weight.nbytes
+            assert ahead.chunks * AHEAD_CHUNK == min(limit, weight.nbytes - skip)

@@ -1,7 +1,6 @@
 """Attention on CUDA over the paged KV cache.
 
-Not yet run on a GPU: the Triton kernels were tested in Triton's interpreter on the CPU, the calls of torch's own kernel
-against its documentation only. `attention_trials` therefore tests each on the device before it is used.
+`attention_trials` tests each kernel on the device before it is used.
 
 The decode kernels can be captured in a CUDA graph: they do not synchronize, and their allocations and grids depend on
 the number of rows and on the width of the block tables, never on context lengths.
@@ -28,6 +27,9 @@ PARTS_MAX = 64
 
 PROGRAMS_OF_SM = 4
 """Programs for each SM that keep it busy; with more, an SM reads no faster, and there is more to reduce."""
+
+FEW_PROGRAMS = 32
+"""Programs without a split, up to which a program has eight warps: its parts are short, and latency is all."""
 
 PART_TOKENS_MIN, PART_TOKENS_MAX = 64, 1024
 """Usual lengths of parts, as in `triton_kernels.py`."""
@@ -206,7 +208,9 @@ class TritonDecode:
         merging = {each: constants[each] for each in ("VALUE_DIM", "VALUE_DIMS", "TOKENS")}
         merging["PARTS"] = power_of_two(split.parts)
         merging["num_warps"] = merge_warps(split.parts, constants["VALUE_DIMS"])
-        return split, summed, highest, total, constants | {"num_stages": STAGES}, merging
+        constants["num_stages"] = STAGES
+        constants["num_warps"] = 8 if rows * kv_heads <= FEW_PROGRAMS else 4
+        return split, summed, highest, total, constants, merging
 
 
 class FlashPrefill:

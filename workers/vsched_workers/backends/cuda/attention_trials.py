@@ -3,7 +3,7 @@
 Whether an importable kernel runs depends on the device, the data type, the heads and the block size. So `auto` runs
 each on the device, compares it with attention by gather, and times it.
 
-Not yet run on a GPU; trials and choice were tested with kernels on a CPU.
+Trials and choice are tested with kernels on a CPU.
 """
 
 from __future__ import annotations

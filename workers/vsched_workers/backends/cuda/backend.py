@@ -1,6 +1,6 @@
 """The CUDA backend: tested attention kernels, captured decode steps, and copies that overlap with computing.
 
-Not yet run on a GPU; docs/gpu.md lists how each part was tested without one.
+docs/gpu.md lists how each part is tested, also without a GPU.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ gate and up; down), three kernels of `triton_layers.py`, and attention.
 
 The computation follows from the model's decoder description (`families/decoder.py`). Other models, and models with LoRA
 adapters, keep transformers' modules.
-
-Not yet run on a GPU; the kernels were tested in Triton's interpreter, and compiled for one.
 """
 
 from __future__ import annotations
@@ -51,7 +49,10 @@ AHEAD_BYTES = 8 << 20
 """Bytes of a weight that are fetched ahead: a normalization takes as long as this many bytes."""
 
 AHEAD_ATTENTION_BYTES = 16 << 20
-"""The same during attention."""
+"""The same during attention, of each weight."""
+
+AHEAD_LATER_ROWS_MAX = 16
+"""The largest number of rows with attention that leaves time for two weights."""
 
 AHEAD_CHUNK = 1024
 """Bytes that are fetched at once; such parts are spread over a weight: all programs of its product find some."""
@@ -104,6 +105,7 @@ class _GpuLayer:
     middle: _GpuNorm
     attention: MergedAttention
     during_attention: Ahead | None = None
+    later_in_attention: Ahead | None = None
     during_middle: Ahead | None = None
     during_gate: Ahead | None = None
     during_following: Ahead | None = None
@@ -117,13 +119,17 @@ class Ahead(NamedTuple):
     stride: int
 
     @classmethod
-    def of(cls, product: Any, limit: int) -> Ahead | None:
-        """Return how to fetch up to `limit` bytes of a product's weight; None if it has no plain weight."""
-        if not isinstance(product, RowProduct) or product.weight.nbytes < AHEAD_CHUNK:
+    def of(cls, product: Any, limit: int, *, skip: int = 0) -> Ahead | None:
+        """Return how to fetch up to `limit` bytes of a product's weight; None if it has no plain weight.
+
+        `skip`: bytes before the first part, so that parts differ from those of another call.
+        """
+        if not isinstance(product, RowProduct) or product.weight.nbytes < AHEAD_CHUNK + skip:
             return None
-        chunks = min(limit, product.weight.nbytes) // AHEAD_CHUNK
+        weight = product.weight.view(-1)[skip // product.weight.element_size() :]
+        chunks = min(limit, weight.nbytes) // AHEAD_CHUNK
         # The instruction takes multiples of 16 bytes.
-        return cls(product.weight, chunks, product.weight.nbytes // chunks // 16 * 16)
+        return cls(weight, chunks, weight.nbytes // chunks // 16 * 16)
 
 
 class _GpuNorm(NamedTuple):
@@ -213,8 +219,14 @@ class FusedLayers:
         if queries is None:
             queries = run.queries = qkv.new_empty(count, heads, head_dim)
         query_norm, key_norm = attention.query_norm, attention.key_norm
-        ahead, more, rows = run.ahead(layer.during_attention, 32, heads + 2 * kv_heads)
-        self._kernels.rotate_and_store[rows + count, heads + 2 * kv_heads](
+        columns = heads + 2 * kv_heads
+        ahead, more, rows = run.ahead(layer.during_attention, 32, columns)
+        later, least, others = None, {}, 0
+        if count <= AHEAD_LATER_ROWS_MAX:
+            later, found, others = run.ahead(layer.later_in_attention, 32, columns)
+            if found:
+                least = {"LATER": others, "LATER_STRIDE": found["STRIDE"]}
+        self._kernels.rotate_and_store[rows + others + count, columns](
             qkv,
             *angles,
             step.slots,
@@ -225,12 +237,14 @@ class FusedLayers:
             values,
             0.0 if query_norm is None else _norm_of(query_norm).eps,
             ahead,
+            later,
             HEADS=heads,
             KV_HEADS=kv_heads,
             NORMS=query_norm is not None,
             HALF=head_dim // 2,
             DIMS=power_of_two(head_dim // 2),
             **more,
+            **least,
             num_warps=1,
         )
         turned = queries.transpose(0, 1)
@@ -389,7 +403,9 @@ def _tried(
     if fetches:
         following = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
         more = {"AHEAD": 1, "STRIDE": 128, "CHUNK": 128}
-    extra = len(more) // 3
+    extra, later = len(more) // 3, {}
+    if fetches:
+        later = {"LATER": 1, "LATER_STRIDE": 128}
     hidden, added, weight = drawn(rows, width), drawn(rows, width), drawn(width)
     wanted = functional.rms_norm((hidden + added).float(), (width,), eps=1e-6) * weight.float()
     normed = torch.empty_like(hidden)
@@ -413,9 +429,9 @@ def _tried(
     queries = qkv.new_empty(rows, heads, 2 * half)
     keys, values = (qkv.new_zeros(rows + 1, kv_heads, 2 * half) for _ in range(2))
     slots = torch.arange(rows, 0, -1, device=device)
-    kernels.rotate_and_store[extra + rows, heads + 2 * kv_heads](
-        qkv, cos, sin, slots, keys, keys, queries, keys, values, 0.0, following,
-        HEADS=heads, KV_HEADS=kv_heads, NORMS=False, HALF=half, DIMS=power_of_two(half), **more,
+    kernels.rotate_and_store[2 * extra + rows, heads + 2 * kv_heads](
+        qkv, cos, sin, slots, keys, keys, queries, keys, values, 0.0, following, following,
+        HEADS=heads, KV_HEADS=kv_heads, NORMS=False, HALF=half, DIMS=power_of_two(half), **more, **later,
         num_warps=1,
     )  # fmt: skip
     matrix, bias = drawn(2 * width, 64), drawn(2 * width)
@@ -466,7 +482,8 @@ def _fetch_ahead(layers: Sequence[_GpuLayer]) -> None:
     """Let the kernels between the products of each layer fetch the weight of the next product."""
     for layer, following in itertools.zip_longest(layers, layers[1:]):
         layer.during_attention = Ahead.of(layer.output, AHEAD_ATTENTION_BYTES)
-        layer.during_middle = Ahead.of(layer.gate_up, AHEAD_BYTES)
+        layer.later_in_attention = Ahead.of(layer.gate_up, AHEAD_ATTENTION_BYTES)
+        layer.during_middle = Ahead.of(layer.gate_up, AHEAD_BYTES, skip=AHEAD_CHUNK)
         layer.during_gate = Ahead.of(layer.down, AHEAD_BYTES)
         if following is not None:
             layer.during_following = Ahead.of(following.qkv, AHEAD_BYTES)

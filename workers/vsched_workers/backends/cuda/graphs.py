@@ -24,7 +24,7 @@ with a grammar, prevent starting ahead (`is_foreseeable`).
 A captured step refers to the KV cache. It is captured in the first step over a cache, thus while the size of the cache
 is measured, and its memory counts as that of other steps.
 
-Not yet run on a GPU; everything but the capture itself was tested on a CPU.
+Everything but the capture itself is tested on a CPU as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Matrix products with quantized weights on a GPU: int8, int4 and FP8 with group scales.
-
-Not yet run on a GPU: the kernels were tested in Triton's interpreter, and compiled for one.
-"""
+"""Matrix products with quantized weights on a GPU: int8, int4 and FP8 with group scales."""
 
 from __future__ import annotations
 

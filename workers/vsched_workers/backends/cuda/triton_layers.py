@@ -88,6 +88,7 @@ def rotate_and_store(
     values,
     eps,
     following=None,
+    later=None,
     HEADS: tl.constexpr = 0,  # noqa: N803
     KV_HEADS: tl.constexpr = 0,  # noqa: N803
     NORMS: tl.constexpr = False,  # noqa: N803
@@ -96,20 +97,28 @@ def rotate_and_store(
     AHEAD: tl.constexpr = 0,  # noqa: N803
     STRIDE: tl.constexpr = 0,  # noqa: N803
     CHUNK: tl.constexpr = 0,  # noqa: N803
+    LATER: tl.constexpr = 0,  # noqa: N803
+    LATER_STRIDE: tl.constexpr = 0,  # noqa: N803
 ) -> None:
     """Normalize (if NORMS) and rotate one head of one row; keys and values go to the cache, keys also in place.
 
-    The programs of the first AHEAD rows of the grid fetch ahead from the `following` weight.
+    The programs of the first AHEAD rows of the grid fetch ahead from the `following` weight, and those of the next
+    LATER rows from the one after it.
 
     Shape: qkv [rows, (HEADS + 2 * KV_HEADS) * 2 * HALF]; cos and sin [rows, HALF]; slots int64 [rows]; weights [2 *
     HALF]; queries [rows, HEADS, 2 * HALF]; keys and values [slots, KV_HEADS, 2 * HALF]. DIMS is HALF, rounded up to a
     power of two.
     """
-    row, head = tl.program_id(0).to(tl.int64) - AHEAD, tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64) - AHEAD - LATER, tl.program_id(1)
     if AHEAD > 0:
-        if row < 0:
-            program = (row + AHEAD) * (HEADS + 2 * KV_HEADS) + head
+        if row < -LATER:
+            program = (row + AHEAD + LATER) * (HEADS + 2 * KV_HEADS) + head
             fetch_ahead(following, program, STRIDE, CHUNK, 32)
+            return
+    if LATER > 0:
+        if row < 0:
+            program = (row + LATER) * (HEADS + 2 * KV_HEADS) + head
+            fetch_ahead(later, program, LATER_STRIDE, CHUNK, 32)
             return
     place = tl.arange(0, DIMS)
     there = place < HALF

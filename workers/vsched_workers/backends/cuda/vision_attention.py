@@ -3,8 +3,6 @@
 With ordinary attention, transformers calls it once for every window, which for Qwen2.5-VL means hundreds of kernels of
 a few microseconds per layer. For implementations with `flash` in their name it passes the arguments of flash attention
 for variable-length sequences instead.
-
-Not yet run on a GPU.
 """
 
 from __future__ import annotations
