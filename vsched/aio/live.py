@@ -10,7 +10,7 @@ import msgspec
 from vsched.aio.shell import Shell
 from vsched.aio.streams.table import RequestTimeline
 from vsched.config.policies import MEMORY
-from vsched.kernel.live import LiveRequest, MemoryMap
+from vsched.kernel.live import MemoryMap, RequestRow
 from vsched.plugins import registered_policies
 from vsched.policy import POLICY_TABLES, Policy
 
@@ -69,7 +69,7 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     model: str
     uptime_s: float
-    requests: list[LiveRequest] = []
+    requests: list[RequestRow] = []
     requests_total: int = 0
     tenants: dict[str, dict[str, int]] = {}
     groups: list[dict[str, Any]] = []

@@ -62,7 +62,7 @@ from vsched.kernel.events import (
     Submitted,
     TimerFired,
 )
-from vsched.kernel.live import LiveRequest
+from vsched.kernel.live import RequestRow
 from vsched.probes import probe
 from vsched.types import FinishReason, Request, stage_of
 from vsched.wire import EncodeResult, GenerateResult
@@ -505,14 +505,14 @@ class Shell:
         """Time of the kernel's clock."""
         return self._now_ns()
 
-    def arriving(self, most: int, now_ns: int) -> list[LiveRequest]:
+    def arriving(self, most: int, now_ns: int) -> list[RequestRow]:
         """Return views of the oldest requests that are not submitted yet."""
         rows = []
         for arrival in self.arrivals.oldest(most):
             why = self._kernel.arrival_reason(arrival.arrival_id, now_ns) or PREPARED
             phase = "preparing" if why == PREPARED else "held"
             rows.append(
-                LiveRequest(
+                RequestRow(
                     request_id=arrival.request_id,
                     phase=phase,
                     why=why,

@@ -14,7 +14,7 @@ CELL_SAMPLES_MAX = 16
 """Maximum number of KV blocks that are looked at for a cell, so that a map of a large cache costs no more."""
 
 
-class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     """A request that has not ended; times are of the kernel's clock, 0 for not yet.
 
     Attributes:
@@ -74,10 +74,10 @@ def cell_size(count: int) -> int:
     return max(1, -(-count // MAP_CELLS_MAX))
 
 
-def live_request(state: RequestState, group: str, why: str, outputs: int) -> LiveRequest:
+def live_request(state: RequestState, group: str, why: str, outputs: int) -> RequestRow:
     """Return the view of a submitted request."""
     request = state.request
-    return LiveRequest(
+    return RequestRow(
         request_id=request.request_id,
         phase=state.phase.name.lower(),
         why=why,

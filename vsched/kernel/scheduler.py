@@ -52,7 +52,7 @@ from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.generate.step_budget import PlanResult
 from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
 from vsched.kernel.limits import KernelPolicies, SchedulerLimits
-from vsched.kernel.live import LiveRequest, live_request
+from vsched.kernel.live import RequestRow, live_request
 from vsched.kernel.policy_seats import Ask, PolicyMemory, PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.request_moves import RequestMoves
@@ -553,7 +553,7 @@ class Scheduler(SnapshotRoot):
         missing = next((one for one in entries if one.phase is not EntryPhase.READY), None)
         return text if missing is None else f"{text}; {self.encode.explain(missing, now_ns)}"
 
-    def live_requests(self, most: int, now_ns: int) -> list[LiveRequest]:
+    def live_requests(self, most: int, now_ns: int) -> list[RequestRow]:
         """Return views of live requests, oldest first: all with a slot, and the oldest others up to `most`."""
         live = self._table.live.values()
         room = max(0, most - sum(group.slots_held for group in self.generators))

@@ -21,7 +21,7 @@ export function Chart({ title, points, series }) {
     const axis = { stroke: colour("faint"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 } };
     const width = () => place.current.clientWidth || 400;
     const made = plot.current = new uPlot({
-      width: width(), height: 150, cursor: { drag: { x: false, y: false } }, legend: { live: true },
+      width: width(), height: 150, cursor: { drag: { x: false, y: false } }, legend: { live: false },
       scales: { x: { time: false, range: [-WINDOW_S, 0] }, y: { range: (_, low, high) => [0, Math.max(high || 0, 1) * 1.05] } },
       axes: [{ ...axis, values: (_, ticks) => ticks.map((s) => `${s} s`) }, axis],
       series: [{ label: "time", value: (_, s) => (s == null ? "" : `${s.toFixed(1)} s`) },

@@ -16,9 +16,9 @@ function Change({ policy, onDone }) {
     }
   };
   return html`<form onSubmit=${change} class="controls">
-    <label>Policy <select value=${use} onChange=${(event) => setUse(event.target.value)}>
-      ${policy.choices.includes(policy.use) ? null : html`<option>${policy.use}</option>`}
-      ${policy.choices.map((name) => html`<option>${name}</option>`)}</select></label>
+    <label>Policy <select onChange=${(event) => setUse(event.target.value)}>
+      ${[...new Set([...policy.choices, policy.use])].map((name) => html`<option value=${name} selected=${name === use}>
+        ${name}</option>`)}</select></label>
     <label>Fields as JSON <input value=${fields} onInput=${(event) => setFields(event.target.value)} /></label>
     <button>Change</button>
     ${error && html`<span role="alert" class="bad">${error}</span>`}</form>`;
