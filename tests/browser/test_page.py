@@ -138,7 +138,7 @@ def test_page_says_why_a_request_waits(page: Page, load: None) -> None:
     expect(
         page.get_by_text(re.compile("What would help: more generate.slots")).first
     ).to_be_visible()
-    expect(page.get_by_text(re.compile(r"Waits since [\d.]+ m?s")).first).to_be_visible()
+    expect(page.get_by_text(re.compile(r"For [\d.]+ m?s: all")).first).to_be_visible()
     expect(
         page.get_by_role("img", name=re.compile("KV blocks of generate: .* held"))
     ).to_be_visible()

@@ -52,7 +52,7 @@ def test_state_says_what_waits_and_why() -> None:
     phases = [row.phase for row in during.requests]
     assert (phases.count("decode"), phases.count("ready")) == (4, 3)
     last = during.requests[-1]
-    assert "all 4 slots are taken; 2 requests are ahead of it" in last.why
+    assert "all 4 slots are taken; requests ahead of it: 2" in last.why
     assert 0 < last.since_ns < during.now_ns
     assert during.requests_total == 7
     assert during.tenants == {"": {"running": 4, "waiting": 3}}

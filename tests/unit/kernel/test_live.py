@@ -27,7 +27,7 @@ def test_request_without_a_slot_names_the_slots_and_those_ahead() -> None:
     found = rows(cluster)
     assert (found["running"].slot, found["second"].slot) == (0, -1)
     why = found["third"].why
-    assert "all 1 slots are taken; 1 requests are ahead of it" in why
+    assert "all 1 slots are taken; requests ahead of it: 1" in why
     assert "Remedy: more generate.slots or replicas" in why
     assert found["third"].phase == "ready"
     assert found["third"].since_ns == found["third"].items_ready_ns
@@ -42,7 +42,7 @@ def test_request_without_blocks_names_their_number() -> None:
     cluster.submit(make_request("small", words(2)))
     found = rows(cluster)
     assert "it needs 5 KV blocks, " in found["large"].why
-    assert "the first of them needs 5 KV blocks" in found["small"].why
+    assert "the first in the queue needs 5 KV blocks" in found["small"].why
 
 
 def test_held_queue_names_the_rest_of_the_hold() -> None:
@@ -58,7 +58,7 @@ def test_image_names_the_encoder_or_what_is_ahead_of_it() -> None:
     cluster.submit(image_request("second", (b"b", 8)))
     found = rows(cluster)
     assert "items [0] of 1 are not encoded yet; encode encodes it, for " in found["first"].why
-    assert "all 1 encode groups are busy, and 0 images are ahead" in found["second"].why
+    assert "all 1 encode groups are busy; images ahead of it: 0" in found["second"].why
     assert found["second"].phase == "items"
     pages = cluster.kernel.embeddings.map()
     assert pages.totals[pages.states.index("encoding")] > 0

@@ -63,10 +63,10 @@ function Request({ row, now }) {
       <td class="number">${row.blocks || ""}</td>
     </tr>
     ${open && html`<tr class="why"><td colspan="9">
-      <p>${WAITING.has(row.phase) ? "Waits" : "Is here"}${since == null ? "" : ` since ${seconds(since)}`}: ${reason}</p>
+      <p>${since == null ? "" : `For ${seconds(since)}: `}${reason}</p>
       ${remedy && html`<p><strong>What would help:</strong> ${remedy}</p>`}
-      <p class="faint">Group ${row.group || "–"}, priority ${row.priority}, ${row.preemptions} preemptions,
-        ${row.cached_tokens} prompt tokens cached.</p></td></tr>`}`;
+      <p class="faint">Group ${row.group || "–"}, priority ${row.priority}, preemptions
+        ${" "}${row.preemptions}, cached prompt tokens ${row.cached_tokens}.</p></td></tr>`}`;
 }
 
 function Requests({ state }) {

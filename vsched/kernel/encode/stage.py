@@ -415,9 +415,7 @@ class EncodeStage(Restorable):
             return f"the admission policy holds all images for another {(held_ns - now_ns) / 1e9:.1f} s"
         ahead = queue.ahead_of(entry.order)
         if not any(group.open and group.idle for group in self.groups):
-            busy = (
-                f"all {len(self.groups)} encode groups are busy, and {ahead} images are ahead of it"
-            )
+            busy = f"all {len(self.groups)} encode groups are busy; images ahead of it: {ahead}"
             return f"{busy}. Remedy: more encode.replicas, or smaller images"
         need, cached = self._limits.pages_for(entry.item.tokens), self._cache.statistics()
         room = cached["pages_free"] + cached["pages_evictable"]
@@ -426,7 +424,7 @@ class EncodeStage(Restorable):
                 f"it needs {need} pages for its embedding, and requests hold all but {room} of "
                 f"{cached['pages_total']}. Remedy: a larger arena.embedding_bytes"
             )
-        return f"the admission policy has not chosen it, and {ahead} images are ahead of it"
+        return f"the admission policy has not chosen it; images ahead of it: {ahead}"
 
     def statistics(self) -> dict[str, Any]:
         """Return counters and sizes of the stage, and of each group."""

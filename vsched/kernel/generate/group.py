@@ -736,7 +736,7 @@ class GenerateGroup(Group):
         """Return why a request of the queue has not joined."""
         queue, available = self.queue, self._pool.available
         ahead = queue.ahead_of(state.order)
-        behind = f"; {ahead} requests are ahead of it" if ahead else ""
+        behind = f"; requests ahead of it: {ahead}" if ahead else ""
         if not self.ready:
             return f"{self.name} is {self.status}{behind}"
         if (until_ns := queue.held_until(now_ns)) is not None:
@@ -748,7 +748,7 @@ class GenerateGroup(Group):
         first = queue.entries[0].state if queue.entries else state
         need = self._limits.blocks_for(len(first.tokens))
         if need > available:
-            subject = "it" if first is state else "the first of them"
+            subject = "it" if first is state else "the first in the queue"
             return (
                 f"{subject} needs {need} KV blocks, {available} of {self._limits.blocks} are available"
                 f"{behind}. Remedy: more memory for the KV cache, or fewer generate.slots"
