@@ -10,7 +10,7 @@ import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
@@ -18,8 +18,8 @@ from typing import Any, cast
 import msgspec
 
 from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
-from vsched.kernel.policy_seats import check_state_type
-from vsched.policy import DECISIONS, SEVERAL, Policy, decisions_of
+from vsched.policy import DECISIONS, SEVERAL, Policy, decisions_of, tables_of, without_seats
+from vsched.policy_host.seats import check_state_type
 
 ABOUT = 0.05
 """Suggestions may be less similar than the best match by at most this much, on a scale of 0 to 1."""
@@ -75,6 +75,32 @@ def resolve_policy(kind: str, table: Mapping[str, Any], *, path: str = "") -> Po
         return msgspec.convert(fields, cls)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def resolve_several(table: Mapping[str, Any]) -> tuple[Policy, list[str]]:
+    """Build the policy of the table `policy`; return it with the tables that it stands for.
+
+    Raises:
+        ConfigError, PolicyError: As from `resolve_policy`.
+    """
+    policy = resolve_policy(SEVERAL, without_seats(table))
+    return policy, seats_of(policy, table)
+
+
+def seats_of(policy: Policy, table: Mapping[str, Any], *, without: Sequence[str] = ()) -> list[str]:
+    """Return the tables that the table `policy` stands for: those in `seats`, or all for which it has a method."""
+    able = sorted({*tables_of(type(policy))}.difference(without))
+    named = table.get("seats", able)
+    if not isinstance(named, list) or not named or not {*able}.issuperset(named):
+        raise ConfigError(
+            limit_message(
+                f"policy.seats: not tables for which {type(policy).__name__} has a method",
+                value=repr(named),
+                limit=f"a list of {', '.join(able)}",
+                remedy="leave it out for all of them",
+            )
+        )
+    return named
 
 
 def load_policy_class(kind: str, name: str, *, path: str = "use") -> type[Policy]:

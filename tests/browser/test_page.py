@@ -29,6 +29,8 @@ if CHROMIUM is None:
 from PIL import Image  # noqa: E402
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # noqa: E402
 
+from tests.patience import PATIENCE_S  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 SLOTS = 2
 CLIENTS = 6
@@ -90,13 +92,14 @@ def load(url: str) -> Iterator[None]:
 def _post(address: str, body: object) -> Any:
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as reply:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
         return json.load(reply)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
+        expect.set_options(timeout=PATIENCE_S * 1000)
         made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield made
         made.close()
@@ -110,7 +113,7 @@ def page(browser: Browser, url: str) -> Iterator[Page]:
     opened.on("console", lambda message: problems.append(message.text))
     opened.on("pageerror", lambda error: problems.append(str(error)))
     opened.goto(url)
-    expect(opened.get_by_role("status").first).to_have_text("ready", timeout=20_000)
+    expect(opened.get_by_role("status").first).to_have_text("ready")
     yield opened
     opened.close()
     refused = "status of 400"  # tests do that on purpose
@@ -219,7 +222,7 @@ def test_playground_takes_a_dropped_image(page: Page, tmp_path: Path) -> None:
     page.get_by_label("Output tokens at most").fill("40")
     page.get_by_role("button", name="Send").click()
     times = page.get_by_role("heading", name="Where the time went")
-    expect(times).to_be_visible(timeout=60_000)  # it waits with all others
+    expect(times).to_be_visible()
     expect(page.locator("output.answer")).not_to_be_empty()
     expect(page.get_by_text(re.compile(r"1 images\s+encoded"))).to_be_visible()
     picture(page, "playground")

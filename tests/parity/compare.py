@@ -23,6 +23,7 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.plugin import plugin
 
+WAYS = ("text", "chunked", "preempted", "prefix_cache", "two_ranks")
 LENGTHS = (5, 23, 37, 14)
 OUTPUTS = 12
 CHUNK = 7
@@ -113,14 +114,19 @@ def generated(
 
 @torch.inference_mode()
 def expected_of(
-    path: Path, requested: Sequence[Sequence[int]], *, sees: bool = False, outputs: int = OUTPUTS
+    path: Path,
+    requested: Sequence[Sequence[int]],
+    *,
+    sees: bool = False,
+    outputs: int = OUTPUTS,
+    device: str = "cpu",
 ) -> list[Expected]:
     """Greedy results of transformers' `generate`; `sees` is set for models that take images, too."""
     made: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    model = made.from_pretrained(path, dtype=torch.float32).eval()
+    model = made.from_pretrained(path, dtype=torch.float32).eval().to(device)
     found = []
     for prompt in requested:
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device=device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         out = model.generate(
             **inputs,
@@ -134,7 +140,12 @@ def expected_of(
     return found
 
 
-def compare(name: str, *, attention: str = "exact", ranks: Ranks | None = None) -> Parity:
+def attention_on(device: str) -> str:
+    """Return the attention to compare: on a GPU the kernels that pass their trials."""
+    return "exact" if device == "cpu" else "auto"
+
+
+def compare(name: str, *, device: str = "cpu", ranks: Ranks | None = None) -> Parity:
     """Create a model of an architecture and compare; with `ranks` also on two of them, if they can share it.
 
     Raises:
@@ -144,11 +155,16 @@ def compare(name: str, *, attention: str = "exact", ranks: Ranks | None = None) 
         path = Path(folder)
         make_checkpoint(name, path)
         requested = prompts()
-        wanted = expected_of(path, requested, sees=name in FAMILY_SIZES)
+        wanted = expected_of(path, requested, sees=name in FAMILY_SIZES, device=device)
         expected = [each.output for each in wanted]
         distinct = {token for answer in expected for token in answer}
         assert len(distinct) > len(LENGTHS) // 2, f"{name}: the answers say too little, {distinct}"
-        stage = Stage.load(str(path), attention=attention, dtype="float32")
+        stage = Stage.load(
+            str(path),
+            attention=attention_on(device),
+            dtype="float32",
+            settings=WorkerSettings(threads=1, device=device),
+        )
         questions = [Question(prompt, count=OUTPUTS) for prompt in requested]
         return Parity(
             path=describe_checkpoint(folder).path,

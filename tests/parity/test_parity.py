@@ -17,8 +17,13 @@ from tests.parity.vision_architectures import (
     save_model,
 )
 from tests.parity.vision_compare import compare_vision
+from tests.workers.backends.cuda.on_host import CudaOnHost
 from vsched.errors import CheckpointError
+from vsched_workers import language, vision
 from vsched_workers.plugin import plugin
+
+CUDA_SAMPLE = ("stablelm", "gemma3_text", "qwen3_next", "deepseek_v3", VISION_SAMPLE[0])
+"""Layers of a decoder without a description, windows, states, latent attention, and images."""
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -30,6 +35,17 @@ def test_answers_are_those_of_generate(name: str) -> None:
 @pytest.mark.parametrize("name", VISION_SAMPLE)
 def test_answers_about_images_are_those_of_generate(name: str) -> None:
     assert compare_vision(name).equal
+
+
+@pytest.mark.parametrize("name", CUDA_SAMPLE)
+def test_cuda_backend_on_the_host_generates_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m tests.parity --device cuda-on-host` compares all of them."""
+    for module in (language, vision):
+        monkeypatch.setattr(module, "choose_backend", CudaOnHost)
+    made = compare_vision if name in VISION_SAMPLE else compare
+    assert made(name).equal
 
 
 def test_features_that_cannot_be_given_to_a_model_are_told_before_weights_are_read(
@@ -60,7 +76,7 @@ def test_what_cannot_be_equal_is_refused_before_weights_are_read(name: str, why:
 def listed(begin: str, end: str, kind: str) -> list[str]:
     """Architectures on the page between two marks, of the rows with some first cells."""
     text = PAGE.read_text().partition(begin)[2].partition(end)[0]
-    rows = re.findall(rf"^\| (?:{kind}) \| (`.*) \|$", text, re.MULTILINE)
+    rows = re.findall(rf"^\| (?:{kind}) \| (`[^|]*) \|", text, re.MULTILINE)
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 

@@ -19,6 +19,7 @@ from tests.parity.compare import (
     Expected,
     Parity,
     answers_so,
+    attention_on,
     reported_by,
     telling,
     tokens_of,
@@ -123,16 +124,17 @@ def _words(count: int, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def expected_of(
-    path: Path, name: str, requested: Sequence[Sequence[int]], images: Sequence[Arrays]
+    path: Path, name: str, requested: Sequence[Sequence[int]], images: Sequence[Arrays], device: str
 ) -> list[Expected]:
     """Greedy results of transformers' `generate` with the complete model and pixels."""
     made: Any = AutoModelForImageTextToText
-    model = made.from_pretrained(path, dtype=torch.float32).eval()
+    model = made.from_pretrained(path, dtype=torch.float32).eval().to(device)
     found = []
     for prompt, which in zip(requested, ASKED, strict=True):
         ids = torch.tensor([list(prompt)])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        inputs |= _inputs(model, name, ids, [images[index] for index in which])
+        inputs |= inputs_of_images(model, name, ids, [images[index] for index in which])
+        inputs = {key: tensor.to(device) for key, tensor in inputs.items()}
         out = model.generate(
             **inputs,
             max_new_tokens=OUTPUTS,
@@ -144,11 +146,13 @@ def expected_of(
     return found
 
 
-def _inputs(model: Any, name: str, ids: torch.Tensor, images: Sequence[Arrays]) -> dict[str, Any]:
+def inputs_of_images(
+    model: Any, name: str, ids: torch.Tensor, images: Sequence[Arrays], *, image_token: int = IMAGE
+) -> dict[str, Any]:
     """Return the arguments that a processor would add for some images."""
     inner = model.model if hasattr(model, "model") else model
     requested = inspect.signature(inner.forward).parameters
-    types = (ids == IMAGE).int()
+    types = (ids == image_token).int()
     given: dict[str, Any] = {}
     if name == "paligemma":
         given["token_type_ids"] = torch.zeros_like(types)
@@ -204,11 +208,17 @@ def _info(path: Path, family: str) -> ModelInfo:
     )
 
 
-def load_stage(path: Path, name: str, *, attention: str = "exact") -> VisionStage:
+def load_stage(path: Path, name: str, *, device: str = "cpu") -> VisionStage:
     """Load the parts of a checkpoint without a processor."""
     family = VISION_ARCHITECTURES[name].family or name
     info = _info(path, family)
-    settings = WorkerSettings(threads=1, attention=attention, slots=SLOTS, state_snapshots=SLOTS)
+    settings = WorkerSettings(
+        device=device,
+        threads=1,
+        attention=attention_on(device),
+        slots=SLOTS,
+        state_snapshots=SLOTS,
+    )
     generator = plugin.load_generator(info, settings, lambda _label, _fraction: None)
     generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
     encoder = plugin.load_encoder(info, settings, lambda _label, _fraction: None)
@@ -225,7 +235,7 @@ def rows_of(path: Path, images: Sequence[Arrays]) -> list[int]:
     return [len(tower(image)) for image in images]
 
 
-def compare_vision(name: str) -> Parity:
+def compare_vision(name: str, *, device: str = "cpu") -> Parity:
     """Create a model of an architecture and compare.
 
     Raises:
@@ -234,10 +244,10 @@ def compare_vision(name: str) -> Parity:
     with tempfile.TemporaryDirectory(prefix="vsched-vision-") as folder:
         path = Path(folder)
         save_model(name, path)
-        stage = load_stage(path, name)
+        stage = load_stage(path, name, device=device)
         made: Any = stage.preprocessor
         requested = prompts(made.rows)
-        expected = expected_of(path, name, requested, made.images)
+        expected = expected_of(path, name, requested, made.images, device)
         questions = [
             Question(prompt, images=[MadeImage(index) for index in which], count=OUTPUTS)  # type: ignore[misc]
             for prompt, which in zip(requested, ASKED, strict=True)
@@ -245,18 +255,23 @@ def compare_vision(name: str) -> Parity:
         return _compared("generic", stage, questions, expected)
 
 
-def compare_own(name: str) -> Parity:
+def compare_own(name: str, *, device: str = "cpu") -> Parity:
     """Compare a family with a path of its own, starting from pictures: its processing is compared, too."""
     with tempfile.TemporaryDirectory(prefix="vsched-own-") as folder:
         path = Path(folder)
         make_checkpoint(name, path)
-        stage = Stage.load(folder, attention="exact", dtype="float32")
+        stage = Stage.load(
+            folder,
+            attention=attention_on(device),
+            dtype="float32",
+            settings=WorkerSettings(threads=1, device=device),
+        )
         pictures = [drawn_image(seed, *size) for seed, size in enumerate(PICTURES)]
         questions = [
             Question(f"what is {number}?", [pictures[index] for index in which], count=OUTPUTS)
             for number, which in enumerate(ASKED)
         ]
-        reference = Reference(path)
+        reference = Reference(path, device)
         expected = [
             Expected(
                 reference.generate(prompt, each.images, OUTPUTS),

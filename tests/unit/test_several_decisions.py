@@ -11,7 +11,6 @@ import pytest
 from vsched.config import load_config
 from vsched.config.document import to_toml
 from vsched.errors import ConfigError, PolicyError
-from vsched.kernel.policy_seats import PolicyFaults, PolicySeats
 from vsched.plugins import check_contract
 from vsched.policy import (
     Admission,
@@ -24,6 +23,7 @@ from vsched.policy import (
     StepShares,
     decisions_of,
 )
+from vsched.policy_host.seats import PolicyFaults, PolicySeats
 from vsched.testing import check_policy, run_random
 from vsched.testing.defaults import default_policies
 

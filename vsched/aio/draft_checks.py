@@ -8,8 +8,8 @@ import msgspec
 
 from vsched.config import Config, ConfiguredPolicies
 from vsched.errors import ConfigError, limit_message
-from vsched.kernel.policy_seats import PolicySeats
 from vsched.policy import DRAFT_TOKENS_MAX, Draft, DraftingView
+from vsched.policy_host.seats import PolicySeats
 from vsched.types import ModelInfo
 from vsched.worker.contract import Preprocessor, WorkerPlugin
 from vsched.worker.registry import load_worker

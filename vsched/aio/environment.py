@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from vsched.aio.grammar_checks import GrammarChecker, grammar_processes
 from vsched.aio.hosts.placement import placed
-from vsched.aio.policy_times import QueueClock
 from vsched.aio.replicas.fork_server import ForkServer
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher, Modules
 from vsched.aio.replicas.process import RANK_COMMAND
@@ -16,6 +15,7 @@ from vsched.aio.shell import Recorder
 from vsched.config import Config, MediaConfig
 from vsched.kernel import Scheduler
 from vsched.media import MediaPipeline, PixelStore
+from vsched.policy_host.call_times import QueueClock
 from vsched.record.recorder import open_recorder
 from vsched.types import ModelInfo
 from vsched.worker.contract import Preprocessor

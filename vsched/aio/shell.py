@@ -16,7 +16,6 @@ from typing import Any, NoReturn, Protocol
 
 from vsched.aio.adapters import AdapterOrders
 from vsched.aio.pending_arrivals import PendingArrival, PendingArrivals
-from vsched.aio.policy_times import PolicyTimes
 from vsched.aio.refusals import refusal_error
 from vsched.aio.replicas.groups import ServedGroups
 from vsched.aio.replicas.supervisor import Reports, Supervisor
@@ -30,7 +29,7 @@ from vsched.aio.streams.stream import failure_of
 from vsched.aio.streams.table import AnswerSink, StreamTable, int32_array
 from vsched.errors import GroupLostError, RequestRefused, StartFailedError, limit_message
 from vsched.failures import GroupFailure
-from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.arrivals import PREPARED
 from vsched.kernel.commands import (
     Accept,
@@ -58,11 +57,14 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
+    PolicyReplaced,
     Stepped,
     Submitted,
     TimerFired,
 )
 from vsched.kernel.live import RequestRow
+from vsched.policy_host import SeatPolicies
+from vsched.policy_host.call_times import PolicyTimes
 from vsched.probes import probe
 from vsched.types import FinishReason, Request, stage_of
 from vsched.wire import EncodeResult, GenerateResult
@@ -90,7 +92,7 @@ async def start_shell(
     make: Callable[[WorkerGroupEvents], Sequence[WorkerGroup]],
     *,
     limits: Callable[[int], SchedulerLimits],
-    policies: KernelPolicies,
+    policies: SeatPolicies,
     on_progress: Callable[[str, str, float], None],
     drain_s: float = 30.0,
     adapters_s: float = 60.0,
@@ -122,7 +124,7 @@ async def start_shell(
             budget_ms=call_budget_ms,
             slow_max=slow_calls_max,
             now_ns=now_ns,
-            handle=shell.handle,
+            replace=lambda seat, reason: shell.handle(PolicyReplaced(seat, reason)),
             queued_ns=queued_ns,
         )
         shell.serve(kernel, policy_times, record(kernel))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
 from vsched.config.byte_sizes import size_bytes
 from vsched.config.cluster import check_cluster
+from vsched.config.devices import assumed
 from vsched.config.media import check_decode_bytes, check_image_hosts
 from vsched.config.section import PolicyTable
 from vsched.config.sections import Config
 from vsched.config.server import check_names
 from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
-from vsched.kernel import KernelPolicies
-from vsched.kernel.policy_seats import PolicyMemory
-from vsched.plugins import did_you_mean, resolve_policy
+from vsched.plugins import did_you_mean, resolve_policy, resolve_several, seats_of
 from vsched.policy import (
     POLICY_TABLES,
     SEVERAL,
@@ -26,9 +25,10 @@ from vsched.policy import (
     MemoryPolicy,
     Policy,
     RequestPolicy,
-    tables_of,
     without_seats,
 )
+from vsched.policy_host import SeatPolicies
+from vsched.policy_host.seats import PolicyMemory
 from vsched.worker.registry import check_worker_name
 
 ENCODE_ITEMS_MAX = 8
@@ -55,10 +55,10 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
     encode_items_max: int
     several: Sequence[str] = ()
 
-    def for_kernel(self) -> KernelPolicies:
+    def for_kernel(self) -> SeatPolicies:
         """The policies that the kernel calls."""
         several = self.by_table[self.several[0]] if self.several else None
-        return KernelPolicies(by_table=self.by_table, several=several, build=resolve_policy)
+        return SeatPolicies(by_table=self.by_table, several=several, build=resolve_policy)
 
     @property
     def scope(self) -> str:
@@ -94,7 +94,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
 
 def _several(config: Config) -> dict[str, Policy]:
     """Build the policy that makes several decisions with one state; return it by the tables that it stands for."""
-    policy, named = _resolve_several(config.policy)
+    policy, named = resolve_several(config.policy)
     for path in named:
         if policy_table(config, path) != policy_table(Config(), path):
             raise ConfigError(
@@ -110,30 +110,7 @@ def seats_of_table(table: PolicyTable) -> list[str]:
     Raises:
         ConfigError, PolicyError: As from `resolve_policies`.
     """
-    return _resolve_several(table)[1]
-
-
-def _resolve_several(table: Mapping[str, Any]) -> tuple[Policy, list[str]]:
-    policy = resolve_policy(SEVERAL, without_seats(table))
-    return policy, _seats_of(policy, table)
-
-
-def _seats_of(
-    policy: Policy, table: Mapping[str, Any], *, without: Sequence[str] = ()
-) -> list[str]:
-    """Return the tables that the table `policy` stands for: those in `seats`, or all for which it has a method."""
-    able = sorted({*tables_of(type(policy))}.difference(without))
-    named = table.get("seats", able)
-    if not isinstance(named, list) or not named or not {*able}.issuperset(named):
-        raise ConfigError(
-            limit_message(
-                f"policy.seats: not tables for which {type(policy).__name__} has a method",
-                value=repr(named),
-                limit=f"a list of {', '.join(able)}",
-                remedy="leave it out for all of them",
-            )
-        )
-    return named
+    return resolve_several(table)[1]
 
 
 class Replacement(msgspec.Struct, frozen=True):
@@ -219,7 +196,7 @@ def _check_table(path: str, table: object) -> tuple[list[str], Policy]:
         PolicyMemory(policy)
     except (PolicyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    return _seats_of(policy, table, without=[MEMORY]) if several else [path], policy
+    return seats_of(policy, table, without=[MEMORY]) if several else [path], policy
 
 
 def _table_of(policy: Policy) -> PolicyTable:
@@ -246,7 +223,8 @@ def _needs_restart(path: str, value: str, limit: str) -> ConfigError:
 
 
 def configured_policies(config: Config, built: Mapping[str, Policy]) -> ConfiguredPolicies:
-    """Combine the policies in `built`, by table, with the limits derived from them."""
+    """Combine the policies in `built`, by table, with the limits derived from them; `auto` counts as `cpu`."""
+    config = assumed(config)
     limits = cast("RequestPolicy", built["encode.admission"]).encode_limits()
     items_max, item_tokens_max = limits.images, limits.tokens
     if items_max is None:
@@ -279,8 +257,16 @@ def check_combinations(config: Config) -> None:
     Raises:
         ConfigError: Each line starts with the path of the key to change.
     """
-    generate, deadlines = config.generate, config.deadlines
+    generate, deadlines, arena = config.generate, config.deadlines, config.arena
     problems = ConfigProblems()
+    for path, size, least in (
+        ("generate.max_batch_tokens", generate.max_batch_tokens, 2),
+        ("arena.pixel_bytes", arena.pixel_bytes, 4096),
+        ("arena.embedding_bytes", arena.embedding_bytes, 4096),
+    ):
+        if size < least:
+            what, remedy = f"{path}: too small", "raise it, or set it to 0 for the default"
+            problems.add(limit_message(what, value=size, limit=f"at least {least}", remedy=remedy))
     with problems.collected():
         check_decode_bytes(config.media)
     with problems.collected():
@@ -379,7 +365,7 @@ def check_device(device: str, *, path: str) -> None:
             limit_message(
                 f"{path}: not a device",
                 value=repr(device),
-                limit="cuda, or cuda:N with a number",
-                remedy=f"set {path} to cuda:0, or to cpu",
+                limit="auto, cuda, or cuda:N with a number",
+                remedy=f"set {path} to auto, cuda:0 or cpu",
             )
         )

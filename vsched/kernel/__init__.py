@@ -3,7 +3,7 @@
 It imports neither clocks, randomness, sockets nor tensors. `Scheduler.handle(event, now_ns)` is the whole interface.
 """
 
-from vsched.kernel.limits import KernelPolicies, SchedulerLimits
+from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.scheduler import Scheduler
 
-__all__ = ["KernelPolicies", "Scheduler", "SchedulerLimits"]
+__all__ = ["Scheduler", "SchedulerLimits"]

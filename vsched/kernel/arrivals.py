@@ -17,11 +17,11 @@ from vsched.kernel.events import Arrived, Withdrawn
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request_table import RequestTable, add_to, at_least
-from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import Admit, ArrivalView, ArrivingRequest, Hold, Redirect
 from vsched.policy.measured import Measured
+from vsched.policy_host.seats import PolicySeat
+from vsched.policy_host.snapshot import Restorable, Saved
 
 PREPARED = "its prompt and images are being prepared"
 OUTCOMES = ("admitted", "held", "shed", "redirected")

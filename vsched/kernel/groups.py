@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
-from vsched.kernel.snapshot import Restorable, Saved
+from vsched.policy_host.snapshot import Restorable, Saved
 
 
 class Status(enum.StrEnum):

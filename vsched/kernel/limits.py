@@ -1,14 +1,8 @@
-"""The limits and the policies of a scheduler."""
+"""The limits of a scheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import msgspec
-
-from vsched.errors import PolicyError
-from vsched.policy import Policy
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,27 +99,3 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     def pages_for(self, tokens: int) -> int:
         """Return the number of arena pages for `tokens` embedding rows."""
         return -(-tokens // self.page_rows)
-
-
-BuildPolicy = Callable[[str, Mapping[str, Any]], Policy]
-"""Builds the policy for a decision, or for the table `policy`, from a configuration table."""
-
-
-def _build_none(decision: str, table: Mapping[str, Any]) -> Policy:
-    raise PolicyError(
-        f"{decision}: {table.get('use')!r} cannot be built: this scheduler has no `build`"
-    )
-
-
-class KernelPolicies(msgspec.Struct, frozen=True, kw_only=True):
-    """The policies of a scheduler.
-
-    Attributes:
-        by_table: The policies by the paths of their configuration tables; that of the KV cache's size is not used.
-        several: The one of them that makes several decisions with one state; None if each seat has its own.
-        build: Builds the policies of a `PolicyReplaced`; equal tables must give equal policies.
-    """
-
-    by_table: Mapping[str, Policy]
-    several: Policy | None = None
-    build: BuildPolicy = _build_none

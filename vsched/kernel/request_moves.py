@@ -20,14 +20,14 @@ from vsched.kernel.generate.chunks import drop_claims_before, reach
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.prefix_hashes import choices_root, root_hash
 from vsched.kernel.request import Phase, RequestState, host_bytes
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.routing import Router
-from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import EncodingView, ImagePolicy, ItemSpan
 from vsched.policy.measured import Measured
+from vsched.policy_host.seats import PolicySeats
+from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.probes import probe
 from vsched.types import FinishReason, Request
 

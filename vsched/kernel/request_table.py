@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from vsched.kernel.commands import RefusalCode
 from vsched.kernel.request import Phase, RequestState
-from vsched.kernel.snapshot import Restorable, Saved
+from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.types import FinishReason, Request
 
 Counted = TypeVar("Counted", bound=Hashable)

@@ -10,12 +10,12 @@ import msgspec
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
-from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import ReplicaView, RoutingView
 from vsched.policy.measured import Measured
 from vsched.policy.router import default_replica
+from vsched.policy_host.seats import PolicySeat
+from vsched.policy_host.snapshot import Restorable, Saved
 
 ITEMS_MAX = 8192
 """Items whose replica is remembered; the one sent longest ago is dropped first."""

@@ -51,15 +51,15 @@ from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.generate.step_budget import PlanResult
 from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
-from vsched.kernel.limits import KernelPolicies, SchedulerLimits
+from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import RequestRow, live_request
-from vsched.kernel.policy_seats import Ask, PolicyMemory, PolicySeats
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.request_moves import RequestMoves
 from vsched.kernel.request_table import RequestTable
-from vsched.kernel.snapshot import Restorable, Saved, SavedKeys, SnapshotRoot
-from vsched.kernel.waiting_queue import Holds, OrderedQueue
 from vsched.policy import POLICY_TABLES, SEVERAL, without_seats
+from vsched.policy_host.seats import Ask, PolicyMemory, PolicySeats, SeatPolicies
+from vsched.policy_host.snapshot import Restorable, Saved, SavedKeys, SnapshotRoot
+from vsched.policy_host.waiting import Holds, OrderedQueue
 from vsched.probes import probe
 from vsched.types import FinishReason, group_names
 
@@ -118,7 +118,7 @@ class Scheduler(SnapshotRoot):
     _timer_ns: Saved[int | None] = None
     _now_ns: Saved[int] = 0
 
-    def __init__(self, limits: SchedulerLimits, policies: KernelPolicies) -> None:
+    def __init__(self, limits: SchedulerLimits, policies: SeatPolicies) -> None:
         self.limits = limits
         self._build = policies.build
         self._installed = InstalledPolicies(self._install_policies)

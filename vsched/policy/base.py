@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -11,6 +11,16 @@ Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+FEATURES = {
+    "hold": "an end of its holds at the given time",
+    "time": "measured times of steps, and a time limit for prefill",
+    "swap": "swap space for preempted requests",
+    "preempt": "preemption of running requests for waiting ones",
+    "encode": "an encode stage of its own",
+}
+"""Features of a host that a policy may need (`Policy.needs`). vsched has all, other hosts, such as vLLM, some."""
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +36,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     api_version: ClassVar[int] = 3
     state_type: ClassVar[type[msgspec.Struct] | None] = None
+
+    def needs(self) -> Sequence[str]:
+        """Return the `FEATURES` without which this policy is of no use; a host that lacks one refuses it at start."""
+        return ()
 
 
 class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):

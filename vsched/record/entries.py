@@ -37,7 +37,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, array_like=True):
         config: The configuration, as plain values.
         limits: The kernel's limits, as plain values.
         policies: The class and fields of each configured policy, for readers.
-        state: The snapshot of the kernel before that event; see `vsched.kernel.snapshot`.
+        state: The snapshot of the kernel before that event; see `vsched.policy_host.snapshot`.
         layout: The layout of `state`; 1 in records of earlier versions.
     """
 

@@ -26,7 +26,7 @@ from vsched.errors import ConfigError, RecordError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
-from vsched.kernel.snapshot import LAYOUT, encode_snapshot
+from vsched.policy_host.snapshot import LAYOUT, encode_snapshot
 from vsched.record.entries import SegmentHeader, encode_entry, encode_header
 from vsched.record.frames import FORMAT, VERSION, frame
 from vsched.record.segments import complete_segments, numbered, set_aside

@@ -20,7 +20,7 @@ from vsched.errors import ConfigError, PolicyError, RecordError
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Accept, Command, Decide
 from vsched.kernel.events import Event
-from vsched.kernel.snapshot import LAYOUT, restore_snapshot
+from vsched.policy_host.snapshot import LAYOUT, restore_snapshot
 from vsched.record.entries import (
     RecordedEvent,
     SegmentHeader,

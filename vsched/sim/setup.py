@@ -11,11 +11,13 @@ import msgspec
 
 from vsched.assembly import arena_layout, as_served, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, plain_config, resolve_policies
+from vsched.config.devices import assumed
 from vsched.config.policies import configured_policies
 from vsched.errors import ConfigError, PolicyError, limit_message
-from vsched.kernel import KernelPolicies, SchedulerLimits
+from vsched.kernel import SchedulerLimits
 from vsched.plugins import check_contract
 from vsched.policy import POLICY_TABLES, SEVERAL, Policy, decisions_of
+from vsched.policy_host import SeatPolicies
 from vsched.sim.cost.model import CostModel
 from vsched.types import ModelInfo
 from vsched.worker.registry import load_worker
@@ -53,7 +55,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         return min(most, self.policies.item_tokens_max or most)
 
     @property
-    def kernel_policies(self) -> KernelPolicies:
+    def kernel_policies(self) -> SeatPolicies:
         """The policies that the kernel calls."""
         return self.policies.for_kernel()
 
@@ -87,9 +89,9 @@ def prepare(
         PolicyError: When a policy does not implement the contract of its table.
     """
     if isinstance(config, LoadedConfig):
-        configured, config = config.policies, config.config
+        configured, config = config.policies, assumed(config.config)
     else:
-        config = plain_config(config)
+        config = assumed(plain_config(config))
         configured = resolve_policies(config)
     configured = _replace(config, configured, policies or {})
     info = info or cost.shape or inspect_checkpoint(config, config.model.path)

@@ -7,9 +7,9 @@ from typing import Any
 
 from vsched.config import Config
 from vsched.config.policies import policy_table
-from vsched.kernel import KernelPolicies
 from vsched.plugins import check_contract, resolve_policy
 from vsched.policy import POLICY_TABLES, SEVERAL, Policy, decisions_of, tables_of
+from vsched.policy_host import SeatPolicies
 
 _ENDS = [table.rpartition(".")[2] for table in POLICY_TABLES]
 SEATS = {
@@ -20,7 +20,7 @@ SEATS = {
 """Tables of the policies that the kernel calls, by short names, such as `preemption` and `encode_admission`."""
 
 
-def default_policies(policy: Policy | None = None, /, **changes: Policy) -> KernelPolicies:
+def default_policies(policy: Policy | None = None, /, **changes: Policy) -> SeatPolicies:
     """Return the default policies of a server, with replacements by the names in `SEATS`.
 
     A positional `policy` makes all decisions that it has methods for, with one state if there are several.
@@ -35,7 +35,7 @@ def default_policies(policy: Policy | None = None, /, **changes: Policy) -> Kern
         by_table |= dict.fromkeys(tables_of(type(policy)), policy)
         several = policy if len(decisions_of(type(policy))) > 1 else None
     by_table |= {SEATS[name]: one for name, one in changes.items()}
-    return KernelPolicies(by_table=by_table, several=several, build=resolve_policy)
+    return SeatPolicies(by_table=by_table, several=several, build=resolve_policy)
 
 
 def seats_of(decision: str) -> list[str]:

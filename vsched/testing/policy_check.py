@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from vsched.errors import PolicyError
-from vsched.kernel import KernelPolicies, SchedulerLimits
+from vsched.kernel import SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.plugins import check_contract
 from vsched.policy import (
@@ -23,6 +23,7 @@ from vsched.policy import (
     RoutingView,
     decisions_of,
 )
+from vsched.policy_host import SeatPolicies
 from vsched.testing.defaults import SEATS, default_policies
 from vsched.testing.memory_check import check_memory_policy
 from vsched.testing.model_ranks.cluster import ModelCluster
@@ -120,7 +121,7 @@ def _fields(policy: Policy) -> tuple[str, ...]:
     return tuple(name for name, table in SEATS.items() if POLICY_TABLES[table] in made)
 
 
-def _policies(policy: Policy, fields: Sequence[str]) -> KernelPolicies:
+def _policies(policy: Policy, fields: Sequence[str]) -> SeatPolicies:
     """Return the default policies with this one in some fields; it has one state if it makes several decisions."""
     found = default_policies(**dict.fromkeys(fields, policy))
     several = len(fields) > 1 and len(decisions_of(type(policy))) > 1
@@ -139,7 +140,7 @@ def _make(policy: type[Policy] | Policy, name: str) -> Policy:
 class _Recorder(ModelCluster):
     """Keeps a digest of all commands."""
 
-    def __init__(self, limits: SchedulerLimits, policies: KernelPolicies | None) -> None:
+    def __init__(self, limits: SchedulerLimits, policies: SeatPolicies | None) -> None:
         self.digest = blake2b(digest_size=16)
         super().__init__(limits, policies)
 

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import msgspec
 
-from vsched.kernel import KernelPolicies, SchedulerLimits
+from vsched.kernel import SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
 from vsched.policy import DECISIONS, Policy, decisions_of
+from vsched.policy_host import SeatPolicies
 from vsched.testing.model_ranks.cluster import ModelCluster
 from vsched.testing.schedules.random_runs import run_random
 
@@ -63,7 +64,7 @@ def _twice(
     return ask
 
 
-def check_growth(policies: KernelPolicies, seed: int) -> None:
+def check_growth(policies: SeatPolicies, seed: int) -> None:
     """Check that no state grows without limit while requests arrive.
 
     Raises:
@@ -77,7 +78,7 @@ def check_growth(policies: KernelPolicies, seed: int) -> None:
             sizes.append(self.kernel.statistics()["policy_state_bytes"])
             return commands
 
-    def make(limits: SchedulerLimits, policies: KernelPolicies | None) -> ModelCluster:
+    def make(limits: SchedulerLimits, policies: SeatPolicies | None) -> ModelCluster:
         return GrowthWatch(limits, policies)
 
     rng = random.Random(seed)  # noqa: S311 - repeatable, not secret

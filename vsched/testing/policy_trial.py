@@ -12,9 +12,9 @@ import msgspec
 
 from vsched.config.section import PolicyTable
 from vsched.errors import ConfigError, PolicyError, limit_message
-from vsched.kernel.policy_seats import Ask
 from vsched.plugins import resolve_policy
 from vsched.policy import POLICY_TABLES, SEVERAL, Policy, decisions_of
+from vsched.policy_host.seats import Ask
 from vsched.sim.cluster.swarm import SwarmFailure, swarm
 from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.gallery.cases import CASES, GalleryCase, policies_of, run_policies

@@ -38,9 +38,9 @@ from vsched_workers.backends.choice import (
     choose_backend,
     torch_threads,
 )
-from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.module_layers import RuledHead
 from vsched_workers.backends.reference.whole_model import (
+    WholeModel,
     check_built,
     check_kept,
     first_run,
@@ -112,7 +112,7 @@ class LanguageModel:
         positions: Compute the positions of a prompt, int64 [3, tokens], and the delta of the positions after it.
         first_layers: Context manager that runs only the first n layers of each kind; None if all layers must run.
         shares_head: Whether this rank computes the logits of a part of the vocabulary only.
-        captures: Whether decode steps may be captured.
+        ruled: Whether layers have score rules, or values of another size than keys.
         states: Recurrent states of the layers; None if they keep only keys and values.
         mutual: Return the spans of a sequence with bidirectional attention; None if attention is causal throughout.
         adaptable: Return the layers that LoRA adapters can be applied to.
@@ -126,7 +126,7 @@ class LanguageModel:
     first_layers: Callable[[int], AbstractContextManager[None]] | None
     adaptable: Callable[[], Adaptable]
     shares_head: bool = False
-    captures: bool = True
+    ruled: bool = False
     states: RecurrentStates | None = None
     mutual: Callable[[SequenceState], Spans] | None = None
 
@@ -175,25 +175,29 @@ class LanguageWorker(RankWorker, GenerateWorker):
             DeviceOutOfMemory: When it does not fit.
         """
         self.drop_kv()
-        info, states = self._info, self._language.states
+        info, states, spare = self._info, self._language.states, self._backend.spare_blocks
         size = blocks * block_size * info.kv_bytes_per_token
-        size += (self._slots + self._snapshots) * info.state_bytes
+        size += (self._slots + self._snapshots + spare) * info.state_bytes
         with self._group.together(), typed_out_of_memory("building the KV cache"):
             require_available(self._memory, size, f"a KV cache of {blocks * block_size} tokens")
             allocate = functools.partial(self._backend.zeros, touch=touch)
             if states is not None:
-                states.build(self._slots, self._snapshots, allocate)
+                states.build(self._slots, self._snapshots, allocate, spare=spare)
             cache = self._cache = KvCache(
                 self._language.kv,
                 blocks=blocks,
                 block_size=block_size,
                 dtype=self._backend.kv_dtype,
                 allocate=allocate,
-                spare_blocks=self._backend.spare_blocks,
+                spare_blocks=spare,
             )
-            self._attention = self._backend.choose_attention(cache, self._language.heads)
-            if self._language.captures:
-                self._captured = self._backend.capture_steps(cache, self._attention, self._logits)
+            language = self._language
+            self._attention = self._backend.choose_attention(
+                cache, language.heads, ruled=language.ruled
+            )
+            self._captured = self._backend.capture_steps(
+                cache, self._attention, self._logits, states
+            )
         if self._balance is not None:
             self._balance.reset()
 
@@ -477,8 +481,7 @@ def family_language(
         first_layers=functools.partial(_cut_layers, model, kinds),
         adaptable=functools.partial(adaptable, layers=runnable.layers),
         shares_head=len(head) < text.vocab_size,
-        captures=not any(kind.window for kind in kinds)
-        and family.decoder.score_bound(text) is None,
+        ruled=any(kind.window for kind in kinds) or family.decoder.score_bound(text) is not None,
     )
 
 
@@ -515,7 +518,7 @@ def _load_any(
     info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
 ) -> tuple[LanguageModel, RankGroup]:
     """Load a model on the generic path."""
-    backend = _generic_backend(info, settings, backend)
+    _check_generic(info, settings)
     paged_attention.register()
     if scheme_of(read_json(checkpoint_directory(info.path), "config.json")) is not None:
         raise ConfigError(
@@ -559,14 +562,15 @@ def _load_any(
         quantize_calibrated(decoder, backend.lays_out(decoder), settings, info.path, "language")
         return family_language(info, usual, backend, decoder, head, adaptable, config=text), group
     quantize_calibrated(model, backend.lays_out(model), settings, info.path, "language")
+    size = backend.prepare_whole(model)
     language = LanguageModel(
         module=model,
-        runnable=backend.prepare_whole(model, inputs),
+        runnable=WholeModel(model, backend.send, inputs).runnable(size),
         kv=found.kv,
         heads=text.num_attention_heads // (settings.ranks if shares_heads(text) else 1),
         positions=text_positions if inputs is None else inputs.positions,
         first_layers=None if found.layers is None else found.layers.first,
-        captures=False,
+        ruled=not found.plain,
         states=found.states if info.state_bytes else None,
         mutual=mutual_spans(info),
         adaptable=functools.partial(adaptable_module, model, cuts=ranks.cuts, only=found.adaptable),
@@ -574,10 +578,8 @@ def _load_any(
     return language, group
 
 
-def _generic_backend(
-    info: ModelInfo, settings: WorkerSettings, backend: Backend
-) -> ReferenceBackend:
-    """Return the backend of the generic path.
+def _check_generic(info: ModelInfo, settings: WorkerSettings) -> None:
+    """Check a configuration of the generic path.
 
     Raises:
         ConfigError: When the generic path does not support the configuration.
@@ -589,11 +591,6 @@ def _generic_backend(
     if language_family(info.family, info.path) is not None:
         what = f"several ranks share model_type {info.family!r} on the generic path, which"
         or_one_rank = ", or generate.tensor_parallel to 1"
-    if not isinstance(backend, ReferenceBackend):
-        raise ConfigError(
-            f"generate.device: {what} runs on cpu alone so far, not on {settings.device}. "
-            f"Remedy: set generate.device to cpu{or_one_rank}."
-        )
     if settings.quantizes and settings.ranks > 1:
         raise ConfigError(
             f"generate.weights: {what} quantizes to {settings.weights} on one rank only, not on {settings.ranks}. "
@@ -603,4 +600,3 @@ def _generic_backend(
         raise ConfigError(
             f"model.deterministic: {what} cannot do so. Remedy: set it to false{or_one_rank}."
         )
-    return backend

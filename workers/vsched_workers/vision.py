@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vsched.errors import ConfigError
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, EncodeWorker, Progress, WorkerSettings
 from vsched_workers.adapters.serving import (
@@ -22,7 +21,6 @@ from vsched_workers.adapters.serving import (
 from vsched_workers.backends.base import Backend
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.any_tower import AnyTower
-from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.batching.device_copies import fetched
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
@@ -83,7 +81,7 @@ class FamilyTower:
         pixels = self._backend.send_pixels([arrays[PIXELS] for arrays in images])
         values = pixel_values(pixels, images, self._backend.dtype, temporal=self._temporal)
         grids = torch.tensor([grid_of(job.metadata) for job in jobs], dtype=torch.int64)
-        return self._family.encode(self.module, values, grids.to(self._backend.device))
+        return self._family.encode(self.module, values, grids)
 
 
 class TowerOfAny:
@@ -280,11 +278,6 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
     assert settings.ranks == 1, "such a tower is not shared"
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype)
-    if not isinstance(backend, ReferenceBackend):
-        raise ConfigError(
-            f"encode.device: model_type {info.family!r} is served by the generic path, which runs "
-            f"on cpu alone so far, not on {settings.device}. Remedy: set encode.device to cpu."
-        )
     backend.compile_tower(None, progress)
     with backend.without_holes():
         model = load_whole(
@@ -299,7 +292,7 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
         quantize_calibrated(model, backend.lays_out(model), settings, info.path, "vision")
         if backend.compiles:
             progress("loading kernels", 1.0)
-        tower, weights_bytes = backend.prepare_any_tower(model)
+        weights_bytes = backend.prepare_any_tower(model)
         adapters = served_adapters(
             functools.partial(adaptable_module, model),
             settings,
@@ -307,4 +300,5 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
             backend.prepare_adapters,
         )
     group = RankGroup(settings, "encode", backend.collectives)
-    return VisionWorker(info, backend, TowerOfAny(tower), weights_bytes, group, adapters)
+    tower = TowerOfAny(AnyTower(model, dtype, settings.device))
+    return VisionWorker(info, backend, tower, weights_bytes, group, adapters)

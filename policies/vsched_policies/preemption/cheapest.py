@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vsched.policy import Preemption, PreemptionMode, PreemptionView, RequestPolicy
 
 
@@ -13,6 +15,10 @@ class Cheapest(RequestPolicy, frozen=True, kw_only=True):
     """
 
     mode: PreemptionMode = "recompute"
+
+    def needs(self) -> Sequence[str]:
+        """Return `swap` if it swaps."""
+        return ("swap",) if self.mode == "swap" else ()
 
     def victim(self, view: PreemptionView) -> Preemption:
         """Return the last eligible request with the fewest tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta
@@ -28,6 +29,10 @@ class ReaderPace(RequestPolicy, frozen=True, kw_only=True):
     tokens_s: Annotated[float, Meta(gt=0)] = 8.0
     first_ms: Count = 1000
     mode: PreemptionMode = "recompute"
+
+    def needs(self) -> Sequence[str]:
+        """Return `swap` if it swaps."""
+        return ("swap",) if self.mode == "swap" else ()
 
     def victim(self, view: PreemptionView) -> Preemption:
         """Return the last eligible request with the longest lead."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vsched.policy import Count, Preemption, PreemptionView, RequestPolicy
 from vsched.policy.measured import Measured
 
@@ -15,6 +17,10 @@ class SwapLong(RequestPolicy, frozen=True, kw_only=True):
     """
 
     tokens_min: Count = 512
+
+    def needs(self) -> Sequence[str]:
+        """Return `swap`."""
+        return ("swap",)
 
     def victim(self, view: PreemptionView) -> Preemption:
         """Return the last of the running requests, and the faster way to resume it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import Annotated
 
@@ -92,6 +92,10 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
     burst: PositiveCount = 20
     rates: dict[str, Annotated[float, Meta(gt=0)]] = msgspec.field(default_factory=dict)
     wait_s: Annotated[Seconds, Meta(le=60)] = 0.0
+
+    def needs(self) -> Sequence[str]:
+        """Return `swap` if it swaps."""
+        return ("swap",) if self.mode == "swap" else ()
 
     # --- arrival ---
 

@@ -37,7 +37,7 @@ def driver_used_bytes(device: str) -> int:
 def settings_of(device: str) -> list[str]:
     """Return the settings of all servers here: both stages in one process, on one device."""
     if device == "cpu":
-        return ["placement=together", "generate.memory_limit=900MiB", "encode.memory_limit=1MiB"]
+        return ["placement=together", "generate.memory_limit=3GiB", "encode.memory_limit=1MiB"]
     return ["placement=together", f"generate.device={device}", f"encode.device={device}"]
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from tests.bench.parts.kernel.measure import IMAGE_TOKENS, PROMPT_TOKENS, one_request
 from vsched.config import load_config
-from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import (
@@ -32,6 +32,7 @@ from vsched.kernel.events import (
     Stepped,
     Submitted,
 )
+from vsched.policy_host import SeatPolicies
 from vsched.types import FinishReason, group_names
 
 VISIT_TOKENS = PROMPT_TOKENS + IMAGE_TOKENS
@@ -52,9 +53,7 @@ class Visit:
 class Fleet:
     """A scheduler of many replicas, whose ranks complete steps on request."""
 
-    def __init__(
-        self, replicas: int, running: int, *, policies: KernelPolicies, events: int
-    ) -> None:
+    def __init__(self, replicas: int, running: int, *, policies: SeatPolicies, events: int) -> None:
         """Start `running` decoding requests on each replica, long enough for `events` steps and visits."""
         self.names = group_names("generate", replicas)
         outputs = events * (1 + VISIT_STEPS) // min(replicas, 50) + 64
@@ -169,7 +168,7 @@ HEAD = (
 
 
 def measure(
-    replicas: int, running: int, *, policies: KernelPolicies, events: int, repeats: int
+    replicas: int, running: int, *, policies: SeatPolicies, events: int, repeats: int
 ) -> Row:
     """Measure `events` steps and visits in each repeat, the steps of all replicas in turn."""
     fleet = Fleet(replicas, running, policies=policies, events=events * repeats)

@@ -14,7 +14,6 @@ from tests.unit.kernel.remembering import (
     Tally,
     digest,
 )
-from vsched.kernel import KernelPolicies
 from vsched.policy import (
     Admission,
     AdmissionView,
@@ -43,6 +42,7 @@ from vsched.policy import (
     StepShares,
     StepView,
 )
+from vsched.policy_host import SeatPolicies
 from vsched.testing.defaults import default_policies
 from vsched_policies.admission import (
     Deadline,
@@ -545,7 +545,7 @@ def random_insertion(rng: random.Random) -> CachePolicy:
     return rng.choice(makers)()
 
 
-def random_policies(rng: random.Random) -> KernelPolicies:
+def random_policies(rng: random.Random) -> SeatPolicies:
     """Return any combination."""
     return default_policies(
         encode_admission=random_admission(rng),

@@ -13,7 +13,6 @@ from tests.unit.record.recorded import record_run
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import AdmitArrival, RejectArrival
 from vsched.kernel.events import Arrived, Withdrawn
-from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import (
     Admit,
     ArrivalDecision,
@@ -23,6 +22,7 @@ from vsched.policy import (
     RequestPolicy,
     Shed,
 )
+from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.record import replay
 from vsched.testing import ModelCluster, check_policy, make_request
 from vsched.testing.defaults import default_policies

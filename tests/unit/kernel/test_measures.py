@@ -21,7 +21,6 @@ from vsched.kernel.events import (
     Stepped,
     Submitted,
 )
-from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.policy.measured import (
     WINDOW,
@@ -32,6 +31,7 @@ from vsched.policy.measured import (
     StepTime,
     SwapTime,
 )
+from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import default_policies, make_request
 from vsched.types import FinishReason, Request
 

@@ -14,7 +14,6 @@ from tests.unit.record.recorded import record_run
 from vsched.errors import ConfigError
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.events import Event, PolicyReplaced
-from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.plugins import resolve_policy
 from vsched.policy import (
     Admission,
@@ -25,6 +24,7 @@ from vsched.policy import (
     Hold,
     RequestPolicy,
 )
+from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.record import replay
 from vsched.testing import ModelCluster, default_policies, make_request
 

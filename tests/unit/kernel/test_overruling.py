@@ -11,8 +11,6 @@ import pytest
 from tests.unit.kernel.setups import assert_served, image_request, joined, make_limits, words
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.scheduler import Scheduler
-from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
-from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.policy import (
     Admission,
     AdmissionView,
@@ -40,6 +38,8 @@ from vsched.policy import (
     WaitingEntry,
 )
 from vsched.policy.checks import put_first
+from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
+from vsched.policy_host.waiting import OrderedQueue
 from vsched.testing import ModelCluster, default_policies, make_request
 
 SECOND_NS = 1_000_000_000

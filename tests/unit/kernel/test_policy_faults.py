@@ -16,8 +16,6 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.kernel.guarded_order import GuardedOrder
-from vsched.kernel.policy_seats import PolicyFaults
 from vsched.policy import (
     DECISIONS,
     Admission,
@@ -35,6 +33,8 @@ from vsched.policy import (
     StepShares,
     WaitingEntry,
 )
+from vsched.policy_host.eviction import GuardedOrder
+from vsched.policy_host.seats import PolicyFaults
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.testing.defaults import seats_of
 from vsched_policies.eviction import Lru

@@ -12,8 +12,6 @@ from tests.unit.kernel.remembering import TalliedAdmission, TalliedRouting, Tall
 from tests.unit.kernel.setups import make_limits, words
 from vsched.errors import PolicyError, RecordError
 from vsched.kernel import Scheduler
-from vsched.kernel.policy_seats import STATE_BYTES_MAX, PolicyFaults, PolicySeat
-from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.plugins import check_contract
 from vsched.policy import (
     DECISIONS,
@@ -24,6 +22,8 @@ from vsched.policy import (
     Policy,
     RequestPolicy,
 )
+from vsched.policy_host.seats import STATE_BYTES_MAX, PolicyFaults, PolicySeat
+from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request
 
 

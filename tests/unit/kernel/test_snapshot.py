@@ -13,16 +13,17 @@ import pytest
 from tests.unit.kernel.policy_pool import random_policies
 from tests.unit.record.odd_policies import Locked, Ring, Silent
 from vsched.errors import RecordError
-from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
-from vsched.kernel.snapshot import (
+from vsched.policy import CachePolicy, RecordableOrder
+from vsched.policy_host import SeatPolicies
+from vsched.policy_host.snapshot import (
     Restorable,
     SnapshotError,
     encode_snapshot,
     restore_snapshot,
 )
-from vsched.policy import CachePolicy, RecordableOrder
 from vsched.testing import ModelCluster, run_random
 from vsched.testing.defaults import default_policies
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
@@ -33,7 +34,7 @@ LIMITS = SchedulerLimits(blocks=8, slots=2, context_tokens=64, pages=4)
 class RestoredCluster(ModelCluster):
     """Restores its scheduler after every event."""
 
-    def __init__(self, limits: SchedulerLimits, policies: KernelPolicies | None) -> None:
+    def __init__(self, limits: SchedulerLimits, policies: SeatPolicies | None) -> None:
         self.policies = policies or default_policies()
         super().__init__(limits, self.policies)
 
@@ -115,7 +116,7 @@ def kernel_objects(one: Any, found: dict[int, Restorable]) -> dict[int, Restorab
 class ComparedCluster(ModelCluster):
     """Compares the scheduler with one restored from its snapshot, before every tenth event."""
 
-    def __init__(self, limits: SchedulerLimits, policies: KernelPolicies | None) -> None:
+    def __init__(self, limits: SchedulerLimits, policies: SeatPolicies | None) -> None:
         self.policies = policies or default_policies()
         self.handled = 0
         super().__init__(limits, self.policies)

@@ -11,11 +11,12 @@ import msgspec
 
 from vsched.config import Config
 from vsched.config.sections import RecordConfig
-from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
-from vsched.kernel.snapshot import LAYOUT
 from vsched.policy import Policy
+from vsched.policy_host import SeatPolicies
+from vsched.policy_host.snapshot import LAYOUT
 from vsched.record import Recorder, open_recorder
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
 from vsched.record.replay import REMOVED_SETTINGS
@@ -33,7 +34,7 @@ def table(policy: Policy) -> dict[str, object]:
 
 def config_for(
     path: Path,
-    policies: KernelPolicies,
+    policies: SeatPolicies,
     *,
     limits: SchedulerLimits | None = None,
     segment_bytes: int = 64 << 20,
@@ -70,8 +71,8 @@ class RecordedCluster(ModelCluster):
     def __init__(
         self,
         limits: SchedulerLimits,
-        policies: KernelPolicies | None,
-        begin: Callable[[Scheduler, KernelPolicies], Recorder],
+        policies: SeatPolicies | None,
+        begin: Callable[[Scheduler, SeatPolicies], Recorder],
     ) -> None:
         self._begin = begin
         self._policies = policies or default_policies()
@@ -97,7 +98,7 @@ def record_run(
     path: Path,
     seed: int,
     *,
-    policies: KernelPolicies | None = None,
+    policies: SeatPolicies | None = None,
     limits: SchedulerLimits | None = None,
     events: int = 80,
     segment_bytes: int = 64 << 20,
@@ -106,7 +107,7 @@ def record_run(
 ) -> RecordedCluster:
     """Record a random run."""
 
-    def begin(kernel: Scheduler, policies: KernelPolicies) -> Recorder:
+    def begin(kernel: Scheduler, policies: SeatPolicies) -> Recorder:
         config = config_for(
             path, policies, limits=kernel.limits, segment_bytes=segment_bytes, segments=segments
         )

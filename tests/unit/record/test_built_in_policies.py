@@ -12,9 +12,10 @@ import pytest
 
 from tests.unit.kernel.test_snapshot import RestoredCluster, noting
 from tests.unit.record.recorded import record_run
-from vsched.kernel import KernelPolicies, SchedulerLimits
+from vsched.kernel import SchedulerLimits
 from vsched.plugins import RegisteredPolicy, list_policies, resolve_policy
 from vsched.policy import DECISIONS
+from vsched.policy_host import SeatPolicies
 from vsched.record import replay
 from vsched.record.segments import find_segments
 from vsched.testing import ModelCluster, default_policies, run_random
@@ -46,7 +47,7 @@ built_in = pytest.mark.parametrize(
 )
 
 
-def everywhere(registered: RegisteredPolicy) -> KernelPolicies:
+def everywhere(registered: RegisteredPolicy) -> SeatPolicies:
     """Return the defaults with a policy in every place that its kind has."""
     policy = resolve_policy(registered.kind, {"use": registered.name})
     return default_policies(**dict.fromkeys(PLACES[registered.kind], policy))

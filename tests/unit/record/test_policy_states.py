@@ -17,14 +17,14 @@ from tests.unit.kernel.remembering import (
 from tests.unit.kernel.test_snapshot import RestoredCluster, noting
 from tests.unit.record.recorded import record_run
 from vsched.errors import RecordError
-from vsched.kernel import KernelPolicies
+from vsched.policy_host import SeatPolicies
 from vsched.record import frames, replay
 from vsched.record.entries import decode_header, encode_header
 from vsched.record.segments import find_segments
 from vsched.testing import ModelCluster, default_policies, run_random
 
 
-def remembering(fails: int) -> KernelPolicies:
+def remembering(fails: int) -> SeatPolicies:
     admission = TalliedAdmission(fails=fails)
     return default_policies(
         encode_admission=admission,

@@ -13,8 +13,9 @@ from tests.unit.record.odd_policies import Locked
 from tests.unit.record.recorded import config_for, record_run
 from vsched.config import Config
 from vsched.errors import ConfigError
-from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.events import GroupReady, TimerFired
+from vsched.policy_host import SeatPolicies
 from vsched.record import Recorder, check_record_path, open_recorder, replay
 from vsched.testing.defaults import default_policies
 
@@ -22,7 +23,7 @@ LIMITS = SchedulerLimits(blocks=2000, slots=2, context_tokens=64, pages=4)
 
 
 def begin(
-    path: Path, policies: KernelPolicies | None = None, *, segment_bytes: int = 1 << 20
+    path: Path, policies: SeatPolicies | None = None, *, segment_bytes: int = 1 << 20
 ) -> tuple[Scheduler, Recorder]:
     policies = policies or default_policies()
     kernel = Scheduler(LIMITS, policies)

@@ -159,7 +159,8 @@ def test_fused_encoder_layers_with_adapters_equal_the_modules(tmp_path: Path, na
     ):
         backend: Any = choose_backend(WorkerSettings(threads=1, attention=kind), dtype)
         loaded = any_tower(tmp_path, VISION_ARCHITECTURES[name].family or name, dtype)
-        tower, _ = backend.prepare_any_tower(loaded.model)
+        backend.prepare_any_tower(loaded.model)
+        tower = AnyTower(loaded.model, dtype)
         module = AdaptedModule(tower.model, count_max=1, make_sums=backend.prepare_adapters())
         places = module_places(tower.model, {})
         names.append(places.keys())

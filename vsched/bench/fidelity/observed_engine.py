@@ -26,8 +26,8 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
 from vsched.kernel.events import Event, GroupLost
-from vsched.kernel.generate.step_budget import pairs_of
 from vsched.media import MediaPipeline, PixelStore
+from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.model import EncodeSample, GenerateSample
 from vsched.sim.cost.observations import Observation, ObservedJob, ObservedRequest, ObservedStep
 from vsched.transport.arena import Arena

@@ -20,15 +20,15 @@ from typing import cast
 
 import msgspec
 
-from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import MemoryMap, cell_size
-from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import RequestState
-from vsched.kernel.snapshot import Restorable, Saved
-from vsched.kernel.waiting_queue import OrderedQueue
 from vsched.policy import CachePolicy, ReadyEmbedding, ReclaimView, WaitingEntry
 from vsched.policy.measured import Measured, Measurements
+from vsched.policy_host.eviction import GuardedOrder
+from vsched.policy_host.seats import PolicySeats
+from vsched.policy_host.snapshot import Restorable, Saved
+from vsched.policy_host.waiting import OrderedQueue
 from vsched.probes import probe
 from vsched.types import MediaItem
 

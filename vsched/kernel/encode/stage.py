@@ -17,9 +17,7 @@ from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
 from vsched.kernel.groups import Group
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import RequestState
-from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
 from vsched.policy import (
     AdmissionView,
     Dispatch,
@@ -29,6 +27,8 @@ from vsched.policy import (
 )
 from vsched.policy.checks import PASSED_OVER, put_first
 from vsched.policy.measured import WINDOW, EncodeTime, Measured, Measurements
+from vsched.policy_host.seats import PolicySeats
+from vsched.policy_host.snapshot import Restorable, Saved, SavedKeys
 from vsched.probes import probe
 from vsched.types import group_names
 

@@ -15,14 +15,14 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from operator import eq
 
-from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import CELL_SAMPLES_MAX, MemoryMap, cell_size
-from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
-from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import CachePolicy, InsertionView
 from vsched.policy.measured import Measured
+from vsched.policy_host.eviction import GuardedOrder
+from vsched.policy_host.seats import PolicySeat
+from vsched.policy_host.snapshot import Restorable, Saved
 
 
 class BlockPool(Restorable):

@@ -26,11 +26,11 @@ from vsched.kernel.decisions import DraftGrant
 from vsched.kernel.events import Drafted
 from vsched.kernel.generate.running import RunningSet
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.policy_seats import PolicySeat
 from vsched.kernel.request import RequestState
-from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
 from vsched.policy import Draft, DraftingView
 from vsched.policy.measured import Measured
+from vsched.policy_host.seats import PolicySeat
+from vsched.policy_host.snapshot import Restorable, Saved, SavedKeys
 
 RETRY_STEPS = 64
 """Steps until a policy is called again, if there were no free rows for a grant without an end."""

@@ -39,17 +39,13 @@ from vsched.kernel.generate.step_budget import (
     NOTHING_PLANNED,
     PlanResult,
     StepPlan,
-    StepTimeModel,
     prefill_shares,
 )
 from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.groups import DirtyGroups, Group, Loads
-from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import MemoryMap
-from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import Phase, RequestState
-from vsched.kernel.snapshot import Saved
 from vsched.kernel.waiting_queue import RequestQueue
 from vsched.policy import (
     Admission,
@@ -60,6 +56,10 @@ from vsched.policy import (
     RequestPolicy,
 )
 from vsched.policy.measured import Measured, Measurements, SwapTime
+from vsched.policy_host.eviction import GuardedOrder
+from vsched.policy_host.seats import PolicySeats
+from vsched.policy_host.snapshot import Saved
+from vsched.policy_host.step_times import StepTimeModel
 from vsched.probes import probe
 
 COUNTED = (

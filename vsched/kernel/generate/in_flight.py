@@ -15,7 +15,7 @@ import msgspec
 from vsched.kernel.events import Drafted
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.request import Int32Array, RequestState
-from vsched.kernel.snapshot import Restorable, Saved
+from vsched.policy_host.snapshot import Restorable, Saved
 
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True):

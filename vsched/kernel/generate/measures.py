@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from vsched.kernel.request import RequestState
-from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy.measured import WINDOW, EncodeTime, EndTime, FirstTokenTime, StepTime, SwapTime
+from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.types import FinishReason
 
 NotedStep = tuple[int, int, int, tuple[int, int, float], tuple[int, int]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vsched.kernel.request import RequestState
-from vsched.kernel.snapshot import Restorable, Saved
+from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.probes import probe
 
 LOSSES_MAX = 2

@@ -15,8 +15,8 @@ from vsched.kernel.decisions import Leave
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import Phase, RequestState
-from vsched.kernel.snapshot import Restorable, Saved, SavedKeys
 from vsched.policy import RunningView
+from vsched.policy_host.snapshot import Restorable, Saved, SavedKeys
 from vsched.probes import probe
 
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from vsched.kernel.decisions import StateWrite
-from vsched.kernel.guarded_order import GuardedOrder
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import RequestState
-from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import CachePolicy
+from vsched.policy_host.eviction import GuardedOrder
+from vsched.policy_host.snapshot import Restorable, Saved
 
 
 class StateSnapshots(Restorable):

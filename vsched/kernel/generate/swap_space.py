@@ -22,7 +22,7 @@ from vsched.kernel.decisions import SwapCopies
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import RequestState
-from vsched.kernel.snapshot import Restorable, Saved
+from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.probes import probe
 
 

@@ -43,7 +43,7 @@ class GenerateCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Cost of a generator step: decodes and their total context, prompt tokens and their pairs.
 
     A pair is a prompt token and an earlier one, as in
-    `vsched.kernel.generate.step_budget.pairs_of`.
+    `vsched.policy_host.step_times.pairs_of`.
     """
 
     step_ns: Nanoseconds = 0.0

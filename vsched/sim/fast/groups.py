@@ -18,7 +18,7 @@ from random import Random
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import Decision, DraftGrant, EncodeDecision, GenerateDecision, Join
 from vsched.kernel.events import Drafted, Encoded, EncodeFailed, Event, Finished, Stepped
-from vsched.kernel.generate.step_budget import pairs_of
+from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.links import GroupLink
 from vsched.sim.fast.metrics import LiveRequest, Sketch

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from vsched.config import Config, LoadedConfig
-from vsched.kernel.policy_seats import Ask
 from vsched.policy import Policy
+from vsched.policy_host.seats import Ask
 from vsched.record.entries import SegmentHeader
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.faults import group_faults

@@ -14,7 +14,7 @@ import msgspec
 
 from vsched.errors import PolicyError
 from vsched.failures import EncodeErrorKind, LostTooOften, Simulated
-from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import (
     Accept,
     AdmitArrival,
@@ -45,6 +45,7 @@ from vsched.kernel.events import (
     Withdrawn,
 )
 from vsched.policy import ImagePolicy
+from vsched.policy_host import SeatPolicies
 from vsched.sim.ranks.stepped import SteppedArena, SteppedGenerator, correct_outputs
 from vsched.testing.defaults import default_policies
 from vsched.types import FinishReason, Request, group_names, stage_of
@@ -61,7 +62,7 @@ class ModelCluster:
     checked.
     """
 
-    def __init__(self, limits: SchedulerLimits, policies: KernelPolicies | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, policies: SeatPolicies | None = None) -> None:
         policies = policies or default_policies()
         self.limits = limits
         self.kernel = Scheduler(limits, policies)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import msgspec
 
 from vsched.failures import EncodeErrorKind
-from vsched.kernel import KernelPolicies, SchedulerLimits
+from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Cleared, Drain, Resume
+from vsched.policy_host import SeatPolicies
 from vsched.testing.model_ranks.cluster import ModelCluster
 from vsched.testing.schedules.requests import random_limits, random_request
 from vsched.types import FinishReason
@@ -59,12 +60,12 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_random(
     rng: random.Random,
-    policies: KernelPolicies | None = None,
+    policies: SeatPolicies | None = None,
     *,
     limits: SchedulerLimits | None = None,
     events: int = 80,
     faults: bool = True,
-    make: Callable[[SchedulerLimits, KernelPolicies | None], ModelCluster] = ModelCluster,
+    make: Callable[[SchedulerLimits, SeatPolicies | None], ModelCluster] = ModelCluster,
 ) -> ModelCluster:
     """Run a random schedule, restore lost groups, drain and check; return the cluster for further checks.
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Encoded, Finished, GroupReady, Stepped, Submitted
+from vsched.policy_host import SeatPolicies
 from vsched.types import ArraySpec, Extent, FinishReason, MediaItem, Request, SamplingParams
 
 PROMPT_TOKENS = 128
@@ -44,7 +45,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
 class _Drive:
     """A scheduler whose decisions complete at once, timed event by event."""
 
-    def __init__(self, limits: SchedulerLimits, policies: KernelPolicies) -> None:
+    def __init__(self, limits: SchedulerLimits, policies: SeatPolicies) -> None:
         self.kernel = Scheduler(limits, policies)
         self.encodes: list[EncodeDecision] = []
         self.steps: list[GenerateDecision] = []
@@ -134,9 +135,7 @@ def one_request(
     )
 
 
-def measure_decode(
-    policies: KernelPolicies, running: int, *, steps: int, repeats: int
-) -> KernelRow:
+def measure_decode(policies: SeatPolicies, running: int, *, steps: int, repeats: int) -> KernelRow:
     """Measure steady decode steps with `running` requests."""
     rng = random.Random(running)
     prompts = running * (PROMPT_TOKENS + 16)
@@ -152,7 +151,7 @@ def measure_decode(
     return _row("decode step", running, drive.step, steps=steps, repeats=repeats)
 
 
-def measure_request(policies: KernelPolicies, *, requests: int, repeats: int) -> KernelRow:
+def measure_request(policies: SeatPolicies, *, requests: int, repeats: int) -> KernelRow:
     """Measure all kernel work for a one-image request from arrival to end.
 
     The request yields one token; `measure_decode` measures further ones.
@@ -161,7 +160,7 @@ def measure_request(policies: KernelPolicies, *, requests: int, repeats: int) ->
     return _row("one-image request", 0, lambda: sum(next(measure)), steps=requests, repeats=repeats)
 
 
-def measure_arrival(policies: KernelPolicies, *, requests: int, repeats: int) -> KernelRow:
+def measure_arrival(policies: SeatPolicies, *, requests: int, repeats: int) -> KernelRow:
     """Measure the arrival alone, including hashing, of a request with many images.
 
     There are no other requests, so an encoder batch and a step with the first text are decided in
@@ -173,7 +172,7 @@ def measure_arrival(policies: KernelPolicies, *, requests: int, repeats: int) ->
 
 
 def _visits(
-    policies: KernelPolicies, total: int, *, images: int, tokens: int
+    policies: SeatPolicies, total: int, *, images: int, tokens: int
 ) -> Iterator[tuple[int, int]]:
     """Run requests one after another; yield the time of each arrival, and of the rest of its processing."""
     rng = random.Random(0)

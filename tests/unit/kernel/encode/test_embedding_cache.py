@@ -12,9 +12,9 @@ from tests.unit.kernel.setups import (
 )
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
-from vsched.kernel.policy_seats import PolicySeats
 from vsched.kernel.request import RequestState
 from vsched.policy import Admission, AdmissionView, ImagePolicy, RequestPolicy
+from vsched.policy_host.seats import PolicySeats
 from vsched.testing import ModelCluster, default_policies
 from vsched_policies.reclaim import YoungestEmbedding
 

@@ -12,7 +12,7 @@ from tests.unit.kernel.policy_pool import random_policies
 from vsched.kernel.commands import Command
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import DirtyGroups
-from vsched.kernel.waiting_queue import Holds, OrderedQueue
+from vsched.policy_host.waiting import Holds, OrderedQueue
 from vsched.testing import ModelCluster, run_random
 
 

@@ -17,13 +17,14 @@ from tests.unit.kernel.setups import (
 from vsched.kernel.commands import EmitTokens, SetTimer
 from vsched.kernel.decisions import GenerateDecision
 from vsched.kernel.events import TimerFired
-from vsched.kernel.limits import KernelPolicies, SchedulerLimits
+from vsched.kernel.limits import SchedulerLimits
 from vsched.policy import (
     Admission,
     AdmissionView,
     PreemptionView,
     RequestPolicy,
 )
+from vsched.policy_host import SeatPolicies
 from vsched.testing import ModelCluster, default_policies, make_request
 
 
@@ -137,7 +138,7 @@ def tight(**changes: object) -> SchedulerLimits:
     return make_limits(**{"blocks": 14, "slots": 4, "prefix_cache": False, **changes})
 
 
-def run_preempted(policies: KernelPolicies | None = None) -> tuple[ModelCluster, list[list[str]]]:
+def run_preempted(policies: SeatPolicies | None = None) -> tuple[ModelCluster, list[list[str]]]:
     """Run four growing requests and a late one; return the states of older requests at each join."""
     cluster = ModelCluster(tight(), policies)
     for index in range(4):

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.kernel.setups import assert_served, generate_statistics, make_limits, words
 from vsched.kernel import Scheduler
 from vsched.kernel.decisions import Join
-from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
+from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.eviction import KeepNothing
 

@@ -9,9 +9,9 @@ from tests.unit.kernel.setups import make_limits, words
 from vsched.kernel.decisions import SwapCopies
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.swap_space import SwapSpace
-from vsched.kernel.guarded_order import GuardedOrder
-from vsched.kernel.policy_seats import PolicyFaults
 from vsched.kernel.request import RequestState
+from vsched.policy_host.eviction import GuardedOrder
+from vsched.policy_host.seats import PolicyFaults
 from vsched.testing import make_request
 from vsched.types import SamplingParams
 from vsched_policies.eviction import Lru

@@ -20,12 +20,10 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.kernel import KernelPolicies, Scheduler, SchedulerLimits
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.events import Cleared, Drain
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.swap_space import SwapSpace
-from vsched.kernel.policy_seats import PolicyFaults, PolicySeat
-from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import (
     DECISIONS,
     Draft,
@@ -36,6 +34,9 @@ from vsched.policy import (
     RequestPolicy,
     RunningView,
 )
+from vsched.policy_host import SeatPolicies
+from vsched.policy_host.seats import PolicyFaults, PolicySeat
+from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request, run_random
 from vsched.testing.schedules.requests import random_limits
 from vsched.types import FinishReason
@@ -65,7 +66,7 @@ class Three(DraftingPolicy, frozen=True, kw_only=True):
 
 
 def run_growing(
-    limits: SchedulerLimits, policies: KernelPolicies = SWAPPING, *, drain: bool = True
+    limits: SchedulerLimits, policies: SeatPolicies = SWAPPING, *, drain: bool = True
 ) -> ModelCluster:
     """Run four requests that grow beyond the blocks."""
     cluster = ModelCluster(limits, policies)

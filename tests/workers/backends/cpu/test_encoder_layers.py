@@ -43,8 +43,8 @@ def load(path: Path, name: str, attention: str) -> tuple[AnyTower, nn.Module]:
     )
     backend = choose_backend(WorkerSettings(attention=attention), torch.bfloat16)
     assert isinstance(backend, ReferenceBackend)
-    tower, _ = backend.prepare_any_tower(model)
-    return tower, model
+    backend.prepare_any_tower(model)
+    return AnyTower(model, torch.bfloat16), model
 
 
 def fused_layers(model: nn.Module) -> int:

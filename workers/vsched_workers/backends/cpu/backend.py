@@ -36,7 +36,6 @@ from vsched_workers.backends.cpu.quantized.products import (
 from vsched_workers.backends.cpu.row_sampler import draw_compiled
 from vsched_workers.backends.cpu.threads import pool_of, process_pool
 from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
-from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.gather_attention import prefill_by_gather
 from vsched_workers.backends.reference.merged_layers import fuse
@@ -49,7 +48,6 @@ from vsched_workers.quantized.layers import QuantizedLinear
 from vsched_workers.quantized.model import Quantizer
 
 if TYPE_CHECKING:
-    from vsched_workers.backends.reference.image_inputs import ImageInputs
     from vsched_workers.families.decoder import Decoder
 
 
@@ -124,13 +122,13 @@ class CpuBackend(ReferenceBackend):
         )
         return dataclasses.replace(packed, layers=layers)
 
-    def prepare_whole(self, model: Any, inputs: ImageInputs | None = None) -> RunnableLanguage:
+    def prepare_whole(self, model: Any) -> int:
         size = 0
         if self._quantizer is not None:
             size = self._quantize_ends(model, self._quantizer)
-        packed = super().prepare_whole(model, inputs)
+        size += super().prepare_whole(model)
         self._load_decode()
-        return dataclasses.replace(packed, weights_bytes=packed.weights_bytes + size)
+        return size
 
     def _quantize_ends(self, model: Any, quantizer: Quantizer[QuantizedProduct]) -> int:
         """Quantize the embedding and the head of a model of any architecture; return their bytes."""
@@ -152,7 +150,7 @@ class CpuBackend(ReferenceBackend):
     def lays_out(self, module: nn.Module) -> Collection[str]:
         return packed_names(module) if self.make_product is not None else ()
 
-    def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
+    def prepare_any_tower(self, model: nn.Module) -> int:
         layers = merge_encoders(model) if self._fuses else []
         made = super().prepare_any_tower(model)
         fuse_encoders(layers, self._threads, deterministic=self._deterministic)
@@ -210,7 +208,9 @@ class CpuBackend(ReferenceBackend):
         assert self._decode is not None, "attention is loaded before a model is prepared"
         self._decode.warm_up()
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         if self._attention is None:
             self.load_attention()
         assert self._attention is not None

@@ -3,7 +3,7 @@
 Whether an importable kernel runs depends on the device, the data type, the heads and the block size. So `auto` runs
 each on the device, compares it with attention by gather, and times it.
 
-Not yet run on a GPU; trials and choice were tested with kernels on a CPU.
+Trials and choice are tested with kernels on a CPU.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ import torch
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cuda.attention import (
+    DirectFlashPrefill,
     FlashPrefill,
     KernelMissing,
     TritonDecode,
@@ -32,7 +34,15 @@ from vsched_workers.batching.paged_attention import (
     DecodeKernel,
     PagedStep,
     PrefillKernel,
+    RuledDecode,
     Segment,
+    WindowedPrefill,
+)
+from vsched_workers.batching.ruled_attention import (
+    ContextIndex,
+    ScoreRule,
+    decode_by_rule,
+    prefill_by_rule,
 )
 from vsched_workers.memory.out_of_memory import typed_out_of_memory
 
@@ -74,11 +84,11 @@ def _triton_decode(device: str) -> DecodeKernel:
 
 
 def try_kernels(
-    settings: WorkerSettings, dtype: torch.dtype, cache: KvCache, heads: int
+    settings: WorkerSettings, dtype: torch.dtype, cache: KvCache, heads: int, *, ruled: bool
 ) -> AttentionKernels:
     """Return the configured kernels; `auto` is the fastest kernel with correct results.
 
-    Trials run on the cache; its first blocks are zeroed afterwards.
+    Trials run on the cache; its first blocks are zeroed afterwards. `ruled` includes a trial with score rules.
 
     Raises:
         ConfigError: When the configured kernel is not installed, or is wrong on this device.
@@ -91,15 +101,61 @@ def try_kernels(
     if settings.attention == "auto":
         loaders: list[Callable[[], DecodeKernel]] = [lambda: _triton_decode(settings.device)]
         decodes = _loaded([*loaders, VarlenDecode] if has_halves else loaders)
-    prefills: list[PrefillKernel] = _loaded([FlashPrefill]) if has_halves else []
-    with AttentionTrial.over(cache, heads) as trial:
+    prefills: list[PrefillKernel] = (
+        _loaded([DirectFlashPrefill, FlashPrefill]) if has_halves else []
+    )
+    with ExitStack() as stack:
+        layers = layers_of_shapes(cache, heads)
+        trials = [stack.enter_context(AttentionTrial.over(cache, heads, layer)) for layer in layers]
+        plain = [trial for trial in trials if trial.plain]
+
+        def decoded(kernel: DecodeKernel) -> torch.Tensor:
+            return _joined([trial.decode(kernel) for trial in plain])
+
+        def prefilled(kernel: PrefillKernel) -> torch.Tensor:
+            return _joined([trial.prefill(kernel) for trial in plain])
+
         if settings.attention == "auto":
-            decode = fastest("decode", decodes, decode_by_gather, trial.decode, cuda_seconds)
+            decode = fastest("decode", decodes, decode_by_gather, decoded, cuda_seconds)
         else:
             decode = load_decode(settings)
-            require_right(settings.attention, decode, cache, trial)
-        prefill = fastest("prefill", prefills, prefill_by_gather, trial.prefill, cuda_seconds)
+            require_right(settings.attention, decode, cache, decoded)
+        prefill = fastest("prefill", prefills, prefill_by_gather, prefilled, cuda_seconds)
+        if ruled and isinstance(decode, RuledDecode):
+            decode.takes_rules = all(
+                _is_right("decode by score rules", decode, trial.by_rule) for trial in trials
+            )
+        if ruled and isinstance(prefill, WindowedPrefill):
+            prefill.takes_windows = all(
+                _is_right("prefill in a window", prefill, trial.in_window) for trial in plain
+            )
     return AttentionKernels(decode, prefill)
+
+
+def layers_of_shapes(cache: KvCache, heads: int) -> list[int]:
+    """Return the first layer of each shape that has keys."""
+    first: dict[object, int] = {}
+    for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        if keys[0].numel() and heads % keys.shape[1] == 0:
+            first.setdefault((keys.shape, values.shape), layer)
+    return list(first.values())
+
+
+def _joined(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.flatten() for each in results]) if results else torch.zeros(1)
+
+
+def _is_right(what: str, kernel: Any, run: Callable[[Any], torch.Tensor]) -> bool:
+    """Return whether a kernel attends as torch does, which None runs.
+
+    Raises:
+        DeviceOutOfMemory: When the device's memory ran out.
+    """
+    fault = _fault(kernel, run(None), run)
+    if fault is not None:
+        name = type(kernel).__name__
+        logger.log(fault.level, "%s: %s %s here; not used", what, name, fault.what)
+    return fault is None
 
 
 def _loaded(loaders: Sequence[Callable[[], Kernel]]) -> list[Kernel]:
@@ -142,14 +198,19 @@ def fastest(
     return best
 
 
-def require_right(name: str, kernel: DecodeKernel, cache: KvCache, trial: AttentionTrial) -> None:
+def require_right(
+    name: str,
+    kernel: DecodeKernel,
+    cache: KvCache,
+    run: Callable[[DecodeKernel], torch.Tensor],
+) -> None:
     """Raise an error if a configured decode kernel is wrong over this cache.
 
     Raises:
         ConfigError: With the fault.
         DeviceOutOfMemory: When the device's memory ran out.
     """
-    fault = _fault(kernel, trial.decode(decode_by_gather), trial.decode)
+    fault = _fault(kernel, run(decode_by_gather), run)
     if fault is not None:
         larger = "generate.block_size = 256, or " if cache.block_size % 256 else ""
         raise ConfigError(
@@ -175,6 +236,7 @@ def _fault(
     """
     try:
         with typed_out_of_memory(f"trying {type(kernel).__name__}"):
+            run(kernel)  # compiles; later launches skip Triton's dispatch
             differs = float((run(kernel).float() - expected.float()).abs().max())
     except DeviceOutOfMemory:
         raise
@@ -201,20 +263,21 @@ def cuda_seconds(run: Callable[[], object]) -> float:
 
 @dataclass
 class AttentionTrial:
-    """Random keys and values in the first blocks of a cache, and queries that attend to them."""
+    """Random keys and values in the first blocks of a cache, and queries of one layer that attend to them."""
 
     cache: KvCache
+    layer: int
     query: torch.Tensor
     step: PagedStep
     segment: Segment
 
     @classmethod
-    def over(cls, cache: KvCache, heads: int) -> AttentionTrial:
-        """Fill the first blocks of the first layer; decode rows and half a prompt attend to all of them."""
+    def over(cls, cache: KvCache, heads: int, layer: int = 0) -> AttentionTrial:
+        """Fill the first blocks of a layer; decode rows and half a prompt attend to all of them."""
         size = cache.block_size
         blocks = min(-(-TRIAL_CONTEXT // size), cache.blocks)
         context = blocks * size
-        keys, values = cache.keys[0], cache.values[0]
+        keys, values = cache.keys[layer], cache.values[layer]
         chance = torch.Generator().manual_seed(0)
         for held in (keys, values):
             held[:context].copy_(torch.randn(held[:context].shape, generator=chance))
@@ -239,31 +302,66 @@ class AttentionTrial:
         )
         shape = (max(context - context // 2, TRIAL_ROWS), heads, keys.shape[2])
         query = torch.randn(shape, generator=chance).to(device=keys.device, dtype=keys.dtype)
-        return cls(cache, query, step, segment)
+        return cls(cache, layer, query, step, segment)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for held in (self.cache.keys[0], self.cache.values[0]):
+        for held in self._kept:
             held[: self.segment.context].zero_()
 
     def decode(self, kernel: DecodeKernel) -> torch.Tensor:
         """Attend for the decode rows."""
-        found: torch.Tensor = kernel(self.query[:TRIAL_ROWS], 0, self.step, self._scaling)
+        query = self.query[:TRIAL_ROWS]
+        found: torch.Tensor = kernel(query, self.layer, self.step, self._scaling)
         return found
 
     def prefill(self, kernel: PrefillKernel) -> torch.Tensor:
         """Attend for the second half of a prompt."""
         first, last = self.segment.first, self.segment.context
-        own = [
-            held[first:last].transpose(0, 1) for held in (self.cache.keys[0], self.cache.values[0])
-        ]
+        own = [held[first:last].transpose(0, 1) for held in self._kept]
         query = self.query[: last - first].transpose(0, 1)
         found: torch.Tensor = kernel(
-            query, own[0], own[1], 0, self.segment, self.step, self._scaling
+            query, own[0], own[1], self.layer, self.segment, self.step, self._scaling
         )
         return found
+
+    def by_rule(self, kernel: RuledDecode | None) -> torch.Tensor:
+        """Attend for the decode rows with a window, soft-capping and sinks; None is attention by torch."""
+        query, step = self.query[:TRIAL_ROWS], self.step
+        sinks = torch.linspace(-1, 1, query.shape[1]).to(query)
+        window = self.segment.context // 2 + 1
+        rule = ScoreRule(self._scaling, window, softcap=5.0, sinks=sinks)
+        if kernel is not None:
+            return kernel.by_rule(query, self.layer, step, rule)
+        index = ContextIndex.of(
+            step.tables,
+            step.contexts,
+            block_size=self.cache.block_size,
+            window=window,
+            device=query.device,
+        )
+        return decode_by_rule(query, self.cache.layers[self.layer], index, rule)
+
+    def in_window(self, kernel: WindowedPrefill | None) -> torch.Tensor:
+        """Attend for the second half of a prompt in a window; None is attention by torch."""
+        query = self.query[: self.segment.context - self.segment.first].transpose(0, 1)
+        rule = ScoreRule(self._scaling, window=self.segment.context // 3 + 1)
+        if kernel is not None:
+            return kernel.in_window(query, self.layer, self.segment, self.step, rule)
+        kept = self.cache.layers[self.layer]
+        return prefill_by_rule(query, kept, self.segment.slots(), rule).transpose(0, 1)
+
+    @property
+    def plain(self) -> bool:
+        """Whether kernels without rules may read the layer: its values are as wide as its keys."""
+        keys, values = self._kept
+        return keys.shape == values.shape
+
+    @property
+    def _kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.keys[self.layer], self.cache.values[self.layer]
 
     @property
     def _scaling(self) -> float:

@@ -11,14 +11,17 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from vsched_workers.batching.device_copies import sent
+
 
 class AnyTower:
     """A vision-language model without its language model."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, device: str = "cpu") -> None:
         """Take the model; `dtype` is the data type of its weights."""
         self.model = model
         self._dtype = dtype
+        self._device = device
         self._owner = model if hasattr(model, "get_image_features") else model.model
         kinds = inspect.signature(self._owner.get_image_features).parameters
         self._names = {
@@ -49,7 +52,7 @@ class AnyTower:
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         # The copy makes the tensor writable: the arena's view is read-only.
-        tensor = torch.from_numpy(np.array(array))
+        tensor = sent(np.array(array), self._device)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 

@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import Backend, CapturedSteps, RunModel, RunnableLanguage
-from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.collectives import GlooCollectives
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.backends.reference.host_memory import HostMemory, mapped_pieces, zeroed_pages
@@ -27,14 +26,13 @@ from vsched_workers.backends.reference.packed_weights import (
     pack_linears,
     warm_up,
 )
-from vsched_workers.backends.reference.whole_model import WholeModel
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
+from vsched_workers.batching.recurrent_state import RecurrentStates
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from vsched_workers.backends.reference.image_inputs import ImageInputs
     from vsched_workers.families.decoder import Decoder
 
 
@@ -75,16 +73,8 @@ class ReferenceBackend(Backend):
         warm_up(model, self.dtype, packed_head)
         return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
 
-    def prepare_whole(
-        self, model: nn.Module, inputs: ImageInputs | None = None
-    ) -> RunnableLanguage:
-        """Prepare a loaded model of the generic path that returns logits; see `prepare_language`.
-
-        `inputs` builds its arguments if it takes images.
-        """
-        size = self._pack(model) + stored_bytes(*model.parameters())
-        whole = WholeModel(model, self.send, inputs)
-        return RunnableLanguage(whole, _as_they_are, size, whole.apart)
+    def prepare_whole(self, model: nn.Module) -> int:
+        return self._pack(model) + stored_bytes(*model.parameters())
 
     def prepare_tower(self, tower: nn.Module) -> int:
         size = stored_bytes(*tower.parameters())
@@ -96,11 +86,10 @@ class ReferenceBackend(Backend):
         block_activations(tower)
         return size
 
-    def prepare_any_tower(self, model: nn.Module) -> tuple[AnyTower, int]:
-        """Prepare a loaded vision tower of the generic path; return it and the bytes of its weights."""
+    def prepare_any_tower(self, model: nn.Module) -> int:
         size = self._pack(model)
         block_activations(model)
-        return AnyTower(model, self.dtype), size + stored_bytes(*model.parameters())
+        return size + stored_bytes(*model.parameters())
 
     def _pack(self, module: nn.Module) -> int:
         """Pack the linear layers below a module, if weights are packed; return their bytes."""
@@ -116,11 +105,17 @@ class ReferenceBackend(Backend):
     def load_attention(self) -> None:
         """Do nothing: attention by gather needs no compilation."""
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         return AttentionKernels(decode_by_gather, prefill_by_gather)
 
     def capture_steps(
-        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+        self,
+        cache: KvCache,
+        attention: AttentionKernels,
+        run: RunModel,
+        states: RecurrentStates | None,
     ) -> CapturedSteps | None:
         return None
 
@@ -143,7 +138,3 @@ class ReferenceBackend(Backend):
     def send_pixels(self, parts: Sequence[npt.NDArray[np.uint8]]) -> torch.Tensor:
         # The copy makes the tensor writable: the arena's view is read-only.
         return torch.from_numpy(np.concatenate(parts))
-
-
-def _as_they_are(logits: torch.Tensor) -> torch.Tensor:
-    return logits

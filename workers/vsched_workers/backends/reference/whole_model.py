@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from vsched.types import ModelInfo
-from vsched_workers.backends.base import LanguageLayers, Product
+from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.batching.kv_cache import KvShape
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import NAME, PagedStep, running
@@ -58,10 +58,10 @@ class WholeModel:
             and "logits_to_keep" in inspect.signature(model.forward).parameters
         )
 
-    @property
-    def apart(self) -> tuple[LanguageLayers, Product] | None:
-        """Separate layers and head; None if the model computes the logits of all rows."""
-        return (self._hidden_states, self._logits_of) if self._keeps else None
+    def runnable(self, weights_bytes: int) -> RunnableLanguage:
+        """Return it as a backend runs it; layers and head are separate unless it computes the logits of all rows."""
+        apart = (self._hidden_states, self._logits_of) if self._keeps else None
+        return RunnableLanguage(self, _unchanged, weights_bytes, apart)
 
     def __call__(
         self,
@@ -73,7 +73,8 @@ class WholeModel:
     ) -> torch.Tensor:
         """Return the logits of the wanted rows, [wanted, vocabulary]."""
         logits = self._run(token_ids, positions, step, images, wanted)
-        return logits if self._keeps else logits[self._send(wanted)]
+        # A captured step wants all rows, and cannot copy row numbers to the device.
+        return logits if len(logits) == len(wanted) else logits[self._send(wanted)]
 
     def _run(
         self,
@@ -90,7 +91,7 @@ class WholeModel:
         else:
             assert images is None, "it is a model of text alone"
             given = {"input_ids": token_ids[None], "position_ids": positions[0]}
-        if self._keeps:
+        if self._keeps and len(kept) < len(token_ids):
             given["logits_to_keep"] = self._send(kept)
         with running(step):
             logits: torch.Tensor = self._model(use_cache=False, **given).logits[0]
@@ -125,6 +126,10 @@ class WholeModel:
         finally:
             del self._base.forward
         return logits
+
+
+def _unchanged(logits: torch.Tensor) -> torch.Tensor:
+    return logits
 
 
 class DecoderLayers:
@@ -195,6 +200,8 @@ class FirstRun(NamedTuple):
         kv: Shape of each layer's keys and values per token; zero heads if it keeps none.
         states: Recurrent states of the layers.
         layers: The layers, if some can be skipped.
+        plain: Whether all layers that keep anything attend plainly: without windows, soft-capping or sinks, and with
+            keys as wide as values.
         only_places_rows: Whether a model that takes images only puts their rows in place of placeholders.
         adaptable: Names of linear layers that are called once per step with all its rows, and so can have LoRA
             adapters.
@@ -203,6 +210,7 @@ class FirstRun(NamedTuple):
     kv: list[KvShape]
     states: RecurrentStates
     layers: DecoderLayers | None
+    plain: bool = False
     only_places_rows: bool = False
     adaptable: frozenset[str] = frozenset()
 
@@ -221,6 +229,7 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
 
     shapes: dict[int, KvShape] = {}
     strange: list[str] = []
+    ruled: set[int] = set()
     family = info.family
     text = model.config.get_text_config()
     kinds = layer_kinds(text)
@@ -233,6 +242,8 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         layer = int(module.layer_idx)
@@ -244,6 +255,9 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
             strange.append("masks of its own")
         if not (looks_ahead or getattr(module, "is_causal", True)):
             strange.append("layers that attend to later tokens")
+        rules = (sliding_window, softcap, s_aux)
+        if key.shape[3] != value.shape[3] or any(rule is not None for rule in rules):
+            ruled.add(layer)
         shapes[layer] = KvShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -274,7 +288,8 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
             runs_without = layers is not None and _runs_without(model, layers)
         found = [shapes.get(layer, NOTHING_KEPT) for layer in range(count)]
         adaptable = _adaptable(model, rows_seen, states)
-        return FirstRun(found, states, layers if runs_without else None, places, adaptable)
+        skippable = layers if runs_without else None
+        return FirstRun(found, states, skippable, not ruled, places, adaptable)
     finally:
         model.set_attn_implementation(NAME)
 

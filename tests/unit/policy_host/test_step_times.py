@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vsched.kernel.generate.step_budget import StepTimeModel, pairs_of
+from vsched.policy_host.step_times import StepTimeModel, pairs_of
 
 DECODES, DECODE_NS, TOKEN_NS, PAIR_NS = 8, 5_000_000, 60_000, 40
 

@@ -8,7 +8,7 @@ the same state in a replay. The cost is to encode and decode a small struct per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from traceback import TracebackException
 from typing import Any
@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 from vsched.errors import PolicyError, RecordError, limit_message, reraise_interrupt, safe_text
-from vsched.kernel.limits import KernelPolicies
-from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import DECISIONS, Decision, Policy, decisions_of
+from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.types import stage_of
 
 STATE_BYTES_MAX = 16 << 10
@@ -26,7 +25,9 @@ STATE_BYTES_MAX = 16 << 10
 NOTICES_MAX = 100
 """Maximum number of notices; further failures are only counted, so they cannot flood the log."""
 
-_CORE = tuple(str(PurePath(__file__).parents[1] / name) for name in ("kernel", "policy"))
+_CORE = tuple(
+    str(PurePath(__file__).parents[1] / name) for name in ("kernel", "policy", "policy_host")
+)
 
 _PLAIN = (
     msgspec.inspect.NoneType,
@@ -43,6 +44,28 @@ _encode = msgspec.msgpack.Encoder().encode
 
 Ask = Callable[[Any], Any]
 """A call of a policy: takes the view, returns the answer."""
+
+
+BuildPolicy = Callable[[str, Mapping[str, Any]], Policy]
+"""Builds the policy for a decision, or for the table `policy`, from a configuration table."""
+
+
+def _build_none(decision: str, table: Mapping[str, Any]) -> Policy:
+    raise PolicyError(f"{decision}: {table.get('use')!r} cannot be built: this host has no `build`")
+
+
+class SeatPolicies(msgspec.Struct, frozen=True, kw_only=True):
+    """The policies of a host.
+
+    Attributes:
+        by_table: The policies by the paths of their configuration tables; that of the KV cache's size is not used.
+        several: The one of them that makes several decisions with one state; None if each seat has its own.
+        build: Builds the policies of a `PolicyReplaced`; equal tables must give equal policies.
+    """
+
+    by_table: Mapping[str, Policy]
+    several: Policy | None = None
+    build: BuildPolicy = _build_none
 
 
 class Replaced(Exception):
@@ -295,7 +318,7 @@ class PolicySeats(Restorable):
     faults: Saved[PolicyFaults]
     _seats: Saved[dict[str, PolicySeat]]
 
-    def __init__(self, policies: KernelPolicies) -> None:
+    def __init__(self, policies: SeatPolicies) -> None:
         self.faults = PolicyFaults()
         self.policies = policies
         self._seats = {}

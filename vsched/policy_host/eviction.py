@@ -9,9 +9,9 @@ from typing import Generic, TypeVar, cast
 import msgspec
 
 from vsched.errors import RecordError, reraise_interrupt, safe_text
-from vsched.kernel.policy_seats import PolicyFaults
-from vsched.kernel.snapshot import Restorable, Saved
 from vsched.policy import CachePolicy, EvictionOrder, RecordableOrder
+from vsched.policy_host.seats import PolicyFaults
+from vsched.policy_host.snapshot import Restorable, Saved
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -1,4 +1,4 @@
-"""The shell times policy calls and replaces a policy that is too slow through an event."""
+"""Policy calls are timed, and a policy that is too slow is replaced, in the kernel through an event."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.unit.record.recorded import record_run
-from vsched.aio.policy_times import PolicyTimes, QueueClock
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.events import Event, PolicyReplaced
-from vsched.kernel.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy import Admission, AdmissionView, RequestPolicy
+from vsched.policy_host.call_times import PolicyTimes, QueueClock
+from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.record import replay
 from vsched.testing import ModelCluster, make_request
 from vsched.testing.defaults import default_policies
@@ -36,14 +36,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_ns = self.queued_ns = 0
-        self.received: list[Event] = []
+        self.received: list[tuple[str, str]] = []
 
     def times(self, *, budget_ms: float, slow_max: int) -> PolicyTimes:
         return PolicyTimes(
             budget_ms=budget_ms,
             slow_max=slow_max,
             now_ns=lambda: self.now_ns,
-            handle=self.received.append,
+            replace=lambda seat, reason: self.received.append((seat, reason)),
             queued_ns=lambda: self.queued_ns,
         )
 
@@ -67,10 +67,9 @@ def test_calls_are_counted_and_answers_passed_on(caplog: pytest.LogCaptureFixtur
     assert "value 7.0 ms, limit 5 ms. Remedy: make it faster" in caplog.text
     assert clock.received == []
     ask("view")
-    (event,) = clock.received
-    assert isinstance(event, PolicyReplaced)
-    assert event.seat == "s"
-    assert "3 of 3 calls" in event.reason
+    (change,) = clock.received
+    assert change[0] == "s"
+    assert "3 of 3 calls" in change[1]
 
 
 def test_slow_calls_that_are_rare_replace_nothing() -> None:

@@ -1,7 +1,8 @@
-"""Timing of policy calls, by the shell's clock.
+"""Timing of policy calls, by the clock of the host.
 
 The kernel has no clock, and times may change its decisions only by events. So calls are timed from outside, and a
-policy that exceeds its budget repeatedly is replaced by the default with an event, which a record contains as well.
+policy that exceeds its budget repeatedly is replaced by the default; in the kernel with an event, which a record
+contains as well.
 
 Time in which the thread waited for a core does not count: on a busy machine, or under a control group's quota, a fast
 policy would be replaced because of other programs. Time in which a policy sleeps or waits for a file counts.
@@ -17,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 from vsched.errors import limit_message
-from vsched.kernel.events import Event, PolicyReplaced
 
 logger = logging.getLogger(__name__)
 LATEST_CALLS = 100
@@ -66,17 +66,17 @@ class PolicyTimes:
         budget_ms: float,
         slow_max: int,
         now_ns: Callable[[], int],
-        handle: Callable[[Event], None],
+        replace: Callable[[str, str], object],
         queued_ns: Callable[[], int] = lambda: 0,
     ) -> None:
         """Replace a policy once more than `slow_max` of its latest calls took over `budget_ms`; with 0, never.
 
-        `queued_ns` is a `QueueClock`.
+        `replace` gets the name of the seat and the reason. `queued_ns` is a `QueueClock`.
         """
         self._budget_ns = int(budget_ms * 1e6)
         self._slow_max = slow_max
         self._now_ns = now_ns
-        self._handle = handle
+        self._replace = replace
         self._queued_ns = queued_ns if budget_ms else lambda: 0
         self._seats: dict[str, _SeatTimes] = {}
 
@@ -120,7 +120,7 @@ class PolicyTimes:
         latest = times.latest_slow
         if len(latest) > self._slow_max and times.calls - latest[0] < LATEST_CALLS:
             latest.clear()
-            self._handle(PolicyReplaced(seat, message))
+            self._replace(seat, message)
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """Return for each seat the number of calls, their total and longest time, and the number of slow calls."""

@@ -1,0 +1,196 @@
+"""A model of step times, and the budget of prefill tokens in a step with decodes.
+
+The time of a prompt token has a constant part (its way through the layers) and a part proportional to the tokens before
+it (attention): with 16,000 tokens of context, 64 tokens took 30 times as long as with none. So a limit in tokens either
+starves short prompts or stalls decodes next to long ones. Both parts are fitted to the times that ranks report, by
+least squares with exponential forgetting, and a chunk is cut to the time left in its step. Errors are relative to the
+measured time: else a large, slow chunk would outweigh a hundred small ones after it, and chunks would stay small long
+after other processes have left the cores.
+
+The time of decodes alone is measured in steps without prefill. While requests wait there are no such steps, but the
+number of decodes grows. So the time is kept with its number of decodes, and each further decode counts as a prompt
+token.
+
+Times are part of events, so a host that is a function of its events remains one of its events.
+"""
+
+from __future__ import annotations
+
+import math
+
+from vsched.policy_host.snapshot import Restorable, Saved
+
+FORGET = 0.9
+"""Weight of an observation after the next one: about the last ten steps with prefill count."""
+HELD_UP = 2.0
+"""Limit for the time of a step of decodes, as a multiple of the expected time: a longer one was held up by something
+else."""
+NOISE = 0.05
+"""Share of the time of a step below which the time of its prefill is noise."""
+
+_UNPLANNED = (0, 0, 0.0)
+
+
+class StepTimeModel(Restorable):
+    """The times of decodes and prefill in a group; `target_ns` is the limit for a step with both, 0 for none.
+
+    A step may always take `ratio` times as long as its decodes: a target near that time would starve prefill, and a few
+    decoding requests would keep all others from joining.
+    """
+
+    _known_decodes: Saved[float] = 0.0
+    _known_ns: Saved[float] = 0.0
+    _planned: Saved[dict[int, tuple[int, int, float]]]
+    _sums: Saved[tuple[float, float, float, float, float]] = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def __init__(self, target_ns: int, ratio: float, block_size: int) -> None:
+        self._target_ns = target_ns
+        self._ratio = ratio
+        self._block_size = block_size
+        self._planned = {}
+        self._costs = (0.0, 0.0)
+
+    def budget_for(self, tokens: int, *, decodes: int) -> PrefillBudget:
+        """Return the budget of a step with room for `tokens` next to its decodes."""
+        return PrefillBudget(self, tokens, self.left_ns(decodes) or math.inf)
+
+    def left_ns(self, decodes: int) -> float:
+        """Return how long other work may delay the next step of `decodes` requests; 0 for no limit."""
+        if not (self._target_ns and decodes):
+            return 0.0
+        decode_ns = self.decode_ns(decodes)
+        return max(max(self._target_ns, self._ratio * decode_ns) - decode_ns, 1.0)
+
+    def note(self, step: int, decodes: int, budget: PrefillBudget | None = None) -> None:
+        """Note the composition of a step until its time is known; there is no budget without prefill."""
+        if budget is None:
+            self._planned[step] = (decodes, 0, 0.0)
+        else:
+            self._planned[step] = (decodes, budget.prefilled, budget.pairs)
+
+    def learn(self, step: int, busy_ns: int, drafts: int = 0) -> tuple[int, int, float]:
+        """Learn the time of a step on the ranks, 0 if it was not measured; return the composition of the step.
+
+        A draft takes a row, like a decode.
+        """
+        composition = self._planned.pop(step, _UNPLANNED)
+        if busy_ns > 0 and self._target_ns:
+            decodes, tokens, pairs = composition
+            self._fit(busy_ns, decodes + drafts, tokens, pairs)
+        return composition
+
+    def _fit(self, busy_ns: int, decodes: int, tokens: int, pairs: float) -> None:
+        if not tokens:
+            if decodes:
+                part = 1.0
+                if self._known_ns:
+                    part = 1 - FORGET
+                    busy_ns = min(busy_ns, int(HELD_UP * self.decode_ns(decodes)))
+                self._known_decodes += (decodes - self._known_decodes) * part
+                self._known_ns += (busy_ns - self._known_ns) * part
+            return
+        known = min(decodes, self._known_decodes)
+        count = tokens + decodes - known
+        cost = max(busy_ns - self.decode_ns(known), 0.0)
+        # Between the time of the step, which bounds the noise, and that of its prefill, which is learned.
+        scale = math.sqrt(busy_ns * max(cost, NOISE * busy_ns))
+        count, pairs, cost = count / scale, pairs / scale, cost / scale
+        new = (count * count, count * pairs, pairs * pairs, count * cost, pairs * cost)
+        self._sums = tuple(FORGET * old + one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]
+        self._costs = self._solve()
+
+    def decode_ns(self, decodes: float) -> float:
+        """Return the expected time of `decodes` decodes without prefill."""
+        token_ns, _ = self.costs()
+        if not (decodes and self._known_decodes):
+            return token_ns * decodes
+        mean_ns = self._known_ns / self._known_decodes
+        return self._known_ns + min(token_ns, mean_ns) * (decodes - self._known_decodes)
+
+    def drop_planned(self) -> None:
+        """Forget the steps in flight, which will not complete."""
+        self._planned.clear()
+
+    def costs(self) -> tuple[float, float]:
+        """Return ns per token, and ns per pair of a token and one before it; neither is negative."""
+        return self._costs
+
+    def _solve(self) -> tuple[float, float]:
+        tt, tp, pp, tc, pc = self._sums
+        whole = tt * pp - tp * tp
+        if whole > 1e-6 * tt * pp:
+            token_ns, pair_ns = (tc * pp - pc * tp) / whole, (pc * tt - tc * tp) / whole
+            if token_ns >= 0 and pair_ns >= 0:
+                return token_ns, pair_ns
+        # The latest steps are too similar to separate the two, or too noisy: attribute all time to one of them.
+        return (0.0, pc / pp) if pp and pc * tt > tc * tp else (tc / tt if tt else 0.0, 0.0)
+
+    @property
+    def block_ns(self) -> float:
+        """Expected time of a block at the start of a prompt."""
+        return self.nanoseconds(0, self._block_size)
+
+    def tokens_within(self, left_ns: float, start: int) -> float:
+        """Return the number of tokens from position `start` that take `left_ns`, at least a block."""
+        token_ns, pair_ns = self.costs()
+        first_ns = token_ns + pair_ns * start
+        if not first_ns or left_ns == math.inf:
+            return math.inf
+        # first_ns * n + pair_ns * n² / 2 = left_ns
+        tokens = 2 * left_ns / (first_ns + math.sqrt(first_ns**2 + 2 * pair_ns * left_ns))
+        return max(tokens - tokens % self._block_size, self._block_size)
+
+    def rebuild(self) -> None:
+        self._costs = self._solve()
+
+    def nanoseconds(self, start: int, tokens: int) -> float:
+        """Return the expected time of tokens from `start`."""
+        token_ns, pair_ns = self.costs()
+        return tokens * token_ns + pairs_of(start, tokens) * pair_ns
+
+
+class PrefillBudget:
+    """The prefill that is left in a step, in tokens and time, and the prefill that it has."""
+
+    def __init__(self, model: StepTimeModel, tokens: int, left_ns: float) -> None:
+        self.tokens = tokens
+        self.prefilled = 0
+        self.pairs = 0.0
+        self._model = model
+        self._left_ns = left_ns
+
+    @property
+    def spent(self) -> bool:
+        """Whether no more prefill fits."""
+        return self.tokens <= 0 or self._left_ns <= 0
+
+    def limit_time(self, left_ns: float) -> None:
+        """Set the time for prefill, if it is limited."""
+        if self._left_ns != math.inf:
+            self._left_ns = left_ns
+
+    @property
+    def time_ns(self) -> int | None:
+        """Time left for prefill; None for no limit."""
+        return None if self._left_ns == math.inf else int(self._left_ns)
+
+    def tokens_at(self, start: int) -> int:
+        """Return the number of prompt tokens from `start` that fit, at least a block unless the budget is spent."""
+        if self.spent:
+            return 0
+        return int(min(self.tokens, self._model.tokens_within(self._left_ns, start)))
+
+    def take(self, start: int, tokens: int) -> None:
+        """Add a chunk of `tokens` tokens from `start` to the step."""
+        self.tokens -= tokens
+        self._left_ns -= self._model.nanoseconds(start, tokens)
+        if self._left_ns < self._model.block_ns:
+            # A block of another prompt would exceed the time, and a further chunk has a cost of its own.
+            self._left_ns = 0.0
+        self.prefilled += tokens
+        self.pairs += pairs_of(start, tokens)
+
+
+def pairs_of(start: int, tokens: int) -> float:
+    """Return the number of pairs of a token and one before it, for tokens from `start`."""
+    return tokens * (start + tokens / 2)

@@ -1,0 +1,196 @@
+"""The waiting queue of a stage, in order of arrival.
+
+An entry keeps its order number. A request that is preempted or recovered returns with its old number, so it is ahead of
+all later arrivals, and several of them are in their original order. So there is no operation to put an entry at the
+front, which callers could forget or misorder. Entries that a policy does not admit stay in the queue.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from typing import Any, Generic, Protocol, TypeVar
+
+from vsched.policy import Admission, AdmissionView, WaitingEntry
+from vsched.policy.checks import PASSED_OVER, put_first
+from vsched.policy_host.seats import PolicySeat
+from vsched.policy_host.snapshot import Restorable, Saved
+
+
+class Ordered(Protocol):
+    """An entry with a place in a queue, and its view for admission policies."""
+
+    @property
+    def order(self) -> tuple[int, int]: ...
+    @property
+    def view(self) -> WaitingEntry: ...
+
+
+NEVER = 2**63 - 1
+
+Waiting = TypeVar("Waiting", bound=Ordered)
+
+
+class OrderedQueue(Restorable, Generic[Waiting]):
+    """Entries sorted by order number; appending is the common case, and cheap.
+
+    Attributes:
+        entries: The entries in order, read only; always the same object.
+        passed_longest_ns: The longest time that an entry was passed over.
+        hold_until_ns: End of a hold of the admission policy on all entries; None without one.
+    """
+
+    hold_until_ns: Saved[int | None] = None
+    passed_longest_ns: Saved[int] = 0
+    _passed: Saved[list[int]]
+
+    def __init__(self) -> None:
+        self._entries: list[Waiting] = []
+        self._orders: list[tuple[int, int]] = []
+        self._views: list[WaitingEntry] = []
+        # Times at which the first entries were first passed over, `NEVER` for `_spared` of them; the others never were.
+        self._passed = []
+        self._spared = 0
+        self._oldest_ns = NEVER
+        self.entries: Sequence[Waiting] = self._entries
+
+    def shown(self) -> tuple[WaitingEntry, ...]:
+        """Return the views of the entries, as a tuple, which policies cannot change."""
+        return tuple(self._views)
+
+    def rebuild(self) -> None:
+        self._spared = self._passed.count(NEVER)
+        self._oldest_ns = min(self._passed, default=NEVER)
+
+    def held_until(self, now_ns: int) -> int | None:
+        """Return the end of the current hold; None without one."""
+        until_ns = self.hold_until_ns
+        return until_ns if until_ns is not None and until_ns > now_ns else None
+
+    def admit(
+        self, seat: PolicySeat, view: AdmissionView, hold_max_ns: int
+    ) -> tuple[Admission, bool]:
+        """Call the admission policy, and note its hold.
+
+        Returns:
+            The entries to admit, in order; and whether the overdue one was put first.
+        """
+        waiting, free, overdue, eligible = (
+            view.waiting,
+            view.entries_free,
+            view.overdue,
+            view.eligible,
+        )
+        admission: Admission = seat.decide(
+            view, waiting, free, view.running, view.now_ns, hold_max_ns, eligible
+        )
+        self.hold_until_ns = admission.hold_until_ns
+        indices = admission.indices
+        if len(indices) > free + len(admission.preempt):
+            seat.overrule("more entries than can join")
+        if overdue is None or (first := put_first(indices, overdue)) is indices:
+            return admission, False
+        seat.overrule(PASSED_OVER)
+        return Admission(first), True
+
+    def put_new(self, entry: Waiting) -> None:
+        """Insert a new entry, and end the hold, since the policy may admit it at once."""
+        self.put(entry)
+        self.hold_until_ns = None
+
+    def put(self, entry: Waiting) -> None:
+        """Insert an entry at its place."""
+        order = entry.order
+        if not self._orders or self._orders[-1] < order:
+            self._entries.append(entry)
+            self._orders.append(order)
+            self._views.append(entry.view)
+            return
+        index = bisect_left(self._orders, order)
+        if index < len(self._passed):
+            self._passed.insert(index, NEVER)
+            self._spared += 1
+        self._entries.insert(index, entry)
+        self._orders.insert(index, order)
+        self._views.insert(index, entry.view)
+
+    def remove(self, entry: Waiting, *, chosen_ns: int | None = None) -> None:
+        """Remove an entry; it must be in the queue. If a policy chose it, those ahead of it are passed over."""
+        index, passed = bisect_left(self._orders, entry.order), self._passed
+        assert self._entries[index] is entry, "the queue's order was broken"
+        if index and chosen_ns is not None:
+            if self._spared:
+                passed[:index] = [min(since_ns, chosen_ns) for since_ns in passed[:index]]
+                self._spared = passed.count(NEVER)
+            passed += [chosen_ns] * (index - len(passed))
+            self._oldest_ns = min(self._oldest_ns, chosen_ns)
+        if index < len(passed):
+            since_ns = passed.pop(index)
+            if since_ns == NEVER:
+                self._spared -= 1
+            elif since_ns == self._oldest_ns:
+                self._oldest_ns = min(passed, default=NEVER)
+        del self._entries[index], self._orders[index], self._views[index]
+
+    def ahead_of(self, order: tuple[int, int]) -> int:
+        """Return the number of entries ahead of an order number."""
+        return bisect_left(self._orders, order)
+
+    def overdue(self, now_ns: int, most_ns: int) -> int | None:
+        """Return the index of the entry that was passed over longest, if for more than `most_ns`."""
+        since_ns = self._oldest_ns
+        if since_ns == NEVER:
+            return None
+        self.passed_longest_ns = max(self.passed_longest_ns, now_ns - since_ns)
+        return self._passed.index(since_ns) if since_ns + most_ns <= now_ns else None
+
+    def renew_view(self, entry: Waiting) -> None:
+        """Update the view of an entry."""
+        self._views[bisect_left(self._orders, entry.order)] = entry.view
+
+    def __contains__(self, entry: Waiting) -> bool:
+        index = bisect_left(self._orders, entry.order)
+        return index < len(self._entries) and self._entries[index] is entry
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class Holds:
+    """The ends of holds of all queues; its cost grows with the number of holds, not of queues."""
+
+    def __init__(self, queues: Sequence[OrderedQueue[Any]]) -> None:
+        self._queues = queues
+        self._noted: list[int | None] = [None] * len(queues)
+        self._ends: list[tuple[int, int]] = []
+
+    def note(self, index: int, now_ns: int) -> None:
+        """Note the hold of a queue, if any, after its policy may have been called."""
+        until_ns = self._queues[index].held_until(now_ns)
+        if until_ns is not None and until_ns != self._noted[index]:
+            self._noted[index] = until_ns
+            heappush(self._ends, (until_ns, index))
+
+    def take_ended(self, now_ns: int) -> list[int]:
+        """Return the queues whose holds have ended since the last call."""
+        ends, ended = self._ends, []
+        while ends and ends[0][0] <= now_ns:
+            ended.append(self._pop())
+        return ended
+
+    def first_end(self) -> int | None:
+        """Return the end of the first hold; None without one."""
+        ends = self._ends
+        while ends and self._queues[ends[0][1]].hold_until_ns != ends[0][0]:
+            self._pop()  # a new entry ended it
+        return ends[0][0] if ends else None
+
+    def _pop(self) -> int:
+        until_ns, index = heappop(self._ends)
+        if self._noted[index] == until_ns:
+            self._noted[index] = None
+        return index
