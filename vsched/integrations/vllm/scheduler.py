@@ -392,7 +392,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             budget.prefilled, budget.pairs = tokens, pairs
             self._times.note(self._step, decodes, budget if tokens else None)
             traced = self.running if self._recorder is not None else ()
-            context = sum([one.num_computed_tokens for one in traced])
+            context = sum([one.num_computed_tokens for one in traced if not one.is_prefill_chunk])
             self._flying[id(output)] = (self._step, now_ns, decodes, context, firsts)
         if (queue := self._queue) is not None and self._asked_step == self._step:
             timed = self._budget is not None and self._budget.time_ns is not None

@@ -147,7 +147,7 @@ class HostRecorder:
             file.flush()  # the process may be killed at any time
 
     def note_step(self, time: StepTime, context_tokens: int) -> None:
-        """Note a step; `context_tokens` are the computed tokens of all running requests."""
+        """Note a step; `context_tokens` are the computed tokens of decoding requests."""
         self._write(
             self._run,
             HostStep(
