@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import importlib
 
-_CLASSES = {"Scheduler": "vsched.integrations.vllm.scheduler:PolicyScheduler"}
+_CLASSES = {
+    "Scheduler": "vsched.integrations.vllm.scheduler:PolicyScheduler",
+    "EmbeddingCache": "vsched.integrations.vllm.embeddings:PolicyEncoderCache",
+    "FrontDoor": "vsched.integrations.vllm.front_door:FrontDoor",
+}
 
 
 def __getattr__(name: str) -> object:

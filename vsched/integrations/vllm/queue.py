@@ -45,22 +45,18 @@ class Entry(HostedRequest):
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
         return int(self.request.num_prompt_tokens)
 
     @property
     def output_tokens(self) -> int:
-        """Number of output tokens so far."""
         return int(self.request.num_output_tokens)
 
     @property
     def computed_tokens(self) -> int:
-        """Number of its first tokens that are computed."""
         return int(self.request.num_computed_tokens)
 
     @property
     def preemptions(self) -> int:
-        """Number of times that it was preempted."""
         return int(self.request.num_preemptions)
 
     def images_at(self) -> list[tuple[str, int, int]]:
@@ -115,7 +111,6 @@ class ChosenQueue:
     # --- methods of `RequestQueue` ---
 
     def add_request(self, request: VllmRequest) -> None:
-        """Put a request at its place, which it keeps for life."""
         if self._is_ready(request):
             self._put(request)
         else:
@@ -124,12 +119,10 @@ class ChosenQueue:
     prepend_request = add_request
 
     def prepend_requests(self, requests: Iterable[VllmRequest]) -> None:
-        """Put requests back at their places."""
         for request in requests:
             self.add_request(request)
 
     def peek_request(self) -> VllmRequest:
-        """Return the first request."""
         return self.chosen[0] if self.chosen is not None else next(iter(self))
 
     def pop_request(self) -> VllmRequest:
@@ -143,13 +136,11 @@ class ChosenQueue:
         return request
 
     def remove_request(self, request: VllmRequest) -> None:
-        """Remove a request, which need not be here."""
         self.changed = True
         if self.unready.pop(request.request_id, None) is None and request.vsched in self.ordered:
             self.ordered.remove(request.vsched)
 
     def remove_requests(self, requests: Iterable[VllmRequest]) -> None:
-        """Remove requests."""
         for request in requests:
             self.remove_request(request)
 

@@ -16,6 +16,7 @@ Whatever fails here, in a policy or in the bridge, vLLM's own order decides.
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -56,6 +57,7 @@ ASK_AGAIN_STEPS = 64
 LOG_NS = 1_000_000_000
 """Minimum time between two lines of the log, and two writes of the figures."""
 ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+order_of = operator.attrgetter("vsched.order")
 Base: Any = object
 
 
@@ -124,14 +126,20 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         self._budget: PrefillBudget | None = None
         self._priorities: list[tuple[Request, int]] = []
         self._helped: Request | None = None
-        self._recorder = HostRecorder(keys.trace, self._header()) if keys.trace else None
+        header = RunHeader(
+            host=f"vLLM {version}",
+            slots=self._slots(),
+            batch_tokens=self.max_num_scheduled_tokens,
+            block_size=self.block_size,
+            kv_tokens=self.cache_config.num_gpu_blocks * self.block_size,
+        )
+        self._recorder = HostRecorder(keys.trace, header) if keys.trace else None
         self._statistics = statistics_path(vllm_config) if keys.statistics else None
         self._logged_ns, self._logged = 0, ""
 
     # --- methods that vLLM calls ---
 
     def add_request(self, request: Request) -> None:
-        """Add a request, or the next part of its input."""
         if not hasattr(request, "vsched"):
             request.vsched = Entry(request, next(self._numbers))
             if self._recorder is not None:
@@ -152,7 +160,6 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Take the results of a step, and note its time."""
         flying = self._flying.pop(id(scheduler_output), None)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if flying is not None:
@@ -172,7 +179,6 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         return super()._free_request(request, *args, **kwargs)
 
     def shutdown(self) -> None:
-        """Close the files of this bridge, and shut down."""
         if self._recorder is not None:
             self.host.guard("closing the trace", self._recorder.close)
         if self._statistics is not None:
@@ -188,7 +194,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         planned = sum([one.num_tokens - one.num_computed_tokens for one in prefilling])
         timed = budget.time_ns is not None
         if self._shares is not None and (prefilling or (waits and timed)):
-            planned = self._share(self._shares, prefilling, budget, decodes, now_ns)
+            planned = self._share(self._shares, prefilling, decodes, now_ns)
         if queue is not None and self._admission is not None and waits:
             self._admit(queue, self._admission, room - planned, now_ns)
         if self._limits_prefill and (self._caps is not None or timed) and (prefilling or waits):
@@ -196,15 +202,10 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         if self._victims and self._blocks_are_scarce(room):
             self.kv_cache_manager.allocate_slots = self._allocate
 
-    def _share(
-        self,
-        seat: PolicySeat,
-        prefilling: list[Request],
-        budget: PrefillBudget,
-        decodes: int,
-        now_ns: int,
-    ) -> int:
+    def _share(self, seat: PolicySeat, prefilling: list[Any], decodes: int, now_ns: int) -> int:
         """Order and limit the prefilling requests as the step policy says; return the tokens that they may take."""
+        budget = self._budget
+        assert budget is not None
         prefilling.sort(key=order_of)
         token_ns, pair_ns = self._times.costs()
         late_ns, entries = now_ns - self._passed_over_ns, [one.vsched for one in prefilling]
@@ -390,21 +391,17 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         if scheduled and (budget := self._budget) is not None:
             budget.prefilled, budget.pairs = tokens, pairs
             self._times.note(self._step, decodes, budget if tokens else None)
-            context = (
-                sum([one.num_computed_tokens for one in self.running]) if self._recorder else 0
-            )
+            traced = self.running if self._recorder is not None else ()
+            context = sum([one.num_computed_tokens for one in traced if not one.is_prefill_chunk])
             self._flying[id(output)] = (self._step, now_ns, decodes, context, firsts)
         if (queue := self._queue) is not None and self._asked_step == self._step:
-            full = tokens + decodes >= self.max_num_scheduled_tokens or (
-                self._budget is not None and self._budget.time_ns is not None
-            )
+            timed = self._budget is not None and self._budget.time_ns is not None
+            full = timed or tokens + decodes >= self.max_num_scheduled_tokens
             images = left and any(one.mm_features for one in itertools.islice(queue, 8))
             if not left or full or images or len(self.running) >= self._slots():
                 queue.changed = True
 
-    def _learn(
-        self, step: int, began_ns: int, decodes: int, context: int, firsts: list[Request]
-    ) -> None:
+    def _learn(self, step: int, began_ns: int, decodes: int, context: int, firsts: Any) -> None:
         now_ns = time.monotonic_ns()
         busy_ns = now_ns - max(began_ns, self._result_ns)
         gap_ns = now_ns - (self._result_ns if self._flying else began_ns)
@@ -441,8 +438,6 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         if text != self._logged:
             logger.info("policies: %s", text)
         self._logged = text
-        if self._recorder is not None:
-            self._recorder.flush()
         if self._statistics is not None:
             figures |= {"running": len(self.running), "waiting": len(self.waiting)}
             write_file(self._statistics, msgspec.json.encode(figures))
@@ -469,21 +464,6 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             tenant = request.vsched.tenant
             found[tenant] = found.get(tenant, 0) + request.num_computed_tokens
         return found
-
-    def _header(self) -> RunHeader:
-        return RunHeader(
-            host=f"vLLM {vllm.__version__}",
-            slots=self._slots(),
-            batch_tokens=self.max_num_scheduled_tokens,
-            block_size=self.block_size,
-            kv_tokens=self.cache_config.num_gpu_blocks * self.block_size,
-        )
-
-
-def order_of(request: Request) -> tuple[int, int]:
-    """Return the place of a request in order of arrival."""
-    entry: Entry = request.vsched
-    return entry.order
 
 
 class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):  # type: ignore[misc]

@@ -38,11 +38,11 @@ class BridgeKeys(Section, frozen=True, kw_only=True):
 
     Attributes:
         trace: File for the arrivals, for `vsched simulate --trace`; empty for none.
-        statistics: Whether the scheduler writes figures once per second, for the endpoint `/vsched` of `FrontDoor`.
+        statistics: Whether the scheduler writes figures once per second, for `GET /vsched` of `FrontDoor`.
     """
 
     trace: str = ""
-    statistics: bool = True
+    statistics: bool = False
 
 
 def read_settings(

@@ -143,9 +143,11 @@ class HostRecorder:
                 break
             del self._open[first]
             self._write(self._trace, arrival)
+        for file in self._files:
+            file.flush()  # the process may be killed at any time
 
     def note_step(self, time: StepTime, context_tokens: int) -> None:
-        """Note a step; `context_tokens` are the computed tokens of all running requests."""
+        """Note a step; `context_tokens` are the computed tokens of decoding requests."""
         self._write(
             self._run,
             HostStep(
@@ -157,11 +159,6 @@ class HostRecorder:
                 pairs=time.pairs,
             ),
         )
-
-    def flush(self) -> None:
-        """Pass what was written to the operating system."""
-        for file in self._files:
-            file.flush()
 
     def close(self) -> None:
         """Write the arrivals that have ended, and close the files."""

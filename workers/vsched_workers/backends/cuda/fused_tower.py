@@ -159,7 +159,7 @@ class _Norm(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Block:
+class _TowerBlock:
     """One block: its products, norms and sizes; `activation` is None if the MLP is gated."""
 
     qkv: Product
@@ -268,7 +268,7 @@ class FusedTower:
 
     def _attend(
         self,
-        block: _Block,
+        block: _TowerBlock,
         qkv: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
@@ -295,7 +295,7 @@ class FusedTower:
             found = torch.cat([_attended(part, block.scaling) for part in parts])
         return found.flatten(1)
 
-    def _activated(self, block: _Block, inner: torch.Tensor) -> torch.Tensor:
+    def _activated(self, block: _TowerBlock, inner: torch.Tensor) -> torch.Tensor:
         if block.activation is not None:
             return block.activation(inner)
         width = inner.shape[1] // 2
@@ -462,10 +462,10 @@ def _tried(kernels: VisionKernels, dtype: torch.dtype, device: str) -> float:
     return max(float((found.float() - right.float()).abs().max()) for found, right in pairs)
 
 
-def _block_of(block: Any) -> _Block:
+def _block_of(block: Any) -> _TowerBlock:
     attention, mlp = block.attn, block.mlp
     gated = isinstance(mlp, MergedMlp)
-    return _Block(
+    return _TowerBlock(
         qkv=attention.qkv,
         output=attention.proj,
         up=mlp.gate_up_proj if gated else mlp.linear_fc1,
