@@ -25,31 +25,33 @@ BLOCK_TOKENS = 32
 KV_TOKENS = 480
 STEP_TOKENS = 64
 FIFO = '[generate.admission]\nuse = "vsched_policies.admission:Fifo"\n'
-TURNS = '[policy]\nuse = "tests.unseen_policy:Turns"\nstep_tokens = 24\n'
+TURNS = '[policy]\nuse = "tests.unseen_policy:Turns"\ngather = 14\nstep_tokens = 24\n'
 SEATS = {"generate.admission", "generate.step", "generate.preemption"}
-FIRST = "first"
-"""Its output is so long that all others arrive before it ends; then its client leaves."""
-FIRST_OUTPUTS = 250
+HOLD_NS = 30_000_000_000
+"""Half of the maximum that a host allows (`policies.passed_over_max_s`)."""
 
 
 class Last(msgspec.Struct):
-    """The tenant that was chosen first in the last call."""
+    """The tenant that was chosen first in the last call, empty before that."""
 
     tenant: str = ""
 
 
 class Turns(RequestPolicy, frozen=True, kw_only=True):
-    """Admits tenants in turns, the shortest prompt of each first, and limits each prefill to `step_tokens`."""
+    """Admits tenants in turns once `gather` requests wait, shortest prompts first; limits chunks to `step_tokens`."""
 
     state_type = Last
 
+    gather: int
     step_tokens: int
 
     def admit(self, view: AdmissionView) -> Admission:
         """Admit the shortest request of each tenant, then the second shortest; the last tenant comes last."""
+        if not view.state.tenant and len(view.waiting) < self.gather:
+            return Admission(hold_until_ns=view.now_ns + HOLD_NS)
         counts: dict[str, int] = {}
         ranks = []
-        for index in sorted(range(len(view.waiting)), key=lambda index: view.waiting[index].tokens):
+        for _, index in sorted((one.tokens or 0, i) for i, one in enumerate(view.waiting)):
             tenant = view.waiting[index].tenant
             counts[tenant] = counts.get(tenant, 0) + 1
             ranks.append((counts[tenant], tenant == view.state.tenant, tenant, index))

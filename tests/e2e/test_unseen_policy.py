@@ -15,8 +15,6 @@ from tests.e2e.conftest import SETTINGS, assert_idle  # noqa: E402
 from tests.patience import PATIENCE_S, until  # noqa: E402
 from tests.unit.sim.shapes import COST  # noqa: E402
 from tests.unseen_policy import (  # noqa: E402
-    FIRST,
-    FIRST_OUTPUTS,
     KV_TOKENS,
     LOAD,
     SEATS,
@@ -52,7 +50,7 @@ class FirstTokens:
 
     def order(self) -> list[str]:
         """Return the names of the load in the order of their first tokens."""
-        return [name for name in sorted(self._times, key=self._times.__getitem__) if name != FIRST]
+        return sorted(self._times, key=self._times.__getitem__)
 
 
 def simulated_order(tables: Path) -> list[str]:
@@ -65,7 +63,7 @@ def simulated_order(tables: Path) -> list[str]:
             prompt=(Text(number, one.prompt),),
             output_tokens=one.outputs,
         )
-        for number, one in enumerate([Ask(FIRST, "first", 20, FIRST_OUTPUTS), *LOAD])
+        for number, one in enumerate(LOAD)
     ]
     seen = FirstTokens()
     outcome = simulate(
@@ -80,42 +78,35 @@ def simulated_order(tables: Path) -> list[str]:
     return seen.order()
 
 
-async def send(client: Any, number: int, ask: Ask, started: asyncio.Event) -> tuple[str, str]:
-    """Stream a completion; return its request id and its name."""
+async def send(client: Any, number: int, ask: Ask) -> tuple[str, str]:
+    """Request a completion; return its request id and its name."""
     body = {
         "prompt": prompt_of(number, ask.prompt),
         "max_tokens": ask.outputs,
         "temperature": 0,
         "ignore_eos": True,
-        "stream": True,
     }
-    async with client.stream(
-        "POST", "/v1/completions", json=body, headers={"x-tenant": ask.tenant}
-    ) as response:
-        assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                started.set()
-        return response.headers["x-request-id"], ask.name
+    headers = {"x-tenant": ask.tenant}
+    response = await client.post("/v1/completions", json=body, headers=headers)
+    assert response.status_code == 200
+    return response.headers["x-request-id"], ask.name
 
 
 async def served_order(server: RunningServer) -> list[str]:
-    """Send the load while the first request holds a slot; return the order of first tokens."""
-    statistics, started = server.engine.statistics, asyncio.Event()
+    """Send the requests one after another; return the order of first tokens."""
+    statistics = server.engine.statistics
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-        first = Ask(FIRST, "first", 20, FIRST_OUTPUTS)
-        tasks = [asyncio.create_task(send(client, 0, first, started))]
-        await asyncio.wait_for(started.wait(), PATIENCE_S)
-        for number, ask in enumerate(LOAD, 1):
-            tasks.append(asyncio.create_task(send(client, number, ask, asyncio.Event())))
-            await until(lambda number=number: known(statistics()) > number, f"{ask} arrives")
+        tasks = list[asyncio.Task[tuple[str, str]]]()
+        for number, ask in enumerate(LOAD):
+            tasks.append(asyncio.create_task(send(client, number, ask)))
+            await until(lambda: known(statistics()) == len(tasks), f"{ask} arrives")
         names = dict(await asyncio.gather(*tasks))
     await assert_idle(server.engine)
     ended = {
         names[one["request_id"]]: one["ended_ns"] - one["decode_ms"] * 1e6
         for one in statistics()["recent"]
     }
-    return [name for name in sorted(ended, key=ended.__getitem__) if name != FIRST]
+    return sorted(ended, key=ended.__getitem__)
 
 
 def known(statistics: dict[str, Any]) -> int:

@@ -13,8 +13,6 @@ from vllm import LLM, SamplingParams
 
 from tests.unseen_policy import (
     BLOCK_TOKENS,
-    FIRST,
-    FIRST_OUTPUTS,
     KV_TOKENS,
     LOAD,
     SEATS,
@@ -64,12 +62,9 @@ def send(engine: Any, number: int, ask: Ask) -> None:
 
 
 def serve(model: str, tables: Path | None, slots: int) -> tuple[dict[str, list[int]], Any]:
-    """Send the load while the first request holds a slot; return tokens, first ones first, and the scheduler."""
+    """Return the tokens of the requests, in the order of first tokens, and the scheduler."""
     engine = start(model, tables, slots)
-    send(engine, 0, Ask(FIRST, "first", 20, FIRST_OUTPUTS))
-    while not engine.step():
-        pass
-    for number, ask in enumerate(LOAD, 1):
+    for number, ask in enumerate(LOAD):
         send(engine, number, ask)
     tokens: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
@@ -90,7 +85,7 @@ def test_unseen_policy_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name, tables in configurations(tmp_path).items():
         tokens, scheduler = serve(model, tables, 1 if name == "alone" else 4)
         assert tokens == wanted
-        orders[name] = [one for one in tokens if one != FIRST]
+        orders[name] = list(tokens)
         figures = scheduler.host.figures()
         assert not figures["policy_faults"]
         assert scheduler.host.faults == {}
