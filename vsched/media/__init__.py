@@ -13,6 +13,7 @@ from vsched.media.embeddings import (
 from vsched.media.measure import refuse_images
 from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings, Prompt
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
+from vsched.media.sources import frames_of
 
 __all__ = [
     "BoundedImage",
@@ -27,5 +28,6 @@ __all__ = [
     "PreparedRequest",
     "Prompt",
     "VideoReference",
+    "frames_of",
     "refuse_images",
 ]

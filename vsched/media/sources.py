@@ -69,6 +69,21 @@ def is_data(reference: str) -> bool:
     return scheme_of(reference) == "data"
 
 
+_FRAMES_HEADER = "data:video/jpeg;base64,"
+
+
+def frames_of(url: str) -> tuple[str, ...]:
+    """Return the URLs of the frames in vLLM's `data:video/jpeg` URL, base64 with commas; empty for any other URL."""
+    start = len(_FRAMES_HEADER)
+    if url[:start].lower() != _FRAMES_HEADER:
+        return ()
+    try:
+        parts = base64_of(url, start).split(b",")
+    except ValueError:
+        return ()
+    return tuple(f"data:image/jpeg;base64,{part.decode()}" for part in parts)
+
+
 def read_local(
     reference: str,
     settings: MediaConfig,
