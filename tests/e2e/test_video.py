@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("av")
 
-from tests.e2e.asking import data_url, drawn_image  # noqa: E402
+from tests.e2e.asking import data_url, drawn_image
 from tests.e2e.conftest import assert_idle
 from tests.e2e.video_asks import (
     VideoAsk,
@@ -24,6 +24,7 @@ from tests.e2e.video_asks import (
     patches_of,
     video_file,
 )
+from tests.unit.media.video_files import hostile_files
 from tests.workers.driver import values_of
 from tests.workers.reference import Reference
 from vsched import Engine
@@ -152,3 +153,30 @@ async def test_videos_over_http(server: RunningServer, engine: Engine) -> None:
             answer = await plain.post("/v1/chat/completions", json=asked)
             assert answer.status_code == 400, answer.text
             assert message in answer.json()["error"]["message"]
+
+
+async def test_hostile_files_cost_nobody_else_anything(
+    server: RunningServer, engine: Engine
+) -> None:
+    """Each of over 60 files is served or refused as the client's error, and other requests go on."""
+    files = dict(hostile_files())
+    assert len(files) >= 60
+    text = {"type": "text", "text": "?"}
+    found: dict[str, int] = {}
+    async with httpx.AsyncClient(base_url=server.url, timeout=None) as plain:
+        for name, file in files.items():
+            part = {"type": "video_url", "video_url": url_of(file), "num_frames": 4}
+            body = {"messages": [{"role": "user", "content": [part, text]}], "max_tokens": 1}
+            video, beside = await asyncio.gather(
+                plain.post("/v1/chat/completions", json=body),
+                plain.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}),
+            )
+            assert beside.status_code == 200
+            assert video.status_code in {200, 400, 413}, (name, video.text)
+            if video.status_code != 200:
+                assert "Remedy" in video.json()["error"]["message"], name
+            found[name] = video.status_code
+    for name in ("sound and picture", "variable rate", "rotated", "one frame"):
+        assert found[name] == 200, name
+    for name in ("empty", "playlist", "only sound", "a day", "codec not accepted", "text"):
+        assert found[name] == 400, name

@@ -91,7 +91,7 @@ class VideoOptions(msgspec.Struct):
     max_frames: PositiveCount | None = None
 
 
-class VideoPart(VideoOptions, tag_field="type", tag="video_url"):
+class VideoPart(VideoOptions, tag_field="type", tag="video_url", kw_only=True):
     """A video by reference; `min_pixels` and `max_pixels` are those of the checkpoint's video processor."""
 
     video_url: ImageUrl | str
@@ -99,7 +99,7 @@ class VideoPart(VideoOptions, tag_field="type", tag="video_url"):
     max_pixels: PositiveCount | None = None
 
 
-class FramesPart(VideoOptions, tag_field="type", tag="video"):
+class FramesPart(VideoOptions, tag_field="type", tag="video", kw_only=True):
     """A video, in Qwen's format: its URL, or the URLs of its frames as images, which were sampled at `fps`."""
 
     video: str | list[str]

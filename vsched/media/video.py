@@ -177,7 +177,7 @@ def _open(encoded: bytes, limits: VideoLimits) -> _Video:
     context.thread_count = 1
     for other in container.streams:
         if other is not stream:
-            other.discard = "all"
+            other.discard = av.stream.Discard.all
     packets = list(itertools.islice(_packets(container, stream), PACKETS_MAX + 1))
     return _timed(container, stream, packets, limits)
 
