@@ -65,12 +65,12 @@ async def test_answers_about_videos_equal_generate(
 ) -> None:
     """Twice 6 requests at a time, in chunks of 48 tokens, which end within groups, with preemptions."""
     engine = shared_engine if size == "nano25" else together_engine
-    reference = Reference(checkpoints(size))
-    expected = [await generate_video(engine, reference, ask) for ask in asks()]
+    reference, asked = Reference(checkpoints(size)), asks()
+    expected = [await generate_video(engine, reference, ask) for ask in asked]
     assert len({tuple(tokens[:8]) for tokens in expected}) == len(expected)
     before = engine.statistics()["generate"]
     for _ in range(2):
-        found = await asyncio.gather(*[ask_video(engine, ask) for ask in asks()])
+        found = await asyncio.gather(*[ask_video(engine, ask) for ask in asked])
         assert found == expected
     after = engine.statistics()["generate"]
     assert after["preemptions"] > before["preemptions"], "the KV cache was not small enough"

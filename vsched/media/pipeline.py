@@ -142,9 +142,9 @@ class MediaPipeline:
             self._pictures = picture_processes(
                 preprocessor,
                 limits,
-                video_limits(settings),
                 arena_fd=store.shared_fd,
                 deadline_s=settings.prepare_s,
+                video_limits=video_limits(settings),
             )
         isolated: tuple[Any, ...] = ()
         if self._pictures is not None:

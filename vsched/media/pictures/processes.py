@@ -77,14 +77,15 @@ class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def picture_processes(
     preprocessor: Preprocessor,
     limits: DecodeLimits,
-    video_limits: VideoLimits,
     *,
     arena_fd: int,
     deadline_s: float,
+    video_limits: VideoLimits | None = None,
 ) -> PictureProcesses | None:
     """Start the processes for images; None if the preprocessor has no image recipe.
 
-    `arena_fd` is the arena, which begins with the pixel region, and `deadline_s` the maximum time of one image.
+    `arena_fd` is the arena, which begins with the pixel region, and `deadline_s` the maximum time of one image. Videos
+    need `video_limits`.
     """
     recipe = preprocessor.image_recipe()
     if recipe is None:
