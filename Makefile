@@ -18,9 +18,11 @@ TEST_STAMP := $(VENV)/.installed-test
 DOCS_STAMP := $(VENV)/.installed-docs
 TRITON_STAMP := $(VENV)/.installed-triton
 RAY_STAMP := $(VENV)/.installed-ray
+PEERS ?= .peers
+VLLM_STAMP := $(PEERS)/.installed-vllm
 SOURCES := vsched policies workers tests docs/examples
 
-.PHONY: demo test install format format-check lint types layers unit kernels ray wheel coverage docs clean
+.PHONY: demo test install format format-check lint types layers unit kernels ray vllm wheel coverage docs clean
 .NOTPARALLEL:
 
 demo: $(DEMO_STAMP)
@@ -106,5 +108,15 @@ coverage: $(TEST_STAMP)
 	$(BIN)/coverage html --quiet
 	$(BIN)/coverage report
 
+# vLLM's CPU build, in an environment of its own, as for the benchmarks.
+$(VLLM_STAMP): pyproject.toml $(TEST_STAMP)
+	$(BIN)/python -m tests.bench setup --peer vllm --peers $(PEERS)
+	$(PEERS)/vllm/bin/python -m pip install --quiet pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+vllm: $(VLLM_STAMP)
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
+		PYTHONPATH=.:policies $(PEERS)/vllm/bin/python -m pytest -o filterwarnings=ignore tests/vllm
+
 clean:
-	rm -rf $(VENV) dist build site htmlcov .coverage .coverage.*
+	rm -rf $(VENV) $(PEERS) dist build site htmlcov .coverage .coverage.*

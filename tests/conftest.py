@@ -18,8 +18,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Without a GPU, Triton's kernels run in its interpreter, which is chosen when Triton is imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+else:  # servers that tests start have the defaults and the arithmetic of a CPU
+    os.environ["VSCHED__ENCODE__DEVICE"] = os.environ["VSCHED__GENERATE__DEVICE"] = "cpu"
 # Checkpoints are generated: access to a hub is an error, and fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_configure() -> None:
+    """Let `device = "auto"` be the CPU in this process, also on a machine with a GPU."""
+    from vsched.config import devices
+
+    devices.DEVICE_FILES = ("/no GPU in tests",)
 
 
 def pytest_collection_finish() -> None:

@@ -34,6 +34,8 @@ from vsched.worker.registry import load_worker
 from vsched.worker.shares import default_limit
 from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec
 
+STATE_SNAPSHOTS_MAX = 64
+"""Maximum number of recurrent state snapshots by default: with tens of MB each, more would displace the KV cache."""
 PAGE_ROWS = 64
 """Embedding rows per arena page: small enough to waste little, large enough for short page lists."""
 
@@ -414,11 +416,13 @@ def _share_of(config: Config, info: ModelInfo) -> ModelInfo:
 
 
 def state_snapshots(config: Config, info: ModelInfo) -> int:
-    """Number of recurrent state snapshots: as configured, by default one per slot; none without a prefix cache."""
+    """Number of recurrent state snapshots: as configured, by default that of slots; none without a prefix cache."""
     generate = config.generate
     if not info.state_bytes or not generate.prefix_cache:
         return 0
-    return generate.slots if generate.state_snapshots is None else generate.state_snapshots
+    if generate.state_snapshots is None:
+        return min(generate.slots, STATE_SNAPSHOTS_MAX)
+    return generate.state_snapshots
 
 
 def state_bytes(config: Config, info: ModelInfo) -> int:

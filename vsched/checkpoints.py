@@ -81,7 +81,8 @@ def local_checkpoint(name: str, progress: Progress | None = None) -> str:
         if not part:
             return str(folder)
         # Parts that were downloaded before are in the same folder.
-        return _converted(min(folder.glob(f"*{part}*.gguf")), progress)
+        files = [file.name for file in folder.glob(f"*{part}*.gguf")]
+        return _converted(folder / _one_of(name, part, files), progress)
     if name.endswith(".gguf") and Path(name).is_file():
         return _converted(Path(name), progress)
     return name
@@ -130,7 +131,7 @@ def download(hub_id: str, needed: Sequence[str] = MODEL_FILES) -> Path:
         "allow_patterns": [f"*{part}*.gguf"] if part else list(needed),
     }
     try:
-        _check_size(hub_id, fields)
+        _check_size(hub_id, fields, part)
         folder = Path(snapshot_download(**fields, tqdm_class=_progress_bar()))
     except Exception as error:
         raise _in_a_sentence(hub_id, error) from error
@@ -139,8 +140,23 @@ def download(hub_id: str, needed: Sequence[str] = MODEL_FILES) -> Path:
     return folder
 
 
-def _check_size(hub_id: str, fields: dict[str, Any]) -> None:
-    """Compare the size of the missing files with the free disk space, and log it."""
+def _one_of(hub_id: str, part: str, files: Sequence[str]) -> str:
+    """Return the GGUF file that a part of its name stands for: the one that ends with it, or the only one.
+
+    Raises:
+        CheckpointError: When there are several.
+    """
+    found = [file for file in files if file.removesuffix(".gguf").endswith(part)] or list(files)
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{hub_id}: {len(found)} files have {part!r} in their names: {', '.join(sorted(found)[:8])}. "
+            "Remedy: name more of one, such as the whole end of its name before .gguf"
+        )
+    return found[0]
+
+
+def _check_size(hub_id: str, fields: dict[str, Any], part: str | None) -> None:
+    """Compare the size of the missing files with the free disk space, and log it; choose the file of a part."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 
@@ -150,6 +166,10 @@ def _check_size(hub_id: str, fields: dict[str, Any]) -> None:
         return  # not connected: only an earlier download can serve
     if not any(WEIGHTS.fullmatch(file.filename) for file in files):
         raise _no_weights(hub_id, [file.filename for file in files])
+    if part:
+        only = _one_of(hub_id, part, [file.filename for file in files])
+        fields["allow_patterns"] = [only]
+        files = [file for file in files if file.filename == only]
     missing = [file.file_size for file in files if file.will_download]
     if not missing:
         return

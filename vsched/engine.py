@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -50,7 +51,9 @@ from vsched.assembly import (
     scheduler_limits,
 )
 from vsched.config import Config, plain_config, resolve_policies
-from vsched.config.policies import check_replacement, policy_tables
+from vsched.config.devices import settle
+from vsched.config.policies import check_combinations, check_replacement, policy_tables
+from vsched.devices import log_devices, resolve_devices
 from vsched.errors import ConfigError, PolicyError, RequestRefused
 from vsched.kernel.events import Arrived, PolicyReplaced
 from vsched.media import ImageReference, Prompt
@@ -86,7 +89,7 @@ class Engine:
     ) -> None:
         """Create an engine; `seed` determines the seeds of requests without one, which are random by default."""
         self._seeds = random.Random(seed)  # noqa: S311 - draws of tokens, not secrets
-        self.config = plain_config(config)
+        self.config, self._devices = settle(plain_config(config), os.environ)
         self._environment = environment or Environment()
         self._policies = resolve_policies(self.config)
         self._on_progress = on_progress or (lambda _group, _what, _fraction: None)
@@ -116,8 +119,14 @@ class Engine:
             CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: If the start fails; all resources are
                 released.
         """
+        check_record_path(self.config)
+        if self._devices is None or self.config.generate.on_cuda or self.config.encode.on_cuda:
+            self.config, choice = await asyncio.to_thread(resolve_devices, self.config, os.environ)
+            if self._devices is None:
+                log_devices(choice)
+            check_combinations(self.config)
+            self._policies = resolve_policies(self.config)
         config = self.config
-        check_record_path(config)
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
         try:
             info = inspect_checkpoint(config, self._policies)

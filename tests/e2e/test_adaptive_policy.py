@@ -68,8 +68,8 @@ async def test_the_adaptive_example_serves_by_configuration(
     finally:
         process.terminate()
         process.communicate(timeout=PATIENCE_S)
-    counted = re.search(rf"vsched_policy_call_seconds_count{{{SEAT}}} (\S+)", metrics)
+    counted = re.search(rf"vsched_policy_call_seconds_count{{[^}}]*{SEAT}}} (\S+)", metrics)
     assert counted is not None
     assert float(counted[1]) >= 2
-    assert f"vsched_policy_replaced{{{SEAT}}} 0.0" in metrics
-    assert 'vsched_policy_faults_total{policy="SteadyTokens"}' not in metrics
+    assert re.search(rf"vsched_policy_replaced{{[^}}]*{SEAT}}} 0.0", metrics)
+    assert 'policy="SteadyTokens"' not in metrics

@@ -23,6 +23,7 @@ from vsched.worker.contract import VideoSampling, view_arrays
 from vsched_workers.families.qwen_image import grid_of
 
 SIZE = (112, 96)
+_numbers = itertools.count()
 
 
 def drawn_frames(seed: int, count: int, size: tuple[int, int] = SIZE) -> list[Image.Image]:
@@ -82,6 +83,7 @@ async def ask_video(engine: Engine, ask: VideoAsk) -> list[int]:
             prompt=engine.preprocessor.render(ask.messages),
             images=ask.references,
             sampling=sampling,
+            request_id=f"video-{next(_numbers)}",
         )
         return [token async for delta in generation for token in delta.token_ids]
 

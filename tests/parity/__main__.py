@@ -3,9 +3,10 @@
 With names, only these are compared and nothing is written; with `images` those that take images, and the table of these
 is written. It takes about ten minutes.
 
-`--device cuda:0` compares all of them on a GPU, in several processes, and `--json FILE` records the results; put the
-file at `tests/parity/cuda.json`, and the tables have them in their column *cuda*. `--device cuda-on-host` runs the code
-of the CUDA backend on a CPU, with stand-ins for streams, copies and Triton's kernels.
+`--device cuda:0` compares all of them on a GPU, in several processes, and `--json FILE` records the results;
+`--recorded FILE` keeps them as `tests/parity/cuda.json`, from which the tables have their column *cuda*.
+`--device cuda-on-host` runs the code of the CUDA backend on a CPU, with stand-ins for streams, copies and Triton's
+kernels.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.utils import logging
 
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED
 from tests.parity.compare import WAYS, Parity, compare, refusal_of
-from tests.parity.on_device import compare_on_device
+from tests.parity.on_device import EQUAL, NOT_RUN, compare_on_device, record, recorded
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, VISION_REFUSED
 from tests.parity.vision_compare import compare_own, compare_vision
 from tests.workers.parallel.ranks import Ranks
@@ -31,7 +33,9 @@ from tests.workers.parallel.ranks import Ranks
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- parity: begin -->\n", "<!-- parity: end -->\n"
 SEEING_BEGIN, SEEING_END = "<!-- image parity: begin -->\n", "<!-- image parity: end -->\n"
-HEAD = "| path | ranks | architectures |\n|---|---|---|"
+HEAD = "| path | ranks | architectures | cuda |\n|---|---|---|---|"
+COLUMNS = 4
+IMAGES = " with images"
 
 
 def row(name: str, parity: Parity) -> str:
@@ -40,14 +44,46 @@ def row(name: str, parity: Parity) -> str:
     return f"{name}: {parity.path}, {'equal' if parity.equal else 'UNEQUAL: ' + ', '.join(unequal)}"
 
 
-def grouped(found: dict[str, Parity]) -> list[str]:
+def grouped(found: dict[str, Parity], suffix: str = "") -> list[str]:
     """Table rows: the names of equal architectures by path and number of ranks, then the unequal ones."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, parity in found.items():
         ranks = "several" if parity.two_ranks else "one"
         key = (parity.path, ranks) if parity.equal else (parity.path, "**unequal**")
         groups.setdefault(key, []).append(f"`{name}`")
-    return [f"| {path} | {ranks} | {', '.join(names)} |" for (path, ranks), names in groups.items()]
+    return [
+        f"| {path} | {ranks} | {', '.join(names)} | {on_cuda(names, suffix)} |"
+        for (path, ranks), names in groups.items()
+    ]
+
+
+def on_cuda(names: Sequence[str], suffix: str) -> str:
+    """Return the cell of the results on a GPU: those that are not equal are named."""
+    rows = recorded().rows
+    cells: dict[str, list[str]] = {}
+    for name in names:
+        result = rows.get(name.strip("`") + suffix, NOT_RUN)
+        cells.setdefault(result if result in {EQUAL, NOT_RUN} else "unequal", []).append(name)
+    if len(cells) == 1:
+        return next(iter(cells))
+    return "; ".join(
+        f"{result}: {', '.join(each) if result != EQUAL else len(each)}"
+        for result, each in cells.items()
+    )
+
+
+def with_column(text: str, begin: str, end: str, suffix: str = "") -> str:
+    """Return the page with the column of the results on a GPU as recorded."""
+    before, _, rest = text.partition(begin)
+    table, _, after = rest.partition(end)
+    lines = []
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == COLUMNS and cells[2].startswith("`"):
+            cells[3] = on_cuda(cells[2].split(", "), suffix)
+            line = f"| {' | '.join(cells)} |"
+        lines.append(line)
+    return f"{before}{begin}" + "\n".join([*lines, ""]) + f"{end}{after}"
 
 
 def refused_rows(refused: dict[str, str]) -> list[str]:
@@ -78,9 +114,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes, with another device")
     parser.add_argument("--json", type=Path, help="file of the results, with another device")
+    parser.add_argument("--recorded", type=Path, help="results on a GPU to keep")
     options = parser.parse_args(arguments)
     names: list[str] = options.names
     logging.disable_progress_bar()
+    if options.recorded is not None:
+        record(options.recorded)
+        text = with_column(PAGE.read_text(), BEGIN, END)
+        PAGE.write_text(with_column(text, SEEING_BEGIN, SEEING_END, IMAGES))
+        return 0
     if options.device != "cpu":
         return compare_on_device(names, options.device, jobs=options.jobs, to=options.json)
     if names == ["images"]:
@@ -114,7 +156,7 @@ def compare_images() -> int:
     for name in (*FAMILY_SIZES, *seeing):
         found[name] = compare_own(name) if name in FAMILY_SIZES else compare_vision(name)
         print(row(name, found[name]), flush=True)
-    write(SEEING_BEGIN, SEEING_END, "\n".join([HEAD, *grouped(found), ""]))
+    write(SEEING_BEGIN, SEEING_END, "\n".join([HEAD, *grouped(found, IMAGES), ""]))
     return sum(not parity.equal for parity in found.values())
 
 

@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import functools
-import json
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+import msgspec
+import torch
+import transformers
 from transformers.utils import logging
 
+from tests.bench.gpu.revision import revision_of
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES
 from tests.parity.compare import WAYS, compare
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, VISION_REFUSED
 from tests.parity.vision_compare import compare_own, compare_vision
 from tests.workers.backends.cuda.on_host import install
 
-EQUAL = "equal"
+EQUAL, NOT_RUN = "equal", "not run"
+RECORDED = Path(__file__).parent / "cuda.json"
 ON_HOST = "cuda-on-host"
 """The code of the CUDA backend on a CPU; see `tests/workers/backends/cuda/on_host.py`."""
+
+ROOT = Path(__file__).parents[2]
+
+
+class DeviceResults(msgspec.Struct):
+    """Results on a device: `equal`, the unequal runs, or an error, by architecture."""
+
+    device: str
+    versions: dict[str, str]
+    commit: str
+    rows: dict[str, str]
+
+
+def recorded() -> DeviceResults:
+    """Return the results on a GPU that are kept with the tests."""
+    if not RECORDED.exists():
+        return DeviceResults("", {}, "", {})
+    return msgspec.json.decode(RECORDED.read_bytes(), type=DeviceResults)
+
+
+def record(file: Path) -> None:
+    """Keep results of `compare_on_device` with the tests."""
+    found = msgspec.json.decode(file.read_bytes(), type=DeviceResults)
+    RECORDED.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
 def compare_on_device(names: Sequence[str], device: str, *, jobs: int, to: Path | None) -> int:
@@ -29,7 +57,8 @@ def compare_on_device(names: Sequence[str], device: str, *, jobs: int, to: Path 
         **{name: (name, False) for name in [*FAMILY_SIZES, *ARCHITECTURES]},
         **{f"{name} with images": (name, True) for name in [*FAMILY_SIZES, *seeing]},
     }
-    found: dict[str, str] = {}
+    results = DeviceResults(_name_of(device), _versions(), revision_of(ROOT, None), {})
+    found = results.rows
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context) as pool:
         waiting = {
@@ -41,7 +70,8 @@ def compare_on_device(names: Sequence[str], device: str, *, jobs: int, to: Path 
             found[waiting[done]] = done.result()
             print(f"{waiting[done]}: {found[waiting[done]]}", flush=True)
             if to is not None:
-                to.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+                results.rows = found = dict(sorted(found.items()))
+                to.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
     return sum(each != EQUAL for each in found.values())
 
 
@@ -62,3 +92,11 @@ def result_of(name: str, sees: bool, *, device: str) -> str:  # a pool passes it
         return f"{type(error).__name__}: {str(error)[:300]}"
     unequal = [way for way in WAYS if getattr(parity, way) is False]
     return f"unequal: {', '.join(unequal)}" if unequal else EQUAL
+
+
+def _name_of(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda:") else device
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": str(torch.__version__), "transformers": transformers.__version__}

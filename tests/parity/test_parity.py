@@ -76,7 +76,7 @@ def test_what_cannot_be_equal_is_refused_before_weights_are_read(name: str, why:
 def listed(begin: str, end: str, kind: str) -> list[str]:
     """Architectures on the page between two marks, of the rows with some first cells."""
     text = PAGE.read_text().partition(begin)[2].partition(end)[0]
-    rows = re.findall(rf"^\| (?:{kind}) \| (`.*) \|$", text, re.MULTILINE)
+    rows = re.findall(rf"^\| (?:{kind}) \| (`[^|]*) \|", text, re.MULTILINE)
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 

@@ -133,7 +133,7 @@ def expected_of(
     for prompt, which in zip(requested, ASKED, strict=True):
         ids = torch.tensor([list(prompt)])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        inputs |= _inputs(model, name, ids, [images[index] for index in which])
+        inputs |= inputs_of_images(model, name, ids, [images[index] for index in which])
         inputs = {key: tensor.to(device) for key, tensor in inputs.items()}
         out = model.generate(
             **inputs,
@@ -146,11 +146,13 @@ def expected_of(
     return found
 
 
-def _inputs(model: Any, name: str, ids: torch.Tensor, images: Sequence[Arrays]) -> dict[str, Any]:
+def inputs_of_images(
+    model: Any, name: str, ids: torch.Tensor, images: Sequence[Arrays], *, image_token: int = IMAGE
+) -> dict[str, Any]:
     """Return the arguments that a processor would add for some images."""
     inner = model.model if hasattr(model, "model") else model
     requested = inspect.signature(inner.forward).parameters
-    types = (ids == IMAGE).int()
+    types = (ids == image_token).int()
     given: dict[str, Any] = {}
     if name == "paligemma":
         given["token_type_ids"] = torch.zeros_like(types)

@@ -137,6 +137,20 @@ def test_part_is_the_named_gguf_file_after_another_was_downloaded(
     assert (Path(local_checkpoint("org/model")) / "model.safetensors").exists()
 
 
+def test_part_of_several_gguf_files_is_an_error_before_they_are_downloaded(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a name is preferred."""
+    for part in ("Q4_K", "Q4_K_M", "Q4_K_S"):
+        (hub.repositories["org/model"] / f"model-{part}.gguf").write_bytes(part.encode())
+    monkeypatch.setattr(checkpoints, "_converted", lambda file, _: file.name)
+    assert local_checkpoint("org/model:Q4_K") == "model-Q4_K.gguf"
+    with pytest.raises(CheckpointError, match=r"3 files have 'Q4' .*model-Q4_K_M.gguf.*Remedy"):
+        local_checkpoint("org/model:Q4")
+    folder = download("org/model:Q4_K")
+    assert [file.name for file in folder.glob("*.gguf")] == ["model-Q4_K.gguf"]
+
+
 def test_token_is_sent_and_its_lack_is_one_sentence(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

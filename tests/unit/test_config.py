@@ -21,6 +21,7 @@ from vsched.config import (
     plain_config,
     to_toml,
 )
+from vsched.config.devices import assumed
 from vsched.config.sections import config_keys
 from vsched.engine import Engine
 from vsched.errors import ConfigError
@@ -46,7 +47,7 @@ def refusal(
 
 def test_config_defaults_load() -> None:
     loaded = load_config(None, environ={})
-    assert loaded.config == Config()
+    assert loaded.config == assumed(Config())
     assert loaded.config.generate.max_batch_tokens == 2048
     assert list(dict.fromkeys(loaded.origins.values())) == ["default"]
 
@@ -73,7 +74,7 @@ def test_config_built_in_python_has_values_of_the_declared_types() -> None:
     assert (plain.model.path, plain.generate.slots) == ("some/where", 3)
     small = Config(arena=ArenaConfig(embedding_bytes=1024))
     assert plain_config(small) == small, "a simulation has less than a file may require"
-    assert Engine(odd).config == plain
+    assert Engine(odd).config == assumed(plain)
 
 
 def test_config_built_in_python_is_refused_with_the_key() -> None:
@@ -132,12 +133,12 @@ def test_config_later_set_wins() -> None:
     ("assignment", "expected"),
     [
         (
-            "generate.slots=0",
-            "generate.slots (from command line) is not valid: value 0, limit int, 1 or more.",
+            "generate.slots=-1",
+            "generate.slots (from command line) is not valid: value -1, limit int, 0 or more.",
         ),
         (
             "generate.slots=x",
-            "generate.slots (from command line) is not valid: value 'x', limit int, 1 or more.",
+            "generate.slots (from command line) is not valid: value 'x', limit int, 0 or more.",
         ),
         ("generate.slots=1.5", "generate.slots (from command line) is not valid: value 1.5,"),
         ("generate.slots=true", "generate.slots (from command line) is not valid: value True,"),
@@ -275,7 +276,7 @@ def test_config_tells_all_typos_at_once(tmp_path: Path) -> None:
         "routing.use: 'round-robbin' is unknown. ",
         "encode.plugin: 'transformer' is unknown. ",
         "encode.memory_limit: not a size: value '4GB', ",
-        "generate.device: not a device: value 'cuda:x', limit cuda, or cuda:N with a number.",
+        "generate.device: not a device: value 'cuda:x', limit auto, cuda, or cuda:N with a number.",
     ]
     assert [start for start in expected if not any(one.startswith(start) for one in reported)] == []
     assert len(reported) == len(expected)
@@ -304,7 +305,7 @@ def test_config_warns_of_a_variable_with_single_underscores(
 ) -> None:
     """It is not refused: a Kubernetes service of a matching name sets such variables, too."""
     environ = {"VSCHED_GENERATE__SLOTS": "2", "VSCHED_SERVER_PORT": "1", "VSCHED_API_KEY": "x"}
-    assert load_config(None, environ=environ).config == Config()
+    assert load_config(None, environ=environ).config == load_config(None, environ={}).config
     assert caplog.messages == [
         "environment VSCHED_GENERATE__SLOTS is not read. Did you mean VSCHED__GENERATE__SLOTS?",
         "environment VSCHED_SERVER_PORT is not read. Did you mean VSCHED__SERVER__PORT?",

@@ -96,6 +96,8 @@ def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     for size, tokens in report.image_tokens.items():
         reported = f"{tokens:,} tokens" if isinstance(tokens, int) else tokens
         yield "image", f"{size}: {reported}"
+    if report.devices:
+        yield "devices", report.devices
     if report.placement:
         yield "stages", report.placement
     yield "cores", report.cores

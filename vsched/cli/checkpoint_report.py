@@ -56,6 +56,7 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         path: Execution path: `fused`, `modules`, `generic`, or `refused`.
         problems: Reasons why it cannot be served; empty if it can.
+        devices: The devices of the stages, and the reason.
         placement: Where the stages run, and why; empty if no stage encodes images.
         cores: The usable cores of this host, and the source of the number.
         threads: Initial number of threads of a rank of each stage on this host.
@@ -70,6 +71,7 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
     unsupported: list[str]
     description: CheckpointDescription
     info: ModelInfo | None
+    devices: str
     placement: str
     cores: str
     threads: dict[str, int]
@@ -131,6 +133,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         unsupported=unsupported,
         description=description,
         info=info,
+        devices="" if loaded.devices is None else loaded.devices.text,
         placement=placement,
         cores=cores_text(),
         threads={stage: config.threads(stage) for stage in _stages(config)},

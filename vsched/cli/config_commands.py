@@ -21,7 +21,9 @@ def check(config: ConfigOption = None, assignments: SetOption = None) -> None:
     loaded = load(config, assignments)
     if loaded.config.model.path:
         from vsched.assembly import inspect_checkpoint
+        from vsched.devices import resolve_loaded
 
+        loaded = resolve_loaded(loaded)
         inspect_checkpoint(loaded.config, loaded.policies)
     typer.echo("The configuration is valid.")
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "check": "vsched.cli.check_command",
     "compile": "vsched.cli.compile_command",
     "calibrate": "vsched.cli.calibrate_command",
+    "calibrate-vllm": "vsched.cli.calibrate_vllm_command",
     "config": "vsched.cli.config_commands",
     "policies": "vsched.cli.policy_commands",
     "profile": "vsched.cli.profile_command",

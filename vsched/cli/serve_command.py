@@ -106,10 +106,13 @@ def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> Non
     from rich.console import Console
 
     from vsched.aio.replicas.launcher import early_fork_servers
+    from vsched.devices import log_devices
 
     console = Console(stderr=True)
     try:
-        settings = load_served(config, overrides).config
+        loaded = load_served(config, overrides, only_serves=True)
+        settings = loaded.config
+        log_devices(loaded.devices)
         with early_fork_servers(settings, idle) as started:
             _serve(settings, console, started)
     except VschedError as error:

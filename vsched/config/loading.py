@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from vsched.config.devices import DeviceChoice, assumed, settle
 from vsched.config.policies import (
     ConfiguredPolicies,
     check_combinations,
@@ -44,15 +45,19 @@ Origin = Callable[[str], str]
 class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A validated configuration.
 
+    A stage may still have the device `auto` on a host with a GPU; `vsched.devices.resolve_loaded` chooses one.
+
     Attributes:
         origins: Source of each key's value: `default`, `file PATH`, `environment NAME`, `command line`. Policy fields
             are keys too, such as `encode.admission.max_tokens`.
         policies: The configured policies.
+        devices: The devices of the stages, and the reason, once they are chosen.
     """
 
     config: Config
     origins: dict[str, str]
     policies: ConfiguredPolicies
+    devices: DeviceChoice | None = None
 
 
 def load_config(
@@ -85,9 +90,14 @@ def load_config(
         with problems.collected():
             check_texts(config)
         problems.tell()
-    check_combinations(config)
+    config, devices = settle(config, environ)
+    # Limits are wider with CUDA; `vsched.devices` checks again.
+    check_combinations(assumed(config, "cuda") if devices is None else config)
     return LoadedConfig(
-        config=config, origins=_origins(config, merged, policies), policies=policies
+        config=config,
+        origins=_origins(config, merged, policies),
+        policies=policies,
+        devices=devices,
     )
 
 

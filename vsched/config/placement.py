@@ -53,7 +53,7 @@ def choose_placement(config: Config, *, weights_bytes: int, cores: int) -> Chose
         return ChosenPlacement(placement=config.placement, reason="it is configured")
     if not encode.replicas:
         return separate(reason="nothing encodes images")
-    if not (encode.on_cpu and generate.on_cpu):
+    if encode.device != generate.device or not (generate.on_cpu or generate.on_cuda):
         return separate(reason="a stage has a device of its own")
     if config.cluster.elsewhere:
         return separate(reason="replicas are on other hosts")
@@ -63,6 +63,11 @@ def choose_placement(config: Config, *, weights_bytes: int, cores: int) -> Chose
         generate.tensor_parallel,
     ):
         return separate(reason="the stages differ in plug-in, replicas or ranks")
+    if generate.on_cuda:
+        return ChosenPlacement(
+            placement="together",
+            reason=f"the stages share {generate.device}, its context and its allocator",
+        )
     if encode.threads is not None or generate.threads is not None:
         return separate(reason="the threads are configured")
     if cores > CORES_MAX:

@@ -10,6 +10,7 @@ import msgspec
 
 from vsched.config.byte_sizes import size_bytes
 from vsched.config.cluster import check_cluster
+from vsched.config.devices import assumed
 from vsched.config.media import check_decode_bytes, check_image_hosts
 from vsched.config.section import PolicyTable
 from vsched.config.sections import Config
@@ -222,7 +223,8 @@ def _needs_restart(path: str, value: str, limit: str) -> ConfigError:
 
 
 def configured_policies(config: Config, built: Mapping[str, Policy]) -> ConfiguredPolicies:
-    """Combine the policies in `built`, by table, with the limits derived from them."""
+    """Combine the policies in `built`, by table, with the limits derived from them; `auto` counts as `cpu`."""
+    config = assumed(config)
     limits = cast("RequestPolicy", built["encode.admission"]).encode_limits()
     items_max, item_tokens_max = limits.images, limits.tokens
     if items_max is None:
@@ -255,8 +257,16 @@ def check_combinations(config: Config) -> None:
     Raises:
         ConfigError: Each line starts with the path of the key to change.
     """
-    generate, deadlines = config.generate, config.deadlines
+    generate, deadlines, arena = config.generate, config.deadlines, config.arena
     problems = ConfigProblems()
+    for path, size, least in (
+        ("generate.max_batch_tokens", generate.max_batch_tokens, 2),
+        ("arena.pixel_bytes", arena.pixel_bytes, 4096),
+        ("arena.embedding_bytes", arena.embedding_bytes, 4096),
+    ):
+        if size < least:
+            what, remedy = f"{path}: too small", "raise it, or set it to 0 for the default"
+            problems.add(limit_message(what, value=size, limit=f"at least {least}", remedy=remedy))
     with problems.collected():
         check_decode_bytes(config.media)
     with problems.collected():
@@ -355,7 +365,7 @@ def check_device(device: str, *, path: str) -> None:
             limit_message(
                 f"{path}: not a device",
                 value=repr(device),
-                limit="cuda, or cuda:N with a number",
-                remedy=f"set {path} to cuda:0, or to cpu",
+                limit="auto, cuda, or cuda:N with a number",
+                remedy=f"set {path} to auto, cuda:0 or cpu",
             )
         )

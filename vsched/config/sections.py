@@ -33,7 +33,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
-            description="Data type of weights, KV cache and embeddings; `auto` is the checkpoint's."
+            description="Data type of weights, KV cache and embeddings; `auto` is the checkpoint's, but with CUDA "
+            "bfloat16 instead of float32, and float16 on devices without bfloat16."
         ),
     ] = "auto"
     deterministic: Annotated[
@@ -339,14 +340,18 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
     pixel_bytes: Annotated[
         int,
         Meta(
-            ge=4096,
+            ge=0,
             description="Memory for preprocessed images: waiting for the encoder, or cached, because each turn of a "
-            "conversation contains all its images.",
+            "conversation contains all its images; 0 for 1 GiB on a CPU, 4 GiB with CUDA.",
         ),
-    ] = 1 << 30
+    ] = 0
     embedding_bytes: Annotated[
-        int, Meta(ge=4096, description="Memory for embeddings, in use and cached.")
-    ] = 256 << 20
+        int,
+        Meta(
+            ge=0,
+            description="Memory for embeddings, in use and cached; 0 for 256 MiB on a CPU, 1 GiB with CUDA.",
+        ),
+    ] = 0
 
 
 class PoliciesConfig(Section, frozen=True, kw_only=True):
@@ -447,9 +452,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     placement: Annotated[
         Literal["auto", "separate", "together"],
         Meta(
-            description="Run the two stages in separate processes or in one; `auto` is `together` on a CPU with at "
-            "most 8 cores and weights of 256 MiB or more, if both stages are configured alike and no "
-            "threads are set, otherwise `separate`."
+            description="Run the two stages in separate processes or in one; `auto` is `together` if both stages are "
+            "configured alike, either on one CUDA device, or on a CPU with at most 8 cores and weights of 256 MiB or "
+            "more and no threads set; otherwise `separate`."
         ),
     ] = "auto"
     model: ModelConfig = ModelConfig()
@@ -554,9 +559,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def encode_pauses(self) -> bool:
         """True if encode batches pause for generate steps in the same processes; not supported on GPUs yet."""
-        on_gpu = self.encode.device.startswith("cuda")
         together = self.placement == "together" and self.encode.replicas > 0
-        return together and not on_gpu and self.generate.step_target_ms > 0
+        return together and not self.encode.on_cuda and self.generate.step_target_ms > 0
 
     @property
     def text_alone(self) -> Config:

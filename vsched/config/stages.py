@@ -10,6 +10,9 @@ from msgspec import Meta
 
 from vsched.config.section import PolicyTable, Section, Size
 
+AUTO = "auto"
+CPU = "cpu"
+
 
 class StageConfig(Section, frozen=True, kw_only=True):
     """Keys of both stages: their processes, and the machine resources of these."""
@@ -69,9 +72,10 @@ class StageConfig(Section, frozen=True, kw_only=True):
         str,
         Meta(
             description="Device of the stage; with `cuda:N`, the ranks of all replicas take consecutive devices from "
-            "N on."
+            "N on. `auto` is CUDA if the host has a usable device, otherwise `cpu`; `vsched check` reports the choice. "
+            "See docs/gpu.md."
         ),
-    ] = "cpu"
+    ] = AUTO
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
@@ -92,7 +96,12 @@ class StageConfig(Section, frozen=True, kw_only=True):
     @property
     def on_cpu(self) -> bool:
         """True if the ranks compute on the host's processor, in the host's memory."""
-        return self.device == "cpu"
+        return self.device == CPU
+
+    @property
+    def on_cuda(self) -> bool:
+        """True if the ranks compute on CUDA devices."""
+        return self.device.startswith("cuda")
 
     @property
     def quantization(self) -> dict[str, Any]:
@@ -165,11 +174,20 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     ] = 16
     max_batch_tokens: Annotated[
         int,
-        Meta(ge=2, description="Maximum number of tokens in a step, prefill and decode together."),
-    ] = 2048
+        Meta(
+            ge=0,
+            description="Maximum number of tokens in a step, prefill and decode together; 0 for 2048 on a CPU, 8192 "
+            "with CUDA.",
+        ),
+    ] = 0
     chunk_tokens: Annotated[
-        int, Meta(ge=1, description="Maximum number of prompt tokens of one request in a step.")
-    ] = 512
+        int,
+        Meta(
+            ge=0,
+            description="Maximum number of prompt tokens of one request in a step; 0 for 512 on a CPU, 8192 with "
+            "CUDA, but at most `max_batch_tokens`.",
+        ),
+    ] = 0
     step_target_ms: Annotated[
         float,
         Meta(
@@ -186,7 +204,13 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
             "decodes of a large model alone come close to `step_target_ms`.",
         ),
     ] = 8.0
-    slots: Annotated[int, Meta(ge=1, description="Maximum number of running requests.")] = 64
+    slots: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Maximum number of running requests; 0 for 64 on a CPU, 256 with CUDA.",
+        ),
+    ] = 0
     max_waiting: Annotated[
         int, Meta(ge=1, description="Maximum number of waiting requests; further ones get a 429.")
     ] = 1024
@@ -239,7 +263,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0)] | None,
         Meta(
             description="Number of recurrent state snapshots kept for later prompts, in models with recurrent layers; "
-            "by default the number of `slots`. 0 disables their prefix cache."
+            "by default the number of `slots`, at most 64. 0 disables their prefix cache."
         ),
     ] = None
     draft_model: Annotated[

@@ -154,11 +154,10 @@ class KvNegotiation:
         short = self._no_room(attempt)
         if short:
             attempt = msgspec.structs.replace(attempt, outcome="out_of_memory", message=short)
-        before, self.attempts = self.attempts, (*self.attempts, attempt)
+        self.attempts = (*self.attempts, attempt)
         if outcome == "leak":
             self._stop()
-            message = _leak_message(attempt, before[-1].ranks if before else ())
-            raise MemoryLeak(self._with_ledger(message))
+            raise MemoryLeak(self._with_ledger(_leak_message(attempt)))
         return self._advance(attempt)
 
     def ledger(self) -> Ledger:
@@ -320,15 +319,10 @@ def _message(reports: Sequence[Sized], outcome: AttemptOutcome) -> str:
     return f"{name}{others}: {message}"
 
 
-def _leak_message(attempt: Attempt, before: Sequence[RankMemory]) -> str:
-    stood = {rank.rank: rank.kv_bytes for rank in before}
-    rank = min(attempt.ranks, key=lambda rank: rank.released_bytes - stood.get(rank.rank, 0))
-    return limit_message(
-        f"generate.memory: memory leaked: the teardown before the {attempt.action} of {attempt.tokens} tokens did not "
-        f"release the KV cache ({attempt.reason})",
-        value=f"{rank.released_bytes} bytes released by {rank.name}",
-        limit=f"at least the {stood.get(rank.rank, 0)} bytes allocated before",
-        remedy="report it as a fault of the worker plug-in, which still refers to the cache: a smaller one would "
-        'leak too. Until it is mended, give the size with generate.memory = {use = "pinned", tokens = ...}, '
-        "which needs no teardown",
+def _leak_message(attempt: Attempt) -> str:
+    return (
+        f"generate.memory: memory leaked: the teardown before the {attempt.action} of {attempt.tokens} tokens left "
+        f"some behind. {attempt.message}. Remedy: report it as a fault of the worker plug-in, which still refers to "
+        "it: a smaller KV cache would leak too. Until it is mended, give the size with "
+        'generate.memory = {use = "pinned", tokens = ...}, which needs no teardown'
     )

@@ -27,18 +27,30 @@ class HostCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     features: frozenset[str] = frozenset(FEATURES)
 
 
+def check_table(table: str, capabilities: HostCapabilities, policy: Policy | None = None) -> None:
+    """Refuse a policy table that this host has no seat for.
+
+    Raises:
+        PolicyError: With the table, the reason, and the remedy.
+    """
+    host = capabilities.host
+    if table not in capabilities.tables:
+        reason = capabilities.refused.get(table, f"{host} makes this decision itself")
+        able = capabilities.tables & {*tables_of(type(policy))} if policy is not None else ()
+        others = f", or use {type(policy).__name__} in {', '.join(sorted(able))}" if able else ""
+        raise PolicyError(
+            f"{table}: not decided by a policy in {host}: {reason}. Remedy: leave the table out{others}"
+        )
+
+
 def check_capabilities(policy: Policy, table: str, capabilities: HostCapabilities) -> None:
     """Refuse a policy that this host cannot follow in this table.
 
     Raises:
         PolicyError: With the table, the reason, and the remedy.
     """
+    check_table(table, capabilities, policy)
     host, name = capabilities.host, type(policy).__name__
-    if table not in capabilities.tables:
-        reason = capabilities.refused.get(table, f"{host} makes this decision itself")
-        others = ", ".join(sorted(capabilities.tables & {*tables_of(type(policy))}))
-        remedy = f"leave the table out{f', or use {name} in {others}' if others else ''}"
-        raise PolicyError(f"{table}: not decided by a policy in {host}: {reason}. Remedy: {remedy}")
     needed = list(policy.needs())
     if isinstance(policy, RequestPolicy) and policy.preempts and table == "generate.admission":
         needed.append("preempt")

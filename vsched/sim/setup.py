@@ -11,6 +11,7 @@ import msgspec
 
 from vsched.assembly import arena_layout, as_served, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, plain_config, resolve_policies
+from vsched.config.devices import assumed
 from vsched.config.policies import configured_policies
 from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.kernel import SchedulerLimits
@@ -88,9 +89,9 @@ def prepare(
         PolicyError: When a policy does not implement the contract of its table.
     """
     if isinstance(config, LoadedConfig):
-        configured, config = config.policies, config.config
+        configured, config = config.policies, assumed(config.config)
     else:
-        config = plain_config(config)
+        config = assumed(plain_config(config))
         configured = resolve_policies(config)
     configured = _replace(config, configured, policies or {})
     info = info or cost.shape or inspect_checkpoint(config, config.model.path)

@@ -43,17 +43,27 @@ def load(config: Path | None, assignments: list[str] | None) -> LoadedConfig:
     return load_config(config, sets=assignments or (), environ=os.environ)
 
 
-def load_served(config: Path | None, assignments: list[str] | None, path: str = "") -> LoadedConfig:
-    """Load a configuration with `path` as its `model.path`, and download or convert the checkpoint if it is missing."""
+def load_served(
+    config: Path | None,
+    assignments: list[str] | None,
+    path: str = "",
+    *,
+    only_serves: bool = False,
+) -> LoadedConfig:
+    """Load a configuration with `path` as its `model.path`, and choose the devices.
+
+    A checkpoint that is missing is downloaded or converted. `only_serves` means that this process loads no model.
+    """
     from rich.console import Console
 
     from vsched.checkpoints import with_local_checkpoints
+    from vsched.devices import resolve_loaded
     from vsched.terminal.progress import loading_progress
 
     loaded = load(config, [*(assignments or ()), *([f"model.path={path}"] if path else [])])
     with loading_progress(Console(stderr=True)) as report:
         served = with_local_checkpoints(loaded.config, partial(report, "checkpoint"))
-    return msgspec.structs.replace(loaded, config=served)
+    return resolve_loaded(msgspec.structs.replace(loaded, config=served), only_serves=only_serves)
 
 
 def write_json(path: Path, report: Any) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vsched.testing.contracts.base import ContractBroken
+    from vsched.testing.contracts.host import check_host
     from vsched.testing.contracts.transport import check_transport
     from vsched.testing.contracts.worker import check_worker
     from vsched.testing.defaults import default_policies
@@ -26,6 +27,7 @@ __all__ = [
     "ModelCluster",
     "PolicyRun",
     "RequestAt",
+    "check_host",
     "check_policy",
     "check_transport",
     "check_worker",
@@ -44,6 +46,7 @@ _MODULES = {
     "PolicyRun": "vsched.testing.policy_run",
     "RequestAt": "vsched.testing.policy_run",
     "run_policy": "vsched.testing.policy_run",
+    "check_host": "vsched.testing.contracts.host",
     "check_policy": "vsched.testing.policy_check",
     "check_transport": "vsched.testing.contracts.transport",
     "check_worker": "vsched.testing.contracts.worker",

@@ -32,6 +32,7 @@ from vsched.types import (
     SamplingParams,
     Spans,
 )
+from vsched.worker.devices import DeviceSurvey
 from vsched.worker.memory import DeviceMemory
 
 Progress = Callable[[str, float], None]
@@ -932,6 +933,13 @@ class WorkerPlugin(ABC):
         Importing them must not start threads or use devices. Empty if a rank must be a new process, as with CUDA.
         """
         return ()
+
+    def survey_devices(self, *, timeout_s: float) -> DeviceSurvey | None:
+        """Return the CUDA devices of this host, without loading CUDA into this process.
+
+        None, as by default, if workers run on a CPU or only on configured devices: then `auto` is `cpu`.
+        """
+        return None
 
     # Memory of the largest batch of images.
 

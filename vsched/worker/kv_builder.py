@@ -24,6 +24,9 @@ from vsched.worker.profiling_run import StepLimits, measure_rank, run_profile, t
 LEAK_SLACK_BYTES = 1 << 20
 """Memory that may stay without being a leak: small allocations share pages with others."""
 
+KEPT_MAX_BYTES = 64 << 20
+"""Memory that libraries may keep after their first use, such as workspaces and tables."""
+
 
 class KvBuilder:
     """The KV cache of one generate rank, until it is accepted; with a draft model, the caches of both.
@@ -58,6 +61,7 @@ class KvBuilder:
         self._rank = rank
         self._image = image
         self._memory = worker.device_memory()
+        self._loaded_bytes: int | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -75,6 +79,7 @@ class KvBuilder:
         """Measure held and free memory; after loading, the memory policy starts from this."""
         self._collect()
         self._memory.release()
+        self._loaded_bytes = self._memory.allocated()
         return self._measured()
 
     def carry_out(self, order: SizeKv) -> Sized:
@@ -86,11 +91,8 @@ class KvBuilder:
             self._abort()
         expected = self.kv_bytes + self.state_bytes
         released = self._tear_down()
-        if released + LEAK_SLACK_BYTES < expected:
-            message = (
-                "the KV cache was dropped and its memory did not come back (bytes released): "
-                f"value {released}, limit at least {expected}"
-            )
+        message = self._leak(released, expected)
+        if message:
             memory = self._measured(released_bytes=released)
             self._abort()
             return Sized(outcome="leak", message=message, memory=memory)
@@ -116,6 +118,27 @@ class KvBuilder:
         self._abort()
         memory = self._measured(peak_bytes=self._memory.peak(), released_bytes=released)
         return Sized(outcome="out_of_memory", message=message, memory=memory)
+
+    def _leak(self, released: int, expected: int) -> str:
+        """Return what a teardown left behind, in a sentence; empty without a leak.
+
+        A captured graph, an attention kernel or held headroom may stay although the KV cache was released. That is
+        found by comparison with the memory after loading, with an allocator that keeps nothing for itself.
+        """
+        if released + LEAK_SLACK_BYTES < expected:
+            return (
+                "the KV cache was dropped and its memory did not come back (bytes released): "
+                f"value {released}, limit at least {expected}"
+            )
+        if self._loaded_bytes is None or self._memory.drift(KEPT_MAX_BYTES):
+            return ""
+        kept = self._memory.allocated() - self._loaded_bytes
+        if kept <= KEPT_MAX_BYTES:
+            return ""
+        return (
+            "more memory is in use than after loading, without a KV cache (bytes): "
+            f"value {kept}, limit {KEPT_MAX_BYTES}"
+        )
 
     def settle(self) -> None:
         """Note that the current KV cache is accepted."""

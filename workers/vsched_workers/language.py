@@ -40,7 +40,6 @@ from vsched_workers.backends.choice import (
 )
 from vsched_workers.backends.reference.module_layers import RuledHead
 from vsched_workers.backends.reference.whole_model import (
-    FirstRun,
     WholeModel,
     check_built,
     check_kept,
@@ -102,8 +101,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RULED = "windows, soft-capping, sinks or values of another size than keys"
-
 
 @dataclass(frozen=True)
 class LanguageModel:
@@ -115,7 +112,7 @@ class LanguageModel:
         positions: Compute the positions of a prompt, int64 [3, tokens], and the delta of the positions after it.
         first_layers: Context manager that runs only the first n layers of each kind; None if all layers must run.
         shares_head: Whether this rank computes the logits of a part of the vocabulary only.
-        eager: Reason why decode steps cannot be captured; empty if they can be.
+        ruled: Whether layers have score rules, or values of another size than keys.
         states: Recurrent states of the layers; None if they keep only keys and values.
         mutual: Return the spans of a sequence with bidirectional attention; None if attention is causal throughout.
         adaptable: Return the layers that LoRA adapters can be applied to.
@@ -129,7 +126,7 @@ class LanguageModel:
     first_layers: Callable[[int], AbstractContextManager[None]] | None
     adaptable: Callable[[], Adaptable]
     shares_head: bool = False
-    eager: str = ""
+    ruled: bool = False
     states: RecurrentStates | None = None
     mutual: Callable[[SequenceState], Spans] | None = None
 
@@ -178,27 +175,29 @@ class LanguageWorker(RankWorker, GenerateWorker):
             DeviceOutOfMemory: When it does not fit.
         """
         self.drop_kv()
-        info, states = self._info, self._language.states
+        info, states, spare = self._info, self._language.states, self._backend.spare_blocks
         size = blocks * block_size * info.kv_bytes_per_token
-        size += (self._slots + self._snapshots) * info.state_bytes
+        size += (self._slots + self._snapshots + spare) * info.state_bytes
         with self._group.together(), typed_out_of_memory("building the KV cache"):
             require_available(self._memory, size, f"a KV cache of {blocks * block_size} tokens")
             allocate = functools.partial(self._backend.zeros, touch=touch)
             if states is not None:
-                states.build(self._slots, self._snapshots, allocate)
+                states.build(self._slots, self._snapshots, allocate, spare=spare)
             cache = self._cache = KvCache(
                 self._language.kv,
                 blocks=blocks,
                 block_size=block_size,
                 dtype=self._backend.kv_dtype,
                 allocate=allocate,
-                spare_blocks=self._backend.spare_blocks,
+                spare_blocks=spare,
             )
-            self._attention = self._backend.choose_attention(cache, self._language.heads)
-            if self._language.eager and self._backend.spare_blocks:
-                logger.info("decode steps run without CUDA graphs: %s", self._language.eager)
-            elif not self._language.eager:
-                self._captured = self._backend.capture_steps(cache, self._attention, self._logits)
+            language = self._language
+            self._attention = self._backend.choose_attention(
+                cache, language.heads, ruled=language.ruled
+            )
+            self._captured = self._backend.capture_steps(
+                cache, self._attention, self._logits, states
+            )
         if self._balance is not None:
             self._balance.reset()
 
@@ -470,7 +469,6 @@ def family_language(
     head_bytes = info.kv_bytes_per_token // (text.num_hidden_layers * kv_heads * 2)
     head_dim = kept_dim(head_bytes // backend.kv_dtype.itemsize, backend.kv_dtype)
     runnable = backend.prepare_language(model, head, family.decoder)
-    capped = family.decoder.score_bound(text) is not None
     rule = family.decoder.logit_rule(text)
     if rule is not None:
         runnable = dataclasses.replace(runnable, head=RuledHead(runnable.head, rule))
@@ -483,7 +481,7 @@ def family_language(
         first_layers=functools.partial(_cut_layers, model, kinds),
         adaptable=functools.partial(adaptable, layers=runnable.layers),
         shares_head=len(head) < text.vocab_size,
-        eager=_RULED if any(kind.window for kind in kinds) or capped else "",
+        ruled=any(kind.window for kind in kinds) or family.decoder.score_bound(text) is not None,
     )
 
 
@@ -572,19 +570,12 @@ def _load_any(
         heads=text.num_attention_heads // (settings.ranks if shares_heads(text) else 1),
         positions=text_positions if inputs is None else inputs.positions,
         first_layers=None if found.layers is None else found.layers.first,
-        eager=_eager_reason(found),
+        ruled=not found.plain,
         states=found.states if info.state_bytes else None,
         mutual=mutual_spans(info),
         adaptable=functools.partial(adaptable_module, model, cuts=ranks.cuts, only=found.adaptable),
     )
     return language, group
-
-
-def _eager_reason(found: FirstRun) -> str:
-    """Return why decode steps of a model on the generic path cannot be captured; empty if they may be."""
-    if found.states.modules:
-        return "recurrent layers gather the states of the sequences of a step"
-    return "" if found.plain else _RULED
 
 
 def _check_generic(info: ModelInfo, settings: WorkerSettings) -> None:

@@ -26,6 +26,7 @@ from vsched.worker.contract import (
     WorkerPlugin,
     WorkerSettings,
 )
+from vsched.worker.devices import DeviceSurvey
 from vsched.worker.memory import memory_errors
 
 if TYPE_CHECKING:
@@ -100,6 +101,12 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
             modules = map(model_type_to_module_name, model_types(info))
             names = list(dict.fromkeys(modules))
         return [*RANK_MODULES, *(f"transformers.models.{name}.modeling_{name}" for name in names)]
+
+    def survey_devices(self, *, timeout_s: float) -> DeviceSurvey:
+        """Return the CUDA devices that torch can use, from a child process."""
+        from vsched_workers.device_survey import survey_devices
+
+        return survey_devices(timeout_s=timeout_s)
 
     def compile_kernels(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress, *, stage: str

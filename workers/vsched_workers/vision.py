@@ -81,7 +81,7 @@ class FamilyTower:
         pixels = self._backend.send_pixels([flat_patches(arrays) for arrays in images])
         values = pixel_values(pixels, images, self._backend.dtype, temporal=self._temporal)
         grids = torch.tensor([grid_of(job.metadata) for job in jobs], dtype=torch.int64)
-        return self._family.encode(self.module, values, grids.to(self._backend.device))
+        return self._family.encode(self.module, values, grids)
 
 
 class TowerOfAny:

@@ -1,10 +1,11 @@
 """All GPU measurements in one command of ten minutes: `python -m tests.bench.gpu --out FOLDER`.
 
-In this order, each with a time limit: the tests that need a GPU, the tables of workers alone (3B
-and 7B shapes), the memory ledger compared with the driver, the KV cache size compared with the
-largest that works, a killed rank, and a `vsched serve` under `vsched bench serve`. Results are
-written after every case, and a failed step does not end the others. `python -m tests.bench.gpu.page
-FOLDER` writes the page of the results.
+In this order, each with a time limit: small models of many families, a killed rank, the tests that
+need a GPU, the tables of workers alone (3B and 7B shapes), a `vsched serve` under `vsched bench
+serve`, the memory ledger compared with the driver, the KV cache size compared with the largest that
+works, conversations, and quantized weights. `--seconds 200` measures fewer cases. Results are
+written after every case, and a failed step does not end the others. `python -m
+tests.bench.gpu.page FOLDER` writes the page of the results.
 
 `--wheels` installs missing packages into a separate folder, from local files alone: `python -m
 tests.bench.gpu.pack` collects them. `--device cpu` with the smallest models tests the command
@@ -16,8 +17,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,7 +28,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-TESTS = ("test_triton_kernels.py", "test_quantized.py", "test_fused_layers.py", "test_gpu.py")
+TESTS = (
+    *("test_gpu.py", "test_triton_kernels.py", "test_quantized.py", "test_fused_layers.py"),
+    "test_fused_tower.py",
+)
+TESTS_AT_ONCE = 4
+FULL_S = 300
+"""Time from which on all cases are measured; below, the most important ones."""
+ROOM_BYTES = 40 << 30
 PACKAGES = ("torch", "triton", "transformers", "numpy", "vsched")
 
 
@@ -42,7 +52,10 @@ def main() -> int:
     options = parser.parse_args()
     out: Path = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-") as scratch,
+        tempfile.TemporaryDirectory(prefix="gpu-", dir=_in_memory()) as checkpoints,
+    ):
         environment = _environment(
             options.wheels, Path(scratch) / "site", on_cpu=options.device == "cpu"
         )
@@ -51,24 +64,36 @@ def main() -> int:
             again = [sys.executable, "-m", "tests.bench.gpu", *sys.argv[1:]]
             return subprocess.run(again, env=environment, check=False, cwd=ROOT).returncode
         _tell_machine(out, options.device, options.wheels)
-        return _run(options, out, Path(scratch), environment)
+        return _run(options, out, Path(checkpoints), environment)
 
 
 def _environment(wheels: Path | None, site: Path, *, on_cpu: bool) -> dict[str, str]:
     """Return the environment of the steps, with the wheels installed if there are any."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    # Images often forbid bytecode files: every process would compile thousands of modules.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    torch = importlib.util.find_spec("torch")
+    if torch is None or not os.access(Path(torch.origin or "/").parent, os.W_OK):
+        environment.setdefault("PYTHONPYCACHEPREFIX", str(site.parent / "bytecode"))
     if on_cpu:  # together with the rest of the tests
         environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     if wheels is not None and not os.environ.get("VSCHED_GPU_RUN"):
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target"]
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
         files = map(str, sorted(wheels.absolute().glob("*.whl")))
-        subprocess.run([*pip, str(site), *files], check=True)
+        # Modules are compiled when they are imported: most of transformers' never are.
+        subprocess.run([*pip, "--no-compile", "--target", str(site), *files], check=True)
         before = environment.get("PYTHONPATH", "")
         # The tree precedes its wheel, which is used only for its entry points.
         paths = [str(ROOT), str(ROOT / "policies"), str(ROOT / "workers"), str(site), before]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environment["VSCHED_GPU_RUN"] = "1"
     return environment
+
+
+def _in_memory() -> str | None:
+    """Return a folder in memory if it has room for a checkpoint and much more, else None for the default."""
+    folder = Path("/dev/shm")
+    return str(folder) if folder.is_dir() and shutil.disk_usage(folder).free > ROOM_BYTES else None
 
 
 def _tell_machine(out: Path, device: str, packed: Path | None) -> None:
@@ -105,36 +130,42 @@ def _said(*command: str) -> str:
 
 
 def _run(
-    options: argparse.Namespace, out: Path, scratch: Path, environment: Mapping[str, str]
+    options: argparse.Namespace, out: Path, checkpoints: Path, environment: Mapping[str, str]
 ) -> int:
     from tests.bench.gpu.serve import settings_of
     from tests.bench.gpu.steps import Step, run_steps
 
-    on_cpu = options.device == "cpu"
-    dtype, patience = ("float32", 10) if on_cpu else ("bfloat16", 1)
+    on_cpu, full = options.device == "cpu", options.seconds >= FULL_S
+    patience = 10 if on_cpu else 1
+    few, families_s = ([], 110) if full else (["--few"], 80)
     python, device = [sys.executable, "-m"], ["--device", options.device]
-    checkpoint = str(scratch / "checkpoint")
+    checkpoint, small = str(checkpoints / "served"), str(checkpoints / "small")
     tests = [str(ROOT / "tests/workers/backends/cuda" / name) for name in TESTS]
-    pytest = ["pytest", "-p", "no:cacheprovider", "-W", "default", "--timeout=120"]
-    pytest += ["--maxfail=20", "--durations=8", f"--rootdir={ROOT}", f"--junitxml={out}/tests.xml"]
+    pytest = ["pytest", "-p", "no:cacheprovider", "-W", "default", "--timeout=120", "--maxfail=20"]
+    pytest += ["--durations=8", f"--rootdir={ROOT}", f"--junitxml={out}/tests.xml"]
+    # Tests that only compile kernels need no GPU.
+    pytest += [f"--numprocesses={TESTS_AT_ONCE}", "-k", "not compile_for"]
     served = [checkpoint, "--out", str(out), *device]
+    models = [*python, "tests.bench.gpu.models", *device, *few]
+    names = options.models.split(",")
     steps = [
-        Step("tests", [*python, *pytest, *tests], 170),
-        *(
-            Step(f"models-{name}", [*python, "tests.bench.gpu.models", "--models", name, "--out",
-                                    str(out / name), *device], 120)
-            for name in options.models.split(",")
-        ),
-        Step("checkpoint", [*python, "vsched", "make-checkpoint", checkpoint, "--size",
-                            options.served], 90),
+        Step("families", [*python, "tests.bench.gpu.families", "--out", str(out), *device, *few, "--keep", small,
+                          f"--seconds={families_s * patience}"], families_s + 10),
+        Step("recovery", [*python, "tests.bench.parts", "recovery", small, "--rounds=1",
+                          "--dtype=float32", "--busy=0", f"--json={out}/recovery.json",
+                          *(f"--set={one}" for one in settings_of(options.device))], 60),
+        Step("tests", [*python, *pytest, *tests], 100),
+        *(Step(f"models-{name}", [*models, "--models", name, "--out", str(out / name)], 90)
+          for name in names),
+        Step("checkpoint", [*python, "tests.bench.gpu.checkpoint", checkpoint, "--size",
+                            options.served, *device], 60),
         Step("serve", [*python, "tests.bench.gpu.serve", *served], 110),
         Step("memory", [*python, "tests.bench.gpu.memory", *served,
                         f"--seconds={0 if on_cpu else 140}"], 150),
-        Step("recovery", [*python, "tests.bench.parts", "recovery", checkpoint, "--rounds=1",
-                          f"--dtype={dtype}", "--busy=0", f"--json={out}/recovery.json",
-                          *(f"--set={one}" for one in settings_of(options.device))], 60),
-        Step("weights", [*python, "tests.bench.gpu.models", "--models", options.models.split(",")[0],
-                         "--weights", "int8,int4", "--out", str(out / "weights"), *device], 60),
+        Step("conversations", [*models, "--models", options.models, "--parts", "conversations",
+                               "--out", str(out / "conversations")], 90),
+        Step("weights", [*models, "--models", names[0], "--weights", "int8,int4", "--out",
+                         str(out / "weights")], 60),
     ]  # fmt: skip
     wanted = options.only.split(",") if options.only else [step.name for step in steps]
     chosen = [

@@ -38,18 +38,22 @@ class Compiled(NamedTuple):
     spilled_bytes: int
 
 
-def compile_decode(name: str, dtype: str) -> Compiled:
+def compile_decode(name: str, dtype: str, *, ruled: bool = False) -> Compiled:
     """Compile the decode kernel for the heads of this name, and values of this type: bf16 or fp32."""
     from vsched_workers.backends.cuda.attention import STAGES, constants_of
     from vsched_workers.backends.cuda.triton_kernels import decode_parts
 
     heads, kv_heads, head_dim = HEADS[name]
-    constants = constants_of(heads, kv_heads, head_dim, 16, 2 if dtype == "bf16" else 4)
+    size = 2 if dtype == "bf16" else 4
+    constants: dict[str, Any] = constants_of(heads, kv_heads, head_dim, head_dim, 16, size)
+    constants |= {"WINDOWED": ruled, "CAPPED": ruled}
     signature = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
     signature |= dict.fromkeys(("tables", "contexts"), "*i32")
     signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
-    signature |= {"scaling": "fp32", "table_stride": "i32", "parts": "i32", "part_tokens": "i32"}
-    return _compile(decode_parts, f"decode {name} {dtype}", signature, constants, STAGES)
+    signature |= {"scaling": "fp32", "window": "i32", "softcap": "fp32"}
+    signature |= {"table_stride": "i32", "parts": "i32", "usual_parts": "i32"}
+    label = f"decode {name} {dtype}" + " with rules" * ruled
+    return _compile(decode_parts, label, signature, constants, STAGES)
 
 
 def compile_merge(name: str) -> Compiled:
@@ -58,12 +62,14 @@ def compile_merge(name: str) -> Compiled:
     from vsched_workers.backends.cuda.triton_kernels import merge_parts
 
     heads, kv_heads, head_dim = HEADS[name]
-    all_constants = constants_of(heads, kv_heads, head_dim, 16, 2)
-    constants = {each: all_constants[each] for each in ("HEAD_DIM", "DIMS", "TOKENS")}
-    constants["PARTS"] = PARTS_MAX
+    all_constants = constants_of(heads, kv_heads, head_dim, head_dim, 16, 2)
+    names = ("VALUE_DIM", "VALUE_DIMS", "TOKENS")
+    constants: dict[str, Any] = {each: all_constants[each] for each in names}
+    constants |= {"PARTS": PARTS_MAX, "WINDOWED": False, "HAS_SINKS": False}
     signature = {"contexts": "*i32"}
     signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
-    signature |= {"out": "*bf16", "heads": "i32", "parts": "i32", "part_tokens": "i32"}
+    signature |= {"sinks": "*bf16", "out": "*bf16", "window": "i32"}
+    signature |= {"heads": "i32", "parts": "i32", "usual_parts": "i32"}
     return _compile(merge_parts, f"merge {name}", signature, constants, STAGES)
 
 
@@ -75,19 +81,71 @@ def compile_layer(name: str) -> list[Compiled]:
 
     heads, kv_heads, head_dim = HEADS[name]
     half, width = head_dim // 2, power_of_two(heads * head_dim)
-    rows = dict.fromkeys(("hidden", "added", "weight", "normed"), "*bf16")
+    rows = dict.fromkeys(("hidden", "added", "weight", "normed", "following"), "*bf16")
     rows |= {"width": "i32", "eps": "fp32"}
-    names = ("qkv", "cos", "sin", "query_weight", "key_weight", "queries", "keys", "values")
+    names = (
+        "qkv",
+        "cos",
+        "sin",
+        "query_weight",
+        "key_weight",
+        "queries",
+        "keys",
+        "values",
+        "following",
+        "later",
+    )
     heads_of = dict.fromkeys(names, "*bf16") | {"slots": "*i64", "eps": "fp32"}
     shape = {"HEADS": heads, "KV_HEADS": kv_heads, "NORMS": True, "HALF": half}
-    shape["DIMS"] = power_of_two(half)
-    gates = {"gate_up": "*bf16", "gated": "*bf16", "width": "i32"}
-    gate = {"ACTIVATION": "SILU", "WIDTH": GATE_VALUES}
-    add = {"HAS_ADDED": True, "WIDTH": width}
+    ahead = {"AHEAD": 4, "STRIDE": 4096, "CHUNK": 512}
+    shape |= {"DIMS": power_of_two(half), "LATER": 4, "LATER_STRIDE": 4096} | ahead
+    gates = {"gate_up": "*bf16", "gated": "*bf16", "width": "i32", "following": "*bf16"}
+    gate = {"ACTIVATION": "SILU", "WIDTH": GATE_VALUES} | ahead
+    add = {"HAS_ADDED": True, "WIDTH": width} | ahead
     return [
         _compile(triton_layers.add_norm, f"add and norm {width}", rows, add, 1),
         _compile(triton_layers.rotate_and_store, f"rotate {name}", heads_of, shape, 1),
         _compile(triton_layers.gate, "gate", gates, gate, 1),
+    ]
+
+
+def compile_row() -> list[Compiled]:
+    """Compile the product of one bfloat16 row, plain and gated, in the blocks for a hidden size of 2048."""
+    from vsched_workers.backends.cuda.linear import row_tiles
+    from vsched_workers.backends.cuda.triton_linear import multiply_row
+
+    signature = dict.fromkeys(("row", "weight", "bias", "out"), "*bf16")
+    signature |= {"outputs": "i32", "inputs": "i32"}
+    made = []
+    for activation, parts in ((None, 1), ("SILU", 2)):
+        tiles = row_tiles(11008, 2048, parts=parts)
+        assert tiles is not None
+        constants: dict[str, Any] = {"HAS_BIAS": activation is None, "ACTIVATION": activation}
+        constants |= {"OUTPUTS": tiles.outputs, "TILE": tiles.tile, "STAGES": tiles.stages}
+        name = f"multiply row {activation or 'with bias'}"
+        made.append(_compile(multiply_row, name, signature, constants, 3))
+    return made
+
+
+def compile_vision(heads: int, head_dim: int, width: int) -> list[Compiled]:
+    """Compile the kernels of a fused vision tower with these heads and rows of this width, in bfloat16."""
+    from vsched_workers.backends.cuda import triton_vision
+    from vsched_workers.backends.cuda.attention import power_of_two
+    from vsched_workers.backends.cuda.fused_tower import WINDOW_MAX
+
+    half, name = head_dim // 2, f"{heads} x {head_dim}"
+    norm = dict.fromkeys(("hidden", "added", "weight", "bias", "normed"), "*bf16")
+    norm |= {"width": "i32", "eps": "fp32"}
+    rotated = {"qkv": "*bf16", "cos": "*fp32", "sin": "*fp32"}
+    attended = rotated | {"ends": "*i32", "out": "*bf16", "scaling": "fp32"}
+    sizes = {"HEADS": heads, "HALF": half, "DIMS": power_of_two(half)}
+    pairs = sizes | {"PAIRS": power_of_two(2 * heads)}
+    add = {"HAS_ADDED": True, "WIDTH": power_of_two(width)}
+    windows = sizes | {"ROWS": WINDOW_MAX}
+    return [
+        _compile(triton_vision.add_layer_norm, f"add and layer norm {width}", norm, add, 1),
+        _compile(triton_vision.rotate_patches, f"rotate patches {name}", rotated, pairs, 1),
+        _compile(triton_vision.attend_windows, f"attend windows {name}", attended, windows, 1),
     ]
 
 
@@ -180,9 +238,15 @@ def main() -> None:
         for made in (
             compile_decode(name, "bf16"),
             compile_decode(name, "fp32"),
+            compile_decode(name, "bf16", ruled=True),
             compile_merge(name),
             *compile_layer(name),
         ):
+            _tell(made)
+    for made in compile_row():
+        _tell(made)
+    for heads, head_dim, width in ((16, 80, 1280), (16, 72, 1152)):
+        for made in compile_vision(heads, head_dim, width):
             _tell(made)
     for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp8", 128)):
         for rows in (16, 64):

@@ -6,10 +6,8 @@ measured rate of a large product, whichever is longer (`costs.py`). The conversa
 effect of an embedding cache: turn k of a conversation contains k images, of which all or only the
 new one must be encoded.
 
-Needs torch, transformers, safetensors, numpy, Pillow and msgspec; a GPU with 40 GB for both shapes,
-and ten minutes at most. `--device cpu --models nano` tests the script itself.
-
-Not yet run on a GPU.
+Needs a GPU with 40 GB for both shapes; `--few` measures the most important cases.
+`--device cpu --models nano` tests the script itself.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ import torch
 from tests.bench.gpu.costs import (
     DECODES,
     FEW_BITS,
+    FEW_DECODES,
     IMAGES,
     PREFILLS,
     SHAPES,
@@ -42,6 +41,10 @@ from tests.bench.gpu.shapes import Model, make_model
 from tests.bench.gpu.tables import Figures, Row, tables
 
 SQUARE = {"cuda": 8192, "cpu": 256}
+PARTS = ("steps", "conversations")
+LONG_MS, FEW_RUNS = 50.0, 2
+"""A call of this duration varies little: it is measured this often after a single warm-up."""
+EAGER_STEPS, EAGER_WARM = 12, 2
 
 
 class Watch:
@@ -52,16 +55,23 @@ class Watch:
         self._repeats = repeats
 
     def wall_ms(self, run: Callable[[], object], *, repeats: int = 0, warm: int = 3) -> float:
-        """Return the median time of a call, including the device's work."""
-        times = []
-        for turn in range(warm + (repeats or self._repeats)):
-            self._settle()
-            started_s = time.perf_counter()
+        """Return the median time of a call, including the device's work; long calls have fewer repeats."""
+        self._timed_ms(run)  # kernels may be compiled
+        first_ms = self._timed_ms(run)
+        if first_ms > LONG_MS:
+            return statistics.median(
+                [first_ms, *(self._timed_ms(run) for _ in range(FEW_RUNS - 1))]
+            )
+        for _ in range(warm - 2):
             run()
-            self._settle()
-            if turn >= warm:
-                times.append((time.perf_counter() - started_s) * 1e3)
-        return statistics.median(times)
+        return statistics.median(self._timed_ms(run) for _ in range(repeats or self._repeats))
+
+    def _timed_ms(self, run: Callable[[], object]) -> float:
+        self._settle()
+        started_s = time.perf_counter()
+        run()
+        self._settle()
+        return (time.perf_counter() - started_s) * 1e3
 
     def each_ms(self, run: Callable[[], object], *, count: int, warm: int) -> float:
         """Return the median time between returns of consecutive calls, which may be asynchronous."""
@@ -106,35 +116,48 @@ class ModelBench:
         bandwidth: float,
         rate: float,
         full: bool,
+        few: bool = False,
         weights: str = "auto",
         wrote: Callable[[list[Row]], object] = lambda _: None,
     ) -> None:
-        """Prepare with the device's rates; `wrote` is called with all rows after each measurement."""
+        """Prepare with the device's rates; `wrote` is called with all rows after each measurement.
+
+        `few` leaves out cases; without `full`, the shapes are tiny.
+        """
         self._name = name
         self._model = model
         self._watch = watch
         self._bandwidth = bandwidth
         self._rate = rate
         self._full = full
+        self._few = few
+        self._noted_s = time.monotonic()
         self._weights = weights
         self.rows: list[Row] = []
         self._wrote = wrote
 
-    def run(self) -> None:
-        """Measure everything."""
-        if self._weights != "auto":  # affects steps with few rows only
+    def run(self, part: str) -> None:
+        """Measure a part: single steps, or the turns of conversations."""
+        if part == "conversations":
+            sizes = IMAGES if self._full else {"tiny": (112, 112)}
+            turns = TURNS[-1:] if self._few else TURNS
+            for (label, size), turn in itertools.product(sizes.items(), turns):
+                self._conversation(label, size, turn)
+        elif self._weights != "auto":  # affects steps with few rows only
             for batch, context in FEW_BITS if self._full else [(1, 32)]:
                 self._decode(batch, context)
-            return
-        for batch, context in DECODES if self._full else [(1, 32), (3, 32)]:
-            self._decode(batch, context)
-        for first, rows in PREFILLS if self._full else [(0, 32), (32, 32)]:
-            self._prefill(first, rows)
-        images = IMAGES if self._full else {"tiny": (112, 112)}
-        for label, size in images.items():
-            self._encode(label, size)
-            for turn in TURNS:
-                self._conversation(label, size, turn)
+        else:
+            for batch, context in self._decodes():
+                self._decode(batch, context)
+            for first, rows in PREFILLS if self._full else [(0, 32), (32, 32)]:
+                self._prefill(first, rows)
+            for label, size in (IMAGES if self._full else {"tiny": (112, 112)}).items():
+                self._encode(label, size)
+
+    def _decodes(self) -> list[tuple[int, int]]:
+        if not self._full:
+            return [(1, 32), (3, 32)]
+        return FEW_DECODES if self._few else DECODES
 
     def _note(self, case: str, found_ms: float, cost: Cost | None, **more: float) -> None:
         floor_ms = None
@@ -144,23 +167,24 @@ class ModelBench:
             more |= {"moved": cost.moved, "operations": cost.operations}
         self.rows.append(Row(self._name, case, found_ms, floor_ms, more))
         self._wrote(self.rows)
+        before_s, self._noted_s = self._noted_s, time.monotonic()
+        spent_s = self._noted_s - before_s
+        print(f"{self._name} {case}: {found_ms:.2f} ms, measured in {spent_s:.1f} s", flush=True)
 
     def _decode(self, batch: int, context: int) -> None:
         """Measure a decode step with `batch` rows, with CUDA graphs and eagerly."""
         model, worker = self._model, self._model.language
         steps, warm = (64, 8) if self._full else (4, 1)
-        times = {}
-        for way in ("captured", "eager"):
-            load = Load(model, slots=batch, context=context + 2 * (steps + warm) + 16)
-            if way == "eager":
-                worker.drop_graphs()
-            rows = load.decode_rows(context)
-            times[way] = self._watch.each_ms(rows.step, count=steps, warm=warm)
+        load = Load(model, slots=batch, context=context + 2 * (steps + warm) + 16)
+        found = self._watch.each_ms(load.decode_rows(context).step, count=steps, warm=warm)
+        worker.drop_graphs()
+        rows = load.decode_rows(context)
+        eager = self._watch.each_ms(rows.step, count=EAGER_STEPS, warm=EAGER_WARM)
         size = model.info.itemsize
         kind = self._weights
         cost = model.shape.decode(batch, context, bytes_a_value=size, weights=kind)
         case = f"decode {batch} x {context}" + ("" if kind == "auto" else f" {kind}")
-        self._note(case, times["captured"], cost, eager_ms=times["eager"])
+        self._note(case, found, cost, eager_ms=eager)
 
     def _prefill(self, first: int, rows: int) -> None:
         """Measure a chunk of `rows` tokens after `first` tokens."""
@@ -211,6 +235,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json and gpu.md")
     parser.add_argument("--models", default="3b,7b", help="of: " + ", ".join(SHAPES))
     parser.add_argument("--weights", default="auto", help="of: auto, int8, int4")
+    parser.add_argument("--parts", default="steps", help="of: " + ", ".join(PARTS))
+    parser.add_argument("--few", action="store_true", help="the most important cases only")
     parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args()
     on_cpu = options.device == "cpu"
@@ -224,7 +250,9 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for one, kind in itertools.product(options.models.split(","), options.weights.split(",")):
         with tempfile.TemporaryDirectory() as folder:
+            began_s = time.monotonic()
             model = make_model(one, Path(folder), options.device, dtype, weights=kind)
+            print(f"{one}: model in {time.monotonic() - began_s:.1f} s", flush=True)
             bench = ModelBench(
                 one,
                 model,
@@ -232,10 +260,12 @@ def main() -> None:
                 bandwidth=bandwidth,
                 rate=rate,
                 full=one != "nano",
+                few=options.few,
                 weights=kind,
                 wrote=functools.partial(_write, options.out, figures),
             )
-            bench.run()
+            for part in options.parts.split(","):
+                bench.run(part)
         figures = _write(options.out, figures, bench.rows)
         model.language.drop_kv()
         del model, bench

@@ -25,12 +25,12 @@ from tests.bench.gpu.revision import write_revision
 ROOT = Path(__file__).parents[3]
 CONSTRAINTS = ROOT / "constraints.txt"
 ON_THE_MACHINE = frozenset(
-    ("huggingface-hub", "jinja2", "numba", "numpy", "safetensors", "tokenizers", "torch", "transformers", "triton")
-)  # fmt: skip
-"""Packages that an image with torch has; numba as well, which compiles the sampler of the host."""
+    ("huggingface-hub", "jinja2", "numba", "numpy", "safetensors", "tokenizers", "torch", "triton")
+)
+"""Packages that an image with torch has, in versions that vsched takes. Its transformers may be too old."""
 UNUSED = frozenset(("docopt",))
 """Required by num2words for its command alone, and published without a wheel."""
-TEST_TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
+TEST_TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist")
 EXTRAS = ("workers",)
 
 RequirementsOf = Callable[[str], Sequence[str]]

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
+from tests.bench.gpu import family_rows
+from tests.bench.gpu.family_rows import FamilyRow
 from tests.bench.gpu.steps import StepResult
 from tests.bench.gpu.tables import Figures, tables
 
@@ -54,11 +56,12 @@ def page(folder: Path) -> str:
         return "Nothing has been measured on a GPU yet.\n"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     parts = [f"{machine.device}; {versions}; commit {machine.commit}.\n"]
-    parts += [_steps(folder), _tests(folder / "tests.xml")]
+    parts += [_steps(folder), _families(folder / "families.json"), _tests(folder / "tests.xml")]
+    parts += [_recovery(folder / "recovery.json")]
     for figures in sorted(folder.glob("*/gpu.json")):
         parts.append(tables(msgspec.json.decode(figures.read_bytes(), type=Figures)))
     parts += [_kv(folder / "kv.json"), _ledger(folder / "ledger.json")]
-    parts += [_recovery(folder / "recovery.json"), _serve(folder / "serve.json")]
+    parts += [_serve(folder / "serve.json")]
     return "\n".join(part for part in parts if part)
 
 
@@ -71,6 +74,19 @@ def _steps(folder: Path) -> str:
     lines = ["| step | ending | seconds |", "|---|---|---|"]
     lines += [f"| {each.name} | {each.ending} | {each.seconds:.0f} |" for each in results]
     return "\n".join(lines) + "\n"
+
+
+def _families(path: Path) -> str:
+    rows = _read(path, list[FamilyRow])
+    if not rows:
+        return ""
+    counts = []
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        of_type = [row for row in rows if row.dtype == dtype]
+        equal = sum(row.outcome == "equal" for row in of_type)
+        counts.append(f"{equal} of {len(of_type)} equal in {dtype}")
+    head = f"Small models, tokens compared with transformers' `generate` on the device: {', '.join(counts)}."
+    return f"{head}\n\n{family_rows.table(rows)}"
 
 
 def _tests(path: Path) -> str:

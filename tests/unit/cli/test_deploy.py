@@ -1,10 +1,14 @@
-"""The files in `deploy/` parse, and the paths and keys in them exist. Nothing is built, which needs a daemon."""
+"""The files in `deploy/` parse, and the paths and keys in them exist. CI builds the images, which needs a daemon."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -154,3 +158,51 @@ def test_kubernetes_names_the_ray_that_is_installed() -> None:
     images = {group["template"]["spec"]["containers"][0]["image"] for group in groups}
     (image,) = images
     assert f"-t {image} " in (ROOT / "deploy/kuberay.yaml").read_text()
+
+
+def test_compose_on_gpus_changes_the_service_and_its_image() -> None:
+    changed = yaml.safe_load((ROOT / "deploy/compose.gpu.yaml").read_text())["services"]
+    assert changed.keys() == {"vsched"}
+    build = changed["vsched"]["build"]
+    assert build["args"].keys() <= dict_of_arguments().keys()
+    # Without the index of torch's CPU builds, pip installs the CUDA build.
+    assert "/cpu" in dict_of_arguments()["TORCH_INDEX"]
+    assert build["args"]["TORCH_INDEX"] == ""
+    assert changed["vsched"]["image"] != service()["image"]
+    (device,) = changed["vsched"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+
+
+@pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
+def test_workflow_builds_both_images(name: str) -> None:
+    job = yaml.safe_load((ROOT / ".github/workflows" / name).read_text())["jobs"]["image"]
+    (step,) = (one["with"] for one in job["steps"] if "build-push" in one.get("uses", ""))
+    assert (ROOT / step["file"]).is_file()
+    argument, _, value = step["build-args"].partition("=")
+    assert argument in dict_of_arguments()
+    assert value == "${{ matrix.torch_index }}"
+    indices = {one["torch_index"] for one in job["strategy"]["matrix"]["include"]}
+    assert indices == {dict_of_arguments()["TORCH_INDEX"], ""}
+
+
+def test_image_builds_the_package_from_the_files_that_it_copies(tmp_path: Path) -> None:
+    """The layers COPY and `pip install`, without the dependencies."""
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    source.mkdir()
+    for sources in of("COPY"):
+        *names, target = sources.split()
+        for name in names:
+            if (ROOT / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+                shutil.copytree(ROOT / name, source / target, ignore=ignored)
+            else:
+                shutil.copy(ROOT / name, source / target)
+    command = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run(
+        [sys.executable, *command, f"--target={installed}", str(source)],
+        check=True,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
+    packages = {path.name for path in installed.iterdir() if (path / "__init__.py").exists()}
+    assert packages == {"vsched", "vsched_policies", "vsched_workers"}
+    assert (installed / "bin" / json.loads(of("ENTRYPOINT")[0])[0]).is_file()

@@ -167,6 +167,7 @@ def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
     ("words", "message"),
     [
         (["--trace", "trace.csv", "--workload", "poisson"], "give one of them"),
+        (["--trace", "trace.csv", "--rate", "3"], "a trace has its own arrivals"),
         (["--workload", "nope"], "Known: poisson"),
         (["--trace", "trace.csv", "--outage", "generate"], "not GROUP:FROM_S:TO_S"),
         (["--trace", "trace.csv", "--faults", "nowhere.json"], "nowhere.json: No such file"),

@@ -184,8 +184,6 @@ def test_negotiation_ends_with_a_leak() -> None:
     assert requested == ["closed"]
     assert "memory leaked" in str(caught.value)
     assert "rank 0: 7 of 81920 bytes came back" in str(caught.value)
-    words = "value 7 bytes released by rank 0, limit at least the 81920 bytes"
-    assert words in str(caught.value)
     assert "Memory of device: " in str(caught.value)
     assert not isinstance(MemoryLeak("x"), DeviceOutOfMemory)
 

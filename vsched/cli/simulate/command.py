@@ -37,7 +37,7 @@ def simulate(
     trace: options.TraceOption = None,
     workload: options.GeneratorOption = None,
     requests: options.RequestsOption = None,
-    rate: options.RateOption = 2.0,
+    rate: options.RateOption = None,
     speed: options.SpeedOption = 1.0,
     seed: options.SeedOption = 0,
     cost: options.CostOption = "h100-7b",
@@ -189,7 +189,7 @@ def _workload(
     name: str | None,
     *,
     requests: int | None,
-    rate: float,
+    rate: float | None,
     seed: int,
     speed: float,
 ) -> Workload:
@@ -198,9 +198,15 @@ def _workload(
 
     if trace is not None and name is not None:
         raise ConfigError("--trace and --workload: give one of them")
+    if trace is not None and rate is not None:
+        raise ConfigError(
+            "--trace and --rate: a trace has its own arrivals; scale them with --speed"
+        )
     if trace is None:
         generated = requests or options.REQUESTS
-        found = generate_workload(name or "poisson", seed=seed, requests=generated, rate=rate)
+        found = generate_workload(
+            name or "poisson", seed=seed, requests=generated, rate=rate or options.RATE
+        )
     else:
         found = load_trace(trace)
         found = found.first(requests) if requests else found

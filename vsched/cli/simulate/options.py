@@ -25,7 +25,11 @@ RequestsOption = Annotated[
     int | None,
     typer.Option(min=1, help=f"Number of requests; {REQUESTS} of a generator.", show_default=False),
 ]
-RateOption = Annotated[float, typer.Option(min=0.001, help="Generated requests per second.")]
+RATE = 2.0
+RateOption = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Generated requests per second.", show_default=f"{RATE:g}"),
+]
 SpeedOption = Annotated[float, typer.Option(min=0.001, help="Speed-up factor of arrivals.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the generator and of noise.")]
 CostOption = Annotated[str, typer.Option(help="Cost model: h100-7b, tiny25, or a JSON file.")]

@@ -313,7 +313,12 @@ FLAGS: tuple[Flag, ...] = (
     _set("--tensor-parallel-size -tp", "generate.tensor_parallel"),
     _set("--data-parallel-size -dp", "generate.replicas"),
     _set("--api-server-count -asc", "server.processes"),
-    _set("--device", "generate.device encode.device", to.device, note="cpu by default"),
+    _set(
+        "--device",
+        "generate.device encode.device",
+        to.device,
+        note="`auto` by default: CUDA if it can be used, otherwise cpu",
+    ),
     _ignored(
         "--pipeline-parallel-size -pp",
         "layers are not divided among ranks",

@@ -94,8 +94,6 @@ def json_list(key: str) -> Convert:
 def device(words: Sequence[str]) -> Assignments:
     """Device of both stages."""
     name = {"cuda": "cuda:0"}.get(words[0], words[0])
-    if name == "auto":
-        return {}
     return {"generate.device": name, "encode.device": name}
 
 

@@ -32,6 +32,8 @@ class KvSizingRank:
         activations: Allocation sizes of the profiling run, in order; every second one is freed at
             once.
         leaks: Whether a reference to each KV cache remains, so that teardown does not free it.
+        kept_bytes: Size of an allocation of each profiling run that remains: a captured graph, an attention kernel, or
+            headroom.
     """
 
     memory: SimulatedMemory
@@ -40,6 +42,7 @@ class KvSizingRank:
     activations: Sequence[int] = (12 << 20, 3 << 20)
     bytes_per_token: int = 8192
     leaks: bool = False
+    kept_bytes: int = 0
 
     def load(self) -> RankMemory:
         """Allocate the weights and measure.
@@ -67,6 +70,8 @@ class KvSizingRank:
             DeviceOutOfMemory: When it does not fit; its allocations are freed.
         """
         held: list[int] = []
+        if self.kept_bytes:
+            self.memory.allocate(self.kept_bytes)
         try:
             for number, size in enumerate(self.activations):
                 handle = self.memory.allocate(size)

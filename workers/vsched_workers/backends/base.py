@@ -22,6 +22,7 @@ from vsched.worker.memory import DeviceMemory
 from vsched_workers.adapters.sums import MakeSums, TorchSums
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
+from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import SpecialRow, draw_in_numpy
 from vsched_workers.batching.swap_area import SwapArea
 from vsched_workers.parallel.rank_group import Collectives
@@ -209,8 +210,12 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         """Return the kernels for a new cache; `heads` are this rank's query heads.
+
+        `ruled`: some layers have score rules (`ScoreRule`), or values of another size than keys.
 
         Raises:
             DeviceOutOfMemory: When benchmarking kernels took more memory than available.
@@ -218,7 +223,11 @@ class Backend(ABC):
 
     @abstractmethod
     def capture_steps(
-        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+        self,
+        cache: KvCache,
+        attention: AttentionKernels,
+        run: RunModel,
+        states: RecurrentStates | None,
     ) -> CapturedSteps | None:
         """Return captured decode steps over a cache; None if steps are not captured."""
 

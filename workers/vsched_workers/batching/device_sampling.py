@@ -7,7 +7,7 @@ started before the tokens of the step before are known, and dropping such a step
 Logits are sorted for top-k or top-p, as in vLLM without FlashInfer. Sums are in float64, in another order than numpy's:
 if a threshold or a draw falls within their rounding error (1e-15), the results may differ.
 
-Not yet run on a GPU: tests run it on a CPU, where it equals numpy's definition.
+Tests run it on a CPU as well, where it equals numpy's definition.
 """
 
 from __future__ import annotations

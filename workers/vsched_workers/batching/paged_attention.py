@@ -54,6 +54,23 @@ class DecodeKernel(Protocol):
         ...
 
 
+@runtime_checkable
+class RuledDecode(Protocol):
+    """A decode kernel for windows, soft-capping, sinks, and values of another size than keys.
+
+    Attributes:
+        takes_rules: Whether its results with such rules are right on this device.
+    """
+
+    takes_rules: bool
+
+    def by_rule(
+        self, query: torch.Tensor, layer: int, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [rows, heads, value dim] for a query [rows, heads, key dim]."""
+        ...
+
+
 class PrefillKernel(Protocol):
     """Causal attention of the tokens of one chunk over their context."""
 
@@ -68,6 +85,23 @@ class PrefillKernel(Protocol):
         scaling: float,
     ) -> torch.Tensor:
         """Return [heads, rows, head dim] for a query of the same shape; key and value are the chunk's own."""
+        ...
+
+
+@runtime_checkable
+class WindowedPrefill(Protocol):
+    """A prefill kernel for sliding windows.
+
+    Attributes:
+        takes_windows: Whether its results with windows are right on this device.
+    """
+
+    takes_windows: bool
+
+    def in_window(
+        self, query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape; the rule has no more than a window."""
         ...
 
 
@@ -221,8 +255,12 @@ class PagedStep:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest context."""
-        decoding = int(self.contexts.max()) if self.decode_rows else 0
+        """Tokens of the longest context; those of a captured step are as long as its tables allow."""
+        decoding = 0
+        if self.decode_rows and self.on_device is not None and not len(self.contexts):
+            decoding = self.on_device[0].shape[1] * self.cache.block_size
+        elif self.decode_rows:
+            decoding = int(self.contexts.max())
         return max([decoding, *(each.context for each in self.segments)])
 
     def as_decode_rows(self) -> PagedStep:
@@ -298,7 +336,7 @@ def attend(
     if plain and key.shape[-1] == value.shape[-1]:
         return attend_plainly(query[0], key, value, layer, step, scale)[None], None
     rule = ScoreRule(scale, sliding_window, softcap, s_aux)
-    return attend_by_rule(query[0], kept, step, rule)[None], None
+    return attend_by_rule(query[0], layer, step, rule)[None], None
 
 
 def attend_plainly(
@@ -318,10 +356,14 @@ def attend_plainly(
     rows = step.decode_rows
     if not step.segments:
         return step.decode(queries, layer, step, scaling)
+    several = len(step.segments) > 1
+    if not rows and not several and step.segments[0].stop == len(queries):
+        found = step.prefill(query, key, value, layer, step.segments[0], step, scaling)
+        return found.transpose(0, 1)
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     if rows:
         out[:rows] = step.decode(queries[:rows], layer, step, scaling)
-    if isinstance(step.prefill, JoinedPrefill) and step.prefill.joins(step):
+    if several and isinstance(step.prefill, JoinedPrefill) and step.prefill.joins(step):
         out[rows:] = step.prefill.attend_all(queries[rows:], layer, step, scaling)
         return out
     for segment in step.segments:
@@ -333,16 +375,25 @@ def attend_plainly(
 
 
 def attend_by_rule(
-    query: torch.Tensor, kept: LayerKv, step: PagedStep, rule: ScoreRule
+    query: torch.Tensor, layer: int, step: PagedStep, rule: ScoreRule
 ) -> torch.Tensor:
     """Attend for a step with a score rule; keys and values are in the cache already.
 
     Shape: query [heads, rows, key dim]. Returns [rows, heads, value dim]; rows that belong to neither decode nor a
     segment are not written.
     """
+    kept, rows = step.cache.layers[layer], step.decode_rows
+    kernel = step.decode if isinstance(step.decode, RuledDecode) else None
+    if kernel is not None and not kernel.takes_rules:
+        kernel = None
+    if kernel is not None and not step.segments:
+        return kernel.by_rule(query.transpose(0, 1), layer, step, rule)
     out = query.new_empty(query.shape[1], query.shape[0], kept.value_dim)
-    rows = step.decode_rows
-    if rows:
+    if kernel is not None and rows:
+        out[:rows] = kernel.by_rule(query[:, :rows].transpose(0, 1), layer, step, rule)
+    elif rows:
+        if len(step.contexts) < rows:
+            raise RuntimeError("no kernel that can be captured attends by rules here")
         name = f"index of {rule.window}"
         if name not in step.scratch:
             step.scratch[name] = ContextIndex.of(
@@ -354,10 +405,23 @@ def attend_by_rule(
             )
         decoding = query[:, :rows].transpose(0, 1)
         out[:rows] = decode_by_rule(decoding, kept, step.scratch[name], rule)
+    prefill = step.prefill if isinstance(step.prefill, WindowedPrefill) else None
+    if prefill is not None and not (prefill.takes_windows and _only_window(rule, kept)):
+        prefill = None
     for segment in step.segments:
         part = slice(segment.start, segment.stop)
-        out[part] = prefill_by_rule(query[:, part], kept, segment.slots(), rule, segment.mutual)
+        if prefill is not None and not segment.mutual:
+            found = prefill.in_window(query[:, part], layer, segment, step, rule)
+            out[part] = found.transpose(0, 1)
+        else:
+            out[part] = prefill_by_rule(query[:, part], kept, segment.slots(), rule, segment.mutual)
     return out
+
+
+def _only_window(rule: ScoreRule, kept: LayerKv) -> bool:
+    """Return whether attention is plain but for a window."""
+    has_window = rule.window is not None and rule.softcap is None and rule.sinks is None
+    return has_window and kept.keys.shape == kept.values.shape
 
 
 def register() -> None:

@@ -9,7 +9,8 @@ and a recomputed request starts from the beginning. A rank runs its steps in ord
 once; so older states are never needed, and only the last one is kept.
 
 After the rows of the slots come snapshots, for the prefix cache: a chunk is split at the position of a snapshot, and a
-snapshot is copied into the slot of a sequence that starts from it before the step.
+snapshot is copied into the slot of a sequence that starts from it before the step. Captured steps have a spare row
+after these, for their padding.
 """
 
 from __future__ import annotations
@@ -139,12 +140,14 @@ class RecurrentStates:
     Attributes:
         shapes: Shapes of one sequence's states, known after a run of the model within `noting`.
         found: The recurrent modules.
+        spare: The spare row, if there is one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Find the recurrent modules, and replace their `forward` by one that runs sequence by sequence."""
         self.shapes: dict[StateName, StateShape] = {}
         self.found: set[nn.Module] = set()
+        self.spare = 0
         self._noting = False
         self._slots: dict[StateName, torch.Tensor] = {}
         self._first_snapshot = 0
@@ -183,11 +186,17 @@ class RecurrentStates:
         finally:
             self._noting = False
 
-    def build(self, slots: int, snapshots: int, allocate: Allocate) -> None:
-        """Allocate the states of `slots` slots, followed by `snapshots` snapshots."""
-        self._first_snapshot = slots
+    def build(self, slots: int, snapshots: int, allocate: Allocate, *, spare: int = 0) -> None:
+        """Allocate the states of `slots` slots, followed by `snapshots` snapshots and `spare` spare rows."""
+        self._first_snapshot, self.spare = slots, slots + snapshots
+        rows = slots + snapshots + spare
         for name, each in self.shapes.items():
-            self._slots[name] = allocate((slots + snapshots, *each.shape), dtype=each.dtype)
+            self._slots[name] = allocate((rows, *each.shape), dtype=each.dtype)
+
+    def clear_spare(self) -> None:
+        """Set the state of the spare row to zeros."""
+        for tensor in self._slots.values():
+            tensor[self.spare] = 0
 
     def begin(self, step: PagedStep, batch: Batch, send: Send) -> None:
         """Restore snapshots to slots, and set the slots of a step's states."""

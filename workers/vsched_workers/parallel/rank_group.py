@@ -337,7 +337,7 @@ class RankGroup:
 class _PeerAborter:
     """Aborts a group of GPUs after another rank's failure: closed connections do not wake peers there.
 
-    Not yet run on a GPU.
+    Not yet run on several GPUs.
 
     Attributes:
         fired: Whether it did; set before the abort.

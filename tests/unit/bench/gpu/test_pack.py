@@ -34,8 +34,15 @@ def test_dependencies_of_dependencies_are_carried() -> None:
 def test_every_carried_package_has_a_version_in_the_constraints() -> None:
     found = pack.needed(pack.roots(), pack.installed, python=PYTHON)
     assert set(found) <= pack.pins().keys()
-    # The command line, the server, the grammars and the tests.
-    assert {"typer", "pydantic-core", "uvicorn", "llguidance", "pytest-asyncio"} <= set(found)
+    # The command line, the server, the models, the grammars and the tests.
+    assert {
+        "typer",
+        "pydantic-core",
+        "uvicorn",
+        "transformers",
+        "llguidance",
+        "pytest-asyncio",
+    } <= set(found)
     assert not {"torch", "mpmath", "llvmlite"} & set(found)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.bench.gpu.family_rows import FamilyRow
 from tests.bench.gpu.page import PAGE, KvTry, LedgerCheck, Machine, page, replaced
 from tests.bench.gpu.serve import ledger_check
 from tests.bench.gpu.steps import StepResult
@@ -26,6 +27,10 @@ def folder(tmp_path: Path) -> Path:
     write(tmp_path / "machine.json", Machine("H100, 580.1, 81559 MiB", {"torch": "2.11.0"}, "abc1"))
     write(tmp_path / "steps.json", [StepResult("tests", "out of time", -15, 170.2)])
     (tmp_path / "tests.xml").write_text(TESTS)
+    gone = FamilyRow(family="bamba", dtype="float32", outcome="failed", error="ValueError: a | b")
+    right = FamilyRow(family="llama", dtype="float32", path="fused", ready_s=9.04, outcome="equal",
+                      killed="equal", steps="captured")  # fmt: skip
+    write(tmp_path / "families.json", [right, gone])
     rows = [
         Row("3b", "decode 1 x 1024", 3.0, 2.0, {"eager_ms": 9.0, "moved": 6.7e9, "operations": 1e9}),
         Row("3b", "conversation 2K turn 8", 50.0, None, {
@@ -47,6 +52,9 @@ def test_page_tells_what_came_back(folder: Path) -> None:
     for expected in (
         "H100, 580.1, 81559 MiB; torch 2.11.0; commit abc1.",
         "| tests | out of time | 170 |",
+        "1 of 2 equal in float32.",
+        "| `llama` | float32 | fused | equal | equal | captured | 9.0 |  |",
+        "| `bamba` | float32 |  | failed |  |  |  | ValueError: a \\| b |",
         "Tests: 5 passed, 2 failed, 2 skipped.",
         "| decode 1 x 1024 | 3.00 | 2.00 | 0.67 | 9.00 | 2.00 | 1.40 |",
         "| 2K turn 8 | 400.0 | 50.0 | 8.0 | 900.0 | 550.0 | 90.0 |",

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 def test_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only steps without another test: servers under load and killed ranks are tested elsewhere."""
     cpu = ["--device=cpu", "--models=nano", "--served=nano25", "--seconds=280"]
-    only = "--only=models-nano,checkpoint,weights"
+    only = "--only=models-nano,checkpoint,conversations,weights"
     monkeypatch.setattr(sys, "argv", ["gpu", f"--out={tmp_path}", *cpu, only])
     assert command.main() == 0, "\n".join(
         f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(tmp_path.glob("*.log"))

@@ -45,8 +45,10 @@ class CudaOnHost(CudaBackend):
     def load_attention(self) -> None:
         """Do nothing: kernels are chosen with the cache."""
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
-        return try_kernels(self.settings, self.dtype, cache, heads)
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
+        return try_kernels(self.settings, self.dtype, cache, heads, ruled=ruled)
 
     def fetch_rows(
         self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]

@@ -14,18 +14,24 @@ from tests.workers.backends.paged import filled_cache
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cuda import attention
-from vsched_workers.backends.cuda.attention import FlashPrefill, VarlenDecode
+from vsched_workers.backends.cuda import attention, attention_trials
+from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill, VarlenDecode
 from vsched_workers.backends.cuda.attention_trials import (
     AttentionTrial,
     fastest,
-    plain_layers,
+    layers_of_shapes,
     require_right,
     try_kernels,
 )
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
-from vsched_workers.batching.paged_attention import PagedStep, Segment, attend_plainly
+from vsched_workers.batching.paged_attention import (
+    PagedStep,
+    Segment,
+    attend_by_rule,
+    attend_plainly,
+)
+from vsched_workers.batching.ruled_attention import ContextIndex, ScoreRule, decode_by_rule
 
 
 class Right:
@@ -126,22 +132,69 @@ def test_a_kernel_that_is_named_is_refused_where_it_is_not_right(kernel: Any, sa
     )
 
 
-def test_plain_layers_are_one_of_each_shape_that_has_keys_as_wide_as_its_values() -> None:
-    """Recurrent layers keep no keys, and those of multi-head latent attention have narrower values."""
-    shapes = [(0, 0, 0), (2, 8, 8), (4, 24, 16), (2, 8, 8), (1, 16, 16), (3, 8, 8)]
-    cache = KvCache(
+def shaped_cache(*shapes: tuple[int, int, int]) -> KvCache:
+    return KvCache(
         [KvShape(*shape) for shape in shapes],
-        blocks=2,
+        blocks=8,
         block_size=4,
         dtype=torch.float32,
         allocate=torch.zeros,
     )
-    assert plain_layers(cache, heads=4) == [1, 4]
-    exact = WorkerSettings(device="cpu", attention="auto")
-    only_latent = KvCache(
-        [KvShape(4, 24, 16)], blocks=2, block_size=4, dtype=torch.float32, allocate=torch.zeros
-    )
-    assert try_kernels(exact, torch.float32, only_latent, 4).decode is decode_by_gather
+
+
+def test_trials_are_of_one_layer_of_each_shape_that_has_keys() -> None:
+    """Recurrent layers keep no keys, and those of multi-head latent attention have narrower values."""
+    cache = shaped_cache((0, 0, 0), (2, 8, 8), (4, 24, 16), (2, 8, 8), (1, 16, 16), (3, 8, 8))
+    assert layers_of_shapes(cache, heads=4) == [1, 2, 4]
+    assert not AttentionTrial.over(cache, 4, 2).plain
+    assert AttentionTrial.over(cache, 4, 4).plain
+
+
+class ByRule(Right):
+    """A decode kernel that takes rules, by torch."""
+
+    takes_rules = True
+    wrong = 0.0
+
+    def by_rule(self, query: Any, layer: int, step: PagedStep, rule: ScoreRule) -> torch.Tensor:
+        index = ContextIndex.of(
+            step.tables,
+            step.contexts,
+            block_size=step.cache.block_size,
+            window=rule.window,
+            device=query.device,
+        )
+        return decode_by_rule(query, step.cache.layers[layer], index, rule) + self.wrong
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.5])
+def test_kernel_that_is_wrong_by_rules_decodes_plain_layers_alone(
+    wrong: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel: Any = ByRule()
+    kernel.wrong = wrong
+    monkeypatch.setattr(attention_trials, "load_decode", lambda _: kernel)
+    cache = shaped_cache((2, 8, 8), (4, 24, 16))
+    named = WorkerSettings(attention="triton")
+    found: Any = try_kernels(named, torch.float32, cache, 4, ruled=True).decode
+    assert found is kernel
+    assert found.takes_rules is (wrong == 0)
+    assert ("decode by score rules: ByRule is wrong by 0.5" in caplog.text) is (wrong > 0)
+
+
+def test_steps_use_the_rules_of_a_kernel_for_decode_rows() -> None:
+    """With chunks and without; a kernel that takes none is not called."""
+    _, step = filled_cache(torch.float32, 2, 16, contexts=[5, 17, 30], block_size=4, device="cpu")
+    query = torch.randn(6, 3, 16, generator=torch.Generator().manual_seed(0))
+    rule = ScoreRule(0.3, window=9, softcap=2.0)
+    wanted = attend_by_rule(query, 1, step, rule)
+    kernel: Any = ByRule()
+    step.decode = kernel
+    torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted)
+    kernel.wrong = 1.0
+    torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted + 1)
+    kernel.takes_rules = False
+    torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted)
 
 
 def test_trial_leaves_the_cache_as_it_was() -> None:
@@ -185,9 +238,14 @@ def varlen_on_cpu(
         group = query.shape[1] // key.shape[-2]
         keys, values = (held.repeat_interleave(group, dim=1) for held in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[start:stop], keys) * scale
-        if window_size == (-1, 0):
-            later = torch.ones(count, len(keys), dtype=torch.bool).triu(len(keys) - count + 1)
-            scores = scores.masked_fill(later, -torch.inf)
+        before, after = window_size
+        if after == 0:
+            last = torch.arange(len(keys) - count, len(keys))[:, None]
+            other = torch.arange(len(keys))
+            unseen = other > last
+            if before >= 0:
+                unseen |= other < last - before
+            scores = scores.masked_fill(unseen, -torch.inf)
         rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
     return torch.cat(rows)
 
@@ -197,6 +255,35 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import varlen
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_on_cpu)
+
+
+def operator_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *bounds: Any,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[torch.Tensor, ...]:
+    """The operator behind it, which has a result of every kind, and knows grouped heads by their numbers."""
+    assert not dropout_p
+    assert is_causal == (window_size_left == -1)
+    assert not return_debug_mask
+    window = window_size_left, window_size_right
+    found = varlen_on_cpu(
+        query, key, value, *bounds, scale=scale, window_size=window, enable_gqa=True
+    )
+    return found, torch.empty(0), torch.empty(0)
+
+
+def flash_prefills() -> list[FlashPrefill]:
+    direct = DirectFlashPrefill()
+    direct._forward = operator_on_cpu
+    return [FlashPrefill(), direct]
 
 
 def step_of(contexts: list[int]) -> PagedStep:
@@ -223,8 +310,9 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
     query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
     inputs = (query, own[0], own[1], 1, segment, step, 0.3)
-    found = FlashPrefill()(*inputs)
-    torch.testing.assert_close(found, prefill_by_gather(*inputs), atol=1e-5, rtol=1e-5)
+    for kernel in flash_prefills():
+        found = kernel(*inputs)
+        torch.testing.assert_close(found, prefill_by_gather(*inputs), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("varlen")
@@ -264,6 +352,34 @@ def test_flash_prefill_takes_several_chunks_in_one_call(monkeypatch: pytest.Monk
         found = attend_plainly(query, own[0], own[1], 1, step, 0.3)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
         assert calls == expected
+
+
+@pytest.mark.usefixtures("varlen")
+@pytest.mark.parametrize("window", [1, 6, 40])
+def test_flash_prefill_in_a_window_reads_no_more_than_the_window(window: int) -> None:
+    """A step with two chunks and a window equals torch's attention."""
+    step = step_of([9, 37])
+    tables, step.decode_rows = step.tables, 0
+    rows = 0
+    for index, first, last in [(0, 0, 9), (1, 30, 37)]:
+        segment = Segment(
+            tables[index], start=rows, first=first, last=last, block_size=4, device="cpu"
+        )
+        step.segments.append(segment)
+        rows = segment.stop
+    query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
+    rule = ScoreRule(0.3, window)
+    wanted = attend_by_rule(query, 1, step, rule)
+    step.prefill = kernel = FlashPrefill()
+    attend, read = kernel._attend, []
+
+    def noted(query: Any, key: Any, *given: Any, **options: Any) -> Any:
+        read.append(len(key))
+        return attend(query, key, *given, **options)
+
+    kernel._attend = noted
+    torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted, atol=1e-5, rtol=1e-5)
+    assert read == [9, min(37, 7 + window - 1)]
 
 
 def test_an_older_torch_has_no_block_table(monkeypatch: pytest.MonkeyPatch) -> None:

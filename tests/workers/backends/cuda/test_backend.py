@@ -12,6 +12,8 @@ from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends import choice
 from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.cuda.attention import KernelMissing, TritonDecode
+from vsched_workers.backends.cuda.fused_layers import load_kernels
 from vsched_workers.backends.cuda.memory import CudaMemory
 
 Calls = list[tuple[str, object]]
@@ -71,6 +73,21 @@ def test_weights_in_a_few_bits_need_triton(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(choice, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"on cuda:0 with bfloat16, .* without triton, .* Remedy"):
         choose_backend(given, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("calls")
+def test_variable_turns_parts_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VSCHED_CUDA_OFF", "graphs, triton")
+    backend = choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16)
+    assert backend.spare_blocks == 0, "steps are not captured"
+    with pytest.raises(KernelMissing, match="turned off"):
+        TritonDecode(132)
+    assert load_kernels() is None
+    monkeypatch.setenv("VSCHED_CUDA_OFF", "graph")
+    with pytest.raises(
+        ConfigError, match=r"VSCHED_CUDA_OFF: unknown part 'graph'.*Known: ahead, graphs"
+    ):
+        choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16)
 
 
 def test_tests_on_a_gpu_do_not_fail_for_a_warning() -> None:

@@ -69,9 +69,10 @@ class Started:
 
 def triton_decode() -> DecodeKernel:
     """Return the kernel with all of its host code; works without Triton."""
-    kernel = TritonDecode.__new__(TritonDecode)
+    kernel: Any = TritonDecode.__new__(TritonDecode)
     kernel._decode, kernel._merge, kernel._processors = Started(), Started(), 132
-    return kernel
+    found: DecodeKernel = kernel
+    return found
 
 
 def varlen_decode() -> DecodeKernel:
@@ -126,7 +127,7 @@ def captured_step(
         # The angles' axes are determined once, from values; in a step, angles are computed on the device.
         model.rotary_emb = type(model.rotary_emb)(model.config)
         layers = made = FusedLayers(
-            model, make, send, LayerKernels(Started(), Started(), Started())
+            model, make, send, LayerKernels(Started(), Started(), Started(), Started())
         )
         made._angles._axes = made._angles._axes.to(DEVICE)  # type: ignore[attr-defined]
         model.rotary_emb.to(DEVICE)
@@ -143,7 +144,7 @@ def step_of(cache: KvCache, decode: DecodeKernel, run: RunModel) -> DecodeGraphs
     kernels = AttentionKernels(decode, prefill_by_gather)
     graphs = DecodeGraphs(LateStream(), cache, kernels, run, reserved=lambda: 0)
     whole = {"dtype": torch.int32, "device": DEVICE}
-    graphs._header = torch.zeros((4, 4), **whole)  # type: ignore[call-overload]
+    graphs._header = torch.zeros((5, 4), **whole)  # type: ignore[call-overload]
     graphs._tables = torch.zeros((4, 2), **whole)  # type: ignore[call-overload]
     graphs._tokens = torch.zeros(4, **whole)  # type: ignore[call-overload]
     return graphs

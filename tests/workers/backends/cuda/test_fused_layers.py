@@ -84,7 +84,7 @@ def test_fused_layers_of_text_models_equal_the_modules(
     check(twins)
 
 
-@pytest.mark.parametrize("broken", ["add_norm", "rotate_and_store", "gate"])
+@pytest.mark.parametrize("broken", ["add_norm", "rotate_and_store", "gate", "multiply_row"])
 def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,7 +107,7 @@ def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
 
 
 def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
-    made = compiled("[*compile_layer('3b'), *compile_layer('80')]")
+    made = compiled("[*compile_layer('3b'), *compile_layer('80'), *compile_row()]")
     for name, registers, _, spilled_bytes in made:
         assert registers <= 128, name
         assert spilled_bytes == 0, name

@@ -1,11 +1,9 @@
-"""Tests that need a GPU: captured steps, kernels on real hardware, and whole models in float32.
-
-Skipped without CUDA. Not yet run.
-"""
+"""Tests that need a GPU: captured steps, kernels on real hardware, and whole models in float32; skipped without one."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
+from tests.parity.compare import compare
+from tests.parity.vision_compare import compare_vision
+from tests.workers.adapters.random_adapters import add_adapters, random_adapter
 from tests.workers.backends.paged import filled_cache, written_out
 from tests.workers.batching.special_rows import OPTIONS, special
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Stage
@@ -24,13 +26,16 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import vision_attention
 from vsched_workers.backends.cuda.copies import RowCopies
+from vsched_workers.backends.cuda.swapping import CudaSwapArea
 from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
     DecodeKernel,
     PrefillKernel,
     Segment,
     context_slots,
 )
+from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
 from vsched_workers.batching.sampling import draw_in_numpy
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
@@ -93,6 +98,60 @@ def test_captured_steps_equal_eager_ones(
     assert outputs(Driver(stage, chunk=48, seed=1).run(questions, **options)) == captured
 
 
+@pytest.mark.parametrize("name", ["stablelm", "gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_generic_models_on_a_gpu_equal_transformers(name: str) -> None:
+    """Sliding windows, states, and latent attention; `python -m tests.parity --device cuda:0` compares all of them."""
+    assert compare(name, device=DEVICE).equal
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava"])
+def test_generic_towers_on_a_gpu_equal_transformers(name: str) -> None:
+    assert compare_vision(name, device=DEVICE).equal
+
+
+def test_adapters_on_a_gpu_equal_those_on_a_cpu(tiny: Path) -> None:
+    """Rows with an adapter, rows with another, and rows without one in the same steps."""
+    config = AutoConfig.from_pretrained(tiny).text_config
+    prefix = "model.language_model."
+    adapters = [random_adapter(config, rank=4, seed=seed, prefix=prefix) for seed in (1, 2)]
+    text = mixed_questions()[1]
+    questions = [dataclasses.replace(text, adapter=number) for number in (1, 2, 0)]
+    questions += mixed_questions()[2:]
+    found = []
+    for device, attention in (("cpu", "exact"), (DEVICE, "auto")):
+        settings = WorkerSettings(device=device, threads=1, adapters=2, adapter_rank_max=4)
+        stage = Stage.load(str(tiny), attention=attention, dtype="float32", settings=settings)
+        add_adapters(stage, adapters)
+        found.append(outputs(Driver(stage, chunk=48, seed=1).run(questions, arrivals=2)))
+    assert found[0] == found[1]
+
+
+def test_swapped_blocks_come_back() -> None:
+    """From pinned memory, over every layer, while the blocks are overwritten."""
+    cache = KvCache(
+        [KvShape(2, 16, 16), KvShape(1, 8, 24)],
+        blocks=9,
+        block_size=4,
+        dtype=torch.bfloat16,
+        allocate=functools.partial(torch.zeros, device=DEVICE),
+    )
+    layers = [*cache.keys, *cache.values]
+    for layer in layers:
+        layer.normal_()
+    before = [layer.clone() for layer in layers]
+    area = CudaSwapArea(cache, 4, device=DEVICE)
+    blocks = np.array([[7, 0], [2, 1], [3, 3]], dtype=np.int32)
+    nothing = np.empty((0, 2), dtype=np.int32)
+    area.copy(blocks, nothing)
+    for layer in layers:
+        layer.zero_()
+    area.copy(nothing, blocks[:, ::-1])
+    for layer, was in zip(layers, before, strict=True):
+        for block in range(9):
+            rows = slice(4 * block, 4 * block + 4)
+            assert torch.equal(layer[rows], was[rows]) is (block in {7, 2, 3})
+
+
 def test_memory_of_graphs_comes_back(load: Callable[[str], Stage]) -> None:
     """Captured steps keep neither the cache nor memory of their own."""
     stage = load("bfloat16")
@@ -146,7 +205,7 @@ def test_decode_equals_attention_written_out(
 
 @pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])
 def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
-    from vsched_workers.backends.cuda.attention import FlashPrefill
+    from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill
 
     _, step = filled_cache(
         torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
@@ -163,8 +222,27 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     slots = torch.from_numpy(context_slots(step.tables[0], first + rows, 16))[first:].to(DEVICE)
     own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
     query = torch.randn(16, rows, 128).to(device=DEVICE, dtype=torch.bfloat16)
-    both: list[PrefillKernel] = [FlashPrefill(), prefill_by_gather]
-    found, wanted = (one(query, own[0], own[1], 1, segment, step, 128**-0.5) for one in both)
+    kernels: list[PrefillKernel] = [prefill_by_gather, FlashPrefill(), DirectFlashPrefill()]
+    wanted, *found = (one(query, own[0], own[1], 1, segment, step, 128**-0.5) for one in kernels)
+    for each in found:
+        assert (each.float() - wanted.float()).abs().max() < 4e-2
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])
+@pytest.mark.parametrize("window", [1, 128, 600, 5000])
+def test_flash_prefill_in_a_window_equals_torch(first: int, rows: int, window: int) -> None:
+    from vsched_workers.backends.cuda.attention import FlashPrefill
+
+    _, step = filled_cache(
+        torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
+    )
+    segment = Segment(
+        step.tables[0], start=0, first=first, last=first + rows, block_size=16, device=DEVICE
+    )
+    query = torch.randn(16, rows, 128).to(device=DEVICE, dtype=torch.bfloat16)
+    rule = ScoreRule(128**-0.5, window)
+    found = FlashPrefill().in_window(query, 1, segment, step, rule)
+    wanted = prefill_by_rule(query, step.cache.layers[1], segment.slots(), rule).transpose(0, 1)
     assert (found.float() - wanted.float()).abs().max() < 4e-2
 
 

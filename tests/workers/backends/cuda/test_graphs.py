@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from tests.parity.architectures import make_checkpoint
+from tests.parity.compare import OUTPUTS, compare, generated, prompts
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
 from tests.workers.backends.cuda.late_stream import LateStream
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Running, Stage
@@ -27,6 +29,7 @@ from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.backends.reference.gather_attention import decode_by_gather
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
+from vsched_workers.batching.recurrent_state import RecurrentStates
 
 Stages = Callable[..., Stage]
 GREEDY = SamplingParams(temperature=0.0)
@@ -56,14 +59,20 @@ class CapturingBackend(ReferenceBackend):
         super().__init__(settings, dtype)
         self.stream = LateStream()
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         return super().choose_attention(cache, heads)._replace(decode=CapturableGather())
 
     def capture_steps(
-        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+        self,
+        cache: KvCache,
+        attention: AttentionKernels,
+        run: RunModel,
+        states: RecurrentStates | None,
     ) -> DecodeGraphs:
         reserved = self.memory.reserved
-        return DecodeGraphs(self.stream, cache, attention, run, reserved=reserved)
+        return DecodeGraphs(self.stream, cache, attention, run, reserved=reserved, states=states)
 
 
 @dataclasses.dataclass
@@ -330,6 +339,41 @@ def test_steps_that_replay_other_logits_than_eager_ones_are_dropped(
         got = outputs(run(found.stage, [lone(12)]))
     assert got == outputs(run(stages("nano25"), [lone(12)]))
     assert "replayed logits are wrong" in caplog.text
+
+
+@pytest.fixture
+def generic(monkeypatch: pytest.MonkeyPatch) -> list[CapturingBackend]:
+    """Return the list of backends, all with captured steps, of models that the test loads."""
+    made: list[CapturingBackend] = []
+
+    def choose(settings: WorkerSettings, dtype: torch.dtype, *_: str) -> CapturingBackend:
+        made.append(CapturingBackend(settings, dtype))
+        return made[-1]
+
+    monkeypatch.setattr(language, "choose_backend", choose)
+    return made
+
+
+@pytest.mark.parametrize("name", ["stablelm", "qwen3_next", "falcon_h1", "lfm2"])
+def test_captured_steps_of_generic_models_generate_the_same(
+    name: str, generic: list[CapturingBackend]
+) -> None:
+    """With recurrent states, whose slots are among the inputs of a captured step, and whose padding has a spare row."""
+    assert compare(name).equal
+    assert generic[0].stream.starts > 2 * OUTPUTS
+
+
+def test_states_do_not_advance_in_a_step_that_is_dropped(
+    generic: list[CapturingBackend], tmp_path: Path
+) -> None:
+    """A request arrives while another decodes steadily: a step that ran ahead would be dropped, and computed again."""
+    make_checkpoint("qwen3_next", tmp_path)
+    asked = prompts()[:2]
+    stage = Stage.load(str(tmp_path), attention="exact", dtype="float32", settings=SETTINGS)
+    questions = [Question(prompt, count=24) for prompt in asked]
+    found = outputs(Driver(stage, chunk=48).run(questions, arrivals=9))
+    assert found == generated(tmp_path, asked, outputs=24)
+    assert generic[0].stream.starts > 24
 
 
 def test_row_counts_double_up_to_all_slots() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import pytest
@@ -48,13 +49,15 @@ def test_cuda_memory_asks_allocator_and_driver(monkeypatch: pytest.MonkeyPatch) 
     for name in dir(cuda):
         if not name.startswith("_") and name != "calls":
             monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    clear = functools.partial(cuda.calls.append, "workspaces")
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
     memory = CudaMemory("cuda:0")
     assert memory.pool == "cuda:GPU-1234-5678"
     assert (memory.total(), memory.available(), memory.reserved()) == (1000, 600, 300)
     assert (memory.allocated(), memory.peak()) == (200, 350)
     memory.reset_peak()
     memory.release()
-    assert cuda.calls == ["reset", "synchronize", "empty"]
+    assert cuda.calls == ["reset", "synchronize", "workspaces", "empty"]
 
 
 def test_cuda_memory_holds_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,9 +126,11 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+def processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device, give it a number of processors."""
+    if DEVICE == "cpu":
+        facts = SimpleNamespace(multi_processor_count=4)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
 
 
 def backend_on_host(**given: Any) -> Any:
@@ -140,7 +142,7 @@ def backend_on_host(**given: Any) -> Any:
     return backend
 
 
-@pytest.mark.usefixtures("few_processors")
+@pytest.mark.usefixtures("processors")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
     """Its logits equal those of the same model with dequantized weights; head and embedding share their memory."""
@@ -167,7 +169,7 @@ def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
     assert made.weights_bytes < before / (2.5 if kind == "int8" else 3)
 
 
-@pytest.mark.usefixtures("few_processors")
+@pytest.mark.usefixtures("processors")
 def test_published_layers_stay_in_their_bits_and_others_as_they_are() -> None:
     """Hooks of a layer, such as the sum over ranks, are kept when it is replaced."""
     model = Block().eval().requires_grad_(requires_grad=False)
@@ -175,12 +177,12 @@ def test_published_layers_stay_in_their_bits_and_others_as_they_are() -> None:
     model.up = QuantizedLinear(model.up, weight)
     model.up.register_forward_hook(lambda _module, _given, found: found * 2)
     plain = 2 * nn.functional.linear(model.embed_tokens.weight, weight.dequantized(), model.up.bias)
-    size = backend_on_host().prepare_tower(model)
+    size = backend_on_host().prepare_tower(model.to(DEVICE))
     assert isinstance(model.up, QuantizedLayer)
     assert type(model.down) is nn.Linear
     assert size == weight.nbytes + sum(each.nbytes for each in model.parameters())
     with torch.inference_mode():
-        found = model.up(model.embed_tokens.weight)
+        found = model.up(model.embed_tokens.weight).cpu()
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
 
 

@@ -27,6 +27,7 @@ from vsched_workers.backends.cuda.swapping import CudaSwapArea
 from vsched_workers.backends.reference.backend import ReferenceBackend
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
+from vsched_workers.batching.recurrent_state import RecurrentStates
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -173,14 +174,20 @@ class GraphBackend(ReferenceBackend):
     argmax = CudaBackend.argmax
     draw = CudaBackend.draw
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         return super().choose_attention(cache, heads)._replace(decode=TensorDecode())
 
     def capture_steps(
-        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+        self,
+        cache: KvCache,
+        attention: AttentionKernels,
+        run: RunModel,
+        states: RecurrentStates | None,
     ) -> DecodeGraphs:
         stream, reserved = CudaGraphStream("cpu"), self.memory.reserved
-        return DecodeGraphs(stream, cache, attention, run, reserved=reserved)
+        return DecodeGraphs(stream, cache, attention, run, reserved=reserved, states=states)
 
 
 def questions(sampling: SamplingParams) -> list[Question]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,10 @@ from hypothesis import strategies as st
 from tests.bench.gpu.kernels import SHARED_BYTES_MAX, compiled
 from tests.workers.backends.paged import filled_cache, written_out
 from vsched_workers.backends.cuda.attention import ContextSplit, TritonDecode, split_of_contexts
+from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.batching.kv_cache import KvCache, KvShape
+from vsched_workers.batching.paged_attention import PagedStep
+from vsched_workers.batching.ruled_attention import ContextIndex, ScoreRule, decode_by_rule
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,10 +76,10 @@ def test_triton_takes_every_size_of_a_head(head_dim: int) -> None:
 def test_triton_spreads_one_long_context_among_many_short_ones() -> None:
     """128 rows, which keep all processors busy by themselves: the long context is still read in parts."""
     contexts = [1 + row % 5 for row in range(128)]
-    contexts[77] = 2048
+    contexts[77] = 4096
     assert differs(contexts, heads=2, kv_heads=1, head_dim=16, processors=4) < 1e-5
-    split = split_of_contexts(128, 4, tokens=2048)
-    assert split == ContextSplit(parts=4, part_tokens=512)
+    split = split_of_contexts(128, 4, tokens=4096)
+    assert split == ContextSplit(parts=4, usual_parts=1)
 
 
 @pytest.mark.slow
@@ -105,6 +111,62 @@ def test_triton_equals_attention_written_out_for_random_shapes(
     assert found < 1e-5
 
 
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    contexts=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    shape=st.sampled_from([(2, 64, 64), (1, 24, 16), (3, 192, 128)]),
+    group=st.integers(1, 4),
+    window=st.none() | st.integers(1, 320),
+    softcap=st.none() | st.floats(1, 50),
+    has_sinks=st.booleans(),
+    processors=st.integers(1, 200),
+)
+def test_triton_attends_by_score_rules_as_torch_does(
+    contexts: list[int],
+    shape: tuple[int, int, int],
+    group: int,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,  # from hypothesis
+    processors: int,
+) -> None:
+    """Windows, soft-capping, sinks, and values of another size than keys, in any combination."""
+    kv_heads, key_dim, _ = shape
+    chance = torch.Generator().manual_seed(len(contexts))
+    width = -(-max(contexts) // 16)
+    cache = KvCache(
+        [KvShape(*shape)],
+        blocks=width * len(contexts),
+        block_size=16,
+        dtype=torch.float32,
+        allocate=functools.partial(torch.zeros, device=DEVICE),
+    )
+    for held in (cache.keys[0], cache.values[0]):
+        held.copy_(torch.randn(held.shape, generator=chance))
+    tables = torch.randperm(cache.blocks, generator=chance).int().view(-1, width).numpy()
+    step = PagedStep(
+        cache=cache,
+        decode=decode_by_gather,
+        prefill=prefill_by_gather,
+        slots=torch.empty(0, dtype=torch.int64),
+        decode_rows=len(contexts),
+        tables=tables,
+        contexts=np.array(contexts, dtype=np.int32),
+        segments=[],
+    )
+    heads = kv_heads * group
+    query = torch.randn(len(contexts), heads, key_dim, generator=chance).to(DEVICE)
+    sinks = torch.randn(heads, generator=chance).to(DEVICE) if has_sinks else None
+    rule = ScoreRule(0.3, window, softcap, sinks)
+    index = ContextIndex.of(
+        tables, step.contexts, block_size=16, window=window, device=query.device
+    )
+    wanted = decode_by_rule(query, cache.layers[0], index, rule)
+    found = TritonDecode(processors).by_rule(query, 0, step, rule)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_triton_reads_no_part_that_a_context_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their programs end at once, and leave their results uninitialized: here, NaNs."""
     empty = torch.Tensor.new_empty
@@ -119,11 +181,11 @@ def test_triton_reads_no_part_that_a_context_does_not_have(monkeypatch: pytest.M
 
 def test_contexts_are_split_so_that_all_processors_are_busy() -> None:
     """Short parts for small batches; long parts for large ones, with the maximum number of them for a long context."""
-    assert split_of_contexts(2, 132, tokens=1024) == ContextSplit(parts=16, part_tokens=64)
-    assert split_of_contexts(2, 132, tokens=1 << 17) == ContextSplit(parts=64, part_tokens=64)
-    assert split_of_contexts(64, 132, tokens=1 << 15) == ContextSplit(parts=64, part_tokens=256)
-    assert split_of_contexts(512, 132, tokens=1 << 15) == ContextSplit(parts=32, part_tokens=512)
-    assert split_of_contexts(512, 132, tokens=100) == ContextSplit(parts=1, part_tokens=512)
+    assert split_of_contexts(2, 132, tokens=1024) == ContextSplit(parts=16, usual_parts=16)
+    assert split_of_contexts(2, 132, tokens=1 << 17) == ContextSplit(parts=64, usual_parts=64)
+    assert split_of_contexts(64, 132, tokens=1 << 15) == ContextSplit(parts=32, usual_parts=8)
+    assert split_of_contexts(512, 132, tokens=1 << 15) == ContextSplit(parts=32, usual_parts=1)
+    assert split_of_contexts(512, 132, tokens=100) == ContextSplit(parts=1, usual_parts=1)
 
 
 @pytest.mark.slow

@@ -208,7 +208,9 @@ class CpuBackend(ReferenceBackend):
         assert self._decode is not None, "attention is loaded before a model is prepared"
         self._decode.warm_up()
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         if self._attention is None:
             self.load_attention()
         assert self._attention is not None

@@ -3,7 +3,7 @@
 Whether an importable kernel runs depends on the device, the data type, the heads and the block size. So `auto` runs
 each on the device, compares it with attention by gather, and times it.
 
-Not yet run on a GPU; trials and choice were tested with kernels on a CPU.
+Trials and choice are tested with kernels on a CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cuda.attention import (
+    DirectFlashPrefill,
     FlashPrefill,
     KernelMissing,
     TritonDecode,
@@ -33,7 +34,15 @@ from vsched_workers.batching.paged_attention import (
     DecodeKernel,
     PagedStep,
     PrefillKernel,
+    RuledDecode,
     Segment,
+    WindowedPrefill,
+)
+from vsched_workers.batching.ruled_attention import (
+    ContextIndex,
+    ScoreRule,
+    decode_by_rule,
+    prefill_by_rule,
 )
 from vsched_workers.memory.out_of_memory import typed_out_of_memory
 
@@ -75,33 +84,36 @@ def _triton_decode(device: str) -> DecodeKernel:
 
 
 def try_kernels(
-    settings: WorkerSettings, dtype: torch.dtype, cache: KvCache, heads: int
+    settings: WorkerSettings, dtype: torch.dtype, cache: KvCache, heads: int, *, ruled: bool
 ) -> AttentionKernels:
     """Return the configured kernels; `auto` is the fastest kernel with correct results.
 
-    Trials run on the cache; its first blocks are zeroed afterwards.
+    Trials run on the cache; its first blocks are zeroed afterwards. `ruled` includes a trial with score rules.
 
     Raises:
         ConfigError: When the configured kernel is not installed, or is wrong on this device.
         DeviceOutOfMemory: When the device's memory ran out.
     """
-    layers = plain_layers(cache, heads)
-    if settings.attention == "exact" or not layers:
+    if settings.attention == "exact":
         return AttentionKernels(decode_by_gather, prefill_by_gather)
     has_halves = dtype != torch.float32
     decodes: list[DecodeKernel] = []
     if settings.attention == "auto":
         loaders: list[Callable[[], DecodeKernel]] = [lambda: _triton_decode(settings.device)]
         decodes = _loaded([*loaders, VarlenDecode] if has_halves else loaders)
-    prefills: list[PrefillKernel] = _loaded([FlashPrefill]) if has_halves else []
+    prefills: list[PrefillKernel] = (
+        _loaded([DirectFlashPrefill, FlashPrefill]) if has_halves else []
+    )
     with ExitStack() as stack:
+        layers = layers_of_shapes(cache, heads)
         trials = [stack.enter_context(AttentionTrial.over(cache, heads, layer)) for layer in layers]
+        plain = [trial for trial in trials if trial.plain]
 
         def decoded(kernel: DecodeKernel) -> torch.Tensor:
-            return torch.cat([trial.decode(kernel).flatten() for trial in trials])
+            return _joined([trial.decode(kernel) for trial in plain])
 
         def prefilled(kernel: PrefillKernel) -> torch.Tensor:
-            return torch.cat([trial.prefill(kernel).flatten() for trial in trials])
+            return _joined([trial.prefill(kernel) for trial in plain])
 
         if settings.attention == "auto":
             decode = fastest("decode", decodes, decode_by_gather, decoded, cuda_seconds)
@@ -109,20 +121,41 @@ def try_kernels(
             decode = load_decode(settings)
             require_right(settings.attention, decode, cache, decoded)
         prefill = fastest("prefill", prefills, prefill_by_gather, prefilled, cuda_seconds)
+        if ruled and isinstance(decode, RuledDecode):
+            decode.takes_rules = all(
+                _is_right("decode by score rules", decode, trial.by_rule) for trial in trials
+            )
+        if ruled and isinstance(prefill, WindowedPrefill):
+            prefill.takes_windows = all(
+                _is_right("prefill in a window", prefill, trial.in_window) for trial in plain
+            )
     return AttentionKernels(decode, prefill)
 
 
-def plain_layers(cache: KvCache, heads: int) -> list[int]:
-    """Return the first layer of each shape that these kernels may read.
-
-    Layers without keys, or with values of another size than keys, do not use them.
-    """
-    first: dict[torch.Size, int] = {}
+def layers_of_shapes(cache: KvCache, heads: int) -> list[int]:
+    """Return the first layer of each shape that has keys."""
+    first: dict[object, int] = {}
     for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
-        shape = keys.shape[1:]
-        if shape.numel() and shape == values.shape[1:] and heads % shape[0] == 0:
-            first.setdefault(shape, layer)
+        if keys[0].numel() and heads % keys.shape[1] == 0:
+            first.setdefault((keys.shape, values.shape), layer)
     return list(first.values())
+
+
+def _joined(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.flatten() for each in results]) if results else torch.zeros(1)
+
+
+def _is_right(what: str, kernel: Any, run: Callable[[Any], torch.Tensor]) -> bool:
+    """Return whether a kernel attends as torch does, which None runs.
+
+    Raises:
+        DeviceOutOfMemory: When the device's memory ran out.
+    """
+    fault = _fault(kernel, run(None), run)
+    if fault is not None:
+        name = type(kernel).__name__
+        logger.log(fault.level, "%s: %s %s here; not used", what, name, fault.what)
+    return fault is None
 
 
 def _loaded(loaders: Sequence[Callable[[], Kernel]]) -> list[Kernel]:
@@ -203,6 +236,7 @@ def _fault(
     """
     try:
         with typed_out_of_memory(f"trying {type(kernel).__name__}"):
+            run(kernel)  # compiles; later launches skip Triton's dispatch
             differs = float((run(kernel).float() - expected.float()).abs().max())
     except DeviceOutOfMemory:
         raise
@@ -292,6 +326,38 @@ class AttentionTrial:
             query, own[0], own[1], self.layer, self.segment, self.step, self._scaling
         )
         return found
+
+    def by_rule(self, kernel: RuledDecode | None) -> torch.Tensor:
+        """Attend for the decode rows with a window, soft-capping and sinks; None is attention by torch."""
+        query, step = self.query[:TRIAL_ROWS], self.step
+        sinks = torch.linspace(-1, 1, query.shape[1]).to(query)
+        window = self.segment.context // 2 + 1
+        rule = ScoreRule(self._scaling, window, softcap=5.0, sinks=sinks)
+        if kernel is not None:
+            return kernel.by_rule(query, self.layer, step, rule)
+        index = ContextIndex.of(
+            step.tables,
+            step.contexts,
+            block_size=self.cache.block_size,
+            window=window,
+            device=query.device,
+        )
+        return decode_by_rule(query, self.cache.layers[self.layer], index, rule)
+
+    def in_window(self, kernel: WindowedPrefill | None) -> torch.Tensor:
+        """Attend for the second half of a prompt in a window; None is attention by torch."""
+        query = self.query[: self.segment.context - self.segment.first].transpose(0, 1)
+        rule = ScoreRule(self._scaling, window=self.segment.context // 3 + 1)
+        if kernel is not None:
+            return kernel.in_window(query, self.layer, self.segment, self.step, rule)
+        kept = self.cache.layers[self.layer]
+        return prefill_by_rule(query, kept, self.segment.slots(), rule).transpose(0, 1)
+
+    @property
+    def plain(self) -> bool:
+        """Whether kernels without rules may read the layer: its values are as wide as its keys."""
+        keys, values = self._kept
+        return keys.shape == values.shape
 
     @property
     def _kept(self) -> tuple[torch.Tensor, torch.Tensor]:

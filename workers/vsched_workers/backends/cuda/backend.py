@@ -1,6 +1,6 @@
 """The CUDA backend: tested attention kernels, captured decode steps, and copies that overlap with computing.
 
-Not yet run on a GPU; docs/gpu.md lists how each part was tested without one.
+docs/gpu.md lists how each part is tested, also without a GPU.
 """
 
 from __future__ import annotations
@@ -20,26 +20,40 @@ from vsched_workers.backends.base import (
     Backend,
     CapturedSteps,
     LanguageLayers,
+    Product,
     RunModel,
     RunnableLanguage,
 )
-from vsched_workers.backends.cuda import vision_attention
+from vsched_workers.backends.cuda import fused_tower, vision_attention
 from vsched_workers.backends.cuda.attention_trials import load_decode, try_kernels
 from vsched_workers.backends.cuda.collectives import NcclCollectives
 from vsched_workers.backends.cuda.copies import RowCopies
-from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, usable_kernels
+from vsched_workers.backends.cuda.fused_layers import (
+    FusedLayers,
+    can_fetch_ahead,
+    fits,
+    merge,
+    usable_kernels,
+)
+from vsched_workers.backends.cuda.fused_tower import FusedTower
 from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
+from vsched_workers.backends.cuda.linear import RowProduct
 from vsched_workers.backends.cuda.memory import CudaMemory
 from vsched_workers.backends.cuda.parts import VARIABLE, parts_off
 from vsched_workers.backends.cuda.quantized import QuantizedLayer, TritonProduct
 from vsched_workers.backends.cuda.swapping import CudaSwapArea
 from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
-from vsched_workers.backends.reference.packed_weights import packed_names, replace_linears
+from vsched_workers.backends.reference.packed_weights import (
+    flatten_patches,
+    packed_names,
+    replace_linears,
+)
 from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.device_sampling import StagedDraw
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
+from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import SpecialRow
 from vsched_workers.batching.swap_area import SwapArea
 from vsched_workers.quantized.layers import QuantizedLinear
@@ -104,9 +118,17 @@ class CudaBackend(Backend):
         if kernels is None:
             layers = ModuleLayers(model, self.send, axes=decoder.axes)
         else:
-            layers = FusedLayers(model, decoder, self.send, kernels)
+            layers = FusedLayers(
+                model,
+                decoder,
+                self.send,
+                kernels,
+                fetches=can_fetch_ahead(kernels, self.dtype, self.device),
+            )
         if self._quantizer is None:
-            product = functools.partial(functional.linear, weight=head)
+            product: Product = functools.partial(functional.linear, weight=head)
+            if kernels is not None:
+                product = RowProduct(head, None, kernels.multiply_row)
             size += stored_bytes(head, *model.parameters())
             return RunnableLanguage(layers=layers, head=product, weights_bytes=size)
         model.embed_tokens = self._quantizer.embed(model.embed_tokens, head)
@@ -116,8 +138,31 @@ class CudaBackend(Backend):
         return RunnableLanguage(layers=layers, head=few_bits, weights_bytes=size)
 
     def prepare_tower(self, tower: nn.Module) -> int:
-        vision_attention.use_flash(tower, self.settings, self.dtype)
-        return self._keep_few_bits(tower) + sum(each.nbytes for each in tower.parameters())
+        flash = vision_attention.use_flash(tower, self.settings, self.dtype)
+        flatten_patches(tower, None)
+        kernels = None
+        # LoRA adapters are applied to transformers' unfused layers, in their own sizes.
+        if not self.settings.adapters and "tower" not in self._off:
+            if self._quantizer is None:
+                fused_tower.pad_inner(tower)
+            if fused_tower.fits(tower):
+                kernels = fused_tower.usable_kernels(self.dtype, self.device)
+        if kernels is not None:
+            fused_tower.merge(tower)
+        size = self._keep_few_bits(tower) + sum(each.nbytes for each in tower.parameters())
+        if kernels is None:
+            tower.register_forward_pre_hook(self._send_grids, with_kwargs=True)
+        else:
+            tower.forward = FusedTower(tower, kernels, flash=flash)
+        return size
+
+    def _send_grids(
+        self, _: nn.Module, given: tuple[object, ...], options: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, Any]]:
+        """Copy the grids of images to the device, where transformers' towers need them."""
+        if "grid_thw" in options:
+            options = {**options, "grid_thw": options["grid_thw"].to(self.device)}
+        return given, options
 
     def prepare_whole(self, model: nn.Module) -> int:
         return self._keep_few_bits(model) + stored_bytes(*model.parameters())
@@ -162,16 +207,22 @@ class CudaBackend(Backend):
         if self.settings.attention != "auto":
             load_decode(self.settings)
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
-        return try_kernels(self.settings, self.dtype, cache, heads)
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
+        return try_kernels(self.settings, self.dtype, cache, heads, ruled=ruled)
 
     def capture_steps(
-        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+        self,
+        cache: KvCache,
+        attention: AttentionKernels,
+        run: RunModel,
+        states: RecurrentStates | None,
     ) -> CapturedSteps | None:
         if not self._captures or not getattr(attention.decode, "capturable", False):
             return None
         stream, reserved = self._graph_stream, self.memory.reserved
-        return DecodeGraphs(stream, cache, attention, run, reserved=reserved)
+        return DecodeGraphs(stream, cache, attention, run, reserved=reserved, states=states)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, touch: bool) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)

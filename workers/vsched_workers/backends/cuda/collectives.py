@@ -1,4 +1,4 @@
-"""Communication between the ranks of a group on GPUs: NCCL. Not yet run on a GPU."""
+"""Communication between the ranks of a group on GPUs: NCCL. Not yet run on several GPUs."""
 
 from __future__ import annotations
 

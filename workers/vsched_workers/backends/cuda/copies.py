@@ -5,7 +5,7 @@ memory; from there a separate stream copies them while the device is still busy 
 waits for the copy; the host waits only for a pinned buffer that is still being read. There are two buffers, so that one
 can be filled while the other is copied.
 
-Not yet run on a GPU: the order of waits was tested with a stand-in for `torch.cuda`.
+The order of waits is tested with a stand-in for `torch.cuda`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ If one process serves both stages, images are encoded on the current stream, whi
 continues. Prefill reads and writes the same KV cache as decode, so the two wait for each other, as `DecodeGraphs`
 decides.
 
-Not yet run on a GPU. Tests use another stream instead, which delays its work, as a GPU may.
+Tests without a GPU use another stream instead, which delays its work, as a GPU may.
 """
 
 from __future__ import annotations

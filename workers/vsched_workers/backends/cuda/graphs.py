@@ -13,7 +13,7 @@ no sequence enters a new block, which the kernel has yet to allocate. The next b
 flight, or for a subset of its rows (some sequences have finished), and gets its results. Otherwise the step is dropped.
 That does no harm: it wrote the keys and values of sampled tokens, at their positions, in blocks that belonged to their
 sequences when it was started; the next owner of these blocks writes later on the same stream and reads only its own
-writes.
+writes. States of recurrent layers, however, would advance twice: models with such layers run no step ahead.
 
 **Sampled rows.** Their tokens are drawn after the captured step, on the same stream, and replace the argmax as the next
 step's input. The host provides the inputs of a draw when it starts the step; it knows all of them but the last token,
@@ -24,7 +24,7 @@ with a grammar, prevent starting ahead (`is_foreseeable`).
 A captured step refers to the KV cache. It is captured in the first step over a cache, thus while the size of the cache
 is measured, and its memory counts as that of other steps.
 
-Not yet run on a GPU; everything but the capture itself was tested on a CPU.
+Everything but the capture itself is tested on a CPU as well.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda.graph_stream import Act, GraphStream, row_counts
 from vsched_workers.batching.device_sampling import StagedDraw, is_foreseeable
 from vsched_workers.batching.kv_cache import KvCache
-from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
+from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep, StatesOfStep
+from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import SpecialRow, with_logprobs
 from vsched_workers.batching.step_rows import special_rows
 from vsched_workers.memory.out_of_memory import typed_out_of_memory
@@ -61,7 +62,7 @@ _TRIED_TOKEN = 1
 _WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 """Replays in the trial of a captured step, their token, and the accepted difference of logits by type."""
 
-_TOKEN, _AT, _DELTA, _GROWS, _HEADER = 0, 1, 2, 3, 4
+_TOKEN, _AT, _DELTA, _GROWS, _STATE, _HEADER = 0, 1, 2, 3, 4, 5
 _HOST_BUFFERS = 2
 
 
@@ -138,13 +139,16 @@ class DecodeGraphs:
         run: RunModel,
         *,
         reserved: Callable[[], int],
+        states: RecurrentStates | None = None,
     ) -> None:
-        """Prepare; the cache has a spare block. `reserved` returns the memory in use, for the log."""
+        """Prepare; the cache has a spare block, and states a spare row. `reserved` returns the memory in use."""
         self._stream = stream
         self._cache = cache
         self._attention = attention
         self._run = run
         self._reserved = reserved
+        self._states = states
+        self._spare_state = 0 if states is None else states.spare
         self._off = False
         self._captured: dict[int, tuple[Act, torch.Tensor]] = {}
         self._header: torch.Tensor
@@ -224,7 +228,7 @@ class DecodeGraphs:
         return bool((batch.decode_positions % self._cache.block_size).all())
 
     def _may_go_ahead(self, batch: Batch, step: _InFlightStep) -> bool:
-        if self._steady <= STEADY_STEPS or not _foreseen(batch):
+        if self._steady <= STEADY_STEPS or not _foreseen(batch) or self._states is not None:
             return False
         if len(step.rows.slots) != len(batch.decode_slots):
             return False
@@ -276,6 +280,8 @@ class DecodeGraphs:
         filled[_AT, :count] = batch.decode_positions
         filled[_DELTA, :count] = [sequence.state.delta for sequence in batch.decode_sequences]
         filled[_GROWS, :count] = 1
+        filled[_STATE] = self._spare_state
+        filled[_STATE, :count] = batch.decode_slots
         blocks = int(batch.decode_positions.max()) // self._cache.block_size + 1
         rows: Any = tables.numpy()
         rows[:count, :blocks] = batch.block_tables[batch.decode_slots, :blocks]
@@ -300,6 +306,7 @@ class DecodeGraphs:
         try:
             with typed_out_of_memory("capturing decode steps"):
                 self._header = torch.zeros((_HEADER, slots), **whole)
+                self._header[_STATE] = self._spare_state
                 self._tables = torch.full((slots, width), self._cache.blocks, **whole)
                 self._tokens = torch.zeros(slots, **whole)
                 self._host = [
@@ -343,22 +350,28 @@ class DecodeGraphs:
         replay, logits = self._captured[rows]
         worst = 0.0
         for position in (0, self._cache.block_size - 1):
-            self._header.zero_()
-            self._header[_TOKEN], self._header[_AT] = _TRIED_TOKEN, position
-            self._tables.fill_(self._cache.blocks)
+            self._prepare_trial(position)
             self._stream.wait_for_others()
             self._stream.start(replay)
             self._stream.let_others_wait()
             found = logits.float().clone()
-            self._header[_TOKEN], self._header[_AT] = _TRIED_TOKEN, position
+            self._prepare_trial(position)
             wanted = self._compute(rows).float()
             worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
         return worst
 
+    def _prepare_trial(self, position: int) -> None:
+        self._header.zero_()
+        self._header[_TOKEN], self._header[_AT] = _TRIED_TOKEN, position
+        self._header[_STATE] = self._spare_state
+        self._tables.fill_(self._cache.blocks)
+        if self._states is not None:
+            self._states.clear_spare()
+
     def _compute(self, rows: int) -> torch.Tensor:
         """Run one step over the fixed memory, and prepare the next; this is captured."""
         size = self._cache.block_size
-        token, at, delta, grows = self._header[:, :rows]
+        token, at, delta, grows, state = self._header[:, :rows]
         tables, index = self._tables[:rows], at.long()
         blocks = tables.gather(1, (index // size)[:, None])[:, 0].long()
         contexts = at + 1
@@ -371,6 +384,7 @@ class DecodeGraphs:
             tables=_NO_TABLES,
             contexts=_NO_CONTEXTS,
             segments=[],
+            states=None if self._states is None else StatesOfStep(state.long(), []),
             on_device=(tables, contexts),
         )
         moved = index + delta

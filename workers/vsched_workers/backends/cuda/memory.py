@@ -1,7 +1,4 @@
-"""The memory of a CUDA device: torch's caching allocator and the driver.
-
-Not yet run on a GPU; tests replace `torch.cuda`.
-"""
+"""The memory of a CUDA device: torch's caching allocator and the driver; tests replace `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -47,6 +44,9 @@ class CudaMemory:
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
+        # cuBLAS takes workspaces of 32 MiB a stream from torch's allocator; captured graphs, which use theirs, are
+        # dropped before.
+        torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
         torch.cuda.empty_cache()
 
     def settle(self) -> None:

@@ -7,12 +7,14 @@ part that computes wrong results is found. `generate.attention = "exact"` turns 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 from vsched.errors import ConfigError
 
 VARIABLE = "VSCHED_CUDA_OFF"
-PARTS = ("graphs", "layers", "tower")
-"""Captured decode steps, fused layers of language models, and fused layers of vision towers."""
+PARTS = ("ahead", "graphs", "layers", "tower", "triton")
+"""Weights fetched ahead, captured decode steps, fused layers of language models and of vision towers, and whatever
+needs Triton."""
 
 
 def parts_off() -> frozenset[str]:
@@ -30,3 +32,8 @@ def parts_off() -> frozenset[str]:
             "Remedy: correct it, or unset it."
         )
     return found
+
+
+def has_triton() -> bool:
+    """Return whether Triton is installed, and not turned off."""
+    return "triton" not in parts_off() and find_spec("triton") is not None

@@ -1,7 +1,4 @@
-"""Matrix products with quantized weights on a GPU: int8, int4 and FP8 with group scales.
-
-Not yet run on a GPU: the kernels were tested in Triton's interpreter, and compiled for one.
-"""
+"""Matrix products with quantized weights on a GPU: int8, int4 and FP8 with group scales."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from vsched_workers.backends.cuda.attention import power_of_two
+from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
 
 FEW_ROWS_MAX = 64
@@ -38,7 +36,7 @@ def load_kernels() -> Kernels:
     """Return the Triton kernels."""
     from vsched_workers.backends.cuda.triton_products import multiply_few, widen
 
-    return multiply_few, widen
+    return FastKernel(multiply_few), FastKernel(widen)
 
 
 class TritonProduct:
@@ -116,6 +114,8 @@ class TritonProduct:
             self._weight.scales.shape[1],
             **self._constants,
             INPUTS=WIDENED_INPUTS,
+            # The product with a scale is rounded before an offset is added, as on a CPU: no fused multiply-add.
+            enable_fp_fusion=False,
         )
         return weight
 

@@ -4,7 +4,7 @@ The copy stream waits for earlier work on the computing stream, so a copy sees t
 stream waits for the copies, so no block is overwritten while it is read, and no step reads a block that is not
 restored. The host does not wait.
 
-Not yet run on a GPU: the order of waits was tested with a stand-in for `torch.cuda`.
+The order of waits is tested with a stand-in for `torch.cuda`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 With ordinary attention, transformers calls it once for every window, which for Qwen2.5-VL means hundreds of kernels of
 a few microseconds per layer. For implementations with `flash` in their name it passes the arguments of flash attention
 for variable-length sequences instead.
-
-Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -51,10 +49,10 @@ def attend(
         seen = functional.scaled_dot_product_attention(query, key, value, scale=scaling)
         return seen.transpose(1, 2), None
     packed = [each[0].transpose(0, 1) for each in (query, key, value)]
-    return _varlen(packed, cu_seq_lens_q, int(max_length_q), scaling)[None], None
+    return varlen(packed, cu_seq_lens_q, int(max_length_q), scaling)[None], None
 
 
-def _varlen(
+def varlen(
     packed: Sequence[torch.Tensor], bounds: torch.Tensor, longest: int, scaling: float
 ) -> torch.Tensor:
     """Attend with queries, keys and values [rows, heads, head dim] each."""
@@ -64,12 +62,13 @@ def _varlen(
     return out
 
 
-def use_flash(tower: nn.Module, settings: WorkerSettings, dtype: torch.dtype) -> None:
-    """Have a tower attend with one call per layer, if the kernel is correct on the device."""
+def use_flash(tower: nn.Module, settings: WorkerSettings, dtype: torch.dtype) -> bool:
+    """Have a tower attend with one call per layer, if the kernel is correct on the device; return whether it does."""
     if dtype == torch.float32 or settings.attention == "exact" or not runs(settings.device, dtype):
-        return
+        return False
     register()
     switch(tower)
+    return True
 
 
 def switch(tower: nn.Module) -> None:
@@ -97,7 +96,7 @@ def runs(device: str, dtype: torch.dtype) -> bool:
         for part in inputs.split(_TRIAL_LENGTHS, dim=1)
     ]
     try:
-        found = _varlen(inputs.unbind(0), ends.to(device), max(_TRIAL_LENGTHS), _TRIAL_DIM**-0.5)
+        found = varlen(inputs.unbind(0), ends.to(device), max(_TRIAL_LENGTHS), _TRIAL_DIM**-0.5)
         differs = float((found - torch.cat(parts)).abs().max())
     except Exception as error:  # noqa: BLE001  # kernels may raise anything
         logger.info("vision: attention runs window by window, which is slower: %s", error)

@@ -28,6 +28,7 @@ from vsched_workers.backends.reference.packed_weights import (
 )
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
+from vsched_workers.batching.recurrent_state import RecurrentStates
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,11 +105,17 @@ class ReferenceBackend(Backend):
     def load_attention(self) -> None:
         """Do nothing: attention by gather needs no compilation."""
 
-    def choose_attention(self, cache: KvCache, heads: int) -> AttentionKernels:
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
         return AttentionKernels(decode_by_gather, prefill_by_gather)
 
     def capture_steps(
-        self, cache: KvCache, attention: AttentionKernels, run: RunModel
+        self,
+        cache: KvCache,
+        attention: AttentionKernels,
+        run: RunModel,
+        states: RecurrentStates | None,
     ) -> CapturedSteps | None:
         return None
 

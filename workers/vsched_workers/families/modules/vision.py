@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -15,6 +13,7 @@ from vsched_workers.families.modules.layers import (
     rotated,
 )
 from vsched_workers.families.modules.settings import QwenVisionSettings
+from vsched_workers.families.qwen_windows import frame_lengths, patch_places, window_order
 
 EPS = 1e-6
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -146,13 +145,10 @@ class QwenVisionTower(nn.Module):
         sizes: list[tuple[int, int, int]] = [
             (frames, rows, columns) for frames, rows, columns in grids.tolist()
         ]
-        order, window_ends = _windows(
+        by_windows, counts = window_order(
             sizes, merge, config.window_size // merge // config.patch_size
         )
-        image_ends = [0]
-        for frames, rows, columns in sizes:
-            for _ in range(frames):
-                image_ends.append(image_ends[-1] + rows * columns)
+        order = torch.from_numpy(by_windows)
         unit = merge * merge
 
         def by_window(values: torch.Tensor) -> torch.Tensor:
@@ -160,40 +156,15 @@ class QwenVisionTower(nn.Module):
             return cut
 
         hidden = by_window(self.patch_embed(patches))
-        cos, sin = self.rotary_pos_emb(torch.cat([*_places(sizes, merge)]).to(hidden.device))
+        places = torch.from_numpy(patch_places(sizes, merge))
+        cos, sin = self.rotary_pos_emb(places.to(hidden.device))
         angles = by_window(cos), by_window(sin)
         whole, windows = (
-            torch.tensor(each, dtype=torch.int32)
-            for each in (image_ends, [unit * end for end in window_ends])
+            torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+            for lengths in (frame_lengths(sizes), (unit * counts).tolist())
         )
         for index, block in enumerate(self.blocks):
             ends = whole if index in config.fullatt_block_indexes else windows
             hidden = block(hidden, cu_seqlens=ends, position_embeddings=angles)
         merged: torch.Tensor = self.merger(hidden)
         return merged[order.argsort()]
-
-
-def _places(sizes: list[tuple[int, int, int]], merge: int) -> Iterator[torch.Tensor]:
-    """Yield the row and column of each patch of an image, [patches, 2], patches of a token together."""
-    for frames, rows, columns in sizes:
-        grid = torch.stack(
-            torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1
-        )
-        cut = grid.view(rows // merge, merge, columns // merge, merge, 2).transpose(1, 2)
-        yield cut.reshape(-1, 2).repeat(frames, 1)
-
-
-def _windows(
-    sizes: list[tuple[int, int, int]], merge: int, side: int
-) -> tuple[torch.Tensor, list[int]]:
-    """Return the tokens of all images, window by window, and the ends of windows, starting with 0."""
-    order, ends, first = [], [0], 0
-    for frames, rows, columns in sizes:
-        high, wide = rows // merge, columns // merge
-        for tokens in first + torch.arange(frames * high * wide).view(frames, high, wide):
-            for band in tokens.split(side, dim=0):
-                for window in band.split(side, dim=1):
-                    order.append(window.flatten())
-                    ends.append(ends[-1] + window.numel())
-        first += frames * high * wide
-    return torch.cat(order), ends

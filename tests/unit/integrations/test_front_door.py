@@ -1,0 +1,183 @@
+"""The front door before another server: tenants, refusals, holds, routing; driven through ASGI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from vsched.integrations.front_door import FrontSettings, PolicyFrontDoor
+from vsched.policy import (
+    Admit,
+    ArrivalDecision,
+    ArrivalView,
+    Hold,
+    Policy,
+    Redirect,
+    RequestPolicy,
+    RoutingPolicy,
+    RoutingView,
+    Shed,
+)
+from vsched.policy_host import SeatPolicies
+
+CHAT = "/v1/chat/completions"
+
+
+class ByTenant(RequestPolicy, frozen=True, kw_only=True):
+    """Decides by the name of the tenant; a held one is admitted at the second call."""
+
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
+        match view.request.tenant:
+            case "shed":
+                return Shed("too many", 7, 503)
+            case "moved":
+                return Redirect("http://other:1")
+            case "held" if not view.request.asks:
+                return Hold(view.now_ns + 1_000_000)
+            case "broken":
+                raise RuntimeError("a bug")
+        return Admit()
+
+
+class LastReplica(RoutingPolicy, frozen=True, kw_only=True):
+    def choose(self, view: RoutingView) -> int:
+        return len(view.replicas) - 1
+
+
+class Server:
+    """The server behind: keeps the requests that reach it, and sends two pieces."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        self.bodies.append(json.loads(message["body"]) if message["body"] else {})
+        self.headers.append({key.decode(): value.decode() for key, value in scope["headers"]})
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await send({"type": "http.response.body", "body": b"two", "more_body": False})
+
+
+class Door(PolicyFrontDoor):
+    """The middleware with given settings."""
+
+    def __init__(self, app: Any, by_table: Mapping[str, Policy], **more: Any) -> None:
+        super().__init__(app)
+        self.settings = FrontSettings(policies=SeatPolicies(by_table=by_table), **more)
+
+    def read_settings(self, app: Any) -> FrontSettings:
+        return self.settings
+
+    def server_figures(self, app: Any) -> Any:
+        return {"waiting": 3}
+
+
+async def call(
+    door: Door, body: Any = None, headers: Mapping[str, str] | None = None, path: str = CHAT
+) -> tuple[int, dict[str, str], bytes]:
+    """Send one request; return status, headers and body of the answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+    sent: list[Message] = []
+    method = "POST" if path == CHAT else "GET"
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "app": SimpleNamespace(),
+        "headers": [(key.encode(), value.encode()) for key, value in (headers or {}).items()],
+    }
+    pieces = [data[:5], data[5:]]
+
+    async def receive() -> Message:
+        if pieces:
+            piece = pieces.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+        return await forever()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await door(scope, receive, send)
+    start = sent[0]
+    found = {key.decode().lower(): value.decode() for key, value in start["headers"]}
+    return start["status"], found, b"".join(one.get("body", b"") for one in sent[1:])
+
+
+async def forever() -> Message:
+    """Wait until the test ends: the client stays."""
+    import asyncio
+
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_tenant_of_the_gateway_replaces_that_of_the_client() -> None:
+    server = Server()
+    door = Door(server, {"front_door": ByTenant()}, tenant_header="X-Tenant")
+    body = {"n": 1, "vllm_xargs": {"tenant": "liar", "ttft_target_ms": 5}, "text": "é"}
+    status, _, text = await call(door, body, {"x-tenant": "a", "content-length": "1"})
+    assert (status, text) == (200, b"onetwo")
+    assert server.bodies == [{**body, "vllm_xargs": {"tenant": "a", "ttft_target_ms": 5}}]
+    assert server.headers[0]["content-length"] != "1"
+
+
+async def test_key_names_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEYS", "a=one,b=two")
+    server = Server()
+    door = Door(server, {}, tenant_keys_variable="KEYS")
+    for key in ("two", "three"):
+        await call(door, {}, {"authorization": f"Bearer {key}"})
+    assert [one["vllm_xargs"]["tenant"] for one in server.bodies] == ["b", ""]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "status", "header"),
+    [("shed", 503, ("retry-after", "7")), ("moved", 307, ("location", "http://other:1"))],
+)
+async def test_refused_requests_do_not_reach_the_server(
+    tenant: str, status: int, header: tuple[str, str]
+) -> None:
+    server = Server()
+    door = Door(server, {"front_door": ByTenant()}, tenant_header="x-tenant")
+    got, headers, _ = await call(door, {}, {"x-tenant": tenant})
+    assert got == status
+    assert headers[header[0]] == header[1] + (CHAT if status == 307 else "")
+    assert server.bodies == []
+
+
+@pytest.mark.parametrize("tenant", ["held", "broken", "plain"])
+async def test_held_and_failing_decisions_end_in_admission(tenant: str) -> None:
+    server = Server()
+    door = Door(server, {"front_door": ByTenant()}, tenant_header="x-tenant")
+    status, _, _ = await call(door, {}, {"x-tenant": tenant})
+    assert status == 200
+    _, _, text = await call(door, path="/vsched")
+    figures = json.loads(text)
+    assert figures["scheduler"] == {"waiting": 3}
+    assert figures["front_door"]["policy_faults"] == ({"ByTenant": 1} if tenant == "broken" else {})
+    calls = figures["front_door"]["policy_calls"]["front_door"]["calls"]
+    assert calls == (2 if tenant == "held" else 1)
+
+
+async def test_routing_policy_names_the_replica() -> None:
+    server = Server()
+    door = Door(server, {"routing": LastReplica()}, replicas=3, replica_header="x-rank")
+    await call(door, {})
+    assert server.headers[0]["x-rank"] == "2"
+
+
+async def test_broken_bodies_and_names_are_answered() -> None:
+    server = Server()
+    door = Door(server, {}, tenant_header="x-tenant")
+    status, _, text = await call(door, {}, {"x-tenant": "no name!"})
+    assert status == 400
+    assert b"64 letters" in text
+    with pytest.raises(json.JSONDecodeError):
+        await call(door, b"{no json")  # the server gets it as it is

@@ -1,0 +1,83 @@
+"""Which policies vLLM follows, and the sentences about the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vsched.errors import ConfigError, PolicyError
+from vsched.integrations.vllm.settings import FRONT, SCHEDULER, read_settings
+from vsched_policies.requests import TenantFair
+
+
+def settings(tables: object, called: tuple[str, ...] = SCHEDULER) -> Any:
+    return read_settings(SimpleNamespace(additional_config={"vsched": tables}), "0.32.0", called)
+
+
+def test_tables_are_those_of_vsched(tmp_path: Path) -> None:
+    file = tmp_path / "policies.toml"
+    file.write_text(
+        '[generate]\nstep_target_ms = 20\n[generate.step]\nuse = "slo-feedback"\n[server]\nport = 1\n'
+        "[policies]\ncall_budget_ms = 5\n[vllm]\ntrace = 'run.jsonl'\n[front_door]\nuse = 'open'\n"
+    )
+    found, keys = settings(str(file))
+    assert [*found.policies.by_table] == ["generate.step"]
+    assert found.target.step_target_ms == 20
+    assert found.limits.call_budget_ms == 5
+    assert found.rest["server"] == {"port": 1}
+    assert keys.trace == "run.jsonl"
+
+
+def test_one_policy_decides_where_vllm_can_follow_it() -> None:
+    tables = {"policy": {"use": "tenant-fair"}}
+    found, _ = settings(tables)
+    assert {*found.policies.by_table} == {*SCHEDULER}
+    assert {type(one) for one in found.policies.by_table.values()} == {TenantFair}
+    assert [*settings(tables, FRONT)[0].policies.by_table] == ["front_door"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "sentence"),
+    [
+        (
+            {"encode": {"dispatch": {"use": "fewest-held-up"}}},
+            "encode.dispatch: .* vLLM 0.32.0: it has no encode",
+        ),
+        ({"generate": {"memory": {"use": "pinned", "tokens": 1}}}, "sizes its KV cache itself"),
+        (
+            {"generate": {"preemption": {"use": "swap-long"}}},
+            r"SwapLong needs swap space .*\(swap\)",
+        ),
+        (
+            {"policy": {"use": "tenant-fair", "seats": ["encode.admission"]}},
+            "encode.admission: not decided",
+        ),
+    ],
+)
+def test_a_policy_that_vllm_cannot_follow_is_refused(tables: object, sentence: str) -> None:
+    with pytest.raises((PolicyError, ConfigError), match=sentence):
+        settings(tables)
+
+
+@pytest.mark.parametrize(
+    ("tables", "sentence"),
+    [
+        ("/no/such/file.toml", "cannot be read as TOML"),
+        (3, "neither a path nor tables"),
+        ({"generate": {"step_target_ms": -1}}, "generate: .*step_target_ms"),
+        ({"vllm": {"trase": ""}}, "vllm: .*trase"),
+        ({"generate": {"step": {"use": "nothing"}}}, "generate.step.use: 'nothing' is unknown"),
+    ],
+)
+def test_a_wrong_value_is_named(tables: object, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        settings(tables)
+
+
+def test_no_tables_are_no_policies() -> None:
+    config = SimpleNamespace(additional_config=json.loads("{}"))
+    assert not read_settings(config, "0.32.0", SCHEDULER)[0].policies.by_table

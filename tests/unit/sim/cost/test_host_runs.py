@@ -1,0 +1,88 @@
+"""A cost model from the run of another host: the fit finds the costs that made the steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from vsched.cli import app
+from vsched.cli.main import import_commands
+from vsched.errors import ConfigError
+from vsched.sim.cost.host_runs import fit_run, read_run
+from vsched.sim.cost.model import COST_MODELS, load_cost_model
+from vsched.sim.workload.host_traces import HostRequest, HostStep, RunHeader
+
+HEADER = RunHeader(host="vLLM 1", slots=4, batch_tokens=256, block_size=16, kv_tokens=4096)
+TRUE = (2e6, 1e5, 20.0, 3e4, 5.0)
+
+
+def write_run(path: Path, steps: int = 200) -> Path:
+    """Write a run whose steps have the costs `TRUE`, with gaps of 300 µs."""
+    rng, now_ns = random.Random(1), 0
+    lines: list[object] = [HEADER]
+    for _ in range(steps):
+        decodes, tokens = rng.randint(0, 4), rng.choice([0, 64, 200])
+        context, pairs = decodes * rng.randint(10, 900), tokens * rng.randint(32, 2000)
+        sizes = (1, decodes, context, tokens, pairs)
+        busy_ns = round(sum(size * cost for size, cost in zip(sizes, TRUE, strict=True)))
+        now_ns += 300_000 + busy_ns
+        lines.append(
+            HostStep(
+                ended_ns=now_ns,
+                busy_ns=busy_ns,
+                decodes=decodes,
+                context_tokens=context,
+                prefill_tokens=tokens,
+                pairs=pairs,
+            )
+        )
+    for number, tenant in enumerate(["a", "b", "b"]):
+        lines.append(
+            HostRequest(
+                request_id=str(number),
+                tenant=tenant,
+                ended_ns=now_ns,
+                queued_ns=1,
+                ttft_ns=(number + 1) * 1_000_000,
+                total_ns=9_000_000,
+                prompt_tokens=3,
+                output_tokens=4,
+                cached_tokens=0,
+                preemptions=0,
+            )
+        )
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    return path
+
+
+def test_fit_finds_the_costs_of_the_steps(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "fifo.jsonl.run"))
+    model = fit_run(run, COST_MODELS["tiny25"], name="mine")
+    found = msgspec.structs.astuple(model.generate)
+    assert found == pytest.approx(TRUE, rel=0.01)
+    assert model.host.gap_ns == 300_000
+    assert model.kv_tokens == 4096
+    assert model.shape == COST_MODELS["tiny25"].shape
+    assert run.ttft_ms() == {"": [1, 2, 3], "a": [1], "b": [2, 3]}
+
+
+def test_command_writes_a_cost_model_and_says_what_comes_next(tmp_path: Path) -> None:
+    run, cost = write_run(tmp_path / "fifo.jsonl.run"), tmp_path / "cost.json"
+    import_commands(["calibrate-vllm"])
+    result = CliRunner().invoke(app, ["calibrate-vllm", str(run), "--output", str(cost)])
+    assert result.exit_code == 0, result.output
+    assert load_cost_model(cost).name == "fifo"
+    assert "all: 3 requests, TTFT p50 2 ms" in result.output
+    assert f"--trace {tmp_path}/fifo.jsonl --set generate.slots=4" in result.output
+
+
+def test_file_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="10 steps, too few for a fit"):
+        read_run(write_run(tmp_path / "short", steps=10))
+    (tmp_path / "other").write_text("{}")
+    with pytest.raises(ConfigError, match="not a run"):
+        read_run(tmp_path / "other")

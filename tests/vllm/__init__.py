@@ -1,0 +1,1 @@
+"""Tests inside vLLM: `make vllm`. They are skipped without it."""

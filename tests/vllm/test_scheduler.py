@@ -1,0 +1,137 @@
+"""vLLM's scheduler with policies: nothing is lost, whatever they do, and without them it is vLLM's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm.driving import drive, make_request, make_scheduler, random_load, write_model
+from tests.vllm.policies import HERE
+from vsched.integrations.vllm.settings import capabilities
+from vsched.policy import Policy
+from vsched.testing.contracts.host import HostLoad, HostRun, check_host
+
+A, S, P = "vsched_policies.admission:", "vsched_policies.step:", "vsched_policies.preemption:"
+FIFO = {"generate": {"admission": {"use": A + "Fifo"}, "step": {"use": S + "InOrder"}}}
+SHORTEST = {
+    "generate": {
+        "admission": {"use": A + "ShortestFirst", "table": [[100000, 20]]},
+        "preemption": {"use": P + "Cheapest"},
+    }
+}
+FAIR = {"policy": {"use": "vsched_policies.requests:TenantFair", "quantum_tokens": 64}}
+TIMED = {
+    "generate": {
+        "step_target_ms": 1,
+        "step_target_ratio": 1.5,
+        "admission": {"use": A + "Priority"},
+        "step": {"use": S + "SloFeedback"},
+    }
+}
+BAD = {"policy": {"use": f"{HERE}:Bad"}}
+LAST = {"policy": {"use": f"{HERE}:LastFirst"}}
+GATHER = {"generate": {"admission": {"use": f"{HERE}:Gather"}}}
+SLOW = {
+    "policies": {"call_budget_ms": 1, "slow_calls_max": 2},
+    "generate": {"admission": {"use": f"{HERE}:Slow"}},
+}
+EVERY: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "fifo": FIFO,
+    "shortest": SHORTEST,
+    "fair": FAIR,
+    "timed": TIMED,
+    "bad": BAD,
+    "last": LAST,
+    "gather": GATHER,
+    "slow": SLOW,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def check_settled(scheduler: Any) -> None:
+    """Check that no request and no block is left."""
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == scheduler.cache_config.num_gpu_blocks - 1
+    assert not (*scheduler.running, *scheduler.waiting, *scheduler.requests)
+    assert not scheduler._prefilling
+    assert not scheduler._flying
+    assert scheduler.host.faults == {}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", EVERY)
+def test_each_request_gets_its_tokens_and_all_blocks_come_back(
+    model: str, name: str, asynchronous: bool
+) -> None:
+    scheduler = make_scheduler(model, EVERY[name], asynchronous=asynchronous)
+    load = random_load(3, 60)
+    run = drive(scheduler, load, depth=1 + asynchronous, seed=3)
+    wanted = {one.request_id: one.max_tokens for one in random_load(3, 60)}
+    assert {one: len(tokens) for one, tokens in run.tokens.items()} == wanted
+    check_settled(scheduler)
+
+
+def test_first_come_first_served_policies_make_the_steps_of_vllm(model: str) -> None:
+    steps = []
+    for tables in (None, FIFO):
+        scheduler = make_scheduler(model, tables, asynchronous=True)
+        steps.append(drive(scheduler, random_load(5, 50), depth=2, seed=5).scheduled)
+    assert steps[0] == steps[1]
+
+
+def test_slow_policy_is_replaced_and_then_vllm_order_goes_on(model: str) -> None:
+    scheduler = make_scheduler(model, SLOW)
+    drive(scheduler, random_load(1, 40))
+    assert scheduler.host.seats.replaced().keys() == {"generate.admission"}
+    assert scheduler.host.figures()["policy_calls"]["generate.admission"]["calls"] < 10
+
+
+def run_host(
+    model: str, *, asynchronous: bool
+) -> Callable[[Mapping[str, Policy] | None, Sequence[HostLoad]], HostRun]:
+    """Return the host for the contract suite: vLLM's scheduler, with a worker of one token a step."""
+
+    def run(policies: Mapping[str, Policy] | None, load: Sequence[HostLoad]) -> HostRun:
+        tables: dict[str, Any] | None = None
+        if policies is not None:
+            tables = {"generate": {}}
+            for path, one in policies.items():
+                name = f"{type(one).__module__}:{type(one).__qualname__}"
+                table = {"use": name, **msgspec.to_builtins(one)}
+                tables["generate"][path.removeprefix("generate.")] = table
+        scheduler = make_scheduler(model, tables, asynchronous=asynchronous)
+        requests = [
+            make_request(one.request_id, one.prompt, one.outputs, tenant=one.tenant) for one in load
+        ]
+        leaving = {one.request_id: one.leaves_after for one in load if one.leaves_after is not None}
+        done = drive(scheduler, requests, depth=1 + asynchronous, leaving=leaving)
+        pool, total = scheduler.kv_cache_manager.block_pool, scheduler.cache_config.num_gpu_blocks
+        figures = scheduler.host.figures() if policies is not None else {}
+        assert not figures.get("host_faults")
+        return HostRun(
+            outputs={name: len(tokens) for name, tokens in done.tokens.items()},
+            steps=done.scheduled,
+            blocks_held=total - 1 - pool.get_num_free_blocks(),
+            requests_left=len(scheduler.requests),
+            policy_faults=sum(figures.get("policy_faults", {}).values()),
+            calls={
+                path: int(one["calls"]) for path, one in figures.get("policy_calls", {}).items()
+            },
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_vllm_meets_the_contract_of_hosts(model: str, asynchronous: bool) -> None:
+    check_host(run_host(model, asynchronous=asynchronous), capabilities("0.32.0"))

@@ -1,0 +1,37 @@
+"""Skips tests of kernels that this Triton's interpreter cannot run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Generator
+
+import pytest
+
+LOOPS = "only 0-dimensional arrays can be converted to Python scalars"
+"""The interpreter's error about a loop whose bound is a tensor, up to Triton 3.6."""
+LIMIT = "this Triton's interpreter cannot run a loop whose bound is a tensor"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Skip a test whose kernel has such a loop; on a device the error is a failure."""
+    if (
+        item.path.name == "test_fused_layers.py"
+        and "compile_for" not in item.name
+        and _is_limited()
+    ):
+        pytest.skip(LIMIT)  # kernels that fail their trial are not used, which hides the error
+    try:
+        return (yield)
+    except Exception as error:
+        if LOOPS in repr(error) and _is_limited():
+            pytest.skip(LIMIT)
+        raise
+
+
+def _is_limited() -> bool:
+    """Return True for the interpreter of an old Triton."""
+    if not os.environ.get("TRITON_INTERPRET"):
+        return False
+    return tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) <= (3, 6)

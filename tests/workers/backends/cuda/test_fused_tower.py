@@ -1,0 +1,223 @@
+"""Fused towers of a GPU compared with transformers' modules, with kernels in Triton's interpreter or on a device."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.bench.gpu.kernels import compiled
+from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.cuda import fused_tower, quantized, vision_attention
+from vsched_workers.backends.cuda.fused_tower import (
+    INNER_MULTIPLE,
+    FusedTower,
+    fits,
+    pad_inner,
+    usable_kernels,
+)
+from vsched_workers.backends.cuda.parts import VARIABLE
+from vsched_workers.families import FAMILIES, family_of_rank
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("default")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+INNER = 27
+"""Not aligned, in any type."""
+
+GRIDS = [(1, 10, 14), (2, 2, 4), (1, 4, 6)]
+"""An image with parts of windows, two frames, and an image smaller than a window."""
+
+SIZES = {"hidden_size": 32, "intermediate_size": INNER, "depth": 2, "num_heads": 2}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"out_hidden_size": 24, "fullatt_block_indexes": [1], "window_size": 112},
+    "qwen3_vl": {
+        "out_hidden_size": 24,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    },
+}
+LAST = {"qwen2_5_vl": "down_proj.weight", "qwen3_vl": "linear_fc2.weight"}
+
+
+class Encoded:
+    """A tower of a family, with random weights, and patches of images."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        config = {"model_type": name, "vision_config": SIZES | CONFIGS[name], "text_config": {}}
+        (folder / "config.json").write_text(json.dumps(config))
+        self.family = FAMILIES[name]
+        torch.manual_seed(0)
+        tower: Any = self.family.build_vision(str(folder), "sdpa")
+        for each in tower.parameters():
+            each.data.normal_(std=0.3 if each.dim() > 1 else 1.0)
+        self.tower = tower.eval().requires_grad_(requires_grad=False).to(DEVICE)
+        values = tower.patch_embed.proj.weight[0].numel()
+        self.grids = torch.tensor(GRIDS)
+        self.patches = torch.randn(int(self.grids.prod(1).sum()), values).to(DEVICE)
+        self.wanted = self.rows(self.tower, self.grids.to(DEVICE))
+
+    @torch.inference_mode()
+    def rows(self, tower: nn.Module, grids: torch.Tensor | None = None) -> torch.Tensor:
+        return self.family.encode(tower, self.patches, self.grids if grids is None else grids)
+
+    def check(self, tower: nn.Module) -> None:
+        """Check the rows of a prepared tower, which takes grids on the host."""
+        torch.testing.assert_close(
+            self.rows(tower), self.wanted, rtol=1e-4, atol=1e-4 * float(self.wanted.abs().max())
+        )
+
+
+@pytest.fixture(params=CONFIGS)
+def encoded(request: pytest.FixtureRequest, tmp_path: Path) -> Encoded:
+    return Encoded(request.param, tmp_path)
+
+
+def prepared(tower: nn.Module, **given: Any) -> Any:
+    """Return a copy of a tower, prepared by the CUDA backend on this machine's device or on the host."""
+    backend: Any = choose_backend(WorkerSettings(device="cuda", **given), torch.float32)
+    backend.device = DEVICE
+    if backend._quantizer is not None:
+        backend._quantizer._device = DEVICE
+    tower = copy.deepcopy(tower)
+    assert backend.prepare_tower(tower) > 0
+    return tower
+
+
+@needs_triton
+@pytest.mark.slow
+def test_fused_towers_equal_the_modules(encoded: Encoded) -> None:
+    """Windows and whole images, more than one frame, deepstack and position embeddings; MLPs are padded."""
+    tower = prepared(encoded.tower)
+    assert isinstance(tower.forward, FusedTower)
+    encoded.check(tower)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_long_sequences_attend_in_one_call(
+    encoded: Encoded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(packed: Any, ends: torch.Tensor, longest: int, scaling: float) -> torch.Tensor:
+        calls.append((len(ends) - 1, longest))
+        query, key, value = packed
+        return varlen_on_cpu(
+            query, key, value, ends, ends, longest, longest, scale=scaling, enable_gqa=True
+        )
+
+    tower = prepared(encoded.tower)
+    tower.forward._flash = True
+    monkeypatch.setattr(vision_attention, "varlen", counted)
+    encoded.check(tower)
+    blocks = 1 if encoded.family.name == "qwen2_5_vl" else SIZES["depth"]
+    assert calls == [(4, 10 * 14)] * blocks, "windows have a kernel of their own"
+
+
+@needs_triton
+@pytest.mark.slow
+def test_quantized_towers_are_fused(encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merged product has the weights of its parts; groups of inputs are not padded."""
+    facts = SimpleNamespace(multi_processor_count=4, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    monkeypatch.setattr(quantized, "FEW_ROWS_MAX", 0)
+    fused = prepared(encoded.tower, weights="int8")
+    assert isinstance(fused.forward, FusedTower)
+    monkeypatch.setattr(fused_tower, "load_kernels", lambda: None)
+    encoded.wanted = encoded.rows(prepared(encoded.tower, weights="int8"))
+    encoded.check(fused)
+
+
+def test_padded_modules_without_triton_equal_the_modules(
+    encoded: Encoded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_tower, "load_kernels", lambda: None)
+    tower = prepared(encoded.tower)
+    assert not isinstance(tower.forward, FusedTower)
+    for block in tower.blocks:
+        assert INNER_MULTIPLE in {*block.mlp.state_dict()[LAST[encoded.family.name]].shape}
+    encoded.check(tower)
+
+
+def test_only_inner_sizes_that_are_not_aligned_are_padded(encoded: Encoded) -> None:
+    def widths(kind: torch.dtype, size: int) -> set[int]:
+        tower: Any = nn.Module()
+        tower.blocks = [nn.Module()]
+        tower.blocks[0].mlp = nn.Module()
+        for name, shape in (("linear_fc1", (32, size)), ("linear_fc2", (size, 32))):
+            setattr(tower.blocks[0].mlp, name, nn.Linear(*shape, device=DEVICE, dtype=kind))
+        pad_inner(tower)
+        mlp = tower.blocks[0].mlp
+        return {mlp.linear_fc1.out_features, mlp.linear_fc2.in_features}
+
+    assert widths(torch.bfloat16, 40) == {40}
+    assert widths(torch.bfloat16, 44) == {64}
+    assert widths(torch.float32, 44) == {44}
+    assert widths(torch.bfloat16, 129) == {192}
+
+
+@pytest.mark.parametrize(("adapters", "off"), [(1, ""), (0, "tower")])
+def test_towers_with_adapters_or_turned_off_keep_their_modules_and_sizes(
+    encoded: Encoded, monkeypatch: pytest.MonkeyPatch, adapters: int, off: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, off)
+    tower = prepared(encoded.tower, adapters=adapters)
+    assert not isinstance(tower.forward, FusedTower)
+    assert INNER in {*tower.blocks[0].mlp.state_dict()[LAST[encoded.family.name]].shape}
+    encoded.check(tower)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", fused_tower.VisionKernels._fields)
+def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = fused_tower.load_kernels()
+    assert right is not None
+
+    class Idle:
+        def __getitem__(self, grid: object) -> Callable[..., object]:
+            return lambda *arguments, **_: [
+                each.zero_() for each in arguments if isinstance(each, torch.Tensor)
+            ]
+
+    assert usable_kernels(torch.float32, DEVICE) is not None
+    monkeypatch.setattr(fused_tower, "load_kernels", lambda: right._replace(**{broken: Idle()}))
+    assert usable_kernels(torch.float32, DEVICE) is None
+    assert "its kernels are wrong by" in caplog.text
+    monkeypatch.setattr(fused_tower, "load_kernels", lambda: right._replace(**{broken: None}))
+    assert usable_kernels(torch.float32, DEVICE) is None
+    assert "which is slower" in caplog.text
+
+
+def test_other_towers_are_not_fused(encoded: Encoded, checkpoints: Callable[[str], Path]) -> None:
+    """Towers of vsched's own modules, for CPUs, take other arguments."""
+    assert fits(encoded.tower)
+    assert not fits(nn.Module())
+    path = str(checkpoints("nano25"))
+    own = family_of_rank("qwen2_5_vl", path, WorkerSettings())
+    assert not fits(own.build_vision(path, "sdpa"))
+    encoded.tower.blocks[1].norm2 = nn.Identity()
+    assert not fits(encoded.tower)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
+    made = compiled("[*compile_vision(16, 80, 1280), *compile_vision(16, 72, 1152)]")
+    for name, registers, _, spilled_bytes in made:
+        assert registers <= 240, name
+        assert spilled_bytes == 0, name

@@ -1,0 +1,52 @@
+"""`vsched calibrate-vllm`: a cost model for simulations from a run inside vLLM."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vsched.cli import app
+
+
+@app.command("calibrate-vllm")
+def calibrate_vllm(
+    run: Annotated[
+        Path, typer.Argument(help="The file .run next to the trace that `vllm.trace` names.")
+    ],
+    output: Annotated[Path, typer.Option(help="Cost model to write, as JSON.")],
+    shape: Annotated[
+        str, typer.Option(help="Cost model with the shape of the model: a name or a file.")
+    ] = "h100-7b",
+) -> None:
+    """Fit step times to a run inside vLLM, and print the times that its requests had.
+
+    The cost model and the trace of the run are the input of `vsched simulate`, which compares
+    policies before they are served.
+    """
+    from vsched.sim.cost.host_runs import fit_run, read_run
+    from vsched.sim.cost.model import load_cost_model, save_cost_model
+
+    found = read_run(run)
+    model = fit_run(found, load_cost_model(shape), name=run.name.partition(".")[0])
+    save_cost_model(model, output)
+    error, header = model.generate_error, found.header
+    assert error is not None
+    typer.echo(
+        f"{output}: {error.samples} steps, error {error.median:.0%} at the median, {error.p95:.0%} at p95"
+    )
+    for tenant, times in found.ttft_ms().items():
+        middle = statistics.median(times)
+        typer.echo(f"{tenant or 'all'}: {len(times)} requests, TTFT p50 {middle:,.0f} ms")
+    settings = {
+        "slots": header.slots,
+        "max_batch_tokens": header.batch_tokens,
+        "chunk_tokens": header.batch_tokens,
+        "block_size": header.block_size,
+        "step_target_ms": 0,
+    }
+    sets = " ".join(f"--set generate.{key}={value}" for key, value in settings.items())
+    trace = str(run).removesuffix(".run")
+    typer.echo(f"Next: vsched simulate --cost {output} --trace {trace} {sets}")

@@ -1,0 +1,1 @@
+"""Hosts of policies in other programs; nothing else in vsched imports them."""

@@ -1,0 +1,36 @@
+"""The front door of vLLM: `--middleware vsched.integrations.vllm.FrontDoor`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import vllm
+
+from vsched.integrations.front_door import FrontSettings, PolicyFrontDoor
+from vsched.integrations.vllm.settings import FRONT, read_settings, statistics_path
+
+
+class FrontDoor(PolicyFrontDoor):
+    """Reads the tables of vLLM's `--additional-config`, and the table `server` of a vsched configuration."""
+
+    def read_settings(self, app: Any) -> FrontSettings:
+        config = app.state.vllm_config
+        settings, _ = read_settings(config, vllm.__version__, FRONT)
+        server = settings.rest.get("server", {})
+        return FrontSettings(
+            policies=settings.policies,
+            passed_over_ns=int(settings.limits.passed_over_max_s * 1e9),
+            budget_ms=settings.limits.call_budget_ms,
+            slow_max=settings.limits.slow_calls_max,
+            tenant_header=server.get("tenant_header", ""),
+            tenant_keys_variable=server.get("tenant_keys_variable", ""),
+            replicas=config.parallel_config.data_parallel_size,
+            replica_header="x-data-parallel-rank",
+        )
+
+    def server_figures(self, app: Any) -> Any:
+        try:
+            return msgspec.json.decode(statistics_path(app.state.vllm_config).read_bytes())
+        except OSError:
+            return None

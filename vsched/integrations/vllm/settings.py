@@ -1,0 +1,100 @@
+"""The settings of the bridge, from vLLM's `--additional-config`, or a TOML file that it names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vsched.config.host import HostSettings, read_host_settings
+from vsched.config.section import Section
+from vsched.errors import ConfigError
+from vsched.policy_host import HostCapabilities
+
+SCHEDULER = ("generate.admission", "generate.step", "generate.preemption")
+EMBEDDINGS = ("encode.eviction",)
+FRONT = ("front_door", "routing")
+REFUSED = {
+    "encode.admission": "it encodes an image in the step and the worker of its request",
+    "encode.encoding": "it encodes the images of the next chunk",
+    "encode.dispatch": "it has no encode groups",
+    "encode.reclaim": "it takes no embedding from a running request",
+    "generate.eviction": "its queue of free blocks is private, and hybrid models have several",
+    "generate.insertion": "it inserts every full block, and its workers rely on that",
+    "generate.memory": "it sizes its KV cache itself (--gpu-memory-utilization)",
+    "generate.drafting": "it drafts the same number of tokens for each request",
+}
+"""Reasons why vLLM does not follow a policy of these tables."""
+
+
+class BridgeKeys(Section, frozen=True, kw_only=True):
+    """The table `vllm`.
+
+    Attributes:
+        trace: File for the arrivals, for `vsched simulate --trace`; empty for none.
+        statistics: Whether the scheduler writes figures once per second, for `GET /vsched` of `FrontDoor`.
+    """
+
+    trace: str = ""
+    statistics: bool = False
+
+
+def read_settings(
+    vllm_config: Any, version: str, called: Collection[str]
+) -> tuple[HostSettings, BridgeKeys]:
+    """Read `{"vsched": "policies.toml"}`, or tables in place of the path, and build the policies of `called`.
+
+    Raises:
+        ConfigError: If a file, table or value is not valid.
+        PolicyError: If vLLM lacks what a policy needs.
+    """
+    more = vllm_config.additional_config
+    tables = more.get("vsched", {}) if isinstance(more, Mapping) else {}
+    if isinstance(tables, str):
+        try:
+            tables = tomllib.loads(Path(tables).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"vsched: {tables!r} cannot be read as TOML ({error}). Remedy: give an absolute path"
+            ) from error
+    if not isinstance(tables, Mapping):
+        raise ConfigError(
+            f"vsched: {tables!r} is neither a path nor tables. Remedy: give one of them"
+        )
+    tables = dict(tables)
+    try:
+        keys = msgspec.convert(tables.pop("vllm", {}), BridgeKeys)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"vllm: {error}. Remedy: its keys are trace and statistics") from error
+    return read_host_settings(tables, capabilities(version), called), keys
+
+
+def capabilities(version: str) -> HostCapabilities:
+    """Return what this bridge and vLLM can follow."""
+    tables = frozenset(SCHEDULER + EMBEDDINGS + FRONT)
+    features = frozenset({"hold", "time"})
+    host = f"vLLM {version}"
+    return HostCapabilities(host=host, tables=tables, refused=REFUSED, features=features)
+
+
+def statistics_path(vllm_config: Any) -> Path:
+    """Return the file with the figures of the scheduler; the front door, another process, finds it by the same name."""
+    rank = vllm_config.parallel_config.data_parallel_rank
+    name = f"vsched-vllm-{os.getuid()}-{vllm_config.instance_id}-{rank}.json"
+    return Path(tempfile.gettempdir()) / name
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace a file of this user in the folder for temporary files; an error is the system's, and of no importance."""
+    beside = path.with_suffix(".new")
+    with contextlib.suppress(OSError):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with os.fdopen(os.open(beside, flags, 0o600), "wb") as file:
+            file.write(data)
+        beside.replace(path)
