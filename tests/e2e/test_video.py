@@ -6,6 +6,7 @@ import asyncio
 import base64
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -84,8 +85,8 @@ async def test_a_longer_video_is_encoded_from_where_it_is_new(engine: Engine) ->
     async def encoded(video: VideoReference) -> int:
         before = engine.statistics()["encode"]["items_encoded"]
         await ask_video(engine, VideoAsk([video, "?"], count=1))
-        after: int = engine.statistics()["encode"]["items_encoded"]
-        return after - before
+        after = engine.statistics()["encode"]["items_encoded"]
+        return int(after - before)
 
     assert await encoded(of_frames(drawn_frames(11, 8))) == 4
     assert await encoded(of_frames(drawn_frames(11, 8), fps=1.0)) == 0
@@ -120,7 +121,7 @@ async def test_videos_over_http(server: RunningServer, engine: Engine) -> None:
     url = url_of(video_file(frames))
     text = {"type": "text", "text": "?"}
     jpegs = ",".join(data_url(frame).partition(",")[2] for frame in frames[:4])
-    parts_and_options = [
+    parts_and_options: list[tuple[dict[str, Any], dict[str, Any], int]] = [
         ({"type": "video_url", "video_url": {"url": url}}, {}, 4),
         ({"type": "video_url", "video_url": url, "fps": 4}, {}, 8),
         ({"type": "video", "video": url}, {"mm_processor_kwargs": {"num_frames": 6}}, 6),

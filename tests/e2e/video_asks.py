@@ -39,7 +39,7 @@ def video_file(frames: Sequence[Image.Image], *, rate: int = 8, codec: str = "li
         stream.width, stream.height = frames[0].size
         stream.pix_fmt, stream.options = "yuv420p", {"g": "5", "x264-params": "log-level=none"}
         for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(frame))))
         container.mux(stream.encode())
     return file.getvalue()
 

@@ -77,15 +77,13 @@ def split_messages(
             remedy="send fewer",
         )
     check_arguments(messages)
-    bounds = VideoSampling(
-        *_options([each for each in (processing, media and media.video) if each]),
-        _bounds(processing),
-    )
+    given = [each for each in (processing, media and media.video) if each]
+    defaults = _sampling(given, _bounds(processing))
     images: list[ImageReference] = []
     rendered: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         role = _ROLES.get(message.role, message.role)
-        made: dict[str, Any] = {"role": role, "content": _content(message, images, bounds)}
+        made: dict[str, Any] = {"role": role, "content": _content(message, images, defaults)}
         if message.tool_calls:
             if role != "assistant":
                 raise out_of_bounds(
@@ -160,18 +158,17 @@ def _bounded(part: ImagePart, bounds: PixelBounds) -> ImageReference:
     return image if found == PixelBounds() else BoundedImage(image, found)
 
 
-def _options(given: Sequence[VideoOptions]) -> list[Any]:
-    """Rate, number and maximum of frames: of each the first that is given.
-
-    A number takes the place of a rate in later options, and a rate that of a number.
-    """
+def _sampling(given: Sequence[VideoOptions], bounds: PixelBounds) -> VideoSampling:
+    """Sampling by the first of several options: the first with a rate or a number, and the first maximum."""
     exact = next((one for one in given if one.fps is not None or one.num_frames is not None), None)
     most = next((one.max_frames for one in given if one.max_frames is not None), None)
-    return [exact and exact.fps, exact and exact.num_frames, most]
+    if exact is None:
+        return VideoSampling(None, None, most, bounds)
+    return VideoSampling(exact.fps, exact.num_frames, most, bounds)
 
 
 def _video(part: VideoPart | FramesPart, defaults: VideoSampling) -> VideoReference:
-    """Reference to a video with its own options, or those of the request."""
+    """Reference to a video with its own options; missing ones are from the request."""
     others = VideoOptions(defaults.fps, defaults.num_frames, defaults.max_frames)
     bounds = PixelBounds(
         defaults.bounds.min_pixels if part.min_pixels is None else part.min_pixels,
@@ -183,7 +180,7 @@ def _video(part: VideoPart | FramesPart, defaults: VideoSampling) -> VideoRefere
         source = part.video_url if isinstance(part.video_url, str) else part.video_url.url or ""
     if isinstance(source, str):
         source = frames_of(source) or source
-    return VideoReference(source, VideoSampling(*_options([part, others]), bounds))
+    return VideoReference(source, _sampling([part, others], bounds))
 
 
 def _reference(part: ImagePart) -> str | NamedImage:

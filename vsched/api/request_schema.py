@@ -92,7 +92,7 @@ class VideoOptions(msgspec.Struct):
 
 
 class VideoPart(VideoOptions, tag_field="type", tag="video_url", kw_only=True):
-    """A video by reference; `min_pixels` and `max_pixels` are those of the checkpoint's video processor."""
+    """A video by reference; `min_pixels` and `max_pixels` replace the bounds of the video processor."""
 
     video_url: ImageUrl | str
     min_pixels: PositiveCount | None = None

@@ -150,5 +150,5 @@ def _with(file: bytes, box: bytes, offset: int, content: bytes) -> bytes:
 
 def expected_frames(file: bytes) -> list[np.ndarray[Any, Any]]:
     """Return all frames of a file, decoded from its beginning."""
-    with av.open(io.BytesIO(file)) as container:
+    with av.open(io.BytesIO(file), "r") as container:
         return [np.asarray(frame.to_image()) for frame in container.decode(video=0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -37,7 +38,7 @@ def layout(
     frames_max: int = 768,
     sample: bool = True,
     tokens: int = 0,
-    **options: object,
+    **options: Any,
 ) -> VideoLayout:
     sampling = msgspec.convert(options, VideoSampling)
     return rules.layout(facts, sampling, frames_max=frames_max, sample=sample, tokens=tokens)
@@ -111,7 +112,7 @@ def test_sizes_of_frames() -> None:
         {"bounds": {"max_pixels": 2**40}},
     ],
 )
-def test_options_out_of_bounds_are_refused(options: dict[str, object]) -> None:
+def test_options_out_of_bounds_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused, match="Remedy: "):
         layout(QWEN25, **options)
 
