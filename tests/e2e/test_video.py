@@ -142,7 +142,7 @@ async def test_videos_over_http(server: RunningServer, engine: Engine) -> None:
             answer = await plain.post("/v1/chat/completions", json=asked)
             assert answer.status_code == 200, answer.text
             assert answer.json()["usage"]["prompt_tokens"] == less + 2 + count // 2 * 4 * 3
-        refused = [
+        refused: list[tuple[dict[str, Any], str]] = [
             ({"type": "video_url", "video_url": url, "fps": 2, "num_frames": 4}, "exclude"),
             ({"type": "video_url", "video_url": url, "num_frames": 9999}, "media.video_frames_max"),
             ({"type": "video_url", "video_url": url_of(b"no video" * 99)}, "cannot be decoded"),

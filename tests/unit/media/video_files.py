@@ -151,4 +151,5 @@ def _with(file: bytes, box: bytes, offset: int, content: bytes) -> bytes:
 def expected_frames(file: bytes) -> list[np.ndarray[Any, Any]]:
     """Return all frames of a file, decoded from its beginning."""
     with av.open(io.BytesIO(file), "r") as container:
-        return [np.asarray(frame.to_image()) for frame in container.decode(video=0)]
+        frames: Any = container.decode(video=0)
+        return [np.asarray(frame.to_image()) for frame in frames]
