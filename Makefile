@@ -18,11 +18,12 @@ TEST_STAMP := $(VENV)/.installed-test
 DOCS_STAMP := $(VENV)/.installed-docs
 TRITON_STAMP := $(VENV)/.installed-triton
 RAY_STAMP := $(VENV)/.installed-ray
+BROWSER_STAMP := $(VENV)/.installed-browser
 PEERS ?= .peers
 VLLM_STAMP := $(PEERS)/.installed-vllm
 SOURCES := vsched policies workers tests docs/examples
 
-.PHONY: demo test install format format-check lint types layers unit kernels ray vllm wheel coverage docs clean
+.PHONY: demo test install format format-check lint types layers unit kernels ray browser vllm wheel coverage docs clean
 .NOTPARALLEL:
 
 demo: $(DEMO_STAMP)
@@ -57,6 +58,11 @@ $(TRITON_STAMP): $(TEST_STAMP)
 	$(INSTALL) -e '.[kernels]'
 	@touch $@
 
+$(BROWSER_STAMP): $(TEST_STAMP)
+	@echo "Installing Playwright into $(VENV): 50 MB. It uses the Chromium or Chrome of the system."
+	$(INSTALL) -e '.[browser]'
+	@touch $@
+
 $(RAY_STAMP): $(TEST_STAMP)
 	@echo "Installing Ray into $(VENV)."
 	$(INSTALL) -e '.[ray]'
@@ -89,6 +95,10 @@ kernels: $(TRITON_STAMP)
 # Replicas on a Ray cluster of three nodes, which are processes of this machine. `make unit` skips these without Ray.
 ray: $(RAY_STAMP)
 	$(BIN)/python -m pytest tests/e2e/test_ray.py tests/unit/rank/test_ray_calls.py tests/unit/rank/test_on_ray.py
+
+# The live page in Chromium. `make unit` skips these without Playwright.
+browser: $(BROWSER_STAMP)
+	$(BIN)/python -m pytest tests/browser
 
 wheel: $(TEST_STAMP)
 	rm -rf dist

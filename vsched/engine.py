@@ -22,6 +22,7 @@ from vsched.aio.draft_checks import verifies_drafts
 from vsched.aio.environment import Environment
 from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.kv_sizing import Sizing
+from vsched.aio.live import COUNTERS, LiveState, live_policies, served_state
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.aio.serving import (
@@ -578,6 +579,43 @@ class Engine:
             "histograms": self._finished.histograms(),
             "recent": [msgspec.to_builtins(one) for one in self._finished.recent],
         }
+
+    def live(self) -> LiveState:
+        """Return the state at this moment, for operators."""
+        statistics, running = self.statistics(), self._running
+        state = LiveState(
+            now_ns=self._environment.now_ns(),
+            state=statistics["state"],
+            model=self.model_name,
+            uptime_s=statistics["uptime_s"],
+        )
+        if running is None:
+            return state
+        shell, ledger = running.shell, statistics["ledger"]
+        tables = policy_tables(self.config, self._policies, statistics["policy_tables"])
+        counters = {name: statistics[name] for name in COUNTERS}
+        generate = {
+            name: value for name, value in statistics["generate"].items() if name != "groups"
+        }
+        return msgspec.structs.replace(
+            state,
+            **served_state(shell),
+            groups=shell.group_rows(),
+            ended=list(self._finished.recent),
+            policies=live_policies(
+                tables,
+                self._policies.by_table,
+                statistics,
+                shell.kernel.policy_failure_counts,
+            ),
+            counters={**counters, "generate": generate, "encode": statistics["encode"]},
+            memory={
+                "pools": ledger.get("pools", []),
+                "in_use": ledger.get("in_use", {}),
+                "processes": statistics["memory"],
+                "ranks": statistics["ranks"],
+            },
+        )
 
     def _memory(self, running: RunningParts) -> dict[str, int]:
         layout, media = running.arena.layout, running.media

@@ -205,6 +205,11 @@ def list_policies() -> list[RegisteredPolicy]:
     return listed
 
 
+def registered_policies(kind: str) -> list[str]:
+    """Return the names of the registered policies of a kind, without loading them."""
+    return [point.name for point in _registered(_group(kind))]
+
+
 def describe_policy(target: str) -> RegisteredPolicy:
     """Return the facts about a class named as `package.module:Class`; `kind` lists its decisions.
 

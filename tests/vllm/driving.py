@@ -126,7 +126,7 @@ def random_load(seed: int, count: int) -> list[Request]:
 
 
 class Run:
-    """What came of a load.
+    """The result of a load.
 
     Attributes:
         tokens: Tokens by request.
@@ -160,7 +160,7 @@ def drive(
     seed: int = 0,
     leaving: Mapping[str, int] | None = None,
 ) -> Run:
-    """Run a load to its end, with `depth` steps in flight; clients leave so many steps after they came."""
+    """Run a load to its end, with `depth` steps in flight; `leaving` has the number of steps until a client leaves."""
     rng, run = random.Random(seed), Run()
     flying: deque[tuple[Any, dict[str, bool]]] = deque()
     arrivals, idle, leave_at = deque(load), 0, dict[str, int]()

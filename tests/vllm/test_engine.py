@@ -1,4 +1,4 @@
-"""Whole engines: the tokens are those of vLLM, whatever order policies choose, also with too few KV blocks."""
+"""Whole engines: the same tokens as vLLM for each order of policies, also with too few KV blocks."""
 
 from __future__ import annotations
 

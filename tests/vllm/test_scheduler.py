@@ -14,6 +14,7 @@ from tests.vllm.driving import drive, make_request, make_scheduler, random_load,
 from tests.vllm.policies import HERE
 from vsched.integrations.vllm.settings import capabilities
 from vsched.policy import Policy
+from vsched.policy.checks import PASSED_OVER
 from vsched.testing.contracts.host import HostLoad, HostRun, check_host
 
 A, S, P = "vsched_policies.admission:", "vsched_policies.step:", "vsched_policies.preemption:"
@@ -94,6 +95,14 @@ def test_slow_policy_is_replaced_and_then_vllm_order_goes_on(model: str) -> None
     drive(scheduler, random_load(1, 40))
     assert scheduler.host.seats.replaced().keys() == {"generate.admission"}
     assert scheduler.host.figures()["policy_calls"]["generate.admission"]["calls"] < 10
+
+
+def test_request_that_is_passed_over_for_too_long_goes_first(model: str) -> None:
+    scheduler = make_scheduler(model, {**LAST, "policies": {"passed_over_max_s": 1e-6}})
+    drive(scheduler, random_load(2, 40))
+    overruled = scheduler.host.seats.overruled()
+    assert overruled["generate.admission"][PASSED_OVER] > 5
+    check_settled(scheduler)
 
 
 def run_host(

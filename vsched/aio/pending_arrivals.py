@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import time
 from collections.abc import Callable, Iterator
 
 from vsched.errors import RequestRefused, VschedError
@@ -25,6 +27,7 @@ class PendingArrival:
     Attributes:
         arrival_id: Its id in the kernel, unique among all arrivals.
         failure: The error with which it was interrupted.
+        tenant: Its tenant; empty if unknown.
     """
 
     def __init__(
@@ -33,9 +36,12 @@ class PendingArrival:
         arrival_id: int,
         request_id: str,
         task: asyncio.Task[object],
+        arrived_ns: int,
     ) -> None:
         self.arrival_id = arrival_id
         self.request_id = request_id
+        self.arrived_ns = arrived_ns
+        self.tenant = ""
         self.failure: VschedError | None = None
         self._arrivals = arrivals
         self._task = task
@@ -53,6 +59,7 @@ class PendingArrival:
             RequestRefused: When the policy sheds or redirects it.
         """
         self._expected = True
+        self.tenant = event.tenant
         self._arrivals.handle(event)
         decision = self._decision
         rejected = decision.result() if decision.done() else await decision
@@ -86,8 +93,13 @@ class PendingArrival:
 class PendingArrivals:
     """The requests that are not submitted yet, oldest first; `handle` passes events to the kernel."""
 
-    def __init__(self, handle: Callable[[Event], None] = lambda _event: None) -> None:
+    def __init__(
+        self,
+        handle: Callable[[Event], None] = lambda _event: None,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self.handle = handle
+        self._now_ns = now_ns
         self._live: dict[int, PendingArrival] = {}
         self._last = 0
         self._idle = asyncio.Event()
@@ -105,7 +117,9 @@ class PendingArrivals:
         task = asyncio.current_task()
         assert task is not None
         self._last += 1
-        arrival = self._live[self._last] = PendingArrival(self, self._last, request_id, task)
+        arrival = self._live[self._last] = PendingArrival(
+            self, self._last, request_id, task, self._now_ns()
+        )
         self._idle.clear()
         cancelling = task.cancelling()
         try:
@@ -134,6 +148,10 @@ class PendingArrivals:
         self._live.pop(arrival_id, None)
         if not self._live:
             self._idle.set()
+
+    def oldest(self, most: int) -> list[PendingArrival]:
+        """Return the oldest requests."""
+        return list(itertools.islice(self._live.values(), max(most, 0)))
 
     def request_ids(self) -> list[str]:
         """Return the ids of the requests, oldest first."""

@@ -30,6 +30,7 @@ from vsched.aio.streams.table import AnswerSink, StreamTable, int32_array
 from vsched.errors import GroupLostError, RequestRefused, StartFailedError, limit_message
 from vsched.failures import GroupFailure
 from vsched.kernel import Scheduler, SchedulerLimits
+from vsched.kernel.arrivals import PREPARED
 from vsched.kernel.commands import (
     Accept,
     AdmitArrival,
@@ -61,6 +62,7 @@ from vsched.kernel.events import (
     Submitted,
     TimerFired,
 )
+from vsched.kernel.live import RequestRow
 from vsched.policy_host import SeatPolicies
 from vsched.policy_host.call_times import PolicyTimes
 from vsched.probes import probe
@@ -72,7 +74,6 @@ NO_RESULT = GenerateResult(0, b"", b"", [], [], 0)
 """The result of events without tokens."""
 LIVE_SHOWN_MAX = 100
 """Maximum number of live requests in the statistics, oldest first."""
-IN_PREPARATION = "it waits at the front door, or its prompt and images are being prepared"
 
 
 class Recorder(Protocol):
@@ -192,7 +193,7 @@ class Shell:
         self._handling = False
         self._failures_logged = 0
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
-        self.arrivals = PendingArrivals(self._take_arrival)
+        self.arrivals = PendingArrivals(self._take_arrival, now_ns)
         self._submitting: dict[str, AnswerSink] = {}
         self._refused: Refuse | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -492,9 +493,36 @@ class Shell:
 
     def explain(self, request_id: str) -> str:
         """Return the phase of a request and its reason, in words."""
-        if request_id in self.arrivals.request_ids():
-            return IN_PREPARATION
+        for arriving in self.arriving(len(self.arrivals), self._now_ns()):
+            if arriving.request_id == request_id:
+                return f"{arriving.phase}: {arriving.why}"
         return self._kernel.explain(request_id)
+
+    @property
+    def kernel(self) -> Scheduler:
+        """The kernel; callers only read it."""
+        return self._kernel
+
+    def now_ns(self) -> int:
+        """Time of the kernel's clock."""
+        return self._now_ns()
+
+    def arriving(self, most: int, now_ns: int) -> list[RequestRow]:
+        """Return views of the oldest requests that are not submitted yet."""
+        rows = []
+        for arrival in self.arrivals.oldest(most):
+            why = self._kernel.arrival_reason(arrival.arrival_id, now_ns) or PREPARED
+            phase = "preparing" if why == PREPARED else "held"
+            rows.append(
+                RequestRow(
+                    request_id=arrival.request_id,
+                    phase=phase,
+                    why=why,
+                    since_ns=arrival.arrived_ns,
+                    tenant=arrival.tenant,
+                )
+            )
+        return rows
 
     def group_rows(self) -> list[dict[str, Any]]:
         """Return the operator's view of every group; see `ServedGroup.row`."""
@@ -506,8 +534,10 @@ class Shell:
         kernel = self._kernel.statistics()
         ids = self._streams.request_ids(LIVE_SHOWN_MAX)
         live = [{"request_id": one, "state": self._kernel.explain(one)} for one in ids]
-        arriving = self.arrivals.request_ids()[: LIVE_SHOWN_MAX - len(live)]
-        live += [{"request_id": one, "state": IN_PREPARATION} for one in arriving]
+        arriving = self.arriving(LIVE_SHOWN_MAX - len(live), self._now_ns())
+        live += [
+            {"request_id": one.request_id, "state": f"{one.phase}: {one.why}"} for one in arriving
+        ]
         return {
             **kernel,
             "waiting": kernel["waiting"] + len(self.arrivals),

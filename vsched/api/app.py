@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp
 
+from vsched.aio.live import LiveState
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.compat.messages import MessagesEndpoint
 from vsched.api.compat.messages_schema import (
@@ -37,6 +38,7 @@ from vsched.api.middleware.access import access_middleware
 from vsched.api.middleware.response_tags import response_id
 from vsched.api.openapi import ApiRoute, Documentation, get, post
 from vsched.api.operations import ClientOperations, OperatorOperations
+from vsched.api.page import page_routes
 from vsched.api.request_schema import (
     AdapterRequest,
     ChatRequest,
@@ -124,7 +126,7 @@ def _full_application(
     documentation = Documentation()
     client_routes = _client_routes(engine, settings, metrics, bodies, resumption, documentation)
     documentation.routes = [*client_routes, *operator_routes]
-    return _application(documentation.routes, settings)
+    return _application([*documentation.routes, *page_routes()], settings)
 
 
 def _client_routes(
@@ -205,6 +207,7 @@ def _operator_routes(
         get("/load", operations.load, Load),
         get("/metrics", operations.metrics, media_type="text/plain"),
         get("/admin/statistics", operations.statistics),
+        get("/admin/live", operations.live, LiveState, event=LiveState),
         post("/admin/clear", operations.clear),
         get("/admin/replicas", operations.replicas),
         post("/admin/replicas", operations.change_replica, GroupRequest, GroupAction),

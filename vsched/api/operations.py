@@ -50,6 +50,8 @@ from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.worker.contract import Preprocessor
 
 ACTIONS = ("drain", "restart", "resume")
+LIVE_EVERY_S = 0.5
+"""Interval of the states in a stream."""
 TEXT = b"text/plain; charset=utf-8"
 
 
@@ -163,6 +165,8 @@ class OperatorOperations:
     def __init__(self, engine: EngineContract, metrics: ApiMetrics, bodies: RequestBodies) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._state = msgspec.Raw()
+        self._state_s: float | None = None
         self._bodies = bodies
 
     async def load(self, exchange: HttpExchange) -> Load:
@@ -179,6 +183,30 @@ class OperatorOperations:
         """Counters and measurements of the engine."""
         del exchange
         return {"state": self._engine.state, **self._engine.statistics()}
+
+    async def live(self, exchange: HttpExchange) -> msgspec.Raw | None:
+        """State of requests, memory and policies; a stream if server-sent events are accepted."""
+        accepted = exchange.header(b"accept") or b""
+        # The scope of a request from an API process has no server: its response cannot be streamed.
+        if b"text/event-stream" not in accepted or exchange.scope.get("server") is None:
+            return self._live_state()
+        await exchange.start_stream()
+        await exchange.until_disconnect(self._send_states(exchange))
+        return None
+
+    async def _send_states(self, exchange: HttpExchange) -> None:
+        while self._engine.state != "stopped":
+            await exchange.send_event(self._live_state())
+            await asyncio.sleep(LIVE_EVERY_S)
+        await exchange.end_stream()
+
+    def _live_state(self) -> msgspec.Raw:
+        """Return the encoded state, which all open pages share."""
+        now_s = asyncio.get_running_loop().time()
+        if self._state_s is None or now_s >= self._state_s + LIVE_EVERY_S / 2:
+            self._state_s = now_s
+            self._state = msgspec.Raw(msgspec.json.encode(self._engine.live(), enc_hook=str))
+        return self._state
 
     async def clear(self, exchange: HttpExchange) -> dict[str, int]:
         """Abort every request."""

@@ -18,6 +18,7 @@ COMMANDS = {
     "tune": "vsched.cli.bench",
     "demo": "vsched.cli.demo.command",
     "serve": "vsched.cli.serve_command",
+    "top": "vsched.cli.top_command",
     "host": "vsched.cli.host_command",
     "make-checkpoint": "vsched.cli.checkpoint_command",
     "check": "vsched.cli.check_command",

@@ -45,7 +45,7 @@ def read_host_settings(
 
     Raises:
         ConfigError: If a table or a value is not valid.
-        PolicyError: If the host lacks what a policy needs.
+        PolicyError: If a policy needs a feature that the host lacks.
     """
     rest, built, problems = dict(tables), dict[str, Policy](), ConfigProblems()
     for path, kind in POLICY_TABLES.items():

@@ -41,7 +41,7 @@ _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the middleware does.
+    """Settings of the middleware.
 
     Attributes:
         tenant_header: Header with the tenant, set by a gateway; empty for none.

@@ -23,6 +23,7 @@ from vsched.policy.measured import Measured
 from vsched.policy_host.seats import PolicySeat
 from vsched.policy_host.snapshot import Restorable, Saved
 
+PREPARED = "its prompt and images are being prepared"
 OUTCOMES = ("admitted", "held", "shed", "redirected")
 
 
@@ -196,6 +197,14 @@ class ArrivalGate(Restorable):
         elif max(live, default=priority) < priority:
             running = 0
         return at_least(live, priority) - running + at_least(self._priorities, priority)
+
+    def explain(self, arrival_id: int, now_ns: int) -> str:
+        """Return why a request is not submitted yet; empty if it is not one of these."""
+        held = self._held.get(arrival_id)
+        if held is not None:
+            wait_s = max(held.until_ns - now_ns, 0) / 1e9
+            return f"the front-door policy holds it for another {wait_s:.1f} s"
+        return PREPARED if arrival_id in self._preparing else ""
 
     def statistics(self) -> dict[str, int]:
         """Return the number of answers of each kind, and of held and prepared requests."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping
+from itertools import islice
+from operator import attrgetter
 from traceback import TracebackException
 from typing import Any
 
@@ -24,7 +26,7 @@ from vsched.kernel.commands import (
     RestartGroup,
     SetTimer,
 )
-from vsched.kernel.encode.embedding_cache import EmbeddingCache
+from vsched.kernel.encode.embedding_cache import EmbeddingCache, EntryPhase
 from vsched.kernel.encode.stage import EncodeGroup, EncodeStage
 from vsched.kernel.events import (
     Aborted,
@@ -50,6 +52,7 @@ from vsched.kernel.generate.quarantine import is_suspect
 from vsched.kernel.generate.step_budget import PlanResult
 from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
 from vsched.kernel.limits import SchedulerLimits
+from vsched.kernel.live import RequestRow, live_request
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.request_moves import RequestMoves
 from vsched.kernel.request_table import RequestTable
@@ -538,7 +541,47 @@ class Scheduler(SnapshotRoot):
     def explain(self, request_id: str) -> str:
         """Return the phase of a request and its reason, in words; empty for an unknown one."""
         state = self._table.find(request_id)
-        return "" if state is None else self._moves.group_of(state).explain(state)
+        return "" if state is None else self._explain(state, self._now_ns)
+
+    def _explain(self, state: RequestState, now_ns: int) -> str:
+        text = self._moves.group_of(state).explain(state, now_ns)
+        if state.phase is not Phase.ITEMS:
+            return text
+        entries = [
+            self.embeddings.entries[state.items[index].key] for index in sorted(state.wanted)
+        ]
+        missing = next((one for one in entries if one.phase is not EntryPhase.READY), None)
+        return text if missing is None else f"{text}; {self.encode.explain(missing, now_ns)}"
+
+    def live_requests(self, most: int, now_ns: int) -> list[RequestRow]:
+        """Return views of live requests, oldest first: all with a slot, and the oldest others up to `most`."""
+        live = self._table.live.values()
+        room = max(0, most - sum(group.slots_held for group in self.generators))
+        shown = [*islice((one for one in live if one.slot < 0), room)]
+        shown += [one for one in live if one.slot >= 0]
+        shown.sort(key=attrgetter("number"))
+        rows = []
+        for state in shown:
+            group = self._moves.group_of(state)
+            why = self._explain(state, now_ns)
+            rows.append(live_request(state, group.name, why, group.outputs(state)))
+        return rows
+
+    def tenants(self) -> dict[str, dict[str, int]]:
+        """Return the number of running and waiting requests by tenant."""
+        running: dict[str, int] = {}
+        for group in self.generators:
+            for state in group.running:
+                tenant = state.request.tenant
+                running[tenant] = running.get(tenant, 0) + 1
+        return {
+            tenant: {"running": running.get(tenant, 0), "waiting": count - running.get(tenant, 0)}
+            for tenant, count in self._table.tenants.items()
+        }
+
+    def arrival_reason(self, arrival_id: int, now_ns: int) -> str:
+        """Return why an arriving request is not submitted yet."""
+        return self._gate.explain(arrival_id, now_ns)
 
     def statistics(self) -> dict[str, Any]:
         """Return counters and gauges of requests, stages and groups."""
@@ -606,6 +649,6 @@ class Scheduler(SnapshotRoot):
                 assert idle, f"{group.name} could plan, and is not marked"
             stuck = [state for state in own if group.takes(state) or state.slot >= 0]
             if at_rest and stuck:
-                why = [group.explain(state) for state in stuck]
+                why = [group.explain(state, self._now_ns) for state in stuck]
                 raise AssertionError(f"stuck in {group.name}: {why}")
         self._loads.check()

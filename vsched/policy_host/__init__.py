@@ -1,4 +1,4 @@
-"""Everything that a scheduler needs to call vsched's policies: the kernel uses it, and other schedulers can.
+"""Hosts of policies: the parts of a scheduler that call policies. Used by the kernel, and by other schedulers.
 
 A *host* is a scheduler that calls policies. It builds a view (`vsched.policy`), calls `PolicySeat.decide`, and gets a
 checked answer, or the default after a failure. A host has no clock: it is given the time with each event.

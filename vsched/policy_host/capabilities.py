@@ -1,4 +1,4 @@
-"""Capabilities of a host, and the refusal of a policy that needs what the host lacks."""
+"""Capabilities of a host, and the refusal of policies that need others."""
 
 from __future__ import annotations
 

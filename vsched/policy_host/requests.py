@@ -116,7 +116,7 @@ class HostedRequest(ABC):
         )
 
     def join(self, now_ns: int, computed: int) -> int:
-        """Note that it joined with so many computed tokens; return those of them that count as cached."""
+        """Note its first slot, with `computed` cached tokens; return the number of newly cached tokens."""
         if self.joined_ns:
             return 0
         self.joined_ns, self.cached = now_ns, computed

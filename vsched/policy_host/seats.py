@@ -1,4 +1,4 @@
-"""Policy seats: the places where the kernel calls policies, and the states of policies.
+"""Policy seats: the places at which a host calls policies, and the states of policies.
 
 A policy is a function of its view, which includes its state. The kernel keeps the state as bytes. Each call gets a
 struct decoded from them, and changes it in place; if its answer is accepted, the struct is encoded, and the next call
@@ -249,7 +249,7 @@ class PolicySeat(Restorable):
     def decide(self, view: object, *facts: Any) -> Any:
         """Call the policy, and return its checked value; after a failure, return the default.
 
-        `facts` are what check and default need to know.
+        `facts` are the further arguments of check and default.
         """
         try:
             answer = self._check(self.ask(view), *facts)
@@ -274,7 +274,7 @@ class PolicySeat(Restorable):
         self._recorded = data
 
     def fail(self, error: BaseException, view: object) -> None:
-        """Report a call that failed, and undo what it did to the state."""
+        """Report a failed call, and undo its changes to the state."""
         if self.replaced:
             return
         self.failed += 1
@@ -359,7 +359,7 @@ class PolicySeats(Restorable):
         return True
 
     def replaced(self) -> dict[str, str]:
-        """Return the seats where the default decides, with the reasons."""
+        """Return the reasons of replaced policies, by seat."""
         return {name: seat.replaced for name, seat in self._seats.items() if seat.replaced}
 
     def failed(self) -> dict[str, int]:

@@ -133,6 +133,10 @@ class OrderedQueue(Restorable, Generic[Waiting]):
                 self._oldest_ns = min(passed, default=NEVER)
         del self._entries[index], self._orders[index], self._views[index]
 
+    def ahead_of(self, order: tuple[int, int]) -> int:
+        """Return the number of entries ahead of an order number."""
+        return bisect_left(self._orders, order)
+
     def overdue(self, now_ns: int, most_ns: int) -> int | None:
         """Return the index of the entry that was passed over longest, if for more than `most_ns`."""
         since_ns = self._oldest_ns

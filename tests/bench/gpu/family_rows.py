@@ -24,6 +24,7 @@ class FamilyRow(msgspec.Struct, kw_only=True):
         outcome: Comparison of the tokens, or the reason why there is none.
         killed: Comparison of the tokens of requests whose rank was killed; empty if none was.
         difference: The first differing token of each differing request.
+        gaps: Their differences of logits.
         steps: `captured`, or `eager`.
         warnings: Warnings in the log.
     """
@@ -36,6 +37,7 @@ class FamilyRow(msgspec.Struct, kw_only=True):
     outcome: Outcome = "not begun"
     killed: str = ""
     difference: str = ""
+    gaps: list[float] = []
     steps: str = ""
     error: str = ""
     warnings: list[str] = []
@@ -64,12 +66,40 @@ def line(row: FamilyRow) -> str:
 
 
 def table(rows: Iterable[FamilyRow]) -> str:
-    """Return the rows as Markdown."""
-    head = "| family | type | path | tokens | killed rank | steps | ready s | remarks |"
-    lines = [head, "|---" * 8 + "|"]
+    """Return the rows as Markdown, a line for each family."""
+    families: dict[str, dict[str, FamilyRow]] = {}
     for row in rows:
-        remarks = " ".join(filter(None, (row.difference, row.error.strip().rpartition("\n")[2])))
-        cells = [f"`{row.family}`", row.dtype, row.path, row.outcome, row.killed, row.steps]
-        cells += [f"{row.ready_s:.1f}" if row.ready_s else "", remarks.replace("|", "\\|")]
+        families.setdefault(row.family, {})[row.dtype] = row
+    dtypes = list(dict.fromkeys(dtype for each in families.values() for dtype in each))
+    head = ["family", "path", "decode steps", *dtypes, "killed rank", "ready s", "errors"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for family, by_dtype in families.items():
+        found = list(by_dtype.values())
+        outcomes = [_outcome(by_dtype[each]) if each in by_dtype else "" for each in dtypes]
+        ready = ", ".join(f"{row.ready_s:.1f}" for row in found if row.ready_s)
+        errors = "; ".join(
+            dict.fromkeys(row.error.strip().rpartition("\n")[2] for row in found if row.error)
+        )
+        cells = [
+            f"`{family}`",
+            _joined(row.path for row in found),
+            _joined(row.steps for row in found),
+        ]
+        cells += [
+            *outcomes,
+            _joined(row.killed for row in found),
+            ready,
+            errors.replace("|", "\\|"),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _joined(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(filter(None, values)))
+
+
+def _outcome(row: FamilyRow) -> str:
+    if row.outcome != "differs" or not row.gaps:
+        return row.outcome
+    return f"{len(row.gaps)} differ, logits {min(row.gaps):.2g} to {max(row.gaps):.2g} apart"

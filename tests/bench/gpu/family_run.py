@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -171,12 +171,15 @@ async def _compare(
         row.ready_s = round(time.monotonic() - began_s, 1)
         save()
         expected = await generating
-        row.outcome, row.difference = compared(await _answers(engine, asks, TOKENS), expected)
+        found = compared(await _answers(engine, asks, TOKENS), expected)
+        row.outcome, row.difference, row.gaps = found
         save()
         if kills:
             lose = partial(os.kill, engine.rank_pids[0], signal.SIGKILL)
-            row.killed, difference = compared(await _answers(engine, asks, count, lose), expected)
-            row.difference = row.difference or (difference and f"after the kill {difference}")
+            after = compared(await _answers(engine, asks, count, lose), expected)
+            row.killed = after.outcome
+            if after.gaps and not found.gaps:
+                row.difference = f"after the kill {after.difference}"
 
 
 async def _answers(
@@ -192,15 +195,22 @@ async def _answers(
     return [each.token_ids for each in found]
 
 
-def compared(found: Sequence[Sequence[int]], expected: Sequence[Expected]) -> tuple[Outcome, str]:
-    """Return the comparison, and the first differing token of each request with the gap of its logits."""
-    differences = []
+class Comparison(NamedTuple):
+    """Comparison of tokens; `gaps` are those of the logits of each first differing token."""
+
+    outcome: Outcome
+    difference: str
+    gaps: list[float]
+
+
+def compared(found: Sequence[Sequence[int]], expected: Sequence[Expected]) -> Comparison:
+    """Return the comparison, with the first differing token of each request."""
+    differences, gaps = [], []
     for number, (tokens, (wanted, logits)) in enumerate(zip(found, expected, strict=True)):
-        wrong = (at for at, token in enumerate(tokens) if token != wanted[at])
-        at = next(wrong, None)
+        at = next((at for at, token in enumerate(tokens) if token != wanted[at]), None)
         if at is not None:
-            gap = float(logits[at, wanted[at]] - logits[at, tokens[at]])
+            gaps.append(float(logits[at, wanted[at]] - logits[at, tokens[at]]))
             differences.append(
-                f"request {number} token {at}: {tokens[at]}, not {wanted[at]}, {gap:.2g} apart"
+                f"request {number} token {at}: {tokens[at]}, not {wanted[at]}, {gaps[-1]:.2g} apart"
             )
-    return ("differs" if differences else "equal"), "; ".join(differences)
+    return Comparison("differs" if gaps else "equal", "; ".join(differences), gaps)

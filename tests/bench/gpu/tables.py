@@ -41,7 +41,8 @@ def tables(figures: Figures) -> str:
     parts = [head + "\n"]
     for model in dict.fromkeys(row.model for row in figures.rows):
         rows = [row for row in figures.rows if row.model == model]
-        parts += [f"\n### {model}\n\n", _floors(rows), "\n", _conversations(rows)]
+        both = filter(None, (_floors(rows), _conversations(rows)))
+        parts += [f"\n### {model}\n\n", "\n".join(both)]
     return "".join(parts)
 
 
@@ -49,9 +50,11 @@ def _floors(rows: list[Row]) -> str:
     least = " | ".join(f"least on {device.name} ms" for device in DEVICES)
     head = f"| case | ms | floor ms | part of the limit reached | eager ms | {least} |"
     lines = [head, "|---" * (5 + len(DEVICES)) + "|"]
+    rows = [row for row in rows if row.floor_ms is not None]
+    if not rows:
+        return ""
     for row in rows:
-        if row.floor_ms is None:
-            continue
+        assert row.floor_ms is not None
         eager = f"{row.more['eager_ms']:.2f}" if "eager_ms" in row.more else ""
         cost = Cost(row.more["moved"], row.more["operations"])
         least = " | ".join(f"{cost.least_ms(device):.2f}" for device in DEVICES)

@@ -83,7 +83,7 @@ async def test_who_is_held_waits_and_is_served(
     assert door(played) == (1, 0)
     assert media.started.empty()
     assert played.shell.statistics()["waiting"] == 1
-    assert "front door" in engine.explain("held")
+    assert "the front-door policy holds it" in engine.explain("held")
     played.shell._kernel._gate._due[0] = (0, 1)
     played.shell._kernel._gate.due_ns = 0
     played.shell.handle(TimerFired())

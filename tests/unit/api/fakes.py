@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tests.unit.media.fakes import FakePreprocessor
+from vsched.aio.live import LiveState
 from vsched.aio.streams.stream import OutputDelta, PromptReport
 from vsched.api import ApiSettings, create_app
 from vsched.api.http_server import http_server, listen
@@ -172,6 +173,9 @@ class FakeEngine:
 
     def statistics(self) -> dict[str, Any]:
         return self.numbers
+
+    def live(self) -> LiveState:
+        return LiveState(now_ns=1, state=self.state, model=self.model_name, uptime_s=0.0)
 
     async def clear(self) -> dict[str, int]:
         self.cleared += 1

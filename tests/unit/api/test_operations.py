@@ -309,7 +309,6 @@ async def test_two_applications_do_not_share_metrics() -> None:
 @each_case(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
         ("GET", "/HEALTH", 404, "not_found"),
         ("GET", "*", 404, "not_found"),
         ("POST", "/v1/models/demo/x", 405, "method_not_allowed"),

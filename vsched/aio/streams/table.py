@@ -179,7 +179,7 @@ def int32_array(data: bytes) -> array[int]:
 
 
 class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of one request in each phase, in milliseconds."""
+    """Time of one request in each phase, in milliseconds; `ended_ns` is of the kernel's clock."""
 
     request_id: str
     prompt_tokens: int
@@ -193,6 +193,7 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     prefill_ms: float
     decode_ms: float
     finish_reason: str
+    ended_ns: int = 0
 
 
 def timeline_of(generation: AnswerSink, preprocess_ms: float) -> RequestTimeline:
@@ -215,4 +216,5 @@ def timeline_of(generation: AnswerSink, preprocess_ms: float) -> RequestTimeline
         prefill_ms=span_ms(times.admitted_ns, times.first_token_ns),
         decode_ms=span_ms(times.first_token_ns, times.finished_ns),
         finish_reason=(generation.reason or FinishReason.ERROR).value,
+        ended_ns=times.finished_ns,
     )

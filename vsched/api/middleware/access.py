@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vsched.api.contract import ApiSettings
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.middleware.response_tags import LogAccess, TagResponses
+from vsched.api.page import PAGE_PATHS
 from vsched.errors import ConfigError, RequestRefused, limit_message
 
 _PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping", "/docs", "/openapi.json"})
@@ -126,7 +127,10 @@ class RequireKey:
         self._app = app
         self._api_key, self._admin_key = settings.api_key, settings.admin_key
         self._tenant_keys = settings.tenant_keys
-        self._open = _PUBLIC_PATHS | ({"/metrics"} if settings.metrics_without_key else set())
+        # The live page is the same on every server; what it shows is under /admin/.
+        self._open = (
+            _PUBLIC_PATHS | PAGE_PATHS | ({"/metrics"} if settings.metrics_without_key else set())
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on authorized requests; answer 401 or 403 to others."""
@@ -273,7 +277,17 @@ def _is_local(exchange: HttpExchange) -> bool:
             return False
     host = _host_of(exchange)
     is_named = host is None or _cannot_be_rebound(host)
-    return is_named and all(exchange.header(name) is None for name in (b"origin", *_FORWARDED))
+    return (
+        is_named
+        and not _is_foreign(exchange)
+        and all(exchange.header(name) is None for name in _FORWARDED)
+    )
+
+
+def _is_foreign(exchange: HttpExchange) -> bool:
+    """True if a web page of another server sends the request."""
+    origin, host = exchange.header(b"origin"), exchange.header(b"host")
+    return origin is not None and (host is None or origin != b"http://" + host)
 
 
 TENANT = "vsched.tenant"

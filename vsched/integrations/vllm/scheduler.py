@@ -1,7 +1,7 @@
 """vLLM's scheduler with vsched's policies for admission, the shares of a step, and preemption.
 
-Nothing of vLLM is patched. Before each `schedule()`, this arranges what that will find, and it overrides methods that
-`schedule()` calls. An override that costs time for each running request is in place only in steps that need it.
+Nothing of vLLM is patched. Before each `schedule()`, this arranges its queue and running requests, and it overrides
+methods that `schedule()` calls. An override with a cost per running request is in place only in steps that need it.
 
 | decision | hook |
 |---|---|
@@ -116,7 +116,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         fcfs = vllm_config.scheduler_config.policy == "fcfs"
         self._victims = self._preemption is not None or (fcfs and self._shares is not None)
         if self._victims:
-            self.policy = SchedulingPolicy.PRIORITY  # only read where a victim is taken
+            self.policy = SchedulingPolicy.PRIORITY  # only read when it chooses a victim
         self._allocate_slots = self.kv_cache_manager.allocate_slots
         self._numbers = itertools.count()
         self._step = self._asked_step = self._result_ns = 0
@@ -361,7 +361,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
     # --- after a step ---
 
     def _tidy(self) -> bool:
-        """Undo what was arranged; return True if a chosen request did not join."""
+        """Undo the arrangement of a step; return True if a chosen request did not join."""
         self.__dict__.pop("_reserve_prefill_lookahead", None)
         if self._victims:
             self.kv_cache_manager.allocate_slots = self._allocate_slots

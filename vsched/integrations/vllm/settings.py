@@ -52,7 +52,7 @@ def read_settings(
 
     Raises:
         ConfigError: If a file, table or value is not valid.
-        PolicyError: If vLLM lacks what a policy needs.
+        PolicyError: If a policy needs a feature that vLLM lacks.
     """
     more = vllm_config.additional_config
     tables = more.get("vsched", {}) if isinstance(more, Mapping) else {}
@@ -76,7 +76,7 @@ def read_settings(
 
 
 def capabilities(version: str) -> HostCapabilities:
-    """Return what this bridge and vLLM can follow."""
+    """Return the capabilities of vLLM with this bridge."""
     tables = frozenset(SCHEDULER + EMBEDDINGS + FRONT)
     features = frozenset({"hold", "time"})
     host = f"vLLM {version}"

@@ -21,6 +21,7 @@ from typing import cast
 import msgspec
 
 from vsched.kernel.limits import SchedulerLimits
+from vsched.kernel.live import MemoryMap, cell_size
 from vsched.kernel.request import RequestState
 from vsched.policy import CachePolicy, ReadyEmbedding, ReclaimView, WaitingEntry
 from vsched.policy.measured import Measured, Measurements
@@ -38,6 +39,10 @@ class EntryPhase(enum.Enum):
     QUEUED = "queued"
     ENCODING = "encoding"
     READY = "ready"
+
+
+PAGE_STATES = ("read", "claimed", "encoding", "cached")
+"""States of pages: a step in flight reads it, a request needs it, it is being written, or nothing needs it."""
 
 
 class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
@@ -364,6 +369,18 @@ class EmbeddingCache(Restorable):
 
     # --- views ---
 
+    def map(self) -> MemoryMap:
+        """Return the states of all pages."""
+        size, count = cell_size(self._limits.pages), self._limits.pages
+        cells = [[0] * len(PAGE_STATES) for _ in range(-(-count // size))]
+        for entry in self.entries.values():
+            state = _page_state(entry)
+            for page in entry.pages:
+                cells[page // size][state] += 1
+        totals = tuple([sum(cell[index] for cell in cells) for index in range(len(PAGE_STATES))])
+        shares = [tuple([100 * pages // size for pages in cell]) for cell in cells]
+        return MemoryMap(count, size, PAGE_STATES, totals, shares)
+
     def statistics(self) -> dict[str, int]:
         """Return counters and gauges; a page has `page_rows` embedding rows."""
         return {
@@ -422,3 +439,11 @@ def _ready_view(entry: EmbeddingEntry) -> ReadyEmbedding:
         target_ns=entry.target_ns,
         tenant=entry.tenant,
     )
+
+
+def _page_state(entry: EmbeddingEntry) -> int:
+    if entry.phase is EntryPhase.ENCODING:
+        return 2
+    if entry.pins:
+        return 0
+    return 1 if entry.claims else 3

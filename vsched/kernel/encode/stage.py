@@ -403,6 +403,29 @@ class EncodeStage(Restorable):
         """Return counters and sizes of the embedding cache."""
         return self._cache.statistics()
 
+    def explain(self, entry: EmbeddingEntry, now_ns: int) -> str:
+        """Return why an image is not encoded yet, as a clause."""
+        key, queue = entry.item.key, self._queue
+        for group in self.groups:
+            if key in group.batch:
+                return f"{group.name} encodes it, for {(now_ns - group.sent_ns) / 1e9:.2f} s so far"
+        if not self.ready:
+            return "no encode group is up"
+        if (held_ns := queue.held_until(now_ns)) is not None:
+            return f"the admission policy holds all images for another {(held_ns - now_ns) / 1e9:.1f} s"
+        ahead = queue.ahead_of(entry.order)
+        if not any(group.open and group.idle for group in self.groups):
+            busy = f"all {len(self.groups)} encode groups are busy; images ahead of it: {ahead}"
+            return f"{busy}. Remedy: more encode.replicas, or smaller images"
+        need, cached = self._limits.pages_for(entry.item.tokens), self._cache.statistics()
+        room = cached["pages_free"] + cached["pages_evictable"]
+        if need > room:
+            return (
+                f"it needs {need} pages for its embedding, and requests hold all but {room} of "
+                f"{cached['pages_total']}. Remedy: a larger arena.embedding_bytes"
+            )
+        return f"the admission policy has not chosen it; images ahead of it: {ahead}"
+
     def statistics(self) -> dict[str, Any]:
         """Return counters and sizes of the stage, and of each group."""
         return {

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from operator import eq
 
 from vsched.kernel.limits import SchedulerLimits
+from vsched.kernel.live import CELL_SAMPLES_MAX, MemoryMap, cell_size
 from vsched.kernel.request import RequestState
 from vsched.policy import CachePolicy, InsertionView
 from vsched.policy.measured import Measured
@@ -143,6 +144,24 @@ class BlockPool(Restorable):
         for block in blocks:
             self._hash_of[block] = None
         return blocks
+
+    def map(self) -> MemoryMap:
+        """Return the states of all blocks; of a cell with many blocks, some are looked at."""
+        size = cell_size(self.count)
+        every = -(-size // CELL_SAMPLES_MAX)
+        cells = []
+        for start in range(0, self.count, size):
+            looked_at = slice(start, start + size, every)
+            holders, hashes = self._holders[looked_at], self._hash_of[looked_at]
+            idle = holders.count(0)
+            cached = sum(
+                [not held and one is not None for held, one in zip(holders, hashes, strict=True)]
+            )
+            cells.append(
+                (100 * (len(holders) - idle) // len(holders), 100 * cached // len(holders))
+            )
+        totals = self.held, len(self._order)
+        return MemoryMap(self.count, size, ("held", "cached"), totals, cells)
 
     def statistics(self) -> dict[str, int]:
         """Return counters and gauges; cached blocks are available, too."""

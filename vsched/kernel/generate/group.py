@@ -44,6 +44,7 @@ from vsched.kernel.generate.step_budget import (
 from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.groups import DirtyGroups, Group, Loads
 from vsched.kernel.limits import SchedulerLimits
+from vsched.kernel.live import MemoryMap
 from vsched.kernel.request import Phase, RequestState
 from vsched.kernel.waiting_queue import RequestQueue
 from vsched.policy import (
@@ -709,7 +710,7 @@ class GenerateGroup(Group):
         """Return how long other work may keep `decodes` requests from their next step; 0 for no limit."""
         return int(self.step_times.left_ns(decodes))
 
-    def explain(self, state: RequestState) -> str:
+    def explain(self, state: RequestState, now_ns: int) -> str:
         """Return the phase of one of its requests, and what it waits for, in words for operators."""
         match state.phase:
             case Phase.ITEMS:
@@ -720,18 +721,56 @@ class GenerateGroup(Group):
                 ]
                 why = f"items {missing} of {len(state.items)} are not encoded yet"
             case Phase.READY:
-                need = self._limits.blocks_for(len(state.tokens))
-                why = f"needs {need} KV blocks, {self._pool.available} available"
+                why = self._queue_reason(state, now_ns)
             case Phase.PREFILL:
                 why = f"{state.computed} of {len(state.tokens)} tokens in slot {state.slot}"
             case Phase.DECODE:
-                outputs = max(0, self._in_flight.done - state.decoding_since + 1)
-                why = f"{outputs} tokens since it joined slot {state.slot}"
+                why = f"{self._decoded(state)} tokens since it joined slot {state.slot}"
             case Phase.SUSPENDED:
                 why = f"{self.name} is {self.status}"
             case _:
                 return str(state.phase)
         return f"{state.phase}: {why}"
+
+    def _queue_reason(self, state: RequestState, now_ns: int) -> str:
+        """Return why a request of the queue has not joined."""
+        queue, available = self.queue, self._pool.available
+        ahead = queue.ahead_of(state.order)
+        behind = f"; requests ahead of it: {ahead}" if ahead else ""
+        if not self.ready:
+            return f"{self.name} is {self.status}{behind}"
+        if (until_ns := queue.held_until(now_ns)) is not None:
+            wait_s = (until_ns - now_ns) / 1e9
+            return f"the admission policy holds the queue for another {wait_s:.1f} s{behind}"
+        if not self._running.slots_free:
+            slots = self._limits.slots
+            return f"all {slots} slots are taken{behind}. Remedy: more generate.slots or replicas"
+        first = queue.entries[0].state if queue.entries else state
+        need = self._limits.blocks_for(len(first.tokens))
+        if need > available:
+            subject = "it" if first is state else "the first in the queue"
+            return (
+                f"{subject} needs {need} KV blocks, {available} of {self._limits.blocks} are available"
+                f"{behind}. Remedy: more memory for the KV cache, or fewer generate.slots"
+            )
+        if not self._quarantine.admits(state):
+            return (
+                "it ran each time the group was lost, so it runs alone, after another such request"
+            )
+        return f"the admission policy has not chosen it{behind}"
+
+    def _decoded(self, state: RequestState) -> int:
+        """Output tokens since a decoding request joined."""
+        return max(0, self._in_flight.done - state.decoding_since + 1)
+
+    def outputs(self, state: RequestState) -> int:
+        """Output tokens of a request so far."""
+        decoded = self._decoded(state) if state.phase is Phase.DECODE else 0
+        return len(state.tokens) - state.prompt_length + decoded
+
+    def block_map(self) -> MemoryMap:
+        """Return the states of all KV blocks."""
+        return self._pool.map()
 
     def running_tokens(self) -> Iterable[tuple[str, int]]:
         """Return the tenant and the tokens so far of each running request, with those of steps in flight."""

@@ -32,7 +32,7 @@ class HostRunFile(msgspec.Struct, frozen=True, kw_only=True):
     requests: tuple[HostRequest, ...]
 
     def ttft_ms(self) -> dict[str, list[float]]:
-        """Return the times to first token in ascending order, by tenant; those of all requests under an empty name."""
+        """Return sorted times to first token by tenant, and of all requests under an empty name."""
         found: dict[str, list[float]] = defaultdict(list)
         for one in self.requests:
             for name in {"", one.tenant}:
@@ -65,7 +65,7 @@ def read_run(path: Path) -> HostRunFile:
 def fit_run(run: HostRunFile, base: CostModel, *, name: str) -> CostModel:
     """Fit the steps of a run; the shape of the model is that of `base`.
 
-    Steps of the host contain its encoder, so encoding costs nothing beyond them.
+    Encoding is part of the steps, and has no further cost.
     """
     samples = [
         GenerateSample(

@@ -1,4 +1,4 @@
-"""The trace of a run in another host of policies: arrivals for `vsched simulate --trace`, and what they met.
+"""The trace of a run in another host of policies: arrivals for `vsched simulate --trace`, and measured times.
 
 Prompts are described by the hashes of their KV blocks, so that shared beginnings stay shared in a simulation. Next to
 the trace, a file of the same name with `.run` has the times of requests and steps, to fit a cost model to them.
@@ -112,7 +112,7 @@ class HostRecorder:
     ) -> None:
         """Note the end of a request; it is not `kept` if its client left.
 
-        `hashes` are those of its KV blocks, each of all tokens up to the end of the block.
+        `hashes` has a hash per KV block, of all tokens up to its end.
         """
         number = request.order[0]
         if number not in self._open:
@@ -189,7 +189,7 @@ class HostRecorder:
     def _parts(
         self, number: int, tokens: int, images: Sequence[ImageAt], hashes: Sequence[Hashable]
     ) -> Iterator[PromptPart]:
-        """Yield texts and images; the first text may begin as that of another request."""
+        """Yield texts and images; the first text may share its beginning with another request."""
         position = 0
         for key, offset, length in (*images, ("", tokens, 0)):
             if position:

@@ -1,4 +1,4 @@
-"""Contract suite for hosts of policies: nothing is lost, blocks come back, and failing policies change nothing.
+"""Contract suite for hosts of policies: no request or block is lost, and failing policies change nothing.
 
 A host is a scheduler that calls policies through `vsched.policy_host`, such as that of
 `vsched.integrations.vllm`. The suite drives it with random loads and policies that shuffle, starve, raise and return
@@ -41,7 +41,7 @@ class HostLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a load.
+    """The result of a load.
 
     Attributes:
         outputs: Number of tokens by request, also of those whose clients left.

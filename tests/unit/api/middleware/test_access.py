@@ -231,6 +231,25 @@ async def test_access_only_programs_of_this_machine_operate_without_a_key(
 
 
 @each_case(
+    ("origin", "host", "status"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1:8000", 200),
+        ("http://localhost:8000", "localhost:8000", 200),
+        ("http://127.0.0.1:3000", "127.0.0.1:8000", 403),
+        ("https://127.0.0.1:8000", "127.0.0.1:8000", 403),
+        ("http://evil.example", "evil.example", 403),
+    ],
+)
+async def test_access_the_own_page_operates_and_no_other(
+    origin: str, host: str, status: int
+) -> None:
+    """The live page changes policies: its origin is the server itself, under a name that cannot be rebound."""
+    headers = {"origin": origin, "host": host}
+    reply = await ask("POST", "/admin/clear", headers=headers, allowed_hosts=None)
+    assert reply.status == status
+
+
+@each_case(
     ("client", "server", "status"),
     [
         (("127.0.0.1", 1), ("127.0.0.1", 80), 200),

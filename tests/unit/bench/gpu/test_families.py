@@ -113,11 +113,9 @@ def test_first_differing_token_is_told_with_the_gap_of_its_logits() -> None:
 
     logits = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.5, 0.25]])
     expected = [([1, 1], logits), ([1, 1], logits)]
-    assert compared([[1, 1], [1]], expected) == ("equal", "")
-    assert compared([[1, 1], [1, 2]], expected) == (
-        "differs",
-        "request 1 token 1: 2, not 1, 0.25 apart",
-    )
+    assert compared([[1, 1], [1]], expected) == ("equal", "", [])
+    told = "request 1 token 1: 2, not 1, 0.25 apart"
+    assert compared([[1, 1], [1, 2]], expected) == ("differs", told, [0.25])
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ def folder(tmp_path: Path) -> Path:
     gone = FamilyRow(family="bamba", dtype="float32", outcome="failed", error="ValueError: a | b")
     right = FamilyRow(family="llama", dtype="float32", path="fused", ready_s=9.04, outcome="equal",
                       killed="equal", steps="captured")  # fmt: skip
-    write(tmp_path / "families.json", [right, gone])
+    rounded = msgspec.structs.replace(right, dtype="bfloat16", outcome="differs", killed="",
+                                      gaps=[0.5, 0.0312])  # fmt: skip
+    write(tmp_path / "families.json", [right, gone, rounded])
     rows = [
         Row("3b", "decode 1 x 1024", 3.0, 2.0, {"eager_ms": 9.0, "moved": 6.7e9, "operations": 1e9}),
         Row("3b", "conversation 2K turn 8", 50.0, None, {
@@ -52,9 +54,9 @@ def test_page_tells_what_came_back(folder: Path) -> None:
     for expected in (
         "H100, 580.1, 81559 MiB; torch 2.11.0; commit abc1.",
         "| tests | out of time | 170 |",
-        "1 of 2 equal in float32.",
-        "| `llama` | float32 | fused | equal | equal | captured | 9.0 |  |",
-        "| `bamba` | float32 |  | failed |  |  |  | ValueError: a \\| b |",
+        "1 of 2 equal in float32, 0 of 1 equal in bfloat16.",
+        "| `llama` | fused | captured | equal | 2 differ, logits 0.031 to 0.5 apart | equal | 9.0, 9.0 |  |",
+        "| `bamba` |  |  | failed |  |  |  | ValueError: a \\| b |",
         "Tests: 5 passed, 2 failed, 2 skipped.",
         "| decode 1 x 1024 | 3.00 | 2.00 | 0.67 | 9.00 | 2.00 | 1.40 |",
         "| 2K turn 8 | 400.0 | 50.0 | 8.0 | 900.0 | 550.0 | 90.0 |",

@@ -89,43 +89,48 @@ def attend_windows(
     """Rotate the queries and keys of one head of one window, and attend.
 
     All keys of a window are read at once, so that the softmax needs no loop; a query's dot product is the sum over the
-    two halves of a head, which are the rotated pairs.
+    two halves of a head, which are the rotated pairs. Angles are read twice, and values before they are needed: so
+    fewer registers are in use at a time, and more programs run on an SM.
 
     Shape: as in `rotate_patches`; ends int32 [windows + 1]; out [rows, HEADS * 2 * HALF]. ROWS is the size of the
     longest window, rounded up to a power of two.
     """
     window, head = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(ends + window), tl.load(ends + window + 1)
-    row = begin + tl.arange(0, ROWS)
-    place = tl.arange(0, DIMS)
-    real = row < end
+    first_row = begin.to(tl.int64)
+    row, place = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    real = row < end - begin
     there = real[:, None] & (place < HALF)[None, :]
-    wide_row = row.to(tl.int64)[:, None]
-    angle = wide_row * HALF + place[None, :]
+    queries = qkv + first_row * 6 * HEADS * HALF + head * 2 * HALF
+    keys = queries + 2 * HEADS * HALF
+    values = keys + 2 * HEADS * HALF
+    cell = row[:, None] * 6 * HEADS * HALF + place[None, :]
+    angle = first_row * HALF + row[:, None] * HALF + place[None, :]
+    kind = qkv.dtype.element_ty
+    left = tl.load(keys + cell, mask=there, other=0.0).to(tl.float32)
+    right = tl.load(keys + HALF + cell, mask=there, other=0.0).to(tl.float32)
     cosine = tl.load(cos + angle, mask=there, other=0.0)
     sine = tl.load(sin + angle, mask=there, other=0.0)
-    source = qkv + wide_row * 6 * HEADS * HALF + head * 2 * HALF + place[None, :]
-    first = tl.load(source, mask=there, other=0.0)
-    second = tl.load(source + HALF, mask=there, other=0.0)
-    left, right = first.to(tl.float32), second.to(tl.float32)
-    query = (left * cosine - right * sine).to(first.dtype)
-    other_query = (right * cosine + left * sine).to(first.dtype)
-    key_source = source + 2 * HEADS * HALF
-    left = tl.load(key_source, mask=there, other=0.0).to(tl.float32)
-    right = tl.load(key_source + HALF, mask=there, other=0.0).to(tl.float32)
-    key = (left * cosine - right * sine).to(first.dtype)
-    other_key = (right * cosine + left * sine).to(first.dtype)
+    key = (left * cosine - right * sine).to(kind)
+    other_key = (right * cosine + left * sine).to(kind)
+    left = tl.load(queries + cell, mask=there, other=0.0).to(tl.float32)
+    right = tl.load(queries + HALF + cell, mask=there, other=0.0).to(tl.float32)
+    # With another policy, or the compiler would keep the first ones in registers.
+    cosine = tl.load(cos + angle, mask=there, other=0.0, eviction_policy="evict_last")
+    sine = tl.load(sin + angle, mask=there, other=0.0, eviction_policy="evict_last")
+    query = (left * cosine - right * sine).to(kind)
+    other_query = (right * cosine + left * sine).to(kind)
+    value = tl.load(values + cell, mask=there, other=0.0)
+    other_value = tl.load(values + HALF + cell, mask=there, other=0.0)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-    scores += tl.dot(other_query, tl.trans(other_key), input_precision="ieee")
+    scores = tl.dot(other_query, tl.trans(other_key), scores, input_precision="ieee")
     scores = tl.where(real[None, :], scores * scaling, -float("inf"))
     weights = tl.exp(scores - tl.max(scores, axis=1)[:, None])
     total = tl.sum(weights, axis=1)[:, None]
-    rounded = weights.to(first.dtype)
-    value_source = key_source + 2 * HEADS * HALF
-    made = out + wide_row * 2 * HEADS * HALF + head * 2 * HALF + place[None, :]
-    value = tl.load(value_source, mask=there, other=0.0)
+    rounded = weights.to(kind)
+    made = out + first_row * 2 * HEADS * HALF + head * 2 * HALF
+    target = row[:, None] * 2 * HEADS * HALF + place[None, :]
     summed = tl.dot(rounded, value, input_precision="ieee") / total
-    tl.store(made, summed.to(first.dtype), mask=there)
-    value = tl.load(value_source + HALF, mask=there, other=0.0)
-    summed = tl.dot(rounded, value, input_precision="ieee") / total
-    tl.store(made + HALF, summed.to(first.dtype), mask=there)
+    tl.store(made + target, summed.to(kind), mask=there)
+    summed = tl.dot(rounded, other_value, input_precision="ieee") / total
+    tl.store(made + HALF + target, summed.to(kind), mask=there)

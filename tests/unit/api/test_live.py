@@ -1,0 +1,166 @@
+"""The live page and its state: what operators see, at what cost, and who may see it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import vsched.api
+from tests.each_case import each_case
+from tests.unit.api.fakes import Client, FakeEngine
+from vsched.aio.live import LiveState
+from vsched.api import ApiSettings, create_app
+from vsched.api.page import PAGE_PATHS
+from vsched.sim.cluster import SimEngine
+from vsched.sim.loop.virtual_loop import VirtualLoop
+
+STATIC = Path(vsched.api.__file__).parent / "static"
+BODY = {"prompt": "1 2 3", "max_tokens": 40, "ignore_eos": True}
+STREAM = {"accept": "text/event-stream"}
+
+
+def run(work: Any) -> Any:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)
+
+
+async def asked(engine: SimEngine) -> LiveState:
+    reply = await engine.client.request("GET", "/admin/live")
+    return msgspec.json.decode(reply.body, type=LiveState)
+
+
+async def under_load() -> tuple[LiveState, LiveState]:
+    """Return the state with seven requests on four slots, and after them."""
+    async with SimEngine() as engine:
+        asks = [
+            asyncio.ensure_future(engine.client.request("POST", "/v1/completions", json=BODY))
+            for _ in range(7)
+        ]
+        await asyncio.sleep(0.05)
+        during = await asked(engine)
+        await asyncio.gather(*asks)
+        return during, await asked(engine)
+
+
+def test_state_says_what_waits_and_why() -> None:
+    during, after = run(under_load())
+    phases = [row.phase for row in during.requests]
+    assert (phases.count("decode"), phases.count("ready")) == (4, 3)
+    last = during.requests[-1]
+    assert "all 4 slots are taken; requests ahead of it: 2" in last.why
+    assert 0 < last.since_ns < during.now_ns
+    assert during.requests_total == 7
+    assert during.tenants == {"": {"running": 4, "waiting": 3}}
+    assert during.kv["generate"].totals[0] == during.counters["generate"]["blocks_held"] > 0
+    assert (after.requests, after.requests_total) == ([], 0)
+    assert len(after.ended) == 7
+    assert all(0 < one.ended_ns <= after.now_ns for one in after.ended)
+
+
+def test_state_has_steps_policies_and_memory() -> None:
+    during, after = run(under_load())
+    steps = during.steps["generate"]
+    assert [end for end, *_ in steps] == sorted(end for end, *_ in steps)
+    assert sum(took for _, took, _, _ in steps) > 0
+    assert sum(prefill for *_, prefill in steps) == 4 * 3
+    policies = {one.table: one for one in after.policies}
+    admission = policies["generate.admission"]
+    assert (admission.use, admission.fields["look_ahead"]) == ("fifo", 0)
+    assert admission.calls > 0
+    assert {"fifo", "shortest-first"} <= set(admission.choices)
+    assert policies["generate.memory"].choices == [], "it needs a restart"
+    assert after.memory["pools"]
+    assert after.memory["processes"]["engine_resident"] > 0
+
+
+async def changed() -> LiveState:
+    async with SimEngine() as engine:
+        tables = {"generate.admission": {"use": "shortest-first"}}
+        await engine.client.request("POST", "/admin/policies", json=tables)
+        return await asked(engine)
+
+
+def test_state_has_the_policy_that_was_installed() -> None:
+    found = {one.table: one.use for one in run(changed()).policies}
+    assert found["generate.admission"] == "shortest-first"
+
+
+class CountingEngine(FakeEngine):
+    """Counts its states, and stops after the third."""
+
+    states = 0
+
+    def live(self) -> LiveState:
+        self.states += 1
+        if self.states == 3:
+            self.state = "stopped"
+        return super().live()
+
+
+async def test_stream_sends_states_until_the_engine_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vsched.api.operations.LIVE_EVERY_S", 0.001)
+    reply = await Client(create_app(CountingEngine(), ApiSettings())).send(
+        "GET", "/admin/live", headers=STREAM
+    )
+    assert [event["state"] for event in reply.events] == ["ready", "ready", "stopped"]
+    assert reply.headers["content-type"].startswith("text/event-stream")
+
+
+async def test_stream_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed page costs nothing."""
+    monkeypatch.setattr("vsched.api.operations.LIVE_EVERY_S", 0.001)
+    engine = FakeEngine()
+    client = Client(create_app(engine, ApiSettings()))
+    sending = asyncio.create_task(client.send("GET", "/admin/live", headers=STREAM))
+    await asyncio.sleep(0)
+    client.leave()
+    await sending
+
+
+async def test_pages_share_a_state() -> None:
+    engine = CountingEngine()
+    app = create_app(engine, ApiSettings())
+    replies = [await Client(app).send("GET", "/admin/live") for _ in range(5)]
+    assert engine.states == 1
+    assert len({reply.body for reply in replies}) == 1
+
+
+async def test_state_needs_the_key_of_operators() -> None:
+    app = create_app(FakeEngine(), ApiSettings(admin_key="secret"))
+    reply = await Client(app).send("GET", "/admin/live", headers=STREAM)
+    assert reply.status == 401
+    sent = {"authorization": "Bearer secret"}
+    assert (await Client(app).send("GET", "/admin/live", headers=sent)).status == 200
+
+
+async def test_page_is_complete_and_needs_no_other_host() -> None:
+    """Every file is served, what files import is there, and only the server itself may be called."""
+    app = create_app(FakeEngine(), ApiSettings(api_key="secret"))
+    replies = {path: await Client(app).send("GET", path) for path in PAGE_PATHS}
+    assert {reply.status for reply in replies.values()} == {200}
+    for path, reply in replies.items():
+        policy = reply.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        text = reply.body.decode()
+        folder = path.rpartition("/")[0]
+        for name in re.findall(r'from "\./([\w./-]+)"', text):
+            assert f"{folder}/{name}" in PAGE_PATHS
+        for name in re.findall(r'(?:src|href)="(page/[\w./-]+)"', text):
+            assert f"/{name}" in PAGE_PATHS
+        if "vendor" not in path:
+            assert not re.search(r"https?://", text)
+    names = {str(file.relative_to(STATIC)) for file in STATIC.rglob("*") if file.is_file()}
+    kept = {name for name in names if name.endswith((".js", ".css")) and name != "index.html"}
+    assert {f"/page/{name}" for name in kept} | {"/"} == PAGE_PATHS
+
+
+@each_case("library", ["htm", "preact", "uplot"])
+def test_page_keeps_the_licences_of_its_libraries(library: str) -> None:
+    text = (STATIC / "vendor" / f"{library}.LICENSE").read_text()
+    assert "Apache License" in text or "MIT License" in text

@@ -1,0 +1,62 @@
+"""The live page: static files, the same on every server; its content comes from `/admin/live`."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from vsched.api.http_exchange import HttpExchange
+from vsched.api.openapi import ApiRoute, get
+
+_FILES = {
+    "/": "index.html",
+    **{
+        f"/page/{name}": name
+        for name in (
+            "app.js",
+            "charts.js",
+            "history.js",
+            "now.js",
+            "playground.js",
+            "policies.js",
+            "server.js",
+            "style.css",
+            "timeline.js",
+            "vendor/htm-preact.js",
+            "vendor/uplot.css",
+            "vendor/uplot.js",
+        )
+    },
+}
+PAGE_PATHS = frozenset(_FILES)
+"""Paths of the page; they need no key."""
+_MEDIA_TYPES = {"html": b"text/html", "js": b"text/javascript", "css": b"text/css"}
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    b"img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+)
+
+
+class _PageFile:
+    """One file, read when it is first sent."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._body: bytes | None = None
+
+    async def send(self, exchange: HttpExchange) -> None:
+        """Live page."""
+        if self._body is None:
+            self._body = files("vsched.api").joinpath("static", self._name).read_bytes()
+        media_type = _MEDIA_TYPES[self._name.rpartition(".")[2]] + b"; charset=utf-8"
+        await exchange.send_bytes(self._body, content_type=media_type, headers=_HEADERS)
+
+
+def page_routes() -> list[ApiRoute]:
+    """Return the routes of the page."""
+    return [get(path, _PageFile(name).send) for path, name in _FILES.items()]
