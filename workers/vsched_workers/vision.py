@@ -21,10 +21,10 @@ from vsched_workers.adapters.serving import (
 from vsched_workers.backends.base import Backend
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.any_tower import AnyTower
-from vsched_workers.batching.device_copies import fetched
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
+from vsched_workers.device_copies import fetched
 from vsched_workers.families import FAMILIES, Family, family_of_rank
 from vsched_workers.families.generic_vision import unpack_metadata
 from vsched_workers.families.qwen_image import flat_patches, grid_of

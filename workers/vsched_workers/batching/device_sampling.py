@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from vsched.worker.contract import SequenceState
-from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.sampling import (
     TEMPERATURE_MIN,
     SpecialRow,
@@ -28,6 +27,7 @@ from vsched_workers.batching.sampling import (
     check_highest,
     uniform,
 )
+from vsched_workers.device_copies import sent
 
 _UNDRAWN = -1
 """The token of a row that cannot be drawn."""

@@ -29,7 +29,6 @@ import numpy.typing as npt
 import torch
 
 from vsched.types import Spans
-from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.kv_cache import KvCache, LayerKv
 from vsched_workers.batching.ruled_attention import (
     ContextIndex,
@@ -37,6 +36,7 @@ from vsched_workers.batching.ruled_attention import (
     decode_by_rule,
     prefill_by_rule,
 )
+from vsched_workers.device_copies import sent
 
 if TYPE_CHECKING:
     from torch import nn

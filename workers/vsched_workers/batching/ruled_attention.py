@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from vsched.types import Spans
-from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.kv_cache import LayerKv
+from vsched_workers.device_copies import sent
 
 PART_BYTES = 64 << 20
 """Bytes of scores, or of gathered keys and values, at a time; one row may need more."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vsched.worker.contract import Arrays
-from vsched_workers.batching.device_copies import sent
+from vsched_workers.device_copies import sent
 from vsched_workers.families.qwen_image import LEVELS, PIXELS
 
 PIECE_PATCHES = {"cpu": 512, "cuda": 8192}

@@ -16,8 +16,8 @@ import torch
 
 from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.backends.cuda.parts import has_triton
-from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.ruled_attention import ScoreRule
+from vsched_workers.device_copies import sent
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment

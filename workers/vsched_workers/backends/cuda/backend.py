@@ -49,13 +49,13 @@ from vsched_workers.backends.reference.packed_weights import (
     packed_names,
     replace_linears,
 )
-from vsched_workers.batching.device_copies import sent
 from vsched_workers.batching.device_sampling import StagedDraw
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import SpecialRow
 from vsched_workers.batching.swap_area import SwapArea
+from vsched_workers.device_copies import sent
 from vsched_workers.quantized.layers import QuantizedLinear
 from vsched_workers.quantized.model import Quantizer
 from vsched_workers.quantized.weights import QuantizedWeight

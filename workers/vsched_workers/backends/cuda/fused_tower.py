@@ -32,7 +32,7 @@ from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
 from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.backends.cuda.parts import has_triton
 from vsched_workers.backends.reference.merged_layers import frozen, merged
-from vsched_workers.batching.device_copies import sent
+from vsched_workers.device_copies import sent
 from vsched_workers.families.qwen_windows import (
     Grid,
     frame_lengths,

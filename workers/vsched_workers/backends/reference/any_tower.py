@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from vsched_workers.batching.device_copies import sent
+from vsched_workers.device_copies import sent
 
 
 class AnyTower:

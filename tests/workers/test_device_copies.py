@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vsched_workers.batching.device_copies import fetched, sent
+from vsched_workers.device_copies import fetched, sent
 
 
 def test_arrays_are_copied_from_pinned_memory_and_nobody_waits(
