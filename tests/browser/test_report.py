@@ -1,11 +1,7 @@
-"""The report of `vsched simulate --html` in a real browser; see `test_page.py`.
-
-With `VSCHED_SCREENSHOTS`, the picture of the documentation is written into that folder.
-"""
+"""The report of `vsched simulate --html` in a real browser. `make browser` runs it, as `test_page.py`."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -101,8 +97,6 @@ def test_charts_show_values_and_zoom_with_the_pointer(page: Page) -> None:
     expect(running.locator(".plot")).to_have_attribute("data-range", zoomed or "")
     area.dblclick()
     expect(plot).to_have_attribute("data-range", whole or "")
-    if folder := os.environ.get("VSCHED_SCREENSHOTS"):
-        page.screenshot(path=Path(folder) / "simulation-report.png")
 
 
 def test_charts_work_with_the_keyboard(page: Page) -> None:
