@@ -124,7 +124,7 @@ def test_charts_of_a_tenant(page: Page) -> None:
         figure.locator(".plot").focus()
         page.keyboard.press("End")
         expect(read).to_have_text(re.compile("99.99 %"))
-        return read.inner_text()
+        return str(read.inner_text())
 
     values = {read_last()}
     for tenant in ("tenant 0", "tenant 1"):

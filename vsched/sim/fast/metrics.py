@@ -433,6 +433,11 @@ class Series(msgspec.Struct, kw_only=True):
     gauges: dict[str, list[float]]
     sums: dict[str, list[int]]
 
+    def __repr__(self) -> str:
+        """Return a line without the samples."""
+        count = max(map(len, self.gauges.values()), default=0)
+        return f"<Series of {count:,} samples every {self.interval_s:g} s: {', '.join((*self.gauges, *self.sums))}>"
+
 
 class Sampler:
     """Keeps at most `SAMPLES_MAX` samples, by merging neighbours when there are more."""
@@ -510,6 +515,15 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     policy_failure_counts: dict[str, int] = {}
     policy_failures: dict[str, str] = {}
     slowest: dict[str, list[SlowRequest]] = {}
+
+    def __repr__(self) -> str:
+        """Return a summary in a line."""
+        one = self.figures
+        return (
+            f"<SimulationOutcome {self.label!r} of {self.workload}: {one.finished:,} of {one.requests:,} requests "
+            f"finished in {one.span_s:,.1f} s, TTFT p50 {one.ttft_ms.p50:,.1f} ms, p95 {one.ttft_ms.p95:,.1f} ms, "
+            f"{one.good_share:.1%} within targets>"
+        )
 
 
 def figures_of(

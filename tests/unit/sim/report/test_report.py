@@ -167,6 +167,14 @@ def test_json_reads_as_it_was_written(outcomes: list[SimulationOutcome], tmp_pat
     assert read_json(str(path)) == outcomes
 
 
+def test_outcome_has_a_short_repr(outcomes: list[SimulationOutcome]) -> None:
+    first = outcomes[0]
+    assert repr(first).startswith("<SimulationOutcome 'chunk <aware>' of scarce 3: ")
+    assert f"TTFT p50 {first.figures.ttft_ms.p50:,.1f} ms" in repr(first)
+    assert len(repr(first)) < 250
+    assert f"<Series of {len(first.series.gauges['waiting'])} samples" in repr(first.series)
+
+
 class Elements(HTMLParser):
     """Checks that every element is closed, and collects addresses, ids, and the texts of some elements."""
 
