@@ -1,4 +1,4 @@
-"""The live page in a real browser, under load. `make browser` installs what this needs; without it, it is skipped.
+"""The live page in a real browser, under load. `make browser` installs Playwright; without it, the tests are skipped.
 
 With `VSCHED_SCREENSHOTS`, the pictures of the documentation are written into that folder.
 """
@@ -180,7 +180,7 @@ def test_page_saves_a_timeline_for_perfetto(page: Page, tmp_path: Path, load: No
 
 
 def check_trace(trace: dict[str, Any]) -> None:
-    """Assert what Perfetto needs: named processes, slices with times, and spans that begin and end."""
+    """Check the needs of Perfetto: named processes, slices with times, and spans that begin and end."""
     events = trace["traceEvents"]
     names = {one["args"]["name"] for one in events if one["name"] == "process_name"}
     assert {"scheduler", "generate"} <= names

@@ -40,7 +40,7 @@ def top(
     *,
     once: Annotated[bool, typer.Option("--once", help="Print one state and exit.")] = False,
 ) -> None:
-    """Show what runs and what waits on a server, and why, until Ctrl-C."""
+    """Show the running and waiting requests of a server, with reasons, until Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
 
@@ -161,7 +161,7 @@ def _groups(state: LiveState) -> Table:
 
 
 def _requests(state: LiveState, rows: int) -> Table:
-    """Draw the requests, those that wait first."""
+    """Draw the requests, waiting ones first."""
     from rich.table import Table
     from rich.text import Text
 

@@ -20,8 +20,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         group: Its generate group; empty before it has one.
         phase: Name of its `Phase` in lower case, or `held` or `preparing` before it is submitted.
-        why: What it does or waits for, as a sentence.
-        since_ns: Time at which it began to wait for that, or to do it; 0 if unknown.
+        why: Phase and reason, as a sentence.
+        since_ns: Beginning of its phase; 0 if unknown.
         computed: Prompt tokens whose KV is computed or planned.
         cached_tokens: Prompt tokens found in the prefix cache.
         outputs: Output tokens so far.

@@ -1,4 +1,4 @@
-"""The live page and its state: what operators see, at what cost, and who may see it."""
+"""The live page and its state: content, cost and access."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ async def test_state_needs_the_key_of_operators() -> None:
 
 
 async def test_page_is_complete_and_needs_no_other_host() -> None:
-    """Every file is served, what files import is there, and only the server itself may be called."""
+    """All files and their imports are served, and only the server itself may be called."""
     app = create_app(FakeEngine(), ApiSettings(api_key="secret"))
     replies = {path: await Client(app).send("GET", path) for path in PAGE_PATHS}
     assert {reply.status for reply in replies.values()} == {200}

@@ -1,4 +1,4 @@
-"""Rows of live requests say what each waits for, since when, and what would help; maps show every block and page."""
+"""Rows of live requests have reason, time and remedy of each wait; maps show every block and page."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ _VLLM_NAMES = {
     "prefix_cache_hits": ("gpu_prefix_cache_hits",),
     "requests_finished": ("request_success",),
 }
-"""Metrics that vLLM has, too, and further names of them there, such as those of earlier versions."""
+"""Metrics of vLLM under the same names, and their further names, such as those of earlier versions."""
 
 _KV_USAGE = "Fraction of KV blocks held by requests."
 FRONT_DOOR = ("admitted", "held", "shed", "redirected")
@@ -242,7 +242,7 @@ def _histograms(histograms: Mapping[str, Statistics]) -> Iterator[Metric]:
 
 
 def _memory(statistics: Statistics) -> Iterator[Metric]:
-    """Yield the sizes of memory pools, with what nothing has claimed of them, and the memory of processes."""
+    """Yield the sizes of memory pools, with their unclaimed rest, and the memory of processes."""
     pools = _at(statistics, "ledger.pools") or ()
     total = [(pool["pool"], pool["total"]) for pool in pools]
     yield _family(GAUGE, "memory_pool_bytes", "Size of a memory pool.", "pool", total)
