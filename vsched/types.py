@@ -102,7 +102,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One image of a request.
+    """One image of a request, or one frame group of a video: the frames that are encoded together.
 
     All arrays are in one extent: a single allocation that succeeds or fails as a whole, and that ranks read as views,
     without a header to parse. Metadata travels in decisions instead, since generate ranks need it for as long as the
@@ -240,6 +240,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             several runs, each run.
         prompt_atomic: Attention is bidirectional within the prompt, so one chunk must hold the whole prompt.
         image_token_id: Placeholder token of images; None for a text-only model, whose image sizes are 0.
+        video_token_id: Placeholder token of videos; None if the model, or its preprocessing, takes none.
         stop_token_ids: End-of-sequence tokens of the checkpoint.
         sampling: Defaults from `generation_config.json`; neutral values if the configuration disables them.
         chat_template: Name or file of the chat template to use; empty for the checkpoint's default.
@@ -262,6 +263,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     item_atomic: bool = False
     prompt_atomic: bool = False
     image_token_id: int | None = None
+    video_token_id: int | None = None
     stop_token_ids: tuple[int, ...]
     sampling: SamplingDefaults = SamplingDefaults()
     chat_template: str = ""
@@ -271,6 +273,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     def takes_images(self) -> bool:
         """True if prompts may contain images."""
         return self.image_token_id is not None
+
+    @property
+    def takes_videos(self) -> bool:
+        """True if prompts may contain videos."""
+        return self.video_token_id is not None
 
     @property
     def with_int8_kv(self) -> ModelInfo:
@@ -284,7 +291,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     def text_alone(self) -> ModelInfo:
         """The same model without image input."""
         return msgspec.structs.replace(
-            self, embedding_levels=0, item_tokens_max=0, image_token_id=None
+            self, embedding_levels=0, item_tokens_max=0, image_token_id=None, video_token_id=None
         )
 
     @property

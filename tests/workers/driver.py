@@ -32,7 +32,7 @@ from vsched.worker.contract import (
     TokenLogprobs,
     WorkerSettings,
 )
-from vsched_workers.families.qwen_image import PIXELS
+from vsched_workers.families.qwen_image import PIXELS, flat_patches
 from vsched_workers.families.qwen_levels import pixel_values
 from vsched_workers.plugin import plugin
 
@@ -53,7 +53,7 @@ def drawn_image(seed: int, width: int, height: int) -> Image.Image:
 def values_of(images: Sequence[Arrays]) -> torch.Tensor:
     """Return the pixel values of images of a supported family, as computed by a rank."""
     assert all(arrays[PIXELS].dtype == np.uint8 for arrays in images)
-    pixels = torch.from_numpy(np.concatenate([arrays[PIXELS] for arrays in images]))
+    pixels = torch.from_numpy(np.concatenate([flat_patches(arrays) for arrays in images]))
     return pixel_values(pixels, images, torch.float32, temporal=2)
 
 

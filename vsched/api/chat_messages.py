@@ -1,4 +1,4 @@
-"""Convert messages of a body to the format of chat templates, and extract their images."""
+"""Convert messages of a body to the format of chat templates, and extract their images and videos."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.request_schema import (
     NAME,
+    FramesPart,
     ImageArea,
     ImageEmbedsPart,
     ImagePart,
     ImageUrl,
+    MediaArguments,
     Message,
     ProcessorArguments,
     RedactedThinkingPart,
@@ -23,21 +25,34 @@ from vsched.api.request_schema import (
     TextPart,
     ThinkingPart,
     ToolCall,
+    VideoOptions,
+    VideoPart,
     deeper,
 )
-from vsched.media import BoundedImage, EmbeddedImage, ImageReference, NamedImage
-from vsched.worker.contract import PixelBounds
+from vsched.media import (
+    BoundedImage,
+    EmbeddedImage,
+    ImageReference,
+    NamedImage,
+    VideoReference,
+    frames_of,
+)
+from vsched.worker.contract import PixelBounds, VideoSampling
 
 _ROLES = {"developer": "system", "function": "tool"}
 """Role names of chat templates for OpenAI's newer and deprecated roles."""
 
 
 def split_messages(
-    messages: Sequence[Message], settings: ApiSettings, processing: ProcessorArguments | None = None
+    messages: Sequence[Message],
+    settings: ApiSettings,
+    processing: ProcessorArguments | None = None,
+    media: MediaArguments | None = None,
 ) -> tuple[list[dict[str, Any]], list[ImageReference]]:
-    """Convert messages for the chat template, with placeholders for images, and list the images in order.
+    """Convert messages for the chat template, with placeholders for images and videos, and list these in order.
 
-    `processing` has the default pixel bounds of images without their own.
+    `processing` has the default pixel bounds of images without their own, and the default sampling of videos, as
+    `media` has.
 
     Raises:
         ParameterRefused: If there are too many messages or parts, or one is not supported.
@@ -62,12 +77,13 @@ def split_messages(
             remedy="send fewer",
         )
     check_arguments(messages)
-    bounds = _bounds(processing)
+    given = [each for each in (processing, media and media.video) if each]
+    defaults = _sampling(given, _bounds(processing))
     images: list[ImageReference] = []
     rendered: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         role = _ROLES.get(message.role, message.role)
-        made: dict[str, Any] = {"role": role, "content": _content(message, images, bounds)}
+        made: dict[str, Any] = {"role": role, "content": _content(message, images, defaults)}
         if message.tool_calls:
             if role != "assistant":
                 raise out_of_bounds(
@@ -90,7 +106,7 @@ def split_messages(
 
 
 def _content(
-    message: Message, images: list[ImageReference], bounds: PixelBounds
+    message: Message, images: list[ImageReference], defaults: VideoSampling
 ) -> str | list[dict[str, str]]:
     if message.content is None:
         return message.refusal if isinstance(message.refusal, str) else ""
@@ -110,8 +126,11 @@ def _content(
                 images.append(EmbeddedImage(part.image_embeds.data))
                 content.append({"type": "image"})
             case ImagePart():
-                images.append(_bounded(part, bounds))
+                images.append(_bounded(part, defaults.bounds))
                 content.append({"type": "image"})
+            case VideoPart() | FramesPart():
+                images.append(_video(part, defaults))
+                content.append({"type": "video"})
     return content
 
 
@@ -137,6 +156,31 @@ def _bounded(part: ImagePart, bounds: PixelBounds) -> ImageReference:
     )
     image = _reference(part)
     return image if found == PixelBounds() else BoundedImage(image, found)
+
+
+def _sampling(given: Sequence[VideoOptions], bounds: PixelBounds) -> VideoSampling:
+    """Sampling by the first of several options: the first with a rate or a number, and the first maximum."""
+    exact = next((one for one in given if one.fps is not None or one.num_frames is not None), None)
+    most = next((one.max_frames for one in given if one.max_frames is not None), None)
+    if exact is None:
+        return VideoSampling(None, None, most, bounds)
+    return VideoSampling(exact.fps, exact.num_frames, most, bounds)
+
+
+def _video(part: VideoPart | FramesPart, defaults: VideoSampling) -> VideoReference:
+    """Reference to a video with its own options; missing ones are from the request."""
+    others = VideoOptions(defaults.fps, defaults.num_frames, defaults.max_frames)
+    bounds = PixelBounds(
+        defaults.bounds.min_pixels if part.min_pixels is None else part.min_pixels,
+        defaults.bounds.max_pixels if part.max_pixels is None else part.max_pixels,
+    )
+    if isinstance(part, FramesPart):
+        source = part.video if isinstance(part.video, str) else tuple(part.video)
+    else:
+        source = part.video_url if isinstance(part.video_url, str) else part.video_url.url or ""
+    if isinstance(source, str):
+        source = frames_of(source) or source
+    return VideoReference(source, _sampling([part, others], bounds))
 
 
 def _reference(part: ImagePart) -> str | NamedImage:

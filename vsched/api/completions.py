@@ -511,10 +511,15 @@ class ChatEndpoint(CompletionEndpoint):
         check_model(request.model, self._engine)
         refuse_unsupported(request)
         messages, images = split_messages(
-            request.messages, self._settings, request.mm_processor_kwargs
+            request.messages,
+            self._settings,
+            request.mm_processor_kwargs,
+            request.media_io_kwargs,
         )
         if images:
-            refuse_images(self._engine.info)  # before they reach a template without image support
+            refuse_images(
+                self._engine.info, images
+            )  # before they reach a template without image support
         arguments = parameters.template_arguments(request, self._settings)
         template = self._engine.preprocessor.chat_template
         parsed = self._parses(template)

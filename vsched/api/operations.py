@@ -124,9 +124,11 @@ class ClientOperations:
             case str(prompt), None:
                 return prompt, ()
             case None, list(sent):
-                messages, images = split_messages(sent, self._settings, request.mm_processor_kwargs)
+                messages, images = split_messages(
+                    sent, self._settings, request.mm_processor_kwargs, request.media_io_kwargs
+                )
                 if images:
-                    refuse_images(self._engine.info)
+                    refuse_images(self._engine.info, images)
                 arguments = parameters.template_arguments(request, self._settings)
                 if request.tools:
                     arguments["tools"] = shown_tools(request.tools, self._settings)

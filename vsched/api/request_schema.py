@@ -21,6 +21,7 @@ NAME = r"[\w.:/-]{1,128}"
 Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0, le=10)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+FrameRate = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT32)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1, le=_MAX_INT32)]
 Int32 = Annotated[int, msgspec.Meta(ge=-_MAX_INT32, le=_MAX_INT32)]
@@ -82,6 +83,30 @@ class InputImagePart(ImagePart, tag="input_image"):
     """An image part of /v1/responses."""
 
 
+class VideoOptions(msgspec.Struct):
+    """Sampling of a video's frames: a rate or a number, and a maximum."""
+
+    fps: FrameRate | None = None
+    num_frames: PositiveCount | None = None
+    max_frames: PositiveCount | None = None
+
+
+class VideoPart(VideoOptions, tag_field="type", tag="video_url", kw_only=True):
+    """A video by reference; `min_pixels` and `max_pixels` replace the bounds of the video processor."""
+
+    video_url: ImageUrl | str
+    min_pixels: PositiveCount | None = None
+    max_pixels: PositiveCount | None = None
+
+
+class FramesPart(VideoOptions, tag_field="type", tag="video", kw_only=True):
+    """A video, in Qwen's format: its URL, or the URLs of its frames as images, which were sampled at `fps`."""
+
+    video: str | list[str]
+    min_pixels: PositiveCount | None = None
+    max_pixels: PositiveCount | None = None
+
+
 class ImageEmbeds(msgspec.Struct):
     """A precomputed embedding: base64 of a safetensors file with `embeds` and its companion, such as `grid_thw`."""
 
@@ -104,6 +129,8 @@ ContentPart = (
     | ImagePart
     | InputImagePart
     | ImageEmbedsPart
+    | VideoPart
+    | FramesPart
 )
 
 
@@ -114,12 +141,25 @@ class ImageArea(msgspec.Struct, forbid_unknown_fields=True):
     longest_edge: PositiveCount | None = None
 
 
-class ProcessorArguments(msgspec.Struct, forbid_unknown_fields=True):
-    """Processing options for the images of a request, by vLLM's names; `size` is another form of the two bounds."""
+class ProcessorArguments(VideoOptions, forbid_unknown_fields=True):
+    """Processing options for the images and videos of a request, by vLLM's names.
+
+    `size` is another form of the two bounds.
+    """
 
     min_pixels: PositiveCount | None = None
     max_pixels: PositiveCount | None = None
     size: ImageArea | None = None
+
+
+class StrictVideoOptions(VideoOptions, forbid_unknown_fields=True):
+    """`VideoOptions` without other fields."""
+
+
+class MediaArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """Reading options by vLLM's names: sampling of videos."""
+
+    video: StrictVideoOptions | None = None
 
 
 class CalledFunction(msgspec.Struct):
@@ -395,6 +435,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Alternatives | None = None
     chat_template_kwargs: TemplateArguments | None = None
     mm_processor_kwargs: ProcessorArguments | None = None
+    media_io_kwargs: MediaArguments | None = None
 
     audio: Annotated[Any, neutral(remedy="ask for text")] = None
     function_call: Annotated[Any, neutral("none", "auto", remedy="send tool_choice and tools")] = (
@@ -453,7 +494,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool = False
     chat_template: Annotated[Any, neutral("", remedy="serve it with model.chat_template")] = None
     chat_template_kwargs: TemplateArguments | None = None
-    media_io_kwargs: Annotated[Any, neutral({})] = None
+    media_io_kwargs: MediaArguments | None = None
     mm_processor_kwargs: ProcessorArguments | None = None
     tools: list[Tool] | None = None
 

@@ -73,7 +73,7 @@ def _json(value: object) -> str:
 
 _KINDS = {
     "send a transcript as text": "audio audio_url input_audio output_audio",
-    "send frames of it as images": "video video_url input_video",
+    "send it as video_url, or frames of it as images": "input_video",
     "send its text as text, or its pages as images": "file input_file document container_upload",
     "send the summary as text": "compaction compaction_trigger",
     "send the history itself; the server keeps nothing": "item_reference fallback configuration_update",

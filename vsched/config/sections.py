@@ -250,7 +250,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 
 
 class MediaConfig(Section, frozen=True, kw_only=True):
-    """Images: allowed sources and sizes."""
+    """Images and videos: allowed sources and sizes."""
 
     image_bytes_max: Annotated[int, Meta(ge=1, description="Maximum size of an encoded image.")] = (
         20 << 20
@@ -268,8 +268,29 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     images_max: Annotated[
         int, Meta(ge=0, description="Maximum number of images per request; 0 refuses all images.")
     ] = 64
+    videos_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Maximum number of videos per request, each of which counts as an image, too; 0 refuses all "
+            "videos.",
+        ),
+    ] = 4
+    video_bytes_max: Annotated[int, Meta(ge=1, description="Maximum size of a video file.")] = (
+        64 << 20
+    )
+    video_frames_max: Annotated[
+        int, Meta(ge=1, description="Maximum number of frames that are sampled from a video.")
+    ] = 768
+    video_seconds_max: Annotated[float, Meta(gt=0, description="Maximum duration of a video.")] = (
+        3600.0
+    )
+    video_decode_s: Annotated[
+        float, Meta(gt=0, description="Maximum CPU time for decoding a video.")
+    ] = 20.0
     request_bytes_max: Annotated[
-        int, Meta(ge=1, description="Maximum total size of the encoded images of a request.")
+        int,
+        Meta(ge=1, description="Maximum total size of the encoded images and videos of a request."),
     ] = 64 << 20
     directory: Annotated[
         str, Meta(description="Folder of the files that `file:` URLs may name; empty for none.")

@@ -24,7 +24,8 @@ def chain_hashes(
     """Return the hashes of the full blocks of `tokens` from `start_block` on.
 
     `parent` is the hash of the block before, or a root. The block where an item begins includes its digest, position
-    and length, because all placeholders have the same token id; later blocks include them through the chain.
+    and length, because all placeholders have the same token id; later blocks include them through the chain. It
+    includes its metadata, too: the same frames at another time have other keys and values.
     """
     width = block_size * tokens.itemsize
     stop_block = len(tokens) // block_size
@@ -33,7 +34,9 @@ def chain_hashes(
     for item in items:
         block, place = divmod(item.offset, block_size)
         at = (block - start_block) * width
-        beginning[at] = beginning.get(at, b"") + item.key + _PLACE.pack(place, item.tokens)
+        beginning[at] = beginning.get(at, b"") + b"".join(
+            (item.key, _PLACE.pack(place, item.tokens), item.metadata)
+        )
     hashes: list[bytes] = []
     fresh = _HASHER.copy  # copying a hasher takes half as long as creating one
     for at in range(0, len(data), width):

@@ -3,10 +3,17 @@
 `MediaPipeline.prepare` is the entry point. All client input is limited here, before work is done for it.
 """
 
-from vsched.media.embeddings import BoundedImage, EmbeddedImage, ImageReference, NamedImage
+from vsched.media.embeddings import (
+    BoundedImage,
+    EmbeddedImage,
+    ImageReference,
+    NamedImage,
+    VideoReference,
+)
 from vsched.media.measure import refuse_images
 from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings, Prompt
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
+from vsched.media.sources import frames_of
 
 __all__ = [
     "BoundedImage",
@@ -20,5 +27,7 @@ __all__ = [
     "PrepareTimings",
     "PreparedRequest",
     "Prompt",
+    "VideoReference",
+    "frames_of",
     "refuse_images",
 ]

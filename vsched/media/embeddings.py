@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.types import ModelInfo
-from vsched.worker.contract import Companion, ImagePlan, PixelBounds
+from vsched.worker.contract import Companion, ImagePlan, PixelBounds, VideoSampling
 
 HEADER_BYTES_MAX: Final = 64 * 1024
 EMBEDS: Final = "embeds"
@@ -68,8 +68,21 @@ class BoundedImage:
     bounds: PixelBounds
 
 
-ImageReference = str | EmbeddedImage | NamedImage | BoundedImage
-"""An image of a request: a URL, an embedding, a named image, or an image with pixel bounds."""
+@dataclass(frozen=True, slots=True)
+class VideoReference:
+    """A video: the URL of a file, or the URLs of its frames as images of one size."""
+
+    source: str | tuple[str, ...] = field(repr=False)
+    sampling: VideoSampling = field(default_factory=VideoSampling)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All URLs."""
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+
+ImageReference = str | EmbeddedImage | NamedImage | BoundedImage | VideoReference
+"""An image of a request: a URL, an embedding, a named image, or an image with pixel bounds; or a video."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Fetch one image over HTTP, from configured hosts only.
+"""Fetch one image or video over HTTP, from configured hosts only.
 
 The usual vulnerability in such code is that URL checks and the connection use different parsers or DNS lookups. Here
 the URL is parsed once, the name is resolved once, every resulting address is checked, and the connection goes to the
@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 import httpcore
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.media.formats import FORMATS
+from vsched.media.formats import IMAGE, MediaKind
 
 if TYPE_CHECKING:
     from vsched.config.sections import MediaConfig
@@ -29,7 +29,6 @@ _PORTS = {"http": 80, "https": 443}
 _URL_CHARACTERS_MAX = 2048
 _HEADERS = (
     ("User-Agent", "vsched"),
-    ("Accept", ", ".join(FORMATS)),
     ("Accept-Encoding", "identity"),
     ("Connection", "close"),
 )
@@ -68,11 +67,13 @@ class Target:
         return self.host if self.port == _PORTS[self.scheme] else f"{self.host}:{self.port}"
 
 
-def _refuse(message: str, code: str = "image_url_refused", status: int = 400) -> RequestRefused:
-    return RequestRefused(message, code=code, status=status)
+def _refuse(
+    kind: MediaKind, message: str, code: str = "url_refused", status: int = 400
+) -> RequestRefused:
+    return RequestRefused(message, code=f"{kind.noun}_{code}", status=status)
 
 
-def parse(reference: str, settings: MediaConfig) -> Target:
+def parse(reference: str, settings: MediaConfig, kind: MediaKind = IMAGE) -> Target:
     """Parse a URL and check its host against the allow-list.
 
     Raises:
@@ -80,20 +81,22 @@ def parse(reference: str, settings: MediaConfig) -> Target:
     """
     if not settings.hosts:
         message = (
-            "remote images are switched off: media.hosts is empty. "
-            "Remedy: send the image as a data: URL or add its host to media.hosts."
+            f"remote {kind.noun}s are switched off: media.hosts is empty. "
+            f"Remedy: send the {kind.noun} as a data: URL or add its host to media.hosts."
         )
-        raise _refuse(message)
+        raise _refuse(kind, message)
     reference = reference.strip()  # like browsers
-    malformed = _refuse("the image URL is malformed. Remedy: send a plain http(s)://host/path URL.")
+    malformed = _refuse(
+        kind, f"the {kind.noun} URL is malformed. Remedy: send a plain http(s)://host/path URL."
+    )
     if len(reference) > _URL_CHARACTERS_MAX:
         message = limit_message(
-            "the image URL is too long",
+            f"the {kind.noun} URL is too long",
             value=f"{len(reference)} characters",
             limit=f"{_URL_CHARACTERS_MAX} characters",
             remedy="send a shorter URL",
         )
-        raise _refuse(message)
+        raise _refuse(kind, message)
     if any(not "!" <= character <= "~" or character in '\\<>"{}|^`' for character in reference):
         raise malformed
     try:
@@ -112,15 +115,16 @@ def parse(reference: str, settings: MediaConfig) -> Target:
     if not _is_listed(target, settings.hosts):
         if any(_host_of(entry) == target.host for entry in settings.hosts):
             message = limit_message(
-                "the image URL's port is not allowed, though its host is",
+                f"the {kind.noun} URL's port is not allowed, though its host is",
                 value=target.port,
                 limit="the ports in media.hosts; an entry without a port allows http on 80 and https on 443",
                 remedy="use such a port or add host:port to media.hosts",
             )
-            raise _refuse(message)
+            raise _refuse(kind, message)
         raise _refuse(
-            "the image URL's host is not allowed. "
-            "Remedy: send the image as a data: URL or add the host to media.hosts."
+            kind,
+            f"the {kind.noun} URL's host is not allowed. "
+            f"Remedy: send the {kind.noun} as a data: URL or add the host to media.hosts.",
         )
     return target
 
@@ -159,7 +163,7 @@ def _is_permitted(address: Address, *, private: bool) -> bool:
     return private and (plain.is_loopback or plain.is_private) and not plain.is_link_local
 
 
-async def resolve(target: Target, *, private: bool) -> str:
+async def resolve(target: Target, *, private: bool, kind: MediaKind = IMAGE) -> str:
     """Resolve a host once and return the address to connect to.
 
     Raises:
@@ -171,14 +175,17 @@ async def resolve(target: Target, *, private: bool) -> str:
             target.host.strip("[]"), target.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
         )
     except (OSError, UnicodeError):
-        raise _refuse("the image URL's host does not resolve. Remedy: check the URL.") from None
+        raise _refuse(
+            kind, f"the {kind.noun} URL's host does not resolve. Remedy: check the URL."
+        ) from None
     addresses = [str(entry[4][0]) for entry in found]
     if not addresses or not all(
         _is_permitted(ipaddress.ip_address(address), private=private) for address in addresses
     ):
         raise _refuse(
-            "the image URL leads to an address that is not allowed. "
-            "Remedy: use a public host or send the image as a data: URL."
+            kind,
+            f"the {kind.noun} URL leads to an address that is not allowed. "
+            f"Remedy: use a public host or send the {kind.noun} as a data: URL.",
         )
     return addresses[0]
 
@@ -204,7 +211,12 @@ class _PinnedBackend(httpcore.AsyncNetworkBackend):
         )
 
 
-async def fetch(reference: str, settings: MediaConfig, reserve: Reserve = uncounted) -> bytes:
+async def fetch(
+    reference: str,
+    settings: MediaConfig,
+    reserve: Reserve = uncounted,
+    kind: MediaKind = IMAGE,
+) -> bytes:
     """Fetch the body of an http(s) URL; `reserve` counts its bytes as they arrive.
 
     Blocks: up to `settings.fetch_s`, including name resolution and TLS.
@@ -212,25 +224,29 @@ async def fetch(reference: str, settings: MediaConfig, reserve: Reserve = uncoun
     Raises:
         RequestRefused: If the URL is not allowed, the fetch fails, the status is not 200, or the body is too large.
     """
-    target = parse(reference, settings)
+    target = parse(reference, settings, kind)
     try:
         async with asyncio.timeout(settings.fetch_s):
-            address = await resolve(target, private=_is_listed(target, settings.private_hosts))
-            return await _get(target, address, settings, reserve)
+            address = await resolve(
+                target, private=_is_listed(target, settings.private_hosts), kind=kind
+            )
+            return await _get(target, address, settings, reserve, kind)
     except TimeoutError:
         message = limit_message(
-            "the image could not be fetched in time",
+            f"the {kind.noun} could not be fetched in time",
             value=f"over {settings.fetch_s:g} s",
             limit=f"{settings.fetch_s:g} s",
             remedy="use a faster host or raise media.fetch_s",
         )
-        raise _refuse(message, "image_fetch_failed") from None
+        raise _refuse(kind, message, "fetch_failed") from None
     except (OSError, ValueError, *_BROKEN):
-        message = "the image could not be fetched. Remedy: check the URL and its host."
-        raise _refuse(message, "image_fetch_failed") from None
+        message = f"the {kind.noun} could not be fetched. Remedy: check the URL and its host."
+        raise _refuse(kind, message, "fetch_failed") from None
 
 
-async def _get(target: Target, address: str, settings: MediaConfig, reserve: Reserve) -> bytes:
+async def _get(
+    target: Target, address: str, settings: MediaConfig, reserve: Reserve, kind: MediaKind
+) -> bytes:
     url = httpcore.URL(
         scheme=target.scheme.encode(),
         host=target.host.strip("[]").encode(),
@@ -239,48 +255,52 @@ async def _get(target: Target, address: str, settings: MediaConfig, reserve: Res
     )
     trusted = ssl.create_default_context() if target.scheme == "https" else None
     pinned = _PinnedBackend(address)
+    accepted = ("Accept", ", ".join(kind.formats))
+    headers = [("Host", target.host_header), accepted, *_HEADERS]
     async with (
         httpcore.AsyncConnectionPool(ssl_context=trusted, network_backend=pinned) as pool,
-        pool.stream("GET", url, headers=[("Host", target.host_header), *_HEADERS]) as response,
+        pool.stream("GET", url, headers=headers) as response,
     ):
-        _check_status(response.status)
-        return await _read_body(response, settings.image_bytes_max, reserve)
+        _check_status(response.status, kind)
+        return await _read_body(response, kind.bytes_max(settings), reserve, kind)
 
 
-async def _read_body(response: httpcore.Response, limit: int, reserve: Reserve) -> bytes:
+async def _read_body(
+    response: httpcore.Response, limit: int, reserve: Reserve, kind: MediaKind
+) -> bytes:
     headers = {name.lower(): value for name, value in response.headers}
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         # Compression was not requested, and would bypass the size limit.
         raise ValueError
     if int(headers.get(b"content-length", b"0")[:18]) > limit:
-        raise _too_large(limit)
+        raise _too_large(limit, kind)
     content = bytearray()
     async for piece in response.aiter_stream():
         if len(content) + len(piece) > limit:
-            raise _too_large(limit)
+            raise _too_large(limit, kind)
         reserve(len(piece))
         content += piece
     return bytes(content)
 
 
-def _too_large(limit: int) -> RequestRefused:
+def _too_large(limit: int, kind: MediaKind) -> RequestRefused:
     message = limit_message(
-        "the fetched image is too large",
+        f"the fetched {kind.noun} is too large",
         value=f"over {limit} bytes",
         limit=f"{limit} bytes",
-        remedy="use a smaller image or raise media.image_bytes_max",
+        remedy=f"use a smaller {kind.noun} or raise media.{kind.noun}_bytes_max",
     )
-    return _refuse(message, "image_too_large", 413)
+    return _refuse(kind, message, "too_large", 413)
 
 
-def _check_status(status: int) -> None:
+def _check_status(status: int, kind: MediaKind) -> None:
     if status == 200:
         return
     remedy = "give the final URL" if 300 <= status < 400 else "check the URL"
     message = limit_message(
-        "the image's host did not return the image",
+        f"the {kind.noun}'s host did not return the {kind.noun}",
         value=f"status {status}",
         limit="status 200, redirects are not followed",
         remedy=remedy,
     )
-    raise _refuse(message, "image_fetch_failed")
+    raise _refuse(kind, message, "fetch_failed")

@@ -22,10 +22,11 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.media.allocator import return_freed_memory
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
 from vsched.media.decode import DecodeLimits
-from vsched.media.measure import Measured, blame, unknown_image
-from vsched.media.pictures.filling import process
+from vsched.media.measure import MeasuredItem, MeasuredVideo, blame, unknown_image
+from vsched.media.pictures.filling import VideoOrder, process, process_video
 from vsched.media.pictures.processes import PictureProcesses
 from vsched.media.pixels import PixelLease, PixelStore
+from vsched.media.video import VideoLimits
 from vsched.worker.contract import Preprocessor
 
 logger = logging.getLogger(__name__)
@@ -38,11 +39,11 @@ IDLE_S = 1.0
 class _Fill:
     """An image whose pixels a thread is writing, or will write; `outcome` is None or the error."""
 
-    image: Measured
+    image: MeasuredItem
     lease: PixelLease
     outcome: asyncio.Future[RequestRefused | RequestFailed | None]
     grant: Grant | None = None
-    work: Future[None] | None = None
+    work: Future[tuple[bytes, ...]] | None = None
     waiters: int = 0
 
     @property
@@ -72,6 +73,8 @@ class Fills:
         executor: Executor,
         *,
         limits: DecodeLimits,
+        video_limits: VideoLimits,
+        video_executor: Executor,
         budget_bytes: int,
         pictures: PictureProcesses | None = None,
     ) -> None:
@@ -82,6 +85,8 @@ class Fills:
         self._store = store
         self._executor = executor
         self._limits = limits
+        self._video_limits = video_limits
+        self._video_executor = video_executor
         self._pictures = pictures
         self._budget = ByteBudget(budget_bytes)
         self._fills: dict[bytes, _Fill] = {}
@@ -91,7 +96,7 @@ class Fills:
         """Return a snapshot of the budget."""
         return self._budget.statistics()
 
-    async def fill(self, measured: Sequence[Measured], lease: PixelLease) -> None:
+    async def fill(self, measured: Sequence[MeasuredItem], lease: PixelLease) -> None:
         """Wait until the pixels of every leased image are in the arena, filling those that are not.
 
         Blocks: until the budget admits each image and threads have processed it. On cancellation, only running threads
@@ -108,7 +113,7 @@ class Fills:
                 if image.key in seen:
                     continue
                 seen.add(image.key)
-                if self._store.is_filled(image.key):
+                if all(self._store.is_filled(key) for key in image.extents):
                     self.repeated += 1
                     continue
                 fill = self._fills.get(image.key)
@@ -123,7 +128,8 @@ class Fills:
             for index, fill in joined:
                 outcome = await asyncio.shield(fill.outcome)
                 if isinstance(outcome, RequestRefused):
-                    raise blame(outcome, index)
+                    noun = "video" if isinstance(fill.image, MeasuredVideo) else "image"
+                    raise blame(outcome, index, noun)
                 if outcome is not None:
                     raise RequestFailed(
                         outcome.message,
@@ -135,20 +141,29 @@ class Fills:
             for _, fill in joined:
                 self._leave(fill)
 
-    def _start(self, image: Measured, lease: PixelLease) -> _Fill:
+    def _start(self, image: MeasuredItem, lease: PixelLease) -> _Fill:
         loop = asyncio.get_running_loop()
-        fill = _Fill(image, self._store.hold(image.key), loop.create_future())
+        fill = _Fill(image, self._store.hold(*image.extents), loop.create_future())
         self._fills[image.key] = fill
-        place = lease.extents[image.key]
-        extent = self._store.view(place)
+        places = tuple(lease.extents[key] for key in image.extents)
+        extents = [self._store.view(place) for place in places]
+        is_video = isinstance(image, MeasuredVideo)
+        executor = self._video_executor if is_video else self._executor
 
-        def call() -> None:
+        def call() -> tuple[bytes, ...]:
+            if isinstance(image, MeasuredVideo):
+                if self._pictures is not None:
+                    return self._pictures.fill_video(image, places)
+                limits = self._limits, self._video_limits
+                order, content = VideoOrder.of(image), b"".join(image.content)
+                return tuple(process_video(content, order, extents, self._preprocessor, limits))
             if self._pictures is not None and not image.is_embedded:
-                self._pictures.fill(image, place)
+                self._pictures.fill(image, places[0])
             else:
-                process(image, extent, self._preprocessor, self._limits)
+                process(image, extents[0], self._preprocessor, self._limits)
+            return (image.key,)
 
-        def wake(_: Future[None]) -> None:
+        def wake(_: Future[tuple[bytes, ...]]) -> None:
             # The loop may be closed if the process exits while a thread is running.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._finish, fill)
@@ -156,7 +171,7 @@ class Fills:
         def begin(grant: Grant) -> None:
             fill.grant = grant
             try:
-                fill.work = self._executor.submit(call)
+                fill.work = executor.submit(call)
             except RuntimeError:
                 self._end(fill, stopping())
             else:
@@ -176,7 +191,8 @@ class Fills:
         if error is None:
             self.processed += not fill.image.is_embedded
             self.embedded += fill.image.is_embedded
-            self._store.mark_filled(fill.key)
+            for key, content in zip(fill.image.extents, fill.work.result(), strict=True):
+                self._store.mark_filled(key, content)
             self._end(fill, None)
         elif isinstance(error, RequestRefused | RequestFailed):
             # Its traceback, and that of its context, refer to the image that could not be decoded.

@@ -1,8 +1,13 @@
-"""Accepted image formats."""
+"""Accepted formats of images and videos."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from vsched.config.sections import MediaConfig
 
 FORMATS: Final = {
     "image/png": "PNG",
@@ -17,3 +22,49 @@ TIFF is not accepted: its header does not bound the memory of opening it, since 
 (65,535 tags may point to the same 20 MB) and follows chains of directories, and its codecs allocate tiles and
 dictionaries of any size. It needs a parser of the first directory that bounds all of these.
 """
+
+VIDEO_FORMATS: Final = {
+    "video/mp4": "MP4",
+    "video/quicktime": "MOV",
+    "video/webm": "WebM",
+    "video/x-matroska": "Matroska",
+    "video/x-msvideo": "AVI",
+    "video/mp2t": "MPEG-TS",
+    "image/gif": "GIF",
+}
+"""Accepted video containers: media types and names."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaKind:
+    """A kind of media files, for reading them from URLs.
+
+    Attributes:
+        noun: Its name in error messages, in error codes, and in the key of its limit.
+        formats: Accepted media types.
+        aliases: Other media types that clients send for them.
+    """
+
+    noun: str
+    formats: Mapping[str, str]
+    aliases: tuple[str, ...]
+
+    def bytes_max(self, settings: MediaConfig) -> int:
+        """The maximum size of a file."""
+        found: int = getattr(settings, f"{self.noun}_bytes_max")
+        return found
+
+
+_DEFAULTS = ("text/plain", "application/octet-stream")
+"""Defaults of libraries; the content decides."""
+
+IMAGE: Final = MediaKind(
+    "image",
+    FORMATS,
+    ("image/jpg", "image/pjpeg", "image/x-png", "image/apng", "image/x-ms-bmp", *_DEFAULTS),
+)
+VIDEO: Final = MediaKind(
+    "video",
+    VIDEO_FORMATS,
+    ("video/x-m4v", "video/matroska", "video/avi", "video/msvideo", "video/mpeg", *_DEFAULTS),
+)

@@ -14,6 +14,7 @@ from typing import Final
 _KEY_BYTES: Final = 32
 _IMAGE: Final = b"vsched.item.v1"
 _EMBEDDING: Final = b"vsched.rows.v1"
+_VIDEO: Final = b"vsched.group.v1"
 
 Part = tuple[bytes, bytes | memoryview]
 
@@ -24,6 +25,27 @@ def item_key(*, settings_digest: bytes, cache_salt: str, encoded: bytes) -> byte
     The encoder's input depends only on the encoded bytes and the processor's settings.
     """
     return _digest(_IMAGE, [(b"P", settings_digest), (b"T", _text(cache_salt)), (b"I", encoded)])
+
+
+def video_key(
+    *, settings_digest: bytes, cache_salt: str, options: bytes, encoded: Sequence[bytes]
+) -> bytes:
+    """32-byte key of a video with these options: of the file, or of the files of its frames."""
+    parts: list[Part] = [(b"P", settings_digest), (b"T", _text(cache_salt)), (b"O", options)]
+    return _digest(_VIDEO, [*parts, *((b"I", each) for each in encoded)])
+
+
+def group_key(video: bytes, index: int) -> bytes:
+    """32-byte key of the extent of a frame group while its content is unknown."""
+    return _digest(_VIDEO, [(b"V", video), (b"N", _integers((index,)))])
+
+
+def content_key(
+    *, settings_digest: bytes, cache_salt: str, specs: bytes, arrays: Sequence[memoryview]
+) -> bytes:
+    """32-byte key of a frame group by its arrays; `specs` are their names, types and shapes."""
+    parts: list[Part] = [(b"P", settings_digest), (b"T", _text(cache_salt)), (b"S", specs)]
+    return _digest(_VIDEO, [*parts, *((b"R", each) for each in arrays)])
 
 
 def embedding_key(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.base64_text import base64_bytes
 from vsched.media.decode import DecodeLimits, ImageHeader, inspect
@@ -15,18 +17,24 @@ from vsched.media.embeddings import (
     Embedding,
     ImageReference,
     NamedImage,
+    VideoReference,
     check_tokens,
     read_embedding,
 )
 from vsched.media.estimate import EMBEDDING_BYTES, preprocess_bytes
-from vsched.media.keys import embedding_key, item_key
+from vsched.media.formats import IMAGE, VIDEO
+from vsched.media.keys import embedding_key, group_key, item_key, video_key
 from vsched.media.sources import is_data, read_embedded, read_local
+from vsched.media.video import VideoLimits, decode_bytes, inspect_video, refuse_without_decoder
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     ImagePlan,
     ImageProcessing,
+    ItemPlan,
     PixelBounds,
     Preprocessor,
+    VideoFacts,
+    VideoPlan,
     extent_bytes,
 )
 
@@ -60,6 +68,11 @@ class Measured:
     name: ImageName | None = None
 
     @property
+    def extents(self) -> dict[bytes, int]:
+        """The bytes of its extent, by key."""
+        return {self.key: self.extent_bytes}
+
+    @property
     def is_embedded(self) -> bool:
         """True if the client sent an embedding."""
         return isinstance(self.content, Embedding)
@@ -71,14 +84,52 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """Remembered facts about an image that was measured before."""
+class MeasuredVideo:
+    """One video of a request before its frames are decoded; other attributes as in `Measured`.
 
-    plan: ImagePlan
+    Attributes:
+        content: The file, or the files of its frames.
+        is_file: True for a file.
+        settings_digest: Digest of the settings that arrays depend on, for the keys of their content.
+    """
+
+    key: bytes
+    plan: VideoPlan
+    content: tuple[bytes, ...]
+    is_file: bool
+    work_bytes: int
+    settings_digest: bytes
+    cache_salt: str
+    name: None = None
+    is_embedded: bool = False
+    is_sent: bool = True
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that the client sent for it."""
+        return sum(map(len, self.content))
+
+    @property
+    def extents(self) -> dict[bytes, int]:
+        """The bytes of each frame group's extent, by key."""
+        groups = enumerate(self.plan.groups)
+        return {group_key(self.key, index): extent_bytes(one.arrays) for index, one in groups}
+
+
+MeasuredItem = Measured | MeasuredVideo
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Remembered facts about an image or a video that was measured before."""
+
+    plan: ItemPlan
     work_bytes: int
 
 
-def source_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
+def source_of(
+    reference: str | EmbeddedImage | NamedImage | BoundedImage,
+) -> str | EmbeddedImage | NamedImage:
     """Data source of a reference; the image itself if it is only a name."""
     image = image_of(reference)
     if isinstance(image, NamedImage) and image.reference is not None:
@@ -86,7 +137,17 @@ def source_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
     return image
 
 
-def image_of(reference: ImageReference) -> str | EmbeddedImage | NamedImage:
+def urls_of(reference: ImageReference) -> tuple[str, ...]:
+    """All URLs of a reference."""
+    if isinstance(reference, VideoReference):
+        return reference.urls
+    source = source_of(reference)
+    return (source,) if isinstance(source, str) else ()
+
+
+def image_of(
+    reference: str | EmbeddedImage | NamedImage | BoundedImage,
+) -> str | EmbeddedImage | NamedImage:
     """Image of a reference, without its bounds."""
     return reference.image if isinstance(reference, BoundedImage) else reference
 
@@ -114,12 +175,18 @@ def unknown_image() -> RequestRefused:
     )
 
 
-def refuse_images(info: ModelInfo) -> None:
-    """Reject a request with images if the model takes none.
+def refuse_images(info: ModelInfo, references: Sequence[ImageReference] = ()) -> None:
+    """Reject a request with images or videos if the model takes none.
 
     Raises:
         RequestRefused: With status 400.
     """
+    has_video = any(isinstance(each, VideoReference) for each in references)
+    if has_video and info.takes_images and not info.takes_videos:
+        raise RequestRefused(
+            "the model takes no videos. Remedy: send frames of it as images.",
+            code="videos_not_taken",
+        )
     if not info.takes_images:
         raise RequestRefused(
             "the model takes no images. Remedy: send text alone, or ask a model that sees.",
@@ -127,10 +194,10 @@ def refuse_images(info: ModelInfo) -> None:
         )
 
 
-def blame(error: RequestRefused, index: int) -> RequestRefused:
-    """Add the index of the image to an error."""
+def blame(error: RequestRefused, index: int, noun: str = "image") -> RequestRefused:
+    """Add the index of the image or video, among all of the request, to an error."""
     return RequestRefused(
-        f"image {index}: {error.message}",
+        f"{noun} {index}: {error.message}",
         code=error.code,
         status=error.status,
         retry_after_s=error.retry_after_s,
@@ -142,11 +209,18 @@ def pixel_limits(settings: MediaConfig) -> DecodeLimits:
     return DecodeLimits(image=settings.image_pixels_max, webp=settings.webp_pixels_max)
 
 
+def video_limits(settings: MediaConfig) -> VideoLimits:
+    """The limits of videos from the settings."""
+    return VideoLimits(
+        settings.image_pixels_max, settings.video_seconds_max, settings.video_decode_s
+    )
+
+
 class Measurer:
     """Measures the images of requests; called from several threads at once.
 
     `plans` and `names` are only read here; the event loop fills them. `inspect_isolated` reads image headers in an
-    isolated process; by default they are read in the calling thread.
+    isolated process, and `inspect_video_isolated` those of videos; by default they are read in the calling thread.
     """
 
     def __init__(
@@ -156,6 +230,7 @@ class Measurer:
         plans: Mapping[bytes, Planned],
         names: Mapping[ImageName, bytes],
         inspect_isolated: Callable[[bytes], ImageHeader] | None = None,
+        inspect_video_isolated: Callable[[bytes], VideoFacts] | None = None,
     ) -> None:
         self._preprocessor = preprocessor
         self._settings = settings
@@ -163,6 +238,9 @@ class Measurer:
         self._names = names
         limits = pixel_limits(settings)
         self._inspect = inspect_isolated or (lambda encoded: inspect(encoded, limits))
+        self._inspect_video = inspect_video_isolated or (
+            lambda encoded: inspect_video(encoded, video_limits(settings))
+        )
 
     def measure(
         self,
@@ -170,7 +248,7 @@ class Measurer:
         fetched: Mapping[str, bytes],
         cache_salt: str,
         reserve: Callable[[int], None],
-    ) -> list[Measured]:
+    ) -> list[MeasuredItem]:
         """Measure the images of all references, in order; `reserve` counts the bytes of files before they are read.
 
         Blocks: for base64, hashing and files; call it off the event loop.
@@ -178,29 +256,101 @@ class Measurer:
         Raises:
             RequestRefused: If one of them cannot be read or accepted; the message has its index.
         """
-        seen: dict[ImageReference, Measured] = {}
+        seen: dict[ImageReference, MeasuredItem] = {}
         total = 0
-        result: list[Measured] = []
+        result: list[MeasuredItem] = []
         for index, reference in enumerate(references):
             measured = seen.get(reference)
             if measured is None:
                 try:
-                    source = source_of(reference)
-                    if isinstance(source, EmbeddedImage):
-                        measured = self._measure_embedded(source, cache_salt)
-                    else:
-                        measured = self._measure_image(reference, fetched, cache_salt, reserve)
+                    measured = self._measure(reference, fetched, cache_salt, reserve)
                     total += measured.received_bytes
                     check_total(total, self._settings)
                 except RequestRefused as error:
-                    raise blame(error, index) from None
+                    raise blame(error, index, noun_of(reference)) from None
                 seen[reference] = measured
             result.append(measured)
         return result
 
-    def _measure_image(
+    def _measure(
         self,
         reference: ImageReference,
+        fetched: Mapping[str, bytes],
+        cache_salt: str,
+        reserve: Callable[[int], None],
+    ) -> MeasuredItem:
+        if isinstance(reference, VideoReference):
+            return self._measure_video(reference, fetched, cache_salt, reserve)
+        source = source_of(reference)
+        if isinstance(source, EmbeddedImage):
+            return self._measure_embedded(source, cache_salt)
+        return self._measure_image(reference, fetched, cache_salt, reserve)
+
+    def _measure_video(
+        self,
+        video: VideoReference,
+        fetched: Mapping[str, bytes],
+        cache_salt: str,
+        reserve: Callable[[int], None],
+    ) -> MeasuredVideo:
+        is_file = isinstance(video.source, str)
+        if is_file:
+            refuse_without_decoder()
+        kind = VIDEO if is_file else IMAGE
+        content = []
+        for url in video.urls:
+            found = fetched.get(url)
+            content.append(
+                read_local(url, self._settings, reserve, kind) if found is None else found
+            )
+            check_total(sum(map(len, content)), self._settings)
+        digest = self._preprocessor.settings_digest
+        key = video_key(
+            settings_digest=digest,
+            cache_salt=cache_salt,
+            options=msgspec.json.encode((video.sampling, is_file)),
+            encoded=content,
+        )
+        planned = self._plans.get(key) or self._plan_video(video, content)
+        assert isinstance(planned.plan, VideoPlan)
+        for group in planned.plan.groups:
+            check_tokens(group.tokens, self._preprocessor.info)
+        check_work(planned.work_bytes, self._settings, "video")
+        return MeasuredVideo(
+            key, planned.plan, tuple(content), is_file, planned.work_bytes, digest, cache_salt
+        )
+
+    def _plan_video(self, video: VideoReference, content: Sequence[bytes]) -> Planned:
+        frames_max = self._settings.video_frames_max
+        if isinstance(video.source, str):
+            [file] = content
+            facts = self._inspect_video(file)
+            plan = self._preprocessor.plan_video(facts, video.sampling, frames_max=frames_max)
+            return Planned(plan, decode_bytes(facts, len(file)) + plan.work_bytes)
+        headers = [self._inspect(each) for each in content]
+        sizes = {(header.width, header.height) for header in headers}
+        if len(sizes) > 1:
+            raise RequestRefused(
+                limit_message(
+                    "the frames of the video differ in size",
+                    value=", ".join(f"{width}x{height}" for width, height in sorted(sizes)[:4]),
+                    limit="one size",
+                    remedy="resize the frames to one size, or send them as images",
+                ),
+                code="video_invalid",
+            )
+        [(width, height)] = sizes
+        facts = VideoFacts(width, height, len(headers), video.sampling.fps or 0)
+        plan = self._preprocessor.plan_video(
+            facts, video.sampling, frames_max=frames_max, sample=False
+        )
+        storages = [header.storage for header in headers]
+        work = max(preprocess_bytes(width, height, each, plan.groups[0]) for each in storages)
+        return Planned(plan, work * plan.group_frames + sum(map(len, content)))
+
+    def _measure_image(
+        self,
+        reference: str | EmbeddedImage | NamedImage | BoundedImage,
         fetched: Mapping[str, bytes],
         cache_salt: str,
         reserve: Callable[[int], None],
@@ -222,6 +372,7 @@ class Measurer:
         )
         planned = self._plans.get(key) or self._plan(encoded, front)
         plan, info = planned.plan, self._preprocessor.info
+        assert isinstance(plan, ImagePlan)
         check_tokens(plan.tokens, info)
         check_work(planned.work_bytes, self._settings)
         size = extent_bytes(plan.arrays)
@@ -233,6 +384,7 @@ class Measurer:
         planned = self._plans.get(key) if key is not None else None
         if key is None or planned is None:
             raise unknown_image()
+        assert isinstance(planned.plan, ImagePlan)
         size = extent_bytes(planned.plan.arrays)
         return Measured(key, planned.plan, b"", 0, size, planned.work_bytes, bounds, name)
 
@@ -268,12 +420,37 @@ class Measurer:
         return Measured(key, embedding.plan, embedding, len(file), extent_bytes, work_bytes)
 
 
+def noun_of(reference: ImageReference) -> str:
+    """Noun for errors about a reference."""
+    return "video" if isinstance(reference, VideoReference) else "image"
+
+
 def check_permitted(references: Sequence[ImageReference], settings: MediaConfig) -> None:
-    """Reject embeddings if they are disabled.
+    """Reject embeddings if they are disabled, and too many videos or frames.
 
     Raises:
-        RequestRefused: With the index of the first one.
+        RequestRefused: With value, limit and remedy.
     """
+    videos = [each for each in references if isinstance(each, VideoReference)]
+    if len(videos) > settings.videos_max:
+        message = limit_message(
+            "the request has too many videos",
+            value=f"{len(videos)} videos",
+            limit=f"{settings.videos_max} videos",
+            remedy="send fewer videos or raise media.videos_max",
+        )
+        raise RequestRefused(message, code="too_many_videos")
+    for video in videos:
+        if not isinstance(video.source, str) and not (
+            0 < len(video.source) <= settings.video_frames_max
+        ):
+            message = limit_message(
+                "a video has too many frames, or none",
+                value=f"{len(video.source)} frames",
+                limit=f"1 to {settings.video_frames_max} frames",
+                remedy="send that many, or raise media.video_frames_max",
+            )
+            raise RequestRefused(message, code="video_frames_exceeded")
     if settings.allow_embeddings:
         return
     for index, reference in enumerate(references):
@@ -287,6 +464,8 @@ def check_permitted(references: Sequence[ImageReference], settings: MediaConfig)
 
 def reference_bytes(reference: ImageReference) -> int:
     """Bytes of a reference during preparation: the reference itself, and its decoded base64."""
+    if isinstance(reference, VideoReference):
+        return sum(map(reference_bytes, reference.urls))
     source = source_of(reference)
     if isinstance(source, EmbeddedImage):
         return base64_bytes(source.data) * 7 // 4
@@ -295,20 +474,20 @@ def reference_bytes(reference: ImageReference) -> int:
     return base64_bytes(source) * 7 // 4 if is_data(source) else len(source)
 
 
-def check_work(size: int, settings: MediaConfig) -> None:
-    """Reject an image whose processing needs more memory than the whole budget.
+def check_work(size: int, settings: MediaConfig, noun: str = "image") -> None:
+    """Reject an image or a video whose processing needs more memory than the whole budget.
 
     Raises:
         RequestRefused: With value, limit and remedy.
     """
     if size > settings.decode_bytes:
         message = limit_message(
-            "the image takes too much memory to decode and process",
+            f"the {noun} takes too much memory to decode and process",
             value=f"up to {size} bytes",
             limit=f"{settings.decode_bytes} bytes",
-            remedy="send a smaller image or raise media.decode_bytes",
+            remedy=f"send a smaller {noun} or raise media.decode_bytes",
         )
-        raise RequestRefused(message, code="image_too_large", status=413)
+        raise RequestRefused(message, code=f"{noun}_too_large", status=413)
 
 
 def check_total(total: int, settings: MediaConfig) -> None:

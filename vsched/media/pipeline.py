@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,26 +26,30 @@ import msgspec
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.budget import BudgetStatistics
-from vsched.media.embeddings import ImageReference
+from vsched.media.embeddings import ImageReference, VideoReference
 from vsched.media.fills import Fills, stopping
+from vsched.media.formats import IMAGE, VIDEO
 from vsched.media.held import HeldBytes, Holding
 from vsched.media.measure import (
     ImageName,
-    Measured,
+    MeasuredItem,
+    MeasuredVideo,
     Measurer,
     Planned,
     blame,
     check_permitted,
     check_total,
+    noun_of,
     pixel_limits,
     reference_bytes,
     refuse_images,
-    source_of,
+    urls_of,
+    video_limits,
 )
 from vsched.media.pictures.processes import PictureProcesses, picture_processes
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.sources import ReadRemote, is_local, read_remote
-from vsched.types import MediaItem
+from vsched.types import MediaItem, Spans
 from vsched.worker.contract import Preprocessor
 
 if TYPE_CHECKING:
@@ -136,23 +140,31 @@ class MediaPipeline:
         self._pictures: PictureProcesses | None = None
         if executor is None and store.shared_fd is not None:
             self._pictures = picture_processes(
-                preprocessor, limits, arena_fd=store.shared_fd, deadline_s=settings.prepare_s
+                preprocessor,
+                limits,
+                arena_fd=store.shared_fd,
+                deadline_s=settings.prepare_s,
+                video_limits=video_limits(settings),
             )
-        inspect_isolated = None if self._pictures is None else self._pictures.inspect
-        self._measurer = Measurer(
-            preprocessor, settings, self._plans, self._names, inspect_isolated
-        )
+        isolated: tuple[Any, ...] = ()
+        if self._pictures is not None:
+            isolated = self._pictures.inspect, self._pictures.inspect_video
+        self._measurer = Measurer(preprocessor, settings, self._plans, self._names, *isolated)
         self._executor = executor or ThreadPoolExecutor(
             settings.threads, thread_name_prefix="media"
         )
         self._long_texts = executor or ThreadPoolExecutor(
             1, thread_name_prefix="long-texts", initializer=_give_way
         )
+        # Videos take longer, and must not hold up images.
+        self._videos = executor or ThreadPoolExecutor(settings.threads, thread_name_prefix="videos")
         self._fills = Fills(
             preprocessor,
             store,
             self._executor,
             limits=limits,
+            video_limits=video_limits(settings),
+            video_executor=self._videos,
             budget_bytes=settings.decode_bytes,
             pictures=self._pictures,
         )
@@ -174,6 +186,8 @@ class MediaPipeline:
         try:
             check_permitted(images, self._settings)
             with self.place(len(images)):
+                if images:
+                    refuse_images(self._preprocessor.info, images)
                 holding = self._held.open()
                 try:
                     holding.add(sum(map(reference_bytes, images)))
@@ -249,6 +263,7 @@ class MediaPipeline:
         Blocks: until running images are done; waiting ones are cancelled.
         """
         self._long_texts.shutdown(wait=True, cancel_futures=True)
+        self._videos.shutdown(wait=True, cancel_futures=True)
         self._executor.shutdown(wait=True, cancel_futures=True)
         if self._pictures is not None:
             self._pictures.close()
@@ -296,27 +311,21 @@ class MediaPipeline:
         token_ids, spans = self._preprocessor.expand(prompt_ids, [image.plan for image in measured])
         self._check_context(len(token_ids))
         read = time.perf_counter()
-        lease = await self._store.acquire({image.key: image.extent_bytes for image in measured})
+        sizes: dict[bytes, int] = {}
+        for image in measured:
+            sizes |= image.extents
+        lease = await self._store.acquire(sizes)
         acquired = time.perf_counter()
         try:
             self._remember(measured)
             await self._fills.fill(measured, lease)
+            contents: dict[bytes, bytes] = {}
+            if any(isinstance(image, MeasuredVideo) for image in measured):
+                contents, lease = self._store.settle(lease)
         except BaseException:
             lease.release()
             raise
-        items = tuple(
-            MediaItem(
-                key=image.key,
-                tokens=image.plan.tokens,
-                offset=runs[0][0],
-                spans=runs if len(runs) > 1 else (),
-                arrays=() if image.is_embedded else image.plan.arrays,
-                metadata=image.plan.metadata,
-                extent=lease.extents[image.key],
-                encoded=image.is_embedded,
-            )
-            for image, runs in zip(measured, spans, strict=True)
-        )
+        items = _items(measured, spans, contents, lease)
         timings = PrepareTimings(
             read_ms=(read - started) * 1e3,
             wait_ms=(acquired - read) * 1e3,
@@ -330,13 +339,15 @@ class MediaPipeline:
         images: Sequence[ImageReference],
         cache_salt: str,
         holding: Holding,
-    ) -> tuple[list[int], list[Measured]]:
+    ) -> tuple[list[int], list[MeasuredItem]]:
         if not images and _is_short(prompt):
             return self._tokenize(prompt, images=False), []
         fetched = await self._fetch(images, holding)
         executor = self._executor if _is_short(prompt) else self._long_texts
+        if any(isinstance(image, VideoReference) for image in images):
+            executor = self._videos
 
-        def read() -> tuple[list[int], list[Measured]]:
+        def read() -> tuple[list[int], list[MeasuredItem]]:
             # Images first: a request that is refused because of an image need not be tokenized.
             measured = self._measurer.measure(images, fetched, cache_salt, holding.add)
             return self._tokenize(prompt, images=bool(images)), measured
@@ -361,15 +372,17 @@ class MediaPipeline:
         fetched: dict[str, bytes] = {}
         total = 0
         for index, reference in enumerate(images):
-            source = source_of(reference)
-            if not isinstance(source, str) or is_local(source) or source in fetched:
-                continue
-            try:
-                fetched[source] = await self._read_remote(source, self._settings, holding.add)
-                total += len(fetched[source])
-                check_total(total, self._settings)
-            except RequestRefused as error:
-                raise blame(error, index) from None
+            is_file = isinstance(reference, VideoReference) and isinstance(reference.source, str)
+            kind = VIDEO if is_file else IMAGE
+            for url in urls_of(reference):
+                if is_local(url) or url in fetched:
+                    continue
+                try:
+                    fetched[url] = await self._read_remote(url, self._settings, holding.add, kind)
+                    total += len(fetched[url])
+                    check_total(total, self._settings)
+                except RequestRefused as error:
+                    raise blame(error, index, noun_of(reference)) from None
         return fetched
 
     def _check_context(self, tokens: int) -> None:
@@ -380,11 +393,11 @@ class MediaPipeline:
                 "the prompt leaves no room for an answer",
                 value=f"{tokens} prompt tokens",
                 limit=f"{limit} tokens of context",
-                remedy="shorten the prompt or send fewer or smaller images",
+                remedy="shorten the prompt or send fewer or smaller images, or fewer frames of a video",
             )
             raise RequestRefused(message, code="context_exceeded")
 
-    def _remember(self, measured: Sequence[Measured]) -> None:
+    def _remember(self, measured: Sequence[MeasuredItem]) -> None:
         for image in measured:
             if not image.is_embedded:
                 self._plans[image.key] = Planned(image.plan, image.work_bytes)
@@ -394,6 +407,35 @@ class MediaPipeline:
                 self._names.move_to_end(image.name)
         _shorten(self._plans, self._settings.plans_max)
         _shorten(self._names, self._settings.plans_max)
+
+
+def _items(
+    measured: Sequence[MeasuredItem],
+    spans: Sequence[Spans],
+    contents: Mapping[bytes, bytes],
+    lease: PixelLease,
+) -> tuple[MediaItem, ...]:
+    """Return the items of all images and frame groups; `contents` has the key of each extent's content."""
+    items: list[MediaItem] = []
+    places = iter(spans)
+    for image in measured:
+        plans = image.plan.groups if isinstance(image, MeasuredVideo) else (image.plan,)
+        for extent, plan in zip(image.extents, plans, strict=True):
+            key = contents.get(extent, extent)
+            runs = next(places)
+            items.append(
+                MediaItem(
+                    key=key,
+                    tokens=plan.tokens,
+                    offset=runs[0][0],
+                    spans=runs if len(runs) > 1 else (),
+                    arrays=() if image.is_embedded else plan.arrays,
+                    metadata=plan.metadata,
+                    extent=lease.extents[key],
+                    encoded=image.is_embedded,
+                )
+            )
+    return tuple(items)
 
 
 def _is_short(prompt: Prompt) -> bool:

@@ -48,9 +48,13 @@ class PixelStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _PixelEntry:
+    """An extent; `names` are its keys: that of its source, and that of its content if it is another."""
+
     extent: Extent
+    names: list[bytes]
     holders: int = 0
     filled: bool = False
+    content: bytes = b""
 
 
 class _FreeList:
@@ -178,20 +182,40 @@ class PixelStore:
             self._drop_hold(key)
         self._serve()
 
-    def hold(self, key: bytes) -> PixelLease:
-        """Add a hold to an entry that is already held, for the thread that fills it."""
-        entry = self._entries[key]
-        assert entry.holders > 0
-        entry.holders += 1
-        return PixelLease(self, {key: entry.extent})
+    def hold(self, *keys: bytes) -> PixelLease:
+        """Add a hold to entries that are already held, for the thread that fills them."""
+        for key in keys:
+            assert self._entries[key].holders > 0
+            self._entries[key].holders += 1
+        return PixelLease(self, {key: self._entries[key].extent for key in keys})
+
+    def settle(self, lease: PixelLease) -> tuple[dict[bytes, bytes], PixelLease]:
+        """Exchange a lease on filled entries for one by content; return the content's key of each key, and that lease.
+
+        So equal content has one extent for all requests that hold it, whatever it was decoded from.
+        """
+        contents: dict[bytes, bytes] = {}
+        for key in lease.extents:
+            entry = self._entries[key]
+            contents[key] = entry.content
+            if entry.content not in self._entries:
+                entry.names.append(entry.content)
+                self._entries[entry.content] = entry
+        extents: dict[bytes, Extent] = {}
+        for content in dict.fromkeys(contents.values()):
+            self._add_hold(content)
+            extents[content] = self._entries[content].extent
+        lease.release()
+        return contents, PixelLease(self, extents)
 
     def is_filled(self, key: bytes) -> bool:
         """True if the pixels of a held key are complete."""
         return self._entries[key].filled
 
-    def mark_filled(self, key: bytes) -> None:
-        """Mark the pixels of a held key as complete."""
+    def mark_filled(self, key: bytes, content: bytes = b"") -> None:
+        """Mark the pixels of a held key as complete; `content` is the key of their content if it is another."""
         self._entries[key].filled = True
+        self._entries[key].content = content or key
 
     def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
         """Bytes of an extent; writable, and valid while it is held."""
@@ -211,7 +235,7 @@ class PixelStore:
             bytes_total=self._size,
             bytes_held=self._size - self._free.bytes - self._kept_bytes,
             bytes_kept=self._kept_bytes,
-            entries=len(self._entries),
+            entries=len({id(entry) for entry in self._entries.values()}),
             waiting=len(self._waiters),
             hits=self._hits,
             misses=self._misses,
@@ -232,7 +256,11 @@ class PixelStore:
         """Hold or create every entry; if that fails, only the attempted evictions remain."""
         absent = [key for key in sizes if key not in self._entries]
         present = [key for key in sizes if key in self._entries]
-        kept = sum(aligned(self._entries[key].extent.size) for key in present if key in self._kept)
+        kept = sum(
+            aligned(self._entries[key].extent.size)
+            for key in present
+            if self._entries[key].holders == 0
+        )
         needed = sum(aligned(sizes[key]) for key in absent)
         if needed > self._free.bytes + self._kept_bytes - kept:
             return None
@@ -251,7 +279,7 @@ class PixelStore:
                 while self._kept:
                     self._evict()
                 return self._take(sizes)
-            self._entries[key] = _PixelEntry(Extent(offset, sizes[key]), holders=1)
+            self._entries[key] = _PixelEntry(Extent(offset, sizes[key]), [key], holders=1)
             created.append(key)
         self._hits += sum(self._entries[key].filled for key in present)
         self._misses += len(absent)
@@ -270,13 +298,15 @@ class PixelStore:
         self._remove(key)
 
     def _remove(self, key: bytes) -> None:
-        extent = self._entries.pop(key).extent
-        self._free.give(extent.offset, aligned(extent.size))
+        entry = self._entries[key]
+        for name in entry.names:
+            del self._entries[name]
+        self._free.give(entry.extent.offset, aligned(entry.extent.size))
 
     def _add_hold(self, key: bytes) -> None:
         entry = self._entries[key]
         if entry.holders == 0:
-            del self._kept[key]
+            del self._kept[entry.names[0]]
             self._kept_bytes -= aligned(entry.extent.size)
         entry.holders += 1
 
@@ -287,7 +317,7 @@ class PixelStore:
         if entry.holders:
             return
         if entry.filled:
-            self._kept[key] = None
+            self._kept[entry.names[0]] = None
             self._kept_bytes += aligned(entry.extent.size)
         else:
             # Space without pixels is useless as a cache entry.

@@ -493,6 +493,72 @@ class ImagePlan:
     work_bytes: int = 0
 
 
+class PixelBounds(msgspec.Struct, frozen=True):
+    """A request's bounds on the number of pixels after resizing; None for the checkpoint's bound."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+class VideoFacts(msgspec.Struct, frozen=True):
+    """Facts of a video: the size of its upright frames, their number, and the rate in frames per second."""
+
+    width: int
+    height: int
+    frames: int
+    rate: float
+
+
+class VideoSampling(msgspec.Struct, frozen=True):
+    """A request's options for a video; None for the checkpoint's.
+
+    Attributes:
+        fps: Frames to sample per second; of frames that are sent as images, the rate at which they were sampled.
+        num_frames: Number of frames to sample, instead of `fps`.
+        max_frames: Maximum number of frames.
+        bounds: Bounds in pixels, as the checkpoint's video processor has them: of a frame, or of all frames.
+    """
+
+    fps: float | None = None
+    num_frames: int | None = None
+    max_frames: int | None = None
+    bounds: PixelBounds = PixelBounds()
+
+
+class FrameSize(msgspec.Struct, frozen=True):
+    """The size that frames are resized to."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class VideoPlan:
+    """The result of preprocessing a video.
+
+    Attributes:
+        frames: Numbers of the sampled frames, ascending; each group has the next few, and the last may repeat.
+        size: The size that they are resized to.
+        groups: The plan of each frame group, without `expansion`.
+        expansion: Token ids that replace the video's placeholder in a prompt, including those of all groups.
+        work_bytes: Maximum memory for processing a group, besides its frames.
+    """
+
+    frames: tuple[int, ...]
+    size: FrameSize
+    groups: tuple[ImagePlan, ...]
+    expansion: tuple[int, ...]
+    work_bytes: int = 0
+
+    @property
+    def group_frames(self) -> int:
+        """Number of frames of a group."""
+        return len(self.frames) // len(self.groups)
+
+
+ItemPlan = ImagePlan | VideoPlan
+
+
 @dataclass(frozen=True, slots=True)
 class Companion:
     """A tensor of integers that clients must send with an embedding, and that determines the image's plan.
@@ -521,13 +587,6 @@ class ImageRecipe(msgspec.Struct, frozen=True):
 
     maker: str
     settings: bytes
-
-
-class PixelBounds(msgspec.Struct, frozen=True):
-    """A request's bounds on the number of pixels after resizing; None for the checkpoint's bound."""
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
 
 
 class AnswerPart(NamedTuple):
@@ -569,6 +628,13 @@ class ImageProcessing(ABC):
         Besides the image, it may use 2.25 times the size of its result, including the result, or `work_bytes` of the
         plan; this is its budget.
         """
+
+    def process_frames(self, frames: Sequence[Image.Image], size: FrameSize) -> Arrays:
+        """Return the arrays of a frame group, with the names, dtypes and shapes of its plan.
+
+        `frames` are RGB images, `size` that of `VideoPlan`. Memory as for `process_image`.
+        """
+        raise _videos_refused()
 
     def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> Self:
         """Return a copy with other bounds, which has another `settings_digest` if they differ.
@@ -666,20 +732,33 @@ class Preprocessor(ImageProcessing):
         """See `ImageProcessing`."""
         raise _images_refused()
 
+    def plan_video(
+        self, facts: VideoFacts, sampling: VideoSampling, *, frames_max: int, sample: bool = True
+    ) -> VideoPlan:
+        """Return the plan of a video; without `sample`, all of its frames are used.
+
+        Raises:
+            RequestRefused: When the checkpoint's processor does not support the size or the options, or more than
+                `frames_max` frames are asked for.
+        """
+        raise _videos_refused()
+
     def image_recipe(self) -> ImageRecipe | None:
         """Return the recipe for processing images in isolated processes, where they do not block the event loop."""
         return None
 
     def expand(
-        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+        self, token_ids: Sequence[int], plans: Sequence[ItemPlan]
     ) -> tuple[list[int], list[Spans]]:
-        """Replace the i-th image placeholder by the expansion of `plans[i]`; return ids and the images' placeholders.
+        """Replace the i-th placeholder of an image or video by the expansion of `plans[i]`.
+
+        Return the ids, and the placeholders of each image and of each frame group of a video.
 
         Implemented by `vsched.worker.expansion`.
 
         Raises:
-            RequestRefused: When the numbers of placeholders and images differ, or the model does not support images
-                there.
+            RequestRefused: When the numbers of placeholders and images or videos differ, or the model does not support
+                them there.
         """
         if plans:
             raise _images_refused()
@@ -689,6 +768,12 @@ class Preprocessor(ImageProcessing):
 def _images_refused() -> RequestRefused:
     return RequestRefused(
         "the model takes no images. Remedy: send text alone.", code="images_not_taken"
+    )
+
+
+def _videos_refused() -> RequestRefused:
+    return RequestRefused(
+        "the model takes no videos. Remedy: send frames of it as images.", code="videos_not_taken"
     )
 
 

@@ -1,4 +1,4 @@
-"""Expansion of the image placeholders of a prompt."""
+"""Expansion of the placeholders of images and videos in a prompt."""
 
 from __future__ import annotations
 
@@ -8,31 +8,37 @@ from itertools import groupby
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.types import Spans
-from vsched.worker.contract import ImagePlan
+from vsched.worker.contract import ItemPlan, VideoPlan
 
 
 def expand_images(
     token_ids: Sequence[int],
-    plans: Sequence[ImagePlan],
+    plans: Sequence[ItemPlan],
     *,
     placeholder: int,
     marker: int | None = None,
+    video: int | None = None,
 ) -> tuple[list[int], list[Spans]]:
-    """Replace the i-th marker by the expansion of the i-th image; return ids and each image's placeholder spans.
+    """Replace the i-th marker by the expansion of the i-th image or video.
 
-    `marker` is the token for an image in the unexpanded prompt, by default `placeholder`.
+    Return the ids, and the placeholder spans of each image and of each frame group of a video.
+
+    `marker` is the token for an image in the unexpanded prompt, by default `placeholder`; `video` is that for a video,
+    if the model takes videos.
 
     Raises:
-        RequestRefused: When the numbers of placeholders and images differ.
+        RequestRefused: When the numbers of placeholders and images differ, or their order.
     """
     marker = placeholder if marker is None else marker
     places = places_of(token_ids, marker)
+    if video is not None:
+        places = sorted(places + places_of(token_ids, video))
     if len(places) != len(plans):
         message = limit_message(
             "the prompt's image placeholders and the request's images differ in number",
             value=len(places),
             limit=len(plans),
-            remedy="send one placeholder an image, and none in the text",
+            remedy="send one placeholder an image or video, and none in the text",
         )
         raise RequestRefused(message, code="image_count_mismatch")
     expanded: list[int] = []
@@ -42,7 +48,16 @@ def expand_images(
         expanded.extend(token_ids[start:place])
         start = place + 1
         first = len(expanded)
-        if plan.expansion:
+        if isinstance(plan, VideoPlan) != (token_ids[place] == video):
+            raise RequestRefused(
+                "the prompt's placeholders and the request's images and videos differ in order. "
+                "Remedy: send a placeholder of an image for an image, and of a video for a video.",
+                code="image_count_mismatch",
+            )
+        if isinstance(plan, VideoPlan):
+            expanded.extend(plan.expansion)
+            spans += _group_spans(plan, token_ids[place], first)
+        elif plan.expansion:
             expanded.extend(plan.expansion)
             spans.append(runs_of(plan.expansion, placeholder, first))
         else:
@@ -50,6 +65,17 @@ def expand_images(
             spans.append(((first, len(expanded)),))
     expanded.extend(token_ids[start:])
     return expanded, spans
+
+
+def _group_spans(plan: VideoPlan, placeholder: int, first: int) -> list[Spans]:
+    """Return the placeholder spans of each frame group, in an expansion that begins at position `first`."""
+    spans: list[Spans] = []
+    at = 0
+    for group in plan.groups:
+        at = plan.expansion.index(placeholder, at)
+        spans.append(((first + at, first + at + group.tokens),))
+        at += group.tokens
+    return spans
 
 
 def places_of(token_ids: Sequence[int], marker: int) -> list[int]:

@@ -27,7 +27,7 @@ from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.device_copies import fetched
 from vsched_workers.families import FAMILIES, Family, family_of_rank
 from vsched_workers.families.generic_vision import unpack_metadata
-from vsched_workers.families.qwen_image import PIXELS, grid_of
+from vsched_workers.families.qwen_image import flat_patches, grid_of
 from vsched_workers.families.qwen_levels import pixel_values
 from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memory
 from vsched_workers.parallel.rank_group import RankGroup
@@ -78,7 +78,7 @@ class FamilyTower:
     def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
         """Return the rows of the jobs."""
         images = [job.arrays for job in jobs]
-        pixels = self._backend.send_pixels([arrays[PIXELS] for arrays in images])
+        pixels = self._backend.send_pixels([flat_patches(arrays) for arrays in images])
         values = pixel_values(pixels, images, self._backend.dtype, temporal=self._temporal)
         grids = torch.tensor([grid_of(job.metadata) for job in jobs], dtype=torch.int64)
         return self._family.encode(self.module, values, grids)

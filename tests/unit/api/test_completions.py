@@ -10,8 +10,8 @@ from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
 from vsched.aio.streams.stream import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import BoundedImage, NamedImage
-from vsched.worker.contract import PixelBounds
+from vsched.media import BoundedImage, NamedImage, VideoReference
+from vsched.worker.contract import PixelBounds, VideoSampling
 
 
 async def test_chat_whole_response() -> None:
@@ -173,7 +173,7 @@ async def test_images_may_have_bounds_of_their_pixels() -> None:
 @each_case(
     ("arguments", "param"),
     [
-        ({"fps": 2}, "fps"),
+        ({"seconds": 2}, "seconds"),
         ({"max_pixels": 0}, "mm_processor_kwargs.max_pixels"),
         ({"size": {"height": 3}}, "height"),
     ],
@@ -443,3 +443,31 @@ async def test_redirect_names_the_same_path_elsewhere() -> None:
     engine.refusal = RequestRefused("away", code="redirected", status=307, location="http://b:1")
     reply = await post(engine, CHAT, chat())
     assert (reply.status, reply.headers["location"]) == (307, f"http://b:1{CHAT}")
+
+
+async def test_videos_have_options_of_their_own_or_of_the_request() -> None:
+    """Rate or number of frames and bounds; the first of part, processor and reader options counts."""
+    engine = FakeEngine()
+    info = engine.info
+    engine.preprocessor.info = msgspec.structs.replace(info, video_token_id=2)
+    content = [
+        {"type": "video_url", "video_url": {"url": "data:one"}, "fps": 3, "max_pixels": 900},
+        {"type": "video", "video": ["data:two", "data:three"]},
+        {"type": "video_url", "video_url": "data:video/jpeg;base64,QQ==,Qg=="},
+    ]
+    sent = chat(
+        messages=[{"role": "user", "content": content}],
+        mm_processor_kwargs={"num_frames": 8, "min_pixels": 500},
+        media_io_kwargs={"video": {"fps": 1, "max_frames": 20}},
+    )
+    assert (await post(engine, CHAT, sent)).status == 200
+    others = VideoSampling(None, 8, 20, PixelBounds(500))
+    frames = tuple(f"data:image/jpeg;base64,{each}" for each in ("QQ==", "Qg=="))
+    assert engine.calls[0]["images"] == [
+        VideoReference("data:one", VideoSampling(3.0, None, 20, PixelBounds(500, 900))),
+        VideoReference(("data:two", "data:three"), others),
+        VideoReference(frames, others),
+    ]
+    engine.preprocessor.info = info
+    reply = await post(engine, CHAT, sent)
+    assert (reply.status, reply.error["code"]) == (400, "videos_not_taken")

@@ -45,4 +45,7 @@ async def test_misshapen_part_is_refused_without_quoting_it(value: object) -> No
 
 async def test_unknown_part_names_those_that_are_known() -> None:
     reply = await post(FakeEngine(), CHAT, user({"type": "movie", "movie": "x"}))
-    assert "text, image_url, image_embeds, refusal or thinking" in reply.error["message"]
+    assert (
+        "text, image_url, video_url, video, image_embeds, refusal or thinking"
+        in reply.error["message"]
+    )

@@ -256,7 +256,7 @@ async def test_plain_completions_have_16_tokens_by_default(
     assert engine.sampling.max_tokens == tokens
 
 
-_UNSERVED_PARTS = "input_audio audio_url video_url input_video file input_file document"
+_UNSERVED_PARTS = "input_audio audio_url input_video file input_file document"
 
 
 @each_case("kind", _UNSERVED_PARTS.split())

@@ -25,6 +25,7 @@ from vsched.worker.contract import (
     Companion,
     ImagePlan,
     ImageRecipe,
+    ItemPlan,
     PixelBounds,
     Preprocessor,
 )
@@ -140,7 +141,7 @@ class FakePreprocessor(Preprocessor):
         return {"pixels": np.full((patches, PATCH_VALUES), value, np.float32)}
 
     def expand(
-        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+        self, token_ids: Sequence[int], plans: Sequence[ItemPlan]
     ) -> tuple[list[int], list[Spans]]:
         return expand_images(token_ids, plans, placeholder=PLACEHOLDER)
 

@@ -12,6 +12,7 @@ import pytest
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.media.fetch import Target, fetch, is_public, parse, resolve
+from vsched.media.formats import IMAGE, MediaKind
 
 OPEN = MediaConfig(hosts=("ok.example", "ports.example:8080", "[2606:4700::1]"))
 
@@ -205,8 +206,9 @@ async def test_fetch_connects_to_the_address_that_was_judged(
 ) -> None:
     """The name is not resolved again: only the checked address replies."""
 
-    async def resolve_once(_target: Target, *, private: bool) -> str:
+    async def resolve_once(_target: Target, *, private: bool, kind: MediaKind) -> str:
         assert private
+        assert kind is IMAGE
         return "127.0.0.1"
 
     monkeypatch.setattr("vsched.media.fetch.resolve", resolve_once)

@@ -265,3 +265,60 @@ def test_random_use_never_overlaps_and_returns_everything(seed: int) -> None:
     store.clear()
     assert store.statistics().entries == 0
     assert store.acquire_nowait({b"whole": 16 * UNIT}) is not None
+
+
+def test_equal_content_has_one_extent() -> None:
+    """Of two extents with the same content, the first is that of all requests, and is evicted once."""
+    store = store_of(4)
+    lease = take(store, a=1, b=1, c=1)
+    for key, content in zip(b"abc", (b"x", b"y", b"x"), strict=True):
+        store.mark_filled(bytes([key]), content)
+    first = lease.extents[b"a"]
+    contents, settled = store.settle(lease)
+    assert contents == {b"a": b"x", b"b": b"y", b"c": b"x"}
+    assert settled.extents[b"x"] == first
+    assert store.statistics().bytes_held == 2 * UNIT
+    other = take(store, d=1)
+    store.mark_filled(b"d", b"y")
+    contents, shared = store.settle(other)
+    assert shared.extents[b"y"] == settled.extents[b"y"]
+    settled.release()
+    assert store.statistics().bytes_held == UNIT
+    assert store.is_filled(b"y")
+    repeated = take(store, a=1, b=1)
+    assert (repeated.extents[b"a"], store.is_filled(b"a")) == (first, True)
+    repeated.release()
+    shared.release()
+    store.clear()
+    assert store.statistics().entries == 0
+    assert store.acquire_nowait({b"whole": 4 * UNIT}) is not None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_use_with_contents_returns_everything(seed: int) -> None:
+    """Extents of different contents never overlap, also if entries with two keys are evicted."""
+    rng = random.Random(seed)
+    store = store_of(12)
+    leases: list[PixelLease] = []
+    for _ in range(300):
+        if len(leases) > rng.randrange(4):
+            leases.pop(rng.randrange(len(leases))).release()
+            continue
+        keys = [bytes([key]) for key in rng.sample(range(9), rng.randint(1, 3))]
+        lease = store.acquire_nowait(dict.fromkeys(keys, UNIT))
+        if lease is None:
+            continue
+        if rng.random() < 0.2:
+            lease.release()
+            continue
+        for key in keys:
+            store.mark_filled(key, b"content %d" % (key[0] % 4))
+        leases.append(store.settle(lease)[1])
+        held = {content: one for lease in leases for content, one in lease.extents.items()}
+        assert len({one.offset for one in held.values()}) == len(held)
+        assert store.statistics().bytes_held == len(held) * UNIT
+    for lease in leases:
+        lease.release()
+    store.clear()
+    assert store.statistics().entries == 0
+    assert store.acquire_nowait({b"whole": 12 * UNIT}) is not None

@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S
 from vsched.types import ItemPlace
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.families import FAMILIES, OwnQwen25Vl, family_of_rank
-from vsched_workers.families.qwen_image import _GRID
+from vsched_workers.families.qwen_image import _GRID, with_time
 from vsched_workers.families.qwen_positions import rope_positions
 
 NAME = "qwen2_5_vl"
@@ -117,8 +117,16 @@ def test_positions_equal_transformers(own: tuple[OwnQwen25Vl, str], seed: int) -
     for _ in range(seed % 4):
         rows, columns = (int(side) for side in drawn.integers(1, 12, 2))
         grid = _GRID.pack(1, 2 * rows, 2 * columns)
-        items.append(ItemPlace(at, rows * columns, grid))
-        at += rows * columns + int(drawn.integers(1, 30))
+        # Without text after the last video, generated tokens follow a temporal position.
+        groups = int(drawn.integers(0, 6))
+        seconds = float(drawn.uniform(0.1, 9))
+        for index in range(groups):
+            items.append(ItemPlace(at, rows * columns, with_time(grid, index, seconds)))
+            at += rows * columns
+        if not groups:
+            items.append(ItemPlace(at, rows * columns, grid))
+            at += rows * columns
+        at += int(drawn.integers(1, 30))
     ids = np.zeros(at + int(drawn.integers(0, 5)) + 1, np.int32)
     found, delta = family.positions(config, ids, items)
     library_config = LIBRARY.model_config(path)

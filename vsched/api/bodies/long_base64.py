@@ -14,7 +14,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from vsched.api.request_schema import ImageEmbedsPart, ImagePart, ImageUrl
+from vsched.api.request_schema import (
+    FramesPart,
+    ImageEmbedsPart,
+    ImagePart,
+    ImageUrl,
+    VideoPart,
+)
 from vsched.media.base64_text import TextWithBase64
 
 LONG_BYTES = 8 * 1024
@@ -129,7 +135,22 @@ def restore_base64(request: Any, reduced: ReducedBody) -> bool:
     return places == reduced.places
 
 
-def _image_fields(request: Any) -> Iterator[tuple[msgspec.Struct, str]]:
+class _Entry:
+    """An entry of a list, as an attribute."""
+
+    def __init__(self, entries: list[str], index: int) -> None:
+        self._entries, self._index = entries, index
+
+    @property
+    def text(self) -> str:
+        return self._entries[self._index]
+
+    @text.setter
+    def text(self, value: str) -> None:
+        self._entries[self._index] = value
+
+
+def _image_fields(request: Any) -> Iterator[tuple[Any, str]]:
     """Yield each struct that holds an image, and the name of its base64 field."""
     if isinstance(request, HasImageFields):
         yield from request.image_fields()
@@ -142,3 +163,13 @@ def _image_fields(request: Any) -> Iterator[tuple[msgspec.Struct, str]]:
                 yield part.image_url, "url"
             elif isinstance(part, ImagePart):
                 yield part, "image_url"
+            elif isinstance(part, VideoPart) and isinstance(part.video_url, ImageUrl):
+                yield part.video_url, "url"
+            elif isinstance(part, VideoPart):
+                yield part, "video_url"
+            elif isinstance(part, FramesPart):
+                if isinstance(part.video, str):
+                    yield part, "video"
+                    continue
+                for index in range(len(part.video)):
+                    yield _Entry(part.video, index), "text"

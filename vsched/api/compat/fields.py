@@ -14,6 +14,7 @@ from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import (
     ChatRequest,
     CommonFields,
+    MediaArguments,
     ProcessorArguments,
     TemplateArguments,
 )
@@ -24,6 +25,7 @@ class ChatFields(CommonFields, kw_only=True):
 
     chat_template_kwargs: TemplateArguments | None = None
     mm_processor_kwargs: ProcessorArguments | None = None
+    media_io_kwargs: MediaArguments | None = None
 
 
 def shared_fields(request: msgspec.Struct, *, but: AbstractSet[str]) -> dict[str, Any]:

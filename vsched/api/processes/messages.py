@@ -15,11 +15,16 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.commands import Finish
 from vsched.media import ImageReference
 from vsched.media.base64_text import TextWithBase64
-from vsched.media.embeddings import BoundedImage, EmbeddedImage, NamedImage
+from vsched.media.embeddings import (
+    BoundedImage,
+    EmbeddedImage,
+    NamedImage,
+    VideoReference,
+)
 from vsched.record.left import PartialOutput
 from vsched.types import FinishReason, ModelInfo, Request
 from vsched.wire import PromptPiece
-from vsched.worker.contract import PixelBounds
+from vsched.worker.contract import PixelBounds, VideoSampling
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,10 +76,17 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
     embedding: SentText | None = None
     uuid: str | None = None
     bounds: PixelBounds | None = None
+    frames: list[SentText] = []
+    sampling: VideoSampling | None = None
 
     @classmethod
     def of(cls, reference: ImageReference) -> SentImage:
         """Convert a reference."""
+        if isinstance(reference, VideoReference):
+            if isinstance(reference.source, str):
+                return cls(url=SentText.of(reference.source), sampling=reference.sampling)
+            frames = [SentText.of(each) for each in reference.source]
+            return cls(frames=frames, sampling=reference.sampling)
         bounds = None
         if isinstance(reference, BoundedImage):
             bounds, reference = reference.bounds, reference.image
@@ -92,6 +104,9 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
         if self.embedding is not None:
             return EmbeddedImage(self.embedding.original)
         url = None if self.url is None else self.url.original
+        if self.sampling is not None:
+            frames = tuple(each.original for each in self.frames)
+            return VideoReference(frames if url is None else url, self.sampling)
         image: str | NamedImage
         if self.uuid is not None:
             image = NamedImage(self.uuid, url)

@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from vsched.errors import RequestFailed
 from vsched.faultpoints import fault_point
 from vsched.media.allocator import free_image
 from vsched.media.decode import DecodeLimits, decode
 from vsched.media.embeddings import Embedding, write_rows
-from vsched.media.measure import Measured, within
+from vsched.media.keys import content_key
+from vsched.media.measure import Measured, MeasuredVideo, within
+from vsched.media.video import VideoLimits, read_frames
 from vsched.types import ArraySpec
-from vsched.worker.contract import ImageProcessing, Preprocessor, view_arrays
+from vsched.worker.contract import FrameSize, ImageProcessing, Preprocessor, view_arrays
+
+
+class VideoOrder(msgspec.Struct, frozen=True):
+    """The frame groups of a video to process.
+
+    Attributes:
+        frames: Numbers of the frames of all groups; equal ones are adjacent.
+        size: The size that they are resized to.
+        groups: The arrays of each group.
+        files: Sizes of the files of its frames, which follow each other; empty for a video file.
+        settings_digest: Part of the content's keys, as is `cache_salt`.
+    """
+
+    frames: tuple[int, ...]
+    size: FrameSize
+    groups: tuple[tuple[ArraySpec, ...], ...]
+    files: tuple[int, ...]
+    settings_digest: bytes
+    cache_salt: str
+
+    @classmethod
+    def of(cls, video: MeasuredVideo) -> VideoOrder:
+        """Return the order for a video."""
+        plan = video.plan
+        return cls(
+            plan.frames,
+            plan.size,
+            tuple(group.arrays for group in plan.groups),
+            () if video.is_file else tuple(map(len, video.content)),
+            video.settings_digest,
+            video.cache_salt,
+        )
 
 
 def process(
@@ -49,6 +86,70 @@ def process_encoded(
         arrays = preprocessor.process_image(decoded)
     finally:
         free_image(decoded)
+    _store(arrays, specs, extent)
+
+
+def process_video(
+    encoded: bytes,
+    order: VideoOrder,
+    extents: Sequence[npt.NDArray[np.uint8]],
+    preprocessor: ImageProcessing,
+    limits: tuple[DecodeLimits, VideoLimits],
+) -> list[bytes]:
+    """Fill the extent of each frame group of a video; return the keys of their contents.
+
+    Blocks: until all frames are decoded; the frames of one group are in memory at a time.
+
+    Raises:
+        RequestRefused: If a frame is damaged.
+        RequestFailed: If the processor's output differs from its plan.
+    """
+    if order.files:
+        images = _frame_files(encoded, order.files, limits[0])
+    else:
+        images = read_frames(encoded, list(dict.fromkeys(order.frames)), limits[1])
+    frames = _repeated(images, order.frames)
+    count = len(order.frames) // len(order.groups)
+    keys = []
+    for specs, extent in zip(order.groups, extents, strict=True):
+        group = [next(frames) for _ in range(count)]
+        _store(preprocessor.process_frames(group, order.size), specs, extent)
+        views = view_arrays(specs, extent)
+        keys.append(
+            content_key(
+                settings_digest=order.settings_digest,
+                cache_salt=order.cache_salt,
+                specs=msgspec.json.encode(specs),
+                arrays=[view.view(np.uint8).data for view in views.values()],
+            )
+        )
+    return keys
+
+
+def _repeated(images: Iterator[Image.Image], numbers: Sequence[int]) -> Iterator[Image.Image]:
+    """Yield the image of each number; equal numbers are adjacent and share one."""
+    image, last = None, None
+    for number in numbers:
+        if image is None or number != last:
+            image, last = next(images), number
+        yield image
+
+
+def _frame_files(
+    encoded: bytes, files: Sequence[int], limits: DecodeLimits
+) -> Iterator[Image.Image]:
+    start = 0
+    for size in files:
+        yield decode(encoded[start : start + size], limits)
+        start += size
+
+
+def _store(
+    arrays: Mapping[str, npt.NDArray[Any]],
+    specs: Sequence[ArraySpec],
+    extent: npt.NDArray[np.uint8],
+) -> None:
+    """Copy arrays to an extent."""
     made = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
     planned = {spec.name: (spec.dtype, spec.shape) for spec in specs}
     if made != planned:

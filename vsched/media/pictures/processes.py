@@ -10,17 +10,20 @@ are the same with and without processes.
 from __future__ import annotations
 
 import logging
+import signal
 
 import msgspec
 
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.faultpoints import fault_point
-from vsched.isolated.calls import CallFailedError, IsolatedCalls
+from vsched.isolated.calls import EXTERNAL_SIGNALS, CallFailedError, IsolatedCalls
 from vsched.media.decode import DecodeLimits, ImageHeader, has_native_header, inspect
 from vsched.media.embeddings import Embedding
-from vsched.media.measure import Measured
+from vsched.media.measure import Measured, MeasuredVideo
+from vsched.media.pictures.filling import VideoOrder
+from vsched.media.video import HEADER_BYTES, VideoLimits
 from vsched.types import ArraySpec, Extent
-from vsched.worker.contract import ImageRecipe, PixelBounds, Preprocessor
+from vsched.worker.contract import ImageRecipe, PixelBounds, Preprocessor, VideoFacts
 
 logger = logging.getLogger(__name__)
 
@@ -30,24 +33,41 @@ SERVER_MODULE = "vsched.media.pictures.server"
 
 
 class PictureWork(msgspec.Struct, frozen=True):
-    """The setup of the server: the recipe of the image processor, and the limits of decoding."""
+    """The setup of the server: the recipe of the image processor, and the limits of decoding.
+
+    `video_limits` is None if the model takes no videos.
+    """
 
     recipe: ImageRecipe
     limits: DecodeLimits
+    video_limits: VideoLimits | None = None
 
 
 class PictureOrder(msgspec.Struct, frozen=True):
-    """One image to process, or only to inspect if `place` is None; a frame with its encoded bytes follows."""
+    """One image to process, or only to inspect if `place` is None; a frame with its encoded bytes follows.
+
+    With `video_bytes`, the memory that it may take, it is a video: to process according to `video` into `places`, or
+    only to inspect.
+    """
 
     specs: tuple[ArraySpec, ...] = ()
     place: Extent | None = None
     bounds: PixelBounds | None = None
+    video_bytes: int = 0
+    video: VideoOrder | None = None
+    places: tuple[Extent, ...] = ()
 
 
 class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for one image; the message is empty on success: its arrays are in the arena, or `header` is set."""
+    """The result for one image or video.
+
+    The message is empty on success: its arrays are in the arena, with the `keys` of a video's groups, or `header` or
+    `facts` is set.
+    """
 
     header: ImageHeader | None = None
+    facts: VideoFacts | None = None
+    keys: tuple[bytes, ...] = ()
     message: str = ""
     code: str = ""
     status: int = 0
@@ -55,16 +75,23 @@ class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def picture_processes(
-    preprocessor: Preprocessor, limits: DecodeLimits, *, arena_fd: int, deadline_s: float
+    preprocessor: Preprocessor,
+    limits: DecodeLimits,
+    *,
+    arena_fd: int,
+    deadline_s: float,
+    video_limits: VideoLimits | None = None,
 ) -> PictureProcesses | None:
     """Start the processes for images; None if the preprocessor has no image recipe.
 
-    `arena_fd` is the arena, which begins with the pixel region, and `deadline_s` the maximum time of one image.
+    `arena_fd` is the arena, which begins with the pixel region, and `deadline_s` the maximum time of one image. Videos
+    need `video_limits`.
     """
     recipe = preprocessor.image_recipe()
     if recipe is None:
         return None
-    work = msgspec.json.encode(PictureWork(recipe, limits))
+    videos = video_limits if preprocessor.info.takes_videos else None
+    work = msgspec.json.encode(PictureWork(recipe, limits, videos))
     return PictureProcesses(work, limits, arena_fd=arena_fd, deadline_s=deadline_s)
 
 
@@ -118,6 +145,54 @@ class PictureProcesses:
         fault_point("media.decode")
         order = PictureOrder(image.plan.arrays, place, image.bounds)
         self._call(order, image.content, keep=image.work_bytes < LARGE_BYTES)
+
+    def inspect_video(self, encoded: bytes) -> VideoFacts:
+        """Like `vsched.media.video.inspect_video`, in a process of its own.
+
+        Raises:
+            RequestRefused: When the video cannot be served.
+            RequestFailed: When the process was killed from outside.
+        """
+        memory = HEADER_BYTES + 2 * len(encoded)
+        facts = self._call_video(PictureOrder(video_bytes=memory), encoded).facts
+        assert facts is not None
+        return facts
+
+    def fill_video(self, video: MeasuredVideo, places: tuple[Extent, ...]) -> tuple[bytes, ...]:
+        """Fill the extents of a video's groups; return the keys of their contents. See `fill`."""
+        fault_point("media.decode")
+        order = PictureOrder(
+            video_bytes=video.work_bytes, video=VideoOrder.of(video), places=places
+        )
+        return self._call_video(order, b"".join(video.content)).keys
+
+    def _call_video(self, order: PictureOrder, encoded: bytes) -> PictureOutcome:
+        """Carry out an order for a video in a new process; if the video kills it, that is the client's error."""
+        try:
+            outcome = self._calls.call(
+                msgspec.json.encode(order),
+                encoded,
+                answer_type=PictureOutcome,
+                deadline_s=self._deadline_s,
+            )
+        except CallFailedError as error:
+            logger.error("the process of a video %s", error)  # noqa: TRY400 - the traceback adds nothing
+            if error.signal in EXTERNAL_SIGNALS and not error.expired:
+                raise RequestFailed(
+                    f"the video could not be processed: its process {error}. Remedy: try again.",
+                    code="video_processing_failed",
+                    status=503,
+                ) from None
+            reason = f"its process {error}"
+            if error.signal is signal.SIGPROF:
+                reason = "it takes too long; media.video_decode_s is the limit of CPU time"
+            raise RequestRefused(
+                f"the video cannot be decoded: {reason}. "
+                "Remedy: send another encoding of the video, or a shorter or smaller one.",
+                code="video_invalid",
+            ) from None
+        _raise(outcome)
+        return outcome
 
     def _call(self, order: PictureOrder, encoded: bytes, *, keep: bool) -> PictureOutcome:
         """Carry out an order in a process; return its outcome, or raise its error."""

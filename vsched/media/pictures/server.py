@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import mmap
+import os
 import socket
 import sys
 import traceback
@@ -15,37 +16,62 @@ from setproctitle import setproctitle
 
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.isolated.frames import Channel, read_frame
-from vsched.isolated.server import read_setup, serve
+from vsched.isolated.server import limit_resources, read_setup, serve
 from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.measure import within
-from vsched.media.pictures.filling import process_encoded
+from vsched.media.pictures.filling import process_encoded, process_video
 from vsched.media.pictures.processes import (
     PictureOrder,
     PictureOutcome,
     PictureWork,
 )
+from vsched.media.video import VideoLimits, has_decoder, inspect_video
 from vsched.worker.contract import ImageProcessing
 
 NAME = "vsched: pictures"
 
 Arena = npt.NDArray[np.uint8]
+Loaded = tuple[ImageProcessing, DecodeLimits, VideoLimits | None]
+VIDEO_NICE = 5
+"""Niceness of a process that decodes a video, which takes longer than images."""
+STACK_BYTES = 8 << 20
+WALL_S = 3600.0
 _FAILED = PictureOutcome(
     message="the image could not be processed", code="image_processing_failed", status=500
 )
 
 
-def _answer(channel: Channel, work: tuple[ImageProcessing, DecodeLimits], arena: Arena) -> bytes:
+def _answer(channel: Channel, work: Loaded, arena: Arena) -> bytes:
     """Read one call, process or inspect its image, and return the encoded outcome."""
     order = msgspec.json.decode(read_frame(channel), type=PictureOrder)
     return msgspec.json.encode(_outcome(order, read_frame(channel), work, arena))
 
 
-def _outcome(
-    order: PictureOrder, encoded: bytes, work: tuple[ImageProcessing, DecodeLimits], arena: Arena
+def _video_outcome(
+    order: PictureOrder, encoded: bytes, work: Loaded, arena: Arena
 ) -> PictureOutcome:
-    preprocessor, limits = work
+    preprocessor, limits, video_limits = work
+    assert video_limits is not None, "only if the model takes videos"
+    os.nice(VIDEO_NICE)
+    limit_resources(
+        cpu_s=video_limits.decode_s,
+        wall_s=WALL_S,  # the engine kills it at its own deadline
+        memory_bytes=order.video_bytes,
+        stack_bytes=STACK_BYTES,
+    )
+    if order.video is None:
+        return PictureOutcome(facts=inspect_video(encoded, video_limits))
+    extents = [arena[place.offset : place.offset + place.size] for place in order.places]
+    keys = process_video(encoded, order.video, extents, preprocessor, (limits, video_limits))
+    return PictureOutcome(keys=tuple(keys))
+
+
+def _outcome(order: PictureOrder, encoded: bytes, work: Loaded, arena: Arena) -> PictureOutcome:
+    preprocessor, limits, _ = work
     place = order.place
     try:
+        if order.video_bytes:
+            return _video_outcome(order, encoded, work, arena)
         if place is None:
             return PictureOutcome(header=inspect(encoded, limits))
         extent = arena[place.offset : place.offset + place.size]
@@ -71,7 +97,9 @@ def main() -> int:
     work = msgspec.json.decode(read_setup(setup), type=PictureWork)
     module, _, name = work.recipe.maker.partition(":")
     processing = getattr(importlib.import_module(module), name)(work.recipe.settings)
-    loaded = (processing, work.limits)
+    loaded = (processing, work.limits, work.video_limits)
+    if work.video_limits is not None and has_decoder():
+        importlib.import_module("av")  # before the processes are forked
     # Mapped once, so that a kept process does not fault the same pages in for every image.
     arena = np.frombuffer(mmap.mmap(arena_fd, 0), np.uint8)
     serve(socket.socket(fileno=orders), lambda channel: _answer(channel, loaded, arena))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -13,6 +13,8 @@ from vsched.errors import RequestRefused
 from vsched.media import MediaPipeline, PixelStore
 from vsched.media.allocator import return_freed_memory
 from vsched.media.fetch import Reserve
+from vsched.media.formats import IMAGE, MediaKind
+from vsched.media.sources import ReadRemote
 from vsched.sim.faults.plan import DecodeError, FetchStall
 from vsched.sim.workload.images import encoded, image_at
 from vsched.sim.world import World
@@ -89,10 +91,13 @@ def _call(work: _Work) -> None:
         work.outcome.set_result(result)
 
 
-def _fetch(world: World) -> Callable[[str, MediaConfig, Reserve], Awaitable[bytes]]:
+def _fetch(world: World) -> ReadRemote:
     """Return a simulated fetcher for the images that `remote_url` names."""
 
-    async def fetch(reference: str, settings: MediaConfig, reserve: Reserve) -> bytes:
+    async def fetch(
+        reference: str, settings: MediaConfig, reserve: Reserve, kind: MediaKind
+    ) -> bytes:
+        assert kind is IMAGE, "simulated requests have no videos"
         try:
             async with asyncio.timeout(settings.fetch_s):
                 await asyncio.sleep(world.delays.fetch_ns / 1e9)

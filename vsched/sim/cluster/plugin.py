@@ -31,6 +31,7 @@ from vsched.worker.contract import (
     EncodeWorker,
     GenerateWorker,
     ImagePlan,
+    ItemPlan,
     Preprocessor,
     Progress,
     WorkerPlugin,
@@ -114,7 +115,7 @@ class SimulatedPreprocessor(Preprocessor):
         return {PIXELS: np.tile(row, (PATCHES_PER_TOKEN * tokens, 1))}
 
     def expand(
-        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+        self, token_ids: Sequence[int], plans: Sequence[ItemPlan]
     ) -> tuple[list[int], list[Spans]]:
         return expand_images(token_ids, plans, placeholder=self.info.placeholder)
 

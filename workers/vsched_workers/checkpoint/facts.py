@@ -49,6 +49,21 @@ PROCESSOR_DEFAULT_LIMITS = ResizeLimits(minimum=56 * 56, maximum=28 * 28 * 1280)
 """Default limits of the Qwen-VL image processors."""
 
 
+VIDEO_DEFAULTS: dict[str, Any] = {
+    "do_resize": True,
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "temporal_patch_size": 2,
+    "fps": 2,
+    "min_frames": 4,
+    "max_frames": 768,
+    "cap_pixels_per_frame": False,
+}
+"""Default settings of the Qwen-VL video processors in transformers."""
+
+
 def processor_settings(path: Path) -> dict[str, Any]:
     """Return the settings of the image processor.
 
@@ -68,6 +83,37 @@ def processor_settings(path: Path) -> dict[str, Any]:
         f"no image processor settings ({' or '.join(PROCESSOR_FILES)}). "
         "Remedy: give the directory of a complete checkpoint."
     )
+
+
+def video_settings(path: Path, family: Family) -> dict[str, Any]:
+    """Return the settings of the video processor: the family's defaults, and those of the checkpoint.
+
+    Without settings of its own, it takes those of the image processor, as transformers does.
+    """
+    stated: Mapping[str, Any] | None = None
+    for name in ("processor_config.json", "video_preprocessor_config.json"):
+        if stated is None and (path / name).is_file():
+            content = read_json(path, name)
+            found = content.get("video_processor") if name == PROCESSOR_FILES[0] else content
+            stated = found if isinstance(found, Mapping) else None
+    if stated is None:
+        stated = processor_settings(path)
+    given = {key: value for key, value in stated.items() if value is not None}
+    return {**VIDEO_DEFAULTS, **family.video_defaults, **given}
+
+
+def video_limits(
+    family: Family, config: Mapping[str, Any], settings: Mapping[str, Any], item_tokens_max: int
+) -> ResizeLimits:
+    """Return the area limits of one frame of any video, clamped to the budget."""
+    limits = pixel_limits(settings, PROCESSOR_DEFAULT_LIMITS)
+    factor = image_factor(family, config)
+    if family.writes_timestamps:
+        # Limits of all frames together, of which there are at least those of one group.
+        frames = int(settings["temporal_patch_size"])
+        most = None if limits.maximum is None else max(limits.maximum // frames, 1)
+        limits = ResizeLimits(min(limits.minimum, factor * factor), most)
+    return clamp_limits(limits, tokens=item_tokens_max, factor=factor)
 
 
 def choose_dtype(config: Mapping[str, Any], dtype: str) -> str:
@@ -145,6 +191,7 @@ def _inspect(
         raise CheckpointError(
             "config.json: image_token_id is missing. Remedy: download the checkpoint again."
         )
+    video_token = config.get("video_token_id")
     return ModelInfo(
         family=family.name,
         path=str(directory),
@@ -157,6 +204,7 @@ def _inspect(
         kv_heads_per_token=2 * layers * kv_heads,
         item_tokens_max=min(worst, item_tokens_max) if item_tokens_max else worst,
         image_token_id=image_token,
+        video_token_id=video_token if isinstance(video_token, int) else None,
         stop_token_ids=stop_token_ids(directory, config),
         sampling=sampling_defaults(directory),
     )

@@ -36,6 +36,7 @@ CHAT_TEMPLATE = (
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}"
     "{% if part['type'] in ('image', 'image_url') %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% elif part['type'] == 'text' %}{{ part['text'] }}"
     "{% else %}{{ raise_exception('unsupported content part: ' + part['type']) }}"
     "{% endif %}{% endfor %}{% endif %}"
@@ -318,7 +319,13 @@ def processor_settings(limits: tuple[int, int], *, is_qwen3: bool) -> dict[str, 
     return {
         "processor_class": f"{names[0]}Processor",
         "image_processor": settings,
-        "video_processor": {"video_processor_type": f"{names[1]}VideoProcessor"},
+        "video_processor": {
+            "video_processor_type": f"{names[1]}VideoProcessor",
+            "size": {
+                "shortest_edge": minimum,
+                "longest_edge": 24576 * 32 * 32 if is_qwen3 else maximum,
+            },
+        },
     }
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from tokenizers import Tokenizer
@@ -62,6 +62,10 @@ class SpecialTokens:
         self._as_text = TextTokenizer(twin, token_bytes, context_tokens)
         self._first = first_tokens(backend)
         self._first_text = "".join(str(backend.id_to_token(token)) for token in self._first)
+
+    def ids_of_text(self, text: str) -> list[int]:
+        """Return the token ids of a text that stands between special tokens."""
+        return self._as_text.ids(text)
 
     def check_size(self, *texts: str) -> None:
         """Check that texts can fit the context together.
@@ -121,8 +125,8 @@ class SpecialTokens:
             length += len(kept)
         return RenderedPrompt("".join(pieces), tuple(marks))
 
-    def ids(self, text: str, *, plain: str = "") -> list[int]:
-        """Return token ids without additions; special tokens with a mark, and the one named `plain`, are text.
+    def ids(self, text: str, *, plain: Sequence[str] = ()) -> list[int]:
+        """Return token ids without additions; special tokens with a mark, and those named in `plain`, are text.
 
         A prompt that is not a rendered template gets the BOS tokens, which a template would have written.
 
@@ -135,13 +139,13 @@ class SpecialTokens:
             marks = text.marks
         elif not text.startswith(self._first_text):
             ids += self._first
-        if not marks and not (plain and plain in text):
+        if not marks and not any(each in text for each in plain):
             return ids + self._whole.ids(text, before=len(ids))
         self._whole.check_size(text)
         start = 0
         for found in self._pattern.finditer(text):
             first = bisect_left(marks, found.start() + 1)
-            if found[0] == plain or (first < len(marks) and marks[first] <= found.end()):
+            if found[0] in plain or (first < len(marks) and marks[first] <= found.end()):
                 continue
             ids += self._as_text.ids(text[start : found.start()], before=len(ids) + 1)
             ids.append(self._ids[found[0]])

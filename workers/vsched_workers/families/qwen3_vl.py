@@ -56,6 +56,13 @@ class Qwen3Vl(Family):
         sizes=("num_heads", "hidden_size", "intermediate_size"),
     )
 
+    writes_timestamps: ClassVar[bool] = True
+    video_defaults: ClassVar[Mapping[str, Any]] = {
+        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+
     def head_dim(self, config: Mapping[str, Any]) -> int:
         return int(self.text(config, "head_dim"))
 

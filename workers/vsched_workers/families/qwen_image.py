@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from PIL import Image
 
 from vsched.errors import ConfigError, RequestRefused, limit_message
 from vsched.types import ArraySpec
-from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe, PixelBounds
+from vsched.worker.contract import Arrays, FrameSize, ImagePlan, ImageRecipe, PixelBounds
 
 ASPECT_RATIO_MAX = 200
 """Maximum of longer side over shorter side that the processors accept."""
@@ -38,12 +38,14 @@ PIXELS = "pixel_values"
 
 The processor converts each value to float32, and repeats a still image in every temporal slice. Both follow from the
 bytes and `LEVELS`, so ranks do it (`vsched_workers.families.qwen_levels`), and an eighth of the bytes is transferred.
+For a frame group of a video: [frames, patches, patch values].
 """
 
 LEVELS = "levels"
 """The processor's result for each of the 256 values of each channel: float32 [channels, 256]."""
 
 _GRID = struct.Struct("<3q")
+_TIME = struct.Struct("<qd")
 _RATIO_TERM = math.sqrt(ASPECT_RATIO_MAX) + 1 / math.sqrt(ASPECT_RATIO_MAX)
 
 
@@ -56,16 +58,24 @@ class ResizeLimits:
 
 
 def image_plan(
-    grid: tuple[int, int, int], *, merge: int, patch: int, channels: int, work_bytes: int = 0
+    grid: tuple[int, int, int],
+    *,
+    merge: int,
+    patch: int,
+    channels: int,
+    work_bytes: int = 0,
+    frames: int = 0,
 ) -> ImagePlan:
     """Return the plan of an image with this grid, patches in time, height and width; it is the plan's metadata.
 
-    `patch` is the side of a patch in pixels; a token consists of `merge` x `merge` patches.
+    `patch` is the side of a patch in pixels; a token consists of `merge` x `merge` patches. With `frames`, it is a
+    frame group of so many frames.
     """
     patches = math.prod(grid)
+    group = (frames,) if frames else ()
     return ImagePlan(
         arrays=(
-            ArraySpec(PIXELS, "uint8", (patches, channels * patch * patch)),
+            ArraySpec(PIXELS, "uint8", (*group, patches, channels * patch * patch)),
             ArraySpec(LEVELS, "float32", (channels, 256)),
         ),
         tokens=patches // (merge * merge),
@@ -76,8 +86,27 @@ def image_plan(
 
 def grid_of(metadata: bytes) -> tuple[int, int, int]:
     """Return the grid of a plan from its metadata."""
-    time, height, width = _GRID.unpack(metadata)
+    time, height, width = _GRID.unpack_from(metadata)
     return time, height, width
+
+
+def flat_patches(arrays: Arrays) -> npt.NDArray[np.uint8]:
+    """Return the patches of an image, or of all frames of a frame group: uint8 [patches, patch values]."""
+    pixels = arrays[PIXELS]
+    return pixels.reshape(-1, pixels.shape[-1])
+
+
+def with_time(metadata: bytes, index: int, seconds: float) -> bytes:
+    """Return the metadata of a frame group with its index in the video and the seconds per group."""
+    return metadata[: _GRID.size] + _TIME.pack(index, seconds)
+
+
+def time_of(metadata: bytes) -> tuple[int, float] | None:
+    """Return index and seconds of a frame group whose positions have a temporal axis; None for an image."""
+    if len(metadata) == _GRID.size:
+        return None
+    index, seconds = _TIME.unpack_from(metadata, _GRID.size)
+    return index, seconds
 
 
 def resized(height: int, width: int, *, factor: int, limits: ResizeLimits) -> tuple[int, int]:
@@ -244,6 +273,7 @@ class QwenImages(msgspec.Struct, frozen=True):
     Attributes:
         resample: Pillow's number of the filter.
         levels: The processor's result for each of the 256 values of each channel.
+        video_levels: The same of the video processor.
     """
 
     patch: int
@@ -251,6 +281,7 @@ class QwenImages(msgspec.Struct, frozen=True):
     resample: int
     limits: ResizeLimits
     levels: list[list[float]]
+    video_levels: list[list[float]] = []
 
     def recipe(self) -> ImageRecipe:
         """Return the recipe for building it in another process."""
@@ -273,6 +304,20 @@ class QwenImages(msgspec.Struct, frozen=True):
             PIXELS: self._patches(pixels, height // self.patch, width // self.patch),
             LEVELS: np.array(self.levels, np.float32),
         }
+
+    def process_frames(self, frames: Sequence[Image.Image], size: FrameSize) -> Arrays:
+        """Return the pixels of a frame group, and the table of their values."""
+        rows, columns = size.height // self.patch, size.width // self.patch
+        resample = Image.Resampling(self.resample)
+        made: list[npt.NDArray[np.uint8]] = []
+        for index, frame in enumerate(frames):
+            if index and frame is frames[index - 1]:
+                made.append(made[-1])
+                continue
+            rgb = frame if frame.mode == "RGB" else frame.convert("RGB")
+            pixels = np.asarray(rgb.resize((size.width, size.height), resample=resample))
+            made.append(self._patches(pixels, rows, columns))
+        return {PIXELS: np.stack(made), LEVELS: np.array(self.video_levels, np.float32)}
 
     def _patches(
         self, pixels: npt.NDArray[np.uint8], rows: int, columns: int

@@ -29,7 +29,8 @@ def pixel_values(
 ) -> torch.Tensor:
     """Return the processor's values of images, whose pixels are concatenated on the device.
 
-    Each value is rounded to the type, and repeated in `temporal` temporal slices.
+    Each value is rounded to the type. A still image is repeated in `temporal` temporal slices, a frame group of a video
+    has one frame for each, one after the other in `pixels`.
 
     Shape: uint8 [patches, channels x patch x patch] in, [patches, channels x temporal x patch x patch] out.
     """
@@ -38,14 +39,22 @@ def pixel_values(
     channels = tables.shape[1]
     first = 256 * torch.arange(channels, dtype=torch.int32, device=pixels.device)[:, None]
     cut = pixels.view(len(pixels), channels, -1)
-    made = tables.new_empty(len(cut), channels, temporal, cut.shape[2])
-    start = 0
+    total = sum(arrays[PIXELS].shape[-2] for arrays in images)
+    made = tables.new_empty(total, channels, temporal, cut.shape[2])
+    read = written = 0
     for arrays, table in zip(images, tables, strict=True):
-        stop = start + len(arrays[PIXELS])
-        for begin in range(start, stop, piece):
-            end = min(begin + piece, stop)
-            places = cut[begin:end] + first
-            values = table.view(-1).index_select(0, places.view(-1))
-            made[begin:end] = values.view(places.shape)[:, :, None]
-        start = stop
-    return made.view(len(pixels), -1)
+        *frames, patches, _ = arrays[PIXELS].shape
+        # The slices that each copy of the patches is written to.
+        slices = (
+            [slice(index, index + 1) for index in range(frames[0])] if frames else [slice(None)]
+        )
+        for each in slices:
+            for begin in range(0, patches, piece):
+                size = min(piece, patches - begin)
+                places = cut[read + begin : read + begin + size] + first
+                values = table.view(-1).index_select(0, places.view(-1))
+                at = written + begin
+                made[at : at + size, :, each] = values.view(places.shape)[:, :, None]
+            read += patches
+        written += patches
+    return made.view(total, -1)

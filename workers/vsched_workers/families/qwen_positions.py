@@ -1,5 +1,9 @@
 """Mrope positions by the model's own code, without an instance of the model.
 
+Generated tokens continue after the last prompt token, as in transformers' `generate`. The delta that the model returns
+is that of the largest position instead, which may be one of a video: prompt text after a video continues after its
+longer spatial side, although its temporal positions may be larger.
+
 `get_rope_index` uses only the configuration and one other method of its instance. The generate worker has no whole
 model (it lacks the vision tower), so the method is called on a stand-in with just these two.
 """
@@ -15,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.types import ItemPlace
-from vsched_workers.families.qwen_image import grid_of
+from vsched_workers.families.qwen_image import grid_of, time_of
 
 Items = Sequence[ItemPlace]
 
@@ -38,14 +42,31 @@ def rope_positions(
         model_class.get_vision_position_ids, stand_in
     )
     kinds = np.zeros((1, length), dtype=np.int64)
+    grids: list[tuple[int, int, int]] = []
+    videos: list[tuple[int, int, int]] = []
+    seconds: list[float] = []
     for place in items:
-        kinds[0, place.offset : place.offset + place.tokens] = 1
-    positions, delta = model_class.get_rope_index(
+        frames, rows, columns = grid_of(place.metadata)
+        time = time_of(place.metadata)
+        kinds[0, place.offset : place.offset + place.tokens] = 1 if time is None else 2
+        if time is None:
+            grids.append((frames, rows, columns))
+        elif time[0]:
+            videos[-1] = (videos[-1][0] + frames, rows, columns)
+        else:
+            videos.append((frames, rows, columns))
+            seconds.append(time[1])
+    options: dict[str, Any] = {}
+    if grids:
+        options["image_grid_thw"] = torch.tensor(grids, dtype=torch.int64)
+    if videos:
+        options["video_grid_thw"] = torch.tensor(videos, dtype=torch.int64)
+        options["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
+    found, _ = model_class.get_rope_index(
         stand_in,
         torch.from_numpy(token_ids[None].astype(np.int64)),
         torch.from_numpy(kinds),
-        image_grid_thw=torch.tensor(
-            [grid_of(place.metadata) for place in items], dtype=torch.int64
-        ),
+        **options,
     )
-    return np.ascontiguousarray(positions[:, 0].numpy()), int(delta.item())
+    positions = np.ascontiguousarray(found[:, 0].numpy())
+    return positions, int(positions[:, -1].max()) + 1 - length

@@ -22,6 +22,8 @@ from vsched_workers.checkpoint.facts import (
     image_factor,
     image_limits,
     processor_settings,
+    video_limits,
+    video_settings,
 )
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.images.processor import telling_sizes
@@ -47,13 +49,30 @@ def worst_batches(
     units = largest_units(
         limits, factor=factor, tokens_max=info.item_tokens_max, pixels_max=pixels_max
     )
-    merge = int(family.vision(config, "spatial_merge_size"))
     least = -(-limits.minimum // (factor * factor))
+    frames = 0
+    if info.takes_videos:
+        # A frame group is an image with more bytes, and other limits.
+        frames = int(family.vision(config, "temporal_patch_size"))
+        settings = video_settings(directory, family)
+        videos = video_limits(family, config, settings, info.item_tokens_max)
+        least = min(least, -(-videos.minimum // (factor * factor)))
+        groups = largest_units(
+            videos, factor=factor, tokens_max=info.item_tokens_max, pixels_max=pixels_max
+        )
+        units = {few: max(units.get(few, 0), groups.get(few, 0)) for few in {*units, *groups}}
+    merge = int(family.vision(config, "spatial_merge_size"))
     patch = int(family.vision(config, "patch_size"))
     channels = int(family.vision(config, "in_channels"))
     return [
         [
-            image_plan((1, few * merge, many * merge), merge=merge, patch=patch, channels=channels)
+            image_plan(
+                (1, few * merge, many * merge),
+                merge=merge,
+                patch=patch,
+                channels=channels,
+                frames=frames,
+            )
             for few, many in batch
         ]
         for batch in compose(units, least=least, items=items, tokens=tokens)

@@ -7,9 +7,15 @@ import pytest
 
 from vsched.api.processes.messages import ProcessMessage, Refusal, SentImage, Submit
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import BoundedImage, EmbeddedImage, ImageReference, NamedImage
+from vsched.media import (
+    BoundedImage,
+    EmbeddedImage,
+    ImageReference,
+    NamedImage,
+    VideoReference,
+)
 from vsched.media.base64_text import TextWithBase64, base64_of
-from vsched.worker.contract import PixelBounds
+from vsched.worker.contract import PixelBounds, VideoSampling
 
 LONG = TextWithBase64.of("data:image/png;base64,stand-in", 22, b"iVBORw0KGgo=")
 BOUNDS = PixelBounds(28, 784)
@@ -28,11 +34,13 @@ def sent(reference: ImageReference) -> ImageReference:
         "https://example.com/a.png",
         EmbeddedImage("c2FmZQ=="),
         NamedImage("a name", None),
+        VideoReference("data:video/mp4;base64,AA==", VideoSampling(2.0, bounds=BOUNDS)),
+        VideoReference(("data:one", LONG), VideoSampling(num_frames=4)),
         NamedImage("a name", "https://example.com/a.png"),
         BoundedImage("https://example.com/a.png", BOUNDS),
         BoundedImage(NamedImage("a name", "https://example.com/a.png"), BOUNDS),
     ],
-    ids=["url", "embedding", "name", "named", "bounded", "bounded and named"],
+    ids=["url", "embedding", "name", "video", "frames", "named", "bounded", "bounded and named"],
 )
 def test_messages_bring_every_form_of_an_image(reference: ImageReference) -> None:
     assert sent(reference) == reference

@@ -125,6 +125,12 @@ def hashes(*items: MediaItem, tokens: list[int] | None = None, salt: bytes = b""
             0,
             id="two images in a block, split elsewhere",
         ),
+        pytest.param(
+            hashes(msgspec.structs.replace(item(b"a", 4, 4), metadata=b"second 1")),
+            hashes(msgspec.structs.replace(item(b"a", 4, 4), metadata=b"second 2")),
+            1,
+            id="frames at another time",
+        ),
         pytest.param(hashes(salt=b"x"), hashes(salt=b"y"), 0, id="another tenant"),
     ],
 )

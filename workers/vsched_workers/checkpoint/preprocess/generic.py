@@ -15,7 +15,7 @@ from PIL import Image
 
 from vsched.errors import RequestRefused
 from vsched.types import ArraySpec, ModelInfo, Spans
-from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe, PixelBounds
+from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe, ItemPlan, PixelBounds
 from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.preprocess.generic_images import (
     BOUNDS_KEPT,
@@ -56,6 +56,7 @@ class AnyPreprocessor(TextPreprocessor):
         self._take(images)
         processor = self.processor
         self._placeholder = processor.marker
+        self._placeholders = (processor.marker,)
         self._marker: int = tokenizer.convert_tokens_to_ids(processor.marker)
         self._bounded = lru_cache(BOUNDS_KEPT)(self._with)
         self._edges = ("", "")
@@ -194,7 +195,7 @@ class AnyPreprocessor(TextPreprocessor):
         return self._images.process_image(image)
 
     def expand(
-        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+        self, token_ids: Sequence[int], plans: Sequence[ItemPlan]
     ) -> tuple[list[int], list[Spans]]:
         """Replace the i-th image marker according to `plans[i]`; return the ids, and each image's placeholders.
 
@@ -206,7 +207,10 @@ class AnyPreprocessor(TextPreprocessor):
             token_ids, plans, placeholder=self.info.placeholder, marker=self._marker
         )
         grids = any(
-            name.endswith("_thw") for plan in plans for name in unpack_metadata(plan.metadata)
+            name.endswith("_thw")
+            for plan in plans
+            if isinstance(plan, ImagePlan)
+            for name in unpack_metadata(plan.metadata)
         )
         if grids and touching(token_ids, self._marker):
             raise RequestRefused(PLACEHOLDERS_TOUCH, code="image_placeholders_touch")

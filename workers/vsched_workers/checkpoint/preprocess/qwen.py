@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,10 +20,22 @@ from PIL import Image
 
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.types import ModelInfo, Spans
-from vsched.worker.contract import Arrays, Companion, ImagePlan, ImageRecipe, PixelBounds
+from vsched.worker.contract import (
+    Arrays,
+    Companion,
+    FrameSize,
+    ImagePlan,
+    ImageRecipe,
+    ItemPlan,
+    PixelBounds,
+    VideoFacts,
+    VideoPlan,
+    VideoSampling,
+)
 from vsched.worker.expansion import expand_images
-from vsched_workers.checkpoint.facts import image_limits, processor_settings
+from vsched_workers.checkpoint.facts import image_limits, processor_settings, video_settings
 from vsched_workers.checkpoint.files import read_json
+from vsched_workers.checkpoint.preprocess.qwen_video import VideoRules, load_rules, video_levels
 from vsched_workers.checkpoint.preprocess.text import (
     PLACEHOLDERS_TOUCH,
     TextPreprocessor,
@@ -40,6 +53,7 @@ from vsched_workers.families.qwen_image import (
     clamp_settings,
     image_plan,
     resized,
+    with_time,
 )
 
 DEFAULTS: dict[str, Any] = {
@@ -70,9 +84,13 @@ class QwenPreprocessor(TextPreprocessor):
         settings: Mapping[str, Any],
         limits: ResizeLimits,
         levels: npt.NDArray[np.float32],
+        videos: VideoRules | None = None,
     ) -> None:
         super().__init__(info, tokenizer)
-        self._placeholder = tokenizer.backend_tokenizer.id_to_token(info.placeholder) or ""
+        backend = tokenizer.backend_tokenizer
+        marks = (info.placeholder, info.video_token_id)
+        self._placeholders = [backend.id_to_token(each) for each in marks if each is not None]
+        self._videos = videos
         self._limits = limits
         self._patch = int(settings["patch_size"])
         self._merge = int(settings["merge_size"])
@@ -83,6 +101,7 @@ class QwenPreprocessor(TextPreprocessor):
             resample=int(settings["resample"]),
             limits=limits,
             levels=levels.tolist(),
+            video_levels=videos.levels if videos is not None else [],
         )
         self._settings = settings
         self.settings_digest = _digest(info, settings, limits)
@@ -109,6 +128,51 @@ class QwenPreprocessor(TextPreprocessor):
     def image_recipe(self) -> ImageRecipe:
         """Return the recipe for building the image processor in another process, without tokenizer and torch."""
         return self._images.recipe()
+
+    def plan_video(
+        self, facts: VideoFacts, sampling: VideoSampling, *, frames_max: int, sample: bool = True
+    ) -> VideoPlan:
+        """Return the plan of a video, with its timestamps, or with times in the metadata of its groups."""
+        if self._videos is None:
+            return super().plan_video(facts, sampling, frames_max=frames_max, sample=sample)
+        check_sides(facts.width, facts.height)
+        layout = self._videos.layout(
+            facts, sampling, frames_max=frames_max, sample=sample, tokens=self.info.item_tokens_max
+        )
+        width, height = layout.size.width, layout.size.height
+        group = image_plan(
+            (1, height // self._patch, width // self._patch),
+            merge=self._merge,
+            patch=self._patch,
+            channels=self._channels,
+            frames=self._videos.temporal,
+        )
+        if group.tokens > self.info.item_tokens_max:
+            raise too_many_tokens(
+                facts.width, facts.height, group.tokens, self.info.item_tokens_max
+            )
+        video = self.info.video_token_id
+        assert video is not None, "a model without videos has no rules for them"
+        groups: list[ImagePlan] = []
+        expansion: list[int] = []
+        for index, seconds in enumerate(layout.times):
+            if self._videos.writes_timestamps:
+                groups.append(group)
+                text = f"<{seconds:.1f} seconds>"
+                expansion += self._special.ids_of_text(text)
+                expansion += [self._videos.start, *[video] * group.tokens, self._videos.end]
+            else:
+                metadata = with_time(group.metadata, index, layout.interval)
+                groups.append(replace(group, metadata=metadata))
+                expansion += [video] * group.tokens
+        # The resized frames and their patches, the result, and an intermediate image of the old height.
+        made = sum(spec.nbytes for spec in group.arrays)
+        work = 4 * made + 4 * width * (facts.height + height)
+        return VideoPlan(layout.frames, layout.size, tuple(groups), tuple(expansion), work)
+
+    def process_frames(self, frames: Sequence[Image.Image], size: FrameSize) -> Arrays:
+        """Return the pixels of a frame group, and the table of their values."""
+        return self._images.process_frames(frames, size)
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Replace each image by a bare marker, so that no image data passes through the template engine."""
@@ -194,16 +258,21 @@ class QwenPreprocessor(TextPreprocessor):
         return self._images.process_image(image)
 
     def expand(
-        self, token_ids: Sequence[int], plans: Sequence[ImagePlan]
+        self, token_ids: Sequence[int], plans: Sequence[ItemPlan]
     ) -> tuple[list[int], list[Spans]]:
-        """Replace the i-th image placeholder according to `plans[i]`; return the ids, and each image's placeholders.
+        """Replace the i-th placeholder according to `plans[i]`; return the ids, and each item's placeholders.
 
         Raises:
-            RequestRefused: When the numbers of placeholders and images differ, or two images touch.
+            RequestRefused: When the numbers of placeholders and images differ, or two of them touch.
         """
-        placeholder = self.info.placeholder
-        expanded = expand_images(token_ids, plans, placeholder=placeholder)
-        if touching(token_ids, placeholder):
+        placeholder, video = self.info.placeholder, self.info.video_token_id
+        has_video = any(isinstance(plan, VideoPlan) for plan in plans)
+        expanded = expand_images(
+            token_ids, plans, placeholder=placeholder, video=video if has_video else None
+        )
+        if touching(token_ids, placeholder) or (
+            video is not None and has_video and touching(token_ids, video)
+        ):
             raise RequestRefused(PLACEHOLDERS_TOUCH, code="image_placeholders_touch")
         return expanded
 
@@ -235,7 +304,11 @@ def load_qwen(info: ModelInfo, directory: Path, tokenizer: Any) -> QwenPreproces
             f"the image processor cannot be loaded ({type(error).__name__}). "
             "Remedy: give the directory of a complete checkpoint."
         ) from error
-    return QwenPreprocessor(info, tokenizer, clamped, limits, levels)
+    videos = None
+    if info.takes_videos:
+        stated_for_videos = video_settings(directory, family)
+        videos = load_rules(family, config, stated_for_videos, video_levels(stated_for_videos))
+    return QwenPreprocessor(info, tokenizer, clamped, limits, levels, videos)
 
 
 def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) -> bytes:

@@ -32,7 +32,7 @@ class TextPreprocessor(Preprocessor):
     All methods are thread-safe: nothing changes after loading.
     """
 
-    _placeholder = ""
+    _placeholders: Sequence[str] = ()
 
     def __init__(self, info: ModelInfo, tokenizer: Any) -> None:
         self.info = info
@@ -129,7 +129,7 @@ class TextPreprocessor(Preprocessor):
         """
         if images and not isinstance(text, RenderedPrompt):
             text = self._with_edges(text)
-        return self._special.ids(text, plain="" if images else self._placeholder)
+        return self._special.ids(text, plain=() if images else self._placeholders)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of these tokens, without special tokens."""

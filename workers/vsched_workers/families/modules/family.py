@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from vsched_workers.families.modules.settings import QwenSettings, read_settings
 from vsched_workers.families.qwen2_5_vl import Qwen25Vl
-from vsched_workers.families.qwen_image import grid_of
+from vsched_workers.families.qwen_image import grid_of, time_of
 from vsched_workers.families.qwen_positions import Items
 
 if TYPE_CHECKING:
@@ -44,7 +44,13 @@ class OwnQwen25Vl(Qwen25Vl):
     def positions(
         self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
     ) -> tuple[npt.NDArray[np.int64], int]:
-        return positions_of(len(token_ids), items, merge=config.vision_config.spatial_merge_size)
+        vision = config.vision_config
+        return positions_of(
+            len(token_ids),
+            items,
+            merge=vision.spatial_merge_size,
+            per_second=vision.tokens_per_second,
+        )
 
 
 def own_modules(family: Qwen25Vl, path: str) -> OwnQwen25Vl | None:
@@ -57,11 +63,15 @@ def own_modules(family: Qwen25Vl, path: str) -> OwnQwen25Vl | None:
     return None if settings is None else OwnQwen25Vl(settings)
 
 
-def positions_of(length: int, items: Items, *, merge: int) -> tuple[npt.NDArray[np.int64], int]:
+def positions_of(
+    length: int, items: Items, *, merge: int, per_second: float
+) -> tuple[npt.NDArray[np.int64], int]:
     """Return mrope positions [3, length], and the delta to add to a later token's index.
 
     Text advances all axes by one per token. An image starts at the position after the text before it: the axes of its
-    tokens are frame, row and column, and what follows starts after the longest of its sides.
+    tokens are frame, row and column, and what follows starts after the longest of its sides. The frame groups of a
+    video start at the same position, `per_second` times their time later on the first axis, and what follows starts
+    after the longest of the spatial sides. Generated tokens follow the last token.
     """
     positions = np.empty((3, length), dtype=np.int64)
     following = at = 0
@@ -72,7 +82,15 @@ def positions_of(length: int, items: Items, *, merge: int) -> tuple[npt.NDArray[
         frames, rows, columns = grid_of(place.metadata)
         sides = (frames, rows // merge, columns // merge)
         at = place.offset + place.tokens
+        longest = max(sides[1:])
+        time = time_of(place.metadata)
+        if time is not None and time[0]:
+            following -= longest
         positions[:, place.offset : at] = following + np.indices(sides).reshape(3, -1)
-        following += max(sides[1:])
+        if time is not None:
+            # In float32 like the model's own code.
+            interval = np.float32(per_second) * np.float32(time[1])
+            positions[0, place.offset : at] += int(np.float32(time[0]) * interval)
+        following += longest
     positions[:, at:] = following + np.arange(length - at)
-    return positions, following - at
+    return positions, int(positions[:, -1].max()) + 1 - length

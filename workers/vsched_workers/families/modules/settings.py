@@ -52,6 +52,7 @@ class QwenVisionSettings:
     out_hidden_size: int
     fullatt_block_indexes: Sequence[int]
     rope_theta: float
+    tokens_per_second: float = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,7 @@ def read_settings(
             **vision_sizes,
             fullatt_block_indexes=tuple(sees["fullatt_block_indexes"]),
             rope_theta=float(seen_rope.get("rope_theta", 10_000.0)),
+            tokens_per_second=float(sees.get("tokens_per_second", 4)),
         ),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
     )

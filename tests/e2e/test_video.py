@@ -1,0 +1,183 @@
+"""Videos: tokens of transformers' `generate`, embeddings by frame group, and files from clients."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+pytest.importorskip("av")
+
+from tests.e2e.asking import data_url, drawn_image
+from tests.e2e.conftest import assert_idle
+from tests.e2e.video_asks import (
+    VideoAsk,
+    ask_video,
+    drawn_frames,
+    generate_video,
+    of_frames,
+    patches_of,
+    video_file,
+)
+from tests.unit.media.video_files import hostile_files
+from tests.workers.driver import values_of
+from tests.workers.reference import Reference
+from vsched import Engine
+from vsched.api.server import RunningServer
+from vsched.media import VideoReference
+from vsched.worker.contract import VideoSampling, view_arrays
+from vsched_workers.families.qwen_image import LEVELS
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+
+def url_of(file: bytes, kind: str = "video/mp4") -> str:
+    return f"data:{kind};base64,{base64.b64encode(file).decode()}"
+
+
+def asks() -> list[VideoAsk]:
+    """Return questions with videos as frames and as files, of odd lengths, repeated, and mixed with images."""
+    long = of_frames(drawn_frames(1, 15))
+    file = VideoReference(url_of(video_file(drawn_frames(2, 16))), VideoSampling(fps=4.0))
+    slow = of_frames(drawn_frames(1, 15), fps=0.5)
+    text = "What comes first? " * 4
+    return [
+        VideoAsk([long, text]),
+        VideoAsk(["Look: ", file, text], count=40),
+        VideoAsk([drawn_image(7), long, "and ", drawn_image(8), text], count=30),
+        VideoAsk([of_frames(drawn_frames(3, 4)), "then ", of_frames(drawn_frames(4, 1)), text]),
+        VideoAsk([slow, text], count=40),
+        VideoAsk([slow, "?"], count=8),
+    ]
+
+
+@pytest.mark.parametrize("size", ["nano25", "nano3"])
+async def test_answers_about_videos_equal_generate(
+    size: str,
+    shared_engine: Engine,
+    together_engine: Engine,
+    checkpoints: Callable[[str], Path],
+) -> None:
+    """Twice 6 requests at a time, in chunks of 48 tokens, which end within groups, with preemptions."""
+    engine = shared_engine if size == "nano25" else together_engine
+    reference, asked = Reference(checkpoints(size)), asks()
+    expected = [await generate_video(engine, reference, ask) for ask in asked]
+    assert len({tuple(tokens[:8]) for tokens in expected}) == len(expected)
+    before = engine.statistics()["generate"]
+    for _ in range(2):
+        found = await asyncio.gather(*[ask_video(engine, ask) for ask in asked])
+        assert found == expected
+    after = engine.statistics()["generate"]
+    assert after["preemptions"] > before["preemptions"], "the KV cache was not small enough"
+    assert after["tokens_cached"] > before["tokens_cached"]
+    await assert_idle(engine)
+
+
+async def test_a_longer_video_is_encoded_from_where_it_is_new(engine: Engine) -> None:
+    """A repeated video needs no encoding, an extended one that of its new groups; equal groups count once."""
+
+    async def encoded(video: VideoReference) -> int:
+        before = engine.statistics()["encode"]["items_encoded"]
+        await ask_video(engine, VideoAsk([video, "?"], count=1))
+        after = engine.statistics()["encode"]["items_encoded"]
+        return int(after - before)
+
+    assert await encoded(of_frames(drawn_frames(11, 8))) == 4
+    assert await encoded(of_frames(drawn_frames(11, 8), fps=1.0)) == 0
+    assert await encoded(of_frames(drawn_frames(11, 10))) == 1
+    assert await encoded(of_frames(drawn_frames(12, 1) * 6)) == 1
+
+
+async def test_pixels_of_a_frame_group_equal_the_video_processor(engine: Engine) -> None:
+    """The bytes are those of the frames, in its order, and a last odd frame is repeated."""
+    frames = drawn_frames(13, 3, (112, 84))
+    assert engine._running is not None
+    prompt = engine.preprocessor.render(VideoAsk([of_frames(frames)]).messages)
+    prepared = await engine._running.media.prepare(prompt, [of_frames(frames)])
+    try:
+        made = []
+        for item in prepared.items:
+            assert item.extent is not None
+            made.append(view_arrays(item.arrays, engine._running.arena.read(item.extent)))
+        found = values_of(made).numpy()
+        patches = patches_of([*frames, frames[-1]], 14)
+        levels = made[0][LEVELS]
+        values = patches.reshape(len(patches), 3, -1)
+        expected = np.take_along_axis(levels[None], values.astype(np.int64), axis=2)
+        assert found.tobytes() == expected.reshape(len(patches), -1).tobytes()
+    finally:
+        prepared.lease.release()
+
+
+async def test_videos_over_http(server: RunningServer, engine: Engine) -> None:
+    """A file, its frames, and vLLM's frames have the same tokens; options are per request or per video."""
+    frames = drawn_frames(14, 16)
+    url = url_of(video_file(frames))
+    text = {"type": "text", "text": "?"}
+    jpegs = ",".join(data_url(frame).partition(",")[2] for frame in frames[:4])
+    parts_and_options: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+        ({"type": "video_url", "video_url": {"url": url}}, {}, 4),
+        ({"type": "video_url", "video_url": url, "fps": 4}, {}, 8),
+        ({"type": "video", "video": url}, {"mm_processor_kwargs": {"num_frames": 6}}, 6),
+        (
+            {"type": "video_url", "video_url": url},
+            {"media_io_kwargs": {"video": {"fps": 8, "max_frames": 10}}},
+            10,
+        ),
+        ({"type": "video", "video": [data_url(frame) for frame in frames[:6]]}, {}, 6),
+        ({"type": "video_url", "video_url": f"data:video/jpeg;base64,{jpegs}"}, {}, 4),
+    ]
+    async with httpx.AsyncClient(base_url=server.url, timeout=None) as plain:
+        plain_text = {"messages": [{"role": "user", "content": [text]}]}
+        less = (await plain.post("/tokenize", json=plain_text)).json()["count"]
+        for part, options, count in parts_and_options:
+            body = {"messages": [{"role": "user", "content": [part, text]}], **options}
+            asked = body | {"max_tokens": 2, "temperature": 0}
+            answer = await plain.post("/v1/chat/completions", json=asked)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["prompt_tokens"] == less + 2 + count // 2 * 4 * 3
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"type": "video_url", "video_url": url, "fps": 2, "num_frames": 4}, "exclude"),
+            ({"type": "video_url", "video_url": url, "num_frames": 9999}, "media.video_frames_max"),
+            ({"type": "video_url", "video_url": url_of(b"no video" * 99)}, "cannot be decoded"),
+            ({"type": "video_url", "video_url": "https://elsewhere/a.mp4"}, "media.hosts is empty"),
+            ({"type": "video", "video": []}, "1 to 768 frames"),
+        ]
+        for part, message in refused:
+            asked = {"messages": [{"role": "user", "content": [part, text]}]}
+            answer = await plain.post("/v1/chat/completions", json=asked)
+            assert answer.status_code == 400, answer.text
+            assert message in answer.json()["error"]["message"]
+
+
+async def test_hostile_files_cost_nobody_else_anything(
+    server: RunningServer, engine: Engine
+) -> None:
+    """Each of over 60 files is served or refused as the client's error, and other requests go on."""
+    files = dict(hostile_files())
+    assert len(files) >= 60
+    text = {"type": "text", "text": "?"}
+    found: dict[str, int] = {}
+    async with httpx.AsyncClient(base_url=server.url, timeout=None) as plain:
+        for name, file in files.items():
+            part = {"type": "video_url", "video_url": url_of(file), "num_frames": 4}
+            body = {"messages": [{"role": "user", "content": [part, text]}], "max_tokens": 1}
+            video, beside = await asyncio.gather(
+                plain.post("/v1/chat/completions", json=body),
+                plain.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}),
+            )
+            assert beside.status_code == 200
+            assert video.status_code in {200, 400, 413}, (name, video.text)
+            if video.status_code != 200:
+                assert "Remedy" in video.json()["error"]["message"], name
+            found[name] = video.status_code
+    for name in ("sound and picture", "variable rate", "rotated", "one frame"):
+        assert found[name] == 200, name
+    for name in ("empty", "playlist", "only sound", "a day", "codec not accepted", "text"):
+        assert found[name] == 400, name

@@ -1,0 +1,149 @@
+"""Questions about videos, and the answers of transformers' `generate` to them."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.e2e.asking import data_url, drawn_image
+from tests.patience import patience
+from tests.workers.driver import values_of
+from tests.workers.reference import Reference
+from vsched import Engine, SamplingParams
+from vsched.media import ImageReference, VideoReference
+from vsched.worker.contract import VideoSampling, view_arrays
+from vsched_workers.families.qwen_image import grid_of
+
+SIZE = (112, 96)
+_numbers = itertools.count()
+
+
+def drawn_frames(seed: int, count: int, size: tuple[int, int] = SIZE) -> list[Image.Image]:
+    """Return frames that differ; the first ones of a longer video are those of a shorter one."""
+    return [drawn_image(100 * seed + index, size) for index in range(count)]
+
+
+def video_file(frames: Sequence[Image.Image], *, rate: int = 8, codec: str = "libx264") -> bytes:
+    """Return an MP4 of these frames."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream: Any = container.add_stream(codec, rate=rate)
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt, stream.options = "yuv420p", {"g": "5", "x264-params": "log-level=none"}
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(frame))))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def of_frames(frames: Sequence[Image.Image], fps: float = 2.0) -> VideoReference:
+    """Return a video that is sent as its frames."""
+    return VideoReference(tuple(map(data_url, frames)), VideoSampling(fps=fps))
+
+
+@dataclass(frozen=True)
+class VideoAsk:
+    """A question: images, videos and texts in order."""
+
+    parts: Sequence[Image.Image | VideoReference | str]
+    count: int = 24
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        kinds = {str: "text", VideoReference: "video"}
+        content = [
+            {"type": kinds.get(type(part), "image")}
+            | ({"text": part} if isinstance(part, str) else {})
+            for part in self.parts
+        ]
+        return [{"role": "user", "content": content}]
+
+    @property
+    def references(self) -> list[ImageReference]:
+        return [
+            data_url(part) if isinstance(part, Image.Image) else part
+            for part in self.parts
+            if not isinstance(part, str)
+        ]
+
+
+async def ask_video(engine: Engine, ask: VideoAsk) -> list[int]:
+    """Return the tokens of the answer."""
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ask.count)
+    async with patience():
+        generation = await engine.generate(
+            prompt=engine.preprocessor.render(ask.messages),
+            images=ask.references,
+            sampling=sampling,
+            request_id=f"video-{next(_numbers)}",
+        )
+        return [token async for delta in generation for token in delta.token_ids]
+
+
+async def generate_video(engine: Engine, reference: Reference, ask: VideoAsk) -> list[int]:
+    """Return the tokens of transformers' `generate`, for the frames in the engine's arena."""
+    assert engine._running is not None
+    prompt = engine.preprocessor.render(ask.messages)
+    prepared = await engine._running.media.prepare(prompt, ask.references)
+    config = reference.model.config
+    ids = torch.tensor([list(prepared.token_ids)])
+    kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+    inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": kinds}
+    inputs["attention_mask"] = torch.ones_like(ids)
+    items = iter(prepared.items)
+    found: dict[str, list[Any]] = {"pixel_values": [], "pixel_values_videos": []}
+    grids: dict[str, list[list[int]]] = {"pixel_values": [], "pixel_values_videos": []}
+    seconds = []
+    for part in ask.parts:
+        if isinstance(part, str):
+            continue
+        name, groups = "pixel_values", 1
+        if isinstance(part, VideoReference):
+            name, groups = "pixel_values_videos", -(-len(part.source) // 2)
+            assert part.sampling.fps is not None
+            seconds.append(2 / part.sampling.fps)
+            if isinstance(part.source, str):
+                groups = 4  # 16 frames, 8 a second, sampled 4 a second
+        made = []
+        for item in itertools.islice(items, groups):
+            assert item.extent is not None
+            pixels = engine._running.arena.read(item.extent)
+            made.append(values_of([view_arrays(item.arrays, pixels)]))
+            rows, columns = grid_of(item.metadata)[1:]
+        found[name] += made
+        grids[name].append([len(made), rows, columns])
+    assert next(items, None) is None
+    for name, grid in (
+        ("pixel_values", "image_grid_thw"),
+        ("pixel_values_videos", "video_grid_thw"),
+    ):
+        if found[name]:
+            inputs[name] = torch.cat(found[name])
+            inputs[grid] = torch.tensor(grids[name])
+    if seconds and config.model_type == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.tensor(seconds)
+    prepared.lease.release()
+    with torch.inference_mode():
+        out = reference.model.generate(
+            **inputs, do_sample=False, eos_token_id=None, max_new_tokens=ask.count
+        )
+    tokens: list[int] = out[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+def patches_of(frames: Sequence[Image.Image], patch: int) -> np.ndarray[Any, Any]:
+    """Return the bytes of frames as transformers' video processor orders them, [patches, patch values]."""
+    pixels = torch.from_numpy(np.stack([np.asarray(frame) for frame in frames]))
+    video = pixels.permute(0, 3, 1, 2)[None]
+    rows, columns = video.shape[-2] // patch, video.shape[-1] // patch
+    cut = video.reshape(1, len(frames) // 2, 2, 3, rows // 2, 2, patch, columns // 2, 2, patch)
+    cut = cut.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
+    return cut.reshape(len(frames) // 2 * rows * columns, -1).numpy()

@@ -1,0 +1,130 @@
+"""Plans of videos: frames, sizes and times as in transformers' video processors, within the limits of a request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.each_case import each_case
+from vsched.errors import RequestRefused
+from vsched.worker.contract import FrameSize, VideoFacts, VideoSampling
+from vsched_workers.checkpoint.preprocess.qwen_video import VideoLayout, VideoRules, video_levels
+from vsched_workers.families.qwen_image import ResizeLimits
+
+QWEN25 = VideoRules(
+    temporal=2,
+    factor=28,
+    limits=ResizeLimits(128 * 28 * 28, 768 * 28 * 28),
+    fps=2.0,
+    frames_min=4,
+    frames_max=768,
+    tokens_capped=0,
+    writes_timestamps=False,
+    start=1,
+    end=2,
+    levels=[],
+)
+QWEN3 = replace(QWEN25, factor=32, limits=ResizeLimits(4096, 25165824), writes_timestamps=True)
+FACTS = VideoFacts(640, 360, 40, 8.0)
+
+
+def layout(
+    rules: VideoRules,
+    facts: VideoFacts = FACTS,
+    *,
+    frames_max: int = 768,
+    sample: bool = True,
+    tokens: int = 0,
+    **options: Any,
+) -> VideoLayout:
+    sampling = msgspec.convert(options, VideoSampling)
+    return rules.layout(facts, sampling, frames_max=frames_max, sample=sample, tokens=tokens)
+
+
+def test_frames_and_times_of_qwen25() -> None:
+    """Equal steps from the first frame on, an even number of frames, and seconds per group."""
+    found = layout(QWEN25)
+    assert found.frames == tuple(range(0, 40, 4))
+    assert found.interval == 1.0
+    assert layout(QWEN25, fps=1.5).frames == (0, 6, 13, 20, 26, 33)
+    assert layout(QWEN25, num_frames=5).frames == (0, 10, 20, 30)
+
+
+def test_frames_and_times_of_qwen3() -> None:
+    """From the first to the last frame; the time of a group is the mean of its first and last frame."""
+    found = layout(QWEN3)
+    assert found.frames == (0, 4, 9, 13, 17, 22, 26, 30, 35, 39)
+    assert found.times == (0.25, 1.375, 2.4375, 3.5, 4.625)
+    odd = layout(QWEN3, num_frames=5)
+    assert odd.frames == (0, 10, 20, 29, 39, 39)
+    assert odd.times[-1] == 39 / 8
+
+
+@each_case("rules", [QWEN25, QWEN3])
+def test_numbers_of_frames_are_bounded(rules: VideoRules) -> None:
+    """By the checkpoint, the request, the server and the video."""
+    counts = [
+        len(layout(rules, facts, frames_max=frames_max, **options).frames)
+        for facts, frames_max, options in (
+            (FACTS, 768, {"fps": 0.1}),  # at least 4
+            (FACTS, 768, {"fps": 0.1, "max_frames": 2}),
+            (FACTS, 6, {"fps": 8}),
+            (FACTS, 768, {"fps": 1000}),
+            (VideoFacts(640, 360, 1, 8.0), 768, {}),
+            (VideoFacts(640, 360, 100_000, 8.0), 1000, {"fps": 8}),
+        )
+    ]
+    assert counts == [4, 2, 6, 40, 2, 768]
+
+
+def test_frames_that_were_sampled_are_all_used() -> None:
+    """Their rate is the request's, or that of the checkpoint."""
+    found = layout(QWEN25, VideoFacts(640, 360, 7, 0.0), sample=False)
+    assert found.frames == (0, 1, 2, 3, 4, 5, 6, 6)
+    assert found.interval == 1.0
+    assert layout(QWEN25, VideoFacts(640, 360, 7, 0.5), sample=False).interval == 4.0
+
+
+def test_sizes_of_frames() -> None:
+    """Bounds are those of a frame or, with timestamps, of all frames; a group is within the budget of an image."""
+    assert layout(QWEN25).size == FrameSize(644, 364)
+    assert layout(QWEN25, bounds={"max_pixels": 200_704}).size == FrameSize(588, 336)
+    assert layout(QWEN25, tokens=64).size == FrameSize(280, 168)
+    assert layout(QWEN3).size == FrameSize(640, 352)
+    long = layout(QWEN3, VideoFacts(640, 360, 512, 2.0))
+    assert (len(long.frames), long.size) == (512, FrameSize(288, 160))
+    few = layout(QWEN3, tokens=40).size
+    assert few.width * few.height <= 40 * 32 * 32
+    capped = layout(replace(QWEN25, tokens_capped=4096), VideoFacts(1920, 1080, 128, 2.0))
+    assert capped.size.width * capped.size.height <= int(128 * 28 * 28 * 1.05)
+
+
+@each_case(
+    "options",
+    [
+        {"fps": 2, "num_frames": 4},
+        {"num_frames": 800},
+        {"max_frames": 800},
+        {"bounds": {"min_pixels": 10**7}},
+        {"bounds": {"max_pixels": 2**40}},
+    ],
+)
+def test_options_out_of_bounds_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused, match="Remedy: "):
+        layout(QWEN25, **options)
+
+
+def test_a_thin_video_is_refused() -> None:
+    with pytest.raises(RequestRefused, match="limit 200"):
+        layout(QWEN3, VideoFacts(2048, 2, 4, 1.0))
+
+
+def test_levels_are_fused_as_in_the_video_processor() -> None:
+    """(value - 255 mean) / (255 deviation)."""
+    settings = {"image_mean": [0.5], "image_std": [0.25], "do_rescale": True, "do_normalize": True}
+    [levels] = video_levels({**settings, "rescale_factor": 1 / 255})
+    assert levels[0] == -2.0
+    assert levels[255] == 2.0
