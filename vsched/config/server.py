@@ -10,7 +10,7 @@ from vsched.errors import ConfigProblems, limit_message
 _NAME = re.compile(r"\*|(\*\.)?[^*/:\s]+")
 _HEADER = re.compile(r"[A-Za-z0-9-]+")
 _PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
-_URL = re.compile(r"https?://[^/\s]+(/[^\s?#]*)?")
+_URL = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/*\s]+")
 
 

@@ -1,8 +1,8 @@
 """Spans of requests, by OpenTelemetry's conventions for HTTP servers and generative AI.
 
 The span of a request starts with it, because responses and log lines have its ids. Everything else is added once, at
-the end, from the times that the kernel keeps in any case. The SDK sends spans in a thread of its own, in batches, from
-a queue of at most 2048 (`OTEL_BSP_MAX_QUEUE_SIZE`); it drops what does not fit.
+the end, from the times in `RequestTimes`. The SDK sends spans in a thread of its own, in batches, from a queue of at
+most 2048 (`OTEL_BSP_MAX_QUEUE_SIZE`), and drops further ones.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Tracing:
     def begin(
         self, path: str, headers: Iterable[tuple[bytes, bytes]], *, operation: str, model: str
     ) -> RequestTrace:
-        """Start the span of a request; its parent is that of `traceparent`, if there is one."""
+        """Start the span of a request, as a child of the span in its `traceparent`, if any."""
         carrier: dict[str, str] = {}
         for name, value in headers:
             if name in (b"traceparent", b"tracestate"):
@@ -120,15 +120,17 @@ class Tracing:
         """
         for trace in list(self.ending):
             trace.add_phases()
-        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing = threading.Thread(target=self._shut_down, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, CLOSE_S)
         if closing.is_alive():
             logger.warning("the last traces were not sent within %g s", CLOSE_S)
-            self._exporter.shutdown()  # type: ignore[no-untyped-call]
-        else:
-            for name in _SDK_LOGGERS:
-                logging.getLogger(name).removeFilter(self._trouble)
+            self._exporter.shutdown()  # type: ignore[no-untyped-call] # ends its pause before a retry
+
+    def _shut_down(self) -> None:
+        self._provider.shutdown()
+        for name in _SDK_LOGGERS:
+            logging.getLogger(name).removeFilter(self._trouble)
 
 
 class RequestTrace:
