@@ -96,7 +96,7 @@ kernels: $(TRITON_STAMP)
 ray: $(RAY_STAMP)
 	$(BIN)/python -m pytest tests/e2e/test_ray.py tests/unit/rank/test_ray_calls.py tests/unit/rank/test_on_ray.py
 
-# The live page in Chromium. `make unit` skips these without Playwright.
+# The live page and the simulation report in Chromium. `make unit` skips these without Playwright.
 browser: $(BROWSER_STAMP)
 	$(BIN)/python -m pytest tests/browser
 

@@ -261,8 +261,8 @@ def check_combinations(config: Config) -> None:
     problems = ConfigProblems()
     for path, size, least in (
         ("generate.max_batch_tokens", generate.max_batch_tokens, 2),
-        ("arena.pixel_bytes", arena.pixel_bytes, 4096),
-        ("arena.embedding_bytes", arena.embedding_bytes, 4096),
+        ("arena.pixel_bytes", arena.pixel_bytes, 1024),
+        ("arena.embedding_bytes", arena.embedding_bytes, 1024),
     ):
         if size < least:
             what, remedy = f"{path}: too small", "raise it, or set it to 0 for the default"

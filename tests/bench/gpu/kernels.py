@@ -81,27 +81,15 @@ def compile_layer(name: str) -> list[Compiled]:
 
     heads, kv_heads, head_dim = HEADS[name]
     half, width = head_dim // 2, power_of_two(heads * head_dim)
-    rows = dict.fromkeys(("hidden", "added", "weight", "normed", "following"), "*bf16")
+    rows = dict.fromkeys(("hidden", "added", "weight", "normed"), "*bf16")
     rows |= {"width": "i32", "eps": "fp32"}
-    names = (
-        "qkv",
-        "cos",
-        "sin",
-        "query_weight",
-        "key_weight",
-        "queries",
-        "keys",
-        "values",
-        "following",
-        "later",
-    )
+    names = ("qkv", "cos", "sin", "query_weight", "key_weight", "queries", "keys", "values")
     heads_of = dict.fromkeys(names, "*bf16") | {"slots": "*i64", "eps": "fp32"}
     shape = {"HEADS": heads, "KV_HEADS": kv_heads, "NORMS": True, "HALF": half}
-    ahead = {"AHEAD": 4, "STRIDE": 4096, "CHUNK": 512}
-    shape |= {"DIMS": power_of_two(half), "LATER": 4, "LATER_STRIDE": 4096} | ahead
-    gates = {"gate_up": "*bf16", "gated": "*bf16", "width": "i32", "following": "*bf16"}
-    gate = {"ACTIVATION": "SILU", "WIDTH": GATE_VALUES} | ahead
-    add = {"HAS_ADDED": True, "WIDTH": width} | ahead
+    shape["DIMS"] = power_of_two(half)
+    gates = {"gate_up": "*bf16", "gated": "*bf16", "width": "i32"}
+    gate = {"ACTIVATION": "SILU", "WIDTH": GATE_VALUES}
+    add = {"HAS_ADDED": True, "WIDTH": width}
     return [
         _compile(triton_layers.add_norm, f"add and norm {width}", rows, add, 1),
         _compile(triton_layers.rotate_and_store, f"rotate {name}", heads_of, shape, 1),

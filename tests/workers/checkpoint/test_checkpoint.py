@@ -77,6 +77,7 @@ def test_inspect_tells_the_facts(checkpoints: Checkpoints) -> None:
         kv_heads_per_token=2 * 3 * 2,
         item_tokens_max=100,
         image_token_id=6,
+        video_token_id=7,
         stop_token_ids=(2,),
     )
     assert inspect(checkpoints("nano25")).item_tokens_max == 1280

@@ -292,6 +292,7 @@ def _say(load_of: Workload, outcomes: Sequence[SimulationOutcome], costs: CostMo
     from rich.console import Console
 
     from vsched.sim.report.comparison import comparison, differences
+    from vsched.sim.report.load import load_warning
 
     console = Console()
     if not console.is_terminal:
@@ -299,6 +300,9 @@ def _say(load_of: Workload, outcomes: Sequence[SimulationOutcome], costs: CostMo
     console.print(comparison(outcomes))
     for table, policies in differences(outcomes).items():
         console.print(f"{table}: {' | '.join(policies)}", markup=False, highlight=False)
+    for outcome in outcomes:
+        if warning := load_warning(outcome):
+            console.print(f"{outcome.label}: {warning}", markup=False, highlight=False)
     for note in load_of.notes:
         console.print(f"{load_of.name}: {note}", markup=False, highlight=False)
     if any(outcome.scaled_down for outcome in outcomes):

@@ -105,7 +105,7 @@ TargetOption = Annotated[float, typer.Option(min=0, help="Target for goodput.")]
 
 # Outputs.
 HtmlOption = Annotated[
-    Path | None, typer.Option(help="Write a report with pictures.", show_default=False)
+    Path | None, typer.Option(help="Write a report with charts as one file.", show_default=False)
 ]
 CsvOption = Annotated[Path | None, typer.Option(help="Write a table.", show_default=False)]
 TimelineOption = Annotated[

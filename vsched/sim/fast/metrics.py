@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from heapq import heappush, heapreplace
 from itertools import accumulate
 from typing import Any
 
@@ -30,6 +31,10 @@ REASONS_MAX = 16
 """Maximum number of reasons with counters of their own."""
 REASON_CHARACTERS = 80
 OTHER_REASONS = "other reasons"
+SLOW_MAX = 10
+"""Maximum number of requests kept with their times: the slowest by each of `SLOW_BY`."""
+SLOW_BY = ("ttft", "tpot")
+PHASES = ("prepare", "encode", "queue", "prefill", "decode")
 MS = 1e-6
 
 
@@ -100,6 +105,11 @@ def spread_of(sketch: Sketch) -> TimeSpread:
     return TimeSpread(mean=sketch.mean * MS, p50=p50, p95=p95, p99=p99)
 
 
+def cdf_ms(sketch: Sketch) -> list[tuple[float, float]]:
+    """Return points of the distribution of a sketch of nanoseconds, in milliseconds."""
+    return [(value * MS, share) for value, share in sketch.cdf()]
+
+
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum latencies that count as goodput; a request's own TTFT target takes precedence."""
 
@@ -107,8 +117,30 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: float = 100.0
 
 
+class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished request that was among the slowest, with its times.
+
+    Attributes:
+        sent_s: When its client sent it, in the time of `Series`.
+        phases_ms: Milliseconds of `prepare`, `encode`, `queue`, `prefill` and `decode`, one after another.
+        tpot_ms: None with a single output token.
+    """
+
+    request_id: str
+    tenant: str
+    sent_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    images: int
+    preemptions: int
+    ttft_ms: float
+    tpot_ms: float | None
+    phases_ms: dict[str, float]
+
+
 class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one tenant's requests; see `SimulationFigures`."""
+    """Figures of one tenant's requests; see `SimulationFigures` and `SimulationOutcome`."""
 
     requests: int
     finished: int
@@ -118,6 +150,7 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
     good_share: float
     failed: dict[str, int] = {}
     ttft_max_ms: float = 0.0
+    cdf: dict[str, list[tuple[float, float]]] = {}
 
 
 class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +175,7 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
         link_busy: Share of the span that the busiest direction to or from a host was sending.
         policy_overruled: Valid answers that the kernel did not follow, by the use of the policy and the reason.
         passed_over_s: Longest time for which policies let others pass a request or an image.
+        arrivals_s: Times of the first and of the last arrival, in the time of `Series`.
         tenants: Figures by tenant, for the first few tenants of the workload.
     """
 
@@ -175,6 +209,7 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
     reasons: dict[str, int] = {}
     policy_overruled: dict[str, int] = {}
     passed_over_s: float = 0.0
+    arrivals_s: tuple[float, float] = (0.0, 0.0)
 
 
 class LiveRequest:
@@ -245,20 +280,27 @@ class TenantCollector:
             good_share=self.good / max(self.requests, 1),
             failed=dict(sorted(self.failed.items())),
             ttft_max_ms=self.ttft_max_ns * MS,
+            cdf=self.cdf(),
         )
+
+    def cdf(self) -> dict[str, list[tuple[float, float]]]:
+        """Return points (milliseconds, cumulative share) of the distributions, by name."""
+        return {"ttft": cdf_ms(self.ttft), "tpot": cdf_ms(self.tpot)}
 
 
 class Collector(TenantCollector):
     """Accumulates the figures of all requests, and of each tenant."""
 
-    def __init__(self, targets: Targets) -> None:
+    def __init__(self, targets: Targets, start_ns: int) -> None:
         super().__init__()
         self.itl, self.e2e, self.queue = Sketch(), Sketch(), Sketch()
         self.prompt_tokens = self.cached_tokens = self.images = self.preemptions = 0
         self.reasons: dict[str, int] = {}
         self.tenants: dict[str, TenantCollector] = {}
         self.first_ns: int | None = None
-        self.last_ns = 0
+        self.last_ns = self.last_arrival_ns = 0
+        self._start_ns = start_ns
+        self._slow: dict[str, list[tuple[int, int, SlowRequest]]] = {name: [] for name in SLOW_BY}
         self._ttft_ns = int(targets.ttft_ms * 1e6)
         self._tpot_ns = int(targets.tpot_ms * 1e6)
 
@@ -270,6 +312,7 @@ class Collector(TenantCollector):
             one.requests += 1
         if self.first_ns is None:
             self.first_ns = now_ns
+        self.last_arrival_ns = now_ns
 
     def _counting(self, tenant: str) -> Sequence[TenantCollector]:
         own = self.tenants.get(tenant)
@@ -304,6 +347,59 @@ class Collector(TenantCollector):
         good = ttft_ns <= target_ns and (tpot_ns or 0) <= self._tpot_ns
         for one in self._counting(live.arrival.tenant):
             one.count_finished(ttft_ns, tpot_ns, outputs, good=good)
+        self._keep_slowest("ttft", ttft_ns, live, finish, now_ns)
+        self._keep_slowest("tpot", tpot_ns or 0, live, finish, now_ns)
+
+    def _keep_slowest(
+        self, by: str, slowness_ns: int, live: LiveRequest, finish: Finish, now_ns: int
+    ) -> None:
+        heap = self._slow[by]
+        if len(heap) == SLOW_MAX and slowness_ns <= heap[0][0]:
+            return
+        push = heappush if len(heap) < SLOW_MAX else heapreplace
+        push(heap, (slowness_ns, -self.finished, self._slow_request(live, finish, now_ns)))
+
+    def _slow_request(self, live: LiveRequest, finish: Finish, now_ns: int) -> SlowRequest:
+        times, outputs = finish.times, live.arrival.output_tokens
+        ends = (
+            times.submitted_ns,
+            times.items_ready_ns,
+            times.admitted_ns,
+            times.first_token_ns,
+            now_ns,
+        )
+        reached = [*accumulate((live.sent_ns, *ends), max)]
+        decode_ns = now_ns - times.first_token_ns
+        return SlowRequest(
+            request_id=live.arrival.request_id,
+            tenant=live.arrival.tenant,
+            sent_s=(live.sent_ns - self._start_ns) / 1e9,
+            prompt_tokens=live.prompt_tokens,
+            cached_tokens=times.cached_tokens,
+            output_tokens=outputs,
+            images=len(live.arrival.images),
+            preemptions=times.preemptions,
+            ttft_ms=(times.first_token_ns - live.sent_ns) * MS,
+            tpot_ms=decode_ns * MS / (outputs - 1) if outputs > 1 else None,
+            phases_ms={
+                phase: (end - start) * MS
+                for phase, start, end in zip(PHASES, reached, reached[1:], strict=False)
+            },
+        )
+
+    def slowest(self) -> dict[str, list[SlowRequest]]:
+        """Return the slowest requests by each of `SLOW_BY`, slowest first."""
+        return {
+            name: [request for *_, request in sorted(heap, reverse=True)]
+            for name, heap in self._slow.items()
+        }
+
+    @property
+    def arrivals_s(self) -> tuple[float, float]:
+        """Times of the first and the last arrival, from the start of the samples."""
+        first_ns = self._start_ns if self.first_ns is None else self.first_ns
+        last_ns = max(self.last_arrival_ns, first_ns)
+        return (first_ns - self._start_ns) / 1e9, (last_ns - self._start_ns) / 1e9
 
 
 def _reason_kind(reason: str) -> str:
@@ -336,6 +432,11 @@ class Series(msgspec.Struct, kw_only=True):
     interval_s: float
     gauges: dict[str, list[float]]
     sums: dict[str, list[int]]
+
+    def __repr__(self) -> str:
+        """Return a line without the samples."""
+        count = max(map(len, self.gauges.values()), default=0)
+        return f"<Series of {count:,} samples every {self.interval_s:g} s: {', '.join((*self.gauges, *self.sums))}>"
 
 
 class Sampler:
@@ -394,6 +495,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
         policy_failure_counts: Number of failed policy calls, by seat, over all replicas.
         policy_failures: Traceback of the first failure of each failed policy, by class.
         cdf: Points (milliseconds, cumulative share) of `ttft`, `itl`, `tpot` and `e2e`.
+        slowest: The slowest finished requests by `ttft` and by `tpot`, slowest first.
     """
 
     label: str
@@ -412,6 +514,16 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     cdf: dict[str, list[tuple[float, float]]]
     policy_failure_counts: dict[str, int] = {}
     policy_failures: dict[str, str] = {}
+    slowest: dict[str, list[SlowRequest]] = {}
+
+    def __repr__(self) -> str:
+        """Return a summary in a line."""
+        one = self.figures
+        return (
+            f"<SimulationOutcome {self.label!r} of {self.workload}: {one.finished:,} of {one.requests:,} requests "
+            f"finished in {one.span_s:,.1f} s, TTFT p50 {one.ttft_ms.p50:,.1f} ms, p95 {one.ttft_ms.p95:,.1f} ms, "
+            f"{one.good_share:.1%} within targets>"
+        )
 
 
 def figures_of(
@@ -465,6 +577,7 @@ def figures_of(
             }
         ),
         passed_over_s=max(kernel["passed_over_s"].values()),
+        arrivals_s=collector.arrivals_s,
         link_bytes=links[0],
         link_busy=links[1] / span_ns,
         reasons=dict(sorted(collector.reasons.items())),

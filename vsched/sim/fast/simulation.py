@@ -54,6 +54,7 @@ from vsched.sim.fast.metrics import (
     Sampler,
     SimulationOutcome,
     Targets,
+    cdf_ms,
     figures_of,
     over_replicas,
 )
@@ -97,7 +98,7 @@ class Simulation:
     ) -> None:
         self.setup = setup
         self.kernel = Scheduler(setup.limits, setup.kernel_policies)
-        self.collector = Collector(targets)
+        self.collector = Collector(targets, START_NS)
         self.sampler = Sampler(START_NS)
         self.live_requests: dict[int, LiveRequest] = {}
         self.events = 0
@@ -452,7 +453,6 @@ class Simulation:
     def outcome(self, label: str, workload: Workload, wall_s: float) -> SimulationOutcome:
         """Return the outcome."""
         collector = self.collector
-        sketches = {name: getattr(collector, name) for name in ("ttft", "itl", "tpot", "e2e")}
         policies = self.setup.policies.by_table
         groups = len(self.encoders), len(self.generators)
         return SimulationOutcome(
@@ -475,10 +475,8 @@ class Simulation:
                 links=(self._links.bytes, self._links.busiest_ns),
             ),
             series=self.sampler.series(),
-            cdf={
-                name: [(value / 1e6, share) for value, share in sketch.cdf()]
-                for name, sketch in sketches.items()
-            },
+            cdf={**collector.cdf(), "itl": cdf_ms(collector.itl), "e2e": cdf_ms(collector.e2e)},
+            slowest=collector.slowest(),
             policy_failure_counts=over_replicas(self.kernel.policy_failure_counts),
             policy_failures={
                 name: "".join(trace.format()) for name, trace in self.kernel.policy_failures.items()

@@ -14,6 +14,8 @@ from rich.table import Table
 
 from vsched.sim.fast.metrics import SimulationFigures, SimulationOutcome, TenantFigures, TimeSpread
 
+QUANTILES = ("p50", "p95", "p99")
+
 
 class Measure(NamedTuple):
     """A row of the comparison.
@@ -45,7 +47,7 @@ def _spreads() -> list[Measure]:
     return [
         measure(name, field, quantile)
         for name, field in {**names, "in queue": "queue_ms"}.items()
-        for quantile in ("p50", "p95", "p99")
+        for quantile in QUANTILES
     ]
 
 
@@ -82,11 +84,12 @@ MEASURES = [
 
 
 def measures_of(
-    outcomes: Sequence[SimulationOutcome], *, with_hosts: bool = False
+    outcomes: Sequence[SimulationOutcome], *, with_hosts: bool = False, with_tenants: bool = True
 ) -> list[Measure]:
-    """Return the rows of a comparison, with one for each code, reason, policy and tenant in any of the outcomes.
+    """Return the rows of a comparison, with one for each code, reason and policy in any of the outcomes.
 
-    Rows about other hosts are omitted if no outcome has other hosts, unless `with_hosts`.
+    Rows about other hosts are omitted if no outcome has other hosts, unless `with_hosts`; those of tenants follow
+    with `with_tenants`.
     """
     every = [one.figures for one in outcomes]
     hosts = with_hosts or any(one.link_bytes for one in every)
@@ -101,9 +104,14 @@ def measures_of(
             found += _counts("failures of ", every, lambda one: one.policy_faults)
         elif measure.name == OVERRULED:
             found += _counts("", every, lambda one: one.policy_overruled)
-    for tenant in dict.fromkeys(name for one in every for name in one.tenants):
-        found += _of_tenant(tenant, every)
+    for tenant in tenants_of(outcomes) if with_tenants else ():
+        found += measures_of_tenant(tenant, outcomes, prefix=f"{tenant}: ")
     return found
+
+
+def tenants_of(outcomes: Sequence[SimulationOutcome]) -> list[str]:
+    """Return the tenants with figures of their own in any of the outcomes."""
+    return [*dict.fromkeys(name for one in outcomes for name in one.figures.tenants)]
 
 
 Counts = Callable[[SimulationFigures], Mapping[str, int]]
@@ -118,8 +126,11 @@ def _counts(prefix: str, every: Sequence[SimulationFigures], counts: Counts) -> 
     return [measure(name) for name in sorted({name for one in every for name in counts(one)})]
 
 
-def _of_tenant(tenant: str, every: Sequence[SimulationFigures]) -> list[Measure]:
+def measures_of_tenant(
+    tenant: str, outcomes: Sequence[SimulationOutcome], prefix: str = ""
+) -> list[Measure]:
     """Return the rows of a tenant."""
+    every = [one.figures for one in outcomes]
 
     def of(value: Callable[[TenantFigures], float]) -> Callable[[SimulationFigures], float]:
         return lambda one: value(one.tenants[tenant]) if tenant in one.tenants else 0
@@ -127,17 +138,21 @@ def _of_tenant(tenant: str, every: Sequence[SimulationFigures]) -> list[Measure]
     def codes(one: SimulationFigures) -> Mapping[str, int]:
         return one.tenants[tenant].failed if tenant in one.tenants else {}
 
-    name = f"{tenant}: "
+    def quantile(field: str, name: str) -> Callable[[SimulationFigures], float]:
+        return of(lambda one: float(getattr(getattr(one, field), name)))
+
     return [
-        Measure(f"{name}requests", of(lambda one: one.requests)),
-        Measure(f"{name}finished", of(lambda one: one.finished), "more"),
-        Measure(f"{name}{FAILED}", of(lambda one: sum(one.failed.values())), "less"),
-        *_counts(name, every, codes),
-        Measure(f"{name}output tokens", of(lambda one: one.output_tokens), "more"),
-        Measure(f"{name}TTFT p50, ms", of(lambda one: one.ttft_ms.p50), "less", "{:,.1f}"),
-        Measure(f"{name}TTFT p95, ms", of(lambda one: one.ttft_ms.p95), "less", "{:,.1f}"),
-        Measure(f"{name}TPOT p95, ms", of(lambda one: one.tpot_ms.p95), "less", "{:,.1f}"),
-        Measure(f"{name}within targets", of(lambda one: one.good_share), "more", "{:.1%}"),
+        Measure(f"{prefix}requests", of(lambda one: one.requests)),
+        Measure(f"{prefix}finished", of(lambda one: one.finished), "more"),
+        Measure(f"{prefix}{FAILED}", of(lambda one: sum(one.failed.values())), "less"),
+        *_counts(prefix, every, codes),
+        Measure(f"{prefix}output tokens", of(lambda one: one.output_tokens), "more"),
+        *(
+            Measure(f"{prefix}{title} {name}, ms", quantile(field, name), "less", "{:,.1f}")
+            for title, field in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"))
+            for name in QUANTILES
+        ),
+        Measure(f"{prefix}within targets", of(lambda one: one.good_share), "more", "{:.1%}"),
     ]
 
 

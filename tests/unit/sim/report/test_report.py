@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import sys
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
-from xml.etree import ElementTree as ET
+from urllib.parse import unquote
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
 from vsched.errors import ConfigError
-from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
+from vsched.sim.fast.metrics import GAUGES, SUMS, Series, SimulationOutcome, TenantFigures
 from vsched.sim.fast.run import simulate
 from vsched.sim.report.comparison import (
     MEASURES,
@@ -27,18 +28,8 @@ from vsched.sim.report.comparison import (
     write_csv,
     write_json,
 )
+from vsched.sim.report.page_data import chart_data
 from vsched.sim.report.rendering import render_html, write_png
-
-STAGES = ("generator", "encoder")
-TITLES = {
-    *(f"{name} (less is better)" for name in ("Time to first token", "Time per output token")),
-    "From request to last token (less is better)",
-    *(f"{name} (left is better)" for name in ("Time to first token", "Time per output token")),
-    *(f"{name} (left is better)" for name in ("Between two tokens", "From request to last token")),
-    *("Requests that wait", "Requests that run", "Images that wait for the encoder"),
-    *("KV cache held", "Embedding pages in use", "Generators busy", "Encoders busy"),
-    *(f"{name}: {stage} steps" for name in ("chunk <aware>", "eager") for stage in STAGES),
-}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +123,7 @@ def test_table_csv_and_html_tell_of_tenants_reasons_and_failures(
     }.items():
         assert re.search(rf"{re.escape(name)} +│ +{value} │ +0 │", text)
         assert (one[name], other[name]) == (value, "0")
-        assert name in html
+        assert name.removeprefix("[a]: ") in html
     assert re.search(r"\[a\]: within targets +│ +50\.0% │ +0\.0% │", text)
     assert "Traceback of &lt;Mine&gt;" in html
 
@@ -176,56 +167,142 @@ def test_json_reads_as_it_was_written(outcomes: list[SimulationOutcome], tmp_pat
     assert read_json(str(path)) == outcomes
 
 
+def test_outcome_has_a_short_repr(outcomes: list[SimulationOutcome]) -> None:
+    first = outcomes[0]
+    assert repr(first).startswith("<SimulationOutcome 'chunk <aware>' of scarce 3: ")
+    assert f"TTFT p50 {first.figures.ttft_ms.p50:,.1f} ms" in repr(first)
+    assert len(repr(first)) < 250
+    assert f"<Series of {len(first.series.gauges['waiting'])} samples" in repr(first.series)
+
+
 class Elements(HTMLParser):
-    """Checks that every element is closed, and collects addresses."""
+    """Checks that every element is closed, and collects addresses, ids, and the texts of some elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
         self.addresses: list[str] = []
+        self.ids: list[str] = []
+        self.texts: dict[str, list[str]] = {"figcaption": [], "script": [], "output": []}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
         self.addresses += [found[name] or "" for name in ("src", "href") if name in found]
-        if tag != "meta":
+        self.ids += [found["id"] or ""] if "id" in found else []
+        if tag not in ("meta", "link"):
             self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
+    def handle_data(self, text: str) -> None:
+        if self.open and self.open[-1] in self.texts:
+            self.texts[self.open[-1]].append(text)
 
-@pytest.mark.slow
-def test_html_is_whole_and_needs_nothing(report: str) -> None:
+
+def elements_of(html: str) -> Elements:
     elements = Elements()
-    elements.feed(report)
+    elements.feed(html)
     assert elements.open == []
-    assert elements.addresses == []
-    assert "<script" not in report
-    namespaces = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
-    assert set(re.findall(r"https?://[^\s\"']+", report)) == namespaces
-    assert all(link.startswith("#") for link in re.findall(r'xlink:href="([^"]*)"', report))
+    return elements
+
+
+def test_html_is_whole_and_needs_nothing(report: str) -> None:
+    elements = elements_of(report)
+    assert {address for address in elements.addresses if not address.startswith("#")} == {"data:,"}
+    assert "default-src 'none'" in report
+    assert set(re.findall(r"https?://[^\s\"')]+", report)) == {"https://github.com/leeoniya/uPlot"}
+    assert "Permission is hereby granted" in report, "the licence of the chart library"
     assert "chunk &lt;aware&gt;" in report
     assert "chunk <aware>" not in report
     assert len(report) < 400_000
 
 
-@pytest.mark.slow
-def test_html_charts_have_titles_units_and_legends(report: str) -> None:
-    charts = re.findall(r"<svg.*?</svg>", report, re.DOTALL)
-    assert len(charts) == 3 + 4 + 7 + 2 * 2
-    for chart in charts:
-        words = [
-            element.text or ""
-            for element in ET.fromstring(chart).iter("{http://www.w3.org/2000/svg}text")
-        ]
-        assert sum(word in TITLES for word in words) == 1, "a title"
-        assert any(unit in words for unit in ("ms", "% of all", "requests", "images", "%")) or any(
-            "token" in word or "%" in word for word in words
-        )
-    assert sum("eager" in chart for chart in charts) >= 14
+def test_html_charts_have_titles_units_and_values(
+    report: str, outcomes: list[SimulationOutcome]
+) -> None:
+    elements = elements_of(report)
+    data = json.loads(elements.texts["script"][0])
+    assert data["labels"] == ["chunk <aware>", "eager"]
+    charts = {chart["key"]: chart for chart in data["charts"]}
+    assert len(charts) == len(elements.texts["figcaption"]) == 4 + 10
+    for chart, caption in zip(charts.values(), elements.texts["figcaption"], strict=True):
+        assert caption.startswith(chart["title"])
+        assert chart["unit"] in caption.lower()
+        lengths = len(data["times"] if chart["x"] == "time" else data["percentiles"])
+        assert [len(values) for values in chart["values"]] == [lengths, lengths]
+    at_95 = data["percentiles"].index(95)
+    for values, outcome in zip(charts["ttft"]["values"], outcomes, strict=True):
+        assert values[at_95] == pytest.approx(outcome.figures.ttft_ms.p95, rel=0.05)
+    assert max(charts["waiting"]["values"][0]) == pytest.approx(
+        max(outcomes[0].series.gauges["waiting"])
+    )
+
+
+def test_charts_of_unequal_lengths_have_one_time_axis(outcomes: list[SimulationOutcome]) -> None:
+    first = outcomes[0]
+    fine = Series(
+        interval_s=0.05,
+        gauges={key: [1.0, 3.0, 5.0] for key in GAUGES},
+        sums={key: [1, 2, 3] for key in SUMS},
+    )
+    coarse = Series(
+        interval_s=0.1,
+        gauges={key: [2.0, 2.0, 8.0] for key in GAUGES},
+        sums={key: [2, 2, 2] for key in SUMS},
+    )
+    data = chart_data([msgspec.structs.replace(first, series=one) for one in (fine, coarse)])
+    waiting = next(chart for chart in data["charts"] if chart["key"] == "waiting")
+    assert data["times"] == [0.1, 0.2, 0.3]
+    assert waiting["values"] == [[2, 5, None], [2, 2, 8]]
+
+
+def test_html_compares_tenants_by_percentile(outcomes: list[SimulationOutcome]) -> None:
+    first, second = with_tenants(outcomes[0]), with_tenants(outcomes[1])
+    figures = second.figures.tenants["[a]"]
+    slow = msgspec.structs.replace(figures.ttft_ms, p99=2 * first.figures.ttft_ms.p99)
+    cdf: dict[str, list[tuple[float, float]]] = {"ttft": [(10.0, 0.5), (20.0, 1.0)]}
+    tenants = {"[a]": msgspec.structs.replace(figures, ttft_ms=slow, cdf=cdf)}
+    second = msgspec.structs.replace(
+        second, figures=msgspec.structs.replace(second.figures, tenants=tenants)
+    )
+    html = render_html([first, second])
+    row = re.search(r"TTFT p99, ms</th>(.*)</tr>", html[html.index('aria-label="By tenant"') :])
+    assert row is not None
+    assert f"{first.figures.ttft_ms.p99:,.1f}" in row[1]
+    assert "<small>+100%</small>" in row[1]
+    assert "<option>[a]</option>" in html
+    data = json.loads(elements_of(html).texts["script"][0])
+    values = data["tenants"]["[a]"]["ttft"][1]
+    percentiles = data["percentiles"]
+    assert [values[percentiles.index(percent)] for percent in (50, 51)] == [10.0, 20.0]
+
+
+def test_every_slow_request_links_to_its_timeline(
+    report: str, outcomes: list[SimulationOutcome]
+) -> None:
+    elements = elements_of(report)
+    links = [address[1:] for address in elements.addresses if address.startswith("#")]
+    assert len(links) == sum(len(rows) for one in outcomes for rows in one.slowest.values()) == 40
+    assert {unquote(link) for link in links} == {one for one in elements.ids if "request-" in one}
+    slowest = outcomes[0].slowest["ttft"][0]
+    timeline = report[report.index(f'id="request-0-{slowest.request_id}"') :]
+    timeline = timeline[: timeline.index("</article>")]
+    for phase, ms in slowest.phases_ms.items():
+        assert f"{phase} {ms:,.1f} ms" in timeline
+    assert f"Sent at {slowest.sent_s:,.3f} s" in timeline
+
+
+def test_slow_requests_are_the_slowest(outcomes: list[SimulationOutcome]) -> None:
+    for outcome in outcomes:
+        for by, worst_ms in (("ttft", outcome.figures.ttft_ms), ("tpot", outcome.figures.tpot_ms)):
+            slow = [getattr(one, f"{by}_ms") for one in outcome.slowest[by]]
+            assert slow == sorted(slow, reverse=True)
+            assert slow[0] == pytest.approx(outcome.cdf[by][-1][0], rel=0.01)
+            assert slow[-1] < worst_ms.p99
+        for one in outcome.slowest["ttft"]:
+            before_decode = sum(one.phases_ms.values()) - one.phases_ms["decode"]
+            assert before_decode == pytest.approx(one.ttft_ms)
 
 
 def test_report_without_its_extra_names_it(
@@ -241,10 +318,10 @@ def test_report_without_its_extra_names_it(
         write_png(outcomes, tmp_path / "out.png")
 
 
-@pytest.mark.slow
 def test_html_of_nothing_is_the_same_twice() -> None:
     empty = simulate(config(), scarce(0, requests=0), cost=COST, label="empty")
     html = render_html([empty])
-    assert "<svg" in html
-    assert "policies that differ" not in html
+    assert len(elements_of(html).texts["figcaption"]) == 14
+    assert "Policies that differ" not in html
+    assert 'role="note"' not in html
     assert render_html([empty]) == html

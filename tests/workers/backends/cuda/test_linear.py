@@ -1,4 +1,4 @@
-"""Products of one row, and weights that are fetched ahead: the sizes; results are in test_fused_layers.py."""
+"""Sizes of products of one row; results are in test_fused_layers.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional
 
 from tests.bench.gpu.costs import SHAPES
-from vsched_workers.backends.cuda.fused_layers import AHEAD_CHUNK, Ahead
 from vsched_workers.backends.cuda.linear import (
     PROGRAMS_MIN,
     RowProduct,
@@ -51,20 +50,3 @@ def test_layers_with_hooks_stay_as_they_are() -> None:
     assert isinstance(with_row_kernel(layer, None), RowProduct)
     layer.register_forward_hook(lambda *_: None)
     assert with_row_kernel(layer, None) is layer
-
-
-@pytest.mark.parametrize("name", ["3b", "7b"])
-@pytest.mark.parametrize("limit", [8 << 20, 16 << 20])
-def test_parts_that_are_fetched_ahead_lie_in_the_weight_and_are_spread_over_it(
-    name: str, limit: int
-) -> None:
-    """The instruction takes multiples of 16 bytes."""
-    for sizes in weights_of(name):
-        weight = torch.empty(sizes, dtype=torch.bfloat16, device="meta")
-        for skip in (0, AHEAD_CHUNK):
-            ahead = Ahead.of(RowProduct(weight, None, None), limit, skip=skip)
-            assert ahead is not None
-            assert ahead.stride % 16 == 0
-            end = skip + (ahead.chunks - 1) * ahead.stride + AHEAD_CHUNK
-            assert 0.98 * weight.nbytes < end <= weight.nbytes
-            assert ahead.chunks * AHEAD_CHUNK == min(limit, weight.nbytes - skip)

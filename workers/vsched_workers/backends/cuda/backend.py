@@ -28,13 +28,7 @@ from vsched_workers.backends.cuda import fused_tower, vision_attention
 from vsched_workers.backends.cuda.attention_trials import load_decode, try_kernels
 from vsched_workers.backends.cuda.collectives import NcclCollectives
 from vsched_workers.backends.cuda.copies import RowCopies
-from vsched_workers.backends.cuda.fused_layers import (
-    FusedLayers,
-    can_fetch_ahead,
-    fits,
-    merge,
-    usable_kernels,
-)
+from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, usable_kernels
 from vsched_workers.backends.cuda.fused_tower import FusedTower
 from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
@@ -118,13 +112,7 @@ class CudaBackend(Backend):
         if kernels is None:
             layers = ModuleLayers(model, self.send, axes=decoder.axes)
         else:
-            layers = FusedLayers(
-                model,
-                decoder,
-                self.send,
-                kernels,
-                fetches=can_fetch_ahead(kernels, self.dtype, self.device),
-            )
+            layers = FusedLayers(model, decoder, self.send, kernels)
         if self._quantizer is None:
             product: Product = functools.partial(functional.linear, weight=head)
             if kernels is not None:

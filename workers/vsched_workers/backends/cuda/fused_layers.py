@@ -10,7 +10,6 @@ adapters, keep transformers' modules.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda.attention import power_of_two
 from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.backends.cuda.linear import RowProduct, with_row_kernel
-from vsched_workers.backends.cuda.parts import has_triton, parts_off
+from vsched_workers.backends.cuda.parts import has_triton
 from vsched_workers.backends.reference.merged_layers import MergedAttention, merged
 from vsched_workers.backends.reference.rotary_angles import angles_of
 from vsched_workers.batching.paged_attention import PagedStep, attend_plainly
@@ -41,21 +40,6 @@ logger = logging.getLogger(__name__)
 
 GATE_VALUES = 1024
 """Values of a row per program of the gate kernel."""
-
-AHEAD_ROWS_MAX = 256
-"""The largest number of rows with fetching ahead: with more, kernels between the products keep the memory busy."""
-
-AHEAD_BYTES = 8 << 20
-"""Bytes of a weight that are fetched ahead: a normalization takes as long as this many bytes."""
-
-AHEAD_ATTENTION_BYTES = 16 << 20
-"""The same during attention, of each weight."""
-
-AHEAD_LATER_ROWS_MAX = 16
-"""The largest number of rows with attention that leaves time for two weights."""
-
-AHEAD_CHUNK = 1024
-"""Bytes that are fetched at once; such parts are spread over a weight: all programs of its product find some."""
 
 _WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
@@ -95,7 +79,7 @@ def fits(decoder: Decoder, config: Any) -> bool:
 
 @dataclass(slots=True)
 class _GpuLayer:
-    """One layer: its projections, norms and sizes, and the weights to fetch ahead during its other kernels."""
+    """One layer: its projections, norms and sizes."""
 
     qkv: Product
     output: Product
@@ -104,32 +88,6 @@ class _GpuLayer:
     norm: _GpuNorm
     middle: _GpuNorm
     attention: MergedAttention
-    during_attention: Ahead | None = None
-    later_in_attention: Ahead | None = None
-    during_middle: Ahead | None = None
-    during_gate: Ahead | None = None
-    during_following: Ahead | None = None
-
-
-class Ahead(NamedTuple):
-    """A weight to fetch ahead: a number of parts of AHEAD_CHUNK bytes, `stride` bytes apart."""
-
-    weight: torch.Tensor
-    chunks: int
-    stride: int
-
-    @classmethod
-    def of(cls, product: Any, limit: int, *, skip: int = 0) -> Ahead | None:
-        """Return how to fetch up to `limit` bytes of a product's weight; None if it has no plain weight.
-
-        `skip`: bytes before the first part, so that parts differ from those of another call.
-        """
-        if not isinstance(product, RowProduct) or product.weight.nbytes < AHEAD_CHUNK + skip:
-            return None
-        weight = product.weight.view(-1)[skip // product.weight.element_size() :]
-        chunks = min(limit, weight.nbytes) // AHEAD_CHUNK
-        # The instruction takes multiples of 16 bytes.
-        return cls(weight, chunks, weight.nbytes // chunks // 16 * 16)
 
 
 class _GpuNorm(NamedTuple):
@@ -148,19 +106,12 @@ class FusedLayers:
         decoder: Decoder,
         send: Callable[[npt.NDArray[np.int64]], torch.Tensor],
         kernels: LayerKernels,
-        *,
-        fetches: bool = False,
     ) -> None:
-        """Take the model, with merged projections; `send` copies row numbers to its device.
-
-        `fetches`: the device can fetch weights ahead.
-        """
+        """Take the model, with merged projections; `send` copies row numbers to its device."""
         self._model, self._send, self._kernels = model, send, kernels
         self._activation = decoder.activation(model.config).name
         self._rows_factor = decoder.rows_factor(model.config)
         self._layers = [_layer_of(layer, decoder, kernels) for layer in model.layers]
-        if fetches:
-            _fetch_ahead(self._layers)
         self._by_module = dict(zip(model.layers, self._layers, strict=True))
         self._last = _norm_of(model.norm)
         self._angles = angles_of(
@@ -189,16 +140,16 @@ class FusedLayers:
         # A profiling run may have removed layers.
         layers = [self._by_module[layer] for layer in self._model.layers]
         norms = [*(layer.norm for layer in layers), self._last]
-        run = _Buffers(hidden, fetches=not step.segments and len(hidden) <= AHEAD_ROWS_MAX)
-        self._add_norm(run, None, norms[0], None)
+        run = _Buffers(hidden)
+        self._add_norm(run, None, norms[0])
         for index, (layer, following) in enumerate(zip(layers, norms[1:], strict=True)):
             attended = self._attend(layer, layer.qkv(run.normed), angles, step, run)
-            self._add_norm(run, layer.output(attended), layer.middle, layer.during_middle)
+            self._add_norm(run, layer.output(attended), layer.middle)
             made = layer.down(self._gated(layer, run))
-            self._add_norm(run, made, following, layer.during_following)
+            self._add_norm(run, made, following)
             if index < len(levels):
                 hidden[places] += levels[index]
-                self._add_norm(run, None, following, None)
+                self._add_norm(run, None, following)
         normed = run.normed
         return normed[self._send(wanted)] if len(wanted) < len(normed) else normed
 
@@ -219,14 +170,7 @@ class FusedLayers:
         if queries is None:
             queries = run.queries = qkv.new_empty(count, heads, head_dim)
         query_norm, key_norm = attention.query_norm, attention.key_norm
-        columns = heads + 2 * kv_heads
-        ahead, more, rows = run.ahead(layer.during_attention, 32, columns)
-        later, least, others = None, {}, 0
-        if count <= AHEAD_LATER_ROWS_MAX:
-            later, found, others = run.ahead(layer.later_in_attention, 32, columns)
-            if found:
-                least = {"LATER": others, "LATER_STRIDE": found["STRIDE"]}
-        self._kernels.rotate_and_store[rows + others + count, columns](
+        self._kernels.rotate_and_store[count, heads + 2 * kv_heads](
             qkv,
             *angles,
             step.slots,
@@ -236,15 +180,11 @@ class FusedLayers:
             keys,
             values,
             0.0 if query_norm is None else _norm_of(query_norm).eps,
-            ahead,
-            later,
             HEADS=heads,
             KV_HEADS=kv_heads,
             NORMS=query_norm is not None,
             HALF=head_dim // 2,
             DIMS=power_of_two(head_dim // 2),
-            **more,
-            **least,
             num_warps=1,
         )
         turned = queries.transpose(0, 1)
@@ -254,23 +194,18 @@ class FusedLayers:
             own = parts[heads : heads + kv_heads], parts[heads + kv_heads :]
         return attend_plainly(turned, *own, attention.index, step, attention.scaling).flatten(1)
 
-    def _add_norm(
-        self, run: _Buffers, added: torch.Tensor | None, norm: _GpuNorm, ahead: Ahead | None
-    ) -> None:
+    def _add_norm(self, run: _Buffers, added: torch.Tensor | None, norm: _GpuNorm) -> None:
         """Add to the hidden states of a step, and normalize them into its buffer."""
         hidden, width = run.hidden, run.hidden.shape[1]
-        following, more, rows = run.ahead(ahead, 128)
-        self._kernels.add_norm[(rows + len(hidden),)](
+        self._kernels.add_norm[(len(hidden),)](
             hidden,
             hidden if added is None else added,
             norm.weight,
             run.normed,
             width,
             norm.eps,
-            following,
             HAS_ADDED=added is not None,
             WIDTH=power_of_two(width),
-            **more,
         )
 
     def _gated(self, layer: _GpuLayer, run: _Buffers) -> torch.Tensor:
@@ -284,16 +219,8 @@ class FusedLayers:
         gated = run.gated
         if gated is None:
             gated = run.gated = gate_up.new_empty(len(gate_up), width)
-        columns = -(-width // GATE_VALUES)
-        following, more, rows = run.ahead(layer.during_gate, 128, columns)
-        self._kernels.gate[rows + len(gate_up), columns](
-            gate_up,
-            gated,
-            width,
-            following,
-            ACTIVATION=self._activation,
-            WIDTH=GATE_VALUES,
-            **more,
+        self._kernels.gate[len(gate_up), -(-width // GATE_VALUES)](
+            gate_up, gated, width, ACTIVATION=self._activation, WIDTH=GATE_VALUES
         )
         return gated
 
@@ -301,25 +228,10 @@ class FusedLayers:
 class _Buffers:
     """Activations of a step that every layer writes again: later kernels on the stream start after their readers."""
 
-    def __init__(self, hidden: torch.Tensor, *, fetches: bool) -> None:
+    def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden, self.normed = hidden, torch.empty_like(hidden)
         self.queries: torch.Tensor | None = None
         self.gated: torch.Tensor | None = None
-        self._fetches = fetches
-
-    def ahead(
-        self, ahead: Ahead | None, each: int, width: int = 1
-    ) -> tuple[torch.Tensor | None, dict[str, int], int]:
-        """Return a kernel's arguments for a weight to fetch ahead, and the rows that they add to its grid.
-
-        A program fetches `each` parts; the grid has `width` programs in a row.
-        """
-        if ahead is None or not self._fetches:
-            return None, {}, 0
-        rows = ahead.chunks // (each * width)
-        if not rows:
-            return None, {}, 0
-        return ahead.weight, {"AHEAD": rows, "STRIDE": ahead.stride, "CHUNK": AHEAD_CHUNK}, rows
 
 
 def merge(model: Any, decoder: Decoder) -> None:
@@ -365,59 +277,23 @@ def usable_kernels(dtype: torch.dtype, device: str) -> LayerKernels | None:
     return kernels
 
 
-def can_fetch_ahead(kernels: LayerKernels, dtype: torch.dtype, device: str) -> bool:
-    """Return whether the kernels can load parts of a weight into the L2 cache of a device.
-
-    Raises:
-        DeviceOutOfMemory: When the device's memory ran out.
-    """
-    if "ahead" in parts_off() or torch.device(device).type != "cuda":
-        return False
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    try:
-        with typed_out_of_memory("trying to fetch weights ahead"):
-            apart = max(_tried(kernels, dtype, device, fetches=True) for _ in range(2))
-    except DeviceOutOfMemory:
-        raise
-    except Exception as error:  # noqa: BLE001  # as above
-        logger.warning("weights are not fetched ahead, which is slower: %s", error)
-        return False
-    return apart <= _WITHIN[dtype]
-
-
-def _tried(
-    kernels: LayerKernels, dtype: torch.dtype, device: str, *, fetches: bool = False
-) -> float:
-    """Return the largest difference to torch's operations, for sizes that are not powers of two.
-
-    With `fetches`, one row of each grid fetches ahead.
-    """
+def _tried(kernels: LayerKernels, dtype: torch.dtype, device: str) -> float:
+    """Return the largest difference to torch's operations, for sizes that are not powers of two."""
     rows, width, heads, kv_heads, half = 3, 80, 3, 2, 12
     seed = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=seed).to(device, dtype)
 
-    following, more = None, {}
-    if fetches:
-        following = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
-        more = {"AHEAD": 1, "STRIDE": 128, "CHUNK": 128}
-    extra, later = len(more) // 3, {}
-    if fetches:
-        later = {"LATER": 1, "LATER_STRIDE": 128}
     hidden, added, weight = drawn(rows, width), drawn(rows, width), drawn(width)
     wanted = functional.rms_norm((hidden + added).float(), (width,), eps=1e-6) * weight.float()
     normed = torch.empty_like(hidden)
-    kernels.add_norm[(extra + rows,)](
-        hidden, added, weight, normed, width, 1e-6, following,
-        HAS_ADDED=True, WIDTH=power_of_two(width), **more,
-    )  # fmt: skip
+    kernels.add_norm[(rows,)](
+        hidden, added, weight, normed, width, 1e-6, HAS_ADDED=True, WIDTH=power_of_two(width)
+    )
     gate_up, gated = drawn(rows, 2 * width), torch.empty_like(hidden)
     opened = functional.silu(gate_up[:, :width].float()) * gate_up[:, width:].float()
-    kernels.gate[extra + rows, 1](
-        gate_up, gated, width, following, ACTIVATION="SILU", WIDTH=GATE_VALUES, **more
-    )
+    kernels.gate[rows, 1](gate_up, gated, width, ACTIVATION="SILU", WIDTH=GATE_VALUES)
     qkv, angles = drawn(rows, (heads + 2 * kv_heads) * 2 * half), torch.rand(rows, half)
     given = qkv.float().view(rows, -1, 2, half)
     cos, sin = (each.to(device, dtype) for each in (angles.cos(), angles.sin()))
@@ -429,9 +305,9 @@ def _tried(
     queries = qkv.new_empty(rows, heads, 2 * half)
     keys, values = (qkv.new_zeros(rows + 1, kv_heads, 2 * half) for _ in range(2))
     slots = torch.arange(rows, 0, -1, device=device)
-    kernels.rotate_and_store[2 * extra + rows, heads + 2 * kv_heads](
-        qkv, cos, sin, slots, keys, keys, queries, keys, values, 0.0, following, following,
-        HEADS=heads, KV_HEADS=kv_heads, NORMS=False, HALF=half, DIMS=power_of_two(half), **more, **later,
+    kernels.rotate_and_store[rows, heads + 2 * kv_heads](
+        qkv, cos, sin, slots, keys, keys, queries, keys, values, 0.0,
+        HEADS=heads, KV_HEADS=kv_heads, NORMS=False, HALF=half, DIMS=power_of_two(half),
         num_warps=1,
     )  # fmt: skip
     matrix, bias = drawn(2 * width, 64), drawn(2 * width)
@@ -476,17 +352,6 @@ def _layer_of(layer: Any, decoder: Decoder, kernels: LayerKernels) -> _GpuLayer:
         middle=_norm_of(getattr(layer, norms.before_feed_forward)),
         attention=attention,
     )
-
-
-def _fetch_ahead(layers: Sequence[_GpuLayer]) -> None:
-    """Let the kernels between the products of each layer fetch the weight of the next product."""
-    for layer, following in itertools.zip_longest(layers, layers[1:]):
-        layer.during_attention = Ahead.of(layer.output, AHEAD_ATTENTION_BYTES)
-        layer.later_in_attention = Ahead.of(layer.gate_up, AHEAD_ATTENTION_BYTES)
-        layer.during_middle = Ahead.of(layer.gate_up, AHEAD_BYTES, skip=AHEAD_CHUNK)
-        layer.during_gate = Ahead.of(layer.down, AHEAD_BYTES)
-        if following is not None:
-            layer.during_following = Ahead.of(following.qkv, AHEAD_BYTES)
 
 
 def _norm_of(module: Any) -> _GpuNorm:

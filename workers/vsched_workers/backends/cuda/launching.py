@@ -58,8 +58,7 @@ def _launch_of(
     if not hasattr(compiled, "packed_metadata"):  # an interpreted kernel
         return lambda grid, arguments: kernel[grid](*arguments, **constants)
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    usual = {name: each.default for name, each in kernel.signature.parameters.items()}
-    rest = [constants.get(name, usual[name]) for name in kernel.arg_names[count:]]
+    rest = [constants[name] for name in kernel.arg_names[count:]]
     # As Triton does: torch.cuda.current_stream makes an object.
     stream_of: Any = torch._C._cuda_getCurrentRawStream  # noqa: SLF001
 

@@ -12,9 +12,8 @@ from importlib.util import find_spec
 from vsched.errors import ConfigError
 
 VARIABLE = "VSCHED_CUDA_OFF"
-PARTS = ("ahead", "graphs", "layers", "tower", "triton")
-"""Weights fetched ahead, captured decode steps, fused layers of language models and of vision towers, and whatever
-needs Triton."""
+PARTS = ("graphs", "layers", "tower", "triton")
+"""Captured decode steps, fused layers of language models and of vision towers, and whatever needs Triton."""
 
 
 def parts_off() -> frozenset[str]:

@@ -6,36 +6,12 @@ points: the residual sum, the normalized row before its weights, and the activat
 
 # As in triton_kernels.py.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-# AHEAD is a compile-time constant: without it, the condition below it does not exist.
-# ruff: noqa: ANN001, SIM102
+# ruff: noqa: ANN001
 
 from __future__ import annotations
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-
-@triton.jit
-def fetch_ahead(  # noqa: ANN201
-    weight,
-    program,
-    STRIDE: tl.constexpr,  # noqa: N803  # see triton_kernels.py
-    CHUNK: tl.constexpr,  # noqa: N803
-    CHUNKS: tl.constexpr,  # noqa: N803
-):
-    """Load CHUNKS parts of a following product's weight, of CHUNK bytes each, into the L2 cache, without waiting.
-
-    Kernels between the products hardly read memory. So the next product finds a part of its weight in the cache.
-    """
-    first = weight.to(tl.int64) + program.to(tl.int64) * (CHUNKS * STRIDE)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [first + tl.arange(0, CHUNKS) * STRIDE, tl.full([CHUNKS], CHUNK, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -46,25 +22,16 @@ def add_norm(
     normed,
     width,
     eps,
-    following=None,
-    HAS_ADDED: tl.constexpr = False,  # noqa: N803
-    WIDTH: tl.constexpr = 0,  # noqa: N803
-    AHEAD: tl.constexpr = 0,  # noqa: N803
-    STRIDE: tl.constexpr = 0,  # noqa: N803
-    CHUNK: tl.constexpr = 0,  # noqa: N803
+    HAS_ADDED: tl.constexpr,  # noqa: N803  # see triton_kernels.py
+    WIDTH: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Add to a row, and write its RMS norm; the first AHEAD programs fetch ahead from the `following` weight.
+    """Add to a row, and write its RMS norm.
 
     Shape: hidden, added and normed [rows, width], weight [width]; WIDTH is `width`, rounded up to a power of two.
     """
-    program = tl.program_id(0)
-    if AHEAD > 0:
-        if program < AHEAD:
-            fetch_ahead(following, program, STRIDE, CHUNK, 128)
-            return
     place = tl.arange(0, WIDTH)
     there = place < width
-    at = (program - AHEAD).to(tl.int64) * width + place
+    at = tl.program_id(0).to(tl.int64) * width + place
     row = tl.load(hidden + at, mask=there, other=0.0)
     if HAS_ADDED:
         row += tl.load(added + at, mask=there, other=0.0)
@@ -87,39 +54,19 @@ def rotate_and_store(
     keys,
     values,
     eps,
-    following=None,
-    later=None,
-    HEADS: tl.constexpr = 0,  # noqa: N803
-    KV_HEADS: tl.constexpr = 0,  # noqa: N803
-    NORMS: tl.constexpr = False,  # noqa: N803
-    HALF: tl.constexpr = 0,  # noqa: N803
-    DIMS: tl.constexpr = 0,  # noqa: N803
-    AHEAD: tl.constexpr = 0,  # noqa: N803
-    STRIDE: tl.constexpr = 0,  # noqa: N803
-    CHUNK: tl.constexpr = 0,  # noqa: N803
-    LATER: tl.constexpr = 0,  # noqa: N803
-    LATER_STRIDE: tl.constexpr = 0,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr,  # noqa: N803
+    NORMS: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    DIMS: tl.constexpr,  # noqa: N803
 ) -> None:
     """Normalize (if NORMS) and rotate one head of one row; keys and values go to the cache, keys also in place.
-
-    The programs of the first AHEAD rows of the grid fetch ahead from the `following` weight, and those of the next
-    LATER rows from the one after it.
 
     Shape: qkv [rows, (HEADS + 2 * KV_HEADS) * 2 * HALF]; cos and sin [rows, HALF]; slots int64 [rows]; weights [2 *
     HALF]; queries [rows, HEADS, 2 * HALF]; keys and values [slots, KV_HEADS, 2 * HALF]. DIMS is HALF, rounded up to a
     power of two.
     """
-    row, head = tl.program_id(0).to(tl.int64) - AHEAD - LATER, tl.program_id(1)
-    if AHEAD > 0:
-        if row < -LATER:
-            program = (row + AHEAD + LATER) * (HEADS + 2 * KV_HEADS) + head
-            fetch_ahead(following, program, STRIDE, CHUNK, 32)
-            return
-    if LATER > 0:
-        if row < 0:
-            program = (row + LATER) * (HEADS + 2 * KV_HEADS) + head
-            fetch_ahead(later, program, LATER_STRIDE, CHUNK, 32)
-            return
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, DIMS)
     there = place < HALF
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF + place
@@ -178,25 +125,14 @@ def gate(
     gate_up,
     gated,
     width,
-    following=None,
-    ACTIVATION: tl.constexpr = "SILU",  # noqa: N803
-    WIDTH: tl.constexpr = 0,  # noqa: N803
-    AHEAD: tl.constexpr = 0,  # noqa: N803
-    STRIDE: tl.constexpr = 0,  # noqa: N803
-    CHUNK: tl.constexpr = 0,  # noqa: N803
+    ACTIVATION: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
 ) -> None:
     """Write the activation of a row's first half (gate) times its second half (up).
 
-    The programs of the first AHEAD rows of the grid fetch ahead from the `following` weight.
-
     Shape: gate_up [rows, 2 * width], gated [rows, width]; ACTIVATION is a name of `families.decoder.Activation`.
     """
-    row = tl.program_id(0).to(tl.int64) - AHEAD
-    if AHEAD > 0:
-        if row < 0:
-            program = (row + AHEAD) * tl.num_programs(1) + tl.program_id(1)
-            fetch_ahead(following, program, STRIDE, CHUNK, 128)
-            return
+    row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = place < width
     source = gate_up + row * 2 * width + place
