@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tests.unit.media.fakes import FakePreprocessor
+from vsched.aio.environment import Environment
 from vsched.aio.live import LiveState
 from vsched.aio.streams.stream import OutputDelta, PromptReport
 from vsched.api import ApiSettings, create_app
@@ -29,6 +29,7 @@ CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
 IMAGE_TOKENS = 16
 """Tokens of every image in tests that do not depend on its size."""
+KERNEL_CLOCK = Environment().now_ns
 
 
 class FakeGeneration:
@@ -41,7 +42,7 @@ class FakeGeneration:
         self.prompt_token_ids = [3, 1, 4, 1, 5, 9, 2]
         self.prompt_report: PromptReport | None = None
         self.times = RequestTimes()
-        self._submitted_ns = time.monotonic_ns()
+        self._submitted_ns = KERNEL_CLOCK()
         self.reason: FinishReason | None = None
         self.prompt_tokens = 7
         self.cached_tokens = 0
@@ -113,7 +114,7 @@ class FakeGeneration:
             asyncio.get_running_loop().call_soon(self._end_aborted)
 
     def _end_aborted(self) -> None:
-        self.times = RequestTimes(self._submitted_ns, finished_ns=time.monotonic_ns())
+        self.times = RequestTimes(self._submitted_ns, finished_ns=KERNEL_CLOCK())
         self.reason = FinishReason.ABORT
         if self._reader is not None:
             self._reader()
