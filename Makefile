@@ -124,9 +124,10 @@ $(VLLM_STAMP): pyproject.toml $(TEST_STAMP)
 	$(PEERS)/vllm/bin/python -m pip install --quiet pytest pytest-asyncio pytest-timeout
 	@touch $@
 
+# An engine starts in 5 s, or in a minute on a busy machine, and a test starts several.
 vllm: $(VLLM_STAMP)
 	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
-		PYTHONPATH=.:policies $(PEERS)/vllm/bin/python -m pytest -o filterwarnings=ignore tests/vllm
+		PYTHONPATH=.:policies $(PEERS)/vllm/bin/python -m pytest -o filterwarnings=ignore --timeout 1800 tests/vllm
 
 clean:
 	rm -rf $(VENV) $(PEERS) dist build site htmlcov .coverage .coverage.*

@@ -51,7 +51,9 @@ def generate(model: str, tables: Mapping[str, Any] | None) -> tuple[list[list[in
         SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, detokenize=False),
         use_tqdm=False,
     )
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    core = llm.llm_engine.engine_core
+    scheduler = core.engine_core.scheduler
+    core.shutdown()  # the garbage collector would do it later, and end the next engine's groups
     return [list(one.outputs[0].token_ids) for one in outputs], scheduler
 
 
@@ -65,7 +67,6 @@ def test_tokens_are_those_of_vllm_with_few_blocks(
     for name, tables in (("shortest", SHORTEST), ("fair", FAIR), ("last", LAST), ("bad", BAD)):
         trace = tmp_path / f"{name}.jsonl"
         tokens, scheduler = generate(model, {**tables, "vllm": {"trace": str(trace)}})
-        scheduler.shutdown()
         arrivals = list(load_trace(trace))
         assert [one.prompt_tokens for one in arrivals] == [len(one) for one in prompts()]
         assert {one.output_tokens for one in arrivals} == {120}
