@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -69,6 +69,9 @@ from vsched.api.resuming.resumption import KeptResponseRoute, Resumption
 from vsched.api.unsupported import not_served
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 
+if TYPE_CHECKING:
+    from vsched.api.tracing.spans import Tracing
+
 _VALUE_CHARACTERS_MAX = 100
 
 
@@ -78,17 +81,21 @@ def create_app(
     metrics: ApiMetrics | None = None,
     *,
     resumption: Resumption | None = None,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """Build the HTTP application for an engine.
 
     The engine may still be loading: `/health` reports it, and completions are refused until it is ready. Requests are
     counted in `metrics`, by default a new instance. `resumption` serves answers of an earlier engine by their ids.
+    `tracing` gets the spans of requests.
     """
     metrics = metrics or engine_metrics(engine, settings)
     resumption = resumption or Resumption()
     bodies = RequestBodies(settings, keeps=resumption.journal is not None)
     operator_routes = _operator_routes(engine, metrics, bodies)
-    return _full_application(engine, settings, metrics, bodies, resumption, operator_routes)
+    return _full_application(
+        engine, settings, metrics, bodies, resumption, tracing, operator_routes
+    )
 
 
 def engine_metrics(engine: EngineContract, settings: ApiSettings) -> ApiMetrics:
@@ -97,7 +104,11 @@ def engine_metrics(engine: EngineContract, settings: ApiSettings) -> ApiMetrics:
 
 
 def create_frontend(
-    engine: ServingContract, settings: ApiSettings, metrics: ApiMetrics, operations: ASGIApp
+    engine: ServingContract,
+    settings: ApiSettings,
+    metrics: ApiMetrics,
+    operations: ASGIApp,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """Build the application of an API process, which has no engine: `operations` serves the operator routes."""
     bodies = RequestBodies(settings)
@@ -105,7 +116,7 @@ def create_frontend(
     routes = _operator_routes(cast("EngineContract", engine), metrics, bodies)
     for route in routes:
         route.app = operations
-    return _full_application(engine, settings, metrics, bodies, Resumption(), routes)
+    return _full_application(engine, settings, metrics, bodies, Resumption(), tracing, routes)
 
 
 def create_operations(
@@ -121,10 +132,13 @@ def _full_application(
     metrics: ApiMetrics,
     bodies: RequestBodies,
     resumption: Resumption,
+    tracing: Tracing | None,
     operator_routes: list[ApiRoute],
 ) -> Starlette:
     documentation = Documentation()
-    client_routes = _client_routes(engine, settings, metrics, bodies, resumption, documentation)
+    client_routes = _client_routes(
+        engine, settings, metrics, bodies, resumption, tracing, documentation
+    )
     documentation.routes = [*client_routes, *operator_routes]
     return _application([*documentation.routes, *page_routes()], settings)
 
@@ -135,10 +149,11 @@ def _client_routes(
     metrics: ApiMetrics,
     bodies: RequestBodies,
     resumption: Resumption,
+    tracing: Tracing | None,
     documentation: Documentation,
 ) -> list[ApiRoute]:
     """Routes for clients, and routes that need no engine."""
-    parts = engine, settings, metrics, bodies, resumption.journal
+    parts = engine, settings, metrics, bodies, resumption.journal, tracing
     messages = MessagesEndpoint(*parts)
     operations = ClientOperations(engine, settings, bodies)
     generating = [

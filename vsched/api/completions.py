@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -36,7 +36,7 @@ from vsched.api.formatters import (
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.middleware.access import tenant_of
-from vsched.api.middleware.response_tags import new_id, sent_id
+from vsched.api.middleware.response_tags import log_field, new_id, sent_id
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.response_schema import ChatResponse, CompletionResponse, Usage
 from vsched.api.structured_outputs import after_reasoning, constraint_of, with_forced_calls
@@ -46,10 +46,14 @@ from vsched.api.tools.message_builder import MessageBuilder
 from vsched.api.tools.reader import CallStopScope, CheckpointParser, OutputParser
 from vsched.api.unsupported import refuse_unsupported
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.logs import FIELDS
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.record.journal import KeptRequest, RequestJournal
 from vsched.record.left import PartialOutput
 from vsched.types import SamplingParams
+
+if TYPE_CHECKING:
+    from vsched.api.tracing.spans import RequestTrace, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +171,7 @@ class CompletionEndpoint:
     """Continue a text."""
 
     name = "completions"
+    operation = "text_completion"
     id_prefix = "cmpl"
     _formatter_class: type[ChatFormatter | CompletionFormatter] = CompletionFormatter
 
@@ -177,35 +182,57 @@ class CompletionEndpoint:
         metrics: ApiMetrics,
         bodies: RequestBodies,
         journal: RequestJournal | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._engine = engine
         self._settings = settings
         self._metrics = metrics
         self._bodies = bodies
         self._journal = journal
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every outcome is counted and answered exactly once."""
         exchange = HttpExchange(scope, receive, send)
         record = self._metrics.begin(self.name, tenant=tenant_of(scope))
+        trace = self._begin_trace(exchange)
         outcome = "cancelled"
+        failure: RequestRefused | RequestFailed | None = None
         try:
-            outcome = await self._serve(exchange, record)
+            outcome = await self._serve(exchange, record, trace)
         except ClientDisconnected:
             outcome = "disconnected"
         except RequestRefused as error:
-            outcome = "refused"
+            outcome, failure = "refused", error
             await exchange.send_error(error)
         except RequestFailed as error:
-            outcome = "failed"
+            outcome, failure = "failed", error
             await exchange.send_error(error)
         except Exception:
-            outcome = "failed"
-            logger.exception("%s failed", self.name)
-            await exchange.send_error(RequestFailed("the server made a mistake"))
+            outcome, failure = "failed", RequestFailed("the server made a mistake")
+            fields = {"trace_id": trace.trace_id} if trace is not None else {}
+            logger.exception("%s failed", self.name, extra={FIELDS: fields})
+            await exchange.send_error(failure)
         finally:
             exchange.release_room()
             record.end(outcome)
+            if trace is not None:
+                trace.end(outcome, failure, status=exchange.status)
+
+    def _begin_trace(self, exchange: HttpExchange) -> RequestTrace | None:
+        """Start the trace of a request, and put its id into the response and the access log."""
+        if self._tracing is None:
+            return None
+        scope = exchange.scope
+        trace = self._tracing.begin(
+            scope["path"],
+            scope["headers"],
+            operation=self.operation,
+            model=self._engine.model_name,
+        )
+        exchange.headers = ((b"traceparent", trace.traceparent),)
+        log_field(scope, "trace_id", trace.trace_id)
+        return trace
 
     async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
         """Read and check a request.
@@ -293,18 +320,35 @@ class CompletionEndpoint:
             echoes=tuple(one if isinstance(one, str) else None for one in prompts) if echo else (),
         )
 
-    async def _serve(self, exchange: HttpExchange, record: RequestRecord) -> str:
+    async def _serve(
+        self, exchange: HttpExchange, record: RequestRecord, trace: RequestTrace | None
+    ) -> str:
         check_ready(self._engine)
         request_id = new_id(self.id_prefix, exchange.scope)
         # Not stored here: prompt and images are released after preparation.
         return await exchange.until_disconnect(
-            self._generate(exchange, record, await self.read(exchange, request_id))
+            self._generate(exchange, record, trace, await self.read(exchange, request_id))
         )
 
     async def _generate(
-        self, exchange: HttpExchange, record: RequestRecord, job: CheckedRequest
+        self,
+        exchange: HttpExchange,
+        record: RequestRecord,
+        trace: RequestTrace | None,
+        job: CheckedRequest,
     ) -> str:
         choices = AcceptedChoices()
+        if trace is not None:
+            trace.choices = choices
+            trace.describe(
+                job.request_id,
+                job.model,
+                job.sampling,
+                stream=job.stream,
+                choices=job.n,
+                session=job.session,
+                tenant=tenant_of(exchange.scope),
+            )
         try:
             if self._journal is not None:
                 await self._keep(self._journal, exchange, job)
@@ -487,6 +531,7 @@ class ChatEndpoint(CompletionEndpoint):
     """Continue a conversation, with images."""
 
     name = "chat"
+    operation = "chat"
     id_prefix = "chatcmpl"
     _formatter_class = ChatFormatter
 

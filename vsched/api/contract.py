@@ -12,9 +12,10 @@ import msgspec
 
 from vsched.aio.live import LiveState
 from vsched.aio.streams.stream import OutputDelta, PromptReport, StopScope
+from vsched.kernel.commands import RequestTimes
 from vsched.media import ImageReference, Prompt
 from vsched.record.left import PartialOutput
-from vsched.types import ModelInfo, SamplingParams
+from vsched.types import FinishReason, ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -38,6 +39,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tools_max: Tools of one chat request.
         tool_format: Tool-call format of the model, a name in `CALL_FORMATS`; `auto` derives it from the chat template.
         reasoning_format: Reasoning format of the model, a name in `REASONING_FORMATS`, `none` or `auto`.
+        traces_url: URL for OpenTelemetry spans; empty for no traces.
         stop_max: Stop strings of one request.
         stop_characters_max: Characters of one stop string.
         stop_token_ids_max: Stop tokens of one request.
@@ -55,6 +57,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     metrics_without_key: bool = False
     vllm_metrics: bool = False
     access_log: bool = False
+    traces_url: str = ""
     allowed_hosts: tuple[str, ...] | None = ()
     cors_origins: tuple[str, ...] = ()
     body_bytes_max: _Positive = 32 * 1024 * 1024
@@ -98,6 +101,10 @@ class Generation(Protocol):
     def output_tokens(self) -> int: ...
     @property
     def prompt_report(self) -> PromptReport | None: ...
+    @property
+    def times(self) -> RequestTimes: ...
+    @property
+    def reason(self) -> FinishReason | None: ...
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]: ...
     async def __anext__(self) -> OutputDelta: ...

@@ -48,12 +48,16 @@ class HttpExchange:
     Attributes:
         started: True if the response has started.
         body: The received body, while it has to be saved; empty otherwise.
+        headers: Further headers of the response, whatever it is.
+        status: Status of the response; 0 before it.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self.started = False
         self.body = b""
+        self.headers: tuple[tuple[bytes, bytes], ...] = ()
+        self.status = 0
         self._form = form_of(scope)
         self._receive = receive
         self._send = send
@@ -166,11 +170,8 @@ class HttpExchange:
         self, body: bytes, *, content_type: bytes, status: int = 200, headers: Headers = ()
     ) -> None:
         """Send a complete response."""
-        self.started = True
         fixed = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": [*fixed, *headers]}
-        )
+        await self._start(status, [*fixed, *headers])
         self._finished = True
         await self._send({"type": "http.response.body", "body": body})
 
@@ -204,10 +205,13 @@ class HttpExchange:
 
     async def start_stream(self, headers: Headers = ()) -> None:
         """Start a stream of server-sent events."""
+        await self._start(200, [*_SSE_HEADERS, *headers])
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
-        await self._send(
-            {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS, *headers]}
-        )
+        self.status = status
+        headers += self.headers
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     @property
     def numbers_events(self) -> bool:

@@ -20,6 +20,7 @@ from vsched.api.http_server import favour_event_loop, http_server, listen
 from vsched.api.middleware.access import read_tenant_keys
 from vsched.api.processes.supervisor import ApiProcesses
 from vsched.api.resuming.resumption import Resumption, open_resumption
+from vsched.api.tracing import open_tracing, traces_url
 from vsched.config import Config
 from vsched.config.sections import ServerConfig
 from vsched.engine import Engine, Progress
@@ -52,7 +53,8 @@ class _InProcessFrontend:
         resumption: Resumption,
     ) -> None:
         self.pids: list[int] = []
-        app = create_app(engine, settings, resumption=resumption)
+        self._tracing = open_tracing(settings.traces_url)
+        app = create_app(engine, settings, resumption=resumption, tracing=self._tracing)
         self._server = http_server(app, engine.config)
         self._listener = listener
 
@@ -66,6 +68,8 @@ class _InProcessFrontend:
         self._server.should_exit = True
         self._server.force_exit = True
         await self._serving
+        if self._tracing is not None:
+            await self._tracing.close()
 
 
 class RunningServer:
@@ -189,7 +193,7 @@ def api_settings(config: Config, address: str) -> ApiSettings:
     """Settings of the HTTP layer for a server that listens on this address.
 
     Raises:
-        ConfigError: If a configured key is not in the environment.
+        ConfigError: If a configured key is not in the environment, or a package for traces is missing.
     """
     server = config.server
     names = set(ApiSettings.__struct_fields__) & set(ServerConfig.__struct_fields__)
@@ -202,6 +206,7 @@ def api_settings(config: Config, address: str) -> ApiSettings:
         allowed_hosts=_allowed_hosts(config, address),
         tool_format=config.model.tool_format,
         reasoning_format=config.model.reasoning_format,
+        traces_url=traces_url(server),
         body_wait_s=server.receive_s / 2,  # the rest is for the body to arrive
         **same,
     )

@@ -156,6 +156,14 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             "Queries and contents are never logged."
         ),
     ] = False
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="Base URL of an OpenTelemetry collector that receives the traces of requests, such as "
+            "`http://127.0.0.1:4318` (OTLP over HTTP); empty to take it from `OTEL_EXPORTER_OTLP_ENDPOINT`. "
+            "Needs `pip install 'vsched[otel]'`."
+        ),
+    ] = ""
     allowed_hosts: Annotated[
         tuple[str, ...],
         Meta(

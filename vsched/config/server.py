@@ -1,4 +1,4 @@
-"""Check the syntax of host names and origins; a malformed one would silently match nothing."""
+"""Check the syntax of host names, origins and URLs; a malformed one would silently match nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from vsched.errors import ConfigProblems, limit_message
 _NAME = re.compile(r"\*|(\*\.)?[^*/:\s]+")
 _HEADER = re.compile(r"[A-Za-z0-9-]+")
 _PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+_URL = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/*\s]+")
 
 
 def check_names(server: ServerConfig) -> None:
-    """Reject names and origins that cannot occur in `Host` and `Origin` headers.
+    """Reject names and origins that cannot occur in `Host` and `Origin` headers, and malformed URLs.
 
     Raises:
         ConfigError: Each line starts with the path of a key.
@@ -46,6 +47,14 @@ def check_names(server: ServerConfig) -> None:
         )
         remedy = "write it in that form"
         problems.add(limit_message(what, value=repr(server.root_path), limit=limit, remedy=remedy))
+    endpoint = server.otlp_endpoint
+    if endpoint and _URL.fullmatch(endpoint) is None:
+        what, limit = (
+            "server.otlp_endpoint: not a URL of a collector",
+            "http:// or https://, for OTLP over HTTP; gRPC is not supported",
+        )
+        remedy = "write a URL such as http://127.0.0.1:4318; collectors have another port for gRPC, often 4317"
+        problems.add(limit_message(what, value=repr(endpoint), limit=limit, remedy=remedy))
     header = server.tenant_header
     if header and _HEADER.fullmatch(header) is None:
         what, limit = "server.tenant_header: no name of a header", "letters, digits and hyphens"

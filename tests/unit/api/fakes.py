@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tests.unit.media.fakes import FakePreprocessor
+from vsched.aio.environment import Environment
 from vsched.aio.live import LiveState
 from vsched.aio.streams.stream import OutputDelta, PromptReport
 from vsched.api import ApiSettings, create_app
@@ -19,14 +20,16 @@ from vsched.api.http_server import http_server, listen
 from vsched.api.server import api_settings
 from vsched.config import Config, ServerConfig
 from vsched.errors import RequestRefused
+from vsched.kernel.commands import RequestTimes
 from vsched.media import ImageReference, Prompt
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
-from vsched.types import ModelInfo, SamplingParams
+from vsched.types import FinishReason, ModelInfo, SamplingParams
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
 IMAGE_TOKENS = 16
 """Tokens of every image in tests that do not depend on its size."""
+KERNEL_CLOCK = Environment().now_ns
 
 
 class FakeGeneration:
@@ -38,6 +41,9 @@ class FakeGeneration:
         self.request_id = request_id
         self.prompt_token_ids = [3, 1, 4, 1, 5, 9, 2]
         self.prompt_report: PromptReport | None = None
+        self.times = RequestTimes()
+        self._submitted_ns = KERNEL_CLOCK()
+        self.reason: FinishReason | None = None
         self.prompt_tokens = 7
         self.cached_tokens = 0
         self.output_tokens = 0
@@ -77,10 +83,25 @@ class FakeGeneration:
             return self.take()
         self._script.pop(0)
         if isinstance(step, Exception):
+            self._end(FinishReason.ERROR)
             raise step
         self.cached_tokens = 4
         self.output_tokens += len(step.token_ids)
+        if step.finish_reason is not None:
+            self._end(FinishReason(step.finish_reason))
         return step
+
+    def _end(self, reason: FinishReason) -> None:
+        began_ns = self._submitted_ns
+        self.times = RequestTimes(
+            submitted_ns=began_ns,
+            items_ready_ns=began_ns + 10,
+            admitted_ns=began_ns + 20,
+            first_token_ns=began_ns + 30,
+            finished_ns=began_ns + 40,
+            encoded_items=1,
+        )
+        self.reason = reason
 
     async def _wake(self, event: asyncio.Event) -> None:
         await event.wait()
@@ -89,6 +110,14 @@ class FakeGeneration:
 
     def abort(self) -> None:
         self.aborted += 1
+        if self.reason is None:
+            asyncio.get_running_loop().call_soon(self._end_aborted)
+
+    def _end_aborted(self) -> None:
+        self.times = RequestTimes(self._submitted_ns, finished_ns=KERNEL_CLOCK())
+        self.reason = FinishReason.ABORT
+        if self._reader is not None:
+            self._reader()
 
 
 class FakeEngine:

@@ -29,6 +29,7 @@ SAMPLES = {
     "--lora-modules": "sql=/adapters/sql",
     "--scheduling-policy": "priority",
     "--tool-call-parser": "hermes",
+    "--otlp-traces-endpoint": "http://collector:4318/v1/traces",
     "--reasoning-parser": "qwen3",
     "--dtype": "half",
     "--device": "cuda",

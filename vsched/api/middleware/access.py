@@ -50,7 +50,7 @@ def access_middleware(settings: ApiSettings) -> tuple[list[Middleware], list[Mid
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
         allow_private_network=True,
-        expose_headers=("x-request-id", "retry-after"),
+        expose_headers=("x-request-id", "retry-after", "traceparent"),
     )
     tenant = Middleware(ReadTenant, header=settings.tenant_header)
     before_all = [

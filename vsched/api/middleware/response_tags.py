@@ -6,7 +6,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
+from types import MappingProxyType
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -69,6 +70,8 @@ def _with_id(scope: Scope, headers: list[tuple[bytes, bytes]]) -> list[tuple[byt
 logger = logging.getLogger("vsched.access")
 _PROBES = frozenset({"/health", "/ready", "/ping"})
 _PATH_CHARACTERS_MAX = 200
+_LOG_FIELDS = "vsched.log_fields"
+"""Key of further fields of the access log in the ASGI scope; a dictionary, since inner scopes may be copies."""
 
 
 class LogAccess:
@@ -87,6 +90,8 @@ class LogAccess:
             return
         started_s = time.monotonic()
         status, request_id = 0, ""
+        further: dict[str, str] = {}
+        scope = {**scope, _LOG_FIELDS: further}
 
         def watched(message: Message) -> Awaitable[None]:
             # Not a coroutine, because it is called for every event of a stream.
@@ -101,10 +106,22 @@ class LogAccess:
             await self._app(scope, receive, watched)
         finally:
             if scope["path"] not in _PROBES or status != 200:
-                log_access(scope, status, request_id, (time.monotonic() - started_s) * 1e3)
+                duration_ms = (time.monotonic() - started_s) * 1e3
+                log_access(scope, status, request_id, duration_ms, further)
 
 
-def log_access(scope: Scope, status: int, request_id: str, duration_ms: float) -> None:
+def log_field(scope: Scope, name: str, value: str) -> None:
+    """Add a field to the access log line of a request."""
+    scope.get(_LOG_FIELDS, {})[name] = value
+
+
+def log_access(
+    scope: Scope,
+    status: int,
+    request_id: str,
+    duration_ms: float,
+    further: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Log a request; method and path are missing in the scope of one that could not be parsed."""
     client = scope.get("client")
     address = client[0] if client else "-"
@@ -118,9 +135,10 @@ def log_access(scope: Scope, status: int, request_id: str, duration_ms: float) -
         "status": status,
         "duration_ms": round(duration_ms, 1),
         "request_id": request_id,
+        **further,
     }
     logger.info(
-        "%s %s %s %d %.1f ms %s",
+        "%s %s %s %d %.1f ms %s" + " %s" * len(further),
         *fields.values(),
         extra={FIELDS: fields},
     )

@@ -25,6 +25,7 @@ from vsched.api.processes.messages import (
     bodies_bytes,
 )
 from vsched.api.processes.remote_engine import ForwardToEngine, ProcessOutbox, RemoteEngine
+from vsched.api.tracing import open_tracing
 from vsched.errors import VschedError
 from vsched.logs import configure_logging
 
@@ -47,7 +48,8 @@ class ApiProcess:
         self._metrics = ApiMetrics(tenants_max=order.settings.tenants_max)
         self._engine = RemoteEngine(order.config.model.served_name, self._box)
         asking = ForwardToEngine(self._engine.ask)
-        app = create_frontend(self._engine, order.settings, self._metrics, asking)
+        self._tracing = open_tracing(order.settings.traces_url)
+        app = create_frontend(self._engine, order.settings, self._metrics, asking, self._tracing)
         self._server = http_server(app, order.config)
 
     def _take(self, turn: EngineMessages) -> None:
@@ -75,6 +77,8 @@ class ApiProcess:
         if self._engine.state == "loading":
             working.cancel()
         await asyncio.wait([working], timeout=END_S)
+        if self._tracing is not None:
+            await self._tracing.close()
         self._link.close()
 
     async def _work(self) -> None:

@@ -12,7 +12,9 @@ from vsched.api.choices import AcceptedChoices
 from vsched.api.completions import CheckedRequest
 from vsched.api.contract import Generation
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.kernel.commands import RequestTimes
 from vsched.record.journal import KeptRequest
+from vsched.types import FinishReason
 
 _DELTA_BYTES = 256
 """Approximate memory of a one-token delta, without its text and alternatives."""
@@ -95,6 +97,14 @@ class BufferedGeneration:
     @property
     def prompt_report(self) -> PromptReport | None:
         return self._answer.source.prompt_report
+
+    @property
+    def times(self) -> RequestTimes:
+        return self._answer.source.times
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self._answer.source.reason
 
     def one_by_one(self) -> None:
         """No-op: each delta has one token."""

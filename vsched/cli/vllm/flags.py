@@ -451,10 +451,8 @@ FLAGS: tuple[Flag, ...] = (
     _refused("--uds --grpc-port", "vsched listens on server.host and server.port"),
     _refused("--grpc", "vsched speaks HTTP", values=0),
     _refused("--middleware", "put a proxy in front of vsched"),
-    _refused(
-        "--otlp-traces-endpoint --collect-detailed-traces",
-        "record the server (record.path) and see vsched replay",
-    ),
+    _set("--otlp-traces-endpoint", "server.otlp_endpoint", note="OTLP over HTTP"),
+    _refused("--collect-detailed-traces", "record the server (record.path) and see vsched replay"),
     _refused("--tool-server", "tools are called by the client"),
     _refused("--enable-tokenizer-info-endpoint", "/tokenize and /detokenize are served", values=0),
 )

@@ -408,3 +408,9 @@ async def test_access_clients_of_this_machine_work(
                 tokens = await plain.post(f"{url}/tokenize", content=body, headers=typed)
                 assert tokens.json()["count"] == 3
     assert engine.cleared == len(hosts)
+
+
+@each_case("url", ["collector:4317", "grpc://collector:4317", "http://", "http://c:4318?a=b"])
+def test_otlp_endpoint_is_a_url_of_http(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"server.otlp_endpoint: .*gRPC is not supported.*Remedy"):
+        load_config(None, sets=[f"server.otlp_endpoint={json.dumps(url)}"], environ={})

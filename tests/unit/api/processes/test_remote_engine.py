@@ -93,6 +93,18 @@ async def test_remote_answer_is_that_of_the_engine(joined: Joined, events: list[
     assert joined.numbers == (0, 0, 0)
 
 
+async def test_subscriber_gets_the_end_and_times_of_an_aborted_answer(joined: Joined) -> None:
+    """Traces need both, after the client has left."""
+    (far,) = await ask(joined.remote)
+    far.abort()
+    assert far.reason is None, "the engine has not ended it yet"
+    reasons: list[FinishReason | None] = []
+    far.subscribe(lambda: reasons.append(far.reason))
+    await joined.turns()
+    assert reasons[-1:] == [FinishReason.ABORT]
+    assert 0 < far.times.submitted_ns <= far.times.finished_ns
+
+
 async def test_remote_answer_goes_on_where_a_dead_engine_left_it(joined: Joined) -> None:
     """The process gets the tokens of the record before newly computed ones."""
     (whole,) = await ask(joined.engine, max_tokens=5)
