@@ -55,7 +55,7 @@ class _Trouble(logging.Filter):
         if record.levelno >= logging.WARNING and not self._is_reported:
             self._is_reported = True
             logger.warning(
-                "traces do not reach %s, and spans may be lost: %s Remedy: check server.otlp_endpoint and the collector",
+                "traces do not reach %s, and spans may be lost: %s Remedy: check server.otlp_endpoint and its server",
                 self._address,
                 record.getMessage(),
             )
