@@ -36,7 +36,7 @@ def step(scheduler: Any) -> tuple[float, float]:
 
 
 def loaded(model: str, tables: Any, running: int, waiting: int) -> Any:
-    """Return a scheduler with so many decoding requests, and so many that wait for blocks."""
+    """Return a scheduler with `running` decoding requests, and `waiting` ones that wait for blocks."""
     rng = random.Random(1)
     blocks = running * 80 + 100
     scheduler = make_scheduler(

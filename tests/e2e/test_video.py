@@ -80,7 +80,7 @@ async def test_answers_about_videos_equal_generate(
 
 
 async def test_a_longer_video_is_encoded_from_where_it_is_new(engine: Engine) -> None:
-    """A repeated video needs no encoding, an extended one that of its new groups; equal groups count once."""
+    """A repeated video needs no encoding, an extended one only of its new groups; equal groups count once."""
 
     async def encoded(video: VideoReference) -> int:
         before = engine.statistics()["encode"]["items_encoded"]
@@ -95,7 +95,7 @@ async def test_a_longer_video_is_encoded_from_where_it_is_new(engine: Engine) ->
 
 
 async def test_pixels_of_a_frame_group_equal_the_video_processor(engine: Engine) -> None:
-    """The bytes are those of the frames, in its order, and a last odd frame is repeated."""
+    """Bytes of the frames in the processor's order; an odd last frame is repeated."""
     frames = drawn_frames(13, 3, (112, 84))
     assert engine._running is not None
     prompt = engine.preprocessor.render(VideoAsk([of_frames(frames)]).messages)

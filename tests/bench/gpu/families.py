@@ -43,7 +43,7 @@ IMAGES = ("qwen2_vl", "gemma3", "internvl", "smolvlm")
 FAMILIES = (*OWN, *TEXT, *IMAGES)
 EXACT, ROUNDED = "float32", "bfloat16"
 FEW_KILLED = (*OWN, "gemma2", "qwen3_next", "qwen2_vl")
-"""Families whose rank is killed if time is short; those of the project alone run in bfloat16 then."""
+"""Families with a killed rank if time is short; only the project's own ones run in bfloat16 then."""
 LIMIT_S = 60.0
 PRELOADED = "tests.bench.gpu.family_run"
 

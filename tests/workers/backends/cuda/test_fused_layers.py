@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from tests.bench.gpu.kernels import compiled
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import Twins
+from tests.workers.backends.cuda.faulty_kernels import check_not_used
 from tests.workers.driver import Driver, Question, Stage
 from tests.workers.test_language import mixed_questions
 from vsched_workers import language
@@ -88,22 +89,7 @@ def test_fused_layers_of_text_models_equal_the_modules(
 def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = fused_layers.load_kernels()
-    assert right is not None
-
-    class Idle:
-        def __getitem__(self, grid: object) -> Callable[..., object]:
-            return lambda *arguments, **_: [
-                each.zero_() for each in arguments if isinstance(each, torch.Tensor)
-            ]
-
-    assert usable_kernels(torch.float32, DEVICE) is not None
-    monkeypatch.setattr(fused_layers, "load_kernels", lambda: right._replace(**{broken: Idle()}))
-    assert usable_kernels(torch.float32, DEVICE) is None
-    assert "the kernels are wrong by" in caplog.text
-    monkeypatch.setattr(fused_layers, "load_kernels", lambda: right._replace(**{broken: None}))
-    assert usable_kernels(torch.float32, DEVICE) is None
-    assert "which is slower" in caplog.text
+    check_not_used(fused_layers, broken, DEVICE, monkeypatch, caplog, "the kernels are wrong by")
 
 
 def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:

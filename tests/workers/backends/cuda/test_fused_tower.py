@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.bench.gpu.kernels import compiled
+from tests.workers.backends.cuda.faulty_kernels import check_not_used
 from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
@@ -24,7 +25,6 @@ from vsched_workers.backends.cuda.fused_tower import (
     FusedTower,
     fits,
     pad_inner,
-    usable_kernels,
 )
 from vsched_workers.backends.cuda.parts import VARIABLE
 from vsched_workers.families import FAMILIES, family_of_rank
@@ -185,22 +185,7 @@ def test_towers_with_adapters_or_turned_off_keep_their_modules_and_sizes(
 def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = fused_tower.load_kernels()
-    assert right is not None
-
-    class Idle:
-        def __getitem__(self, grid: object) -> Callable[..., object]:
-            return lambda *arguments, **_: [
-                each.zero_() for each in arguments if isinstance(each, torch.Tensor)
-            ]
-
-    assert usable_kernels(torch.float32, DEVICE) is not None
-    monkeypatch.setattr(fused_tower, "load_kernels", lambda: right._replace(**{broken: Idle()}))
-    assert usable_kernels(torch.float32, DEVICE) is None
-    assert "its kernels are wrong by" in caplog.text
-    monkeypatch.setattr(fused_tower, "load_kernels", lambda: right._replace(**{broken: None}))
-    assert usable_kernels(torch.float32, DEVICE) is None
-    assert "which is slower" in caplog.text
+    check_not_used(fused_tower, broken, DEVICE, monkeypatch, caplog, "its kernels are wrong by")
 
 
 def test_other_towers_are_not_fused(encoded: Encoded, checkpoints: Callable[[str], Path]) -> None:

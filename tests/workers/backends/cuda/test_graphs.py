@@ -312,7 +312,9 @@ def test_graphs_go_before_the_cache_and_come_back(captured: Callable[[str], Capt
     assert found.stream.starts > TRIED_STEPS
 
 
+@pytest.mark.parametrize("factor", [2.0, float("nan")])
 def test_steps_that_replay_other_logits_than_eager_ones_are_dropped(
+    factor: float,
     stages: Stages,
     captured: Callable[[str], Captured],
     monkeypatch: pytest.MonkeyPatch,
@@ -332,7 +334,7 @@ def test_steps_that_replay_other_logits_than_eager_ones_are_dropped(
 
     def once(run: Any) -> Any:
         _, result = capture(run)
-        return (lambda: None), result
+        return (lambda: result.mul_(factor / 2)), result
 
     monkeypatch.setattr(found.stream, "capture", once)
     with caplog.at_level(logging.WARNING):

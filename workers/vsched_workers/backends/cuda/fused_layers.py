@@ -10,6 +10,7 @@ adapters, keep transformers' modules.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,16 +22,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vsched.errors import DeviceOutOfMemory
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda.attention import power_of_two
+from vsched_workers.backends.cuda.kernel_trials import passes
 from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.backends.cuda.linear import RowProduct, with_row_kernel
 from vsched_workers.backends.cuda.parts import has_triton
 from vsched_workers.backends.reference.merged_layers import MergedAttention, merged
 from vsched_workers.backends.reference.rotary_angles import angles_of
 from vsched_workers.batching.paged_attention import PagedStep, attend_plainly
-from vsched_workers.memory.out_of_memory import typed_out_of_memory
 
 if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images
@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 GATE_VALUES = 1024
 """Values of a row per program of the gate kernel."""
-
-_WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 class LayerKernels(NamedTuple):
@@ -262,19 +260,14 @@ def usable_kernels(dtype: torch.dtype, device: str) -> LayerKernels | None:
     if kernels is None:
         logger.info("no fused layer kernels: Triton is not installed")
         return None
-    try:
-        with typed_out_of_memory("trying fused layer kernels"):
-            # The second run launches without Triton's dispatch.
-            apart = max(_tried(kernels, dtype, device) for _ in range(2))
-    except DeviceOutOfMemory:
-        raise
-    except Exception as error:  # noqa: BLE001  # a compiler may raise anything
-        logger.warning("no fused layer kernels, which is slower: %s", error)
-        return None
-    if not apart <= _WITHIN[dtype]:  # rejects NaNs, too
-        logger.warning("no fused layer kernels: the kernels are wrong by %.2g", apart)
-        return None
-    return kernels
+    right = passes(
+        functools.partial(_tried, kernels, dtype, device),
+        dtype,
+        doing="trying fused layer kernels",
+        without="no fused layer kernels",
+        kernels="the kernels",
+    )
+    return kernels if right else None
 
 
 def _tried(kernels: LayerKernels, dtype: torch.dtype, device: str) -> float:

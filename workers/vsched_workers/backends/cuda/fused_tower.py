@@ -24,11 +24,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vsched.errors import DeviceOutOfMemory
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda import vision_attention
 from vsched_workers.backends.cuda.attention import power_of_two
 from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
+from vsched_workers.backends.cuda.kernel_trials import passes
 from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.backends.cuda.parts import has_triton
 from vsched_workers.backends.reference.merged_layers import frozen, merged
@@ -39,7 +39,6 @@ from vsched_workers.families.qwen_windows import (
     patch_places,
     window_order,
 )
-from vsched_workers.memory.out_of_memory import typed_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,6 @@ INNER_MULTIPLE = 64
 """Inner sizes of MLPs are padded to a multiple of this if rows are not aligned for the fast kernels of cuBLAS."""
 
 _ALIGNED_BYTES = 16
-_WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 _MLPS = ((("gate_proj", "up_proj"), "down_proj"), (("linear_fc1",), "linear_fc2"))
 """Names of the first and of the last products of known MLPs."""
 
@@ -401,18 +399,14 @@ def usable_kernels(dtype: torch.dtype, device: str) -> VisionKernels | None:
     if kernels is None:
         logger.info("no fused vision tower: Triton is not installed")
         return None
-    try:
-        with typed_out_of_memory("trying kernels of the vision tower"):
-            apart = _tried(kernels, dtype, device)
-    except DeviceOutOfMemory:
-        raise
-    except Exception as error:  # noqa: BLE001  # a compiler may raise anything
-        logger.warning("no fused vision tower, which is slower: %s", error)
-        return None
-    if not apart <= _WITHIN[dtype]:
-        logger.warning("no fused vision tower: its kernels are wrong by %.2g", apart)
-        return None
-    return kernels
+    right = passes(
+        functools.partial(_tried, kernels, dtype, device),
+        dtype,
+        doing="trying kernels of the vision tower",
+        without="no fused vision tower",
+        kernels="its kernels",
+    )
+    return kernels if right else None
 
 
 def _tried(kernels: VisionKernels, dtype: torch.dtype, device: str) -> float:
@@ -459,7 +453,8 @@ def _tried(kernels: VisionKernels, dtype: torch.dtype, device: str) -> float:
     pairs.append((out, wanted.flatten(1)))
     kernels.rotate_patches[(rows,)](qkv, cos, sin, HEADS=heads, PAIRS=8, HALF=half, DIMS=16)
     pairs.append((qkv.view(rows, 3, heads, -1)[:, :2], turned))
-    return max(float((found.float() - right.float()).abs().max()) for found, right in pairs)
+    apart = torch.stack([(found.float() - right.float()).abs().max() for found, right in pairs])
+    return float(apart.max())  # NaN if one is
 
 
 def _block_of(block: Any) -> _TowerBlock:

@@ -44,6 +44,7 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import Batch, Sampled, SequenceState
 from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda.graph_stream import Act, GraphStream, row_counts
+from vsched_workers.backends.cuda.kernel_trials import WITHIN
 from vsched_workers.batching.device_sampling import StagedDraw, is_foreseeable
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep, StatesOfStep
@@ -59,8 +60,7 @@ STEADY_STEPS = 2
 
 TRIED_STEPS = 2
 _TRIED_TOKEN = 1
-_WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-"""Replays in the trial of a captured step, their token, and the accepted difference of logits by type."""
+"""Replays in the trial of a captured step, and their token."""
 
 _TOKEN, _AT, _DELTA, _GROWS, _STATE, _HEADER = 0, 1, 2, 3, 4, 5
 _HOST_BUFFERS = 2
@@ -328,7 +328,7 @@ class DecodeGraphs:
             return False
         self._captured = captured
         apart = self._tried(min(captured))
-        if not apart <= _WITHIN[self._cache.keys[0].dtype]:
+        if not apart <= WITHIN[self._cache.keys[0].dtype]:
             self.drop()
             self._off = True
             logger.warning(
@@ -348,7 +348,7 @@ class DecodeGraphs:
         of one sequence in the spare block.
         """
         replay, logits = self._captured[rows]
-        worst = 0.0
+        apart: list[torch.Tensor] = []
         for position in (0, self._cache.block_size - 1):
             self._prepare_trial(position)
             self._stream.wait_for_others()
@@ -357,8 +357,9 @@ class DecodeGraphs:
             found = logits.float().clone()
             self._prepare_trial(position)
             wanted = self._compute(rows).float()
-            worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
-        return worst
+            largest = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
+            apart.append((found - wanted).abs().max() / largest)
+        return float(torch.stack(apart).max())  # NaN if one is
 
     def _prepare_trial(self, position: int) -> None:
         self._header.zero_()
