@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from tests.unit.sim.fast.test_recorded import load, record
 from tests.unit.sim.shapes import COST
 from vsched.cli import app
 from vsched.cli.simulate import command as simulate_command
@@ -52,6 +53,20 @@ def test_simulate_compares_configurations(folder: Path) -> None:
     first, second = read_json(folder / "out.json")
     assert (first.label, second.label) == ("a", "b")
     assert first.figures.finished == second.figures.finished == 17
+
+
+def test_simulate_compares_a_record_with_another_policy(folder: Path) -> None:
+    record(folder, load())
+    said = run(
+        "--trace", "run.vlog", "--set", "generate.admission.use=shortest-first", "--json", "o.json"
+    )
+    assert "generate.admission: Fifo" in said
+    assert "| ShortestFirst" in said
+    assert "run.vlog: measured in the recorded run: 90 of 90 requests finished" in said
+    own, other = read_json(folder / "o.json")
+    assert (own.label, other.label) == ("as recorded", "changed")
+    assert own.figures.tenants.keys() == {"tenant 0", "tenant 1"}
+    assert other.figures.ttft_ms.p50 < own.figures.ttft_ms.p50
 
 
 def test_simulate_writes_what_is_asked_for(folder: Path) -> None:

@@ -58,9 +58,12 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         output_tokens: Number of tokens that the model will generate.
         conversation: Turns of one conversation run one after another: each is sent at `at_ns` or
             `think_ns` after the end of the previous turn, whichever is later. Empty for none.
-        tenant: Its tenant (`Request.tenant`); requests of different tenants share nothing
-            (`Request.cache_salt`).
+        tenant: Its tenant (`Request.tenant`).
         adapter: Name of a loaded adapter; empty for none.
+        max_tokens: Output limit that its client sent; None for `output_tokens`.
+        leaves_ns: When its client disconnects, from sending; None if it stays.
+        cache_salt: Requests with different salts share nothing (`Request.cache_salt`); None for the
+            tenant.
     """
 
     at_ns: Annotated[int, Meta(ge=0)]
@@ -73,6 +76,9 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     adapter: str = ""
     priority: int = 0
     ttft_target_ms: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: PositiveCount | None = None
+    leaves_ns: Annotated[int, Meta(ge=0)] | None = None
+    cache_salt: str | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -84,9 +90,19 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The images, in prompt order."""
         return [part for part in self.prompt if type(part) is Image]
 
+    @property
+    def outputs_max(self) -> int:
+        """Output limit of the request."""
+        return max(self.max_tokens or 0, self.output_tokens)
+
+    @property
+    def salt(self) -> str:
+        """Its cache salt."""
+        return self.tenant if self.cache_salt is None else self.cache_salt
+
     def key_of(self, image: Image) -> str:
-        """Return the key of one of its images; keys differ between tenants."""
-        return f"{self.tenant}/{image.key}" if self.tenant else image.key
+        """Return the key of one of its images; keys differ between cache salts."""
+        return f"{self.salt}/{image.key}" if self.salt else image.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +205,10 @@ class RequestMaker:
             request_id=arrival.request_id,
             prompt_token_ids=tokens,
             items=tuple(items),
-            sampling=SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=arrival.outputs_max, ignore_eos=True),
             priority=arrival.priority,
             ttft_target_ms=arrival.ttft_target_ms,
-            cache_salt=arrival.tenant,
+            cache_salt=arrival.salt,
             session=arrival.conversation,
             tenant=arrival.tenant,
             adapter=adapter,
