@@ -42,6 +42,7 @@ from vsched.kernel.events import (
     Withdrawn,
 )
 from vsched.kernel.prefix_hashes import chain_hashes, root_hash
+from vsched.notebook import html_table
 from vsched.record import read_events
 from vsched.record.entries import SegmentHeader, decode_command
 from vsched.sim.cost.calibration import as_observed, calibrate
@@ -91,6 +92,26 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     workload: Workload
     cost: CostModel | None
     measured: TenantFigures
+
+    def __repr__(self) -> str:
+        """Return the requests and the measured latencies in a line."""
+        return f"<RecordedRun of {self.workload!r}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Recorded run {self.workload.name}", self._summary())
+
+    def _summary(self) -> dict[str, object]:
+        one = self.measured
+        return {
+            "requests": one.requests,
+            "finished": one.finished,
+            **one.failed,
+            "TTFT p50 / p95 / p99, ms": one.ttft_ms.line,
+            "TPOT p50 / p95 / p99, ms": one.tpot_ms.line,
+            "KV cache, tokens": self.kv_tokens,
+            "step times": self.cost.source if self.cost is not None else "too few steps",
+            "notes": dict(enumerate(self.workload.notes[1:], 1)),
+        }
 
 
 class _Generated(msgspec.Struct, frozen=True):
@@ -445,7 +466,7 @@ class _RecordReader:
     def _measured(self) -> str:
         one = self._collector.figures()
         times = (
-            f"{name} p50 / p95 / p99 {spread.p50:,.1f} / {spread.p95:,.1f} / {spread.p99:,.1f} ms"
+            f"{name} p50 / p95 / p99 {spread.line} ms"
             for name, spread in (("TTFT", one.ttft_ms), ("TPOT", one.tpot_ms))
         )
         return (

@@ -123,6 +123,11 @@ class Workload:
     def __iter__(self) -> Iterator[Arrival]:
         return self.open()
 
+    def __repr__(self) -> str:
+        """Return a line with the notes."""
+        count = "" if self.requests is None else f" of {self.requests:,} requests"
+        return f"<Workload {self.name!r}{count}{''.join(f'; {note}' for note in self.notes)}>"
+
     def first(self, requests: int) -> Workload:
         """Return its first requests only."""
         count = requests if self.requests is None else min(requests, self.requests)
