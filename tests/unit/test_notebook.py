@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit.sim.fast.test_recorded import load, record
 from vsched.notebook import Statistics, html_table
-from vsched.sim.report.rendering import Report
+from vsched.sim.report.rendering import ReportPage
 
 NOTEBOOK = Path(__file__).parents[2] / "docs/examples/simulation.ipynb"
 
@@ -53,7 +53,7 @@ def test_example_notebook_runs_and_shows_its_results() -> None:
         html = shown._repr_mimebundle_([], [])["text/html"]
         assert "TTFT p95, ms" in html
         assert label in html
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportPage)
     frame = report._repr_html_()
     assert frame.startswith("<iframe srcdoc=")
     assert "uPlot" in frame

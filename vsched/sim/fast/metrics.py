@@ -561,7 +561,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
         """
         # The report draws outcomes, so it is a layer above them.
         rendering = import_module("vsched.sim.report.rendering")
-        return rendering.Report((self, *others))
+        return rendering.ReportPage((self, *others))
 
 
 def figures_of(

@@ -59,7 +59,7 @@ class SlowRow(NamedTuple):
     running: float
 
 
-class Report:
+class ReportPage:
     """The page of a comparison: a notebook shows it with its charts."""
 
     def __init__(self, outcomes: Sequence[SimulationOutcome]) -> None:
@@ -71,7 +71,7 @@ class Report:
         Path(path).write_text(self.page, encoding="utf-8")
 
     def __repr__(self) -> str:
-        return f"<Report of {', '.join(self._labels)}; save('report.html') writes it>"
+        return f"<ReportPage of {', '.join(self._labels)}; save('report.html') writes it>"
 
     def _repr_html_(self) -> str:
         # A frame of its own: the style and the scripts of the page stay apart from those of the notebook.
