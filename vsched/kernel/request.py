@@ -207,7 +207,7 @@ def int32(numbers: Sequence[int]) -> array[int]:
 def host_bytes(request: Request, *, items: bool = True) -> int:
     """Return the host memory of a request, in bytes: its tokens, its grammar, and the extents of its items."""
     held = request.items if items else ()
-    extents = sum(item.extent.size for item in held if item.extent is not None)
+    extents = sum([item.extent.size for item in held if item.extent is not None])
     return 4 * len(request.prompt_token_ids) + len(request.sampling.grammar) + extents
 
 

@@ -76,7 +76,7 @@ class RequestMoves(Restorable):
     def submit(self, event: Submitted, now_ns: int) -> list[Command]:
         """Accept and route a request with all its choices, or refuse it."""
         request = event.request
-        requests = [request, *(_another(request, one) for one in event.further)]
+        requests = [request, *[_another(request, one) for one in event.further]]
         refusal = self._refuse(event, requests)
         if refusal is not None:
             self._table.count_refusal(refusal.code)
@@ -118,7 +118,8 @@ class RequestMoves(Restorable):
     def _refuse_full(self, request: Request, choices: int) -> Refuse | None:
         table, limits = self._table, self._limits
         waiting_bytes = table.live_bytes + host_bytes(request)
-        waiting_bytes += (choices - 1) * host_bytes(request, items=False)
+        if choices > 1:
+            waiting_bytes += (choices - 1) * host_bytes(request, items=False)
         if len(table.live) + choices <= limits.waiting and waiting_bytes <= limits.waiting_bytes:
             return None  # independent of the number of running ones
         waiting = len(table.live) - self._loads.refresh().slots_total
@@ -180,15 +181,12 @@ class RequestMoves(Restorable):
         """
         if not state.items or state.items[-1].end <= start:
             return ()
+        stop, is_ready = reach(state, start, self._limits), self._cache.is_ready
+        spans = [ItemSpan(item.offset, item.end, is_ready(item.key)) for item in state.items]
         view = EncodingView(
-            items=tuple(
-                [
-                    ItemSpan(item.offset, item.end, self._cache.is_ready(item.key))
-                    for item in state.items
-                ]
-            ),
+            items=tuple(spans),
             chunk_start=start,
-            chunk_stop=reach(state, start, self._limits),
+            chunk_stop=stop,
             chunk_tokens=self._limits.chunk_tokens,
             prompt_tokens=len(state.tokens),
             arriving=arriving,
@@ -199,7 +197,7 @@ class RequestMoves(Restorable):
             measured=self.group_of(state).measured,
             state=self._encoding.state,
         )
-        for index in self._choose_items(view):
+        for index in self._choose_items(view, spans, start, stop):
             item = state.items[index]
             if index in state.wanted or item.end <= start:
                 continue
@@ -211,13 +209,19 @@ class RequestMoves(Restorable):
                 return [self.fail(state, now_ns, message, code="length_mismatch")]
         return ()
 
-    def _choose_items(self, view: EncodingView) -> list[int]:
+    def _choose_items(
+        self, view: EncodingView, spans: Sequence[ItemSpan], start: int, stop: int
+    ) -> list[int]:
         """Return indices of the items to encode now: those that the chunk needs, and those that the policy adds."""
-        items, needed = view.items, view.needed
-        chosen: list[int] = self._encoding.decide(view, len(items))
-        if not all(items[index].ready or index in chosen for index in needed):
+        chosen: list[int] = self._encoding.decide(view, len(spans))
+        left_out = {
+            index
+            for index, item in enumerate(spans)
+            if item.start < stop and item.stop > start and index not in chosen
+        }
+        if left_out and not all(spans[index].ready for index in left_out):
             self._encoding.overrule("items that the chunk needs were left out")
-        return sorted({*needed, *chosen})
+        return sorted(left_out.union(chosen))
 
     def _awaits_prompt(self, state: RequestState) -> bool:
         """Return True if a further choice waits until the first one has computed their prompt.

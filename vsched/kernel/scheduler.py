@@ -132,12 +132,11 @@ class Scheduler(SnapshotRoot):
             GenerateGroup(name, index, limits, self.embeddings, self._table.live, seats, dirty)
             for index, name in enumerate(group_names("generate", limits.generators))
         ]
-        self._loads = loads = Loads(self.generators)
+        self._loads = loads = Loads(self.generators, dirty)
         measured = MeasuredGroups(tuple(self.generators), self.encode)
         self.encode.measured = self.embeddings.measured = measured
         for group in self.generators:
             group.measured = MeasuredGroups((group,), self.encode)
-            group.loads = loads
         self._moves = RequestMoves(
             limits, self._table, self.embeddings, self.generators, seats, measured, loads
         )

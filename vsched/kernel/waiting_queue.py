@@ -28,7 +28,7 @@ class ReadyEntry:
             tenant=request.tenant,
             session=request.session,
             images=len(state.items),
-            image_tokens=sum([item.tokens for item in state.items]),
+            image_tokens=sum([item.tokens for item in state.items]) if state.items else 0,
             max_tokens=request.sampling.max_tokens,
             outputs=len(state.tokens) - state.prompt_length,
         )

@@ -42,7 +42,7 @@ from vsched.kernel.generate.step_budget import (
     prefill_shares,
 )
 from vsched.kernel.generate.swap_space import SwapSpace
-from vsched.kernel.groups import DirtyGroups, Group, Loads
+from vsched.kernel.groups import DirtyGroups, Group
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import MemoryMap
 from vsched.kernel.request import Phase, RequestState
@@ -103,7 +103,6 @@ class GenerateGroup(Group):
     ) -> None:
         self.index = index
         self._dirty = dirty
-        self.loads: Loads | None = None  # set once all groups are there
         super().__init__(name)
         self._limits = limits
         self._prefix_eviction = cast("CachePolicy", seats.policies.by_table["generate.eviction"])
@@ -434,9 +433,10 @@ class GenerateGroup(Group):
         could reserve none while others wait for long.
         """
         overdue = self.queue.overdue(now_ns, self._limits.passed_over_ns)
+        if overdue is None or overdue >= count:
+            return None
         helped = self._requests.get(self._helped)
-        runs = helped is not None and helped.slot >= 0
-        return None if overdue is None or overdue >= count or runs else overdue
+        return None if helped is not None and helped.slot >= 0 else overdue
 
     def _join(
         self,
@@ -663,8 +663,6 @@ class GenerateGroup(Group):
 
     def mark_dirty(self) -> None:
         self._dirty.mark(self.index)
-        if self.loads is not None:
-            self.loads.change(self.index)
 
     @property
     def idle(self) -> bool:
