@@ -46,7 +46,7 @@ ImageName = tuple[str, str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredImage:
     """One image of a request before its pixels are decoded.
 
     Attributes:
@@ -85,7 +85,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredVideo:
-    """One video of a request before its frames are decoded; other attributes as in `Measured`.
+    """One video of a request before its frames are decoded; other attributes as in `MeasuredImage`.
 
     Attributes:
         content: The file, or the files of its frames.
@@ -116,7 +116,7 @@ class MeasuredVideo:
         return {group_key(self.key, index): extent_bytes(one.arrays) for index, one in groups}
 
 
-MeasuredItem = Measured | MeasuredVideo
+MeasuredItem = MeasuredImage | MeasuredVideo
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +354,7 @@ class Measurer:
         fetched: Mapping[str, bytes],
         cache_salt: str,
         reserve: Callable[[int], None],
-    ) -> Measured:
+    ) -> MeasuredImage:
         bounds = reference.bounds if isinstance(reference, BoundedImage) else None
         front = within(self._preprocessor, bounds, self._settings.image_pixels_max)
         image, source = image_of(reference), source_of(reference)
@@ -376,9 +376,11 @@ class Measurer:
         check_tokens(plan.tokens, info)
         check_work(planned.work_bytes, self._settings)
         size = extent_bytes(plan.arrays)
-        return Measured(key, plan, encoded, len(encoded), size, planned.work_bytes, bounds, name)
+        return MeasuredImage(
+            key, plan, encoded, len(encoded), size, planned.work_bytes, bounds, name
+        )
 
-    def _named(self, name: ImageName, bounds: PixelBounds | None) -> Measured:
+    def _named(self, name: ImageName, bounds: PixelBounds | None) -> MeasuredImage:
         """An image that was sent before; it is checked later whether its pixels are still cached."""
         key = self._names.get(name)
         planned = self._plans.get(key) if key is not None else None
@@ -386,7 +388,7 @@ class Measurer:
             raise unknown_image()
         assert isinstance(planned.plan, ImagePlan)
         size = extent_bytes(planned.plan.arrays)
-        return Measured(key, planned.plan, b"", 0, size, planned.work_bytes, bounds, name)
+        return MeasuredImage(key, planned.plan, b"", 0, size, planned.work_bytes, bounds, name)
 
     def _plan(self, encoded: bytes, front: Preprocessor) -> Planned:
         header = self._inspect(encoded)
@@ -394,7 +396,7 @@ class Measurer:
         work_bytes = preprocess_bytes(header.width, header.height, header.storage, plan)
         return Planned(plan, work_bytes)
 
-    def _measure_embedded(self, image: EmbeddedImage, cache_salt: str) -> Measured:
+    def _measure_embedded(self, image: EmbeddedImage, cache_salt: str) -> MeasuredImage:
         info, companion = self._preprocessor.info, self._preprocessor.companion
         if companion is None:
             raise RequestRefused(
@@ -417,7 +419,7 @@ class Measurer:
         work_bytes = EMBEDDING_BYTES + len(file)
         check_work(work_bytes, self._settings)
         extent_bytes = embedding.plan.tokens * row_bytes
-        return Measured(key, embedding.plan, embedding, len(file), extent_bytes, work_bytes)
+        return MeasuredImage(key, embedding.plan, embedding, len(file), extent_bytes, work_bytes)
 
 
 def noun_of(reference: ImageReference) -> str:
