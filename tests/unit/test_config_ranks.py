@@ -6,15 +6,15 @@ import pytest
 
 from tests.machines import pretend_cores
 from tests.unit.test_config import refusal
-from vsched.config import load_config
+from vsched.config import Config, EncodeConfig, load_config, resolve_policies
 
 
 @pytest.mark.parametrize(("items", "replicas", "each"), [(8, 2, 4), (1, 2, 1), (8, 1, 8)])
 def test_config_replicas_share_the_batch_cap(items: int, replicas: int, each: int) -> None:
     """`max(batch // replicas, 1)`, as the policies are resolved."""
-    sets = [f"encode.replicas={replicas}", f"encode.admission.max_items={items}"]
-    loaded = load_config(None, sets=sets, environ={})
-    assert loaded.policies.encode_items_max == each
+    admission = {"use": "token-budget", "max_items": items}
+    encode = EncodeConfig(replicas=replicas, admission=admission)
+    assert resolve_policies(Config(encode=encode)).encode_items_max == each
 
 
 @pytest.mark.parametrize(

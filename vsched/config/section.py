@@ -25,7 +25,10 @@ Keys = TypeVar("Keys", bound=msgspec.Struct)
 
 
 def with_policy_tables(section: str) -> Callable[[type[Keys]], type[Keys]]:
-    """Add to a class the policy tables of its section; the declarations of decisions have them."""
+    """Add to a class the policy tables of its section; the declarations of decisions have them.
+
+    The classes list those of vsched for type checkers only.
+    """
 
     def add(cls: type[Keys]) -> type[Keys]:
         tables = [table for decision in DECISIONS.values() for table in decision.selected_by]

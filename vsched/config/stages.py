@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
-from vsched.config.section import Section, Size, with_policy_tables
+from vsched.config.section import PolicyTable, Section, Size, with_policy_tables
 
 AUTO = "auto"
 CPU = "cpu"
@@ -132,6 +132,12 @@ class EncodeConfig(StageConfig, frozen=True, kw_only=True):
             "running one."
         ),
     ] = ""
+    if TYPE_CHECKING:  # as `with_policy_tables` adds it
+        admission: PolicyTable = {}
+        encoding: PolicyTable = {}
+        dispatch: PolicyTable = {}
+        reclaim: PolicyTable = {}
+        eviction: PolicyTable = {}
 
 
 @with_policy_tables("generate")
@@ -249,3 +255,11 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
             "`generate.drafting`; empty for none. See docs/speculative-decoding.md."
         ),
     ] = ""
+    if TYPE_CHECKING:
+        admission: PolicyTable = {}
+        step: PolicyTable = {}
+        preemption: PolicyTable = {}
+        eviction: PolicyTable = {}
+        insertion: PolicyTable = {}
+        memory: PolicyTable = {}
+        drafting: PolicyTable = {}

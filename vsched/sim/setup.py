@@ -12,7 +12,7 @@ import msgspec
 from vsched.assembly import arena_layout, as_served, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, plain_config, resolve_policies
 from vsched.config.devices import assumed
-from vsched.config.policies import configured_policies, policy_table
+from vsched.config.policies import configured_policies
 from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.kernel import SchedulerLimits
 from vsched.plugins import check_contract
@@ -167,7 +167,7 @@ def _with_one_state(named: Mapping[str, Policy]) -> tuple[str, ...]:
 def _kv_tokens(config: Config, info: ModelInfo, cost: CostModel, given: int | None) -> int:
     if given is not None:
         return given
-    memory = policy_table(config, "generate.memory")
+    memory = config.generate.memory
     if memory.get("use") == "pinned":
         tokens: int | None = memory.get("tokens")
         return tokens if tokens is not None else int(memory["bytes"]) // info.kv_bytes_per_token

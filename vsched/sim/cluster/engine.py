@@ -65,17 +65,15 @@ def small_config(**changes: Any) -> Config:
         model=ModelConfig(path="simulated"),
         arena=ArenaConfig(pixel_bytes=16384, embedding_bytes=4096),
         encode=EncodeConfig(plugin=NAME, device="simulated"),
-        generate=msgspec.structs.replace(
-            GenerateConfig(
-                plugin=NAME,
-                device="simulated",
-                block_size=8,
-                max_batch_tokens=64,
-                chunk_tokens=24,
-                slots=4,
-                max_waiting=64,
-                context_tokens=256,
-            ),
+        generate=GenerateConfig(
+            plugin=NAME,
+            device="simulated",
+            block_size=8,
+            max_batch_tokens=64,
+            chunk_tokens=24,
+            slots=4,
+            max_waiting=64,
+            context_tokens=256,
             memory={"use": "pinned", "tokens": 400},
         ),
         deadlines=DeadlinesConfig(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-import msgspec
-
 from tests.unit.sim.virtual import current
 from vsched.aio.environment import Environment
 from vsched.bench.fidelity.arrivals import RequestTexts
@@ -42,15 +40,13 @@ def settings() -> Config:
         model=ModelConfig(path="simulated", name="simulated"),
         arena=ArenaConfig(pixel_bytes=1 << 20, embedding_bytes=1 << 20),
         encode=EncodeConfig(plugin=NAME, device="simulated"),
-        generate=msgspec.structs.replace(
-            GenerateConfig(
-                plugin=NAME,
-                device="simulated",
-                max_batch_tokens=512,
-                chunk_tokens=256,
-                slots=8,
-                context_tokens=1024,
-            ),
+        generate=GenerateConfig(
+            plugin=NAME,
+            device="simulated",
+            max_batch_tokens=512,
+            chunk_tokens=256,
+            slots=8,
+            context_tokens=1024,
             memory={"use": "pinned", "tokens": 2048},
         ),
     )
