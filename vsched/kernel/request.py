@@ -35,6 +35,10 @@ class Phase(enum.StrEnum):
     DECODE = "decoding"
 
 
+# A member is looked up by the metaclass of the enum, which takes 20 times as long as a global.
+ITEMS, READY, PREEMPTED, SUSPENDED, PROMPT, PREFILL, DECODE = Phase
+
+
 class RequestState(msgspec.Struct, eq=False, kw_only=True):
     """State of an accepted request, as plain values, which a snapshot has as they are.
 

@@ -21,7 +21,17 @@ from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.prefix_hashes import choices_root, root_hash
-from vsched.kernel.request import Phase, RequestState, host_bytes
+from vsched.kernel.request import (
+    DECODE,
+    ITEMS,
+    PREFILL,
+    PROMPT,
+    READY,
+    SUSPENDED,
+    Phase,
+    RequestState,
+    host_bytes,
+)
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.routing import Router
 from vsched.policy import EncodingView, ImagePolicy, ItemSpan
@@ -159,9 +169,9 @@ class RequestMoves(Restorable):
         state.uncached = len(state.tokens) - computed
         if self._awaits_prompt(state):
             self.drop_claims(state)
-            state.phase = Phase.PROMPT
+            state.phase = PROMPT
             return ()
-        state.phase = Phase.ITEMS
+        state.phase = ITEMS
         drop_claims_before(state, computed, cache=self._cache)
         ended = self.claim_items(state, computed, now_ns, arriving=arriving)
         if ended:
@@ -214,14 +224,14 @@ class RequestMoves(Restorable):
     ) -> list[int]:
         """Return indices of the items to encode now: those that the chunk needs, and those that the policy adds."""
         chosen: list[int] = self._encoding.decide(view, len(spans))
-        left_out = {
+        left_out = [
             index
             for index, item in enumerate(spans)
             if item.start < stop and item.stop > start and index not in chosen
-        }
+        ]
         if left_out and not all(spans[index].ready for index in left_out):
             self._encoding.overrule("items that the chunk needs were left out")
-        return sorted(left_out.union(chosen))
+        return sorted({*left_out, *chosen})
 
     def _awaits_prompt(self, state: RequestState) -> bool:
         """Return True if a further choice waits until the first one has computed their prompt.
@@ -234,13 +244,13 @@ class RequestMoves(Restorable):
         return (
             first is not None
             and first.replica == state.replica
-            and first.phase is not Phase.DECODE
+            and first.phase is not DECODE
             and state.uncached > self._limits.block_size
         )
 
     def after_chunk(self, state: RequestState, now_ns: int) -> Sequence[Command]:
         """Claim the items of the chunk after a decided one, or release the choices that waited for the prompt."""
-        if state.phase is Phase.PREFILL:
+        if state.phase is PREFILL:
             # While a chunk runs, the encoder works on the items of the next one.
             return self.claim_items(state, state.computed, now_ns)
         return self._release_prompt(state, now_ns)
@@ -250,7 +260,7 @@ class RequestMoves(Restorable):
         commands: list[Command] = []
         if first.choices > 1 and first.first == first.number:
             for state in self._table.choices_with(first):
-                if state.phase is Phase.PROMPT:
+                if state.phase is PROMPT:
                     commands += self.enqueue(state, now_ns)
         return commands
 
@@ -263,9 +273,9 @@ class RequestMoves(Restorable):
         """Enqueue requests whose items are encoded."""
         commands: list[Command] = []
         for state in self._table.get_all(numbers):
-            if state.phase is Phase.ITEMS:
+            if state.phase is ITEMS:
                 commands += self.enqueue(state, now_ns)
-            elif state.phase is Phase.PREFILL:
+            elif state.phase is PREFILL:
                 self.group_of(state).mark_dirty()
         return commands
 
@@ -288,7 +298,7 @@ class RequestMoves(Restorable):
         elsewhere = any(other.open for other in self._groups)
         running = any(other.ready for other in self._groups)
         commands: list[Command] = []
-        waiting = (Phase.ITEMS, Phase.READY, Phase.SUSPENDED, Phase.PROMPT)
+        waiting = (ITEMS, READY, SUSPENDED, PROMPT)
         for state in self.requests_of(group, *waiting):
             if group.takes(state):
                 probe("moves.kept_by_draining_group")
@@ -315,7 +325,7 @@ class RequestMoves(Restorable):
         """
         self.group_of(state).dequeue(state)
         self.drop_claims(state)
-        state.phase = Phase.SUSPENDED
+        state.phase = SUSPENDED
 
     # --- the end ---
 
@@ -401,7 +411,7 @@ class RequestMoves(Restorable):
         """Assert that choices that wait for the prompt of the first one will be released."""
         assert not self.ended_choices, "choices of an ended first one were not released"
         for state in self._table.live.values():
-            if state.phase is Phase.PROMPT:
+            if state.phase is PROMPT:
                 assert self._awaits_prompt(state), f"choice {state.number} waits for no prompt"
                 assert not state.wanted, "a choice that waits for a prompt claims embeddings"
 

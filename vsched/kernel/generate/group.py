@@ -45,7 +45,7 @@ from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.groups import DirtyGroups, Group
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import MemoryMap
-from vsched.kernel.request import Phase, RequestState
+from vsched.kernel.request import DECODE, ITEMS, PREEMPTED, READY, Phase, RequestState
 from vsched.kernel.waiting_queue import RequestQueue
 from vsched.policy import (
     Admission,
@@ -164,7 +164,7 @@ class GenerateGroup(Group):
 
     def dequeue(self, state: RequestState) -> None:
         """Remove a request from the queue, if it is there."""
-        if state.phase is Phase.READY:
+        if state.phase is READY:
             self.queue.dequeue(state)
 
     def let_go(self, state: RequestState) -> None:
@@ -410,7 +410,7 @@ class GenerateGroup(Group):
                 continue
             victim = None if running.slots_free else victims.pop()
             self._join(state, plan, now_ns, victim, swap=admission.mode == "swap")
-            if state.phase is Phase.READY:
+            if state.phase is READY:
                 return
             # A request that is not ready any more does not hold up those after it.
 
@@ -459,7 +459,7 @@ class GenerateGroup(Group):
             # Its embeddings or its cached prefix were evicted while it waited.
             probe("generate.embedding_gone")
             self.queue.dequeue(state)
-            state.phase = Phase.ITEMS
+            state.phase = ITEMS
             self._requeued.append(state)
             return
         tokens = budget.tokens_at(computed)
@@ -591,7 +591,7 @@ class GenerateGroup(Group):
         self._counts["preemptions"] += 1
         state.preemptions += 1
         self._release_slot(state, keep=True)
-        state.phase = Phase.PREEMPTED
+        state.phase = PREEMPTED
         if self._in_flight.count:
             self._in_flight.await_last(state.number, slot)
         else:
@@ -763,7 +763,7 @@ class GenerateGroup(Group):
 
     def outputs(self, state: RequestState) -> int:
         """Output tokens of a request so far."""
-        decoded = self._decoded(state) if state.phase is Phase.DECODE else 0
+        decoded = self._decoded(state) if state.phase is DECODE else 0
         return len(state.tokens) - state.prompt_length + decoded
 
     def block_map(self) -> MemoryMap:
@@ -806,7 +806,7 @@ class GenerateGroup(Group):
         for state in self._requests.values():
             if state.replica == self.index:
                 self._known_tokens += state.counted
-                if state.phase is Phase.READY:
+                if state.phase is READY:
                     queue.enqueue(state)
         queue.blocked, queue.hold_until_ns = blocked, hold_until_ns
 
@@ -818,5 +818,5 @@ class GenerateGroup(Group):
         self._snapshots.check()
         self._swap.check([state.number for state in own if state.slot < 0])
         assert self._known_tokens == sum(state.counted for state in own), "load is miscounted"
-        ready = [state.number for state in own if state.phase is Phase.READY]
+        ready = [state.number for state in own if state.phase is READY]
         assert ready == [entry.state.number for entry in self.queue.entries], "the queue is wrong"
