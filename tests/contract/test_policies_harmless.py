@@ -37,7 +37,7 @@ class _Recorded(ModelCluster):
     def __init__(self, policies: dict[str, Policy]) -> None:
         self.digest = blake2b()
         limits = make_limits(
-            blocks=40, slots=4, pages=8, chunk_tokens=12, generators=2, encoders=2, drafts=True
+            blocks=28, slots=4, pages=8, chunk_tokens=12, generators=2, encoders=2, drafts=True
         )
         super().__init__(limits, default_policies(**policies))
 
@@ -49,10 +49,10 @@ class _Recorded(ModelCluster):
 def serve(**policies: Policy) -> _Recorded:
     """Serve requests that need every kind of decision, some of which come while others run."""
     cluster = _Recorded(policies)
-    for index in range(8):
+    for index in range(6):
         image = (b"image%d" % (index % 3), 10)
-        cluster.arrive(image_request(f"image{index}", image, max_tokens=30))
-        cluster.arrive(make_request(f"text{index}", words(30, start=20 * index), max_tokens=60))
+        cluster.arrive(image_request(f"image{index}", image, max_tokens=6))
+        cluster.arrive(make_request(f"text{index}", words(20, start=20 * index), max_tokens=24))
     late = image_request("late", (b"old", 8), (b"large", 24), max_tokens=4)
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
     cluster.submit(late)
