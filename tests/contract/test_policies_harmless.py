@@ -111,7 +111,7 @@ def test_no_view_can_be_changed(kind: str) -> None:
     value=st.sampled_from([None, -1, 10**9, "", ()]),
     keep=st.booleans(),
 )
-def test_views_changed_by_force_harm_nobody(
+def test_views_changed_by_force_do_no_harm(
     kind: str, choices: list[int], value: object, keep: bool
 ) -> None:
     """Fields that are forced, during the call or later, at most change what policies see."""
@@ -130,14 +130,14 @@ def test_views_changed_by_force_harm_nobody(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("odd", [*range(len(ODD))], ids=[one.name for one in ODD])
-def test_odd_answers_harm_nobody(kind: str, odd: int) -> None:
+def test_odd_answers_do_no_harm(kind: str, odd: int) -> None:
     serve(**places(kind, wrapped(default_of(kind), lambda *_: ODD[odd].make())))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if answers_of(kind)])
 @FEW
 @given(data=st.data())
-def test_odd_fields_of_answers_harm_nobody(kind: str, data: st.DataObject) -> None:
+def test_odd_fields_of_answers_do_no_harm(kind: str, data: st.DataObject) -> None:
     drawn = data.draw(st.sampled_from(answers_of(kind)), "answer")
     fields: dict[str, Odd] = {
         name: data.draw(st.sampled_from(ODD), name)

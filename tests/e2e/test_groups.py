@@ -290,7 +290,7 @@ def started_ranks() -> set[int]:
 
 
 @pytest.mark.parametrize("number", [KILL, HANG], ids=["killed", "hung"])
-async def test_group_that_loses_a_rank_while_it_starts_serves_or_says_why(
+async def test_group_that_loses_a_rank_while_it_starts_serves_or_reports_why(
     configure: Callable[..., Config], questions: list[Question], number: signal.Signals
 ) -> None:
     """Never a hang, and no rank is left behind."""

@@ -42,7 +42,12 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(params=["nano25", "llava", "lfm2"])
+@pytest.fixture(
+    params=[
+        "nano25",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("llava", "lfm2")),
+    ]
+)
 def path(
     request: pytest.FixtureRequest, checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> Path:
@@ -84,7 +89,7 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
 
 
 @on_one_loop
-async def test_limit_that_leaves_no_room_fails_at_start_and_says_what_to_change(
+async def test_limit_that_leaves_no_room_fails_at_start_and_reports_what_to_change(
     checkpoints: Callable[[str], Path],
 ) -> None:
     """A typed error with the settings and the ledger, and nothing is left behind."""

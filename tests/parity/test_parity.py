@@ -48,7 +48,7 @@ def test_cuda_backend_on_the_host_generates_the_same(
     assert made(name).equal
 
 
-def test_features_that_cannot_be_given_to_a_model_are_told_before_weights_are_read(
+def test_features_that_cannot_be_given_to_a_model_are_reported_before_weights_are_read(
     tmp_path: Path,
 ) -> None:
     """Its prompts have tokens around images, which get features of their own."""
@@ -69,7 +69,7 @@ def test_features_that_cannot_be_given_to_a_model_are_told_before_weights_are_re
         ("llama4_text", "temperatures"),
     ],
 )
-def test_what_cannot_be_equal_is_refused_before_weights_are_read(name: str, why: str) -> None:
+def test_unsupported_architectures_are_refused_before_weights_are_read(name: str, why: str) -> None:
     assert re.search(why, refusal_of(name))
 
 

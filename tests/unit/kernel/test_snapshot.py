@@ -212,6 +212,6 @@ def spoil(path: list[Any], value: Any) -> bytes:
         spoil(["table", "live"], {1: {"number": 1}}),
     ],
 )
-def test_snapshot_refuses_what_is_malformed(data: bytes) -> None:
+def test_snapshot_refuses_input_that_is_malformed(data: bytes) -> None:
     with pytest.raises(SnapshotError):
         restore_snapshot(Scheduler(LIMITS, default_policies()), data)

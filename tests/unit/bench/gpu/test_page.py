@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_page_tells_what_came_back(folder: Path) -> None:
+def test_page_reports_what_came_back(folder: Path) -> None:
     made = page(folder)
     for expected in (
         "H100, 580.1, 81559 MiB; torch 2.11.0; commit abc1.",
@@ -68,7 +68,7 @@ def test_page_tells_what_came_back(folder: Path) -> None:
     assert "arena" not in made
 
 
-def test_page_tells_what_there_is_of_a_run_that_was_cut_short(tmp_path: Path) -> None:
+def test_page_reports_what_there_is_of_a_run_that_was_cut_short(tmp_path: Path) -> None:
     assert page(tmp_path) == "Nothing has been measured on a GPU yet.\n"
     write(tmp_path / "machine.json", Machine("H100", {"torch": "2.11.0"}, "abc1"))
     assert page(tmp_path).startswith("H100; torch 2.11.0; commit abc1.\n")
