@@ -27,6 +27,8 @@ from vsched_policies.encoding import ChunkAware, Combined, Eager
 ROOT = Path(__file__).parents[2]
 REGISTERED = list_policies()
 FIELDS: dict[str, dict[str, Any]] = {"pinned": {"tokens": 64}}
+SEEDS = range(4)
+"""Schedules of 80 events; each runs twice."""
 ADMISSION = pytest.mark.parametrize(
     "registered",
     [policy for policy in REGISTERED if policy.kind == "admission"],
@@ -43,9 +45,9 @@ def test_policy_passes_random_schedules(registered: RegisteredPolicy) -> None:
     policy = resolve_policy(registered.kind, {"use": registered.name, **fields})
     if registered.name == "fraction":  # the faulty size that others are compared with
         with pytest.raises(PolicyError, match="it proves no build"):
-            check_policy(policy, seeds=range(8))
+            check_policy(policy, seeds=SEEDS)
     else:
-        check_policy(policy, seeds=range(8))
+        check_policy(policy, seeds=SEEDS)
 
 
 def admission(registered: RegisteredPolicy) -> RequestPolicy:

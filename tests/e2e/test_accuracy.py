@@ -13,6 +13,7 @@ from tests.e2e.command_line import run_command
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_accuracy_bench_finds_no_change_if_requests_preempt_each_other(
     tmp_path: Path, checkpoints: Callable[[str], Path]
 ) -> None:

@@ -252,6 +252,7 @@ async def lose(engine: Engine, fault: Fault) -> None:
     assert any(words in reason for words in SEEN_AS[fault.number]), reason
 
 
+@pytest.mark.thorough
 async def test_groups_survive_two_faults_at_once_and_one_while_they_recover(
     groups: Engine, questions: list[Question]
 ) -> None:

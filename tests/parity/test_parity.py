@@ -37,7 +37,14 @@ def test_answers_about_images_are_those_of_generate(name: str) -> None:
     assert compare_vision(name).equal
 
 
-@pytest.mark.parametrize("name", CUDA_SAMPLE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *CUDA_SAMPLE[:2],
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in CUDA_SAMPLE[2:4]),
+        *CUDA_SAMPLE[4:],
+    ],
+)
 def test_cuda_backend_on_the_host_generates_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

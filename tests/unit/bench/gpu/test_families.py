@@ -48,6 +48,7 @@ def hang(*_: object, **__: object) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_family_is_served_and_compared(tmp_path: Path) -> None:
     """With images and a killed rank, on a CPU."""
     kept = tmp_path / "kept"

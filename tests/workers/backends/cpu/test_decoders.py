@@ -90,7 +90,14 @@ def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
     twins.check()
 
 
-@pytest.mark.parametrize("name", ["internvl", "llava", "mistral3", "smolvlm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "internvl",
+        "llava",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mistral3", "smolvlm")),
+    ],
+)
 def test_language_parts_of_vision_models_are_fused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -356,7 +356,14 @@ def generic(monkeypatch: pytest.MonkeyPatch) -> list[CapturingBackend]:
     return made
 
 
-@pytest.mark.parametrize("name", ["stablelm", "qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stablelm",
+        "qwen3_next",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("falcon_h1", "lfm2")),
+    ],
+)
 def test_captured_steps_of_generic_models_generate_the_same(
     name: str, generic: list[CapturingBackend]
 ) -> None:

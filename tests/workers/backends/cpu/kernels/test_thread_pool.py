@@ -241,7 +241,14 @@ elif how == "error":
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("end", 0), ("exit", 3), ("error", 1), ("calling", 0)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("end", 0), ("exit", 3))),
+        ("error", 1),
+        ("calling", 0),
+    ],
+)
 def test_a_process_with_a_pool_ends_as_any_other(how: str, code: int) -> None:
     """Even while another thread calls kernels."""
     left = subprocess.run(
