@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,13 +25,6 @@ from vsched.worker.contract import (
     SequenceState,
     WorkerSettings,
 )
-
-
-@pytest.fixture(autouse=True)
-def frozen() -> None:
-    """Freeze the objects of earlier tests: the contract collects garbage often, to find leaks."""
-    gc.collect()
-    gc.freeze()
 
 
 class SimProcess:
