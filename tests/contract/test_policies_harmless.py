@@ -30,7 +30,7 @@ from vsched.policy import POLICY_TABLES, Policy, RequestPolicy
 from vsched.testing import ModelCluster, make_request
 from vsched.testing.defaults import SEATS, default_policies, seats_of
 
-FEW = settings(max_examples=10, deadline=None)
+FEW = settings(max_examples=6, deadline=None)
 
 
 class _Recorded(ModelCluster):
