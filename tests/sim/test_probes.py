@@ -17,7 +17,7 @@ from vsched.sim.cluster.swarm import swarm
 
 REACHING = (
     *(19, 37, 289, 1005, 1008, 1023, 1047, 1061, 1089),
-    *(1095, 1101, 1126, 1151, 1154, 1159, 1189, 1216),
+    *(1095, 1101, 1126, 1151, 1154, 1159, 1189, 1216, 1313),
 )
 """Seeds that reach every probe together; after changes of decisions, others may be necessary."""
 SEEDS_MAX = 600
