@@ -123,7 +123,11 @@ _PROXY = "terminate TLS in a proxy in front of vsched"
 
 FLAGS: tuple[Flag, ...] = (
     # The model
-    _set("--model", "model.path", note="a folder, a GGUF file or a name on the hub; also as the argument PATH"),
+    _set(
+        "--model",
+        "model.path",
+        note="a folder, a GGUF file or a name on the hub; also as the argument PATH",
+    ),
     _set(
         "--served-model-name",
         "model.name",
