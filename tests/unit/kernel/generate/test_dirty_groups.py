@@ -104,7 +104,7 @@ def test_marks_are_walked_in_order_and_taken() -> None:
     assert list(marks.walk()) == []
 
 
-def test_holds_tell_the_first_end_that_still_holds() -> None:
+def test_holds_report_the_first_end_that_still_holds() -> None:
     queues: list[OrderedQueue[object]] = [OrderedQueue() for _ in range(3)]  # type: ignore[type-var]
     holds = Holds(queues)
     queues[0].hold_until_ns, queues[2].hold_until_ns = 30, 20
