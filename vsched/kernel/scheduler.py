@@ -49,7 +49,7 @@ from vsched.kernel.events import (
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
-from vsched.kernel.generate.step_budget import PlanResult
+from vsched.kernel.generate.step_plan import PlanResult
 from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import RequestRow, live_request

@@ -234,7 +234,7 @@ class Ranks:
     def close(self) -> None:
         """No-op."""
 
-    def place(
+    def choose_host(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> HostOfRanks:
         self.lose_host = on_lost

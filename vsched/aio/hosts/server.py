@@ -224,7 +224,7 @@ class HostedStart:
         self._alive_s = requested.alive_s
         self._on_open(self)
         # Nothing here is lost without its engine.
-        self._place = self._launcher.place(requested.groups, self._arena, lambda _why: None)
+        self._place = self._launcher.choose_host(requested.groups, self._arena, lambda _why: None)
         for group in requested.groups:
             self._links[group] = self._place.open_link(group, partial(self._report, group))
         logger.info("serves %s", " and ".join(requested.groups))

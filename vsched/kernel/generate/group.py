@@ -35,7 +35,7 @@ from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.quarantine import Quarantine
 from vsched.kernel.generate.running import RunningSet, order_of
 from vsched.kernel.generate.state_snapshots import StateSnapshots
-from vsched.kernel.generate.step_budget import (
+from vsched.kernel.generate.step_plan import (
     NOTHING_PLANNED,
     PlanResult,
     StepPlan,

@@ -444,7 +444,7 @@ class SimulatedLauncher:
         self._starts: Counter[str] = Counter()
         self._collectives: dict[str, Collective] = {}
 
-    def place(
+    def choose_host(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> SimulatedHost:
         """Return this host, which is never lost by itself."""
