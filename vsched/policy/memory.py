@@ -182,13 +182,7 @@ DECISIONS = (
         "memory",
         MemoryPolicy,
         "plan",
-        (
-            PolicyKey(
-                "generate.memory",
-                "auto-profile",
-                "Size of the KV cache.",
-            ),
-        ),
+        (PolicyKey("generate.memory", "auto-profile", "Size of the KV cache."),),
         remembers=False,
         yields=True,
     ),
