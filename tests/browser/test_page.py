@@ -134,9 +134,11 @@ def picture(page: Page, name: str, *, opened: Locator | None = None) -> None:
         page.locator("body").screenshot(path=Path(folder) / f"page-{name}.png")
 
 
-def test_page_says_why_requests_wait(page: Page, load: None) -> None:
+def test_page_reports_why_requests_wait(page: Page, load: None) -> None:
     waits = page.get_by_role("list", name="Why requests wait")
-    expect(waits).to_contain_text(re.compile(rf"\d requests, the oldest for .*: all {SLOTS} slots are taken"))
+    expect(waits).to_contain_text(
+        re.compile(rf"\d requests, the oldest for .*: all {SLOTS} slots are taken")
+    )
     expect(waits).to_contain_text("What would help: more generate.slots or replicas.")
     page.get_by_label("Show").select_option("waiting")
     page.locator("button.row").last.click()

@@ -19,16 +19,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.budget import BudgetStatistics
-from vsched.media.embeddings import ImageReference, VideoReference
+from vsched.media.embeddings import ImageReference
 from vsched.media.fills import Fills, stopping
-from vsched.media.formats import IMAGE, VIDEO
 from vsched.media.held import HeldBytes, Holding
 from vsched.media.measure import (
     ImageName,
@@ -39,6 +38,8 @@ from vsched.media.measure import (
     blame,
     check_permitted,
     check_total,
+    is_video,
+    kind_of,
     noun_of,
     pixel_limits,
     reference_bytes,
@@ -48,9 +49,10 @@ from vsched.media.measure import (
 )
 from vsched.media.pictures.processes import PictureProcesses, picture_processes
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
+from vsched.media.pruning import Pruning
 from vsched.media.sources import ReadRemote, is_local, read_remote
 from vsched.types import MediaItem, Spans
-from vsched.worker.contract import Preprocessor
+from vsched.worker.contract import Preprocessor, VideoPlan
 
 if TYPE_CHECKING:
     from vsched.config.sections import MediaConfig
@@ -119,6 +121,7 @@ class MediaPipeline:
         preprocessor: Preprocessor,
         store: PixelStore,
         settings: MediaConfig,
+        pruning: Pruning | None = None,
         *,
         executor: Executor | None = None,
         read_remote: ReadRemote = read_remote,
@@ -129,7 +132,13 @@ class MediaPipeline:
         for a core longer than it ran; so they are tokenized one at a time, at a lower priority.
 
         Images are decoded in isolated processes if no `executor` is passed and other processes can map the store.
+
+        Raises:
+            ConfigError: If videos are to be pruned, and the model does not support it.
         """
+        self._pruning = pruning
+        if pruning is not None:
+            pruning.check(preprocessor)
         self._read_remote = read_remote
         self._preprocessor = preprocessor
         self._store = store
@@ -167,6 +176,7 @@ class MediaPipeline:
             video_executor=self._videos,
             budget_bytes=settings.decode_bytes,
             pictures=self._pictures,
+            with_changes=pruning is not None,
         )
         self._held = HeldBytes(settings.preparing_bytes_max)
         self._preparing = 0
@@ -251,6 +261,11 @@ class MediaPipeline:
             pixels=self._store.statistics(),
         )
 
+    @property
+    def pruning(self) -> Pruning | None:
+        """The seat of the pruning policy; None if nothing is pruned."""
+        return self._pruning
+
     def clear(self) -> int:
         """Clear remembered plans and unused pixels; return the bytes freed."""
         self._plans.clear()
@@ -265,6 +280,8 @@ class MediaPipeline:
         self._long_texts.shutdown(wait=True, cancel_futures=True)
         self._videos.shutdown(wait=True, cancel_futures=True)
         self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._pruning is not None:
+            self._pruning.close()
         if self._pictures is not None:
             self._pictures.close()
 
@@ -309,7 +326,7 @@ class MediaPipeline:
         started = time.perf_counter()
         prompt_ids, measured = await self._read(prompt, images, cache_salt, holding)
         token_ids, spans = self._preprocessor.expand(prompt_ids, [image.plan for image in measured])
-        self._check_context(len(token_ids))
+        self._check_context(len(token_ids) - self._tokens_saved(measured))
         read = time.perf_counter()
         sizes: dict[bytes, int] = {}
         for image in measured:
@@ -320,8 +337,12 @@ class MediaPipeline:
             self._remember(measured)
             await self._fills.fill(measured, lease)
             contents: dict[bytes, bytes] = {}
-            if any(isinstance(image, MeasuredVideo) for image in measured):
-                contents, lease = self._store.settle(lease)
+            if any(isinstance(image.plan, VideoPlan) for image in measured):
+                if self._pruning is not None:
+                    measured = await self._prune(measured, self._pruning)
+                    plans = [image.plan for image in measured]
+                    token_ids, spans = self._preprocessor.expand(prompt_ids, plans)
+                contents, lease = self._store.settle(lease, _left_out(measured))
         except BaseException:
             lease.release()
             raise
@@ -332,6 +353,27 @@ class MediaPipeline:
             process_ms=(time.perf_counter() - acquired) * 1e3,
         )
         return PreparedRequest(token_ids, items, lease, timings)
+
+    def _tokens_saved(self, measured: Sequence[MeasuredItem]) -> int:
+        """Return the number of tokens of videos that will be pruned at least."""
+        if self._pruning is None:
+            return 0
+        videos = [image.plan for image in measured if isinstance(image, MeasuredVideo)]
+        return sum(map(self._pruning.tokens_saved, videos))
+
+    async def _prune(
+        self, measured: Sequence[MeasuredItem], pruning: Pruning
+    ) -> list[MeasuredItem]:
+        """Return the images and videos, with pruned plans of the videos."""
+        placeholder = self._preprocessor.info.video_token_id
+        assert placeholder is not None
+        found = list(measured)
+        for index, image in enumerate(measured):
+            if isinstance(image, MeasuredVideo):
+                changes = [self._store.changes(key) for key in image.extents]
+                plan = await pruning.prune(image.plan, changes, placeholder)
+                found[index] = replace(image, plan=plan)
+        return found
 
     async def _read(
         self,
@@ -344,7 +386,7 @@ class MediaPipeline:
             return self._tokenize(prompt, images=False), []
         fetched = await self._fetch(images, holding)
         executor = self._executor if _is_short(prompt) else self._long_texts
-        if any(isinstance(image, VideoReference) for image in images):
+        if any(map(is_video, images)):
             executor = self._videos
 
         def read() -> tuple[list[int], list[MeasuredItem]]:
@@ -372,8 +414,7 @@ class MediaPipeline:
         fetched: dict[str, bytes] = {}
         total = 0
         for index, reference in enumerate(images):
-            is_file = isinstance(reference, VideoReference) and isinstance(reference.source, str)
-            kind = VIDEO if is_file else IMAGE
+            kind = kind_of(reference)
             for url in urls_of(reference):
                 if is_local(url) or url in fetched:
                     continue
@@ -409,6 +450,17 @@ class MediaPipeline:
         _shorten(self._names, self._settings.plans_max)
 
 
+def _left_out(measured: Sequence[MeasuredItem]) -> set[bytes]:
+    """Return the keys of the extents whose frame groups have no placeholders."""
+    videos = [image for image in measured if isinstance(image, MeasuredVideo)]
+    return {
+        key
+        for video in videos
+        for key, group in zip(video.extents, video.plan.groups, strict=True)
+        if not group.placeholders
+    }
+
+
 def _items(
     measured: Sequence[MeasuredItem],
     spans: Sequence[Spans],
@@ -419,8 +471,10 @@ def _items(
     items: list[MediaItem] = []
     places = iter(spans)
     for image in measured:
-        plans = image.plan.groups if isinstance(image, MeasuredVideo) else (image.plan,)
+        plans = image.plan.groups if isinstance(image.plan, VideoPlan) else (image.plan,)
         for extent, plan in zip(image.extents, plans, strict=True):
+            if not plan.placeholders:
+                continue
             key = contents.get(extent, extent)
             runs = next(places)
             items.append(
@@ -428,7 +482,8 @@ def _items(
                     key=key,
                     tokens=plan.tokens,
                     offset=runs[0][0],
-                    spans=runs if len(runs) > 1 else (),
+                    spans=runs if len(runs) > 1 or plan.kept else (),
+                    kept=plan.kept or (),
                     arrays=() if image.is_embedded else plan.arrays,
                     metadata=plan.metadata,
                     extent=lease.extents[key],

@@ -31,6 +31,7 @@ from vsched.types import (
     ModelInfo,
     SamplingParams,
     Spans,
+    count_of,
 )
 from vsched.worker.devices import DeviceSurvey
 from vsched.worker.memory import DeviceMemory
@@ -484,6 +485,7 @@ class ImagePlan:
             own encoding, which are part of every decision on the image. They are in `EncodeJob` and in `ItemPlace`.
         work_bytes: Maximum memory of `process_image` besides the image, including its result, if that may be more than
             2.25 times the result.
+        kept: Ranges of the tokens that have placeholders; None for all, empty for a pruned frame group.
     """
 
     arrays: tuple[ArraySpec, ...]
@@ -491,6 +493,12 @@ class ImagePlan:
     expansion: tuple[int, ...] = ()
     metadata: bytes = b""
     work_bytes: int = 0
+    kept: Spans | None = None
+
+    @property
+    def placeholders(self) -> int:
+        """Number of placeholders in the prompt."""
+        return self.tokens if self.kept is None else count_of(self.kept)
 
 
 class PixelBounds(msgspec.Struct, frozen=True):
@@ -539,16 +547,16 @@ class VideoPlan:
     Attributes:
         frames: Numbers of the sampled frames, ascending; each group has the next few, and the last may repeat.
         size: The size that they are resized to.
-        groups: The plan of each frame group, without `expansion`.
-        expansion: Token ids that replace the video's placeholder in a prompt, including those of all groups.
+        groups: The plan of each frame group; their expansions, one after the other, replace the video's placeholder.
         work_bytes: Maximum memory for processing a group, besides its frames.
+        grid: Rows and columns of a group's tokens, if `token_changes` compares them.
     """
 
     frames: tuple[int, ...]
     size: FrameSize
     groups: tuple[ImagePlan, ...]
-    expansion: tuple[int, ...]
     work_bytes: int = 0
+    grid: tuple[int, int] = (0, 0)
 
     @property
     def group_frames(self) -> int:
@@ -561,7 +569,7 @@ ItemPlan = ImagePlan | VideoPlan
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A tensor of integers that clients must send with an embedding, and that determines the image's plan.
+    """A tensor of integers that clients must send with an embedding, and that determines the item's plan.
 
     `name` is the tensor's name, and `values` describes each integer, in words for clients.
     """
@@ -636,6 +644,14 @@ class ImageProcessing(ABC):
         """
         raise _videos_refused()
 
+    @optional
+    def token_changes(self, before: Arrays, group: Arrays) -> npt.NDArray[np.float32]:
+        """Return the mean difference of each token's pixels from those of the frame group before, 0 to 1.
+
+        Memory as for `process_frames`, whose arrays it gets.
+        """
+        raise unsupported(self, "pruning of videos")
+
     def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> Self:
         """Return a copy with other bounds, which has another `settings_digest` if they differ.
 
@@ -656,11 +672,14 @@ class Preprocessor(ImageProcessing):
     Attributes:
         settings_digest: Digest of all settings that the arrays of an image depend on.
         companion: The argument of `plan_embedding`; None if clients cannot send embeddings.
+        video_times: Name of the tensor of seconds that clients must send with the embeddings of a video, too; empty if
+            they cannot send such embeddings.
     """
 
     info: ModelInfo
     settings_digest: bytes = b""
     companion: Companion | None = None
+    video_times: str = ""
 
     @property
     def chat_template(self) -> str:
@@ -740,6 +759,19 @@ class Preprocessor(ImageProcessing):
         Raises:
             RequestRefused: When the checkpoint's processor does not support the size or the options, or more than
                 `frames_max` frames are asked for.
+        """
+        raise _videos_refused()
+
+    def plan_embedded_video(
+        self, companion: Sequence[int], seconds: Sequence[float], *, frames_max: int
+    ) -> VideoPlan:
+        """Return the plan of a video from the integers and seconds that a client sends with its embeddings.
+
+        The number of integers is that of `companion`'s values, and the seconds are within limits; the rest is
+        unchecked. The plan has no frames.
+
+        Raises:
+            RequestRefused: When there is no such video of `frames_max` frames at most.
         """
         raise _videos_refused()
 

@@ -10,6 +10,7 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import (
     BoundedImage,
     EmbeddedImage,
+    EmbeddedVideo,
     ImageReference,
     NamedImage,
     VideoReference,
@@ -33,6 +34,7 @@ def sent(reference: ImageReference) -> ImageReference:
     [
         "https://example.com/a.png",
         EmbeddedImage("c2FmZQ=="),
+        EmbeddedVideo("file:///a.safetensors"),
         NamedImage("a name", None),
         VideoReference("data:video/mp4;base64,AA==", VideoSampling(2.0, bounds=BOUNDS)),
         VideoReference(("data:one", LONG), VideoSampling(num_frames=4)),
@@ -40,18 +42,30 @@ def sent(reference: ImageReference) -> ImageReference:
         BoundedImage("https://example.com/a.png", BOUNDS),
         BoundedImage(NamedImage("a name", "https://example.com/a.png"), BOUNDS),
     ],
-    ids=["url", "embedding", "name", "video", "frames", "named", "bounded", "bounded and named"],
+    ids=[
+        "url",
+        "embedding",
+        "embedded video",
+        "name",
+        "video",
+        "frames",
+        "named",
+        "bounded",
+        "bounded and named",
+    ],
 )
 def test_messages_bring_every_form_of_an_image(reference: ImageReference) -> None:
     assert sent(reference) == reference
 
 
-@pytest.mark.parametrize("wrap", [str, EmbeddedImage, lambda url: NamedImage("name", url)])
+@pytest.mark.parametrize(
+    "wrap", [str, EmbeddedImage, EmbeddedVideo, lambda url: NamedImage("name", url)]
+)
 def test_messages_bring_long_base64_as_bytes(wrap: object) -> None:
     """It is kept apart from its text: as a text it would be copied under the GIL."""
     reference = LONG if wrap is str else wrap(LONG)  # type: ignore[operator]
     found = sent(reference)
-    text = found if isinstance(found, str) else getattr(found, "data", None) or found.reference  # type: ignore[union-attr]
+    text = found if isinstance(found, str) else getattr(found, "source", None) or found.reference  # type: ignore[union-attr]
     assert isinstance(text, TextWithBase64)
     assert (text, base64_of(text, 22)) == (LONG, LONG.base64)
 
@@ -64,7 +78,7 @@ def test_messages_bring_long_base64_as_bytes(wrap: object) -> None:
         RequestFailed("stopping", code="stopping", status=503, retry_after_s=5),
     ],
 )
-def test_messages_bring_errors_with_all_that_clients_are_told(
+def test_messages_carry_errors_with_all_fields_for_clients(
     error: RequestRefused | RequestFailed,
 ) -> None:
     frame = msgspec.msgpack.encode(Refusal.of(7, error))
@@ -74,7 +88,7 @@ def test_messages_bring_errors_with_all_that_clients_are_told(
     assert vars(refusal.error) == vars(error)
 
 
-def test_messages_tell_nothing_of_a_mistake() -> None:
+def test_messages_report_nothing_of_a_mistake() -> None:
     error = Refusal.of(7, KeyError("/secret/path")).error
     assert isinstance(error, RequestFailed)
     assert error.message == "the server made a mistake"
