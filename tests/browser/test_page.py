@@ -30,6 +30,7 @@ from PIL import Image  # noqa: E402
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # noqa: E402
 
 from tests.patience import PATIENCE_S  # noqa: E402
+from tests.trace_format import check_trace_events  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOTS = 2
@@ -185,21 +186,12 @@ def test_page_saves_a_timeline_for_perfetto(page: Page, tmp_path: Path, load: No
 
 
 def check_trace(trace: dict[str, Any]) -> None:
-    """Check the needs of Perfetto: named processes, slices with times, and spans that begin and end."""
+    """Check that Perfetto reads the trace, and that it has all processes, steps and phases."""
     events = trace["traceEvents"]
+    check_trace_events(events)
     names = {one["args"]["name"] for one in events if one["name"] == "process_name"}
     assert {"scheduler", "generate"} <= names
-    slices = [one for one in events if one["ph"] == "X"]
-    assert slices
-    assert all(one["ts"] >= 0 and one["dur"] >= 0 for one in slices)
-    spans: dict[tuple[int, str], list[tuple[str, float]]] = {}
-    for one in events:
-        if one["ph"] in "be":
-            spans.setdefault((one["id"], one["name"]), []).append((one["ph"], one["ts"]))
-    assert {name for _, name in spans} >= {"queue", "prefill", "decode"}
-    for found in spans.values():
-        assert [ph for ph, _ in found] == ["b", "e"]
-        assert found[0][1] <= found[1][1]
+    assert {one["name"] for one in events if one["ph"] == "b"} >= {"queue", "prefill", "decode"}
     assert {one["ph"] for one in events} == {"M", "X", "b", "e", "C"}
 
 

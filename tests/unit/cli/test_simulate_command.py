@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from tests.trace_format import check_trace_events
 from tests.unit.sim.fast.test_recorded import load, record
 from tests.unit.sim.shapes import COST
 from vsched.cli import app
@@ -76,6 +77,7 @@ def test_simulate_writes_what_is_requested(folder: Path) -> None:
     assert (folder / "o.html").read_text().startswith("<!doctype html>")
     assert len((folder / "o.csv").read_text().splitlines()) == 2
     timeline = msgspec.json.decode((folder / "t.json").read_bytes())
+    check_trace_events(timeline["traceEvents"])
     names = {event.get("name") for event in timeline["traceEvents"]}
     assert {"r1", "encode 1", "decode"} <= names
 
