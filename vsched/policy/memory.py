@@ -185,5 +185,6 @@ DECISIONS = (
         (PolicyKey("generate.memory", "auto-profile", "Size of the KV cache."),),
         remembers=False,
         yields=True,
+        in_kernel=False,
     ),
 )
