@@ -86,7 +86,7 @@ class Home:
         self.places = 0
         self.rank = Rank()
 
-    def place(self, *_: object) -> Home:
+    def choose_host(self, *_: object) -> Home:
         self.places += 1
         return self
 

@@ -60,8 +60,7 @@ def without_mark_from(caller: str) -> Callable[[GenerateGroup], None]:
     """Return a `mark_dirty` that marks nothing when this function calls it."""
 
     def mark_dirty(group: GenerateGroup) -> None:
-        if group.loads is not None:
-            group.loads.change(group.index)
+        group._dirty.changed[group.index] = None
         if sys._getframe(1).f_code.co_name != caller:
             group._dirty.mark(group.index)
 

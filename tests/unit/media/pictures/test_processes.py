@@ -25,7 +25,7 @@ from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import MediaPipeline, PixelStore
 from vsched.media.decode import DecodeLimits
-from vsched.media.measure import Measured, Measurer
+from vsched.media.measure import MeasuredImage, Measurer
 from vsched.media.pictures import filling, processes
 from vsched.media.pictures.processes import LARGE_BYTES, picture_processes
 from vsched.transport.arena import Arena
@@ -161,7 +161,7 @@ async def test_undecodable_input_is_refused(bench: ArenaBench, content: bytes, c
     """By the process itself, with the same limits as for the check of the header."""
     measurer = Measurer(FaultyPreprocessor(), MediaConfig(), {}, {})
     [image] = measurer.measure([data_url(image_bytes())], {}, "", lambda _: None)
-    assert isinstance(image, Measured)
+    assert isinstance(image, MeasuredImage)
     made = picture_processes(FaultyPreprocessor(), LIMITS, arena_fd=bench.arena.fd, deadline_s=30.0)
     assert made is not None
     try:
@@ -211,7 +211,7 @@ async def test_process_that_hangs_is_killed(hasty: ArenaBench) -> None:
 async def test_hanging_process_is_told_to_who_still_waits(hasty: ArenaBench) -> None:
     measurer = Measurer(FaultyPreprocessor(), MediaConfig(), {}, {})
     [image] = measurer.measure([HANGS], {}, "", lambda _: None)
-    assert isinstance(image, Measured)
+    assert isinstance(image, MeasuredImage)
     with pytest.raises(RequestFailed, match=r"was not done within 0\.2 s, and was killed"):
         await asyncio.to_thread(hasty.pictures.fill, image, Extent(0, image.extent_bytes))
 
