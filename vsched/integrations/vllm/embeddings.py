@@ -54,7 +54,7 @@ class PolicyEncoderCache(EncoderCacheManager):  # type: ignore[misc]
     def create_manager(cls, *, cache_size: int, vllm_config: Any) -> Self:
         """Create the manager; without a policy, it evicts like vLLM."""
         manager = cls(cache_size=cache_size)
-        settings, _ = read_settings(vllm_config, vllm.__version__, EMBEDDINGS)
+        settings = read_settings(vllm_config, vllm.__version__, EMBEDDINGS)
         policy = settings.policies.by_table.get("encode.eviction")
         if isinstance(policy, CachePolicy):
             manager.freeable = OrderedByPolicy(policy)
