@@ -18,6 +18,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from tests.vllm.driving import write_model
 from tests.vllm.test_scheduler import BAD, FAIR, LAST, SHORTEST
+from vsched.sim.cost.host_runs import read_run
+from vsched.sim.workload.host_traces import run_file
 from vsched.sim.workload.traces import load_trace
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
@@ -129,12 +131,15 @@ def test_tokens_are_those_of_vllm_with_a_step_ahead(
     model: str,
     wanted: list[list[int]],
     tables: Mapping[str, Any],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan_ahead(monkeypatch)
+    trace = tmp_path / "run.jsonl"
+    tables = {**tables, "vllm": {"trace": str(trace)}}
     tokens, engine = generate(model, texts(), tables, outputs=120, skip_tokenizer_init=True)
     assert type(engine.scheduler).__name__ == "AsyncPolicyScheduler"
-    assert engine.batch_queue_size == 2
+    assert engine.batch_queue_size == read_run(run_file(trace)).header.depth == 2
     assert tokens == wanted
     check_engine(engine, ["generate.admission", "generate.preemption"])
 
@@ -176,5 +181,9 @@ def test_tokens_are_those_of_vllm_with_images(tmp_path: Path) -> None:
     )
     assert tokens == stock
     check_engine(engine, ["generate.admission", "generate.step"])
-    counts = [len(one.images) for one in load_trace(trace)]
-    assert counts == [number % 3 for number in range(14)]
+    arrivals = list(load_trace(trace))
+    assert [len(one.images) for one in arrivals] == [number % 3 for number in range(14)]
+    run = read_run(run_file(trace))
+    assert run.header.depth == 1
+    different = {image.key for one in arrivals for image in one.images}
+    assert sum(one.images for one in run.steps) >= len(different) > 3

@@ -133,7 +133,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             batch_tokens=self.max_num_scheduled_tokens,
             block_size=self.block_size,
             kv_tokens=self.cache_config.num_gpu_blocks * self.block_size,
-            depth=vllm_config.max_concurrent_batches,
+            depth=getattr(vllm_config, "max_concurrent_batches", 1),
             prefix_cache=bool(self.cache_config.enable_prefix_caching),
             step_target_ms=target.step_target_ms,
         )
