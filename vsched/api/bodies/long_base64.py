@@ -19,6 +19,7 @@ from vsched.api.request_schema import (
     ImageEmbedsPart,
     ImagePart,
     ImageUrl,
+    VideoEmbedsPart,
     VideoPart,
 )
 from vsched.media.base64_text import TextWithBase64
@@ -157,8 +158,9 @@ def _image_fields(request: Any) -> Iterator[tuple[Any, str]]:
         return
     for message in getattr(request, "messages", None) or ():
         for part in message.content if isinstance(message.content, list) else ():
-            if isinstance(part, ImageEmbedsPart):
-                yield part.image_embeds, "data"
+            if isinstance(part, ImageEmbedsPart | VideoEmbedsPart):
+                file = part.image_embeds if isinstance(part, ImageEmbedsPart) else part.video_embeds
+                yield from ((file, "data"), (file, "url"))
             elif isinstance(part, ImagePart) and isinstance(part.image_url, ImageUrl):
                 yield part.image_url, "url"
             elif isinstance(part, ImagePart):
