@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vsched.kernel.commands import RefusalCode, Refuse
 from vsched.kernel.limits import SchedulerLimits
-from vsched.types import MediaItem, Request
+from vsched.types import MediaItem, Request, count_of
 
 
 def refuse_impossible(
@@ -51,10 +53,12 @@ def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Ref
         if limits.pages_for(item.tokens) > limits.pages:
             return Refuse(name, RefusalCode.IMAGE_EXCEEDS_CACHE, item.tokens, room, setting)
     by_choice = scope == "request"
+    if not (by_choice or limits.prompt_atomic):
+        return None
     # All images must be in the cache at once: with an entry each in a set, or one for equal images in a chunk.
     entries = {index if by_choice else item.key: item for index, item in enumerate(request.items)}
     pages = sum(limits.pages_for(item.tokens) for item in entries.values())
-    if (by_choice or limits.prompt_atomic) and pages > limits.pages:
+    if pages > limits.pages:
         tokens, rows = pages * limits.page_rows, limits.page_rows
         code = RefusalCode.IMAGES_EXCEED_CACHE
         return Refuse(name, code, tokens, room, setting, detail=(rows, int(by_choice)))
@@ -78,15 +82,25 @@ def refuse_full(
 
 
 def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
-    """Return True if items are in order, do not overlap, have tokens, and lie within the prompt."""
-    position = 0
+    """Return True if items are in order, do not overlap, and lie within the prompt.
+
+    Each of an item's rows, or of those that it keeps, has a placeholder.
+    """
     for item in items:
-        if item.offset != item.runs[0][0]:
+        if item.offset != item.runs[0][0] or bool(item.kept) > bool(item.spans):
             return False
-        for start, stop in item.runs:
-            if not position <= start < stop <= prompt_tokens:
-                return False
-            position = stop
-        if item.tokens != sum(stop - start for start, stop in item.runs):
+        if count_of(item.runs) != (count_of(item.kept) or item.tokens):
             return False
+        if not _ascend(item.kept, item.tokens):
+            return False
+    return _ascend([run for item in items for run in item.runs], prompt_tokens)
+
+
+def _ascend(spans: Sequence[tuple[int, int]], stop: int) -> bool:
+    """Return True if ranges are in order within [0, stop), and none is empty."""
+    position = 0
+    for start, end in spans:
+        if not position <= start < end <= stop:
+            return False
+        position = end
     return True

@@ -56,7 +56,7 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
         tenant: Tenant of the request; empty for none. Of an image: of the first request that needed it.
         session: Identifier of its conversation; empty if the client sent none, and for an image.
         images: Number of its images; 0 for an image.
-        image_tokens: Encoder output tokens of its images, a part of the prompt; 0 for an image.
+        image_tokens: Tokens of its images, a part of the prompt; 0 for an image.
         max_tokens: Maximum output tokens; 0 for an image.
         outputs: Output tokens so far: above 0 if it was preempted, or continues after a restart. 0 for an image.
     """
@@ -74,6 +74,20 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
     outputs: int = 0
 
 
+class PolicyKey(msgspec.Struct, frozen=True):
+    """A configuration table that names a policy.
+
+    Attributes:
+        path: Its path, such as `generate.step`.
+        use: Name of the default policy.
+        description: Description for the table of configuration keys.
+    """
+
+    path: str
+    use: str
+    description: str
+
+
 class Decision(msgspec.Struct, frozen=True):
     """A decision: one method of a policy class.
 
@@ -81,19 +95,26 @@ class Decision(msgspec.Struct, frozen=True):
         name: Name of the decision, and of its entry points: `vsched.admission`.
         base: The class that declares the method.
         method: Name of the method.
-        tables: Paths of the configuration tables that name a policy for it, one for each seat.
+        selected_by: The configuration tables that name a policy for it, one for each seat.
         check: Function that copies a returned value to built-in types, or raises. Its further arguments are the facts
             that it needs. It does not get the view, which a policy could have changed by force.
         default: Function that decides after a failure, with the same facts.
         remembers: False if the method gets no state: a memory policy is a generator, an eviction order is an object.
         yields: Whether the method is a generator.
+        in_kernel: Whether the kernel calls it. Only such a policy can be replaced while requests run, and is simulated.
     """
 
     name: str
     base: type[Policy]
     method: str
-    tables: tuple[str, ...]
+    selected_by: tuple[PolicyKey, ...]
     check: Callable[..., Any] | None = None
     default: Callable[..., Any] | None = None
     remembers: bool = True
     yields: bool = False
+    in_kernel: bool = True
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Paths of the configuration tables."""
+        return tuple(one.path for one in self.selected_by)

@@ -29,6 +29,8 @@ SAMPLES = {
     "--lora-modules": "sql=/adapters/sql",
     "--scheduling-policy": "priority",
     "--tool-call-parser": "hermes",
+    "--video-pruning-method": "evs",
+    "--video-pruning-rate": "0.5",
     "--otlp-traces-endpoint": "http://collector:4318/v1/traces",
     "--reasoning-parser": "qwen3",
     "--dtype": "half",
@@ -103,7 +105,7 @@ def test_vllm_names_of_formats_are_values_of_their_keys() -> None:
         configured("--dtype", name)
 
 
-def test_vllm_flag_without_effect_says_why() -> None:
+def test_vllm_flag_without_effect_reports_why() -> None:
     done = translate(["--trust-remote-code", "folder", "--seed", "-1", "--no-enable-sleep-mode"])
     assert done.words == ["folder"]
     assert done.notes == [

@@ -35,7 +35,7 @@ def test_tables_are_those_of_vsched(tmp_path: Path) -> None:
     assert config.policies.by_table["generate.step"] == found.policies.by_table["generate.step"]
 
 
-def test_one_policy_decides_where_vllm_can_follow_it() -> None:
+def test_one_policy_decides_if_vllm_can_follow_it() -> None:
     tables = {"policy": {"use": "tenant-fair"}}
     found = settings(tables)
     assert {*found.policies.by_table} == {*SCHEDULER}

@@ -18,7 +18,7 @@ from vsched.aio.environment import Environment
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
-from vsched.aio.shell import Recorder
+from vsched.aio.shell import EventRecorder
 from vsched.config import Config, MediaConfig
 from vsched.engine import Engine, Progress
 from vsched.errors import GroupLostError
@@ -27,6 +27,7 @@ from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
 from vsched.kernel.events import Event, GroupLost
 from vsched.media import MediaPipeline, PixelStore
+from vsched.media.pruning import Pruning
 from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.model import EncodeSample, GenerateSample
 from vsched.sim.cost.observations import Observation, ObservedJob, ObservedRequest, ObservedStep
@@ -49,7 +50,7 @@ class EngineObservations:
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self.now_ns = now_ns
         self.jobs: list[ObservedJob] = []
-        self.recorder: Recorder | None = None
+        self.recorder: EventRecorder | None = None
         self._decided: dict[str, list[tuple[int, Decision]]] = {}
         self._results: dict[str, list[tuple[int, GenerateResult | EncodeResult]]] = {}
         self._lost = ""
@@ -194,15 +195,18 @@ class ObservedEngine(Engine):
         around = environment or Environment()
         watch = self.watch = EngineObservations(around.now_ns)
 
-        def open_record(config: Config, kernel: Scheduler) -> Recorder:
+        def open_record(config: Config, kernel: Scheduler) -> EventRecorder:
             watch.recorder = around.open_record(config, kernel)
             return watch
 
         def make_media(
-            preprocessor: Preprocessor, store: PixelStore, settings: MediaConfig
+            preprocessor: Preprocessor,
+            store: PixelStore,
+            settings: MediaConfig,
+            pruning: Pruning | None,
         ) -> MediaPipeline:
             threads = ObservedThreads(settings.threads, watch)
-            return MediaPipeline(preprocessor, store, settings, executor=threads)
+            return MediaPipeline(preprocessor, store, settings, pruning, executor=threads)
 
         watched = dataclasses.replace(around, open_record=open_record)
         if environment is None:

@@ -111,7 +111,7 @@ DTYPES = {
     "float32": "float32",
 }
 _DETECTED = "leave it out, and the format is detected in the chat template"
-_FILES = "the checkpoint is a folder with all its files; download it first"
+_FILES = "all files are of one checkpoint; for a revision of the hub, write ORG/NAME@REVISION"
 _KERNELS = "kernels are chosen by measurement or by generate.attention"
 _NO_COMPILER = "nothing is compiled by torch; CUDA graphs are captured if they work"
 _NO_LOG = (
@@ -123,7 +123,11 @@ _PROXY = "terminate TLS in a proxy in front of vsched"
 
 FLAGS: tuple[Flag, ...] = (
     # The model
-    _set("--model", "model.path", note="a folder; also as the argument PATH"),
+    _set(
+        "--model",
+        "model.path",
+        note="a folder, a GGUF file or a name on the hub; also as the argument PATH",
+    ),
     _set(
         "--served-model-name",
         "model.name",
@@ -192,7 +196,7 @@ FLAGS: tuple[Flag, ...] = (
         "--model-impl --tokenizer-mode --config-format --chat-template-content-format",
         "derived from the checkpoint",
     ),
-    _ignored("--hf-token --download-dir", "nothing is downloaded"),
+    _ignored("--hf-token --download-dir", "set HF_TOKEN and HF_HOME"),
     _refused(
         "--tokenizer --revision --code-revision --tokenizer-revision --hf-config-path", _FILES
     ),
@@ -215,6 +219,17 @@ FLAGS: tuple[Flag, ...] = (
     _set("--allowed-media-domains", "media.hosts", to.json_list("media.hosts"), values=SEVERAL),
     _switch("--enable-mm-embeds", "media.allow_embeddings", off="false"),
     _switch("--language-model-only", "encode.replicas", "0", note="text only"),
+    _set("--video-pruning-rate", "media.pruning.rate"),
+    _set(
+        "--video-pruning-method",
+        "media.pruning.use",
+        to.choice(
+            "media.pruning.use",
+            {"evs": "most-changed"},
+            remedy="leave it out, or name a pruning policy in media.pruning.use",
+        ),
+        note="compares pixels instead of embeddings",
+    ),
     _ignored("--mm-processor-cache-gb", "preprocessed images are cached in arena.pixel_bytes"),
     _ignored(
         "--mm-encoder-tp-mode --mm-processor-cache-type --mm-tensor-ipc",

@@ -14,6 +14,7 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Finish
 from vsched.kernel.events import Event, Stepped
 from vsched.policy import (
+    KERNEL_TABLES,
     POLICY_TABLES,
     Admission,
     AdmissionView,
@@ -31,7 +32,7 @@ from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.run import simulate
 from vsched.sim.fast.simulation import START_NS
 from vsched.sim.invariants import Oracles
-from vsched.sim.setup import TABLES, DraftLuck, prepare
+from vsched.sim.setup import DraftLuck, prepare
 from vsched.sim.workload.generators import conversations
 from vsched.sim.workload.requests import Image, Text, Workload, workload_of
 from vsched_policies.admission import Fifo, TokenBudget
@@ -360,7 +361,7 @@ def test_run_own_target_of_a_request_comes_first() -> None:
     assert run(workload_of("two", arrivals))[0].figures.good_share == 0.5
 
 
-def test_run_tells_how_far_it_is() -> None:
+def test_run_reports_how_far_it_is() -> None:
     reported: list[int] = []
     workload = conversations(seed=0, requests=200, rate=50.0, turns=2, think_s=0.1, image_tokens=9)
     simulate(config(), workload, cost=COST, progress=reported.append)
@@ -374,7 +375,7 @@ def test_run_of_nothing() -> None:
 
 
 def test_simulations_take_policies_of_every_table_that_the_kernel_asks() -> None:
-    assert set(TABLES) == POLICY_TABLES.keys() - {"generate.memory"}
+    assert set(KERNEL_TABLES) == POLICY_TABLES.keys() - {"generate.memory", "media.pruning"}
 
 
 class YoungestFirst(RequestPolicy, frozen=True, kw_only=True):
@@ -406,7 +407,7 @@ def test_run_limits_follow_from_the_policies_that_decide() -> None:
     assert prepare(config(), COST).item_tokens_max > 64
 
 
-def test_run_tells_where_a_policy_failed() -> None:
+def test_run_names_the_place_of_a_policy_failure() -> None:
     lone = workload_of("one", [arrival(1, 0)])
     outcome = simulate(config(), lone, cost=COST, policies={"generate.admission": Failing()})
     assert outcome.figures.policy_faults == {"Failing": 1}
