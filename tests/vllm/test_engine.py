@@ -17,6 +17,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from tests.vllm.driving import write_model
 from tests.vllm.test_scheduler import BAD, FAIR, LAST, SHORTEST
+from vsched.sim.cost.host_runs import read_run
+from vsched.sim.workload.host_traces import run_file
 from vsched.sim.workload.traces import load_trace
 
 Prompts = Sequence[Mapping[str, Any]]
@@ -71,7 +73,12 @@ def generate(
         enable_prefix_caching=True,
         **settings,
     )
-    sampling = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=outputs,
+        ignore_eos=True,
+        detokenize=False,
+    )
     done = llm.generate(prompts, sampling, use_tqdm=False)
     core = llm.llm_engine.engine_core
     engine = core.engine_core
@@ -123,12 +130,15 @@ def test_tokens_are_those_of_vllm_with_a_step_ahead(
     model: str,
     wanted: list[list[int]],
     tables: Mapping[str, Any],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan_ahead(monkeypatch)
+    trace = tmp_path / "run.jsonl"
+    tables = {**tables, "vllm": {"trace": str(trace)}}
     tokens, engine = generate(model, texts(), tables, outputs=120, skip_tokenizer_init=True)
     assert type(engine.scheduler).__name__ == "AsyncPolicyScheduler"
-    assert engine.batch_queue_size == 2
+    assert engine.batch_queue_size == read_run(run_file(trace)).header.depth == 2
     assert tokens == wanted
     check_engine(engine, ["generate.admission", "generate.preemption"])
 

@@ -167,6 +167,17 @@ def test_policy_is_called_again_only_after_a_change(model: str) -> None:
     assert len(scheduler.waiting) == 20
 
 
+def test_figures_of_an_idle_scheduler_are_those_after_the_last_request(model: str) -> None:
+    scheduler = make_scheduler(model, {**FIFO, "vllm": {"statistics": True}})
+    drive(scheduler, random_load(1, 10))
+    file = scheduler._statistics
+    figures = msgspec.json.decode(file.read_bytes())
+    file.unlink()
+    assert (figures["running"], figures["waiting"]) == (0, 0)
+    calls = scheduler.host.figures()["policy_calls"]["generate.admission"]["calls"]
+    assert figures["policy_calls"]["generate.admission"]["calls"] == calls > 0
+
+
 def test_slow_policy_is_replaced_and_then_vllm_order_goes_on(model: str) -> None:
     scheduler = make_scheduler(model, SLOW)
     drive(scheduler, random_load(1, 40))

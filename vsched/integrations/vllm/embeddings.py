@@ -9,6 +9,7 @@ from collections import OrderedDict
 from typing import Any, Self
 
 import vllm
+from vllm.logger import init_logger
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from vsched.integrations.vllm.settings import EMBEDDINGS, read_settings
@@ -57,5 +58,6 @@ class PolicyEncoderCache(EncoderCacheManager):  # type: ignore[misc]
         settings = read_settings(vllm_config, vllm.__version__, EMBEDDINGS)
         policy = settings.policies.by_table.get("encode.eviction")
         if isinstance(policy, CachePolicy):
+            init_logger("vllm.vsched").info("encode.eviction: %r", policy)
             manager.freeable = OrderedByPolicy(policy)
         return manager

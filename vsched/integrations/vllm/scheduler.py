@@ -87,7 +87,8 @@ class PolicyScheduler(Base):  # type: ignore[misc]
                 "vLLM %s is not among the versions tested with vsched, %s", version, tested
             )
         settings = read_settings(vllm_config, version, SCHEDULER)
-        if ignored := [name for name, table in settings.rest.items() if table]:
+        others = {name: table for name, table in settings.rest.items() if name != "server"}
+        if ignored := [name for name, table in others.items() if table]:
             logger.warning("tables without effect in vLLM: %s", ", ".join(ignored))
         policies, limits, target = settings.policies, settings.limits, settings.target
         keys = settings.vllm
@@ -425,9 +426,9 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             if request.num_output_tokens and not request.vsched.first_ns:
                 self.measured.note_first_token(request.vsched.first_token(now_ns))
         self.host.log_notices()
-        if now_ns - self._logged_ns > LOG_NS:
-            self._logged_ns = now_ns
-            self._log()
+        due = now_ns - self._logged_ns > LOG_NS
+        if due or (self._statistics is not None and not self.requests):
+            self._log(now_ns, due=due)
 
     def _note_end(self, request: Request) -> None:
         now_ns, entry = time.monotonic_ns(), request.vsched
@@ -440,14 +441,15 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             images, hashes = entry.images_at(), request.block_hashes
             self._recorder.note_end(entry, request.request_id, now_ns, hashes, images, kept=ended)
 
-    def _log(self) -> None:
-        """Log figures in which something has changed, and write them for the front door."""
+    def _log(self, now_ns: int, *, due: bool) -> None:
+        """Log figures in which something has changed, if a line is due, and write them for the front door."""
         figures = self.host.figures()
-        calls = {name: int(one["calls"]) for name, one in figures["policy_calls"].items()}
-        text = f"calls {calls}, faults {figures['policy_faults']}, {figures['host_faults']}"
-        if text != self._logged:
-            logger.info("policies: %s", text)
-        self._logged = text
+        if due:
+            calls = {name: int(one["calls"]) for name, one in figures["policy_calls"].items()}
+            text = f"calls {calls}, faults {figures['policy_faults']}, {figures['host_faults']}"
+            if text != self._logged:
+                logger.info("policies: %s", text)
+            self._logged_ns, self._logged = now_ns, text
         if self._statistics is not None:
             figures |= {"running": len(self.running), "waiting": len(self.waiting)}
             write_file(self._statistics, msgspec.json.encode(figures))
