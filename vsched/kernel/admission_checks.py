@@ -36,8 +36,8 @@ def _refuse_atoms(request: Request, limits: SchedulerLimits) -> Refuse | None:
     if limits.prompt_atomic:
         largest = len(request.prompt_token_ids)
     elif limits.item_atomic:
-        runs = (end - first for item in request.items for first, end in item.runs)
-        largest = max(runs, default=0)
+        atoms = (end - first for item in request.items for first, end in item.atoms)
+        largest = max(atoms, default=0)
     if largest <= limits.atom_tokens:
         return None
     code, setting = RefusalCode.CHUNK_EXCEEDED, "generate.max_batch_tokens"
@@ -78,7 +78,10 @@ def refuse_full(
 
 
 def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
-    """Return True if items are in order, do not overlap, have tokens, and lie within the prompt."""
+    """Return True if items are in order, do not overlap, have tokens, and lie within the prompt.
+
+    Their attention spans are in order within them.
+    """
     position = 0
     for item in items:
         if item.offset != item.runs[0][0]:
@@ -88,5 +91,8 @@ def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
                 return False
             position = stop
         if item.tokens != sum(stop - start for start, stop in item.runs):
+            return False
+        bounds = [at for span in item.attention or () for at in span]
+        if [item.offset, *bounds, item.end] != sorted([item.offset, *bounds, item.end]):
             return False
     return True

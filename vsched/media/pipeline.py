@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vsched.errors import RequestRefused, limit_message
+from vsched.media.attention import place_attention, split_attention
 from vsched.media.budget import BudgetStatistics
-from vsched.media.embeddings import ImageReference
+from vsched.media.embeddings import ImageReference, UnspannedReference
 from vsched.media.fills import Fills, stopping
 from vsched.media.held import HeldBytes, Holding
 from vsched.media.measure import (
@@ -183,16 +184,20 @@ class MediaPipeline:
             RequestRefused: If an image or the prompt cannot be accepted, or too many requests are in preparation.
             RequestFailed: If the image processor failed.
         """
+        info = self._preprocessor.info
         try:
-            check_permitted(images, self._settings)
+            references, attention = split_attention(images, info)
+            check_permitted(references, self._settings)
             with self.place(len(images)):
                 if images:
-                    refuse_images(self._preprocessor.info, images)
+                    refuse_images(info, references)
                 holding = self._held.open()
                 try:
-                    holding.add(sum(map(reference_bytes, images)))
+                    holding.add(sum(map(reference_bytes, references)))
                     async with asyncio.timeout(self._settings.prepare_s):
-                        return await self._prepare(prompt, images, cache_salt, holding)
+                        return await self._prepare(
+                            prompt, references, attention, cache_salt, holding
+                        )
                 finally:
                     holding.drop()
         except TimeoutError:
@@ -302,7 +307,8 @@ class MediaPipeline:
     async def _prepare(
         self,
         prompt: Prompt,
-        images: Sequence[ImageReference],
+        images: Sequence[UnspannedReference],
+        attention: Sequence[Spans | None],
         cache_salt: str,
         holding: Holding,
     ) -> PreparedRequest:
@@ -310,6 +316,11 @@ class MediaPipeline:
         prompt_ids, measured = await self._read(prompt, images, cache_salt, holding)
         token_ids, spans = self._preprocessor.expand(prompt_ids, [image.plan for image in measured])
         self._check_context(len(token_ids))
+        placed: list[Spans | None] = [None] * len(spans)
+        # No model takes both attention spans and videos, whose groups are several items.
+        for index, each in enumerate(attention):
+            if each is not None:
+                placed[index] = place_attention(each, spans[index], index)
         read = time.perf_counter()
         sizes: dict[bytes, int] = {}
         for image in measured:
@@ -325,7 +336,7 @@ class MediaPipeline:
         except BaseException:
             lease.release()
             raise
-        items = _items(measured, spans, contents, lease)
+        items = _items(measured, list(zip(spans, placed, strict=True)), contents, lease)
         timings = PrepareTimings(
             read_ms=(read - started) * 1e3,
             wait_ms=(acquired - read) * 1e3,
@@ -336,7 +347,7 @@ class MediaPipeline:
     async def _read(
         self,
         prompt: Prompt,
-        images: Sequence[ImageReference],
+        images: Sequence[UnspannedReference],
         cache_salt: str,
         holding: Holding,
     ) -> tuple[list[int], list[MeasuredItem]]:
@@ -367,7 +378,9 @@ class MediaPipeline:
         text = prompt if isinstance(prompt, str) else prompt()
         return self._preprocessor.tokenize(text, images=images)
 
-    async def _fetch(self, images: Sequence[ImageReference], holding: Holding) -> dict[str, bytes]:
+    async def _fetch(
+        self, images: Sequence[UnspannedReference], holding: Holding
+    ) -> dict[str, bytes]:
         # One after the other, so that at most one image above the request's limit is ever in memory.
         fetched: dict[str, bytes] = {}
         total = 0
@@ -410,18 +423,21 @@ class MediaPipeline:
 
 def _items(
     measured: Sequence[MeasuredItem],
-    spans: Sequence[Spans],
+    spans: Sequence[tuple[Spans, Spans | None]],
     contents: Mapping[bytes, bytes],
     lease: PixelLease,
 ) -> tuple[MediaItem, ...]:
-    """Return the items of all images and frame groups; `contents` has the key of each extent's content."""
+    """Return the items of all images and frame groups.
+
+    `spans` are their placeholders and attention spans; `contents` has the key of each extent's content.
+    """
     items: list[MediaItem] = []
     places = iter(spans)
     for image in measured:
         plans = image.plan.groups if isinstance(image.plan, VideoPlan) else (image.plan,)
         for extent, plan in zip(image.extents, plans, strict=True):
             key = contents.get(extent, extent)
-            runs = next(places)
+            runs, attention = next(places)
             items.append(
                 MediaItem(
                     key=key,
@@ -432,6 +448,7 @@ def _items(
                     metadata=plan.metadata,
                     extent=lease.extents[key],
                     encoded=image.is_embedded,
+                    attention=attention,
                 )
             )
     return tuple(items)

@@ -28,6 +28,7 @@ def make_request(
     max_tokens: int = 4,
     encoded: Sequence[bytes] = (),
     row_tokens: Mapping[bytes, int] = _NO_ROWS,
+    halved: Sequence[bytes] = (),
     priority: int = 0,
     ttft_target_ms: int | None = None,
     cache_salt: str = "",
@@ -43,6 +44,7 @@ def make_request(
         encoded: Keys of the images that are given as embeddings.
         row_tokens: Placeholders per row of an image, by key, each followed by a separator; other
             images have none.
+        halved: Keys of the images of which only the second half has bidirectional attention.
         priority: As in `Request`.
         ttft_target_ms: As in `Request`.
         cache_salt: As in `Request`.
@@ -71,6 +73,7 @@ def make_request(
                 extent=Extent(0, 16),
                 encoded=key in encoded,
                 spans=tuple(spans) if len(spans) > 1 else (),
+                attention=((offset + count // 2, offset + count),) if key in halved else None,
             )
         )
     tokens += text[position:]
@@ -116,6 +119,7 @@ def random_request(
         max_tokens=rng.randint(1, 30),
         encoded=(f"image0{salt}".encode(), f"image3{salt}".encode()),
         row_tokens={f"image2{salt}".encode(): 5, f"image5{salt}".encode(): 1},
+        halved=(f"image1{salt}".encode(), f"image4{salt}".encode()),
         priority=rng.choice([0, 0, 0, 1, 5, -1]),
         ttft_target_ms=rng.choice([None, None, 0, 1, 100]),
         cache_salt=salt,

@@ -76,6 +76,6 @@ def mutual_spans(info: ModelInfo) -> Callable[[SequenceState], Spans] | None:
         return lambda sequence: tuple(
             span
             for item in sequence.items
-            for span in item.spans or ((item.offset, item.offset + item.tokens),)
+            for span in (item.runs if item.attention is None else item.attention)
         )
     return None
