@@ -72,7 +72,7 @@ def generated(
     path: Path,
     preprocessor: Preprocessor,
     asks: Sequence[Ask],
-    attention: Sequence[tuple[int, int]] | None = None,
+    attention: Sequence[Sequence[int]] | None = None,
     **options: Any,
 ) -> list[list[int]]:
     """Greedy outputs of transformers' complete model; `attention` has the spans of each image."""
@@ -250,7 +250,7 @@ async def test_a_sampled_placeholder_stands_for_no_image(
     placeholder = engine.info.placeholder
 
     def say(bias: float) -> list[int]:
-        reported = {"sequence_bias": {(placeholder,): bias}}
+        reported: dict[str, Any] = {"sequence_bias": {(placeholder,): bias}}
         return generated(Path(config.model.path), engine.preprocessor, [ask], **reported)[0]
 
     bias, tokens = now_and_then(placeholder, say)
