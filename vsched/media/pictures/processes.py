@@ -25,8 +25,8 @@ from vsched.isolated.calls import (
 )
 from vsched.media.decode import DecodeLimits, ImageHeader, has_native_header, inspect
 from vsched.media.embeddings import Tensor
-from vsched.media.measure import MeasuredImage, MeasuredVideo
-from vsched.media.pictures.filling import VideoOrder
+from vsched.media.measure import MeasuredImage
+from vsched.media.pictures.filling import Filled, VideoOrder
 from vsched.media.video import HEADER_BYTES, VideoLimits
 from vsched.types import ArraySpec, Extent
 from vsched.worker.contract import ImageRecipe, PixelBounds, Preprocessor, VideoFacts
@@ -67,13 +67,13 @@ class PictureOrder(msgspec.Struct, frozen=True):
 class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result for one image or video.
 
-    The message is empty on success: its arrays are in the arena, with the `keys` of a video's groups, or `header` or
+    The message is empty on success: its arrays are in the arena, with `groups` for those of a video, or `header` or
     `facts` is set.
     """
 
     header: ImageHeader | None = None
     facts: VideoFacts | None = None
-    keys: tuple[bytes, ...] = ()
+    groups: tuple[Filled, ...] = ()
     message: str = ""
     code: str = ""
     status: int = 0
@@ -165,14 +165,18 @@ class PictureProcesses:
         return facts
 
     def fill_video(
-        self, video: MeasuredVideo, places: tuple[Extent, ...], cancellation: CallCancellation
-    ) -> tuple[bytes, ...]:
-        """Fill the extents of a video's groups; return the keys of their contents. See `fill`."""
+        self,
+        encoded: bytes,
+        video: VideoOrder,
+        places: tuple[Extent, ...],
+        cancellation: CallCancellation,
+        *,
+        work_bytes: int,
+    ) -> tuple[Filled, ...]:
+        """Fill the extents of a video's groups; see `fill`."""
         fault_point("media.decode")
-        order = PictureOrder(
-            video_bytes=video.work_bytes, video=VideoOrder.of(video), places=places
-        )
-        return self._call_video(order, b"".join(video.content), cancellation).keys
+        order = PictureOrder(video_bytes=work_bytes, video=video, places=places)
+        return self._call_video(order, encoded, cancellation).groups
 
     def _call_video(
         self, order: PictureOrder, encoded: bytes, cancellation: CallCancellation | None = None
