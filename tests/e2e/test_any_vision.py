@@ -90,8 +90,10 @@ def generated(
             )
             if attention is not None:
                 numbers = kinds["token_type_ids"].cumsum(1)
-                inside = [(numbers > start) & (numbers <= stop) for start, stop in attention]
-                kinds["token_type_ids"] *= torch.stack(inside).any(0).int()
+                inside = torch.zeros_like(numbers)
+                for start, stop in attention:
+                    inside |= ((numbers > start) & (numbers <= stop)).int()
+                kinds["token_type_ids"] *= inside
         pictures = [
             torch.from_numpy(preprocessor.process_image(image)["pixel_values"].copy())
             for image in ask.images
