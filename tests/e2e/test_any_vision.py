@@ -143,7 +143,7 @@ async def test_attention_spans_are_honoured_or_refused(
     assert tokens > 3
     answers = []
     async with httpx.AsyncClient(base_url=seeing.url, timeout=PATIENCE_S) as client:
-        for spans in (None, [[1, tokens]], [[0, 2], [2, tokens]], [], [[0, tokens]]):
+        for spans in (None, [[1, tokens]], [[0, 2], [3, tokens]], [], [[0, tokens]]):
             [message] = ask.messages
             content = [
                 part | {"attention_spans": spans} if part["type"] == "image_url" else part
