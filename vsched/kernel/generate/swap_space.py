@@ -60,7 +60,9 @@ class SwapSpace(Restorable):
         self._kept = {}
         self._out = []
         self._back = []
-        self._read: list[int] = []  # places that the next decision reads, after it has written others
+        self._read: list[
+            int
+        ] = []  # places that the next decision reads, after it has written others
 
     def __len__(self) -> int:
         """Number of requests with swapped-out blocks."""
