@@ -99,7 +99,10 @@ def calibrate(
     requests = [
         one for one in observation.requests if observation.round_of(one.received_ns) in rounds
     ]
-    prepare, prepare_error = ({}, None) if partial and not requests else _prepare_cost(requests)
+    prepare: dict[str, Any] = {}
+    prepare_error = None
+    if requests or not partial:
+        prepare, prepare_error = _prepare_cost(requests)
     of_rounds = [step for step in steps if observation.round_of(step.decided_ns) in rounds]
     decision_ns, gap_ns = _latencies(of_rounds, concurrency)
     contended = [(step, spans[id(step)]) for step in of_rounds if spans[id(step)][2:].sum() > 0]
