@@ -73,12 +73,14 @@ class ReportPage:
     def __repr__(self) -> str:
         return f"<ReportPage of {', '.join(self._labels)}; save('report.html') writes it>"
 
-    def _repr_html_(self) -> str:
-        # A frame of its own: the style and the scripts of the page stay apart from those of the notebook.
+    def frame(self) -> str:
+        """Return the page as an HTML element in which its style and scripts stay apart from those of other pages."""
         return (
             f'<iframe srcdoc="{escape(self.page)}" title="Report" sandbox="allow-scripts" '
             f'style="width:100%;height:{FRAME_PIXELS}px;border:0"></iframe>'
         )
+
+    _repr_html_ = frame
 
 
 def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
