@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         save_cost_model,
     )
     from vsched.sim.fast.metrics import SimulationOutcome, Targets
+    from vsched.sim.fast.recorded import RecordedRun, load_record
     from vsched.sim.fast.run import simulate
     from vsched.sim.faults.injection import Injector
     from vsched.sim.faults.plan import (
@@ -95,6 +96,7 @@ __all__ = [
     "Network",
     "OutOfMemory",
     "Partition",
+    "RecordedRun",
     "ReplicaRestart",
     "Reply",
     "SimEngine",
@@ -115,6 +117,7 @@ __all__ = [
     "fit",
     "generate_workload",
     "load_cost_model",
+    "load_record",
     "load_trace",
     "random_plan",
     "render_html",
@@ -135,6 +138,7 @@ _NAMES = {
         "load_cost_model save_cost_model"
     ),
     "fast.metrics": "SimulationOutcome Targets",
+    "fast.recorded": "RecordedRun load_record",
     "fast.run": "simulate",
     "faults.injection": "Injector",
     "faults.plan": (

@@ -76,9 +76,12 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         output_tokens: Number of tokens that the model will generate.
         conversation: Turns of one conversation run one after another: each is sent at `at_ns` or
             `think_ns` after the end of the previous turn, whichever is later. Empty for none.
-        tenant: Its tenant (`Request.tenant`); requests of different tenants share nothing
-            (`Request.cache_salt`).
+        tenant: Its tenant (`Request.tenant`).
         adapter: Name of a loaded adapter; empty for none.
+        max_tokens: Output limit that its client sent; None for `output_tokens`.
+        leaves_ns: When its client disconnects, from sending; None if it stays.
+        cache_salt: Requests with different salts share nothing (`Request.cache_salt`); None for the
+            tenant.
     """
 
     at_ns: Annotated[int, Meta(ge=0)]
@@ -91,6 +94,9 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     adapter: str = ""
     priority: int = 0
     ttft_target_ms: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: PositiveCount | None = None
+    leaves_ns: Annotated[int, Meta(ge=0)] | None = None
+    cache_salt: str | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -107,9 +113,19 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The images and the frame groups of videos, in prompt order."""
         return [image for part in self.media for image in images_of(part)]
 
+    @property
+    def outputs_max(self) -> int:
+        """Output limit of the request."""
+        return max(self.max_tokens or 0, self.output_tokens)
+
+    @property
+    def salt(self) -> str:
+        """Its cache salt."""
+        return self.tenant if self.cache_salt is None else self.cache_salt
+
     def key_of(self, image: Image) -> str:
-        """Return the key of one of its images; keys differ between tenants."""
-        return f"{self.tenant}/{image.key}" if self.tenant else image.key
+        """Return the key of one of its images; keys differ between cache salts."""
+        return f"{self.salt}/{image.key}" if self.salt else image.key
 
 
 def images_of(part: Image | Video) -> list[Image]:
@@ -134,6 +150,11 @@ class Workload:
 
     def __iter__(self) -> Iterator[Arrival]:
         return self.open()
+
+    def __repr__(self) -> str:
+        """Return a line with the notes."""
+        count = "" if self.requests is None else f" of {self.requests:,} requests"
+        return f"<Workload {self.name!r}{count}{''.join(f'; {note}' for note in self.notes)}>"
 
     def first(self, requests: int) -> Workload:
         """Return its first requests only."""
@@ -218,10 +239,10 @@ class RequestMaker:
             request_id=arrival.request_id,
             prompt_token_ids=tokens,
             items=tuple(items),
-            sampling=SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=arrival.outputs_max, ignore_eos=True),
             priority=arrival.priority,
             ttft_target_ms=arrival.ttft_target_ms,
-            cache_salt=arrival.tenant,
+            cache_salt=arrival.salt,
             session=arrival.conversation,
             tenant=arrival.tenant,
             adapter=adapter,
