@@ -56,7 +56,15 @@ if TYPE_CHECKING:
     from vsched.sim.report.comparison import comparison, write_csv, write_json
     from vsched.sim.report.rendering import render_html
     from vsched.sim.workload.generators import generate_workload
-    from vsched.sim.workload.requests import Arrival, Image, Reply, Text, Workload, workload_of
+    from vsched.sim.workload.requests import (
+        Arrival,
+        Image,
+        Reply,
+        Text,
+        Video,
+        Workload,
+        workload_of,
+    )
     from vsched.sim.workload.traces import TraceError, load_trace, save_trace
 
 __all__ = [
@@ -100,6 +108,7 @@ __all__ = [
     "Text",
     "TiePermutation",
     "TraceError",
+    "Video",
     "VirtualDeadlock",
     "VirtualLoop",
     "WorkerCrash",
@@ -147,7 +156,7 @@ _NAMES = {
     "report.comparison": "comparison write_csv write_json",
     "report.rendering": "render_html",
     "workload.generators": "generate_workload",
-    "workload.requests": "Arrival Image Reply Text Workload workload_of",
+    "workload.requests": "Arrival Image Reply Text Video Workload workload_of",
     "workload.traces": "TraceError load_trace save_trace",
 }
 _MODULES = {

@@ -341,7 +341,7 @@ class Simulation:
             arrival.tenant,
             arrival.priority,
             arrival.ttft_target_ms,
-            images=len(arrival.images),
+            images=len(arrival.media),
             outputs_max=arrival.outputs_max,
         )
 

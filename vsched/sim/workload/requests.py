@@ -41,13 +41,31 @@ class Image(msgspec.Struct, frozen=True, tag="image", tag_field="kind"):
     tokens: PositiveCount
 
 
+class Video(msgspec.Struct, frozen=True, tag="video", tag_field="kind"):
+    """A video of `groups` frame groups; of two with the same `key`, one is the beginning of the other."""
+
+    key: str
+    groups: PositiveCount
+    group_tokens: PositiveCount
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all groups."""
+        return self.groups * self.group_tokens
+
+    @property
+    def images(self) -> list[Image]:
+        """The groups, each of which is encoded and cached as an image."""
+        return [Image(f"{self.key}/{index}", self.group_tokens) for index in range(self.groups)]
+
+
 class Reply(msgspec.Struct, frozen=True, tag="reply", tag_field="kind"):
     """The first `tokens` tokens of the model's previous output in the conversation."""
 
     tokens: PositiveCount
 
 
-PromptPart = Text | Image | Reply
+PromptPart = Text | Image | Video | Reply
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,9 +104,14 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return sum(part.tokens for part in self.prompt)
 
     @property
+    def media(self) -> list[Image | Video]:
+        """The images and videos, in prompt order."""
+        return [part for part in self.prompt if type(part) is Image or type(part) is Video]
+
+    @property
     def images(self) -> list[Image]:
-        """The images, in prompt order."""
-        return [part for part in self.prompt if type(part) is Image]
+        """The images and the frame groups of videos, in prompt order."""
+        return [image for part in self.media for image in images_of(part)]
 
     @property
     def outputs_max(self) -> int:
@@ -103,6 +126,11 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def key_of(self, image: Image) -> str:
         """Return the key of one of its images; keys differ between cache salts."""
         return f"{self.salt}/{image.key}" if self.salt else image.key
+
+
+def images_of(part: Image | Video) -> list[Image]:
+    """Return an image, or the frame groups of a video."""
+    return part.images if isinstance(part, Video) else [part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +227,14 @@ class RequestMaker:
         adapter = self._adapters.setdefault(arrival.adapter, len(self._adapters))
         seen_with = adapter if self._adapted_images else 0
         for part in arrival.prompt:
-            if type(part) is Text:
+            if isinstance(part, Text):
                 tokens += text_tokens(part)
-            elif type(part) is Image:
-                items.append(self._item(part, len(tokens), arrival.key_of(part), seen_with))
-                tokens += [self._info.placeholder] * items[-1].tokens
-            else:
+            elif isinstance(part, Reply):
                 tokens += [OUTPUT_TOKEN] * part.tokens
+            else:
+                for image in images_of(part):
+                    items.append(self._item(image, len(tokens), arrival.key_of(image), seen_with))
+                    tokens += [self._info.placeholder] * items[-1].tokens
         return Request(
             request_id=arrival.request_id,
             prompt_token_ids=tokens,
