@@ -542,6 +542,7 @@ class VideoPlan:
         groups: The plan of each frame group, without `expansion`.
         expansion: Token ids that replace the video's placeholder in a prompt, including those of all groups.
         work_bytes: Maximum memory for processing a group, besides its frames.
+        row_token: The token of each row in `expansion`; None for the video's placeholder in a prompt.
     """
 
     frames: tuple[int, ...]
@@ -549,6 +550,7 @@ class VideoPlan:
     groups: tuple[ImagePlan, ...]
     expansion: tuple[int, ...]
     work_bytes: int = 0
+    row_token: int | None = None
 
     @property
     def group_frames(self) -> int:

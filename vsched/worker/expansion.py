@@ -24,14 +24,14 @@ def expand_images(
     Return the ids, and the placeholder spans of each image and of each frame group of a video.
 
     `marker` is the token for an image in the unexpanded prompt, by default `placeholder`; `video` is that for a video,
-    if the model takes videos.
+    if the model takes videos. It may be the same one.
 
     Raises:
         RequestRefused: When the numbers of placeholders and images differ, or their order.
     """
     marker = placeholder if marker is None else marker
     places = places_of(token_ids, marker)
-    if video is not None:
+    if video is not None and video != marker:
         places = sorted(places + places_of(token_ids, video))
     if len(places) != len(plans):
         message = limit_message(
@@ -48,7 +48,7 @@ def expand_images(
         expanded.extend(token_ids[start:place])
         start = place + 1
         first = len(expanded)
-        if isinstance(plan, VideoPlan) != (token_ids[place] == video):
+        if video != marker and isinstance(plan, VideoPlan) != (token_ids[place] == video):
             raise RequestRefused(
                 "the prompt's placeholders and the request's images and videos differ in order. "
                 "Remedy: send a placeholder of an image for an image, and of a video for a video.",
@@ -56,7 +56,8 @@ def expand_images(
             )
         if isinstance(plan, VideoPlan):
             expanded.extend(plan.expansion)
-            spans += _group_spans(plan, token_ids[place], first)
+            row_token = token_ids[place] if plan.row_token is None else plan.row_token
+            spans += _group_spans(plan, row_token, first)
         elif plan.expansion:
             expanded.extend(plan.expansion)
             spans.append(runs_of(plan.expansion, placeholder, first))

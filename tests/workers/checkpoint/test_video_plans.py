@@ -14,20 +14,11 @@ from vsched.worker.contract import FrameSize, VideoFacts, VideoSampling
 from vsched_workers.checkpoint.preprocess.qwen_video import VideoLayout, VideoRules, video_levels
 from vsched_workers.families.qwen_image import ResizeLimits
 
-QWEN25 = VideoRules(
-    temporal=2,
-    factor=28,
-    limits=ResizeLimits(128 * 28 * 28, 768 * 28 * 28),
-    fps=2.0,
-    frames_min=4,
-    frames_max=768,
-    tokens_capped=0,
-    writes_timestamps=False,
-    start=1,
-    end=2,
-    levels=[],
+QWEN25 = video_rules(FAMILIES["qwen2_5_vl"].video_processor, settings_of("Qwen2VLVideoProcessor"))
+QWEN3 = video_rules(
+    VIDEO_PROCESSORS["Qwen3VLVideoProcessor"],
+    settings_of("Qwen3VLVideoProcessor", size={"shortest_edge": 4096, "longest_edge": 25165824}),
 )
-QWEN3 = replace(QWEN25, factor=32, limits=ResizeLimits(4096, 25165824), writes_timestamps=True)
 FACTS = VideoFacts(640, 360, 40, 8.0)
 
 

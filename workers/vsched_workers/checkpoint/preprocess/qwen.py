@@ -35,7 +35,6 @@ from vsched.worker.contract import (
 from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.facts import image_limits, processor_settings, video_settings
 from vsched_workers.checkpoint.files import read_json
-from vsched_workers.checkpoint.preprocess.qwen_video import VideoRules, load_rules, video_levels
 from vsched_workers.checkpoint.preprocess.text import (
     PLACEHOLDERS_TOUCH,
     TextPreprocessor,
@@ -44,6 +43,7 @@ from vsched_workers.checkpoint.preprocess.text import (
     too_many_tokens,
     touching,
 )
+from vsched_workers.checkpoint.preprocess.video_rules import VideoRules, video_rules
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
@@ -85,12 +85,15 @@ class QwenPreprocessor(TextPreprocessor):
         limits: ResizeLimits,
         levels: npt.NDArray[np.float32],
         videos: VideoRules | None = None,
+        around_groups: tuple[int, int] | None = None,
     ) -> None:
+        """Take the parts; `around_groups` are the tokens around a frame group if timestamps stand between groups."""
         super().__init__(info, tokenizer)
         backend = tokenizer.backend_tokenizer
         marks = (info.placeholder, info.video_token_id)
         self._placeholders = [backend.id_to_token(each) for each in marks if each is not None]
         self._videos = videos
+        self._around = around_groups
         self._limits = limits
         self._patch = int(settings["patch_size"])
         self._merge = int(settings["merge_size"])
@@ -156,11 +159,12 @@ class QwenPreprocessor(TextPreprocessor):
         groups: list[ImagePlan] = []
         expansion: list[int] = []
         for index, seconds in enumerate(layout.times):
-            if self._videos.writes_timestamps:
+            if self._around is not None:
+                start, end = self._around
                 groups.append(group)
                 text = f"<{seconds:.1f} seconds>"
                 expansion += self._special.ids_of_text(text)
-                expansion += [self._videos.start, *[video] * group.tokens, self._videos.end]
+                expansion += [start, *[video] * group.tokens, end]
             else:
                 metadata = with_time(group.metadata, index, layout.interval)
                 groups.append(replace(group, metadata=metadata))
@@ -186,6 +190,10 @@ class QwenPreprocessor(TextPreprocessor):
             for part in content
         ]
         return {**message, "content": parts}
+
+    def _videos_in(self, rendered: str) -> int:
+        """Return the number of videos in a rendered template."""
+        return rendered.count(self._placeholders[-1]) if self.info.takes_videos else 0
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
         """Return the plan of an image of this size; its metadata is its grid.
@@ -304,11 +312,16 @@ def load_qwen(info: ModelInfo, directory: Path, tokenizer: Any) -> QwenPreproces
             f"the image processor cannot be loaded ({type(error).__name__}). "
             "Remedy: give the directory of a complete checkpoint."
         ) from error
-    videos = None
+    videos, around = None, None
     if info.takes_videos:
-        stated_for_videos = video_settings(directory, family)
-        videos = load_rules(family, config, stated_for_videos, video_levels(stated_for_videos))
-    return QwenPreprocessor(info, tokenizer, clamped, limits, levels, videos)
+        stated_for_videos = video_settings(directory, family.video_processor)
+        temporal = int(family.vision(config, "temporal_patch_size"))
+        own = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": temporal}
+        videos = video_rules(family.video_processor, stated_for_videos | own)
+        if family.writes_timestamps:
+            start, end = (config.get(f"vision_{each}_token_id") for each in ("start", "end"))
+            around = int(start or 0), int(end or 0)
+    return QwenPreprocessor(info, tokenizer, clamped, limits, levels, videos, around)
 
 
 def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) -> bytes:
