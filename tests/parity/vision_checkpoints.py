@@ -16,7 +16,8 @@ from tests.parity.vision_architectures import VISION_ARCHITECTURES, make_model
 PARTS_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}MARKER\n{% elif part['type'] == 'video' %}VIDEO\n{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% if part['type'] == 'image' %}MARKER\n{% elif part['type'] == 'video' %}VIDEO\n"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
     "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 TEXT_TEMPLATE = (
@@ -278,7 +279,9 @@ def make_vision_checkpoint(name: str, directory: Path, *, weights: bool = True) 
     image = tokenizer.convert_tokens_to_ids(processing.placeholder or processing.marker)
     options = dict(processing.options)
     if "video_token_id" in VISION_ARCHITECTURES[name].options:
-        options["video_token_id"] = tokenizer.convert_tokens_to_ids(processing.tokens["video_token"])
+        options["video_token_id"] = tokenizer.convert_tokens_to_ids(
+            processing.tokens["video_token"]
+        )
     model = make_model(name, image_token_id=image, vocab_size=len(tokenizer), **options)
     if weights:
         model.save_pretrained(directory)

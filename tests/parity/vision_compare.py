@@ -249,7 +249,7 @@ def compare_vision(name: str, *, device: str = "cpu") -> Parity:
         requested = prompts(made.rows)
         expected = expected_of(path, name, requested, made.images, device)
         questions = [
-            Question(prompt, images=[MadeImage(index) for index in which], count=OUTPUTS)  # type: ignore[misc]
+            Question(prompt, images=[MadeImage(index) for index in which], count=OUTPUTS)
             for prompt, which in zip(requested, ASKED, strict=True)
         ]
         return compared("generic", stage, questions, expected)

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -105,10 +106,10 @@ def parts_of(
 
 @dataclass
 class Question:
-    """A request: text or token ids, the images and videos before it, sampling parameters, and its adapter."""
+    """A request: text or token ids, images and `Clip`s before it, sampling parameters, and its adapter."""
 
     text: str | Sequence[int]
-    images: Sequence[Image.Image | Clip] = ()
+    images: Sequence[Any] = ()
     count: int = 12
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
     adapter: int = 0

@@ -109,7 +109,10 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         if info.takes_images and config.encode.replicas:
             placement = str(placement_here(config))
         config, _ = as_served(config, info)
-        images = _image_tokens(config, info, plugin.load_preprocessor(info))
+        preprocessor = plugin.load_preprocessor(info)
+        images = _image_tokens(config, info, preprocessor)
+        if info.takes_videos and preprocessor.chat_template:
+            unsupported += _unrendered_videos(preprocessor)
         plugin.check_built(info)
     except VschedError as error:
         problems.append(str(error))
@@ -165,6 +168,15 @@ def _image_tokens(
             found = str(error)
         tokens[f"{width}x{height}"] = found
     return tokens
+
+
+def _unrendered_videos(preprocessor: Preprocessor) -> Iterator[str]:
+    """Yield why the chat template accepts no videos, if it does not."""
+    content = [{"type": "video"}, {"type": "text", "text": "vsched"}]
+    try:
+        preprocessor.render([{"role": "user", "content": content}])
+    except RequestRefused as error:
+        yield f"videos in chat requests: {error.message}"
 
 
 def _memory(

@@ -11,14 +11,23 @@ import pytest
 from tests.each_case import each_case
 from vsched.errors import RequestRefused
 from vsched.worker.contract import FrameSize, VideoFacts, VideoSampling
-from vsched_workers.checkpoint.preprocess.qwen_video import VideoLayout, VideoRules, video_levels
-from vsched_workers.families.qwen_image import ResizeLimits
-
-QWEN25 = video_rules(FAMILIES["qwen2_5_vl"].video_processor, settings_of("Qwen2VLVideoProcessor"))
-QWEN3 = video_rules(
-    VIDEO_PROCESSORS["Qwen3VLVideoProcessor"],
-    settings_of("Qwen3VLVideoProcessor", size={"shortest_edge": 4096, "longest_edge": 25165824}),
+from vsched_workers.checkpoint.preprocess.video_rules import (
+    VideoLayout,
+    VideoRules,
+    video_levels,
+    video_rules,
 )
+from vsched_workers.families.video_processors import DEFAULTS, VIDEO_PROCESSORS
+
+
+def rules_of(name: str, **stated: Any) -> VideoRules:
+    """Return the rules of a class of video processors, with stated settings."""
+    processor = VIDEO_PROCESSORS[f"{name}VideoProcessor"]
+    return video_rules(processor, {**DEFAULTS, **processor.defaults, **stated})
+
+
+QWEN25 = rules_of("Qwen2VL")
+QWEN3 = rules_of("Qwen3VL", size={"shortest_edge": 4096, "longest_edge": 25165824})
 FACTS = VideoFacts(640, 360, 40, 8.0)
 
 

@@ -38,7 +38,7 @@ from vsched_workers.families.qwen_image import (
 from vsched_workers.families.recurrent import state_bytes
 from vsched_workers.families.sharing import parallel_plan, shares_heads, unshared
 from vsched_workers.families.video_processors import DEFAULTS as VIDEO_DEFAULTS
-from vsched_workers.families.video_processors import VIDEO_PROCESSORS, VideoProcessor
+from vsched_workers.families.video_processors import REFUSED, VIDEO_PROCESSORS, VideoProcessor
 from vsched_workers.quantized.schemes import scheme_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -97,19 +97,13 @@ def video_settings(path: Path, processor: VideoProcessor) -> dict[str, Any]:
     return {**VIDEO_DEFAULTS, **processor.defaults, **given}
 
 
-def video_processor_of(path: Path, family: str) -> VideoProcessor | None:
-    """Return the class of the video processor of a checkpoint on the generic path; None if it takes no videos."""
-    usual = next(
-        (name for name, each in VIDEO_PROCESSORS.items() if family in each.families), None
-    )
+def video_processor_of(path: Path, family: str) -> VideoProcessor | str:
+    """Return the class of the video processor of a checkpoint on the generic path, or why it takes no videos."""
+    usual = next((name for name, each in VIDEO_PROCESSORS.items() if family in each.families), None)
     if usual is None:
-        return None
-    try:
-        stated = stated_video_settings(path)
-    except CheckpointError:
-        return None
-    name = stated.get("video_processor_type")
-    return VIDEO_PROCESSORS.get(usual if name is None else str(name))
+        return REFUSED.get(family, "not supported for this architecture")
+    name = str(stated_video_settings(path).get("video_processor_type") or usual)
+    return VIDEO_PROCESSORS.get(name, f"the video processor {name} is not known")
 
 
 def video_limits(
@@ -258,7 +252,8 @@ def _inspect_any(
     tokenizer = load_part("AutoTokenizer", directory, "tokenizer")
     processor = load_image_processor(directory, family, tokenizer, vision.image_token_id)
     video_token = None
-    if processor.video_marker and video_processor_of(directory, family) is not None:
+    is_described = isinstance(video_processor_of(directory, family), VideoProcessor)
+    if processor.video_marker and is_described:
         token_of = tokenizer.backend_tokenizer.token_to_id
         video_token = token_of(processor.video_marker) or token_of(processor.marker)
     return msgspec.structs.replace(

@@ -150,7 +150,8 @@ _SQUARE: Mapping[str, Any] = {"size": {"height": 384, "width": 384}}
 VIDEO_PROCESSORS: Final[Mapping[str, VideoProcessor]] = {
     "Glm4vVideoProcessor": VideoProcessor(
         each_interval,
-        "video", ("glm4v", "glm4v_moe"),
+        "video",
+        ("glm4v", "glm4v_moe"),
         defaults={
             **_CLIP,
             **_PATCHES,
@@ -164,7 +165,8 @@ VIDEO_PROCESSORS: Final[Mapping[str, VideoProcessor]] = {
     ),
     "LlavaNextVideoVideoProcessor": VideoProcessor(
         beginnings,
-        "fixed", ("llava_next_video",),
+        "fixed",
+        ("llava_next_video",),
         number="number",
         defaults={
             **_CLIP,
@@ -178,7 +180,8 @@ VIDEO_PROCESSORS: Final[Mapping[str, VideoProcessor]] = {
     ),
     "Qwen2VLVideoProcessor": VideoProcessor(
         whole_groups,
-        "frame", ("qwen2_vl",),
+        "frame",
+        ("qwen2_vl",),
         defaults={
             **_CLIP,
             **_PATCHES,
@@ -189,7 +192,8 @@ VIDEO_PROCESSORS: Final[Mapping[str, VideoProcessor]] = {
     ),
     "Qwen3VLVideoProcessor": VideoProcessor(
         from_end_to_end,
-        "video", ("qwen3_5", "qwen3_5_moe"),
+        "video",
+        ("qwen3_5", "qwen3_5_moe"),
         defaults={
             **_HALF,
             **_PATCHES,
@@ -201,7 +205,8 @@ VIDEO_PROCESSORS: Final[Mapping[str, VideoProcessor]] = {
     ),
     "SmolVLMVideoProcessor": VideoProcessor(
         without_ends,
-        "fixed", ("smolvlm",),
+        "fixed",
+        ("smolvlm",),
         number="maximum",
         defaults={
             **_HALF,
@@ -214,3 +219,9 @@ VIDEO_PROCESSORS: Final[Mapping[str, VideoProcessor]] = {
     ),
 }
 """The described classes by their names in transformers."""
+
+REFUSED: Final[Mapping[str, str]] = {
+    "ernie4_5_vl_moe": "its video processor draws timestamps into frames",
+    "kimi_k25": "its vision tower merges frames over time, so frame groups cannot be encoded one by one",
+}
+"""Architectures on the generic path that take images but no videos, with the reason."""

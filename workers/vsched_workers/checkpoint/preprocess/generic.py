@@ -159,7 +159,9 @@ class AnyPreprocessor(TextPreprocessor):
         """Return the template for messages; a processor may have one of its own for messages with videos."""
         template = super()._template_for(messages, tools)
         contents = (message.get("content") for message in messages)
-        if any(map(is_video, itertools.chain(*(each for each in contents if isinstance(each, list))))):
+        if any(
+            map(is_video, itertools.chain(*(each for each in contents if isinstance(each, list))))
+        ):
             template = self.processor.video_template or template
         if self._video_marker and not self._has_video_token:
             template = template.replace(self._video_marker, VIDEO_MARK)
@@ -182,7 +184,7 @@ class AnyPreprocessor(TextPreprocessor):
         if self._takes_parts:
             return {**message, "content": parts}
         marks = {"image": IMAGE_MARK, "video": VIDEO_MARK}
-        lines = [marks.get(part.get("type"), part.get("text", "")) for part in parts]
+        lines = [marks.get(str(part.get("type")), part.get("text", "")) for part in parts]
         return {**message, "content": "\n".join(lines)}
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
@@ -266,8 +268,14 @@ class AnyPreprocessor(TextPreprocessor):
         groups[-1] = dataclasses.replace(group, tokens=tokens + more)
         made = sum(spec.nbytes for spec in group.arrays)
         steps = () if videos.factor else videos.steps(facts.width, facts.height)
-        sides = [(facts.width, facts.height), *((each.width, each.height) for each in steps), (size.width, size.height)]
-        resizes = (4 * after[0] * (before[1] + after[1]) for before, after in itertools.pairwise(sides))
+        sides = [
+            (facts.width, facts.height),
+            *((each.width, each.height) for each in steps),
+            (size.width, size.height),
+        ]
+        resizes = (
+            4 * after[0] * (before[1] + after[1]) for before, after in itertools.pairwise(sides)
+        )
         return VideoPlan(
             layout.frames,
             size,
@@ -343,7 +351,9 @@ class AnyPreprocessor(TextPreprocessor):
         separate = [*one, *other]
         if not (one and other):
             return separate
-        texts = [b"".join(map(self.token_bytes, each)).decode(errors="replace") for each in (one, other)]
+        texts = [
+            b"".join(map(self.token_bytes, each)).decode(errors="replace") for each in (one, other)
+        ]
         if [*map(self._special.ids_of_text, texts)] != [list(one), list(other)]:
             return separate  # such as a tokenizer that begins each text with a blank
         return self._special.ids_of_text("".join(texts))

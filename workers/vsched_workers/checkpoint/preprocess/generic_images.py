@@ -45,6 +45,7 @@ from vsched_workers.families.qwen_image import (
     bounded_limits,
     image_plan,
 )
+from vsched_workers.families.video_processors import VideoProcessor
 
 SIZES_KEPT = 256
 """The number of image sizes whose results are cached."""
@@ -200,7 +201,7 @@ def load_images(info: ModelInfo, tokenizer: Any) -> GenericImages:
     videos = None
     if info.takes_videos:
         video_processor = video_processor_of(directory, info.family)
-        assert video_processor is not None, "it takes videos"
+        assert isinstance(video_processor, VideoProcessor), video_processor
         videos = video_rules(video_processor, video_settings(directory, video_processor))
     return GenericImages(processor, info, videos)
 
