@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
+import numpy.typing as npt
 import pytest
 import pytest_asyncio
+import safetensors.numpy
 
 from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, data_url, drawn_image, read
 from tests.e2e.conftest import assert_idle
 from tests.e2e.tower import Tower, packed
+from tests.e2e.video_asks import VideoAsk, ask_video, drawn_frames, of_frames
 from tests.patience import PATIENCE_S, patience
 from vsched import Config, Engine, RequestRefused
 from vsched.api.server import RunningServer, running_server
-from vsched.media import ImageReference
+from vsched.media import EmbeddedVideo, ImageReference, VideoReference
+from vsched.worker.contract import view_arrays
+from vsched_workers.families.qwen_image import grid_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -37,9 +44,12 @@ class Served:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package", params=["nano25", "nano3"])
 async def served(
-    request: pytest.FixtureRequest, configure: Callable[..., Config]
+    request: pytest.FixtureRequest,
+    configure: Callable[..., Config],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Served]:
-    config = configure(request.param, "media.allow_embeddings=true")
+    folder = tmp_path_factory.mktemp("embeddings")
+    config = configure(request.param, "media.allow_embeddings=true", f"media.directory={folder}")
     tower = await asyncio.to_thread(Tower.load, config.model.path)
     async with running_server(config) as running:
         yield Served(running, tower)
@@ -86,6 +96,80 @@ async def test_embeddings_answer_as_their_images_do(
     swapped = await ask(engine, brought[::-1])
     assert swapped == await ask(engine, urls[::-1])
     assert swapped != wanted
+
+
+async def embed_video(served: Served, video: VideoReference) -> dict[str, npt.NDArray[Any]]:
+    """Return the rows, grid and times of a video that is sent as its frames."""
+    engine, tower = served.engine, served.tower
+    assert engine._running is not None
+    prompt = engine.preprocessor.render(VideoAsk([video]).messages)
+    prepared = await engine._running.media.prepare(prompt, [video])
+    rows = []
+    for item in prepared.items:
+        assert item.extent is not None
+        arrays = view_arrays(item.arrays, engine._running.arena.read(item.extent))
+        rows.append(tower.encode_item(arrays, item.tokens, item.metadata))
+    prepared.lease.release()
+    grid = np.array([len(rows), *grid_of(prepared.items[0].metadata)[1:]])
+    fps = video.sampling.fps
+    assert fps is not None
+    last = len(video.source) - 1
+    times = {"second_per_grid_ts": np.array([2 / fps])}
+    if tower.preprocessor.video_times == "timestamps":
+        pairs = [(2 * group, min(2 * group + 1, last)) for group in range(len(rows))]
+        times = {"timestamps": np.array([(first / fps + end / fps) / 2 for first, end in pairs])}
+    return {"embeds": np.concatenate(rows), "grid_thw": grid, **times}
+
+
+def as_video(tensors: dict[str, npt.NDArray[Any]]) -> EmbeddedVideo:
+    return EmbeddedVideo(packed(**tensors).source)
+
+
+async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> None:
+    """In chunks of 48 tokens, mixed with raw videos and images; by value, and from the allowed folder."""
+    engine = served.engine
+    videos = [of_frames(drawn_frames(21, 11)), of_frames(drawn_frames(22, 4), fps=0.5)]
+    tensors = [await embed_video(served, video) for video in videos]
+    long, short = map(as_video, tensors)
+    file = Path(engine.config.media.directory, "short.safetensors")
+    safetensors.numpy.save_file(tensors[1], file)
+    text = "What comes first? " * 4
+    wanted = await ask_video(engine, VideoAsk([videos[0], text]))
+    before = media(engine)
+    assert await ask_video(engine, VideoAsk([long, text])) == wanted
+    assert media(engine) == (before[0], before[1] + 1)
+    other = {name: tensor[::-1].copy() for name, tensor in tensors[0].items() if name == "embeds"}
+    assert await ask_video(engine, VideoAsk([as_video(tensors[0] | other), text])) != wanted
+    image = IMAGES[0]
+    wanted = await ask_video(engine, VideoAsk([image, *videos, "and ", image, text], count=30))
+    for first, second, third in (
+        (long, videos[1], image),
+        (videos[0], short, served.tower.embed(image)),
+        (long, EmbeddedVideo(f"file://{file}"), image),
+    ):
+        parts = [image, first, second, "and ", third, text]
+        assert await ask_video(engine, VideoAsk(parts, count=30)) == wanted
+    encoded = engine.statistics()["encode"]["items_encoded"]
+    assert await ask_video(engine, VideoAsk([long, "Again?"], count=1))
+    assert engine.statistics()["encode"]["items_encoded"] == encoded, "each group is cached"
+
+
+async def test_bad_embeddings_of_videos_are_refused(served: Served) -> None:
+    tensors = await embed_video(served, of_frames(drawn_frames(23, 4)))
+    times = served.tower.preprocessor.video_times
+    grid = tensors["grid_thw"]
+    for code, changed in {
+        "grid_thw_invalid": {"grid_thw": grid - [0, 1, 0]},
+        "video_frames_exceeded": {"grid_thw": grid * [1 << 40, 1, 1]},
+        "image_tokens_exceeded": {"grid_thw": grid * [1, 1 << 20, 1]},
+        "embeds_tokens": {"grid_thw": grid * [1, 2, 1]},
+        f"{times}_shape": {times: np.zeros(7)},
+        f"{times}_dtype": {times: np.zeros(2, np.float16)},
+        "embeds_not_finite": {"embeds": tensors["embeds"] * np.float32("inf")},
+    }.items():
+        with pytest.raises(RequestRefused, match="video 0: .*Remedy: ") as caught:
+            await ask_video(served.engine, VideoAsk([as_video(tensors | changed), "?"], count=1))
+        assert (caught.value.code, caught.value.status) == (code, 400)
 
 
 async def test_rows_that_came_are_what_the_model_reads(served: Served) -> None:
@@ -163,7 +247,7 @@ async def test_embeddings_over_http(served: Served) -> None:
     """The content part of the chat endpoint, next to a raw image."""
     engine, brought = served.engine, served.tower.embed(IMAGES[0])
     urls = [{"type": "image_url", "image_url": {"url": data_url(one)}} for one in IMAGES]
-    embeds = {"type": "image_embeds", "image_embeds": {"data": brought.data}}
+    embeds = {"type": "image_embeds", "image_embeds": {"data": brought.source}}
     async with httpx.AsyncClient(base_url=served.running.url, timeout=PATIENCE_S) as client:
         texts = []
         for content in (urls, [embeds, urls[1]]):

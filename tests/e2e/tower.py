@@ -13,7 +13,7 @@ from safetensors.numpy import save
 
 from vsched.media import EmbeddedImage
 from vsched.types import ModelInfo
-from vsched.worker.contract import EncodeJob, EncodeWorker, Preprocessor, WorkerSettings
+from vsched.worker.contract import Arrays, EncodeJob, EncodeWorker, Preprocessor, WorkerSettings
 from vsched_workers.families.qwen_image import grid_of
 from vsched_workers.plugin import plugin
 
@@ -38,10 +38,16 @@ class Tower:
         if id(image) not in self.made:
             plan = self.preprocessor.plan_image(*image.size)
             arrays = self.preprocessor.process_image(image)
-            page = np.zeros((1, plan.tokens, self.info.embedding_row_bytes), np.uint8)
-            self.worker.encode([EncodeJob(b"", plan.tokens, arrays, plan.metadata, [0])], page)
-            self.made[id(image)] = page[0].view(np.float32), np.array(grid_of(plan.metadata))
+            rows = self.encode_item(arrays, plan.tokens, plan.metadata)
+            self.made[id(image)] = rows, np.array(grid_of(plan.metadata))
         return self.made[id(image)]
+
+    def encode_item(self, arrays: Arrays, tokens: int, metadata: bytes) -> npt.NDArray[Any]:
+        """Return the float32 rows of an image or a frame group."""
+        page = np.zeros((1, tokens, self.info.embedding_row_bytes), np.uint8)
+        self.worker.encode([EncodeJob(b"", tokens, arrays, metadata, [0])], page)
+        rows: npt.NDArray[Any] = page[0].view(np.float32)
+        return rows
 
     def embed(self, image: Image.Image) -> EmbeddedImage:
         rows, grid = self.encode(image)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import av
 import numpy as np
 import torch
 from PIL import Image
@@ -18,7 +17,7 @@ from tests.patience import patience
 from tests.workers.driver import values_of
 from tests.workers.reference import Reference
 from vsched import Engine, SamplingParams
-from vsched.media import ImageReference, VideoReference
+from vsched.media import EmbeddedImage, EmbeddedVideo, ImageReference, VideoReference
 from vsched.worker.contract import VideoSampling, view_arrays
 from vsched_workers.families.qwen_image import grid_of
 
@@ -33,6 +32,8 @@ def drawn_frames(seed: int, count: int, size: tuple[int, int] = SIZE) -> list[Im
 
 def video_file(frames: Sequence[Image.Image], *, rate: int = 8, codec: str = "libx264") -> bytes:
     """Return an MP4 of these frames."""
+    import av
+
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         stream: Any = container.add_stream(codec, rate=rate)
@@ -53,12 +54,12 @@ def of_frames(frames: Sequence[Image.Image], fps: float = 2.0) -> VideoReference
 class VideoAsk:
     """A question: images, videos and texts in order."""
 
-    parts: Sequence[Image.Image | VideoReference | str]
+    parts: Sequence[Image.Image | EmbeddedImage | VideoReference | EmbeddedVideo | str]
     count: int = 24
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        kinds = {str: "text", VideoReference: "video"}
+        kinds = {str: "text", VideoReference: "video", EmbeddedVideo: "video"}
         content = [
             {"type": kinds.get(type(part), "image")}
             | ({"text": part} if isinstance(part, str) else {})

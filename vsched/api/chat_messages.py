@@ -12,6 +12,7 @@ from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.request_schema import (
     NAME,
+    EmbedsFile,
     FramesPart,
     ImageArea,
     ImageEmbedsPart,
@@ -25,6 +26,7 @@ from vsched.api.request_schema import (
     TextPart,
     ThinkingPart,
     ToolCall,
+    VideoEmbedsPart,
     VideoOptions,
     VideoPart,
     deeper,
@@ -32,10 +34,12 @@ from vsched.api.request_schema import (
 from vsched.media import (
     BoundedImage,
     EmbeddedImage,
+    EmbeddedVideo,
     ImageReference,
     NamedImage,
     VideoReference,
     frames_of,
+    scheme_of,
 )
 from vsched.worker.contract import PixelBounds, VideoSampling
 
@@ -123,8 +127,11 @@ def _content(
             case RedactedThinkingPart():
                 pass
             case ImageEmbedsPart():
-                images.append(EmbeddedImage(part.image_embeds.data))
+                images.append(EmbeddedImage(_embeds(part.image_embeds, "image_embeds")))
                 content.append({"type": "image"})
+            case VideoEmbedsPart():
+                images.append(EmbeddedVideo(_embeds(part.video_embeds, "video_embeds")))
+                content.append({"type": "video"})
             case ImagePart():
                 images.append(_bounded(part, defaults.bounds))
                 content.append({"type": "image"})
@@ -181,6 +188,19 @@ def _video(part: VideoPart | FramesPart, defaults: VideoSampling) -> VideoRefere
     if isinstance(source, str):
         source = frames_of(source) or source
     return VideoReference(source, _sampling([part, others], bounds))
+
+
+def _embeds(file: EmbedsFile, param: str) -> str:
+    """Source of embeddings; base64 never looks like a URL."""
+    if bool(file.data) == bool(file.url):
+        message = (
+            f"`{param}` needs either data or url. Remedy: send base64 as data, or a URL as url."
+        )
+        raise ParameterRefused(message, param=param)
+    if file.url and not scheme_of(file.url):
+        message = f"`{param}.url` is not a URL. Remedy: send a data:, file: or https: URL as url."
+        raise ParameterRefused(message, param=param)
+    return file.data or file.url
 
 
 def _reference(part: ImagePart) -> str | NamedImage:

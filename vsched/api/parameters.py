@@ -46,7 +46,7 @@ _KIND_WORDS = {
     "null": "null",
 }
 _ROLES = "system, developer, user, assistant, tool or function"
-_PARTS = "text, image_url, video_url, video, image_embeds, refusal or thinking"
+_PARTS = "text, image_url, video_url, video, image_embeds, video_embeds, refusal or thinking"
 _TOKEN_DIGITS_MAX = 10
 _COMPLETION_TOKENS = 16
 _NAMED_MAX = 4

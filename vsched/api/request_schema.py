@@ -107,16 +107,23 @@ class FramesPart(VideoOptions, tag_field="type", tag="video", kw_only=True):
     max_pixels: PositiveCount | None = None
 
 
-class ImageEmbeds(msgspec.Struct):
-    """A precomputed embedding: base64 of a safetensors file with `embeds` and its companion, such as `grid_thw`."""
+class EmbedsFile(msgspec.Struct):
+    """A safetensors file with `embeds` and its companions, such as `grid_thw`: its base64, or its URL."""
 
-    data: str
+    data: str = ""
+    url: str = ""
 
 
 class ImageEmbedsPart(msgspec.Struct, tag_field="type", tag="image_embeds"):
     """An image given as its embedding."""
 
-    image_embeds: ImageEmbeds
+    image_embeds: EmbedsFile
+
+
+class VideoEmbedsPart(msgspec.Struct, tag_field="type", tag="video_embeds"):
+    """A video given as the embeddings of its frame groups."""
+
+    video_embeds: EmbedsFile
 
 
 ContentPart = (
@@ -129,6 +136,7 @@ ContentPart = (
     | ImagePart
     | InputImagePart
     | ImageEmbedsPart
+    | VideoEmbedsPart
     | VideoPart
     | FramesPart
 )

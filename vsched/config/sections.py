@@ -316,7 +316,7 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     ] = ()
     allow_embeddings: Annotated[
         bool,
-        Meta(description="Accept embeddings in requests (`image_embeds`)."),
+        Meta(description="Accept embeddings in requests (`image_embeds`, `video_embeds`)."),
     ] = False
     fetch_s: Annotated[float, Meta(gt=0, description="Maximum time to fetch one image.")] = 10.0
     prepare_s: Annotated[

@@ -6,6 +6,7 @@
 from vsched.media.embeddings import (
     BoundedImage,
     EmbeddedImage,
+    EmbeddedVideo,
     ImageReference,
     NamedImage,
     VideoReference,
@@ -13,11 +14,12 @@ from vsched.media.embeddings import (
 from vsched.media.measure import refuse_images
 from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings, Prompt
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
-from vsched.media.sources import frames_of
+from vsched.media.sources import frames_of, scheme_of
 
 __all__ = [
     "BoundedImage",
     "EmbeddedImage",
+    "EmbeddedVideo",
     "ImageReference",
     "MediaPipeline",
     "NamedImage",
@@ -30,4 +32,5 @@ __all__ = [
     "VideoReference",
     "frames_of",
     "refuse_images",
+    "scheme_of",
 ]

@@ -1,4 +1,4 @@
-"""Precomputed image embeddings from clients: safetensors files, parsed without trust and without torch.
+"""Precomputed embeddings of images and videos from clients: safetensors files, parsed without trust and without torch.
 
 A safetensors file has a length of 8 bytes, JSON of that length with each tensor's type, shape and byte range, and then
 the tensors. This reader is strict: the header is limited before it is parsed, every range must have the size of its
@@ -19,7 +19,13 @@ import numpy.typing as npt
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.types import ModelInfo
-from vsched.worker.contract import Companion, ImagePlan, PixelBounds, VideoSampling
+from vsched.worker.contract import (
+    Companion,
+    ImagePlan,
+    PixelBounds,
+    VideoPlan,
+    VideoSampling,
+)
 
 HEADER_BYTES_MAX: Final = 64 * 1024
 EMBEDS: Final = "embeds"
@@ -27,9 +33,10 @@ _METADATA: Final = "__metadata__"
 _STRIP_VALUES: Final = 1 << 18
 """Values processed at a time: limits the extra memory of a conversion."""
 
-_VALUE_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
+_VALUE_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 _FILE_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _INTEGERS: Final = {"I64": "<i8", "I32": "<i4"}
+_SECONDS: Final = {"F64": "<f8", "F32": "<f4"}
 _EXPONENT: Final = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
 """Exponent bits: a value in which all are set is NaN or infinite."""
 
@@ -39,12 +46,24 @@ class EmbeddedImage:
     """An image given as its embedding.
 
     Attributes:
-        data: Base64 of a safetensors file with `embeds`, [tokens, levels * hidden size] in the served dtype or float32,
-            and the model's companion tensor (`Preprocessor.companion`), such as `grid_thw`. A row has the main
-            embedding, then each deepstack level. Left out of the repr, because it is large and private.
+        source: Base64 of a safetensors file, or its URL. The file has `embeds`, [tokens, levels * hidden size] in the
+            served dtype or float32, and the model's companion tensor (`Preprocessor.companion`), such as `grid_thw`. A
+            row has the main embedding, then each deepstack level. Left out of the repr, because it is large and
+            private.
     """
 
-    data: str = field(repr=False)
+    source: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedVideo:
+    """A video given as the embeddings of its frame groups, one after the other.
+
+    Attributes:
+        source: As for an `EmbeddedImage`, with the times of the groups as another tensor (`Preprocessor.video_times`).
+    """
+
+    source: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +100,9 @@ class VideoReference:
         return (self.source,) if isinstance(self.source, str) else self.source
 
 
-ImageReference = str | EmbeddedImage | NamedImage | BoundedImage | VideoReference
-"""An image of a request: a URL, an embedding, a named image, or an image with pixel bounds; or a video."""
+ImageReference = str | EmbeddedImage | NamedImage | BoundedImage | VideoReference | EmbeddedVideo
+"""An image of a request: a URL, an embedding, a named image, or an image with pixel bounds; or a video, or its
+embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +113,11 @@ class Tensor:
     shape: tuple[int, ...]
     data: memoryview = field(repr=False)
 
-
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """A checked embedding, except for its values, which `write_rows` checks."""
-
-    embeds: Tensor
-    plan: ImagePlan
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return the rows [start, stop)."""
+        size = len(self.data) // self.shape[0]
+        shape = (stop - start, *self.shape[1:])
+        return Tensor(self.dtype, shape, self.data[start * size : stop * size])
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -196,13 +214,40 @@ def read_embedding(
     info: ModelInfo,
     companion: Companion,
     plan_embedding: Callable[[Sequence[int]], ImagePlan],
-) -> Embedding:
-    """Parse an embedding file and check the companion tensor and all shapes, but no values.
+) -> tuple[Tensor, ImagePlan]:
+    """Parse the embedding file of an image; check the companion tensor and all shapes.
+
+    Values are checked by `write_rows`.
 
     Raises:
         RequestRefused: With a code for the missing or mismatched part.
     """
-    names = (EMBEDS, companion.name)
+    tensors = _all_tensors(file, (EMBEDS, companion.name))
+    plan = plan_embedding(_integers(companion, tensors[companion.name]))
+    check_tokens(plan.tokens, info)
+    _check_embeds(tensors[EMBEDS], plan.tokens, info, companion)
+    return tensors[EMBEDS], plan
+
+
+def read_video_embedding(
+    file: bytes,
+    info: ModelInfo,
+    companion: Companion,
+    times: str,
+    *,
+    seconds_max: float,
+    plan_video: Callable[[Sequence[int], Sequence[float]], VideoPlan],
+) -> tuple[Tensor, VideoPlan]:
+    """Parse the embedding file of a video as `read_embedding`; `times` is the name of its tensor of seconds."""
+    tensors = _all_tensors(file, (EMBEDS, companion.name, times))
+    seconds = _seconds(times, tensors[times], seconds_max)
+    plan = plan_video(_integers(companion, tensors[companion.name]), seconds)
+    tokens = sum(group.tokens for group in plan.groups)
+    _check_embeds(tensors[EMBEDS], tokens, info, companion)
+    return tensors[EMBEDS], plan
+
+
+def _all_tensors(file: bytes, names: Sequence[str]) -> dict[str, Tensor]:
     tensors = read_tensors(file, names)
     for name in names:
         if name not in tensors:
@@ -211,14 +256,30 @@ def read_embedding(
                 f"Remedy: add the tensor {name} to the safetensors file."
             )
             raise _refuse(message, f"{name}_missing")
-    plan = plan_embedding(_integers(companion, tensors[companion.name]))
-    check_tokens(plan.tokens, info)
-    embeds = tensors[EMBEDS]
+    return tensors
+
+
+def _check_embeds(embeds: Tensor, tokens: int, info: ModelInfo, companion: Companion) -> None:
     accepted = dict.fromkeys((_FILE_DTYPES[info.dtype], "F32"))
     if embeds.dtype not in accepted:
         raise _wrong_dtype(EMBEDS, embeds.dtype, " or ".join(accepted))
-    _check_shape(embeds, plan.tokens, info, companion)
-    return Embedding(embeds, plan)
+    _check_shape(embeds, tokens, info, companion)
+
+
+def _seconds(name: str, tensor: Tensor, seconds_max: float) -> list[float]:
+    if tensor.dtype not in _SECONDS:
+        raise _wrong_dtype(name, tensor.dtype, " or ".join(_SECONDS))
+    seconds: list[float] = np.frombuffer(tensor.data, _SECONDS[tensor.dtype]).tolist()
+    for value in seconds:
+        if not 0 <= value <= seconds_max:
+            message = limit_message(
+                f"the embeddings' {name} are out of bounds",
+                value=value,
+                limit=f"0 to {seconds_max:g} seconds",
+                remedy="send the times in seconds, or raise media.video_seconds_max",
+            )
+            raise _refuse(message, f"{name}_invalid")
+    return seconds
 
 
 def _integers(companion: Companion, tensor: Tensor) -> list[int]:
@@ -230,7 +291,7 @@ def _integers(companion: Companion, tensor: Tensor) -> list[int]:
             f"the embeddings' {name} has the wrong shape",
             value=list(tensor.shape),
             limit=f"[{count}] or [1, {count}]: {', '.join(companion.values)}",
-            remedy=f"send the {name} of this one image",
+            remedy=f"send the {name} of this one image or video",
         )
         raise _refuse(message, f"{name}_shape")
     integers: list[int] = np.frombuffer(tensor.data, _INTEGERS[tensor.dtype]).tolist()
@@ -247,9 +308,9 @@ def _check_shape(embeds: Tensor, tokens: int, info: ModelInfo, companion: Compan
         if same_width
         else "the embeddings have the wrong hidden size",
         value=f"shape {list(embeds.shape)}",
-        limit=f"expected shape {list(expected)}: tokens of the image, "
+        limit=f"expected shape {list(expected)}: tokens, "
         f"{info.embedding_levels} embedding levels of hidden size {info.hidden_size}",
-        remedy="encode the image with the vision tower of the served checkpoint",
+        remedy="encode it with the vision tower of the served checkpoint",
     )
     raise _refuse(message, "embeds_tokens" if same_width else "embeds_hidden_size")
 
@@ -270,8 +331,8 @@ def check_tokens(tokens: int, info: ModelInfo) -> None:
         raise _refuse(message, "image_tokens_exceeded")
 
 
-def write_rows(embedding: Embedding, dtype: str, rows: npt.NDArray[np.uint8]) -> None:
-    """Convert an embedding to the served dtype, and check its values.
+def write_rows(embeds: Tensor, dtype: str, rows: npt.NDArray[np.uint8]) -> None:
+    """Convert embeddings to the served dtype, and check their values.
 
     Shape: `rows` is uint8 [tokens * row bytes].
 
@@ -281,8 +342,8 @@ def write_rows(embedding: Embedding, dtype: str, rows: npt.NDArray[np.uint8]) ->
         RequestRefused: If a value is NaN or infinite, or becomes so in the served dtype.
     """
     served = _FILE_DTYPES[dtype]
-    given = embedding.embeds.dtype
-    values = np.frombuffer(embedding.embeds.data, _BITS[given])
+    given = embeds.dtype
+    values = np.frombuffer(embeds.data, _BITS[given])
     out = rows.view(_BITS[served])
     for start in range(0, len(values), _STRIP_VALUES):
         strip = values[start : start + _STRIP_VALUES]
@@ -305,7 +366,7 @@ def _check_finite(bits: _Bits, kind: str, served: str) -> None:
         "the embeddings hold values that cannot be served",
         value=f"NaN, an infinity, or a number beyond {served}",
         limit=f"finite numbers of {served}",
-        remedy="encode the image again",
+        remedy="encode the image or video again",
     )
     raise _refuse(message, "embeds_not_finite")
 

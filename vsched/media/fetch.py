@@ -288,7 +288,7 @@ def _too_large(limit: int, kind: MediaKind) -> RequestRefused:
         f"the fetched {kind.noun} is too large",
         value=f"over {limit} bytes",
         limit=f"{limit} bytes",
-        remedy=f"use a smaller {kind.noun} or raise media.{kind.noun}_bytes_max",
+        remedy=f"use a smaller {kind.noun} or raise media.{kind.limit}",
     )
     return _refuse(kind, message, "too_large", 413)
 

@@ -22,12 +22,23 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.media.allocator import return_freed_memory
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
 from vsched.media.decode import DecodeLimits
-from vsched.media.measure import MeasuredItem, MeasuredVideo, blame, unknown_image
-from vsched.media.pictures.filling import VideoOrder, process, process_video
+from vsched.media.measure import (
+    MeasuredItem,
+    MeasuredVideo,
+    MeasuredVideoEmbedding,
+    blame,
+    unknown_image,
+)
+from vsched.media.pictures.filling import (
+    VideoOrder,
+    process,
+    process_video,
+    process_video_embedding,
+)
 from vsched.media.pictures.processes import PictureProcesses
 from vsched.media.pixels import PixelLease, PixelStore
 from vsched.media.video import VideoLimits
-from vsched.worker.contract import Preprocessor
+from vsched.worker.contract import Preprocessor, VideoPlan
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +139,7 @@ class Fills:
             for index, fill in joined:
                 outcome = await asyncio.shield(fill.outcome)
                 if isinstance(outcome, RequestRefused):
-                    noun = "video" if isinstance(fill.image, MeasuredVideo) else "image"
+                    noun = "video" if isinstance(fill.image.plan, VideoPlan) else "image"
                     raise blame(outcome, index, noun)
                 if outcome is not None:
                     raise RequestFailed(
@@ -147,10 +158,12 @@ class Fills:
         self._fills[image.key] = fill
         places = tuple(lease.extents[key] for key in image.extents)
         extents = [self._store.view(place) for place in places]
-        is_video = isinstance(image, MeasuredVideo)
+        is_video = isinstance(image.plan, VideoPlan)
         executor = self._video_executor if is_video else self._executor
 
         def call() -> tuple[bytes, ...]:
+            if isinstance(image, MeasuredVideoEmbedding):
+                return process_video_embedding(image, extents, self._preprocessor.info.dtype)
             if isinstance(image, MeasuredVideo):
                 if self._pictures is not None:
                     return self._pictures.fill_video(image, places)

@@ -40,18 +40,25 @@ class MediaKind:
     """A kind of media files, for reading them from URLs.
 
     Attributes:
-        noun: Its name in error messages, in error codes, and in the key of its limit.
+        noun: Its name in error messages and error codes.
         formats: Accepted media types.
         aliases: Other media types that clients send for them.
+        limited_as: Noun in the key of its limit, if that is another.
     """
 
     noun: str
     formats: Mapping[str, str]
     aliases: tuple[str, ...]
+    limited_as: str = ""
+
+    @property
+    def limit(self) -> str:
+        """The key of the maximum size of a file, in `media`."""
+        return f"{self.limited_as or self.noun}_bytes_max"
 
     def bytes_max(self, settings: MediaConfig) -> int:
         """The maximum size of a file."""
-        found: int = getattr(settings, f"{self.noun}_bytes_max")
+        found: int = getattr(settings, self.limit)
         return found
 
 
@@ -68,3 +75,7 @@ VIDEO: Final = MediaKind(
     VIDEO_FORMATS,
     ("video/x-m4v", "video/matroska", "video/avi", "video/msvideo", "video/mpeg", *_DEFAULTS),
 )
+_TENSORS: Final = {"application/octet-stream": "safetensors"}
+_TENSOR_ALIASES: Final = ("application/safetensors", "application/x-safetensors", "text/plain")
+IMAGE_EMBEDDING: Final = MediaKind("embedding", _TENSORS, _TENSOR_ALIASES, IMAGE.noun)
+VIDEO_EMBEDDING: Final = MediaKind("embedding", _TENSORS, _TENSOR_ALIASES, VIDEO.noun)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -14,17 +15,19 @@ from vsched.media.decode import DecodeLimits, ImageHeader, inspect
 from vsched.media.embeddings import (
     BoundedImage,
     EmbeddedImage,
-    Embedding,
+    EmbeddedVideo,
     ImageReference,
     NamedImage,
+    Tensor,
     VideoReference,
     check_tokens,
     read_embedding,
+    read_video_embedding,
 )
 from vsched.media.estimate import EMBEDDING_BYTES, preprocess_bytes
-from vsched.media.formats import IMAGE, VIDEO
+from vsched.media.formats import IMAGE, IMAGE_EMBEDDING, VIDEO, VIDEO_EMBEDDING, MediaKind
 from vsched.media.keys import embedding_key, group_key, item_key, video_key
-from vsched.media.sources import is_data, read_embedded, read_local
+from vsched.media.sources import is_data, read_embedded, read_local, scheme_of
 from vsched.media.video import VideoLimits, decode_bytes, inspect_video, refuse_without_decoder
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
@@ -50,7 +53,7 @@ class Measured:
     """One image of a request before its pixels are decoded.
 
     Attributes:
-        content: The encoded image or embedding; empty for a reference by name.
+        content: The encoded image, or the rows of an embedding; empty for a reference by name.
         received_bytes: Bytes that the client sent for it.
         extent_bytes: Bytes that it takes in the arena's pixel region.
         work_bytes: Maximum host memory of a thread that fills its extent.
@@ -60,7 +63,7 @@ class Measured:
 
     key: bytes
     plan: ImagePlan
-    content: bytes | Embedding
+    content: bytes | Tensor
     received_bytes: int
     extent_bytes: int
     work_bytes: int
@@ -75,7 +78,7 @@ class Measured:
     @property
     def is_embedded(self) -> bool:
         """True if the client sent an embedding."""
-        return isinstance(self.content, Embedding)
+        return isinstance(self.content, Tensor)
 
     @property
     def is_sent(self) -> bool:
@@ -116,7 +119,35 @@ class MeasuredVideo:
         return {group_key(self.key, index): extent_bytes(one.arrays) for index, one in groups}
 
 
-MeasuredItem = Measured | MeasuredVideo
+@dataclass(frozen=True, slots=True)
+class MeasuredVideoEmbedding:
+    """The embeddings of one video of a request; other attributes as in `Measured`.
+
+    Attributes:
+        content: The rows of all frame groups.
+        group_keys: The key of each group's content.
+        row_bytes: Bytes of a row in the arena.
+    """
+
+    key: bytes
+    plan: VideoPlan
+    content: Tensor
+    group_keys: tuple[bytes, ...]
+    received_bytes: int
+    row_bytes: int
+    work_bytes: int
+    name: None = None
+    is_embedded: bool = True
+    is_sent: bool = True
+
+    @property
+    def extents(self) -> dict[bytes, int]:
+        """The bytes of each frame group's extent, by key."""
+        groups = enumerate(self.plan.groups)
+        return {group_key(self.key, index): one.tokens * self.row_bytes for index, one in groups}
+
+
+MeasuredItem = Measured | MeasuredVideo | MeasuredVideoEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +158,24 @@ class Planned:
     work_bytes: int
 
 
-def source_of(
-    reference: str | EmbeddedImage | NamedImage | BoundedImage,
-) -> str | EmbeddedImage | NamedImage:
+def is_video(reference: ImageReference) -> bool:
+    """True for a video, given as frames or embeddings."""
+    return isinstance(reference, VideoReference | EmbeddedVideo)
+
+
+def kind_of(reference: ImageReference) -> MediaKind:
+    """The kind of the files of a reference."""
+    match reference:
+        case VideoReference(source=str()):
+            return VIDEO
+        case EmbeddedImage():
+            return IMAGE_EMBEDDING
+        case EmbeddedVideo():
+            return VIDEO_EMBEDDING
+    return IMAGE
+
+
+def source_of(reference: str | NamedImage | BoundedImage) -> str | NamedImage:
     """Data source of a reference; the image itself if it is only a name."""
     image = image_of(reference)
     if isinstance(image, NamedImage) and image.reference is not None:
@@ -141,13 +187,13 @@ def urls_of(reference: ImageReference) -> tuple[str, ...]:
     """All URLs of a reference."""
     if isinstance(reference, VideoReference):
         return reference.urls
+    if isinstance(reference, EmbeddedImage | EmbeddedVideo):
+        return (reference.source,) if scheme_of(reference.source) else ()
     source = source_of(reference)
     return (source,) if isinstance(source, str) else ()
 
 
-def image_of(
-    reference: str | EmbeddedImage | NamedImage | BoundedImage,
-) -> str | EmbeddedImage | NamedImage:
+def image_of(reference: str | NamedImage | BoundedImage) -> str | NamedImage:
     """Image of a reference, without its bounds."""
     return reference.image if isinstance(reference, BoundedImage) else reference
 
@@ -181,8 +227,7 @@ def refuse_images(info: ModelInfo, references: Sequence[ImageReference] = ()) ->
     Raises:
         RequestRefused: With status 400.
     """
-    has_video = any(isinstance(each, VideoReference) for each in references)
-    if has_video and info.takes_images and not info.takes_videos:
+    if any(map(is_video, references)) and info.takes_images and not info.takes_videos:
         raise RequestRefused(
             "the model takes no videos; `vsched check` reports why. Remedy: send frames of it as images.",
             code="videos_not_taken",
@@ -281,9 +326,15 @@ class Measurer:
     ) -> MeasuredItem:
         if isinstance(reference, VideoReference):
             return self._measure_video(reference, fetched, cache_salt, reserve)
-        source = source_of(reference)
-        if isinstance(source, EmbeddedImage):
-            return self._measure_embedded(source, cache_salt)
+        if isinstance(reference, EmbeddedImage | EmbeddedVideo):
+            file = fetched.get(reference.source)
+            if file is None:
+                kind = kind_of(reference)
+                file = read_embedded(reference.source, self._settings, reserve, kind)
+            check_work(EMBEDDING_BYTES + len(file), self._settings, noun_of(reference))
+            if isinstance(reference, EmbeddedVideo):
+                return self._measure_embedded_video(file, cache_salt)
+            return self._measure_embedded(file, cache_salt)
         return self._measure_image(reference, fetched, cache_salt, reserve)
 
     def _measure_video(
@@ -296,7 +347,7 @@ class Measurer:
         is_file = isinstance(video.source, str)
         if is_file:
             refuse_without_decoder()
-        kind = VIDEO if is_file else IMAGE
+        kind = kind_of(video)
         content = []
         for url in video.urls:
             found = fetched.get(url)
@@ -350,7 +401,7 @@ class Measurer:
 
     def _measure_image(
         self,
-        reference: str | EmbeddedImage | NamedImage | BoundedImage,
+        reference: str | NamedImage | BoundedImage,
         fetched: Mapping[str, bytes],
         cache_salt: str,
         reserve: Callable[[int], None],
@@ -394,35 +445,76 @@ class Measurer:
         work_bytes = preprocess_bytes(header.width, header.height, header.storage, plan)
         return Planned(plan, work_bytes)
 
-    def _measure_embedded(self, image: EmbeddedImage, cache_salt: str) -> Measured:
+    def _measure_embedded(self, file: bytes, cache_salt: str) -> Measured:
         info, companion = self._preprocessor.info, self._preprocessor.companion
         if companion is None:
-            raise RequestRefused(
-                "the model takes no embeddings of images. Remedy: send the image itself.",
-                code="embeddings_not_taken",
-            )
-        file = read_embedded(image, self._settings)
-        embedding = read_embedding(file, info, companion, self._preprocessor.plan_embedding)
-        embeds = embedding.embeds
-        key = embedding_key(
+            raise _no_embeddings("image")
+        plan_embedding = self._preprocessor.plan_embedding
+        embeds, plan = read_embedding(file, info, companion, plan_embedding)
+        key = self._embedding_key(embeds, plan.metadata, cache_salt)
+        size = plan.tokens * info.embedding_row_bytes
+        return Measured(key, plan, embeds, len(file), size, EMBEDDING_BYTES + len(file))
+
+    def _measure_embedded_video(self, file: bytes, cache_salt: str) -> MeasuredVideoEmbedding:
+        front = self._preprocessor
+        info, companion, times = front.info, front.companion, front.video_times
+        if companion is None or not times:
+            raise _no_embeddings("video")
+        embeds, plan = read_video_embedding(
+            file,
+            info,
+            companion,
+            times,
+            seconds_max=self._settings.video_seconds_max,
+            plan_video=functools.partial(
+                front.plan_embedded_video, frames_max=self._settings.video_frames_max
+            ),
+        )
+        keys = []
+        start = 0
+        for group in plan.groups:
+            rows = embeds.rows(start, start + group.tokens)
+            # Without its time: equal groups of several videos have one key.
+            keys.append(self._embedding_key(rows, b"", cache_salt))
+            start += group.tokens
+        return MeasuredVideoEmbedding(
+            key=video_key(
+                settings_digest=front.settings_digest,
+                cache_salt=cache_salt,
+                options=b"embeddings",
+                encoded=keys,
+            ),
+            plan=plan,
+            content=embeds,
+            group_keys=tuple(keys),
+            received_bytes=len(file),
+            row_bytes=info.embedding_row_bytes,
+            work_bytes=EMBEDDING_BYTES + len(file),
+        )
+
+    def _embedding_key(self, embeds: Tensor, metadata: bytes, cache_salt: str) -> bytes:
+        info = self._preprocessor.info
+        return embedding_key(
             settings_digest=self._preprocessor.settings_digest,
             cache_salt=cache_salt,
             served=(info.dtype, info.hidden_size, info.embedding_levels),
             dtype=embeds.dtype,
             shape=embeds.shape,
-            metadata=embedding.plan.metadata,
+            metadata=metadata,
             rows=embeds.data,
         )
-        row_bytes = info.embedding_row_bytes
-        work_bytes = EMBEDDING_BYTES + len(file)
-        check_work(work_bytes, self._settings)
-        extent_bytes = embedding.plan.tokens * row_bytes
-        return Measured(key, embedding.plan, embedding, len(file), extent_bytes, work_bytes)
+
+
+def _no_embeddings(noun: str) -> RequestRefused:
+    return RequestRefused(
+        f"the model takes no embeddings of {noun}s. Remedy: send the {noun} itself.",
+        code="embeddings_not_taken",
+    )
 
 
 def noun_of(reference: ImageReference) -> str:
     """Noun for errors about a reference."""
-    return "video" if isinstance(reference, VideoReference) else "image"
+    return "video" if is_video(reference) else "image"
 
 
 def check_permitted(references: Sequence[ImageReference], settings: MediaConfig) -> None:
@@ -431,7 +523,7 @@ def check_permitted(references: Sequence[ImageReference], settings: MediaConfig)
     Raises:
         RequestRefused: With value, limit and remedy.
     """
-    videos = [each for each in references if isinstance(each, VideoReference)]
+    videos = [each for each in references if isinstance(each, VideoReference | EmbeddedVideo)]
     if len(videos) > settings.videos_max:
         message = limit_message(
             "the request has too many videos",
@@ -454,21 +546,25 @@ def check_permitted(references: Sequence[ImageReference], settings: MediaConfig)
     if settings.allow_embeddings:
         return
     for index, reference in enumerate(references):
-        if isinstance(reference, EmbeddedImage):
+        if isinstance(reference, EmbeddedImage | EmbeddedVideo):
+            noun = noun_of(reference)
             message = (
                 "embeddings in requests are switched off: media.allow_embeddings is false. "
-                "Remedy: send the image itself or set media.allow_embeddings = true."
+                f"Remedy: send the {noun} itself or set media.allow_embeddings = true."
             )
-            raise blame(RequestRefused(message, code="embeddings_disabled"), index)
+            raise blame(RequestRefused(message, code="embeddings_disabled"), index, noun)
 
 
 def reference_bytes(reference: ImageReference) -> int:
     """Bytes of a reference during preparation: the reference itself, and its decoded base64."""
     if isinstance(reference, VideoReference):
         return sum(map(reference_bytes, reference.urls))
-    source = source_of(reference)
-    if isinstance(source, EmbeddedImage):
-        return base64_bytes(source.data) * 7 // 4
+    if isinstance(reference, EmbeddedImage | EmbeddedVideo):
+        source: str | NamedImage = reference.source
+        if not scheme_of(reference.source):
+            return base64_bytes(reference.source) * 7 // 4
+    else:
+        source = source_of(reference)
     if isinstance(source, NamedImage):
         return len(source.uuid)
     return base64_bytes(source) * 7 // 4 if is_data(source) else len(source)

@@ -26,19 +26,19 @@ import msgspec
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.budget import BudgetStatistics
-from vsched.media.embeddings import ImageReference, VideoReference
+from vsched.media.embeddings import ImageReference
 from vsched.media.fills import Fills, stopping
-from vsched.media.formats import IMAGE, VIDEO
 from vsched.media.held import HeldBytes, Holding
 from vsched.media.measure import (
     ImageName,
     MeasuredItem,
-    MeasuredVideo,
     Measurer,
     Planned,
     blame,
     check_permitted,
     check_total,
+    is_video,
+    kind_of,
     noun_of,
     pixel_limits,
     reference_bytes,
@@ -50,7 +50,7 @@ from vsched.media.pictures.processes import PictureProcesses, picture_processes
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.sources import ReadRemote, is_local, read_remote
 from vsched.types import MediaItem, Spans
-from vsched.worker.contract import Preprocessor
+from vsched.worker.contract import Preprocessor, VideoPlan
 
 if TYPE_CHECKING:
     from vsched.config.sections import MediaConfig
@@ -320,7 +320,7 @@ class MediaPipeline:
             self._remember(measured)
             await self._fills.fill(measured, lease)
             contents: dict[bytes, bytes] = {}
-            if any(isinstance(image, MeasuredVideo) for image in measured):
+            if any(isinstance(image.plan, VideoPlan) for image in measured):
                 contents, lease = self._store.settle(lease)
         except BaseException:
             lease.release()
@@ -344,7 +344,7 @@ class MediaPipeline:
             return self._tokenize(prompt, images=False), []
         fetched = await self._fetch(images, holding)
         executor = self._executor if _is_short(prompt) else self._long_texts
-        if any(isinstance(image, VideoReference) for image in images):
+        if any(map(is_video, images)):
             executor = self._videos
 
         def read() -> tuple[list[int], list[MeasuredItem]]:
@@ -372,8 +372,7 @@ class MediaPipeline:
         fetched: dict[str, bytes] = {}
         total = 0
         for index, reference in enumerate(images):
-            is_file = isinstance(reference, VideoReference) and isinstance(reference.source, str)
-            kind = VIDEO if is_file else IMAGE
+            kind = kind_of(reference)
             for url in urls_of(reference):
                 if is_local(url) or url in fetched:
                     continue
@@ -419,7 +418,7 @@ def _items(
     items: list[MediaItem] = []
     places = iter(spans)
     for image in measured:
-        plans = image.plan.groups if isinstance(image, MeasuredVideo) else (image.plan,)
+        plans = image.plan.groups if isinstance(image.plan, VideoPlan) else (image.plan,)
         for extent, plan in zip(image.extents, plans, strict=True):
             key = contents.get(extent, extent)
             runs = next(places)

@@ -1,4 +1,4 @@
-"""Read the image or video of one URL: `data:`, `file:` or, if allowed, `http(s):`.
+"""Read the image, video or embedding of one URL: `data:`, `file:` or, if allowed, `http(s):`.
 
 References are untrusted. The length is checked before anything is decoded. A reference is never logged, and no error
 message quotes it, or a path or an address derived from it.
@@ -21,7 +21,7 @@ from vsched.media.base64_text import (
     percent_decode,
     plain_base64_bytes,
 )
-from vsched.media.embeddings import EmbeddedImage, malformed
+from vsched.media.embeddings import malformed
 from vsched.media.fetch import Reserve, fetch, uncounted
 from vsched.media.formats import IMAGE, MediaKind
 
@@ -40,15 +40,13 @@ _ENCODED_RATIO_MAX = 3
 _BASE64_FAULT = "its base64 is not valid; its alphabet has + and /, not - and _"
 
 
-def refuse_size(
-    size: int | str, limit: int, what: str = "", kind: MediaKind = IMAGE
-) -> RequestRefused:
-    """Error for an image or a video with too many encoded bytes."""
+def refuse_size(size: int | str, limit: int, kind: MediaKind = IMAGE) -> RequestRefused:
+    """Error for a file with too many bytes."""
     message = limit_message(
-        what or f"the encoded {kind.noun} is too large",
+        f"the encoded {kind.noun} is too large",
         value=f"{size} bytes",
         limit=f"{limit} bytes",
-        remedy=f"send a smaller {kind.noun} or raise media.{kind.noun}_bytes_max",
+        remedy=f"send a smaller {kind.noun} or raise media.{kind.limit}",
     )
     return RequestRefused(message, code=f"{kind.noun}_too_large", status=413)
 
@@ -172,34 +170,30 @@ def _read_data(reference: str, settings: MediaConfig, kind: MediaKind) -> bytes:
 def _percent_decode(reference: str, start: int, bytes_max: int, kind: MediaKind) -> bytes:
     size = base64_bytes(reference, start)
     if size > bytes_max * _ENCODED_RATIO_MAX:
-        raise refuse_size(size // _ENCODED_RATIO_MAX, bytes_max, kind=kind)
+        raise refuse_size(size // _ENCODED_RATIO_MAX, bytes_max, kind)
     try:
         encoded = base64_of(reference, start)
     except ValueError:
         raise _malformed("it has characters that are not ASCII", kind) from None
     content = percent_decode(encoded.translate(None, _LINE_BREAKS).rstrip(_URL_EDGES.encode()))
     if len(content) > bytes_max:
-        raise refuse_size(len(content), bytes_max, kind=kind)
+        raise refuse_size(len(content), bytes_max, kind)
     if not content:
         raise _malformed(f"it holds no {kind.noun}", kind)
     return content
 
 
-def read_embedded(image: EmbeddedImage, settings: MediaConfig) -> bytes:
-    """Decode the safetensors file of an embedding.
+def read_embedded(source: str, settings: MediaConfig, reserve: Reserve, kind: MediaKind) -> bytes:
+    """Read the safetensors file of an embedding: base64, or a reference as in `read_local`.
 
-    Blocks: for base64; call it off the event loop.
+    Blocks: for base64 and the file system; call it off the event loop.
 
     Raises:
-        RequestRefused: If it is too large or not base64.
+        RequestRefused: If it is malformed, not allowed, or too large.
     """
-    return _decode_base64(
-        image.data,
-        0,
-        settings.image_bytes_max,
-        malformed=malformed,
-        what="the embeddings are too large",
-    )
+    if scheme_of(source):
+        return read_local(source, settings, reserve, kind)
+    return _decode_base64(source, 0, kind.bytes_max(settings), malformed=malformed, kind=kind)
 
 
 def _decode_base64(
@@ -208,23 +202,22 @@ def _decode_base64(
     bytes_max: int,
     *,
     malformed: Callable[[str], RequestRefused],
-    what: str = "",
     kind: MediaKind = IMAGE,
 ) -> bytes:
     # The decoded length follows from the encoded length, so an oversized image is refused without decoding.
     size = base64_bytes(text, start) // 4 * 3
     if size > (bytes_max + 2) * _ENCODED_RATIO_MAX:
-        raise refuse_size(size, bytes_max, what, kind)
+        raise refuse_size(size, bytes_max, kind)
     try:
         if size > bytes_max + 2:
             size = plain_base64_bytes(text, start) // 4 * 3  # line breaks do not count
         if size > bytes_max + 2:
-            raise refuse_size(size, bytes_max, what, kind)
+            raise refuse_size(size, bytes_max, kind)
         content = decode_base64(base64_of(text, start))
     except ValueError:
         raise malformed(_BASE64_FAULT) from None
     if len(content) > bytes_max:
-        raise refuse_size(len(content), bytes_max, what, kind)
+        raise refuse_size(len(content), bytes_max, kind)
     return content
 
 
@@ -267,7 +260,7 @@ def _read_file(reference: str, settings: MediaConfig, reserve: Reserve, kind: Me
         if not _is_under(root, opened) or not stat.S_ISREG(status.st_mode):
             raise _file_refused(kind)
         if status.st_size > (limit := kind.bytes_max(settings)):
-            raise refuse_size(status.st_size, limit, kind=kind)
+            raise refuse_size(status.st_size, limit, kind)
         reserve(status.st_size)
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(status.st_size + 1)

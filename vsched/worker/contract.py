@@ -563,7 +563,7 @@ ItemPlan = ImagePlan | VideoPlan
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A tensor of integers that clients must send with an embedding, and that determines the image's plan.
+    """A tensor of integers that clients must send with an embedding, and that determines the item's plan.
 
     `name` is the tensor's name, and `values` describes each integer, in words for clients.
     """
@@ -658,11 +658,14 @@ class Preprocessor(ImageProcessing):
     Attributes:
         settings_digest: Digest of all settings that the arrays of an image depend on.
         companion: The argument of `plan_embedding`; None if clients cannot send embeddings.
+        video_times: Name of the tensor of seconds that clients must send with the embeddings of a video, too; empty if
+            they cannot send such embeddings.
     """
 
     info: ModelInfo
     settings_digest: bytes = b""
     companion: Companion | None = None
+    video_times: str = ""
 
     @property
     def chat_template(self) -> str:
@@ -742,6 +745,19 @@ class Preprocessor(ImageProcessing):
         Raises:
             RequestRefused: When the checkpoint's processor does not support the size or the options, or more than
                 `frames_max` frames are asked for.
+        """
+        raise _videos_refused()
+
+    def plan_embedded_video(
+        self, companion: Sequence[int], seconds: Sequence[float], *, frames_max: int
+    ) -> VideoPlan:
+        """Return the plan of a video from the integers and seconds that a client sends with its embeddings.
+
+        The number of integers is that of `companion`'s values, and the seconds are within limits; the rest is
+        unchecked. The plan has no frames.
+
+        Raises:
+            RequestRefused: When there is no such video of `frames_max` frames at most.
         """
         raise _videos_refused()
 

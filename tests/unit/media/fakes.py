@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,20 +19,23 @@ from PIL import Image
 
 from tests.patience import PATIENCE_S
 from vsched.errors import RequestRefused
-from vsched.media import EmbeddedImage
+from vsched.media import EmbeddedImage, EmbeddedVideo
 from vsched.types import ArraySpec, ModelInfo, Spans
 from vsched.worker.contract import (
     Arrays,
     Companion,
+    FrameSize,
     ImagePlan,
     ImageRecipe,
     ItemPlan,
     PixelBounds,
     Preprocessor,
+    VideoPlan,
 )
 from vsched.worker.expansion import expand_images
 
 PLACEHOLDER = 1
+VIDEO_PLACEHOLDER = 2
 FACTOR = 8
 PATCH_VALUES = 48
 
@@ -42,6 +46,7 @@ def model_info(
     item_tokens_max: int = 64,
     dtype: str = "float32",
     embedding_levels: int = 1,
+    video_token_id: int | None = None,
 ) -> ModelInfo:
     return ModelInfo(
         family="fake",
@@ -54,6 +59,7 @@ def model_info(
         kv_bytes_per_token=64,
         item_tokens_max=item_tokens_max,
         image_token_id=PLACEHOLDER,
+        video_token_id=video_token_id,
         stop_token_ids=(0,),
     )
 
@@ -82,6 +88,7 @@ class FakePreprocessor(Preprocessor):
     settings_digest = b"fake settings"
     chat_template: str = "{{ tools }} <tool_call>"
     companion: Companion | None = Companion("grid_thw", ("time", "height", "width"))
+    video_times = "timestamps"
 
     def __init__(self, info: ModelInfo | None = None) -> None:
         self.info = info or model_info()
@@ -129,6 +136,17 @@ class FakePreprocessor(Preprocessor):
             raise RequestRefused("no image has such a grid", code="grid_thw_invalid")
         return plan_of(companion)
 
+    def plan_embedded_video(
+        self, companion: Sequence[int], seconds: Sequence[float], *, frames_max: int
+    ) -> VideoPlan:
+        count, height, width = companion
+        assert count <= frames_max
+        groups = [
+            replace(plan_of((1, height, width)), metadata=repr(each).encode()) for each in seconds
+        ]
+        expansion = [each for group in groups for each in [50, *[VIDEO_PLACEHOLDER] * group.tokens]]
+        return VideoPlan((), FrameSize(0, 0), tuple(groups), tuple(expansion))
+
     def process_image(self, image: Image.Image) -> Arrays:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
@@ -143,7 +161,8 @@ class FakePreprocessor(Preprocessor):
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ItemPlan]
     ) -> tuple[list[int], list[Spans]]:
-        return expand_images(token_ids, plans, placeholder=PLACEHOLDER)
+        video = self.info.video_token_id
+        return expand_images(token_ids, plans, placeholder=PLACEHOLDER, video=video)
 
 
 class FaultyPreprocessor(FakePreprocessor):
@@ -211,7 +230,7 @@ TensorParts = tuple[str, Sequence[int], bytes]
 
 
 def tensor_of(array: npt.NDArray[Any], dtype: str = "") -> TensorParts:
-    known = {"float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32"}
+    known = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32"}
     return dtype or known[array.dtype.name], array.shape, array.tobytes()
 
 
@@ -247,5 +266,22 @@ def embedding_file(
     )
 
 
+def video_embedding_file(
+    rows: npt.NDArray[Any], grid: Sequence[int], seconds: Sequence[float]
+) -> bytes:
+    """Write the rows of frame groups, their grid, and the time of each group."""
+    return tensors_file(
+        {
+            "embeds": tensor_of(rows),
+            "grid_thw": tensor_of(np.array(grid, np.int64)),
+            "timestamps": tensor_of(np.array(seconds)),
+        }
+    )
+
+
 def embedded(file: bytes) -> EmbeddedImage:
     return EmbeddedImage(base64.b64encode(file).decode())
+
+
+def embedded_video(file: bytes) -> EmbeddedVideo:
+    return EmbeddedVideo(base64.b64encode(file).decode())

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import re
 import struct
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from tests.each_case import each_case
 from tests.patience import PATIENCE_S, patience, until
 from tests.unit.media.fakes import (
+    VIDEO_PLACEHOLDER,
     FakePreprocessor,
     data_url,
     embedded,
+    embedded_video,
     embedding_file,
     image_bytes,
     model_info,
     rows_of,
     tensor_of,
     tensors_file,
+    video_embedding_file,
 )
 from vsched import Config, Engine
 from vsched.aio.serving import RunningParts
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.media import EmbeddedImage, ImageReference, MediaPipeline, PixelStore
+from vsched.media import (
+    EmbeddedImage,
+    EmbeddedVideo,
+    ImageReference,
+    MediaPipeline,
+    PixelStore,
+)
+from vsched.media.fetch import Reserve
+from vsched.media.formats import IMAGE_EMBEDDING, VIDEO_EMBEDDING, MediaKind
 from vsched.media.keys import embedding_key, item_key
 from vsched.types import MediaItem
 
@@ -38,10 +53,18 @@ ALLOWED = MediaConfig(allow_embeddings=True)
 class Bench:
     """A pipeline and its parts."""
 
-    def __init__(self, settings: MediaConfig = ALLOWED, **info: object) -> None:
+    def __init__(
+        self, settings: MediaConfig = ALLOWED, *, remote: Mapping[str, bytes] = {}, **info: object
+    ) -> None:
         self.preprocessor = FakePreprocessor(model_info(**info))  # type: ignore[arg-type]
         self.store = PixelStore(memoryview(bytearray(1 << 16)))
-        self.pipeline = MediaPipeline(self.preprocessor, self.store, settings)
+
+        async def read(url: str, _: MediaConfig, reserve: Reserve, kind: MediaKind) -> bytes:
+            assert kind in (IMAGE_EMBEDDING, VIDEO_EMBEDDING)
+            reserve(len(remote[url]))
+            return remote[url]
+
+        self.pipeline = MediaPipeline(self.preprocessor, self.store, settings, read_remote=read)
 
     def rows(self, item: MediaItem) -> bytes:
         assert item.extent is not None
@@ -55,7 +78,7 @@ def bench() -> Iterator[Bench]:
     bench.pipeline.close()
 
 
-async def refusal(bench: Bench, prompt: str, *images: str | EmbeddedImage) -> RequestRefused:
+async def refusal(bench: Bench, prompt: str, *images: ImageReference) -> RequestRefused:
     """Return the error of a refused request, which must leave nothing behind."""
     with pytest.raises(RequestRefused) as caught:
         await bench.pipeline.prepare(prompt, images)
@@ -83,6 +106,129 @@ async def test_embeddings_mix_with_images_in_order(bench: Bench) -> None:
     assert (statistics.processed, statistics.embedded) == (2, 1)
     prepared.lease.release()
     assert bench.store.statistics().bytes_held == 0
+
+
+async def test_embeddings_of_a_video_are_items_of_frame_groups() -> None:
+    """Rows, metadata and placeholders of each group; equal groups have one key and extent, in any request."""
+    bench = Bench(video_token_id=VIDEO_PLACEHOLDER)
+    rows = rows_of(8)
+    rows[4:6] = rows[0:2]
+    file = video_embedding_file(rows, (4, 2, 4), (0.5, 1.5, 2.5, 3.5))
+    image = data_url(image_bytes())
+    prepared = await bench.pipeline.prepare("\x01a\x02b", [image, embedded_video(file)])
+    assert prepared.token_ids == [1, 1, 97, *[50, 2, 2] * 4, 98]
+    groups = prepared.items[1:]
+    assert [(one.offset, one.tokens, one.metadata, one.encoded) for one in groups] == [
+        (4, 2, b"0.5", True),
+        (7, 2, b"1.5", True),
+        (10, 2, b"2.5", True),
+        (13, 2, b"3.5", True),
+    ]
+    assert b"".join(map(bench.rows, groups)) == rows.tobytes()
+    assert groups[0].key == groups[2].key
+    assert len({item.key for item in prepared.items}) == len(prepared.lease.extents) == 4
+    longer = np.concatenate([rows, rows_of(2, seed=1)])
+    file = video_embedding_file(longer, (5, 2, 4), [0.0, 1.0, 2.0, 3.0, 4.0])
+    extended = await bench.pipeline.prepare("\x02", [embedded_video(file)])
+    assert [one.key for one in extended.items[:4]] == [one.key for one in groups]
+    assert extended.items[0].extent == groups[0].extent
+    other = await bench.pipeline.prepare("\x02", [embedded_video(file)], "tenant")
+    assert not {one.key for one in other.items} & {one.key for one in extended.items}
+    for each in (prepared, extended, other):
+        each.lease.release()
+    assert bench.store.statistics().bytes_held == 0
+    bench.pipeline.close()
+
+
+VIDEO = {
+    "embeds": tensor_of(rows_of(4)),
+    "grid_thw": tensor_of(np.array([2, 2, 4])),
+    "timestamps": tensor_of(np.array([0.5, 1.5])),
+}
+
+
+@each_case(
+    ("changed", "code", "text"),
+    [
+        ({"timestamps": None}, "timestamps_missing", "come without timestamps. Remedy: add"),
+        ({"timestamps": tensor_of(np.array([1, 2]))}, "timestamps_dtype", "value I64, limit F64"),
+        ({"timestamps": tensor_of(np.array([0, 1e9]))}, "timestamps_invalid", "0 to 3600 seconds"),
+        ({"timestamps": tensor_of(np.array([0, -1.0]))}, "timestamps_invalid", "value -1.0"),
+        ({"timestamps": tensor_of(np.array([0, np.nan]))}, "timestamps_invalid", "value nan"),
+        ({"embeds": tensor_of(rows_of(5))}, "embeds_tokens", r"expected shape \[4, 8\]"),
+        ({"embeds": tensor_of(rows_of(4) * np.float32("nan"))}, "embeds_not_finite", "NaN"),
+        ({"more": tensor_of(rows_of(1))}, "embeddings_invalid", "another tensor"),
+    ],
+)
+async def test_bad_embedding_of_a_video_is_refused(
+    changed: dict[str, Any], code: str, text: str
+) -> None:
+    """Each is the client's error, with a remedy; nothing is kept."""
+    bench = Bench(video_token_id=VIDEO_PLACEHOLDER)
+    tensors = {name: each for name, each in (VIDEO | changed).items() if each is not None}
+    error = await refusal(bench, "\x02", embedded_video(tensors_file(tensors)))
+    assert (error.code, error.status) == (code, 400)
+    assert error.message.startswith("video 0: ")
+    assert "Remedy: " in error.message
+    assert re.search(text, error.message)
+    whole = tensors_file(VIDEO)
+    for file in (whole[:-1], whole[:50], b"\xff" * 64):
+        error = await refusal(bench, "\x02", embedded_video(file))
+        assert (error.code, error.status) == ("embeddings_invalid", 400)
+    bench.pipeline.close()
+
+
+async def test_embeddings_of_videos_need_a_model_that_takes_them() -> None:
+    video = embedded_video(tensors_file(VIDEO))
+    bench = Bench()
+    assert (await refusal(bench, "\x02", video)).code == "videos_not_taken"
+    bench.pipeline.close()
+    bench = Bench(video_token_id=VIDEO_PLACEHOLDER)
+    bench.preprocessor.video_times = ""
+    assert (await refusal(bench, "\x02", video)).code == "embeddings_not_taken"
+    bench.pipeline.close()
+    bench = Bench(MediaConfig(allow_embeddings=True, videos_max=1), video_token_id=2)
+    assert (await refusal(bench, "\x02\x02", video, video)).code == "too_many_videos"
+    bench.pipeline.close()
+
+
+async def test_embeddings_by_reference(tmp_path: Path) -> None:
+    """A file of the allowed folder, of an allowed host, or a data: URL has the key of its base64."""
+    (folder := tmp_path / "allowed").mkdir()
+    image, video = embedding_file(), tensors_file(VIDEO)
+    files = {"image": image, "video": video}
+    for name, file in files.items():
+        (folder / name).write_bytes(file)
+    (tmp_path / "outside").write_bytes(image)
+    (folder / "link").symlink_to(tmp_path / "outside")
+    settings = MediaConfig(allow_embeddings=True, directory=str(folder))
+    remote = {f"https://host/{name}": file for name, file in files.items()}
+    bench = Bench(settings, remote=remote, video_token_id=VIDEO_PLACEHOLDER)
+    keys = set()
+    for source_of in (
+        lambda file, _: base64.b64encode(file).decode(),
+        lambda _, name: f"file://{folder}/{name}",
+        lambda _, name: f"https://host/{name}",
+        lambda file, _: data_url(file, "application/octet-stream"),
+    ):
+        sources = [source_of(file, name) for name, file in files.items()]
+        references: list[ImageReference]
+        references = [EmbeddedImage(sources[0]), EmbeddedVideo(sources[1])]
+        prepared = await bench.pipeline.prepare("\x01\x02", references)
+        keys.add(tuple(item.key for item in prepared.items))
+        prepared.lease.release()
+    assert len(keys) == 1
+    for url in (f"file://{folder}/link", f"file://{folder}/none", f"file://{folder}/../outside"):
+        for reference in (EmbeddedImage(url), EmbeddedVideo(url)):
+            error = await refusal(bench, "\x01", reference)
+            assert (error.code, error.status) == ("embedding_file_refused", 400)
+    wrong = EmbeddedImage(data_url(image, "image/png"))
+    assert (await refusal(bench, "\x01", wrong)).code == "embedding_type_unsupported"
+    (folder / "image").write_bytes(image.ljust(settings.image_bytes_max + 1))
+    error = await refusal(bench, "\x01", EmbeddedImage(f"file://{folder}/image"))
+    assert (error.code, error.status) == ("embedding_too_large", 413)
+    assert "media.image_bytes_max" in error.message
+    bench.pipeline.close()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -179,9 +325,9 @@ async def test_file_size_is_bounded_exactly(surplus: int, accepted: bool) -> Non
         (await bench.pipeline.prepare("\x01", [embedded(file)])).lease.release()
     else:
         error = await refusal(bench, "\x01", embedded(file))
-        assert (error.code, error.status) == ("image_too_large", 413)
+        assert (error.code, error.status) == ("embedding_too_large", 413)
         assert f"limit {len(file) - surplus} bytes. Remedy: " in error.message
-        assert "the embeddings are too large" in error.message
+        assert "the encoded embedding is too large" in error.message
     bench.pipeline.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +26,13 @@ from vsched.errors import RequestRefused
 from vsched.media.embeddings import (
     HEADER_BYTES_MAX,
     EmbeddedImage,
-    Embedding,
+    Tensor,
     read_embedding,
     read_tensors,
     write_rows,
 )
 from vsched.types import ModelInfo
-from vsched.worker.contract import Companion
+from vsched.worker.contract import Companion, ImagePlan
 
 COMPANION = Companion("grid_thw", ("time", "height", "width"))
 NAMES = ("embeds", "grid_thw")
@@ -41,14 +41,21 @@ EMBEDS = tensor_of(rows_of(2))
 ENTRY = {"dtype": "I64", "shape": [3], "data_offsets": [0, 24]}
 
 
-def read(file: bytes, info: ModelInfo | None = None) -> Embedding:
+class Read(NamedTuple):
+    """A checked embedding."""
+
+    embeds: Tensor
+    plan: ImagePlan
+
+
+def read(file: bytes, info: ModelInfo | None = None) -> Read:
     info = info or model_info()
-    return read_embedding(file, info, COMPANION, FakePreprocessor(info).plan_embedding)
+    return Read(*read_embedding(file, info, COMPANION, FakePreprocessor(info).plan_embedding))
 
 
-def written(embedding: Embedding, info: ModelInfo) -> npt.NDArray[np.uint8]:
+def written(embedding: Read, info: ModelInfo) -> npt.NDArray[np.uint8]:
     rows = np.zeros(embedding.plan.tokens * info.embedding_row_bytes, np.uint8)
-    write_rows(embedding, info.dtype, rows)
+    write_rows(embedding.embeds, info.dtype, rows)
     return rows
 
 
@@ -191,9 +198,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "value F16, limit F32. Remedy: ",
     ),
     "an unknown type": (
-        {"embeds": ("F64", (2, 8), bytes(128)), "grid_thw": GRID},
+        {"embeds": ("I16", (2, 8), bytes(32)), "grid_thw": GRID},
         "embeds_dtype",
-        "value another type, limit F32, F16, BF16, I64, I32",
+        "value another type, limit F64, F32, F16, BF16, I64, I32",
     ),
     "too many tokens": (
         {"embeds": tensor_of(rows_of(65)), "grid_thw": tensor_of(np.array([1, 26, 10]))},

@@ -37,8 +37,8 @@ def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage])
     read = [
         read_embedding(file, stage.info, front.companion, front.plan_embedding) for file in files
     ]
-    assert [(grid_of(one.plan.metadata), one.plan.tokens) for one in read] == [((1, 4, 6), 6)] * 2
-    assert bytes(read[0].embeds.data) == bytes(read[1].embeds.data) == rows.tobytes()
+    assert [(grid_of(plan.metadata), plan.tokens) for _, plan in read] == [((1, 4, 6), 6)] * 2
+    assert bytes(read[0][0].data) == bytes(read[1][0].data) == rows.tobytes()
 
 
 def test_offsets_nobody_gave_are_found(stages: Callable[..., Stage]) -> None:
@@ -65,7 +65,7 @@ def test_brought_rows_are_planned_by_the_size_of_their_image(name: str, tmp_path
     def read(size: tuple[int, int]) -> ImagePlan:
         file = safetensors.numpy.save({"embeds": rows, "image_size": np.array(size)})
         assert front.companion is not None
-        return read_embedding(file, info, front.companion, front.plan_embedding).plan
+        return read_embedding(file, info, front.companion, front.plan_embedding)[1]
 
     assert read((30, 90)) == plan
     for size, code in (

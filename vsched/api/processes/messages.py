@@ -18,6 +18,7 @@ from vsched.media.base64_text import TextWithBase64
 from vsched.media.embeddings import (
     BoundedImage,
     EmbeddedImage,
+    EmbeddedVideo,
     NamedImage,
     VideoReference,
 )
@@ -74,6 +75,7 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
 
     url: SentText | None = None
     embedding: SentText | None = None
+    is_video: bool = False
     uuid: str | None = None
     bounds: PixelBounds | None = None
     frames: list[SentText] = []
@@ -91,8 +93,9 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(reference, BoundedImage):
             bounds, reference = reference.bounds, reference.image
         match reference:
-            case EmbeddedImage(data):
-                return cls(embedding=SentText.of(data), bounds=bounds)
+            case EmbeddedImage(source) | EmbeddedVideo(source):
+                is_video = isinstance(reference, EmbeddedVideo)
+                return cls(embedding=SentText.of(source), is_video=is_video)
             case NamedImage(uuid, url):
                 sent = None if url is None else SentText.of(url)
                 return cls(url=sent, uuid=uuid, bounds=bounds)
@@ -102,7 +105,8 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
     def reference(self) -> ImageReference:
         """The original reference."""
         if self.embedding is not None:
-            return EmbeddedImage(self.embedding.original)
+            embedded = EmbeddedVideo if self.is_video else EmbeddedImage
+            return embedded(self.embedding.original)
         url = None if self.url is None else self.url.original
         if self.sampling is not None:
             frames = tuple(each.original for each in self.frames)

@@ -14,9 +14,9 @@ from vsched.errors import RequestFailed
 from vsched.faultpoints import fault_point
 from vsched.media.allocator import free_image
 from vsched.media.decode import DecodeLimits, decode
-from vsched.media.embeddings import Embedding, write_rows
+from vsched.media.embeddings import Tensor, write_rows
 from vsched.media.keys import content_key
-from vsched.media.measure import Measured, MeasuredVideo, within
+from vsched.media.measure import Measured, MeasuredVideo, MeasuredVideoEmbedding, within
 from vsched.media.video import VideoLimits, read_frames
 from vsched.types import ArraySpec
 from vsched.worker.contract import FrameSize, ImageProcessing, Preprocessor, view_arrays
@@ -68,12 +68,29 @@ def process(
         RequestRefused: If the image is damaged, or a value of the embedding is not finite.
         RequestFailed: If the processor's output differs from its plan.
     """
-    if isinstance(image.content, Embedding):
+    if isinstance(image.content, Tensor):
         write_rows(image.content, preprocessor.info.dtype, extent)
         return
     fault_point("media.decode")
     bounded = within(preprocessor, image.bounds, limits.image)
     process_encoded(image.content, image.plan.arrays, extent, bounded, limits)
+
+
+def process_video_embedding(
+    video: MeasuredVideoEmbedding, extents: Sequence[npt.NDArray[np.uint8]], dtype: str
+) -> tuple[bytes, ...]:
+    """Fill the extent of each frame group with its rows; return the keys of their contents.
+
+    Blocks: until all rows are converted; call it in a thread of the pool.
+
+    Raises:
+        RequestRefused: If a value is not finite.
+    """
+    start = 0
+    for group, extent in zip(video.plan.groups, extents, strict=True):
+        write_rows(video.content.rows(start, start + group.tokens), dtype, extent)
+        start += group.tokens
+    return video.group_keys
 
 
 def process_encoded(

@@ -18,7 +18,7 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.faultpoints import fault_point
 from vsched.isolated.calls import EXTERNAL_SIGNALS, CallFailedError, IsolatedCalls
 from vsched.media.decode import DecodeLimits, ImageHeader, has_native_header, inspect
-from vsched.media.embeddings import Embedding
+from vsched.media.embeddings import Tensor
 from vsched.media.measure import Measured, MeasuredVideo
 from vsched.media.pictures.filling import VideoOrder
 from vsched.media.video import HEADER_BYTES, VideoLimits
@@ -141,7 +141,7 @@ class PictureProcesses:
             RequestRefused: When the image is damaged.
             RequestFailed: When the processor failed, or the process died or took too long.
         """
-        assert not isinstance(image.content, Embedding)
+        assert not isinstance(image.content, Tensor)
         fault_point("media.decode")
         order = PictureOrder(image.plan.arrays, place, image.bounds)
         self._call(order, image.content, keep=image.work_bytes < LARGE_BYTES)

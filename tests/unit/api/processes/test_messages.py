@@ -10,6 +10,7 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import (
     BoundedImage,
     EmbeddedImage,
+    EmbeddedVideo,
     ImageReference,
     NamedImage,
     VideoReference,
@@ -33,6 +34,7 @@ def sent(reference: ImageReference) -> ImageReference:
     [
         "https://example.com/a.png",
         EmbeddedImage("c2FmZQ=="),
+        EmbeddedVideo("file:///a.safetensors"),
         NamedImage("a name", None),
         VideoReference("data:video/mp4;base64,AA==", VideoSampling(2.0, bounds=BOUNDS)),
         VideoReference(("data:one", LONG), VideoSampling(num_frames=4)),
@@ -40,18 +42,30 @@ def sent(reference: ImageReference) -> ImageReference:
         BoundedImage("https://example.com/a.png", BOUNDS),
         BoundedImage(NamedImage("a name", "https://example.com/a.png"), BOUNDS),
     ],
-    ids=["url", "embedding", "name", "video", "frames", "named", "bounded", "bounded and named"],
+    ids=[
+        "url",
+        "embedding",
+        "embedded video",
+        "name",
+        "video",
+        "frames",
+        "named",
+        "bounded",
+        "bounded and named",
+    ],
 )
 def test_messages_bring_every_form_of_an_image(reference: ImageReference) -> None:
     assert sent(reference) == reference
 
 
-@pytest.mark.parametrize("wrap", [str, EmbeddedImage, lambda url: NamedImage("name", url)])
+@pytest.mark.parametrize(
+    "wrap", [str, EmbeddedImage, EmbeddedVideo, lambda url: NamedImage("name", url)]
+)
 def test_messages_bring_long_base64_as_bytes(wrap: object) -> None:
     """It is kept apart from its text: as a text it would be copied under the GIL."""
     reference = LONG if wrap is str else wrap(LONG)  # type: ignore[operator]
     found = sent(reference)
-    text = found if isinstance(found, str) else getattr(found, "data", None) or found.reference  # type: ignore[union-attr]
+    text = found if isinstance(found, str) else getattr(found, "source", None) or found.reference  # type: ignore[union-attr]
     assert isinstance(text, TextWithBase64)
     assert (text, base64_of(text, 22)) == (LONG, LONG.base64)
 

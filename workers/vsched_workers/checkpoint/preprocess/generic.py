@@ -91,14 +91,14 @@ class AnyPreprocessor(TextPreprocessor):
         """Use this image processing."""
         self._images = images
         self.processor = images.processor
-        settings = json.dumps(self.processor.settings, sort_keys=True, default=str)
+        videos = images.videos.settings if images.videos is not None else None
+        settings = json.dumps([self.processor.settings, videos], sort_keys=True, default=str)
         self.settings_digest = digest_of(
             b"vsched.arrays.1",
             self.info.family.encode(),
             version("transformers").encode(),
             settings.encode(),
             str(self.info.item_tokens_max).encode(),
-            repr(images.videos).encode(),
         )
         self._plan = lru_cache(SIZES_KEPT)(self._plan_of)
 

@@ -199,10 +199,9 @@ def load_images(info: ModelInfo, tokenizer: Any) -> GenericImages:
     directory = checkpoint_directory(info.path)
     processor = load_image_processor(directory, info.family, tokenizer, info.placeholder)
     videos = None
-    if info.takes_videos:
-        video_processor = video_processor_of(directory, info.family)
-        assert isinstance(video_processor, VideoProcessor), video_processor
-        videos = video_rules(video_processor, video_settings(directory, video_processor))
+    described = video_processor_of(directory, info.family)
+    if info.takes_videos and isinstance(described, VideoProcessor):
+        videos = video_rules(described, video_settings(directory, described))
     return GenericImages(processor, info, videos)
 
 

@@ -72,6 +72,13 @@ DEFAULTS: dict[str, Any] = {
 checkpoints use."""
 
 
+TIMESTAMPS, SECONDS_PER_GROUP = "timestamps", "second_per_grid_ts"
+_TIMES = {
+    TIMESTAMPS: "the seconds of each frame group",
+    SECONDS_PER_GROUP: "the seconds per frame group",
+}
+
+
 class QwenPreprocessor(TextPreprocessor):
     """Tokenizer, chat template and image processor of one checkpoint."""
 
@@ -94,6 +101,8 @@ class QwenPreprocessor(TextPreprocessor):
         self._placeholders = [backend.id_to_token(each) for each in marks if each is not None]
         self._videos = videos
         self._around = around_groups
+        if videos is not None:
+            self.video_times = SECONDS_PER_GROUP if around_groups is None else TIMESTAMPS
         self._limits = limits
         self._patch = int(settings["patch_size"])
         self._merge = int(settings["merge_size"])
@@ -143,22 +152,79 @@ class QwenPreprocessor(TextPreprocessor):
             facts, sampling, frames_max=frames_max, sample=sample, tokens=self.info.item_tokens_max
         )
         width, height = layout.size.width, layout.size.height
-        group = image_plan(
-            (1, height // self._patch, width // self._patch),
-            merge=self._merge,
-            patch=self._patch,
-            channels=self._channels,
-            frames=self._videos.temporal,
-        )
+        group = self._group(height // self._patch, width // self._patch, self._videos.temporal)
         if group.tokens > self.info.item_tokens_max:
             raise too_many_tokens(
                 facts.width, facts.height, group.tokens, self.info.item_tokens_max
             )
+        groups, expansion = self._groups(group, layout.times, layout.interval)
+        # The resized frames and their patches, the result, and an intermediate image of the old height.
+        made = sum(spec.nbytes for spec in group.arrays)
+        work = 4 * made + 4 * width * (facts.height + height)
+        return VideoPlan(layout.frames, layout.size, groups, expansion, work)
+
+    def plan_embedded_video(
+        self, companion: Sequence[int], seconds: Sequence[float], *, frames_max: int
+    ) -> VideoPlan:
+        """Return the plan of a grid: frame groups, and patches of a group in height and width.
+
+        `seconds` are the time of each group, or the seconds per group.
+
+        Raises:
+            RequestRefused: When the grid is out of bounds, or the number of seconds is another.
+        """
+        if self._videos is None:
+            return super().plan_embedded_video(companion, seconds, frames_max=frames_max)
+        count, height, width = companion
+        if count * self._videos.temporal > frames_max:
+            message = limit_message(
+                "the embedded video has too many frames",
+                value=f"{count} groups of {self._videos.temporal} frames",
+                limit=f"{frames_max} frames",
+                remedy="encode fewer frames, or raise media.video_frames_max",
+            )
+            raise RequestRefused(message, code="video_frames_exceeded")
+        self._check_grid(companion)
+        group = self._group(height, width, self._videos.temporal)
+        if group.tokens > self.info.item_tokens_max:
+            message = limit_message(
+                "a frame group of the embedded video has too many tokens",
+                value=f"{group.tokens} tokens",
+                limit=f"{self.info.item_tokens_max} tokens",
+                remedy="encode smaller frames, or raise the encode stage's token budget",
+            )
+            raise RequestRefused(message, code="image_tokens_exceeded")
+        expected = 1 if self._around is None else count
+        if len(seconds) != expected:
+            message = limit_message(
+                f"the embeddings' {self.video_times} has the wrong number of values",
+                value=len(seconds),
+                limit=f"{expected}, {_TIMES[self.video_times]}",
+                remedy=f"send the {self.video_times} that the checkpoint's processor computes",
+            )
+            raise RequestRefused(message, code=f"{self.video_times}_shape")
+        times = [0.0] * count if self._around is None else seconds
+        groups, expansion = self._groups(group, times, seconds[0])
+        return VideoPlan((), FrameSize(0, 0), groups, expansion)
+
+    def _group(self, rows: int, columns: int, frames: int) -> ImagePlan:
+        return image_plan(
+            (1, rows, columns),
+            merge=self._merge,
+            patch=self._patch,
+            channels=self._channels,
+            frames=frames,
+        )
+
+    def _groups(
+        self, group: ImagePlan, times: Sequence[float], interval: float
+    ) -> tuple[tuple[ImagePlan, ...], tuple[int, ...]]:
+        """Return the plan of each group of a video, and the tokens that replace its placeholder."""
         video = self.info.video_token_id
         assert video is not None, "a model without videos has no rules for them"
         groups: list[ImagePlan] = []
         expansion: list[int] = []
-        for index, seconds in enumerate(layout.times):
+        for index, seconds in enumerate(times):
             if self._around is not None:
                 start, end = self._around
                 groups.append(group)
@@ -166,13 +232,10 @@ class QwenPreprocessor(TextPreprocessor):
                 expansion += self._special.ids_of_text(text)
                 expansion += [start, *[video] * group.tokens, end]
             else:
-                metadata = with_time(group.metadata, index, layout.interval)
+                metadata = with_time(group.metadata, index, interval)
                 groups.append(replace(group, metadata=metadata))
                 expansion += [video] * group.tokens
-        # The resized frames and their patches, the result, and an intermediate image of the old height.
-        made = sum(spec.nbytes for spec in group.arrays)
-        work = 4 * made + 4 * width * (facts.height + height)
-        return VideoPlan(layout.frames, layout.size, tuple(groups), tuple(expansion), work)
+        return tuple(groups), tuple(expansion)
 
     def process_frames(self, frames: Sequence[Image.Image], size: FrameSize) -> Arrays:
         """Return the pixels of a frame group, and the table of their values."""
@@ -242,19 +305,23 @@ class QwenPreprocessor(TextPreprocessor):
         Raises:
             RequestRefused: When a side is empty or not a multiple of the merge size.
         """
-        time, height, width = grid = companion
+        self._check_grid(companion)
+        time, height, width = companion
+        return self._plan((time, height, width))
+
+    def _check_grid(self, grid: Sequence[int]) -> None:
+        _, height, width = grid
         merge = self._merge
         if min(grid) < 1 or height % merge or width % merge:
             raise RequestRefused(
                 limit_message(
-                    "no image has such a grid",
+                    "no image or video has such a grid",
                     value=list(grid),
                     limit=f"at least [1, {merge}, {merge}], height and width multiples of {merge}",
-                    remedy="send the image_grid_thw that the checkpoint's image processor gives",
+                    remedy="send the image_grid_thw or video_grid_thw that the checkpoint's processor computes",
                 ),
                 code="grid_thw_invalid",
             )
-        return self._plan((time, height, width))
 
     def process_image(self, image: Image.Image) -> Arrays:
         """Return the pixels of an RGB image, with the grid of `plan_image`, and the table of their values.
