@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import uvloop
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
-# Two pytest workers keep all cores busy: a thread that waits by spinning would take one from the others.
+# Pytest's workers keep all cores busy: a thread that waits by spinning would take one from the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Without a GPU, Triton's kernels run in its interpreter, which is chosen when Triton is imported.
 if not Path("/dev/nvidiactl").exists():
@@ -23,16 +24,32 @@ else:  # servers that tests start have the defaults and the arithmetic of a CPU
 # Checkpoints are generated: access to a hub is an error, and fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+FREEZE_EVERY = 64
+"""Number of tests."""
+_finished = itertools.count(1)
+
 
 def pytest_configure() -> None:
-    """Let `device = "auto"` be the CPU in this process, also on a machine with a GPU."""
+    """Let `device = "auto"` be the CPU in this process, also on a machine with a GPU; collect tests without garbage."""
     from vsched.config import devices
 
     devices.DEVICE_FILES = ("/no GPU in tests",)
+    gc.disable()  # until all modules are imported: a quarter of the time of a collection of tests
 
 
 def pytest_collection_finish() -> None:
     """Freeze the objects of collected tests, so that the garbage collections of tests do not traverse them."""
+    _freeze()
+    gc.enable()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Freeze from time to time what earlier tests left: some tests collect garbage often, to find leaks."""
+    if next(_finished) % FREEZE_EVERY == 0:
+        _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
 

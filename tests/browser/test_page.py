@@ -134,7 +134,7 @@ def picture(page: Page, name: str, *, opened: Locator | None = None) -> None:
         page.locator("body").screenshot(path=Path(folder) / f"page-{name}.png")
 
 
-def test_page_says_why_a_request_waits(page: Page, load: None) -> None:
+def test_page_reports_why_a_request_waits(page: Page, load: None) -> None:
     page.get_by_label("Show").select_option("waiting")
     page.locator("button.row").last.click()
     expect(page.get_by_text(f"all {SLOTS} slots are taken").first).to_be_visible()

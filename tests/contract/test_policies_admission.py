@@ -172,7 +172,7 @@ def test_look_ahead_ends_when_the_head_starves() -> None:
     assert indices(2 * SECOND_NS) == [0]
 
 
-def test_look_ahead_proposes_the_front_where_nothing_fits() -> None:
+def test_look_ahead_proposes_the_front_if_nothing_fits() -> None:
     """The kernel finds that it does not fit, and calls the policy again only after a change."""
     waiting = [Item(10, blocks=9), Item(10, blocks=8)]
     answer = ask(TokenBudget(look_ahead=5), waiting, divisible=True, tokens_free=100, blocks_free=4)

@@ -70,7 +70,7 @@ def steps_of(policy: DraftingPolicy) -> int:
     return generate_statistics(cluster)["steps"]
 
 
-def test_prompt_lookup_takes_fewer_steps_where_half_of_the_drafts_prove_right() -> None:
+def test_prompt_lookup_takes_fewer_steps_if_half_of_the_drafts_prove_right() -> None:
     """As in model ranks."""
     assert steps_of(NoDrafts()) > 400 > 250 > steps_of(PromptLookup())
 

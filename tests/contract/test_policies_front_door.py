@@ -46,7 +46,7 @@ def test_tenant_fair_lets_a_burst_in_and_then_a_rate() -> None:
     assert [type(ask(policy, state, 9000)) for _ in range(4)] == [Admit, Admit, Admit, Shed]
 
 
-def test_tenant_fair_holds_in_order_and_tells_when_to_come_back() -> None:
+def test_tenant_fair_holds_in_order_and_reports_when_to_come_back() -> None:
     policy, state = TenantFair(rate=1, burst=1, wait_s=2, rates={"b": 1000}), ServedTokens()
     answers = [ask(policy, state, 0) for _ in range(5)]
     assert answers[:3] == [Admit(), Hold(SECOND_NS), Hold(2 * SECOND_NS)]

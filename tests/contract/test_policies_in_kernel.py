@@ -27,6 +27,8 @@ from vsched_policies.encoding import ChunkAware, Combined, Eager
 ROOT = Path(__file__).parents[2]
 REGISTERED = list_policies()
 FIELDS: dict[str, dict[str, Any]] = {"pinned": {"tokens": 64}}
+SEEDS = range(4)
+"""Schedules of 80 events; each runs twice."""
 ADMISSION = pytest.mark.parametrize(
     "registered",
     [policy for policy in REGISTERED if policy.kind == "admission"],
@@ -43,9 +45,9 @@ def test_policy_passes_random_schedules(registered: RegisteredPolicy) -> None:
     policy = resolve_policy(registered.kind, {"use": registered.name, **fields})
     if registered.name == "fraction":  # the faulty size that others are compared with
         with pytest.raises(PolicyError, match="it proves no build"):
-            check_policy(policy, seeds=range(8))
+            check_policy(policy, seeds=SEEDS)
     else:
-        check_policy(policy, seeds=range(8))
+        check_policy(policy, seeds=SEEDS)
 
 
 def admission(registered: RegisteredPolicy) -> RequestPolicy:
@@ -118,7 +120,7 @@ class Counted(Gathered, frozen=True, kw_only=True):
         return super().admit(view)
 
 
-def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
+def test_gathered_is_called_on_arrival_and_at_its_deadline() -> None:
     """In between it waits for an event or its time, whatever the number of other steps."""
     Counted.requested.clear()
     policies = default_policies(generate_admission=Counted(deadline_s=0.1))
@@ -143,7 +145,7 @@ def test_gathered_is_asked_on_arrival_and_at_its_deadline() -> None:
     assert_served(cluster, *cluster.requests)
 
 
-def test_gathered_encoder_is_asked_on_arrival_and_at_its_deadline() -> None:
+def test_gathered_encoder_is_called_on_arrival_and_at_its_deadline() -> None:
     """Steps of other groups do not make the encode stage call it again."""
     Counted.requested.clear()
     policies = default_policies(encode_admission=Counted(deadline_s=0.1))
@@ -191,7 +193,7 @@ class CountedFifo(Fifo, frozen=True, kw_only=True):
 
 
 @pytest.mark.parametrize("look_ahead", [0, 3])
-def test_fifo_is_not_asked_again_before_something_changes(look_ahead: int) -> None:
+def test_fifo_is_not_called_again_before_something_changes(look_ahead: int) -> None:
     """A request without blocks is examined again when blocks were freed, not in every step."""
     CountedFifo.requested.clear()
     policies = default_policies(generate_admission=CountedFifo(look_ahead=look_ahead))

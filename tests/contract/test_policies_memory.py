@@ -258,7 +258,7 @@ def test_auto_profile_shrinks_by_a_block_at_least() -> None:
     assert requested(policy, *attempts, context_tokens=16) == Build(144)
 
 
-def test_auto_profile_says_all_when_it_gives_up() -> None:
+def test_auto_profile_reports_all_when_it_gives_up() -> None:
     """Initial, final, peak, total, headroom, and the settings in the order to try."""
     builds = [attempted("build", tokens, "out_of_memory") for tokens in (4096, 3888, 3680, 3488)]
     policy = AutoProfile(headroom_bytes=1024, mem_fraction=0.9)
@@ -311,7 +311,7 @@ def test_pinned_takes_tokens_or_bytes() -> None:
     assert requested(Pinned(tokens=100, headroom_bytes=9)) == Build(100, headroom_bytes=9)
 
 
-def test_pinned_refuses_what_did_not_hold() -> None:
+def test_pinned_refuses_sizes_that_did_not_hold() -> None:
     """The operator's size is not reduced silently."""
     message = refused(requested(Pinned(bytes=640), attempted("build", 64, "out_of_memory")))
     assert "value 64 tokens (640 bytes), peak 244.8 KiB, headroom 0 bytes" in message
@@ -381,7 +381,7 @@ def test_every_policy_leaves_room_for_states() -> None:
 
 
 @pytest.mark.parametrize("name", REGISTERED)
-def test_memory_sizes_or_says_why_not(name: str) -> None:
+def test_memory_sizes_or_reports_why_not(name: str) -> None:
     """On devices of many sizes the end is a size or an error of the right type, never anything else."""
     ended: list[type] = []
     for total in (32, 64, 512, 2048):

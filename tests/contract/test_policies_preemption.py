@@ -46,7 +46,7 @@ def test_cheapest_takes_the_fewest_tokens_of_several_the_youngest(
         (7, 3),  # 20 - 60, 40 - 60, 30 - 40 and 10 - 10
     ],
 )
-def test_reader_pace_takes_who_is_furthest_ahead(now_s: int, victim: int) -> None:
+def test_reader_pace_preempts_the_request_furthest_ahead(now_s: int, victim: int) -> None:
     """At 10 tokens a second, starting a second after the arrival."""
     second = 1_000_000_000
     requests = [
@@ -125,5 +125,5 @@ def took(*, token_ns: int, block_ns: int) -> Measurements:
         (long_view(640, free=39), "recompute"),
     ],
 )
-def test_swap_long_swaps_where_computing_takes_longer(view: PreemptionView, mode: str) -> None:
+def test_swap_long_swaps_if_computing_takes_longer(view: PreemptionView, mode: str) -> None:
     assert SwapLong().victim(view) == Preemption(1, mode)  # type: ignore[arg-type]

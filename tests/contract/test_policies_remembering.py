@@ -55,7 +55,7 @@ def test_tenant_fair_counts_what_runs() -> None:
     ]
 
 
-def test_tenant_fair_lifts_who_comes_later() -> None:
+def test_tenant_fair_raises_the_counter_of_late_tenants() -> None:
     """A tenant that was away has no credit, and one that took more before keeps its debt."""
     state = ServedTokens(tokens={"a": 900.0, "b": 1000.0}, waited=["a"])
     chosen(TenantFair(), of("abc"), state=state)

@@ -15,7 +15,7 @@ from vsched.sim.faults.injection import Injector
 from vsched.sim.faults.plan import Direction, Effect, FaultPlan, MessageFault
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.channel import LinkProfile
-from vsched.sim.network.links import LeaderEnd, Network, RankEnd
+from vsched.sim.network.links import Network, RankEnd, SimulatedLeaderEnd
 from vsched.testing import ContractBroken, check_transport
 from vsched.testing.contracts.transport import Bounds, Transport
 from vsched.transport.zmq_link import QUEUE_MAX, LeaderLink, OnFrame, RankLink, rank_identity
@@ -52,7 +52,7 @@ class ZmqTransport:
 class SimTransport:
     """Links in memory, on a virtual clock."""
 
-    leader_type = LeaderEnd
+    leader_type = SimulatedLeaderEnd
 
     def __init__(self, effect: Effect | None = None, *, queue_max: int = QUEUE_MAX) -> None:
         """Create a network; `effect` strikes every fiftieth frame."""
@@ -75,7 +75,7 @@ class SimTransport:
         injector = Injector(FaultPlan(faults=tuple(faults)), loop)
         self.network = Network(loop, random.Random(0), injector, profile=profile)
 
-    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+    def listen(self, on_frame: OnFrame) -> SimulatedLeaderEnd:
         return self.network.listen(ADDRESS, on_frame)
 
     def connect(self, rank: int) -> RankEnd:
@@ -126,7 +126,7 @@ async def test_check_transport_refuses_a_network_with_faults(complaint: str) -> 
 class Broadcasting(SimTransport):
     """Frames for a missing rank go to an existing one."""
 
-    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+    def listen(self, on_frame: OnFrame) -> SimulatedLeaderEnd:
         leader = super().listen(on_frame)
         send = leader.send
 
@@ -141,7 +141,7 @@ class Broadcasting(SimTransport):
 class Hushing(SimTransport):
     """Reports frames for a missing rank as sent."""
 
-    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+    def listen(self, on_frame: OnFrame) -> SimulatedLeaderEnd:
         leader = super().listen(on_frame)
         send = leader.send
         leader.send = lambda rank, frame: send(rank, frame) or True  # type: ignore[method-assign]
@@ -151,14 +151,14 @@ class Hushing(SimTransport):
 class Anonymous(SimTransport):
     """Attributes every report to rank 0."""
 
-    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+    def listen(self, on_frame: OnFrame) -> SimulatedLeaderEnd:
         return super().listen(lambda _, frame: on_frame(rank_identity(0), frame))
 
 
 class Undying(SimTransport):
     """Keeps listening once closed."""
 
-    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+    def listen(self, on_frame: OnFrame) -> SimulatedLeaderEnd:
         leader = super().listen(on_frame)
         leader.close = lambda: None  # type: ignore[method-assign]
         return leader
@@ -167,7 +167,7 @@ class Undying(SimTransport):
 class Stalling(SimTransport):
     """One queue for all ranks together."""
 
-    def listen(self, on_frame: OnFrame) -> LeaderEnd:
+    def listen(self, on_frame: OnFrame) -> SimulatedLeaderEnd:
         leader = super().listen(on_frame)
         send, full = leader.send, False
 

@@ -13,7 +13,8 @@ from tests.e2e.command_line import run_command
 
 
 @pytest.mark.slow
-def test_accuracy_bench_finds_no_change_where_requests_preempt_each_other(
+@pytest.mark.thorough
+def test_accuracy_bench_finds_no_change_if_requests_preempt_each_other(
     tmp_path: Path, checkpoints: Callable[[str], Path]
 ) -> None:
     """Answers equal those of an undisturbed engine, and the report has the preemptions."""

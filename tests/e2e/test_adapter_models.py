@@ -156,7 +156,10 @@ def peft_model(base: Path, folder: Path) -> Any:
     return with_adapters(plain, folder)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["one rank", "int8 on two ranks", pytest.param("int4 with drafts", marks=pytest.mark.thorough)],
+)
 async def test_text_models_answer_as_peft(tmp_path: Path, kind: str) -> None:
     """All at once, each prompt with each adapter and with none; then again, from cached blocks."""
     base = twin = make_texts(tmp_path)
@@ -184,10 +187,14 @@ async def test_text_models_answer_as_peft(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
-        ("nano3", ()),
+        pytest.param("nano3", (), marks=pytest.mark.thorough),
         ("nano25", (RANKS, "encode.tensor_parallel=2")),
         ("nano3", ("placement=together",)),
-        ("nano25", ('generate.weights="int8"', 'encode.weights="int8"')),
+        pytest.param(
+            "nano25",
+            ('generate.weights="int8"', 'encode.weights="int8"'),
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["one rank", "two ranks", "together", "int8"],
 )
@@ -216,7 +223,7 @@ async def test_models_with_towers_answer_as_peft(
         assert {stage for stage, _ in adapted_ranks(engine)} == {"encode", "generate"}
 
 
-async def test_bfloat16_tells_the_probabilities_of_peft(tmp_path: Path) -> None:
+async def test_bfloat16_reports_the_probabilities_of_peft(tmp_path: Path) -> None:
     """The layers of vsched round differently, so the test compares probabilities of prompt and output."""
     base = make_texts(tmp_path, initializer_range=0.1)
     reference = peft_model(base, tmp_path)

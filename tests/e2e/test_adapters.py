@@ -173,7 +173,7 @@ async def test_requests_with_and_without_adapters_answer_as_peft_does(
     assert engine.statistics()["generate"]["tokens_cached"] > 0
 
 
-async def test_every_dialect_takes_an_adapter_as_its_model_and_says_so(
+async def test_every_dialect_takes_an_adapter_as_its_model_and_reports_it(
     client: Any, adapting: RunningServer, adapted: Adapted
 ) -> None:
     await loaded(client)
@@ -318,7 +318,7 @@ def spoil(folder: Path) -> None:
     )
 
 
-async def test_what_cannot_be_loaded_is_refused_and_nothing_is_lost(
+async def test_adapters_that_cannot_be_loaded_are_refused_and_nothing_is_lost(
     client: Any, adapting: RunningServer, adapted: Adapted, generated: Any, tmp_path: Path
 ) -> None:
     """While requests run, which are not affected."""

@@ -44,7 +44,10 @@ ASKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llava", "gemma3", "paligemma"])
+@pytest.fixture(
+    scope="module",
+    params=["llava", "gemma3", pytest.param("paligemma", marks=pytest.mark.thorough)],
+)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = tmp_path_factory.mktemp("seeing") / request.param
     make_vision_checkpoint(request.param, path)
@@ -129,7 +132,7 @@ class SecondTurn(Ask):
         return [*super().messages, answer, {"role": "user", "content": "Are you sure?"}]
 
 
-async def test_the_next_turn_finds_the_turn_before_where_that_is_right(
+async def test_the_next_turn_finds_the_turn_before_if_that_is_right(
     seeing: RunningServer, config: Config
 ) -> None:
     """All its full blocks, with its image; none if their content depends on later tokens."""

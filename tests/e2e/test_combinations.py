@@ -41,6 +41,7 @@ from vsched_workers.plugin import plugin
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
+EACH_FAMILY = [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.thorough)]
 KV_TOKENS = 336
 """So few that three of the requests do not fit."""
 WIDE = drawn_image(900, (300, 250))
@@ -224,7 +225,7 @@ async def test_combinations_cover_every_pair() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 async def test_every_combination_of_policies_equals_generate(
     family: str, models: Callable[[str], Model], configure: Callable[..., Config]
 ) -> None:
@@ -272,7 +273,7 @@ async def serve(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 async def test_combination_with_rank_processes_equals_generate(
     family: str, models: Callable[[str], Model], configure: Callable[..., Config]
 ) -> None:

@@ -105,7 +105,9 @@ async def plain(configure: Callable[..., Config]) -> Plain:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["lookup", "its own model", "another model"])
+@pytest.mark.parametrize(
+    "way", ["lookup", "its own model", pytest.param("another model", marks=pytest.mark.thorough)]
+)
 async def test_drafts_change_no_answer(
     configure: Callable[..., Config],
     checkpoints: Callable[[str], Path],
@@ -145,7 +147,7 @@ async def test_drafts_change_no_answer(
 
 
 @pytest.mark.slow
-async def test_what_a_grammar_forces_takes_no_steps(engine: Engine, plain: Plain) -> None:
+async def test_tokens_forced_by_a_grammar_take_no_steps(engine: Engine, plain: Plain) -> None:
     """By default: the output is the same, and comes in fewer steps."""
     found, steps = await constrained_steps(engine)
     assert said([found]) == said(plain.found[2:3])
@@ -169,7 +171,7 @@ async def test_ranks_of_a_group_draft_the_same(
         assert not any(group["restarts"] for group in engine.groups())
 
 
-async def test_drafts_are_refused_where_ranks_cannot_verify_them(
+async def test_drafts_are_refused_if_ranks_cannot_verify_them(
     configure: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vsched_workers.plugin.plugin.verifies_drafts", lambda *_, **__: False)

@@ -67,7 +67,7 @@ async def test_engine_equals_generate(
 
 
 @pytest.mark.slow
-async def test_engine_equals_generate_where_encoding_pauses(
+async def test_engine_equals_generate_if_encoding_pauses(
     configure: Callable[..., Config],
     expected: Callable[[str], list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,

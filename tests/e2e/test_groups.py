@@ -252,6 +252,7 @@ async def lose(engine: Engine, fault: Fault) -> None:
     assert any(words in reason for words in SEEN_AS[fault.number]), reason
 
 
+@pytest.mark.thorough
 async def test_groups_survive_two_faults_at_once_and_one_while_they_recover(
     groups: Engine, questions: list[Question]
 ) -> None:
@@ -290,7 +291,7 @@ def started_ranks() -> set[int]:
 
 
 @pytest.mark.parametrize("number", [KILL, HANG], ids=["killed", "hung"])
-async def test_group_that_loses_a_rank_while_it_starts_serves_or_says_why(
+async def test_group_that_loses_a_rank_while_it_starts_serves_or_reports_why(
     configure: Callable[..., Config], questions: list[Question], number: signal.Signals
 ) -> None:
     """Never a hang, and no rank is left behind."""

@@ -51,7 +51,9 @@ async def struck(
             yield host.address, net.cut, net.mend
 
 
-@pytest.mark.parametrize("struck", ["killed", "network cut"], indirect=True)
+@pytest.mark.parametrize(
+    "struck", ["killed", pytest.param("network cut", marks=pytest.mark.thorough)], indirect=True
+)
 async def test_hosts_answer_as_one_host_and_streams_outlive_a_loss(
     configure: Callable[..., Config],
     engine: Engine,

@@ -233,7 +233,7 @@ async def test_client_that_leaves_while_it_waits_is_aborted(client: Any, engine:
     assert engine.statistics()["finished"]["abort"] == before + 1
 
 
-async def test_clear_ends_all_and_tells_them(
+async def test_clear_ends_and_reports_all(
     client: Any, server: RunningServer, engine: Engine
 ) -> None:
     """A stream ends in an error event, a waiting request in a 503."""

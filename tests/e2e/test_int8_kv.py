@@ -32,7 +32,13 @@ async def wanted(configure: Callable[..., Config]) -> list[list[int]]:
     return [each.token_ids for each in found]
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(1, SWAPS), (2, ())], ids=["swapped", "two ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        pytest.param(1, SWAPS, id="swapped", marks=pytest.mark.thorough),
+        pytest.param(2, (), id="two ranks"),
+    ],
+)
 async def test_int8_requests_get_their_tokens_under_pressure_and_over_a_loss(
     ranks: int,
     more: tuple[str, ...],

@@ -113,7 +113,13 @@ async def test_no_request_waits_for_a_kernel_with_adapters(
         assert not any(found.values()), engine.groups()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=pytest.mark.thorough if "drafts" in way or "8-bit" in way else ())
+        for way in WAYS
+    ],
+)
 async def test_no_request_waits_for_a_kernel(way: str, configure: Callable[..., Config]) -> None:
     size = way.split()[0]
     config = configure(size, *WAYS[way], "deadlines.heartbeat_s=0.3")

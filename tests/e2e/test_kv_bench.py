@@ -11,7 +11,7 @@ from tests.bench.kv.__main__ import main
 
 
 @pytest.mark.slow
-def test_kv_bench_tells_what_8_bits_buy(checkpoints: Callable[[str], Path]) -> None:
+def test_kv_bench_reports_what_8_bits_buy(checkpoints: Callable[[str], Path]) -> None:
     words = [str(checkpoints("nano25")), "--mib", "1", "--requests", "3"]
     load = ["--prompt", "100", "--output", "8", "--set", "model.dtype=float32"]
     plain, small = main([*words, *load, "--set", "generate.context_tokens=256"])

@@ -24,7 +24,7 @@ async def test_limit_is_served_or_told_with_its_setting(
     await tried(Case(stage, True, limit_mib), verdict, capfd)
 
 
-async def test_limit_that_libraries_die_of_is_told_with_its_setting(
+async def test_limit_that_libraries_die_of_is_reported_with_its_setting(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A new process meets the limit while it imports them."""

@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.timeout(5 * PATIENCE_S),
     pytest.mark.slow,
+    pytest.mark.thorough,  # tests/sim/test_hosts.py has the same in virtual time
 ]
 SLOW_BYTES_PER_S = 1e6
 MANY = 24

@@ -91,7 +91,7 @@ def test_offline_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-async def test_offline_works_where_a_loop_runs_and_closes_twice(
+async def test_offline_works_if_a_loop_runs_and_closes_twice(
     configure: Callable[..., Config],
 ) -> None:
     """A notebook's thread has a running loop."""

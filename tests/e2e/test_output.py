@@ -52,7 +52,7 @@ async def test_stop_string_ends_before_it(engine: Engine) -> None:
     assert found.text == whole[: whole.index(stop) + len(stop)]
 
 
-async def test_special_tokens_are_text_where_they_are_asked_for(engine: Engine) -> None:
+async def test_special_tokens_are_text_where_they_are_requested(engine: Engine) -> None:
     """Stop strings find them, and the stop reason is reported as for any other stop."""
     end, *_ = engine.info.stop_token_ids
     name = engine.preprocessor.token_bytes(end).decode()

@@ -32,7 +32,9 @@ OUTPUTS = 60
 STREAMED = {"stream": True, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=["cohere", "deepseek_v3"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("cohere", marks=pytest.mark.thorough), "deepseek_v3"]
+)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = tmp_path_factory.mktemp("shared") / request.param
     make_checkpoint(request.param, path)

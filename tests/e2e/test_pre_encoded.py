@@ -195,7 +195,7 @@ async def test_a_repeated_embedding_is_cached_like_any_item(served: Served) -> N
     assert engine.statistics()["encode"]["items_encoded"] == encoded
 
 
-async def test_text_only_beside_embeddings_has_no_items(
+async def test_text_only_next_to_embeddings_has_no_items(
     served: Served, generated: Callable[[str, Sequence[Ask]], list[list[int]]]
 ) -> None:
     text = Ask(TEXTS[4])

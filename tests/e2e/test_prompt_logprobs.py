@@ -77,7 +77,7 @@ async def test_prompt_logprobs_are_those_of_the_model_however_chunks_cut(
         assert generation.cached_tokens == 0
 
 
-async def test_answers_tell_of_their_prompt_together(engine: Engine) -> None:
+async def test_answers_report_their_prompt_together(engine: Engine) -> None:
     token_ids = engine.preprocessor.tokenize(TEXT)
     generations = await engine.generate_choices(
         prompt=token_ids,
@@ -93,7 +93,7 @@ async def test_answers_tell_of_their_prompt_together(engine: Engine) -> None:
     assert generations[1].cached_tokens > 0
 
 
-async def test_prompts_with_images_are_told_of(engine: Engine) -> None:
+async def test_prompt_logprobs_work_with_images(engine: Engine) -> None:
     ask = Ask(TEXTS[1], [drawn_image(9200, (112, 84))])
     generation = await engine.generate(
         prompt=engine.preprocessor.render(ask.messages),
@@ -119,7 +119,7 @@ async def test_more_values_than_can_be_kept_are_refused(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_loglikelihoods_as_lm_eval_asks_for_them(
+async def test_loglikelihoods_as_lm_eval_requests_them(
     client: Any, engine: Engine, expected: Callable[[list[int]], Any], max_tokens: int
 ) -> None:
     """Requests of its `local-completions`: batches of token lists, and the fields that it reads."""

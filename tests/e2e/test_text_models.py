@@ -83,7 +83,7 @@ async def test_killed_rank_loses_no_token_and_every_beginning_has_its_own_state(
     assert cached >= len(SHARED) * 3, "snapshots are used"
 
 
-async def test_prompts_are_told_of_by_every_path(served: Engine, config: Config) -> None:
+async def test_prompt_logprobs_work_in_every_path(served: Engine, config: Config) -> None:
     """One of these models has its head inside, which is run separately for the rows with log-probabilities."""
     wanted = expected_of(Path(config.model.path), PROMPTS[:1], outputs=1)[0]
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

@@ -70,7 +70,7 @@ async def test_a_named_function_is_called_with_arguments_that_fit(client: Any) -
     assert len({call.id for call in calls}) == len({call.function.arguments for call in calls}) == 4
 
 
-async def test_a_stream_of_a_required_call_says_the_same(client: Any) -> None:
+async def test_stream_of_a_required_call_equals_the_response(client: Any) -> None:
     options = {"tool_choice": "required", "parallel_tool_calls": False}
     whole = (await chat(client, **options)).choices[0].message.tool_calls[0].function
     chunks = [chunk async for chunk in await chat(client, stream=True, **options)]

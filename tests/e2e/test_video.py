@@ -156,7 +156,7 @@ async def test_videos_over_http(server: RunningServer, engine: Engine) -> None:
             assert message in answer.json()["error"]["message"]
 
 
-async def test_hostile_files_cost_nobody_else_anything(
+async def test_hostile_files_do_not_affect_other_requests(
     server: RunningServer, engine: Engine
 ) -> None:
     """Each of over 60 files is served or refused as the client's error, and other requests go on."""

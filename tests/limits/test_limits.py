@@ -48,7 +48,7 @@ def test_case_limits_its_stage_alone(stage: Stage) -> None:
     assert (config.encode.memory_limit == "60MiB") == (stage == "encode")
 
 
-def test_gist_is_what_happened() -> None:
+def test_gist_summarizes_the_run() -> None:
     assert gist(ENCODE) == "memory ran out while loading"
     killed = "encode: rank 0 was killed by SIGABRT; it was last weights, under a memory limit of 4"
     assert gist(killed) == "encode: was killed by SIGABRT; it was last weights"

@@ -17,7 +17,7 @@ Engines = Callable[..., SimEngine]
 
 @pytest.mark.sim(seeds=4)
 @pytest.mark.parametrize("path", [SEES_IMAGES, SEES_PROMPTS])
-async def test_what_sees_itself_stays_whole_whatever_happens(
+async def test_bidirectional_spans_are_never_split(
     sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, path: str
 ) -> None:
     """Chunks are smaller than images, requests are preempted and lose their ranks; observers check every decision."""

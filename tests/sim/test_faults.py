@@ -37,7 +37,7 @@ from vsched.sim.workload.requests import Arrival, Image, Text
 
 Engines = Callable[..., SimEngine]
 SECOND_NS = 1_000_000_000
-SECONDS = 3
+SECONDS = 2
 
 
 def requests() -> list[Arrival]:

@@ -133,7 +133,7 @@ UNSEEN = next(one for one in PLANTS if one.name == "a broken connection that nob
 
 
 @pytest.mark.sim
-async def test_broken_connection_that_nobody_looks_at_goes_unnoticed_without_a_crash(
+async def test_broken_idle_connection_goes_unnoticed_without_a_crash(
     sim_engine: Engines,
 ) -> None:
     slow = SlowHostLink(at_ns=SECOND_NS, duration_ns=SECOND_NS, host="far")
@@ -142,7 +142,7 @@ async def test_broken_connection_that_nobody_looks_at_goes_unnoticed_without_a_c
 
 
 @pytest.mark.sim
-async def test_broken_connection_that_nobody_looks_at_is_found_by_a_crash(
+async def test_broken_idle_connection_is_found_by_a_crash(
     sim_engine: Engines,
 ) -> None:
     """Silence would be detected, too, but much later."""

@@ -19,7 +19,7 @@ def grammar(*texts: str) -> str:
     return msgspec.json.encode({"choice": texts}).decode()
 
 
-def test_a_choice_is_followed_to_where_nothing_may_come() -> None:
+def test_choice_is_followed_to_its_end() -> None:
     matcher = SymbolicGrammars().matcher(grammar("20 21 30", "20 21 31 40", "22"))
     assert allowed_tokens(matcher.mask) == [20, 22]
     assert matcher.follow([20, 21]) is None
@@ -37,7 +37,7 @@ def test_a_token_that_fits_no_choice_is_an_error() -> None:
 @pytest.mark.parametrize(
     "bad", ["", "[]", grammar(), grammar(""), grammar("x"), grammar("3"), grammar("20", "20 21")]
 )
-def test_what_is_no_choice_of_tokens_is_refused(bad: str) -> None:
+def test_invalid_token_choices_are_refused(bad: str) -> None:
     with pytest.raises(RequestRefused, match="Remedy"):
         SymbolicGrammars().check(bad)
 

@@ -104,7 +104,7 @@ def test_replicas_take_the_devices_behind_each_other(device: str, first_devices:
         (("encode.threads=1",), [True, False]),
     ],
 )
-def test_threads_are_fixed_where_the_configuration_sets_them(
+def test_threads_are_fixed_if_the_configuration_sets_them(
     sets: tuple[str, ...], fixed: list[bool]
 ) -> None:
     config = config_of("placement=separate", *sets)
@@ -205,7 +205,7 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
         (("generate.prefix_cache=false",), 0),
     ],
 )
-def test_model_with_a_state_has_a_prefix_cache_where_there_are_snapshots(
+def test_model_with_a_state_has_a_prefix_cache_if_there_are_snapshots(
     sets: tuple[str, ...], places: int
 ) -> None:
     config, info = (
@@ -305,7 +305,7 @@ def test_swap_memory_that_is_of_no_use_is_refused(
         scheduler_limits(config, info, resolve_policies(config), blocks=9)
 
 
-def test_kv_cache_in_8_bits_is_what_everybody_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_kv_cache_is_reported_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte for a value and two for the scale of a head; a plug-in without the number of heads is refused."""
     plugin = FakePlugin()
     found = msgspec.structs.replace(INFO, dtype="bfloat16", kv_bytes_per_token=256)

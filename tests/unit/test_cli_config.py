@@ -53,7 +53,7 @@ def test_cli_config_show_prints_toml_that_loads(tmp_path: Path) -> None:
     assert load_config(path, environ={}).config.generate.slots == 2
 
 
-def test_cli_config_show_tells_origins() -> None:
+def test_cli_config_show_reports_origins() -> None:
     output = run(
         "config", "show", "--origin", "--set", "generate.slots=2", env={"VSCHED__MODEL__NAME": "x"}
     )
@@ -85,7 +85,7 @@ def test_cli_policies_lists_names_fields_and_defaults() -> None:
 
 
 @pytest.mark.slow
-def test_cli_policies_show_tells_of_one_and_its_effect() -> None:
+def test_cli_policies_show_reports_one_and_its_effect() -> None:
     output = run("policies", "show", "tenant-fair")
     for expected in ("policy: tenant-fair", "output_weight = 2", "VTC", "p95", "chat"):
         assert expected in output

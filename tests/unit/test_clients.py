@@ -42,7 +42,7 @@ def test_a_script_that_breaks_or_checks_nothing_has_failed(tmp_path: Path) -> No
     assert run(tmp_path, "x = 1") == [table.Check("end", "the script told of no check")]
 
 
-def test_the_table_tells_what_passed_and_why_something_failed() -> None:
+def test_table_lists_passed_clients_and_reasons_of_failures() -> None:
     checks = [table.Check("chat", ""), table.Check("run_tools", "a |\n b")]
     assert table.write([table.Tried("openai", "3.0", checks)]).splitlines() == [
         "| client | version | passed | failed |",

@@ -251,7 +251,7 @@ def test_config_takes_image_hosts() -> None:
     assert load_config(None, sets=sets, environ={}).config.media.hosts == tuple(hosts)
 
 
-def test_config_tells_all_typos_at_once(tmp_path: Path) -> None:
+def test_config_reports_all_typos_at_once(tmp_path: Path) -> None:
     """Of the file, the environment and the command line; keys, types, bounds, names, fields and sizes."""
     path = write(
         tmp_path,
@@ -386,7 +386,7 @@ def test_config_item_limit_is_the_encode_budget(sets: list[str], expected: int |
     assert load_config(None, sets=sets, environ={}).policies.item_tokens_max == expected
 
 
-def test_config_default_item_limit_is_the_one_that_is_told() -> None:
+def test_config_default_item_limit_is_the_one_that_is_reported() -> None:
     """Help, schema and docs name the key that the default comes from, and 0 as the remedy."""
     reported = keys_table().split("| `encode.admission` |")[1].split("\n")[0]
     assert (

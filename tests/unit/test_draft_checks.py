@@ -25,7 +25,7 @@ def config_of(policy: str) -> Config:
     ("policy", "warned"),
     [("draft-model", False), ("prompt-lookup", True), ("forced-tokens", True), ("none", True)],
 )
-def test_a_draft_model_that_nobody_asks_is_warned_of(
+def test_warning_about_an_unused_draft_model(
     policy: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(policy)
@@ -45,7 +45,7 @@ def test_drafts_are_refused_without_what_they_need() -> None:
     assert not verifies_drafts(nothing, STATEFUL, resolve_policies(nothing))
 
 
-def test_a_draft_model_is_told_of_a_prompt_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_gets_a_prompt_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even for a model whose prompts are bidirectional: to the draft model they are ordinary tokens."""
     whole = msgspec.structs.replace(INFO, prompt_atomic=True, item_atomic=True)
     monkeypatch.setattr(type(plugin), "inspect", lambda *_, **_given: whole)

@@ -34,7 +34,7 @@ def test_model_section_decides_what_is_taken_from_the_checkpoint(
     assert info.chat_template == "mine.jinja"
 
 
-def test_engine_samples_as_the_checkpoint_states_where_nobody_says() -> None:
+def test_sampling_defaults_come_from_the_checkpoint() -> None:
     engine = Engine(Config())
     engine.info = msgspec.structs.replace(
         model_info(), sampling=SamplingDefaults(temperature=0.3, top_k=5)

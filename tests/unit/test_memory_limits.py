@@ -82,7 +82,7 @@ def test_default_limit_leaves_the_host_room(
     assert default_limit(available_gib * GIB, ranks=ranks) == expected_gib * GIB
 
 
-def test_memory_limit_is_per_process_and_adds_up_where_one_process_does_both(
+def test_memory_limit_is_per_process_and_adds_up_if_one_process_does_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(assembly, "host_available", lambda: 64 * GIB)

@@ -148,7 +148,7 @@ def test_resolve_policy_refuses_a_class_of_another_kind() -> None:
         resolve_policy("admission", {"use": "vsched_policies.routing:RoundRobin"})
 
 
-def test_list_policies_tells_kind_fields_and_summary() -> None:
+def test_list_policies_reports_kind_fields_and_summary() -> None:
     listed = {(policy.kind, policy.name): policy for policy in list_policies()}
     assert list(dict.fromkeys(kind for kind, _ in listed)) == [*DECISIONS, SEVERAL]
     budget = listed["admission", "token-budget"]

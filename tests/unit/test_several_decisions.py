@@ -89,7 +89,7 @@ def test_policy_table_makes_the_decisions_of_its_seats_alone() -> None:
         ),
     ],
 )
-def test_policy_table_refuses_what_it_cannot_decide(sets: list[str], expected: str) -> None:
+def test_policy_table_refuses_input_that_it_cannot_decide(sets: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(*sets)
     assert str(caught.value).startswith(expected)

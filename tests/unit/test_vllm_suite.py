@@ -26,7 +26,7 @@ def outcomes() -> list[table.Outcome]:
     return [table.judge("a.py", report) for report in table.read(lines)["a.py"]]
 
 
-def test_judge_tells_what_became_of_each_test_of_the_last_run() -> None:
+def test_judge_reports_what_became_of_each_test_of_the_last_run() -> None:
     """Failures have their first line; tests that need a download or were skipped have their reason."""
     assert [(o.test, o.kind, o.why) for o in outcomes()] == [
         ("test_good", "passed", ""),
@@ -193,7 +193,7 @@ def test_template_shows_tools_calls_and_reasoning_in_known_forms() -> None:
     assert reported.endswith("42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_reasons_of_what_is_not_served_are_given_somewhere() -> None:
+def test_reasons_of_unsupported_models_are_documented() -> None:
     """A reason that no table gives is a typo."""
     tables = (*reasons.FLAGS.items(), *reasons.TESTS, *reasons.MODELS)
     given = {reason for _, reason in tables}

@@ -82,7 +82,7 @@ def test_each_request_gets_its_tokens_and_all_blocks_come_back(
     check_settled(scheduler)
 
 
-def test_first_come_first_served_policies_make_the_steps_of_vllm(model: str) -> None:
+def test_fifo_policies_plan_the_steps_of_vllm(model: str) -> None:
     steps = []
     for tables in (None, FIFO):
         scheduler = make_scheduler(model, tables, asynchronous=True)

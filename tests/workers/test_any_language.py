@@ -84,7 +84,7 @@ def test_facts_of_a_model_of_text(llama: Path) -> None:
     assert info.stop_token_ids == (2,)
 
 
-def test_model_type_that_nobody_knows_stands_for_its_class(edited: Callable[..., Path]) -> None:
+def test_unknown_model_type_stands_for_its_class(edited: Callable[..., Path]) -> None:
     """Of several types that share the class, the one that it is named after."""
     assert inspect(edited(model_type="nonsense")).family == "llama"
 
@@ -122,7 +122,7 @@ def test_weights_in_many_files_and_heads_of_both_kinds(
         ({"layer_types": ["linear_attention"] * 4}, "no layer that attends"),
     ],
 )
-def test_inspect_refuses_what_cannot_run(
+def test_inspect_refuses_input_that_cannot_run(
     edited: Callable[..., Path], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=f"{message}.*Remedy: "):
@@ -164,7 +164,7 @@ def test_check_parallel_of_the_usual_make(llama: Path) -> None:
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "generic"),
     ],
 )
-def test_description_tells_the_path(
+def test_description_reports_the_path(
     edited: Callable[..., Path], changes: dict[str, Any], path: str
 ) -> None:
     """It depends on the configuration's structure only."""
@@ -175,7 +175,7 @@ def test_description_tells_the_path(
     ("settings", "message"),
     [({"deterministic": True}, "model.deterministic: "), ({"device": "cuda"}, "generate.device: ")],
 )
-def test_load_refuses_what_such_models_cannot(
+def test_load_refuses_features_that_such_models_cannot(
     generic: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -210,7 +210,7 @@ def inspect_written(made: Path, path: Path) -> ModelInfo:
     return msgspec.structs.replace(inspect(made), path=str(path))
 
 
-def test_load_tells_a_missing_tensor_and_one_of_another_shape(
+def test_load_reports_a_missing_tensor_and_one_of_another_shape(
     edited_generic: Callable[..., Path],
 ) -> None:
     """Transformers would fill them with random values."""
@@ -231,7 +231,7 @@ def test_load_tells_a_missing_tensor_and_one_of_another_shape(
         load(path)
 
 
-def test_load_tells_layers_that_keep_more_than_was_told(
+def test_load_reports_layers_that_keep_more_than_declared(
     edited_generic: Callable[..., Path],
 ) -> None:
     """The memory ledger relies on the configuration; a rank does not even read weights if sizes differ."""
@@ -246,7 +246,7 @@ def test_load_tells_layers_that_keep_more_than_was_told(
         plugin.load_generator(wrong, WorkerSettings(), lambda _label, _fraction: None)
 
 
-def test_load_tells_states_that_are_not_what_was_told(tmp_path: Path) -> None:
+def test_load_reports_states_other_than_declared(tmp_path: Path) -> None:
     """These bytes per slot are in the memory ledger; they do not depend on weights."""
     make_checkpoint("lfm2", tmp_path)
     info = inspect(tmp_path)
@@ -270,7 +270,7 @@ def test_states_of_all_slots_stand_with_the_cache_and_go_with_it(tmp_path: Path)
     assert not states._slots
 
 
-def test_load_tells_windows_that_attention_is_not_told_of(edited: Callable[..., Path]) -> None:
+def test_load_reports_windows_unknown_to_attention(edited: Callable[..., Path]) -> None:
     """They may be expressed by a mask alone, which is not built: a Llama would attend to all tokens."""
     path = edited(layer_types=["full_attention", "sliding_attention"] * 2)
     (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")

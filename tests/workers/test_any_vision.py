@@ -150,7 +150,7 @@ def jobs_of(preprocessor: AnyPreprocessor) -> list[EncodeJob]:
 
 
 @torch.inference_mode()
-def test_worker_writes_the_rows_of_each_image_and_nothing_beside_them(encoder: Any) -> None:
+def test_worker_writes_the_rows_of_each_image_and_nothing_next_to_them(encoder: Any) -> None:
     info, preprocessor, worker = encoder
     jobs = jobs_of(preprocessor)
     found = np.full((40, ROWS_A_PAGE, info.embedding_row_bytes), 0xA5, np.uint8)

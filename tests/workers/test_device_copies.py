@@ -9,7 +9,7 @@ import torch
 from vsched_workers.device_copies import fetched, sent
 
 
-def test_arrays_are_copied_from_pinned_memory_and_nobody_waits(
+def test_arrays_are_copied_from_pinned_memory_without_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pinned: list[torch.Tensor] = []
@@ -35,7 +35,9 @@ def test_arrays_are_copied_from_pinned_memory_and_nobody_waits(
     assert len(pinned) == 1
 
 
-def test_what_a_device_made_is_fetched_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_a_device_are_fetched_into_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     empty, pinned = torch.empty, []
 
     def noted(*shape: object, pin_memory: bool = False, **options: object) -> torch.Tensor:

@@ -76,7 +76,7 @@ def test_load_looks_at_the_device_first(
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 @pytest.mark.parametrize("attention", ["auto", "exact"])
-def test_workers_tell_the_threads_of_their_process(
+def test_workers_report_the_threads_of_their_process(
     checkpoints: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
     stage: str,
@@ -93,6 +93,6 @@ def test_workers_tell_the_threads_of_their_process(
     assert worker.threads_here() == (1 if attention == "auto" else 2)
 
 
-def test_workers_on_a_gpu_tell_of_no_threads() -> None:
+def test_workers_on_a_gpu_report_no_threads() -> None:
     backend = SimpleNamespace(device="cuda:1", settings=WorkerSettings(threads=2), compiles=True)
     assert threads_here(backend) == 0  # type: ignore[arg-type]

@@ -125,7 +125,13 @@ def in_process(script: str, *arguments: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize(("size", "dtype"), [("nano25", "float32"), ("nano3", "bfloat16")])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        ("nano25", "float32"),
+        pytest.param("nano3", "bfloat16", marks=pytest.mark.thorough),
+    ],
+)
 def test_profiling_run_is_frugal_without_missing_the_peak(
     checkpoints: Callable[[str], Path], size: str, dtype: str
 ) -> None:
@@ -171,7 +177,7 @@ print(sizing.carry_out(SizeKv(tokens, profile=True, headroom_bytes=0, probe=True
 """
 
 
-def test_kv_cache_is_touched_where_no_thread_can_start(
+def test_kv_cache_is_touched_if_no_thread_can_start(
     checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Near the limit there may be no memory for a thread's stack, which is not fatal."""

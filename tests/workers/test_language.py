@@ -174,7 +174,7 @@ def test_first_layers_run_and_come_back(stages: Stages, size: str) -> None:
     assert len(model.layers) == layers > 1
 
 
-def test_prepare_tells_out_of_memory(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_reports_out_of_memory(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions are computed outside of a step, and may fail as well."""
     generator = stages("nano25").generator
 
@@ -196,7 +196,7 @@ def test_prepare_tells_out_of_memory(stages: Stages, monkeypatch: pytest.MonkeyP
         generator.prepare(sequence)
 
 
-def test_build_kv_refuses_what_cannot_fit(checkpoints: Callable[[str], Path]) -> None:
+def test_build_kv_refuses_input_that_cannot_fit(checkpoints: Callable[[str], Path]) -> None:
     """Value, limit and remedy; nothing is allocated."""
     info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
     worker = plugin.load_generator(info, WorkerSettings(), lambda _label, _fraction: None)

@@ -11,7 +11,7 @@ from vsched.aio.hosts.placement import placed
 from vsched.aio.replicas.fork_server import ForkServer
 from vsched.aio.replicas.launcher import Launcher, LocalLauncher, Modules
 from vsched.aio.replicas.process import RANK_COMMAND
-from vsched.aio.shell import Recorder
+from vsched.aio.shell import EventRecorder
 from vsched.config import Config, MediaConfig
 from vsched.kernel import Scheduler
 from vsched.media import MediaPipeline, PixelStore
@@ -57,6 +57,6 @@ class Environment:
     make_launcher: Callable[[Config], Launcher] = make_launcher
     make_grammar_checker: Callable[[Config, ModelInfo], GrammarChecker | None] = grammar_processes
     make_media: Callable[[Preprocessor, PixelStore, MediaConfig], MediaPipeline] = MediaPipeline
-    open_record: Callable[[Config, Scheduler], Recorder | None] = open_recorder
+    open_record: Callable[[Config, Scheduler], EventRecorder | None] = open_recorder
     now_ns: Callable[[], int] = time.monotonic_ns
     make_queue_clock: Callable[[], Callable[[], int]] = QueueClock

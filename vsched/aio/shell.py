@@ -76,7 +76,7 @@ LIVE_SHOWN_MAX = 100
 """Maximum number of live requests in the statistics, oldest first."""
 
 
-class Recorder(Protocol):
+class EventRecorder(Protocol):
     """Records events and commands of the kernel; never raises."""
 
     def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
@@ -98,7 +98,7 @@ async def start_shell(
     adapters_s: float = 60.0,
     call_budget_ms: float = 0.0,
     slow_calls_max: int = 0,
-    record: Callable[[Scheduler], Recorder | None] = lambda _kernel: None,
+    record: Callable[[Scheduler], EventRecorder | None] = lambda _kernel: None,
     now_ns: Callable[[], int] = time.monotonic_ns,
     queued_ns: Callable[[], int] = lambda: 0,
 ) -> Shell:
@@ -188,7 +188,7 @@ class Shell:
         self.adapters = AdapterOrders(self.groups, deadline_s=adapters_s)
         self._kernel: Scheduler
         self._policy_times: PolicyTimes
-        self._record: Recorder | None = None
+        self._record: EventRecorder | None = None
         self._events: deque[tuple[Event, GenerateResult]] = deque()
         self._handling = False
         self._failures_logged = 0
@@ -224,7 +224,9 @@ class Shell:
     async def _raise_start_loss(self) -> NoReturn:
         raise StartFailedError(await asyncio.shield(self._start_loss))
 
-    def serve(self, kernel: Scheduler, policy_times: PolicyTimes, record: Recorder | None) -> None:
+    def serve(
+        self, kernel: Scheduler, policy_times: PolicyTimes, record: EventRecorder | None
+    ) -> None:
         """Serve with a kernel, whose policies are timed."""
         self._kernel, self._policy_times, self._record = kernel, policy_times, record
         kernel.watch_policies(policy_times.watch)

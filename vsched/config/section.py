@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
+
+from vsched.policy import DECISIONS
 
 PolicyTable = dict[str, Any]
 """`{use = "name", **fields}`: a registered policy or `my_pkg.module:Class`, and its fields."""
@@ -15,3 +19,38 @@ Size = int | str
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the configuration file."""
+
+
+Keys = TypeVar("Keys", bound=msgspec.Struct)
+
+
+def with_policy_tables(section: str) -> Callable[[type[Keys]], type[Keys]]:
+    """Add to a class the policy tables of its section; the declarations of decisions have them.
+
+    The classes list those of vsched for type checkers only.
+    """
+
+    def add(cls: type[Keys]) -> type[Keys]:
+        tables = [table for decision in DECISIONS.values() for table in decision.selected_by]
+        keys: list[Any] = [
+            (
+                name,
+                Annotated[PolicyTable, msgspec.Meta(description=table.description)],
+                msgspec.field(default_factory=partial(dict, use=table.use)),
+            )
+            for table in tables
+            for parent, _, name in (table.path.rpartition("."),)
+            if parent == section
+        ]
+        whole = msgspec.defstruct(
+            cls.__name__,
+            keys,
+            bases=(cls,),
+            module=cls.__module__,
+            namespace={"__doc__": cls.__doc__, "__qualname__": cls.__qualname__},
+            frozen=True,
+            kw_only=True,
+        )
+        return cast("type[Keys]", whole)
+
+    return add

@@ -6,9 +6,9 @@ The descriptions appear in the JSON Schema and in `docs/config.md`. Sections are
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +16,7 @@ from msgspec import Meta
 from vsched.config.adapters import AdaptersConfig
 from vsched.config.byte_sizes import size_bytes
 from vsched.config.cluster import OWN_HOST, RAY_HOST, ClusterConfig
-from vsched.config.section import PolicyTable, Section
+from vsched.config.section import PolicyTable, Section, with_policy_tables
 from vsched.config.stages import EncodeConfig, GenerateConfig
 from vsched.worker.shares import default_threads, usable_cores
 
@@ -454,6 +454,7 @@ class DeadlinesConfig(Section, frozen=True, kw_only=True):
     ] = 30.0
 
 
+@with_policy_tables("")
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole configuration."""
 
@@ -480,14 +481,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "default all that its class has methods for."
         ),
     ] = msgspec.field(default_factory=dict)
-    routing: Annotated[PolicyTable, Meta(description="Choice of the replica for a request.")] = (
-        msgspec.field(default_factory=partial(dict, use="least-loaded"))
-    )
-    front_door: Annotated[
-        PolicyTable,
-        Meta(description="Admission of requests, before any work is done for them."),
-    ] = msgspec.field(default_factory=partial(dict, use="open"))
     policies: PoliciesConfig = PoliciesConfig()
+    if TYPE_CHECKING:
+        routing: PolicyTable = {}
+        front_door: PolicyTable = {}
     deadlines: DeadlinesConfig = DeadlinesConfig()
     record: RecordConfig = RecordConfig()
 

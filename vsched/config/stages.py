@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
-from vsched.config.section import PolicyTable, Section, Size
+from vsched.config.section import PolicyTable, Section, Size, with_policy_tables
 
 AUTO = "auto"
 CPU = "cpu"
@@ -114,6 +112,7 @@ class StageConfig(Section, frozen=True, kw_only=True):
         }
 
 
+@with_policy_tables("encode")
 class EncodeConfig(StageConfig, frozen=True, kw_only=True):
     """The encode stage: images to embeddings."""
 
@@ -133,32 +132,15 @@ class EncodeConfig(StageConfig, frozen=True, kw_only=True):
             "running one."
         ),
     ] = ""
-    admission: Annotated[
-        PolicyTable,
-        Meta(
-            description="Choice of the images that join an encode step. `max_tokens` also limits the tokens of one "
-            "image; by default it is `generate.max_batch_tokens`, and 0 switches both limits off. `max_items` "
-            "is 8 by default, but 1 on a CPU, where a batch takes as long as its images one by one."
-        ),
-    ] = msgspec.field(default_factory=partial(dict, use="token-budget"))
-    encoding: Annotated[
-        PolicyTable, Meta(description="Choice of the images of a request to encode now.")
-    ] = msgspec.field(default_factory=partial(dict, use="chunk-aware"))
-    dispatch: Annotated[
-        PolicyTable,
-        Meta(description="Choice of the replica for the next images, and of the eligible images."),
-    ] = msgspec.field(default_factory=partial(dict, use="fewest-held-up"))
-    eviction: Annotated[
-        PolicyTable, Meta(description="Choice of the cached embeddings to evict.")
-    ] = msgspec.field(default_factory=partial(dict, use="lru"))
-    reclaim: Annotated[
-        PolicyTable,
-        Meta(
-            description="Choice of the ready embedding to evict for an image of an older request."
-        ),
-    ] = msgspec.field(default_factory=partial(dict, use="youngest"))
+    if TYPE_CHECKING:  # as `with_policy_tables` adds it
+        admission: PolicyTable = {}
+        encoding: PolicyTable = {}
+        dispatch: PolicyTable = {}
+        reclaim: PolicyTable = {}
+        eviction: PolicyTable = {}
 
 
+@with_policy_tables("generate")
 class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     """The generate stage: prefill and decode."""
 
@@ -273,36 +255,11 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
             "`generate.drafting`; empty for none. See docs/speculative-decoding.md."
         ),
     ] = ""
-    admission: Annotated[
-        PolicyTable, Meta(description="Choice of the waiting requests that join the next step.")
-    ] = msgspec.field(default_factory=partial(dict, use="fifo"))
-    memory: Annotated[PolicyTable, Meta(description="Size of the KV cache.")] = msgspec.field(
-        default_factory=partial(dict, use="auto-profile")
-    )
-    preemption: Annotated[
-        PolicyTable,
-        Meta(
-            description="Choice of the request to preempt when KV blocks run out, and of recomputation or swapping to "
-            "host memory."
-        ),
-    ] = msgspec.field(default_factory=partial(dict, use="youngest"))
-    eviction: Annotated[
-        PolicyTable, Meta(description="Choice of the cached prefix blocks to evict.")
-    ] = msgspec.field(default_factory=partial(dict, use="lru"))
-    insertion: Annotated[
-        PolicyTable,
-        Meta(description="Choice of the blocks of a finished request that the prefix cache keeps."),
-    ] = msgspec.field(default_factory=partial(dict, use="everything"))
-    drafting: Annotated[
-        PolicyTable,
-        Meta(
-            description="Number of draft tokens per request in a step (speculative decoding); see "
-            "docs/speculative-decoding.md."
-        ),
-    ] = msgspec.field(default_factory=partial(dict, use="forced-tokens"))
-    step: Annotated[
-        PolicyTable,
-        Meta(
-            description="Choice of the prefilling requests that advance in a step, and by how many tokens."
-        ),
-    ] = msgspec.field(default_factory=partial(dict, use="in-order"))
+    if TYPE_CHECKING:
+        admission: PolicyTable = {}
+        step: PolicyTable = {}
+        preemption: PolicyTable = {}
+        eviction: PolicyTable = {}
+        insertion: PolicyTable = {}
+        memory: PolicyTable = {}
+        drafting: PolicyTable = {}

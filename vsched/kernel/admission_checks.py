@@ -51,10 +51,12 @@ def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Ref
         if limits.pages_for(item.tokens) > limits.pages:
             return Refuse(name, RefusalCode.IMAGE_EXCEEDS_CACHE, item.tokens, room, setting)
     by_choice = scope == "request"
+    if not (by_choice or limits.prompt_atomic):
+        return None
     # All images must be in the cache at once: with an entry each in a set, or one for equal images in a chunk.
     entries = {index if by_choice else item.key: item for index, item in enumerate(request.items)}
     pages = sum(limits.pages_for(item.tokens) for item in entries.values())
-    if (by_choice or limits.prompt_atomic) and pages > limits.pages:
+    if pages > limits.pages:
         tokens, rows = pages * limits.page_rows, limits.page_rows
         code = RefusalCode.IMAGES_EXCEED_CACHE
         return Refuse(name, code, tokens, room, setting, detail=(rows, int(by_choice)))

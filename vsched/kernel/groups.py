@@ -62,15 +62,20 @@ class DirtyGroups:
     """The generate groups that may have a step to plan.
 
     Any other group would plan nothing and is skipped, so the cost of an event does not grow with the number of groups.
+
+    Attributes:
+        changed: The groups whose loads `Loads` has yet to read again.
     """
 
     def __init__(self, count: int) -> None:
         """Start with all of `count` groups unmarked."""
         self._marked = [False] * count
         self._indices: list[int] = []
+        self.changed = dict.fromkeys(range(count))
 
     def mark(self, index: int) -> None:
         """Add a group."""
+        self.changed[index] = None
         if not self._marked[index]:
             self._marked[index] = True
             heappush(self._indices, index)
@@ -121,13 +126,13 @@ class Loads:
         slots_total: The number of slots that requests hold.
     """
 
-    def __init__(self, groups: Sequence[LoadedGroup]) -> None:
+    def __init__(self, groups: Sequence[LoadedGroup], dirty: DirtyGroups) -> None:
         self._groups = groups
         self.tokens = [0] * len(groups)
         self.open = [False] * len(groups)
         self._slots = [0] * len(groups)
         self.tokens_total = self.slots_total = 0
-        self._changed = dict.fromkeys(range(len(groups)))
+        self._changed = dirty.changed
 
     def change(self, index: int) -> None:
         """Invalidate the numbers of a group, which has changed or is about to."""

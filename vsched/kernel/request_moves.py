@@ -21,7 +21,17 @@ from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.prefix_hashes import choices_root, root_hash
-from vsched.kernel.request import Phase, RequestState, host_bytes
+from vsched.kernel.request import (
+    DECODE,
+    ITEMS,
+    PREFILL,
+    PROMPT,
+    READY,
+    SUSPENDED,
+    Phase,
+    RequestState,
+    host_bytes,
+)
 from vsched.kernel.request_table import RequestTable
 from vsched.kernel.routing import Router
 from vsched.policy import EncodingView, ImagePolicy, ItemSpan
@@ -76,7 +86,7 @@ class RequestMoves(Restorable):
     def submit(self, event: Submitted, now_ns: int) -> list[Command]:
         """Accept and route a request with all its choices, or refuse it."""
         request = event.request
-        requests = [request, *(_another(request, one) for one in event.further)]
+        requests = [request, *[_another(request, one) for one in event.further]]
         refusal = self._refuse(event, requests)
         if refusal is not None:
             self._table.count_refusal(refusal.code)
@@ -118,7 +128,8 @@ class RequestMoves(Restorable):
     def _refuse_full(self, request: Request, choices: int) -> Refuse | None:
         table, limits = self._table, self._limits
         waiting_bytes = table.live_bytes + host_bytes(request)
-        waiting_bytes += (choices - 1) * host_bytes(request, items=False)
+        if choices > 1:
+            waiting_bytes += (choices - 1) * host_bytes(request, items=False)
         if len(table.live) + choices <= limits.waiting and waiting_bytes <= limits.waiting_bytes:
             return None  # independent of the number of running ones
         waiting = len(table.live) - self._loads.refresh().slots_total
@@ -158,9 +169,9 @@ class RequestMoves(Restorable):
         state.uncached = len(state.tokens) - computed
         if self._awaits_prompt(state):
             self.drop_claims(state)
-            state.phase = Phase.PROMPT
+            state.phase = PROMPT
             return ()
-        state.phase = Phase.ITEMS
+        state.phase = ITEMS
         drop_claims_before(state, computed, cache=self._cache)
         ended = self.claim_items(state, computed, now_ns, arriving=arriving)
         if ended:
@@ -180,15 +191,12 @@ class RequestMoves(Restorable):
         """
         if not state.items or state.items[-1].end <= start:
             return ()
+        stop, is_ready = reach(state, start, self._limits), self._cache.is_ready
+        spans = [ItemSpan(item.offset, item.end, is_ready(item.key)) for item in state.items]
         view = EncodingView(
-            items=tuple(
-                [
-                    ItemSpan(item.offset, item.end, self._cache.is_ready(item.key))
-                    for item in state.items
-                ]
-            ),
+            items=tuple(spans),
             chunk_start=start,
-            chunk_stop=reach(state, start, self._limits),
+            chunk_stop=stop,
             chunk_tokens=self._limits.chunk_tokens,
             prompt_tokens=len(state.tokens),
             arriving=arriving,
@@ -199,7 +207,7 @@ class RequestMoves(Restorable):
             measured=self.group_of(state).measured,
             state=self._encoding.state,
         )
-        for index in self._choose_items(view):
+        for index in self._choose_items(view, spans, start, stop):
             item = state.items[index]
             if index in state.wanted or item.end <= start:
                 continue
@@ -211,13 +219,19 @@ class RequestMoves(Restorable):
                 return [self.fail(state, now_ns, message, code="length_mismatch")]
         return ()
 
-    def _choose_items(self, view: EncodingView) -> list[int]:
+    def _choose_items(
+        self, view: EncodingView, spans: Sequence[ItemSpan], start: int, stop: int
+    ) -> list[int]:
         """Return indices of the items to encode now: those that the chunk needs, and those that the policy adds."""
-        items, needed = view.items, view.needed
-        chosen: list[int] = self._encoding.decide(view, len(items))
-        if not all(items[index].ready or index in chosen for index in needed):
+        chosen: list[int] = self._encoding.decide(view, len(spans))
+        left_out = [
+            index
+            for index, item in enumerate(spans)
+            if item.start < stop and item.stop > start and index not in chosen
+        ]
+        if left_out and not all(spans[index].ready for index in left_out):
             self._encoding.overrule("items that the chunk needs were left out")
-        return sorted({*needed, *chosen})
+        return sorted({*left_out, *chosen})
 
     def _awaits_prompt(self, state: RequestState) -> bool:
         """Return True if a further choice waits until the first one has computed their prompt.
@@ -230,13 +244,13 @@ class RequestMoves(Restorable):
         return (
             first is not None
             and first.replica == state.replica
-            and first.phase is not Phase.DECODE
+            and first.phase is not DECODE
             and state.uncached > self._limits.block_size
         )
 
     def after_chunk(self, state: RequestState, now_ns: int) -> Sequence[Command]:
         """Claim the items of the chunk after a decided one, or release the choices that waited for the prompt."""
-        if state.phase is Phase.PREFILL:
+        if state.phase is PREFILL:
             # While a chunk runs, the encoder works on the items of the next one.
             return self.claim_items(state, state.computed, now_ns)
         return self._release_prompt(state, now_ns)
@@ -246,7 +260,7 @@ class RequestMoves(Restorable):
         commands: list[Command] = []
         if first.choices > 1 and first.first == first.number:
             for state in self._table.choices_with(first):
-                if state.phase is Phase.PROMPT:
+                if state.phase is PROMPT:
                     commands += self.enqueue(state, now_ns)
         return commands
 
@@ -259,9 +273,9 @@ class RequestMoves(Restorable):
         """Enqueue requests whose items are encoded."""
         commands: list[Command] = []
         for state in self._table.get_all(numbers):
-            if state.phase is Phase.ITEMS:
+            if state.phase is ITEMS:
                 commands += self.enqueue(state, now_ns)
-            elif state.phase is Phase.PREFILL:
+            elif state.phase is PREFILL:
                 self.group_of(state).mark_dirty()
         return commands
 
@@ -284,7 +298,7 @@ class RequestMoves(Restorable):
         elsewhere = any(other.open for other in self._groups)
         running = any(other.ready for other in self._groups)
         commands: list[Command] = []
-        waiting = (Phase.ITEMS, Phase.READY, Phase.SUSPENDED, Phase.PROMPT)
+        waiting = (ITEMS, READY, SUSPENDED, PROMPT)
         for state in self.requests_of(group, *waiting):
             if group.takes(state):
                 probe("moves.kept_by_draining_group")
@@ -311,7 +325,7 @@ class RequestMoves(Restorable):
         """
         self.group_of(state).dequeue(state)
         self.drop_claims(state)
-        state.phase = Phase.SUSPENDED
+        state.phase = SUSPENDED
 
     # --- the end ---
 
@@ -397,7 +411,7 @@ class RequestMoves(Restorable):
         """Assert that choices that wait for the prompt of the first one will be released."""
         assert not self.ended_choices, "choices of an ended first one were not released"
         for state in self._table.live.values():
-            if state.phase is Phase.PROMPT:
+            if state.phase is PROMPT:
                 assert self._awaits_prompt(state), f"choice {state.number} waits for no prompt"
                 assert not state.wanted, "a choice that waits for a prompt claims embeddings"
 

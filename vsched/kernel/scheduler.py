@@ -49,11 +49,11 @@ from vsched.kernel.events import (
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
-from vsched.kernel.generate.step_budget import PlanResult
+from vsched.kernel.generate.step_plan import PlanResult
 from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import RequestRow, live_request
-from vsched.kernel.request import Phase, RequestState
+from vsched.kernel.request import ITEMS, PROMPT, READY, SUSPENDED, Phase, RequestState
 from vsched.kernel.request_moves import RequestMoves
 from vsched.kernel.request_table import RequestTable
 from vsched.policy import POLICY_TABLES, SEVERAL, without_seats
@@ -132,12 +132,11 @@ class Scheduler(SnapshotRoot):
             GenerateGroup(name, index, limits, self.embeddings, self._table.live, seats, dirty)
             for index, name in enumerate(group_names("generate", limits.generators))
         ]
-        self._loads = loads = Loads(self.generators)
+        self._loads = loads = Loads(self.generators, dirty)
         measured = MeasuredGroups(tuple(self.generators), self.encode)
         self.encode.measured = self.embeddings.measured = measured
         for group in self.generators:
             group.measured = MeasuredGroups((group,), self.encode)
-            group.loads = loads
         self._moves = RequestMoves(
             limits, self._table, self.embeddings, self.generators, seats, measured, loads
         )
@@ -291,7 +290,7 @@ class Scheduler(SnapshotRoot):
         if isinstance(group, EncodeGroup):
             self.encode.free_orphaned(group)
         elif isinstance(group, GenerateGroup):
-            for state in moves.requests_of(group, Phase.SUSPENDED):
+            for state in moves.requests_of(group, SUSPENDED):
                 commands += moves.enqueue(state, now_ns)
             for other in self.generators:
                 if not other.open:
@@ -343,7 +342,7 @@ class Scheduler(SnapshotRoot):
         for state in lost:
             if state.number in self._table.live:
                 commands += moves.enqueue(state, now_ns)
-                if state.phase is Phase.READY and group.queue.entries[-1].order > state.order:
+                if state.phase is READY and group.queue.entries[-1].order > state.order:
                     probe("kernel.put_front_at_loss")
         return commands + moves.move_waiting(group, now_ns)
 
@@ -388,7 +387,7 @@ class Scheduler(SnapshotRoot):
 
     def _awaited(self, group: Group) -> bool:
         """Return True if a request waits in a group, and will be served there."""
-        waiting = (Phase.ITEMS, Phase.READY, Phase.PROMPT)
+        waiting = (ITEMS, READY, PROMPT)
         return isinstance(group, GenerateGroup) and bool(self._moves.requests_of(group, *waiting))
 
     # --- planning ---
@@ -471,11 +470,11 @@ class Scheduler(SnapshotRoot):
         """
         if not self._at_rest() or self._holds.first_end() is not None:
             return False
-        waiting = [state for state in self._table.live.values() if state.phase is Phase.ITEMS]
+        waiting = [state for state in self._table.live.values() if state.phase is ITEMS]
         waiting.sort(key=lambda state: state.replica)
         for state in waiting:
             commands += self._moves.enqueue(state, now_ns)
-        if any(state.phase is Phase.READY for state in waiting):
+        if any(state.phase is READY for state in waiting):
             return True
         if any(group.unblock_oldest() for group in self.generators):
             probe("kernel.stall_favoured")
@@ -545,7 +544,7 @@ class Scheduler(SnapshotRoot):
 
     def _explain(self, state: RequestState, now_ns: int) -> str:
         text = self._moves.group_of(state).explain(state, now_ns)
-        if state.phase is not Phase.ITEMS:
+        if state.phase is not ITEMS:
             return text
         entries = [
             self.embeddings.entries[state.items[index].key] for index in sorted(state.wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vsched.kernel.request import Phase, RequestState
+from vsched.kernel.request import READY, RequestState
 from vsched.policy import WaitingEntry
 from vsched.policy_host.snapshot import Saved
 from vsched.policy_host.waiting import OrderedQueue
@@ -28,7 +28,7 @@ class ReadyEntry:
             tenant=request.tenant,
             session=request.session,
             images=len(state.items),
-            image_tokens=sum([item.tokens for item in state.items]),
+            image_tokens=sum([item.tokens for item in state.items]) if state.items else 0,
             max_tokens=request.sampling.max_tokens,
             outputs=len(state.tokens) - state.prompt_length,
         )
@@ -52,7 +52,7 @@ class RequestQueue(OrderedQueue[ReadyEntry]):
 
     def enqueue(self, state: RequestState) -> None:
         """Insert a request at its place."""
-        state.phase = Phase.READY
+        state.phase = READY
         entry = self._by_number[state.number] = ReadyEntry(state, self._block_size)
         self.put_new(entry)
         self.unblock()

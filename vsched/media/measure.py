@@ -49,7 +49,7 @@ ImageName = tuple[str, str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredImage:
     """One image of a request before its pixels are decoded.
 
     Attributes:
@@ -88,7 +88,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredVideo:
-    """One video of a request before its frames are decoded; other attributes as in `Measured`.
+    """One video of a request before its frames are decoded; other attributes as in `MeasuredImage`.
 
     Attributes:
         content: The file, or the files of its frames.
@@ -121,7 +121,7 @@ class MeasuredVideo:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredVideoEmbedding:
-    """The embeddings of one video of a request; other attributes as in `Measured`.
+    """The embeddings of one video of a request; other attributes as in `MeasuredImage`.
 
     Attributes:
         content: The rows of all frame groups.
@@ -147,7 +147,7 @@ class MeasuredVideoEmbedding:
         return {group_key(self.key, index): one.tokens * self.row_bytes for index, one in groups}
 
 
-MeasuredItem = Measured | MeasuredVideo | MeasuredVideoEmbedding
+MeasuredItem = MeasuredImage | MeasuredVideo | MeasuredVideoEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +405,7 @@ class Measurer:
         fetched: Mapping[str, bytes],
         cache_salt: str,
         reserve: Callable[[int], None],
-    ) -> Measured:
+    ) -> MeasuredImage:
         bounds = reference.bounds if isinstance(reference, BoundedImage) else None
         front = within(self._preprocessor, bounds, self._settings.image_pixels_max)
         image, source = image_of(reference), source_of(reference)
@@ -427,9 +427,11 @@ class Measurer:
         check_tokens(plan.tokens, info)
         check_work(planned.work_bytes, self._settings)
         size = extent_bytes(plan.arrays)
-        return Measured(key, plan, encoded, len(encoded), size, planned.work_bytes, bounds, name)
+        return MeasuredImage(
+            key, plan, encoded, len(encoded), size, planned.work_bytes, bounds, name
+        )
 
-    def _named(self, name: ImageName, bounds: PixelBounds | None) -> Measured:
+    def _named(self, name: ImageName, bounds: PixelBounds | None) -> MeasuredImage:
         """An image that was sent before; it is checked later whether its pixels are still cached."""
         key = self._names.get(name)
         planned = self._plans.get(key) if key is not None else None
@@ -437,7 +439,7 @@ class Measurer:
             raise unknown_image()
         assert isinstance(planned.plan, ImagePlan)
         size = extent_bytes(planned.plan.arrays)
-        return Measured(key, planned.plan, b"", 0, size, planned.work_bytes, bounds, name)
+        return MeasuredImage(key, planned.plan, b"", 0, size, planned.work_bytes, bounds, name)
 
     def _plan(self, encoded: bytes, front: Preprocessor) -> Planned:
         header = self._inspect(encoded)
@@ -445,7 +447,7 @@ class Measurer:
         work_bytes = preprocess_bytes(header.width, header.height, header.storage, plan)
         return Planned(plan, work_bytes)
 
-    def _measure_embedded(self, file: bytes, cache_salt: str) -> Measured:
+    def _measure_embedded(self, file: bytes, cache_salt: str) -> MeasuredImage:
         info, companion = self._preprocessor.info, self._preprocessor.companion
         if companion is None:
             raise _no_embeddings("image")
@@ -453,7 +455,7 @@ class Measurer:
         embeds, plan = read_embedding(file, info, companion, plan_embedding)
         key = self._embedding_key(embeds, plan.metadata, cache_salt)
         size = plan.tokens * info.embedding_row_bytes
-        return Measured(key, plan, embeds, len(file), size, EMBEDDING_BYTES + len(file))
+        return MeasuredImage(key, plan, embeds, len(file), size, EMBEDDING_BYTES + len(file))
 
     def _measure_embedded_video(self, file: bytes, cache_salt: str) -> MeasuredVideoEmbedding:
         front = self._preprocessor

@@ -74,6 +74,20 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
     outputs: int = 0
 
 
+class PolicyKey(msgspec.Struct, frozen=True):
+    """A configuration table that names a policy.
+
+    Attributes:
+        path: Its path, such as `generate.step`.
+        use: Name of the default policy.
+        description: Description for the table of configuration keys.
+    """
+
+    path: str
+    use: str
+    description: str
+
+
 class Decision(msgspec.Struct, frozen=True):
     """A decision: one method of a policy class.
 
@@ -81,7 +95,7 @@ class Decision(msgspec.Struct, frozen=True):
         name: Name of the decision, and of its entry points: `vsched.admission`.
         base: The class that declares the method.
         method: Name of the method.
-        tables: Paths of the configuration tables that name a policy for it, one for each seat.
+        selected_by: The configuration tables that name a policy for it, one for each seat.
         check: Function that copies a returned value to built-in types, or raises. Its further arguments are the facts
             that it needs. It does not get the view, which a policy could have changed by force.
         default: Function that decides after a failure, with the same facts.
@@ -92,8 +106,13 @@ class Decision(msgspec.Struct, frozen=True):
     name: str
     base: type[Policy]
     method: str
-    tables: tuple[str, ...]
+    selected_by: tuple[PolicyKey, ...]
     check: Callable[..., Any] | None = None
     default: Callable[..., Any] | None = None
     remembers: bool = True
     yields: bool = False
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Paths of the configuration tables."""
+        return tuple(one.path for one in self.selected_by)

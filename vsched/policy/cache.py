@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy
+from vsched.policy.base import Decision, Policy, PolicyKey
 from vsched.policy.checks import check_index
 from vsched.policy.measured import Measured, Measurements
 
@@ -142,14 +142,31 @@ DECISIONS = (
         "eviction",
         CachePolicy,
         "build_order",
-        ("encode.eviction", "generate.eviction"),
+        (
+            PolicyKey(
+                "encode.eviction",
+                "lru",
+                "Choice of the cached embeddings to evict.",
+            ),
+            PolicyKey(
+                "generate.eviction",
+                "lru",
+                "Choice of the cached prefix blocks to evict.",
+            ),
+        ),
         remembers=False,
     ),
     Decision(
         "insertion",
         CachePolicy,
         "keep",
-        ("generate.insertion",),
+        (
+            PolicyKey(
+                "generate.insertion",
+                "everything",
+                "Choice of the blocks of a finished request that the prefix cache keeps.",
+            ),
+        ),
         check_kept,
         default_kept,
     ),

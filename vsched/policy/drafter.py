@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy
+from vsched.policy.base import Decision, Policy, PolicyKey
 from vsched.policy.checks import COUNT_MAX, check_number
 from vsched.policy.measured import Measured, Measurements
 
@@ -97,7 +97,14 @@ DECISIONS = (
         "drafting",
         DraftingPolicy,
         "grant",
-        ("generate.drafting",),
+        (
+            PolicyKey(
+                "generate.drafting",
+                "forced-tokens",
+                "Number of draft tokens per request in a step (speculative decoding); see "
+                "docs/speculative-decoding.md.",
+            ),
+        ),
         check_draft,
         Draft,
     ),

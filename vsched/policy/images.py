@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, WaitingEntry
+from vsched.policy.base import Decision, Policy, PolicyKey, WaitingEntry
 from vsched.policy.checks import check_distinct, check_indices
 from vsched.policy.measured import Measured, Measurements
 
@@ -292,7 +292,13 @@ DECISIONS = (
         "encoding",
         ImagePolicy,
         "select",
-        ("encode.encoding",),
+        (
+            PolicyKey(
+                "encode.encoding",
+                "chunk-aware",
+                "Choice of the images of a request to encode now.",
+            ),
+        ),
         check_indices,
         default_selection,
     ),
@@ -300,7 +306,13 @@ DECISIONS = (
         "dispatch",
         ImagePolicy,
         "dispatch",
-        ("encode.dispatch",),
+        (
+            PolicyKey(
+                "encode.dispatch",
+                "fewest-held-up",
+                "Choice of the replica for the next images, and of the eligible images.",
+            ),
+        ),
         check_dispatch,
         default_dispatch,
     ),
@@ -308,7 +320,13 @@ DECISIONS = (
         "reclaim",
         ImagePolicy,
         "reclaim",
-        ("encode.reclaim",),
+        (
+            PolicyKey(
+                "encode.reclaim",
+                "youngest",
+                "Choice of the ready embedding to evict for an image of an older request.",
+            ),
+        ),
         check_reclaim,
         default_reclaim,
     ),

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from vsched.policy.base import Decision, Fraction, Policy
+from vsched.policy.base import Decision, Fraction, Policy, PolicyKey
 
 AttemptOutcome = Literal["fits", "out_of_memory", "leak"]
 
@@ -182,7 +182,13 @@ DECISIONS = (
         "memory",
         MemoryPolicy,
         "plan",
-        ("generate.memory",),
+        (
+            PolicyKey(
+                "generate.memory",
+                "auto-profile",
+                "Size of the KV cache.",
+            ),
+        ),
         remembers=False,
         yields=True,
     ),

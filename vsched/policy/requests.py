@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, WaitingEntry
+from vsched.policy.base import Decision, Policy, PolicyKey, WaitingEntry
 from vsched.policy.checks import (
     COUNT_MAX,
     TIME_MAX_NS,
@@ -511,7 +511,13 @@ DECISIONS = (
         "front_door",
         RequestPolicy,
         "arrive",
-        ("front_door",),
+        (
+            PolicyKey(
+                "front_door",
+                "open",
+                "Admission of requests, before any work is done for them.",
+            ),
+        ),
         check_arrival,
         default_arrival,
     ),
@@ -519,7 +525,21 @@ DECISIONS = (
         "admission",
         RequestPolicy,
         "admit",
-        ("encode.admission", "generate.admission"),
+        (
+            PolicyKey(
+                "encode.admission",
+                "token-budget",
+                "Choice of the images that join an encode step. `max_tokens` also limits the "
+                "tokens of one image; by default it is `generate.max_batch_tokens`, and 0 "
+                "switches both limits off. `max_items` is 8 by default, but 1 on a CPU, where a "
+                "batch takes as long as its images one by one.",
+            ),
+            PolicyKey(
+                "generate.admission",
+                "fifo",
+                "Choice of the waiting requests that join the next step.",
+            ),
+        ),
         check_admission,
         default_admission,
     ),
@@ -527,7 +547,13 @@ DECISIONS = (
         "step",
         RequestPolicy,
         "share",
-        ("generate.step",),
+        (
+            PolicyKey(
+                "generate.step",
+                "in-order",
+                "Choice of the prefilling requests that advance in a step, and by how many tokens.",
+            ),
+        ),
         check_shares,
         default_shares,
     ),
@@ -535,7 +561,14 @@ DECISIONS = (
         "preemption",
         RequestPolicy,
         "victim",
-        ("generate.preemption",),
+        (
+            PolicyKey(
+                "generate.preemption",
+                "youngest",
+                "Choice of the request to preempt when KV blocks run out, and of recomputation "
+                "or swapping to host memory.",
+            ),
+        ),
         check_preemption,
         default_preemption,
     ),

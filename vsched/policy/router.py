@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy
+from vsched.policy.base import Decision, Policy, PolicyKey
 from vsched.policy.checks import check_index
 from vsched.policy.measured import Measured, Measurements
 
@@ -110,7 +110,13 @@ DECISIONS = (
         "routing",
         RoutingPolicy,
         "choose",
-        ("routing",),
+        (
+            PolicyKey(
+                "routing",
+                "least-loaded",
+                "Choice of the replica for a request.",
+            ),
+        ),
         check_replica,
         default_replica,
     ),

@@ -253,7 +253,8 @@ class PolicySeat(Restorable):
         """
         try:
             answer = self._check(self.ask(view), *facts)
-            self.accept()
+            if self._memory.state is not None:
+                self.accept()
         except BaseException as error:  # noqa: BLE001 - a policy may raise anything, SystemExit included
             self.fail(error, view)
             return self._default(*facts)

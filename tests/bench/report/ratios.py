@@ -22,7 +22,9 @@ class Ratio:
 
     @property
     def text(self) -> str:
-        """The ratio with its spread."""
+        """The ratio, with its spread if there are several."""
+        if self.least == self.greatest:
+            return f"{self.median:.2f}"
         return f"{self.median:.2f} ({self.least:.2f} to {self.greatest:.2f})"
 
 

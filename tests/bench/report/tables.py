@@ -16,6 +16,14 @@ def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *lines))
 
 
+def without_empty(
+    headings: Sequence[str], lines: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """Drop the columns that are 0 or missing in every line."""
+    kept = [place for place in range(len(headings)) if {line[place] for line in lines} - {"-", "0"}]
+    return [headings[place] for place in kept], [[line[place] for place in kept] for line in lines]
+
+
 def number(value: float | None) -> str:
     """Return a number with its significant digits."""
     if value is None:

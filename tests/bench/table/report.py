@@ -29,11 +29,13 @@ PRECISIONS = {
     "llamacpp-q4_0": "4 bits",
 }
 """Approximate weight precision of each peer, which selects our side for the comparison."""
+LEGEND = """\
+Times in ms. Ratios are of requests/s, round by round: median, least and greatest. Columns without a figure, and counts
+of failed requests and wrong lengths that are 0, are left out."""
 _TPOT = tables.quantile("tpot_ms", "p50")
 _TIMES = tables.columns(
     ("ttft_ms", "p50"),
     ("ttft_ms", "p99"),
-    ("itl_ms", "p50"),
     ("itl_ms", "p99"),
     ("tpot_ms", "p50"),
 )
@@ -54,8 +56,8 @@ class Place(NamedTuple):
     @property
     def text(self) -> str:
         """The cell in words."""
-        beside = f", beside {self.neighbours}" if self.neighbours else ""
-        return f"{self.case} x {self.clients}{beside}"
+        loops = f", {self.neighbours} loop" if self.neighbours else ""
+        return f"{self.case} x {self.clients}{loops}"
 
 
 def write(options: argparse.Namespace, store: Store, model: str, console: Console) -> None:
@@ -84,7 +86,7 @@ def write(options: argparse.Namespace, store: Store, model: str, console: Consol
     parts = [
         tables.starts(started),
         cells(by_side, model),
-        "Times in ms. Ratios are of requests/s, round by round: median, least and greatest.",
+        LEGEND,
         missed(by_side, model),
         context_line(store.report.machine, settings, runs),
     ]
@@ -95,7 +97,6 @@ def cells(by_side: dict[str, list[Run]], model: str) -> str:
     """Return the table of all cells: per case and clients a line for each side."""
     lines = []
     found = list(places(by_side, model))
-    shared = any(place.neighbours for place in found)
     for place in found:
         for side in by_side:
             row = row_of(by_side, side, side, place)
@@ -112,7 +113,7 @@ def cells(by_side: dict[str, list[Run]], model: str) -> str:
                     place.text,
                     side,
                     tables.number(row.medians(tables.requests_s)[0]),
-                    *([kept.text if kept else "-"] if shared else []),
+                    kept.text if kept else "-",
                     *ratios,
                     *(tables.number(row.medians(read)[0]) for _, read in _TIMES),
                     str(row.failed[0]),
@@ -122,12 +123,12 @@ def cells(by_side: dict[str, list[Run]], model: str) -> str:
             )
     headings = (
         *("case x clients", "side", "requests/s"),
-        *(["kept of quiet"] if shared else []),
+        "kept of quiet",
         *("defaults / it", "best of its precision / it"),
         *(name for name, _ in _TIMES),
         *("failed", "wrong length", "rounds"),
     )
-    return tables.markdown(headings, lines)
+    return tables.markdown(*tables.without_empty(headings, lines))
 
 
 def missed(by_side: dict[str, list[Run]], model: str) -> str:
@@ -160,7 +161,7 @@ def missed(by_side: dict[str, list[Run]], model: str) -> str:
         return "No cell misses the aim."
     aims = [f"below {RATE_MIN} times the best peer's requests/s", "above its TPOT at 1 client"]
     if any(place.neighbours for place in places(by_side, model)):
-        aims.append(f"below {KEPT_MIN} of our own quiet requests/s beside 1 neighbour")
+        aims.append(f"below {KEPT_MIN} of our own quiet requests/s next to 1 busy loop")
     return "\n".join([f"Cells {', or '.join(aims)}:", "", *lines])
 
 

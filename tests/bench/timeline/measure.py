@@ -66,7 +66,7 @@ def settings_of(options: argparse.Namespace) -> str:
     before, beside, after = options.seconds
     return (
         f"{sizes_of(options).text} {size.words}words/{size.tokens}tokens "
-        f"{before} s quiet, {beside} s beside neighbours, {after} s quiet"
+        f"{before} s quiet, {beside} s next to busy loops, {after} s quiet"
     )
 
 

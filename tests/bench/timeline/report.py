@@ -90,9 +90,9 @@ def lines(by_side: Mapping[str, Sequence[Run]], seconds: Seconds) -> str:
     headings = (
         "side",
         "before",
-        "beside",
+        "busy",
         "after",
-        "kept beside",
+        "kept",
         "back after, s",
         "failed",
         "rounds",

@@ -21,7 +21,7 @@ from tests.unit.rank.worker_groups import Place, limits_for, make_sizing
 from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import at_home, link_address
 from vsched.aio.serving import RunningParts
-from vsched.aio.shell import Recorder, Shell, start_shell
+from vsched.aio.shell import EventRecorder, Shell, start_shell
 from vsched.aio.streams.stream import ChoiceInputs, TokenStream
 from vsched.config import Config
 from vsched.engine import Engine
@@ -234,7 +234,7 @@ class Ranks:
     def close(self) -> None:
         """No-op."""
 
-    def place(
+    def choose_host(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> HostOfRanks:
         self.lose_host = on_lost
@@ -406,7 +406,7 @@ class ShellHarness:
         self.ranks = Ranks(str(run_dir))
         self._place = self.ranks.home = Place(run_dir, self.ranks)
         self.shell: Shell
-        self.record: Callable[[Scheduler], Recorder | None] = lambda _: None
+        self.record: Callable[[Scheduler], EventRecorder | None] = lambda _: None
         self._skip_pauses(monkeypatch)
 
     def _skip_pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ async def test_orders_end_at_the_deadline_and_leave_nothing() -> None:
     assert who_has(groups, 1) == []
 
 
-async def test_orders_tell_a_group_that_was_lost_meanwhile_when_it_is_back() -> None:
+async def test_orders_report_a_group_that_was_lost_meanwhile_when_it_is_back() -> None:
     groups = FakeGroups()
     lost = groups.all[1]
     lost.leader.silent = True
@@ -136,7 +136,7 @@ async def test_orders_tell_a_group_that_was_lost_meanwhile_when_it_is_back() -> 
     assert who_has(groups, 1) == ["generate-0", "generate-1"]
 
 
-async def test_orders_tell_a_group_that_is_back_while_others_add() -> None:
+async def test_orders_report_a_group_that_is_back_while_others_add() -> None:
     """Restoring a group does not cover an adapter that is still being added."""
     groups = FakeGroups()
     groups.all[1].state = "down"
@@ -257,7 +257,7 @@ def test_table_takes_no_path_outside_the_directory(tmp_path: Path, path: str) ->
     assert table.path_of("a/b") == str(tmp_path / "adapters" / "a" / "b")
 
 
-async def test_table_unloads_once_nobody_holds_it(tmp_path: Path) -> None:
+async def test_table_unloads_after_the_last_user(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     await bench.table.load("a", "somewhere")
     first, second = bench.table.hold("a"), bench.table.hold("a")
@@ -276,7 +276,7 @@ async def test_table_unloads_once_nobody_holds_it(tmp_path: Path) -> None:
     assert (who_has(bench.groups, 1), bench.table.rows()) == ([], [])
 
 
-async def test_table_interrupts_who_is_not_done_in_time(tmp_path: Path) -> None:
+async def test_table_interrupts_late_requests(tmp_path: Path) -> None:
     """A request that is still being prepared is refused when it would be submitted."""
     bench = Bench(tmp_path, drain_s=0.0)
     await bench.table.load("a", "somewhere")
@@ -290,7 +290,7 @@ async def test_table_interrupts_who_is_not_done_in_time(tmp_path: Path) -> None:
     running.release()
 
 
-async def test_table_goes_on_when_nobody_waits(tmp_path: Path) -> None:
+async def test_table_continues_without_waiters(tmp_path: Path) -> None:
     """The caller may leave: the adapter is loaded or not, never half-way."""
     bench = Bench(tmp_path)
     loading = asyncio.ensure_future(bench.table.load("a", "somewhere"))

@@ -81,7 +81,7 @@ async def test_a_grammar_that_takes_too_long_is_refused_for_now() -> None:
         (SamplingParams(grammar="x", bad_words=((1,),)), "invalid_grammar"),
     ],
 )
-async def test_what_has_no_bound_or_could_forbid_every_token_is_refused(
+async def test_unbounded_values_and_masks_of_every_token_are_refused(
     sampling: SamplingParams, code: str
 ) -> None:
     compiler = Compiler()

@@ -62,7 +62,7 @@ def door(played: ShellHarness) -> tuple[int, int]:
     return counts["held_now"], counts["preparing_now"]
 
 
-async def test_who_is_turned_away_is_not_prepared(engine: Any, media: SlowMedia) -> None:
+async def test_rejected_request_is_not_prepared(engine: Any, media: SlowMedia) -> None:
     with pytest.raises(RequestRefused) as shed:
         await ask(engine, "shed")
     error = shed.value
@@ -74,7 +74,7 @@ async def test_who_is_turned_away_is_not_prepared(engine: Any, media: SlowMedia)
     assert media.started.empty()
 
 
-async def test_who_is_held_waits_and_is_served(
+async def test_held_request_waits_and_is_served(
     engine: Any, media: SlowMedia, played: ShellHarness
 ) -> None:
     task = asyncio.create_task(ask(engine, "held"))
@@ -115,7 +115,7 @@ async def test_clients_that_leave_leave_nothing_at_the_door(
     assert played.shell.statistics()["waiting"] == 0
 
 
-async def test_clear_ends_who_is_held(engine: Any, played: ShellHarness) -> None:
+async def test_clear_ends_held_requests(engine: Any, played: ShellHarness) -> None:
     task = asyncio.create_task(ask(engine, "held"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)

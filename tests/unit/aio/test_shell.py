@@ -71,7 +71,7 @@ async def test_shell_stream_whose_text_fails_stops_computing(played: ShellHarnes
     assert played.shell.statistics()["running"] == 1
 
 
-async def test_shell_on_end_that_raises_harms_nobody(played: ShellHarness) -> None:
+async def test_shell_on_end_that_raises_does_no_harm(played: ShellHarness) -> None:
     """The stream still ends."""
     streams = streams_of(played, end_error=RuntimeError("a lease"))
     played.ranks.run()
@@ -180,7 +180,7 @@ async def test_shell_that_fails_ends_a_restart_that_pauses(
     assert played.shell.pids == []
 
 
-async def test_engine_whose_scheduler_failed_says_so(
+async def test_engine_reports_a_failed_scheduler(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`/health` reports it, and requests are refused before their images are processed."""

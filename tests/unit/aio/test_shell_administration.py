@@ -323,7 +323,7 @@ async def test_groups_restarted_one_by_one_over_http_under_load(played: ShellHar
 
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
-async def test_http_refuses_what_the_engine_refuses(played: ShellHarness) -> None:
+async def test_http_refuses_requests_that_the_engine_refuses(played: ShellHarness) -> None:
     """Even when nothing is served."""
     engine = Engine(Config())
     reply = await post(engine, "generate-0", "drain")

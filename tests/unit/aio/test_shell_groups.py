@@ -345,7 +345,7 @@ async def test_shell_names_the_host_that_was_lost(played: ShellHarness) -> None:
     assert row["last_loss"]["reason"] == "generate: host far cannot be reached"
 
 
-async def test_crew_tells_each_rank_who_it_is(played: ShellHarness) -> None:
+async def test_crew_gives_each_rank_its_number(played: ShellHarness) -> None:
     """Numbers, and a rendezvous address that no earlier start has used."""
     await played.stop()
     ranks = played.ranks

@@ -123,7 +123,7 @@ async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_pro
     assert tokens[1, 30] == tokens[30, 1] == tokens[30, 30] < tokens[1, 0]
 
 
-async def test_sizing_counts_both_stages_where_the_encoder_pauses_for_steps() -> None:
+async def test_sizing_counts_both_stages_if_the_encoder_pauses_for_steps() -> None:
     """Memory of a paused batch of images is added to that of the largest step."""
     tokens = []
     for growth_mib in (0, 30):
@@ -137,7 +137,7 @@ async def test_sizing_counts_both_stages_where_the_encoder_pauses_for_steps() ->
 
 
 @pytest.mark.parametrize("pausing", [True, False])
-async def test_sizing_proves_steps_beside_a_batch_that_waits(*, pausing: bool) -> None:
+async def test_sizing_proves_steps_next_to_a_batch_that_waits(*, pausing: bool) -> None:
     """Also for a size that was not measured; not if nothing pauses or nothing is proved."""
     sizing = make_sizing([["encode", "generate"]], pausing=pausing)
     encode = Group(growth_bytes=30 * MIB, pauses=True)
@@ -152,7 +152,7 @@ async def test_sizing_proves_steps_beside_a_batch_that_waits(*, pausing: bool) -
     ]
 
 
-async def test_sizing_refuses_a_size_beside_which_the_encoder_does_not_fit() -> None:
+async def test_sizing_refuses_a_size_next_to_which_the_encoder_does_not_fit() -> None:
     """Ranks ran no batch beside the KV cache; a policy that takes too much fails, however its steps went."""
     for growth_mib, fits in ((80, True), (90, False)):
         sizing = make_sizing([["encode", "generate"]], policy=Pinned(tokens=MIB))
@@ -181,7 +181,7 @@ async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:
 @pytest.mark.parametrize(
     ("outcome", "error"), [("out_of_memory", DeviceOutOfMemory), ("leak", MemoryLeak)]
 )
-async def test_sizing_that_fails_says_why_and_keeps_the_ledger(
+async def test_sizing_that_fails_reports_why_and_keeps_the_ledger(
     outcome: str, error: type[Exception]
 ) -> None:
     """The vote of one rank ends it, by its type, and the table remains readable."""

@@ -154,7 +154,7 @@ async def test_sizing_together_that_does_not_fit_names_all_and_what_to_do() -> N
     assert not any(one.accepted for one in groups.values())
 
 
-async def test_sizing_together_drops_all_caches_before_one_is_built_anew() -> None:
+async def test_sizing_together_drops_all_caches_before_one_is_built_again() -> None:
     """On a retry, caches of the last attempt are dropped first: one failure costs one step of shrinking."""
     device = OneDevice(1024 * MIB)
     groups = groups_on(device)

@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_ends_all_answers() -> None:
     assert [one.aborted for one in engine.generations] == [1, 1]
 
 
-async def test_best_of_tells_the_likeliest_and_hides_what_it_asked_for() -> None:
+async def test_best_of_returns_the_likeliest_and_hides_its_logprobs() -> None:
     engine = FakeEngine(*said("a", -3.0))
     engine.scripts = {"1": said("b", -1.0), "2": said("c", -2.0)}
     reply = await post(engine, PLAIN, body_of(PLAIN, n=2, best_of=3))
@@ -201,12 +201,12 @@ async def test_best_of_goes_by_the_mean_of_all_tokens() -> None:
 
 
 @each_case("fields", [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}])
-async def test_best_of_is_refused_where_there_is_no_choice(fields: dict[str, Any]) -> None:
+async def test_best_of_is_refused_if_there_is_no_choice(fields: dict[str, Any]) -> None:
     reply = await post(FakeEngine(), PLAIN, body_of(PLAIN, **fields))
     assert (reply.status, reply.error["param"]) == (400, "best_of")
     assert "Remedy: " in reply.error["message"]
 
 
-async def test_best_of_as_many_as_are_told_may_stream() -> None:
+async def test_best_of_equal_to_n_may_stream() -> None:
     reply = await post(engine_saying("a", "b"), PLAIN, body_of(PLAIN, n=2, best_of=2, stream=True))
     assert sorted(event["choices"][0]["text"] for event in reply.events) == ["a", "b"]

@@ -280,7 +280,7 @@ async def test_failure_in_a_stream_is_its_last_event() -> None:
     assert reply.events[-1]["error"]["code"] == "encoder"
 
 
-async def test_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_bug_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
     """No paths, addresses or reprs."""
     engine = FakeEngine(ValueError("/secret at 0x7f"))
     reply = await post(engine, CHAT, chat())
@@ -428,7 +428,7 @@ async def test_body_of_exactly_the_cap_is_accepted() -> None:
         ([{"role": "user", "content": [{"type": "text", "text": "a"}] * 1000}], False),
     ],
 )
-async def test_what_a_template_takes_long_for_is_left_to_a_thread(
+async def test_slow_templates_are_rendered_in_a_thread(
     messages: list[dict[str, object]], on_the_loop: bool
 ) -> None:
     """By the length of the text, and by the number of messages and of their parts."""

@@ -228,7 +228,7 @@ async def test_connection_body_is_no_part_of_the_head() -> None:
             assert (await client.response()).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_connection_what_is_not_http_is_told_so() -> None:
+async def test_connection_bytes_other_than_http_are_refused() -> None:
     async with served(FakeEngine()) as port, connected(port) as client:
         await client.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 a TLS client\r\n\r\n")
         answer = await client.answer()
@@ -370,7 +370,7 @@ async def test_connection_host_is_named_once(hosts: int, version: bytes, status:
     ],
     ids=["two lengths", "length and chunks", "http/2", "connect", "compressed"],
 )
-async def test_connection_request_that_is_no_request_is_told_why(
+async def test_connection_invalid_request_is_refused_with_the_reason(
     sent: bytes, status: int, reason: bytes
 ) -> None:
     async with served(FakeEngine()) as port, connected(port) as client:
@@ -427,7 +427,7 @@ async def test_connection_client_that_left_is_found_out(body: bytes) -> None:
     [HEAD, HEAD + b"Content-Length: 100\r\n\r\n{", REQUEST[:-1]],
     ids=["head", "body", "end"],
 )
-async def test_connection_request_that_ends_too_soon_is_told_so(sent: bytes) -> None:
+async def test_connection_request_that_ends_too_soon_is_reported(sent: bytes) -> None:
     engine = FakeEngine()
     async with served(engine) as port, connected(port) as client:
         await client.send(sent)

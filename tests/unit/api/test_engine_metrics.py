@@ -107,7 +107,7 @@ def test_metrics_and_statistics_have_the_threads_of_each_rank(
     assert seen == [(now, 2, {"0": {"active": now, "total": 2}}, now) for now in (2, 1, 2)]
 
 
-async def test_metrics_tell_what_groups_were_lost_of() -> None:
+async def test_metrics_report_what_groups_were_lost_of() -> None:
     engine = FakeEngine()
     losses = {"ProcessExited": 2, "RankSilent": 1}
     engine.rows = [{"name": "encode-1", "state": "down", "losses": losses, "restarts": 3}]

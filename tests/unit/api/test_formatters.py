@@ -45,7 +45,7 @@ async def test_token_ids_come_with_every_event_and_those_of_the_prompt_with_the_
 
 @PATHS
 @pytest.mark.parametrize("stream", [False, True])
-async def test_token_ids_are_null_or_left_out_unless_asked_for(path: str, stream: bool) -> None:
+async def test_token_ids_are_null_or_left_out_unless_requested(path: str, stream: bool) -> None:
     """A non-streaming response has the fields of vLLM's, which its clients read; events are short."""
     reply = await post(FakeEngine(), path, body_of(path, stream=stream))
     if stream:

@@ -44,7 +44,7 @@ def test_listener_of_several_processes_only_keeps_the_address() -> None:
             assert min(received.values()) > 8, "one gets nearly all"
 
 
-def test_listener_of_several_processes_tells_of_a_port_in_use() -> None:
+def test_listener_of_several_processes_reports_a_port_in_use() -> None:
     """Even if the other server has several processes, which could share the port."""
     with listen(config()) as kept, another(kept) as listening:
         listening.listen()

@@ -40,7 +40,7 @@ def test_reports_add_to_the_counters_and_histograms_of_a_process() -> None:
     assert own.under_way == 1
 
 
-def test_reports_change_nothing_where_there_is_one_process() -> None:
+def test_reports_change_nothing_if_there_is_one_process() -> None:
     metrics = counted("stop", "stop", "length")
     metrics.reports = lambda: [Report()]
     alone = ApiMetrics()

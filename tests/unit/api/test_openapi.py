@@ -81,7 +81,7 @@ async def test_page_shows_the_document_and_needs_no_other_host() -> None:
     assert "default-src 'none'" in headers["content-security-policy"]
 
 
-async def test_document_and_page_are_open_for_they_tell_nothing_of_what_is_served() -> None:
+async def test_document_and_page_need_no_key_and_reveal_nothing() -> None:
     for path in ("/openapi.json", "/docs"):
         status, _, body = await get(path, api_key="secret")
         assert status == 200

@@ -44,7 +44,7 @@ async def call(
     ("state", "status"),
     [("loading", 503), ("ready", 200), ("degraded", 200), ("draining", 503), ("stopped", 503)],
 )
-async def test_health_tells_the_state(path: str, state: str, status: int) -> None:
+async def test_health_reports_the_state(path: str, state: str, status: int) -> None:
     engine = FakeEngine()
     engine.state = state
     reply = await call(engine, "GET", path)
@@ -59,7 +59,7 @@ async def test_models() -> None:
     assert (await call(FakeEngine(), "GET", "/v1/models/org/other")).status == 404
 
 
-async def test_models_as_anthropic_tells_of_them() -> None:
+async def test_models_in_the_format_of_anthropic() -> None:
     engine = FakeEngine()
     engine.adapter_rows.append({"name": "org/sql", "state": "ready"})
     requested = {"anthropic-version": "2023-06-01"}
@@ -158,7 +158,7 @@ async def test_tokenize_shows_tools_to_the_template_and_counts_images() -> None:
     assert reply.json["count"] > IMAGE_TOKENS
 
 
-async def test_tokenize_tells_the_text_of_each_token() -> None:
+async def test_tokenize_reports_the_text_of_each_token() -> None:
     body = {"prompt": "a\xe9", "return_token_strs": True, "add_special_tokens": True}
     reply = await call(FakeEngine(), "POST", "/tokenize", body)
     assert reply.json["token_strs"] == ["a", "bytes:\\xe9"]
@@ -436,7 +436,7 @@ async def test_slash_behind_a_path_changes_nothing(path: str, status: int) -> No
 
 
 @each_case("path", ["//v1/models", "/v1//chat/completions", "//admin//clear"])
-async def test_double_slash_is_told_so(path: str) -> None:
+async def test_double_slash_is_reported(path: str) -> None:
     """Double slashes, from a base URL with a trailing slash, are a 404 and bypass no path rule of a proxy."""
     reply = await call(FakeEngine(), "POST", path)
     assert reply.status == 404
@@ -478,7 +478,7 @@ async def test_key_is_needed_everywhere_but_for_probes(
     assert reply.headers["www-authenticate"] == "Bearer"
 
 
-def test_key_is_asked_for_by_every_route() -> None:
+def test_key_is_required_by_every_route() -> None:
     """Routes added later included."""
     app = create_app(FakeEngine(), ApiSettings(api_key="right"))
     assert all(isinstance(cast("Route", route).app, RequireKey) for route in app.routes)

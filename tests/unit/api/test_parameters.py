@@ -192,7 +192,7 @@ async def test_stream_options_without_a_stream_are_refused(path: str) -> None:
     assert (reply.status, reply.error["param"]) == (400, "stream_options")
 
 
-async def test_number_out_of_bounds_says_value_and_limit() -> None:
+async def test_number_out_of_bounds_reports_value_and_limit() -> None:
     reply = await post(FakeEngine(), CHAT, chat(temperature=3.5))
     assert "value 3.5, limit <= 2.0. Remedy" in reply.error["message"]
 
@@ -408,7 +408,7 @@ async def test_wrong_values_get_a_sentence(fields: dict[str, Any], message: str)
 
 
 @each_case("path", [CHAT, PLAIN, "/tokenize"])
-async def test_wrong_value_beside_what_is_no_text_is_refused(path: str) -> None:
+async def test_wrong_value_next_to_what_is_no_text_is_refused(path: str) -> None:
     """Parts that msgspec skips are not checked until the value appears in an error."""
     name = "prompt" if path == PLAIN else "messages"
     reply = await post(FakeEngine(), path, b'{"%s":0,"\xff":1}' % name.encode())

@@ -37,7 +37,7 @@ async def test_policies_are_listed_and_replaced() -> None:
 
 
 @each_case("body", [b"{", [], {"generate.step": "tenant-fair"}])
-async def test_policies_refuses_what_is_no_request(body: object) -> None:
+async def test_policies_refuses_invalid_requests(body: object) -> None:
     engine = FakeEngine()
     reply = await Client(create_app(engine, ApiSettings())).send("POST", PATH, body)
     assert reply.status == 400

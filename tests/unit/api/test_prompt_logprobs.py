@@ -69,7 +69,7 @@ IN_VLLMS_FORM = [
 
 @each_case("stream", [False, True])
 @each_case("prompt", ["Hi there", PROMPT])
-async def test_echo_tells_the_prompt_and_its_log_probabilities(prompt: Any, stream: bool) -> None:
+async def test_echo_reports_the_prompt_and_its_log_probabilities(prompt: Any, stream: bool) -> None:
     """The text as it was sent, even if the tokens spell it differently."""
     engine = telling()
     body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream}
@@ -83,7 +83,7 @@ async def test_echo_tells_the_prompt_and_its_log_probabilities(prompt: Any, stre
     assert engine.sampling.prompt_logprobs == 1
 
 
-async def test_echo_of_several_answers_tells_the_prompt_before_each_in_a_stream() -> None:
+async def test_echo_of_several_answers_reports_the_prompt_before_each_in_a_stream() -> None:
     engine = telling()
     engine.scripts = {"1": [OutputDelta("b", [98], [TokenLogprob(98, -4.0, [])], "length")]}
     body = {"prompt": "Hi", "echo": True, "logprobs": 1, "n": 2, "stream": True}
@@ -95,7 +95,7 @@ async def test_echo_of_several_answers_tells_the_prompt_before_each_in_a_stream(
 
 
 @each_case("stream", [False, True])
-async def test_echo_without_logprobs_asks_for_none(stream: bool) -> None:
+async def test_echo_without_logprobs_requests_none(stream: bool) -> None:
     engine = FakeEngine(OutputDelta("a", [97]), OutputDelta("b", [98], None, "stop"))
     reply = await post(engine, PLAIN, {"prompt": "Hi", "echo": True, "stream": stream})
     choices = [one["choices"][0] for one in (reply.events if stream else [reply.json])]
@@ -113,7 +113,7 @@ async def test_echo_of_tokens_shows_special_ones(monkeypatch: pytest.MonkeyPatch
     assert reply.json["choices"][0]["text"] == "<3><1><4><1><5><9><2>a"
 
 
-async def test_echo_tells_each_choice_its_own_prompt() -> None:
+async def test_echo_reports_each_choice_its_own_prompt() -> None:
     reply = await post(FakeEngine(), PLAIN, {"prompt": ["x", "y"], "echo": True, "n": 2})
     texts = [one["text"] for one in reply.json["choices"]]
     assert texts == ["xHello", "xHello", "yHello", "yHello"]
@@ -130,7 +130,7 @@ async def test_prompt_logprobs_in_vllm_s_form(path: str) -> None:
     assert (engine.sampling.prompt_logprobs, engine.sampling.logprobs) == (1, None)
 
 
-async def test_prompt_logprobs_beside_an_echo_are_each_as_many_as_asked_for() -> None:
+async def test_prompt_logprobs_and_echo_have_their_own_counts() -> None:
     engine = telling()
     body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 0}
     (choice,) = (await post(engine, PLAIN, body)).json["choices"]
@@ -159,7 +159,9 @@ async def test_nothing_is_generated_with_max_tokens_0() -> None:
         (CHAT, {"max_tokens": 0}, "max_tokens"),
     ],
 )
-async def test_what_cannot_be_told_is_refused(path: str, fields: Any, param: str) -> None:
+async def test_unsupported_log_probabilities_are_refused(
+    path: str, fields: Any, param: str
+) -> None:
     engine = FakeEngine()
     body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
     reply = await post(engine, path, body)
@@ -192,7 +194,7 @@ async def test_long_reports_are_worded_off_the_loop(monkeypatch: pytest.MonkeyPa
         ({"role": "user", "content": "An apple"}, ""),
     ],
 )
-async def test_echo_of_a_chat_tells_the_message_that_goes_on(
+async def test_echo_of_a_chat_reports_the_message_that_goes_on(
     last: dict[str, Any], echoed: str, stream: bool
 ) -> None:
     """Once, before the output; the user's message is not repeated."""

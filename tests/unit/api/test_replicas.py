@@ -22,7 +22,7 @@ async def test_replicas_lists_the_groups() -> None:
 
 
 @each_case("action", ["drain", "restart", "resume"])
-async def test_replicas_action_is_done_and_told(action: str) -> None:
+async def test_replicas_action_is_done_and_reported(action: str) -> None:
     engine = FakeEngine()
     reply = await post(engine, {"group": "generate-1", "action": action})
     assert engine.actions == [(action, "generate-1")]
@@ -30,7 +30,7 @@ async def test_replicas_action_is_done_and_told(action: str) -> None:
     assert (reply.status, reply.json) == (200, expected)
 
 
-async def test_replicas_tells_when_the_deadline_passed_before() -> None:
+async def test_replicas_reports_when_the_deadline_passed_before() -> None:
     """A drain that takes too long still gets a response."""
     engine = FakeEngine()
     engine.in_time = False
@@ -53,6 +53,6 @@ async def test_replicas_passes_a_refusal_on() -> None:
 
 
 @each_case("body", [b"{", {}, {"group": "generate-1"}, {"group": 1, "action": "drain"}])
-async def test_replicas_refuses_what_is_no_request(body: object) -> None:
+async def test_replicas_refuses_invalid_requests(body: object) -> None:
     reply = await post(FakeEngine(), body)
     assert reply.status == 400

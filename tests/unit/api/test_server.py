@@ -129,7 +129,7 @@ async def enter(settings: Config) -> None:
         raise AssertionError("it runs")
 
 
-async def test_server_busy_port_is_told_before_anything_is_loaded(
+async def test_server_busy_port_is_reported_before_anything_is_loaded(
     acted: Acted, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One error with the key, the address and the remedy, before an engine is constructed."""
@@ -210,7 +210,7 @@ async def test_server_url_can_be_reached(acted: Acted, host: str, url: str) -> N
         ("::1", errno.EAFNOSUPPORT, "server.host: .*not supported.* 127.0.0.1 for local"),
     ],
 )
-async def test_server_address_that_cannot_be_had_is_told_with_its_remedy(
+async def test_server_address_that_cannot_be_had_is_reported_with_its_remedy(
     acted: Acted, monkeypatch: pytest.MonkeyPatch, host: str, code: int, reported: str
 ) -> None:
     def create(*_: object, **__: object) -> None:

@@ -108,7 +108,7 @@ async def test_sse_writer_deltas_grow_together_while_the_connection_is_full() ->
     assert connection.texts == ["a", "bcd"]
 
 
-async def test_sse_writer_ends_where_the_last_delta_had_to_wait() -> None:
+async def test_sse_writer_ends_when_the_last_delta_had_to_wait() -> None:
     connection = Connection(full=True)
     generation = FakeGeneration([OutputDelta("all", [1], finish_reason="length")], "id")
     task = asyncio.ensure_future(connection.relay(generation).run())

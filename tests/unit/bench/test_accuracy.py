@@ -62,7 +62,7 @@ def questions(count: int = 2) -> list[list[Question]]:
 # --- the exam ---
 
 
-def test_exam_tells_turns_before_with_their_right_answers() -> None:
+def test_exam_reports_turns_before_with_their_right_answers() -> None:
     opening, following = questions()[4]
     assert (opening.task, opening.turn, len(opening.images)) == ("pair", 0, 2)
     assert (following.turn, following.images) == (1, opening.images)

@@ -35,7 +35,7 @@ def test_wilson_interval_of_nothing_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(("right", "total"), [(3, 2), (-1, 2)])
-def test_wilson_interval_refuses_what_is_no_share(right: int, total: int) -> None:
+def test_wilson_interval_refuses_invalid_shares(right: int, total: int) -> None:
     with pytest.raises(ValueError, match="not a share"):
         wilson_interval(right, total)
 

@@ -9,7 +9,7 @@ from vsched.testing import default_policies
 
 
 @pytest.mark.parametrize(("running", "steps"), [(1, 1), (1, 20), (64, 20), (96, 3)])
-def test_decode_steps_are_measured_with_as_few_events_as_are_asked_for(
+def test_decode_steps_are_measured_with_as_few_events_as_are_requested(
     running: int, steps: int
 ) -> None:
     row = measure_decode(default_policies(), running, steps=steps, repeats=1)

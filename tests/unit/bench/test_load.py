@@ -133,7 +133,7 @@ async def test_client_gives_up_on_a_server_that_never_loads(
         assert len(server.bodies) > 1
 
 
-async def test_client_asks_for_the_model() -> None:
+async def test_client_requests_the_model() -> None:
     async with serving(b"") as server:
         assert await BenchClient(server.url + "/v1").model() == "demo"
     with pytest.raises(BenchError, match="check --url"):
@@ -284,7 +284,7 @@ async def test_images_arrive_when_all_decoders_run() -> None:
     assert figures.output_tokens_mean == 6, "two of nine, two of three"
 
 
-async def test_a_decoder_that_fails_keeps_nobody_waiting() -> None:
+async def test_failing_decoder_leaves_no_request_waiting() -> None:
     plan = plan_of(Case.MIXED, decoder_tokens=9)
     async with streaming() as server:
         server.broken = {str(draw(plan).sessions[0][0][0]["content"])}
@@ -293,7 +293,7 @@ async def test_a_decoder_that_fails_keeps_nobody_waiting() -> None:
     assert figures.errors == ["1 x status 500: "]
 
 
-def test_figures_of_a_burst_tell_decoders_from_images() -> None:
+def test_figures_of_a_burst_distinguish_decoders_and_images() -> None:
     decoder = Sample(0.0, 1.3, [0.1, 0.2, 1.2, 1.3], ["a"] * 4, output_tokens=4)
     image = Sample(0.0, 1.0, [0.9, 1.0], ["a"] * 2, output_tokens=2)
     figures = summarise(

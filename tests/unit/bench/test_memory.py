@@ -37,7 +37,9 @@ def memory_run(**changes: Any) -> MemoryRun:
         ({"refusals": {"too_large": 5}}, "inconclusive"),
     ],
 )
-def test_memory_run_says_no_more_than_was_seen(changes: dict[str, Any], verdict: Verdict) -> None:
+def test_memory_run_reports_no_more_than_was_seen(
+    changes: dict[str, Any], verdict: Verdict
+) -> None:
     """If nothing finished, the result is inconclusive."""
     assert memory_run(**changes).verdict == verdict
 
@@ -50,7 +52,7 @@ def test_memory_load_fits_the_context_of_the_demo_model() -> None:
     assert config.generate.max_batch_tokens == 2048
 
 
-def test_memory_command_says_inconclusive_where_nothing_finished(
+def test_memory_command_reports_inconclusive_if_nothing_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the screen and in the JSON."""

@@ -120,7 +120,7 @@ def test_both_sides_get_the_same_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_that_is_not_installed_is_told(tmp_path: Path, name: str) -> None:
+def test_a_peer_that_is_not_installed_is_reported(tmp_path: Path, name: str) -> None:
     write_config(tmp_path)
     sizes = sides.ServerSizes(threads=2)
     folder = PEERS[name].folder(tmp_path)
@@ -241,7 +241,7 @@ def session_in(folder: Path) -> Session:
     )
 
 
-def test_a_server_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "print('out of luck'); raise SystemExit(3)"]
     spec = Spec(side="x", command=command, model="m", port=1, version="v")
     with (
@@ -300,7 +300,7 @@ def test_an_installed_peer_is_left_alone(tmp_path: Path) -> None:
         assert peer.folder(tmp_path).name in PEERS, "a name that setup accepts"
 
 
-def test_an_index_out_of_reach_is_told_before_anything_is_installed(tmp_path: Path) -> None:
+def test_an_index_out_of_reach_is_reported_before_anything_is_installed(tmp_path: Path) -> None:
     """Pip retries for each package: a stall of half an hour."""
     with socket.socket() as closed:
         closed.bind((HOST, 0))

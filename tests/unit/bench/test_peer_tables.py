@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.bench.options import MADE, PAGES, SMOLLM2, options_of, settings_of
+from tests.bench.options import PAGES, TABLED, options_of, settings_of
 from tests.bench.records import Key, Run
 from tests.bench.report import page, tables
 from tests.bench.report.pairs import pair_cells
@@ -116,12 +116,7 @@ def test_page_replaces_what_lies_between_its_markers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "scheduler",
-        *(f"{peer}-{SMOLLM2}" for peer in ("vllm", "llamacpp")),
-        *(f"{peer}-{checkpoint}" for peer in ("vllm", "transformers") for checkpoint in MADE),
-        *(f"growth-vllm-{checkpoint}" for checkpoint in MADE),
-    ],
+    [f"{command}-{model}" for command in ("table", "timeline") for model in TABLED],
 )
 def test_page_of_benchmarks_has_a_place_for_each(name: str) -> None:
     assert "\nfound\n" in page.replaced(page.holding(PAGES, name).read_text(), name, "found")
@@ -133,7 +128,7 @@ def test_page_refuses_to_guess_a_place(text: str) -> None:
         page.replaced(text, "one", "new")
 
 
-def test_what_a_server_does_when_it_is_not_its_turn_is_told_where_it_was_looked_at() -> None:
+def test_load_of_waiting_servers_is_reported_if_measured() -> None:
     """A peer that works while vsched is measured takes its cores; it is left out of the others' figures."""
     old = run_of("vsched", 1)
     figures = msgspec.structs.replace(old.figures, waiting=0.4)

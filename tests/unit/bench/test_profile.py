@@ -128,6 +128,7 @@ def test_floors_are_bytes_over_bandwidth_and_operations_over_the_rate() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 async def test_profile_shows_every_component_of_server_and_ranks() -> None:
     name = idle_plugin.NAME
     sets = ["model.path=.", "server.port=0", "media.images_max=0", "encode.reserved=0"]

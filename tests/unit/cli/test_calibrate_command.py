@@ -56,7 +56,7 @@ def test_calibrate_writes_a_file_that_check_takes(tmp_path: Path) -> None:
         ("words", True, "--images: no image in "),
     ],
 )
-def test_calibrate_refuses_what_it_cannot_run(
+def test_calibrate_refuses_input_that_it_cannot_run(
     tmp_path: Path, texts: str | None, images: bool, message: str
 ) -> None:
     file = tmp_path / "texts.txt"

@@ -48,7 +48,7 @@ def copy(tmp_path: Path) -> Callable[..., Path]:
     return copy_one
 
 
-def test_check_tells_all_of_a_checkpoint_that_can_be_served() -> None:
+def test_check_reports_all_of_a_checkpoint_that_can_be_served() -> None:
     status, output = check(DEMO, "--set", "generate.memory_limit=1GiB")
     assert status == 0
     lines = [" ".join(line.split()) for line in output.splitlines()]
@@ -93,7 +93,7 @@ def test_check_tells_all_of_a_checkpoint_that_can_be_served() -> None:
         ),
     ],
 )
-def test_check_tells_the_threads_of_each_stage(
+def test_check_reports_the_threads_of_each_stage(
     sets: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number at the start, and whether a rank may use fewer."""
@@ -106,14 +106,14 @@ def test_check_tells_the_threads_of_each_stage(
     ]
 
 
-def test_check_tells_of_processes_beside_the_engine_s() -> None:
+def test_check_reports_processes_next_to_the_engine_s() -> None:
     lines = [" ".join(line.split()) for line in check(DEMO)[1].splitlines()]
     assert not any(line.startswith("HTTP") for line in lines)
     _, output = check(DEMO, "--set", "server.processes=3")
     assert "HTTP in 3 processes beside the engine's" in " ".join(output.split())
 
 
-def test_check_tells_what_the_states_of_all_slots_take(tmp_path: Path) -> None:
+def test_check_reports_what_the_states_of_all_slots_take(tmp_path: Path) -> None:
     make_checkpoint("lfm2", tmp_path)
     sets = ("--set", "generate.slots=10", "--set", "generate.memory_limit=1GiB")
     status, report = check_json(tmp_path, *sets)
@@ -135,7 +135,7 @@ def test_check_tells_what_the_states_of_all_slots_take(tmp_path: Path) -> None:
         ("llama", {}, None),
     ],
 )
-def test_check_tells_that_layers_with_windows_keep_whole_contexts(
+def test_check_reports_that_layers_with_windows_keep_whole_contexts(
     tmp_path: Path, name: str, changes: dict[str, Any], windows: tuple[int, int] | None
 ) -> None:
     """On every path; a window of the whole context does not count."""
@@ -148,7 +148,7 @@ def test_check_tells_that_layers_with_windows_keep_whole_contexts(
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma"])
-def test_check_tells_the_tokens_of_images_of_any_architecture(tmp_path: Path, name: str) -> None:
+def test_check_reports_the_tokens_of_images_of_any_architecture(tmp_path: Path, name: str) -> None:
     make_vision_checkpoint(name, tmp_path)
     status, report = check_json(tmp_path)
     tokens = report["info"]["item_tokens_max"]
@@ -188,7 +188,7 @@ def test_check_writes_json(tmp_path: Path) -> None:
         ({"image_token_id": None}, "image_token_id is missing"),
     ],
 )
-def test_check_tells_why_a_checkpoint_cannot_be_served(
+def test_check_reports_why_a_checkpoint_cannot_be_served(
     copy: Callable[..., Path], values: dict[str, object], reason: str
 ) -> None:
     """Its known properties are still reported."""
@@ -290,7 +290,7 @@ def test_check_tells_why_a_model_takes_no_videos(tmp_path: Path) -> None:
         ("llama4_text", "refused", "temperatures that follow a token's place"),
     ],
 )
-def test_check_tells_of_any_language_model_before_its_weights_are_read(
+def test_check_reports_any_language_model_before_its_weights_are_read(
     tmp_path: Path, name: str, path: str, reason: str
 ) -> None:
     """Whether an architecture's attention can be replaced is known once it is built."""

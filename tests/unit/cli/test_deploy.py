@@ -77,7 +77,7 @@ def test_dockerfile_copies_all_packages_and_installs_an_extra_that_there_is() ->
         assert extra in project["project"]["optional-dependencies"]
 
 
-def test_dockerfile_serves_as_nobody_in_particular() -> None:
+def test_dockerfile_serves_as_an_unprivileged_user() -> None:
     """The last user is not root, and comes before the command."""
     names = [name for name, _ in dockerfile()]
     assert of("USER") == ["vsched"]

@@ -16,7 +16,7 @@ from vsched.memory import Ledger, group_ledger
 DEMO = "workers/demo-model"
 
 
-def test_profile_tells_the_threads_of_each_rank(
+def test_profile_reports_the_threads_of_each_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads in use once everything is loaded, which are fewer on a busy machine."""

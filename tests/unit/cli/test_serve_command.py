@@ -78,7 +78,7 @@ def test_serve_takes_host_and_port_as_everywhere(served: Served) -> None:
     assert served.config.model.path == "checkpoint"
 
 
-def test_serve_without_a_terminal_tells_its_life_in_log_lines(
+def test_serve_without_a_terminal_reports_its_life_in_log_lines(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     done = serve("checkpoint", "--port", "0")
@@ -102,7 +102,7 @@ def test_serve_on_all_addresses_says_where_to_reach_it(
     assert ", and on every other address of this machine (" in ready
 
 
-def test_serve_that_fails_without_a_terminal_says_why_in_a_log_line(
+def test_serve_that_fails_without_a_terminal_reports_why_in_a_log_line(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     served.error = GroupLostError("generate: rank 0 exited with code 9")
@@ -126,7 +126,7 @@ def test_serve_without_a_terminal_logs_every_typo(
     ]
 
 
-def test_vsched_tells_its_version() -> None:
+def test_vsched_prints_its_version() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "vsched", "--version"], capture_output=True, text=True, check=True
     )

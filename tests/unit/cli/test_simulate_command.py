@@ -54,7 +54,7 @@ def test_simulate_compares_configurations(folder: Path) -> None:
     assert first.figures.finished == second.figures.finished == 17
 
 
-def test_simulate_writes_what_is_asked_for(folder: Path) -> None:
+def test_simulate_writes_what_is_requested(folder: Path) -> None:
     files = ["--html", "o.html", "--csv", "o.csv", "--json", "o.json", "--timeline", "t.json"]
     said = run("--trace", "trace.csv", "--requests", "5", "--oracles", *files)
     assert "wrote o.html" in said
@@ -124,7 +124,7 @@ def broken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "broken.toml"
 
 
-def test_simulate_fails_where_a_policy_did(folder: Path, broken: str) -> None:
+def test_simulate_fails_if_a_policy_did(folder: Path, broken: str) -> None:
     said = run(
         *("-c", "a.toml", "-c", broken, "--trace", "trace.csv", "--csv", "out.csv"), status=1
     )

@@ -103,7 +103,7 @@ def test_vllm_names_of_formats_are_values_of_their_keys() -> None:
         configured("--dtype", name)
 
 
-def test_vllm_flag_without_effect_says_why() -> None:
+def test_vllm_flag_without_effect_reports_why() -> None:
     done = translate(["--trust-remote-code", "folder", "--seed", "-1", "--no-enable-sleep-mode"])
     assert done.words == ["folder"]
     assert done.notes == [

@@ -32,7 +32,7 @@ def test_tables_are_those_of_vsched(tmp_path: Path) -> None:
     assert keys.trace == "run.jsonl"
 
 
-def test_one_policy_decides_where_vllm_can_follow_it() -> None:
+def test_one_policy_decides_if_vllm_can_follow_it() -> None:
     tables = {"policy": {"use": "tenant-fair"}}
     found, _ = settings(tables)
     assert {*found.policies.by_table} == {*SCHEDULER}

@@ -69,7 +69,7 @@ def test_answers_share_an_image_at_the_end_of_the_prompt() -> None:
     assert prefilled(cluster) == 22 + 3 * 2
 
 
-def test_answers_without_a_prefix_cache_share_with_nobody_else() -> None:
+def test_choices_without_a_prefix_cache_share_with_no_other_request() -> None:
     cluster = ModelCluster(make_limits(prefix_cache=False))
     cluster.submit(make_request("a", words(42)), choices=2)
     cluster.submit(make_request("b", words(42)), choices=2)
@@ -79,7 +79,7 @@ def test_answers_without_a_prefix_cache_share_with_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"prompt_atomic": True}, {"state_snapshots": 0}])
-def test_answers_whose_blocks_nobody_can_share_compute_their_own(changes: dict[str, int]) -> None:
+def test_choices_without_shareable_blocks_compute_their_own(changes: dict[str, int]) -> None:
     cluster = ModelCluster(make_limits(prefix_cache=False, **changes))
     cluster.submit(make_request("a", words(42)), choices=4)
     cluster.drain()
@@ -186,7 +186,7 @@ def test_an_answer_waits_for_no_slot_while_the_prompt_is_computed() -> None:
     assert prefilled(cluster) == 42 + 3 * 2 + 6
 
 
-def test_the_first_answer_tells_of_a_cached_prompt_and_further_ones_share_it() -> None:
+def test_the_first_answer_reports_a_cached_prompt_and_further_ones_share_it() -> None:
     """The first choice computes it from its first token on, once."""
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("before", words(42)))

@@ -61,7 +61,7 @@ def arrive(one: ModelCluster, name: str, tenant: str = "") -> int:
     return one.arrive(request)
 
 
-def test_who_is_let_in_is_submitted_and_served() -> None:
+def test_admitted_request_is_submitted_and_served() -> None:
     one = cluster(Open())
     arrive(one, "a")
     assert one.kernel.statistics()["front_door"]["preparing_now"] == 0
@@ -103,7 +103,7 @@ def test_policy_sees_how_many_before_the_slots_are_as_urgent() -> None:
     one.kernel.check_invariants()
 
 
-def test_who_is_shed_or_redirected_is_told_why() -> None:
+def test_shed_and_redirected_requests_get_the_reason() -> None:
     one = cluster()
     shed, away = arrive(one, "a", "shed"), arrive(one, "b", "elsewhere")
     assert one.rejected == [
@@ -131,7 +131,7 @@ def test_a_hold_ends_by_the_timer_and_another_answer() -> None:
     assert one.ended.keys() == {"a"}
 
 
-def test_nobody_is_held_for_over_a_minute() -> None:
+def test_no_request_is_held_for_over_a_minute() -> None:
     one = cluster()
     arrive(one, "a", "for-ever")
     one.drain()
@@ -139,7 +139,7 @@ def test_nobody_is_held_for_over_a_minute() -> None:
     assert "held for over 60 s" in one.notices[0]
 
 
-def test_who_leaves_while_held_is_not_asked_about() -> None:
+def test_policy_is_not_called_for_requests_aborted_while_held() -> None:
     one = cluster()
     one.withdraw(arrive(one, "a", "held"))
     one.drain()
@@ -178,7 +178,7 @@ def test_requests_of_a_tenant_are_counted_wherever_they_are() -> None:
     assert one.kernel._table.tenants == {}
 
 
-def test_a_snapshot_has_who_is_held() -> None:
+def test_snapshot_contains_held_requests() -> None:
     one = cluster()
     held = arrive(one, "a", "held")
     policies = default_policies(front_door=Told())

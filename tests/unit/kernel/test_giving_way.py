@@ -114,7 +114,7 @@ def test_requests_give_way_for_limited_time_in_total() -> None:
     assert ends[1] < ends[0] - 2
 
 
-def test_policy_sees_whom_it_can_preempt() -> None:
+def test_policy_sees_preemptible_requests() -> None:
     seen: list[tuple[Sequence[int], int]] = []
 
     class Watching(GivesWay, frozen=True, kw_only=True):

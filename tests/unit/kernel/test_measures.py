@@ -72,7 +72,7 @@ def text(name: str, tokens: int, start: int = 0, **fields: Any) -> Request:
     return msgspec.structs.replace(request, **fields)
 
 
-def test_steps_are_told_with_their_composition() -> None:
+def test_steps_are_reported_with_their_composition() -> None:
     reported = Told()
     reported.submit(1_000, text("a", 6))
     reported.step(1_500, 1, busy_ns=400)
@@ -96,7 +96,7 @@ def test_gap_of_a_step_begins_with_its_decision_after_idleness() -> None:
     assert [one.gap_ns for one in reported.measured.steps] == [100, 200]
 
 
-def test_gap_counts_from_the_result_before_where_steps_overlap() -> None:
+def test_gap_counts_from_the_result_before_if_steps_overlap() -> None:
     reported = Told(generate_depth=2)
     reported.submit(0, text("a", 4))
     reported.step(100, 1)
@@ -128,7 +128,7 @@ def test_requests_are_told_when_their_first_token_comes_and_when_they_end() -> N
     )
 
 
-def test_waiting_is_told_apart() -> None:
+def test_waiting_is_distinguished() -> None:
     """A request with an image waits for its embedding, then for the slot that another one holds."""
     reported = Told(slots=1)
     reported.submit(0, text("a", 6))
@@ -182,7 +182,7 @@ def test_windows_are_bounded() -> None:
     assert reported.measured.steps[-1].ended_ns == (WINDOW + 10) * 100
 
 
-def test_replicas_are_told_apart_and_the_encode_stage_has_all() -> None:
+def test_replicas_are_distinguished_and_the_encode_stage_has_all() -> None:
     reported = Told(generators=2)
     reported.submit(0, text("a", 4))
     reported.submit(0, text("b", 5, start=50))

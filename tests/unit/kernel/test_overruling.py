@@ -78,7 +78,7 @@ def served_for(cluster: ModelCluster, seconds: int, *, slots: int = 1) -> None:
 
 
 @pytest.mark.parametrize("limit_s", [10, 60])
-def test_admission_passes_nobody_over_for_too_long(limit_s: int) -> None:
+def test_admission_passes_no_request_over_for_too_long(limit_s: int) -> None:
     """The oldest goes first once the limit is over; the others follow, one at a time."""
     OVERDUE.clear()
     limits = make_limits(slots=1, waiting=1000, passed_over_ns=limit_s * SECOND_NS)
@@ -111,7 +111,7 @@ def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
     assert_served(cluster, *cluster.requests)
 
 
-def test_first_come_first_served_passes_nobody_over() -> None:
+def test_first_come_first_served_passes_no_request_over() -> None:
     """However long all wait, and whatever their sizes: nothing is overruled, and no time is counted."""
     cluster = cluster_of(make_limits(slots=1, waiting=1000, passed_over_ns=SECOND_NS))
     served_for(cluster, 30)

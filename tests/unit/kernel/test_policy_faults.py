@@ -200,7 +200,7 @@ def test_default_decides_after_a_failure(decision: str, answer: Any) -> None:
     assert cluster.kernel.statistics()["generate"]["blocks_cached"] > 0, "all blocks are kept"
 
 
-def test_admission_that_admits_nobody_is_overruled_when_nothing_runs() -> None:
+def test_admission_that_admits_no_request_is_overruled_when_nothing_runs() -> None:
     """With nothing running and no time to hold until, some request must join."""
     cluster = serve_all({"generate_admission": broken("admission", Admission())})
     assert any("nothing is admitted" in notice for notice in cluster.notices)

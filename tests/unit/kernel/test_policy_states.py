@@ -122,7 +122,7 @@ def test_state_is_as_it_was_after_a_call_that_failed(act: Any) -> None:
     assert sorted(cluster.ended) == ["r0", "r1", "r2"], "the default served it"
 
 
-def test_state_that_is_too_large_is_told_with_the_limit() -> None:
+def test_state_that_is_too_large_is_reported_with_the_limit() -> None:
     ACTS[:] = [remembers_too_much]
     cluster = ModelCluster(make_limits(), default_policies(generate_admission=Doing()))
     serve(cluster, 1)
@@ -188,7 +188,7 @@ def test_states_are_kept_by_place_and_replica() -> None:
     ]
 
 
-def test_state_costs_nothing_where_there_is_none() -> None:
+def test_state_costs_nothing_if_there_is_none() -> None:
     cluster = ModelCluster(make_limits(), default_policies())
     serve(cluster, 1)
     assert cluster.kernel.policy_states() == {}
@@ -300,6 +300,6 @@ class Plan(MemoryPolicy, frozen=True, kw_only=True):
 
 
 @pytest.mark.parametrize(("cls", "kind"), [(Order, "eviction"), (Plan, "memory")])
-def test_contract_refuses_a_state_where_none_is_kept(cls: type[Policy], kind: str) -> None:
+def test_contract_refuses_a_state_if_none_is_kept(cls: type[Policy], kind: str) -> None:
     with pytest.raises(PolicyError, match=f"of the kind {kind} has no state"):
         check_contract(cls, kind)

@@ -275,7 +275,7 @@ def test_waiting_request_is_shown_with_the_tokens_that_its_cached_prefix_leaves(
     assert_served(cluster, "first", "second")
 
 
-def test_policy_that_holds_is_asked_again_when_something_arrives_and_not_before() -> None:
+def test_policy_that_holds_is_called_again_when_something_arrives_and_not_before() -> None:
     Asked.tokens.clear()
     policies = default_policies(generate_admission=Asked(until_ns=SECOND_NS))
     cluster = ModelCluster(make_limits(), policies)
@@ -367,7 +367,7 @@ def test_drain_of_a_lost_group_changes_nothing() -> None:
     assert_served(cluster, "r")
 
 
-def test_group_that_was_lost_while_it_drained_tells_once_that_it_is_drained_again() -> None:
+def test_group_that_was_lost_while_it_drained_reports_once_that_it_is_drained_again() -> None:
     cluster = ModelCluster(make_limits())
     cluster.submit(make_request("r", words(5), max_tokens=9))
     cluster.run_generate()
@@ -426,7 +426,7 @@ def test_request_preempted_in_a_draining_group_goes_on_in_another() -> None:
     assert_holds_nothing(cluster)
 
 
-def test_router_is_not_asked_while_there_is_nowhere_to_go() -> None:
+def test_router_is_not_called_while_there_is_nowhere_to_go() -> None:
     cluster = ModelCluster(make_limits(generators=2, slots=1), default_policies(routing=First()))
     cluster.submit(make_request("runs", words(5), max_tokens=9))
     cluster.submit(make_request("waits", words(5, start=50)))
@@ -440,7 +440,7 @@ def test_router_is_not_asked_while_there_is_nowhere_to_go() -> None:
     assert_served(cluster, "runs", "waits")
 
 
-def test_suspect_comes_back_after_a_restart_that_an_operator_asked_for() -> None:
+def test_suspect_comes_back_after_a_restart_that_an_operator_requested() -> None:
     """It was in quarantine, and no request is to blame for the restart."""
     cluster = ModelCluster(make_limits())
     for index in range(2):

@@ -226,7 +226,7 @@ def test_last_retired_group_ends_everything(stage: str) -> None:
     assert cluster.kernel.given_up == f"{stage}-1 could not be restarted"
 
 
-def test_planned_loss_blames_nobody_and_gives_everything_away() -> None:
+def test_planned_loss_suspects_no_request_and_moves_all() -> None:
     """Requests of a group that is restarted on purpose resume elsewhere, and do not become suspects."""
     cluster = ModelCluster(
         make_limits(generators=2, slots=1), default_policies(routing=Fixed(index=0))
@@ -313,7 +313,7 @@ def test_draining_the_only_generator_holds_requests_until_it_is_back() -> None:
     assert_served(cluster, "waits")
 
 
-def test_what_waits_for_a_draining_generator_goes_to_the_first_that_comes_up() -> None:
+def test_requests_waiting_for_a_draining_generator_go_to_the_first_that_comes_up() -> None:
     cluster = ModelCluster(make_limits(generators=2, slots=1))
     cluster.lose("generate-1")
     cluster.submit(text("runs", max_tokens=30))

@@ -141,7 +141,7 @@ def test_scheduler_refuses_the_impossible(
         ),
     ],
 )
-def test_scheduler_refuses_what_no_step_can_hold_whole(
+def test_scheduler_refuses_spans_that_no_step_can_hold_whole(
     fact: str, fits: Request, exceeds: Request, code: str, said: list[str]
 ) -> None:
     """One step must hold bidirectional spans, and bidirectional prompts with the embeddings of all their images."""
@@ -255,7 +255,7 @@ def test_scheduler_stuck_state_is_an_assertion() -> None:
         cluster.submit(image_request("r", (b"a", 8)))
 
 
-def test_refused_set_of_images_tells_a_value_above_the_limit() -> None:
+def test_refused_set_of_images_reports_a_value_above_the_limit() -> None:
     """Images take whole pages, so their tokens alone may stay below a limit that they break."""
     cluster = ModelCluster(make_limits(pages=4, page_rows=4), default_policies(encoding=Combined()))
     cluster.submit(image_request("r", *((b"%d" % number, 1) for number in range(5))))

@@ -47,7 +47,7 @@ class RestoredCluster(ModelCluster):
         return super()._handle(event)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_snapshot_holds_all_that_decides(seed: int) -> None:
     """A run whose scheduler is restored before every event decides as one without restarts."""
     decided: list[list[str]] = []
@@ -133,7 +133,7 @@ class ComparedCluster(ModelCluster):
         return super()._handle(event)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_field_of_a_kernel_object_is_saved_or_derived_or_constant(seed: int) -> None:
     rng = random.Random(seed)
     policies = random_policies(rng) if seed % 2 else None
@@ -212,6 +212,6 @@ def spoil(path: list[Any], value: Any) -> bytes:
         spoil(["table", "live"], {1: {"number": 1}}),
     ],
 )
-def test_snapshot_refuses_what_is_malformed(data: bytes) -> None:
+def test_snapshot_refuses_input_that_is_malformed(data: bytes) -> None:
     with pytest.raises(SnapshotError):
         restore_snapshot(Scheduler(LIMITS, default_policies()), data)

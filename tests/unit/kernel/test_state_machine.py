@@ -36,7 +36,7 @@ from vsched.types import FinishReason
 from vsched_policies.admission import Deadline, Gathered, Priority
 from vsched_policies.eviction import KeepNothing
 
-SEEDS = int(os.environ.get("VSCHED_SEEDS", "500"))
+SEEDS = int(os.environ.get("VSCHED_SEEDS", "200"))
 BATCH = 100
 
 

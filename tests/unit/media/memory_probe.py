@@ -142,7 +142,7 @@ def measure_embedding(tokens: int) -> tuple[int, int]:
     info: ModelInfo = model_info(dtype="bfloat16", item_tokens_max=tokens)
     file = embedding_file(rows_of(tokens), (1, 2, 2 * tokens))
     companion = Companion("grid_thw", ("time", "height", "width"))
-    embedding = read_embedding(file, info, companion, lambda _: ImagePlan((), tokens))
+    embedding, _ = read_embedding(file, info, companion, lambda _: ImagePlan((), tokens))
     rows = np.ones(tokens * 8 * 2, np.uint8)
     grown = growth(lambda: write_rows(embedding, "bfloat16", rows))
     return grown + len(file), EMBEDDING_BYTES + len(file)

@@ -32,7 +32,7 @@ def test_budget_grants_at_once_what_fits() -> None:
     assert bench.state == (100, 0)
 
 
-def test_budget_serves_in_order_and_nobody_overtakes() -> None:
+def test_budget_serves_in_order_without_overtaking() -> None:
     bench = Bench()
     first, large, small = bench.ask(60), bench.ask(90), bench.ask(10)
     assert bench.started == [first]

@@ -118,7 +118,7 @@ def test_decode_refuses_truncated_images(kind: str) -> None:
 @pytest.mark.parametrize(
     "encoded", [b"", b"x", b"\x89PNG\r\n\x1a\n", b"RIFF0000WEBPVP8 ", bytes(999)]
 )
-def test_inspect_refuses_what_is_no_image(encoded: bytes) -> None:
+def test_inspect_refuses_input_other_than_images(encoded: bytes) -> None:
     with pytest.raises(RequestRefused, match="cannot be decoded") as caught:
         inspect(encoded, LIMITS)
     assert caught.value.status == 400

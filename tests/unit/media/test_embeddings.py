@@ -112,7 +112,7 @@ MALFORMED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_read_tensors_refuses_what_is_malformed(name: str) -> None:
+def test_read_tensors_refuses_input_that_is_malformed(name: str) -> None:
     """A strict reader; the error quotes nothing of the file."""
     with pytest.raises(RequestRefused, match="the embeddings are malformed: .*Remedy: ") as caught:
         read_tensors(MALFORMED[name], NAMES)
@@ -275,7 +275,7 @@ def _widened(bits: int) -> float:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("given_as_served", [True, False])
-def test_write_rows_refuses_what_is_not_finite(
+def test_write_rows_refuses_input_that_is_not_finite(
     dtype: str, value: float, given_as_served: bool
 ) -> None:
     rows: npt.NDArray[Any] = rows_of(2)
@@ -291,7 +291,7 @@ def test_write_rows_refuses_what_is_not_finite(
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 65520.0), ("bfloat16", 3.4e38)])
-def test_write_rows_refuses_what_overflows(dtype: str, value: float) -> None:
+def test_write_rows_refuses_values_that_overflow(dtype: str, value: float) -> None:
     info = model_info(dtype=dtype)
     rows = rows_of(2)
     rows[0, 0] = -value

@@ -30,7 +30,9 @@ MEBIBYTE = 1 << 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [("1100", "800"), ("300", "2000")])
+@pytest.mark.parametrize(
+    "size", [("1100", "800"), pytest.param(("300", "2000"), marks=pytest.mark.thorough)]
+)
 def test_estimate_bounds_what_is_measured(size: tuple[str, str]) -> None:
     """Every format and mode, decoded alone and processed; memory is measured in a process of its own."""
     # Freed memory returns to the system at once, or the next case would grow into it unseen.
@@ -58,7 +60,7 @@ def jpeg(*, progressive: bool = False, subsampling: int = 2) -> bytes:
     return buffer.getvalue()
 
 
-def test_inspect_tells_of_coefficients() -> None:
+def test_inspect_reports_coefficients() -> None:
     """A progressive JPEG is decoded from 2 bytes a sample of the whole image."""
     assert inspect(jpeg(), LIMITS).storage.coefficient_bytes == 0
     found = inspect(jpeg(progressive=True, subsampling=0), LIMITS).storage.coefficient_bytes

@@ -117,7 +117,7 @@ def test_a_port_that_is_not_listed_is_named(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://no.example:8080/", "http://[2606:4700::2]/"])
-def test_a_host_that_is_not_listed_is_told_so_whatever_its_port(url: str) -> None:
+def test_unlisted_host_is_refused_on_any_port(url: str) -> None:
     with pytest.raises(RequestRefused, match="host is not allowed"):
         parse(url, OPEN)
 

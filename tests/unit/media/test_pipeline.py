@@ -59,7 +59,7 @@ async def test_prepare_text_only_has_no_items(bench: Bench) -> None:
     assert len((await bench.pipeline.prepare("x" * 900, [])).token_ids) == 900
 
 
-async def test_prepare_refuses_images_where_the_model_takes_none(bench: Bench) -> None:
+async def test_prepare_refuses_images_if_the_model_takes_none(bench: Bench) -> None:
     """Before anything is fetched or counted."""
     bench.preprocessor.info = model_info().text_alone
     with pytest.raises(RequestRefused, match="takes no images. Remedy: ") as caught:

@@ -200,7 +200,7 @@ def test_own_pixels_in_the_way_give_way() -> None:
     assert store.statistics().bytes_held == 0
 
 
-def test_own_pixels_stay_while_somebody_else_will_release() -> None:
+def test_own_pixels_stay_while_another_request_will_release() -> None:
     store = store_of(5)
     lease = take(store, a=1, b=1, c=1, d=2)
     store.mark_filled(b"b")
@@ -225,7 +225,7 @@ def test_space_in_pieces_leaves_a_request_with_nothing() -> None:
     take(store, g=1, h=2).release()
 
 
-def test_clear_keeps_what_is_held() -> None:
+def test_clear_keeps_held_resources() -> None:
     store = store_of(4)
     fill(store, take(store, a=1)).release()
     held = fill(store, take(store, b=1))

@@ -179,7 +179,7 @@ def test_unknown_scheme_is_refused(reference: str) -> None:
         read_local(reference, SETTINGS)
 
 
-def test_scheme_decides_who_reads() -> None:
+def test_scheme_selects_the_reader() -> None:
     assert scheme_of("HTTPS://x") == "https"
     assert not is_local("HTTP://x")
     assert is_local("data:x")

@@ -193,7 +193,7 @@ def test_ledger_renders_a_table() -> None:
     ]
 
 
-def test_ledger_says_it_in_a_line() -> None:
+def test_ledger_has_a_one_line_summary() -> None:
     """Errors quote it: a reservation of 0 bytes is included, unclaimed memory is not."""
     assert example().summary() == (
         "cuda:GPU-1: 80.00 GiB = generate rank 0 weights 15.00 GiB + generate rank 0 kv 60.00 GiB + "

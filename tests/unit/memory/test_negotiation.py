@@ -112,7 +112,7 @@ def test_negotiation_wants_a_report_of_each_rank(ranks: list[int]) -> None:
         negotiation.take([report(rank) for rank in ranks])
 
 
-def test_negotiation_quotes_the_first_who_says_why() -> None:
+def test_negotiation_quotes_the_first_reason() -> None:
     negotiation = two(following(Build(1000), Build(500)))
     negotiation.start()
     first = report(1, "out_of_memory", "no room: value 2, limit 1")

@@ -77,7 +77,7 @@ def fit_after(failures: int, negotiation: KvNegotiation) -> None:
 
 
 @pytest.mark.parametrize("failures", [0, 2])
-def test_phases_of_a_negotiation_tell_headroom_and_retries(failures: int) -> None:
+def test_phases_of_a_negotiation_report_headroom_and_retries(failures: int) -> None:
     negotiation = KvNegotiation(AutoProfile(headroom_bytes=5_000), memory_view())
     fit_after(failures, negotiation)
     phases = negotiation.ledger().phases
@@ -96,7 +96,7 @@ def test_phases_of_a_negotiation_that_failed_are_kept() -> None:
     assert [one.retry for one in negotiation.ledger().phases] == [0, 0, 1, 2, 3]
 
 
-def test_phase_of_a_build_without_steps_says_so() -> None:
+def test_phase_of_a_build_without_steps_reports_it() -> None:
     negotiation = KvNegotiation(Fraction(), memory_view())
     fit_after(0, negotiation)
     assert [(one.action, one.profile) for one in negotiation.ledger().phases] == [("build", False)]

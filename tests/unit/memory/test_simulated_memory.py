@@ -84,7 +84,7 @@ def test_simulated_memory_gives_its_cache_back_before_it_fails() -> None:
     assert memory.peak() == 64 * MIB
 
 
-def test_simulated_memory_peak_starts_anew() -> None:
+def test_simulated_memory_peak_is_reset() -> None:
     memory = SimulatedMemory(64 * MIB)
     kept = memory.allocate(12 * MIB)
     memory.free(memory.allocate(20 * MIB))

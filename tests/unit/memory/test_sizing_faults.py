@@ -215,7 +215,7 @@ def test_sizing_finds_a_leak_on_a_later_attempt() -> None:
     assert outcomes == ["fits", "out_of_memory", "leak"]
 
 
-def test_sizing_the_old_way_runs_out_where_the_new_does_not() -> None:
+def test_sizing_by_fraction_runs_out_and_by_profile_does_not() -> None:
     """A share of the free memory is accepted without a profiling run, and the first full step runs out of memory."""
     old, new = group(1), group(1)
     accepted = negotiate(KvNegotiation(Fraction(mem_fraction=0.97), load_view(old)), old)

@@ -63,7 +63,7 @@ def test_model_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int)
         assert (step_ns <= target_ns * 1.01) == fits
 
 
-def test_model_tells_how_long_decodes_may_wait_for_something_else() -> None:
+def test_model_reports_how_long_decodes_may_wait_for_something_else() -> None:
     """The budget of prefill in a step also applies to an encoder in the same process; without decodes there is none."""
     assert learned(25_000_000).left_ns(DECODES) == pytest.approx(20_000_000, rel=0.01)
     assert learned(6_000_000, ratio=4).left_ns(DECODES) == pytest.approx(15_000_000, rel=0.01)
@@ -164,9 +164,7 @@ def test_model_believes_new_times_after_some_steps() -> None:
     ),
     st.integers(0, 20_000),
 )
-def test_model_always_gives_something_whatever_it_was_told(
-    steps: list[tuple[int, int, int, int]], start: int
-) -> None:
+def test_time_model_always_predicts(steps: list[tuple[int, int, int, int]], start: int) -> None:
     """Noise and nonsense in the times never stop prefill."""
     model = StepTimeModel(1_000_000, 2.0, block_size=16)
     for step, (at, tokens, busy_ns, decodes) in enumerate(steps):

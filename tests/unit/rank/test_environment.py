@@ -20,6 +20,6 @@ def test_threads_of_openmp_spin_shortly_and_then_sleep(monkeypatch: pytest.Monke
     assert found["OMP_NUM_THREADS"] == "2"
 
 
-def test_an_operator_can_say_how_long_threads_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spin_time_of_threads_is_configurable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "0")
     assert rank_environment(threads=1)["GOMP_SPINCOUNT"] == "0"

@@ -115,7 +115,7 @@ async def test_fork_server_that_was_begun_early_is_taken_over(tmp_path: Path) ->
         [f"model.path={msgspec.json.encode(Behaviour()).decode()}"],
     ],
 )
-def test_fork_server_is_not_begun_where_ranks_cannot_be_forked(sets: list[str]) -> None:
+def test_fork_server_is_not_begun_if_ranks_cannot_be_forked(sets: list[str]) -> None:
     """Without a checkpoint, on a GPU, or if a plug-in does not allow it; the engine reports the error."""
     sets = [*sets, f"generate.plugin={NAME if '{' in str(sets) else 'transformers'}"]
     with early_fork_servers(load_config(None, sets=sets, environ={}).config) as started:
@@ -192,7 +192,7 @@ async def test_fork_server_that_works_for_ever_costs_a_deadline(
         ("tests.unit.rank.thread_at_import", "starts threads when it is imported"),
     ],
 )
-async def test_ranks_are_new_processes_where_nothing_can_be_forked(
+async def test_ranks_are_new_processes_if_nothing_can_be_forked(
     module: str, said: str, place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
     received = Received()

@@ -38,8 +38,19 @@ PLACES = {
 }
 
 
+FURTHER = ("encode there", "generate there", "together there")
+"""Parts of the other places."""
+
+
 @pytest.mark.parametrize(
-    ("where", "ranks"), [*((where, 1) for where in PLACES), ("together there", 2)]
+    ("where", "ranks"),
+    [
+        *(
+            pytest.param(where, 1, marks=pytest.mark.thorough if where in FURTHER else ())
+            for where in PLACES
+        ),
+        ("together there", 2),
+    ],
 )
 async def test_hosts_yield_the_tokens_of_one_host(place: Place, where: str, ranks: int) -> None:
     """A step finds its embeddings, on whichever host they were computed."""

@@ -221,7 +221,7 @@ async def test_ray_actor_that_died_is_started_again_when_it_is_looked_for() -> N
     assert ray.closed == [(2, "made")]
 
 
-def test_ray_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'vsched\[ray\]'"):
         InstalledRay().connect("auto")
@@ -277,7 +277,7 @@ def test_ray_that_this_process_is_part_of_is_used_and_not_left(
     assert (module.inits, module.shut_down) == ([], 0)
 
 
-def test_ray_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_cluster_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", InstalledStandIn(ConnectionError("nobody")))
     with pytest.raises(ConfigError, match="no Ray cluster at 'head:6379': nobody. Remedy"):
         InstalledRay().connect("head:6379")

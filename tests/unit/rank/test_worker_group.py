@@ -175,7 +175,7 @@ async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -
     assert received.lost == []
 
 
-async def test_worker_group_names_the_encoder_that_never_tells_what_it_reserves(
+async def test_worker_group_names_the_encoder_that_never_reports_what_it_reserves(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The KV cache is not sized on a guess; the deadline passes, and the message names the missing group."""
@@ -225,7 +225,7 @@ async def test_worker_group_starts_an_encoder_again_with_its_share(place: Place)
         ("RuntimeError", GroupLostError, "rank 0 stopped with RuntimeError: weights"),
     ],
 )
-async def test_worker_group_tells_why_a_rank_cannot_load(
+async def test_worker_group_reports_why_a_rank_cannot_load(
     place: Place, name: str, error: type[Exception], message: str
 ) -> None:
     """The rank's report reaches the caller as the same error, without waiting for the deadline."""
@@ -250,7 +250,7 @@ async def test_worker_group_one_failing_rank_stops_the_others(place: Place, tmp_
     assert worker_group.pids == []
 
 
-async def test_worker_group_tells_of_a_killed_rank_and_starts_again(place: Place) -> None:
+async def test_worker_group_reports_a_killed_rank_and_starts_again(place: Place) -> None:
     """The loss is reported once, with the reason; the next start is a new group under a new address."""
     received = Received()
     worker_group = place.worker_group(received.events)

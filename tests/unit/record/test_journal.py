@@ -38,7 +38,7 @@ def test_requests_without_an_end_are_left_for_the_next(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path))
 
 
-def test_what_is_known_of_an_answer_is_kept_with_its_request(tmp_path: Path) -> None:
+def test_state_of_a_choice_is_kept_with_its_request(tmp_path: Path) -> None:
     journal(tmp_path).keep(ONE)
     second = journal(tmp_path)
     assert [one.progress for one in second.left()] == [Progress()]
@@ -123,7 +123,7 @@ def test_progress_that_was_being_written_is_as_it_was_before(tmp_path: Path) -> 
     assert [each.progress for each in journal(tmp_path).left()] == [Progress()]
 
 
-def test_journal_is_opened_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_journal_is_opened_where_it_is_requested(tmp_path: Path) -> None:
     path = str(tmp_path / "run.vlog")
     assert open_journal(Config(record=RecordConfig(path=path))) is None
     assert open_journal(Config(record=RecordConfig(path=path, resume=True))) is not None

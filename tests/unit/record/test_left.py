@@ -34,7 +34,7 @@ def cut(path: Path, share: float) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("seed", "share"), [(seed, (0.3, 0.6, 0.9, 1.0)[seed % 4]) for seed in range(12)]
 )
-def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_told(
+def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_reported(
     tmp_path: Path, seed: int, share: float
 ) -> None:
     """Also with speculative decoding, swaps and any policies, and if earlier segments are not read."""
@@ -112,7 +112,7 @@ def test_another_prompt_or_image_is_refused(tmp_path: Path) -> None:
         assert (caught.value.code, caught.value.status) == ("prompt_changed", 409)
 
 
-def test_damaged_record_tells_what_stands_before_the_damage(tmp_path: Path) -> None:
+def test_damaged_record_reports_what_stands_before_the_damage(tmp_path: Path) -> None:
     """Tokens are a prefix of those that were sent, and the error names the place."""
     path = tmp_path / "run.vlog"
     first = record_run(path, 3)
@@ -129,7 +129,7 @@ def test_damaged_record_tells_what_stands_before_the_damage(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("data", [None, b"", b"not a record"])
-def test_record_that_cannot_be_read_tells_nothing_and_why(
+def test_record_that_cannot_be_read_reports_nothing_and_why(
     tmp_path: Path, data: bytes | None
 ) -> None:
     path = tmp_path / "run.vlog"

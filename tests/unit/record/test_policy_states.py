@@ -36,7 +36,7 @@ def remembering(fails: int) -> SeatPolicies:
 
 
 @pytest.mark.parametrize("fails", [0, 3])
-def test_replay_lends_policies_what_they_were_lent(tmp_path: Path, fails: int) -> None:
+def test_replay_gives_policies_the_recorded_state(tmp_path: Path, fails: int) -> None:
     """Even if a part of the record is gone, so that it begins with their state."""
     path = tmp_path / "record"
     record_run(path, 3, policies=remembering(fails), events=200, segment_bytes=16384, segments=99)

@@ -41,7 +41,7 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def test_recorder_is_none_where_no_path_is_given() -> None:
+def test_recorder_is_none_if_no_path_is_given() -> None:
     assert open_recorder(Config(), Scheduler(LIMITS, default_policies())) is None
 
 
@@ -126,7 +126,7 @@ def test_recorder_refuses_a_record_that_another_server_writes(tmp_path: Path) ->
     begin(tmp_path / "run.vlog")[1].close()
 
 
-def test_recorder_says_once_that_the_disk_is_full_and_serving_goes_on(
+def test_recorder_reports_once_that_the_disk_is_full_and_serving_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "run.vlog"
@@ -169,7 +169,7 @@ def test_recorder_without_room_for_the_next_segment_ends(
     assert replay(tmp_path / "run.vlog").difference is None
 
 
-def test_recorder_does_not_begin_where_a_policy_cannot_be_recorded(
+def test_recorder_does_not_begin_if_a_policy_cannot_be_recorded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "run.vlog"
@@ -182,7 +182,7 @@ def test_recorder_does_not_begin_where_a_policy_cannot_be_recorded(
     assert path.read_text() == "an earlier record"
 
 
-def test_recorder_ends_where_a_policy_comes_to_hold_what_cannot_be_recorded(
+def test_recorder_ends_if_a_policy_comes_to_hold_what_cannot_be_recorded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "run.vlog"

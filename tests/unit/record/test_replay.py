@@ -212,7 +212,7 @@ def test_replay_finds_a_segment_that_is_missing(tmp_path: Path) -> None:
         replay(path)
 
 
-def test_replay_of_nothing_says_so(tmp_path: Path) -> None:
+def test_replay_of_nothing_reports_it(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="no such record"):
         replay(tmp_path / "run.vlog")
     (tmp_path / "run.vlog").write_bytes(FORMAT)
@@ -220,7 +220,7 @@ def test_replay_of_nothing_says_so(tmp_path: Path) -> None:
         replay(tmp_path / "run.vlog")
 
 
-def test_replay_of_a_record_by_another_version_says_which(path: Path) -> None:
+def test_replay_of_a_record_by_another_version_reports_which(path: Path) -> None:
     bodies = [body for _, body in FrameReader(path, newest=True).bodies()]
     header = msgspec.msgpack.decode(bodies[0])
     header[2] = "9.9"

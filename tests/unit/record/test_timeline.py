@@ -150,7 +150,7 @@ def test_timeline_has_a_track_for_each_rank(tmp_path: Path) -> None:
     assert ranks == ["rank 0", "rank 1", "rank 2", "rank 3"]
 
 
-def test_timeline_shows_what_a_loss_cut_off(tmp_path: Path) -> None:
+def test_timeline_shows_steps_cut_off_by_a_loss(tmp_path: Path) -> None:
     for seed in range(3, 9):
         record_run(tmp_path / "run.vlog", seed, limits=LIMITS, events=200)
         trace = trace_of(tmp_path / "run.vlog")

@@ -315,6 +315,6 @@ def test_check_policy_failure_repeats_with_its_seed() -> None:
         (int, "int: not a subclass of vsched.policy.Policy"),
     ],
 )
-def test_check_policy_refuses_what_cannot_run(policy: Any, words: str) -> None:
+def test_check_policy_refuses_input_that_cannot_run(policy: Any, words: str) -> None:
     with pytest.raises(PolicyError, match=re.escape(words)):
         check_policy(policy)

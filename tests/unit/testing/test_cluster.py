@@ -80,31 +80,34 @@ def sleepy_queue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_break_stall", lambda *_: False)
 
 
-def run_many() -> None:
-    for seed in range(300):
+def run_many(first: int) -> None:
+    """Run the seed that finds the broken property at present, and then the others."""
+    for seed in (*range(first, 300), *range(first)):
         rng = random.Random(seed)
         run_random(rng, random_policies(rng))
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("broken", "first"),
     [
-        hash_without_items,
-        hash_without_salt,
-        hash_without_adapter,
-        unpinned_pages,
-        leaked_blocks,
-        early_chunks,
-        lost_claims,
-        cached_prompts,
-        deaf_answers,
-        sleepy_queue,
+        (hash_without_items, 297),
+        (hash_without_salt, 0),
+        (hash_without_adapter, 0),
+        (unpinned_pages, 0),
+        (leaked_blocks, 0),
+        (early_chunks, 0),
+        (lost_claims, 0),
+        (cached_prompts, 52),
+        (deaf_answers, 0),
+        (sleepy_queue, 52),
     ],
 )
-def test_cluster_notices_a_broken_kernel(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_notices_a_broken_kernel(
+    broken: Break, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
-        run_many()
+        run_many(first)
 
 
 def test_cluster_serves_with_the_kernel_as_it_is() -> None:

@@ -120,12 +120,12 @@ async def test_link_keeps_order_in_both_directions(
     assert [receive(link, 200) for link in links] == [expected] * 3
 
 
-async def test_link_tells_that_a_rank_was_never_there(leading: Leading) -> None:
+async def test_link_reports_that_a_rank_was_never_there(leading: Leading) -> None:
     """Sending to an unknown peer fails."""
     assert not leading.link.send(7, b"decision")
 
 
-async def test_link_tells_that_a_rank_is_gone(
+async def test_link_reports_that_a_rank_is_gone(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
     """A missing rank is detected by sending, at the latest when its queue is full."""

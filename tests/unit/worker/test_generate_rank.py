@@ -273,7 +273,7 @@ def test_generate_rank_kept_sequence_returns_with_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_generate_rank_forgets_what_it_is_told_to(keep: bool) -> None:
+def test_generate_rank_forgets_released_sequences(keep: bool) -> None:
     """Nothing of an aborted request stays on a rank."""
     worker = Script([7], [8])
     rank = rank_of(worker)
@@ -325,7 +325,7 @@ def test_generate_rank_refuses_decisions_of_the_other_stage() -> None:
         rank.carry_out(EncodeDecision(1, []))
 
 
-def test_generate_rank_goes_on_from_no_blocks_alone_where_there_is_a_state() -> None:
+def test_generate_rank_goes_on_from_no_blocks_alone_if_there_is_a_state() -> None:
     """A rank that did would compute with a state that is not the sequence's."""
     data = join(1, 0, [3, 4, 5, 6, 7]).data
     cached = GenerateDecision(1, joined=[Join(1, 0, 4, 5, [1, 2], data)])
@@ -491,7 +491,7 @@ def test_generate_rank_growth_of_a_slot_that_has_just_finished_is_harmless() -> 
     assert not rank._in_slot
 
 
-def test_generate_rank_tells_of_each_prompt_token_by_the_row_before_it() -> None:
+def test_generate_rank_reports_each_prompt_token_by_the_row_before_it() -> None:
     """Only prompt tokens: not the token after the prompt, nor tokens generated before a loss."""
     telling = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
     worker = Script([], [], [9, 9])
@@ -513,7 +513,7 @@ def test_generate_rank_tells_of_each_prompt_token_by_the_row_before_it() -> None
     assert third.prompts == []
 
 
-def test_generate_rank_rows_that_stay_yield_what_rows_gathered_anew_do() -> None:
+def test_generate_rank_rows_that_stay_yield_what_rows_gathered_again_do() -> None:
     """Whatever joins, leaves, ends, comes back or gets a chunk: rows kept from the last step are never stale."""
     draw = random.Random(7)
     kept, anew = Script(), Script()

@@ -205,7 +205,7 @@ class CompilingWorker(StandInWorker):
         return dict(self.kernels)
 
 
-def test_executor_counts_what_is_compiled_once_it_serves_and_tells_it_once(
+def test_executor_counts_what_is_compiled_once_it_serves_and_reports_it_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     compiling = worker(CompilingWorker)
@@ -238,7 +238,7 @@ class AdapterWorker(StandInEncoder):
         self.paths.pop(number, None)
 
 
-def test_member_adds_and_removes_adapters_and_says_why_one_cannot_be_added() -> None:
+def test_member_adds_and_removes_adapters_and_reports_why_one_cannot_be_added() -> None:
     """A rank that cannot add one keeps all the others, and goes on."""
     adapting, log = worker(AdapterWorker), LeaderLog()
     member = member_of(Stage())

@@ -58,7 +58,7 @@ except MemoryError:
 
 
 @pytest.mark.slow
-def test_limit_process_memory_refuses_what_is_exceeded_already() -> None:
+def test_limit_process_memory_refuses_input_that_is_exceeded_already() -> None:
     script = """
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.memory import limit_process_memory
@@ -106,7 +106,7 @@ def test_memory_errors_let_others_pass(error: Exception) -> None:
         raise error
 
 
-def test_spare_memory_is_there_again_when_an_error_is_told() -> None:
+def test_spare_memory_is_there_again_when_an_error_is_reported() -> None:
     """The body takes all memory within the limit, a page at a time, and keeps it."""
     script = """
 import mmap
@@ -188,7 +188,7 @@ def test_host_memory_of_a_container_is_that_of_the_group_at_the_base(groups: Pat
     assert (host_total(), host_available()) == (2 * GIB, GIB)
 
 
-def test_what_is_free_is_not_told_without_a_view_of_control_groups(groups: Path) -> None:
+def test_free_memory_is_unknown_without_a_view_of_control_groups(groups: Path) -> None:
     """A hidden limit may be lower than the memory of the host."""
     assert not tells_what_is_free()
     (groups / "cgroup.controllers").touch()

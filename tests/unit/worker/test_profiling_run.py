@@ -54,7 +54,7 @@ def test_profiling_run_prefills_the_whole_budget_and_decodes_every_slot() -> Non
     assert all(one.temperature and one.top_p < 1 and one.logprobs for one in worker.sampling)
 
 
-def test_profiling_run_begins_a_sequence_where_layers_keep_a_state() -> None:
+def test_profiling_run_begins_a_sequence_if_layers_keep_a_state() -> None:
     """With the longest chunk; the other chunks continue at the longest context."""
     info = msgspec.structs.replace(model_info(), state_bytes=8)
     for worker in (
@@ -148,7 +148,7 @@ def test_image_for_fits_the_prompt() -> None:
     assert image_for(FakePlugin(), info, LOAD, pixels_max=9) is None
 
 
-def test_profiling_run_computes_all_rows_with_an_adapter_where_there_may_be_any() -> None:
+def test_profiling_run_computes_all_rows_with_an_adapter_if_there_may_be_any() -> None:
     """Layers apply one adapter at a time, so one for all rows takes the maximum; it is removed afterwards."""
     seen: list[set[int]] = []
 

@@ -6,7 +6,7 @@ from vsched.errors import ConfigError
 from vsched.worker.registry import check_worker_name, load_worker
 
 
-def test_load_worker_refuses_what_is_no_plugin() -> None:
+def test_load_worker_refuses_input_other_than_plugins() -> None:
     with pytest.raises(
         ConfigError,
         match="encode.plugin: worker plug-in 'builtins:print' is a builtin_function_or_method",
@@ -18,7 +18,7 @@ def test_load_worker_refuses_what_is_no_plugin() -> None:
         load_worker("nope", path="x")
 
 
-def test_load_worker_without_torch_tells_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_worker_without_torch_reports_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vsched.plugins._import", _raise_missing_torch)
     with pytest.raises(ConfigError, match=r"needs torch \(pip install 'vsched\[workers\]'\)"):
         load_worker("transformers")

@@ -73,7 +73,7 @@ def test_reserve_runs_the_worst_batch_and_holds_the_mark() -> None:
     assert loaded.weights_bytes == worker.weights_bytes
 
 
-def test_reserve_tells_when_the_allocator_gave_it_back() -> None:
+def test_reserve_reports_when_the_allocator_gave_it_back() -> None:
     """On a host, freed memory belongs to no process: the reservation states that others must leave it free."""
 
     class Host(SimulatedMemory):
@@ -167,7 +167,7 @@ class ByteMemory(SimulatedMemory):
     ("peak", "after", "held"),
     [(0, 0, False), (1, 0, False), (1, 1, True), (2, 1, False), (2, 2, True), (2, 3, True)],
 )
-def test_reserve_tells_to_the_byte_what_is_held(peak: int, after: int, held: bool) -> None:
+def test_reserve_reports_to_the_byte_what_is_held(peak: int, after: int, held: bool) -> None:
     """One byte of growth is growth, and it counts as held only if all of it is."""
     worker = MeasuredEncoder(ByteMemory(peak=peak, after=after))
     _, reservation = reserve_encoder(Builder(), worker, model_info(), ROLE)

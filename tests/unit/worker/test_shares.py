@@ -60,7 +60,7 @@ def test_cores_are_those_of_the_narrowest_control_group(
     assert usable_cores() == cores
 
 
-def test_cores_are_those_of_the_affinity_where_no_group_can_be_seen(groups: Path) -> None:
+def test_cores_are_those_of_the_affinity_if_no_group_can_be_seen(groups: Path) -> None:
     assert not groups.exists()
     assert usable_cores() == 64
 

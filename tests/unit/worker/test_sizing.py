@@ -185,7 +185,7 @@ def sharing_on(total_bytes: int) -> tuple[KvBuilder, Sharing]:
     return KvBuilder(worker, model_info(), LOAD), worker
 
 
-def test_carry_out_tells_peers_that_it_failed() -> None:
+def test_carry_out_reports_its_failure_to_peers() -> None:
     """A rank whose cache or headroom does not fit leaves no peer waiting in a step."""
     order = SizeKv(4096, profile=True, headroom_bytes=0)
     sizing, worker = sharing_on(256 * MIB)

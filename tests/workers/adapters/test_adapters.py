@@ -174,7 +174,7 @@ def test_a_rank_above_the_limit_is_refused(saved: Path) -> None:
         ("a_field_of_tomorrow", {"strength": 2}),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_name(
+def test_unsupported_fields_that_change_the_output_are_refused_by_name(
     saved: Path, tmp_path: Path, field: str, value: Any
 ) -> None:
     folder = spoilt(saved, tmp_path, **{field: value})
@@ -228,7 +228,7 @@ def test_tensors_that_are_no_pairs_are_refused(
         read_adapter(tmp_path, rank_max=8)
 
 
-def test_missing_and_corrupt_files_are_told_without_paths(saved: Path, tmp_path: Path) -> None:
+def test_missing_and_corrupt_files_are_reported_without_paths(saved: Path, tmp_path: Path) -> None:
     spoilt(saved, tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"no safetensors")
     with pytest.raises(CheckpointError, match=f"^{WEIGHTS} is corrupt"):

@@ -92,7 +92,7 @@ def test_adapters_change_fused_answers_and_leave_no_trace(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16")
-def test_deterministic_answers_have_the_same_bits_alone_and_beside_other_adapters(
+def test_deterministic_answers_have_the_same_bits_alone_and_next_to_other_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "BLOCK_SIZE", 16)

@@ -175,7 +175,7 @@ def test_fused_encoder_layers_with_adapters_equal_the_modules(tmp_path: Path, na
     assert apart < 0.3 * (plain - wanted).norm()
 
 
-def test_what_neither_part_has_is_refused_by_name(stages: Stages) -> None:
+def test_modules_of_neither_part_are_refused_by_name(stages: Stages) -> None:
     _, module = tower_of(stages("nano25"))
     pair = LowRankPair(torch.ones(1, 8), torch.ones(8, 1), 1.0)
     module.add("language alone", Adapter({"model.language_model.layers.0.self_attn.q_proj": pair}))
@@ -218,7 +218,7 @@ def test_rows_of_an_image_are_all_its_adapters(stages: Stages) -> None:
         ("llama", ["model.layers.0.mlp.up_proj"], False),
     ],
 )
-def test_whether_images_change_is_told_before_any_model_is_there(
+def test_image_resizing_is_known_before_a_model_is_loaded(
     tmp_path: Path, family: str, names: list[str], changes: bool
 ) -> None:
     given, kept = tmp_path / "given", tmp_path / "kept"

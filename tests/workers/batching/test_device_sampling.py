@@ -76,7 +76,9 @@ def test_draw_is_staged_before_the_last_token_is_known(options: dict[str, Any]) 
         ({"logprobs": 0}, False),
     ],
 )
-def test_what_needs_the_last_token_on_the_host(options: dict[str, Any], foreseeable: bool) -> None:
+def test_features_that_need_the_last_token_on_the_host(
+    options: dict[str, Any], foreseeable: bool
+) -> None:
     sequence = special(0, SamplingParams(**options)).sequence
     assert is_foreseeable(sequence) == foreseeable
     sequence.token_mask = np.ones(1, np.uint32)

@@ -165,7 +165,7 @@ def test_chunks_and_decodes_of_several_sequences_are_those_of_each_alone(model: 
     assert (3, 1) in model.first.calls, "those that decode run in one call"
 
 
-def test_slot_begins_anew_with_each_sequence(model: Model) -> None:
+def test_slot_is_reset_for_each_sequence(model: Model) -> None:
     """After another request in the slot, or after the same one before its preemption."""
     rows = numbers(6, 4)
     step(model, (3, numbers(5, 5), 0))

@@ -183,7 +183,7 @@ def test_draw_does_not_depend_on_the_row_or_its_neighbours() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_logits_that_are_no_numbers_are_told(value: float, top_p: float) -> None:
+def test_logits_that_are_no_numbers_are_reported(value: float, top_p: float) -> None:
     """Without the check, the result would be the last token, or an index out of range."""
     one = special(0, SamplingParams(temperature=1.0, top_p=top_p, seed=1))
     with pytest.raises(FloatingPointError, match=r"token 1 of request 0 is (nan|inf).*model.dtype"):
@@ -302,7 +302,7 @@ def test_draws_pass_a_chi_square_test(options: dict[str, Any]) -> None:
     assert statistic < 24.3, "of seven degrees of freedom, one in a thousand is above"
 
 
-def test_a_mask_that_allows_nothing_is_told() -> None:
+def test_empty_token_mask_is_reported() -> None:
     row = special(0, SamplingParams(seed=1))
     row.sequence.token_mask = np.zeros(2, np.uint32)
     with pytest.raises(FloatingPointError, match="-inf"):

@@ -84,7 +84,7 @@ def test_swap_area_is_no_memory_of_the_process() -> None:
     assert status_bytes("RssShmem") - before[1] >= 256 << 20
 
 
-def test_swap_area_is_refused_where_the_host_has_too_little(
+def test_swap_area_is_refused_if_the_host_has_too_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The error names the setting; nothing was allocated."""

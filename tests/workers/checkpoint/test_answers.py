@@ -60,7 +60,7 @@ def test_answers_are_read_as_their_checkpoint_says(answer: str, wanted: dict[str
         assert read(pieces) == wanted
 
 
-def test_what_the_prompt_has_begun_is_known() -> None:
+def test_constructs_begun_in_the_prompt_are_continued() -> None:
     assert read(["A.</mull>Yes."], "<user>Hi<assistant><mull>") == {
         "reasoning": "A.",
         "content": "Yes.",

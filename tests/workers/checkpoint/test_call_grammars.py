@@ -99,7 +99,7 @@ def less(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
-def test_what_a_form_writes_is_what_its_grammar_accepts(
+def test_calls_written_in_a_format_match_its_grammar(
     name: str, grammars: TokenGrammars, tokens_of: Callable[[str], list[int]], info: ModelInfo
 ) -> None:
     known, ends = CALL_FORMATS[name], set(info.stop_token_ids)
@@ -244,7 +244,7 @@ def test_schemas_that_cannot_be_used_are_refused(
 
 
 @pytest.mark.parametrize("name", IN_OTHER_FORMS)
-def test_what_is_said_of_all_arguments_together_is_refused(name: str) -> None:
+def test_constraints_on_all_arguments_together_are_refused(name: str) -> None:
     schema = {"type": "object", "properties": {}, "anyOf": [{"required": ["a"]}]}
     with pytest.raises(ParameterRefused, match="anyOf.*Remedy"):
         forced_calls(CALL_FORMATS[name], [FunctionTool("f", parameters=schema)], single=True)

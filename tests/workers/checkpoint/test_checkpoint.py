@@ -63,7 +63,7 @@ def load(path: Path, stage: str) -> object:
     return loader(inspect(path), WorkerSettings(), lambda _label, _fraction: None)
 
 
-def test_inspect_tells_the_facts(checkpoints: Checkpoints) -> None:
+def test_inspect_reports_the_facts(checkpoints: Checkpoints) -> None:
     info = inspect(checkpoints("nano3"), item_tokens_max=100)
     assert info == ModelInfo(
         family="qwen3_vl",
@@ -188,7 +188,7 @@ def test_inspect_refuses_a_config_without_sense(
         ),
     ],
 )
-def test_inspect_refuses_what_would_run_wrongly(
+def test_inspect_refuses_input_that_would_run_wrongly(
     copy: Callable[..., Path], change: dict[str, Any], message: str
 ) -> None:
     path = copy()

@@ -35,7 +35,7 @@ def test_detokenizer_gives_what_the_codec_gives(seed: int) -> None:
         (["<|end|>", "<|message|>", "a"], "a"),
     ],
 )
-def test_texts_show_the_marks_of_calls_and_of_channels_where_there_are_any(
+def test_texts_show_the_marks_of_calls_and_of_channels_if_there_are_any(
     tokens: list[str], text: str
 ) -> None:
     backend = Tokenizer(models.BPE())

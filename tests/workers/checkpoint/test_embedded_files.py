@@ -41,7 +41,7 @@ def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage])
     assert bytes(read[0][0].data) == bytes(read[1][0].data) == rows.tobytes()
 
 
-def test_offsets_nobody_gave_are_found(stages: Callable[..., Stage]) -> None:
+def test_missing_offsets_are_computed(stages: Callable[..., Stage]) -> None:
     """A client sends no offsets: they are the positions of the placeholders, in text and in token ids."""
     stage = stages("nano25")
     mark = stage.info.placeholder

@@ -53,7 +53,7 @@ def test_stop_tokens_have_the_tokenizers_own(tmp_path: Path, settings: dict[str,
     assert stop_token_ids(tmp_path, {}) == (5, 2)
 
 
-def test_sampling_defaults_are_what_is_stated(tmp_path: Path) -> None:
+def test_sampling_defaults_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path) == SamplingDefaults()
     stated: dict[str, Any] = {
         "temperature": 0.6,

@@ -108,7 +108,7 @@ def test_processor_that_resizes_by_itself_is_asked_with_blank_images(tmp_path: P
     assert again.pixels_max == BLANK_PIXELS_MAX
 
 
-def test_recipe_makes_what_processes_images(loaded: AnyPreprocessor) -> None:
+def test_recipe_builds_the_image_processor(loaded: AnyPreprocessor) -> None:
     made = image_processing(loaded.image_recipe().settings)
     for size in ((200, 210), (900, 350)):
         image = drawn_image(2, *size)

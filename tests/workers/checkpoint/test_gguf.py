@@ -265,7 +265,7 @@ def test_convert_gguf_refuses_words_that_are_split_by_an_unknown_rule(
     assert not (tmp_path / "made").exists()
 
 
-def test_convert_gguf_refuses_what_is_no_gguf(tmp_path: Path) -> None:
+def test_convert_gguf_refuses_input_other_than_gguf(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'none\.gguf' is no file. Remedy"):
         convert(tmp_path / "none.gguf", tmp_path / "made")
     (tmp_path / "text.gguf").write_text("no model")

@@ -175,7 +175,7 @@ def test_processing_takes_no_more_than_its_plan_says(loaded: Any, size: tuple[in
     assert peak <= plan.work_bytes - 4 * size[0] * size[1] + small_bytes
 
 
-def test_edges_of_an_expansion_are_tokenized_with_the_text_beside_it(tmp_path: Path) -> None:
+def test_edges_of_an_expansion_are_tokenized_with_the_text_next_to_it(tmp_path: Path) -> None:
     """Gemma 3 has two line breaks before and after an image; with a third one next to them, they are one token."""
     make_vision_checkpoint("gemma3", tmp_path, weights=False)
     preprocessor = load(tmp_path)
@@ -216,7 +216,7 @@ def test_an_image_that_the_processor_does_not_take_is_refused(tmp_path: Path) ->
         preprocessor.plan_image(0, 5)
 
 
-def test_images_side_by_side_are_refused_where_positions_follow_from_them(tmp_path: Path) -> None:
+def test_images_side_by_side_are_refused_if_positions_follow_from_them(tmp_path: Path) -> None:
     for name, refused in (("qwen2_vl", True), ("llava", False)):
         path = tmp_path / name
         path.mkdir()
@@ -283,7 +283,7 @@ def test_settings_of_older_layouts_are_read(tmp_path: Path, changes: dict[str, A
     np.testing.assert_array_equal(found["pixel_values"], wanted["pixel_values"])
 
 
-def test_class_of_the_processor_may_be_named_beside_the_settings_of_images(tmp_path: Path) -> None:
+def test_class_of_the_processor_may_be_named_next_to_the_settings_of_images(tmp_path: Path) -> None:
     """The layout before processor_config.json existed."""
     make_vision_checkpoint("paligemma", tmp_path, weights=False)
     before = load(tmp_path)
@@ -309,7 +309,7 @@ def test_an_image_processor_that_needs_torchvision_is_refused_without_it(
 
 @pytest.mark.parametrize(("name", "hidden"), [("llava", True), ("lfm2_vl", False)])
 @pytest.mark.parametrize("installed", [True, False])
-def test_torch_is_hidden_but_where_torchvision_processes_images(
+def test_torch_is_hidden_unless_torchvision_processes_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *, hidden: bool, installed: bool
 ) -> None:
     make_vision_checkpoint(name, tmp_path, weights=False)

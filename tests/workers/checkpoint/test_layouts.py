@@ -82,7 +82,7 @@ def test_weights_in_many_files_are_those_in_one(checkpoints: Checkpoints, copy: 
     assert answer(path) == answer(checkpoints("nano25"))
 
 
-def test_a_head_beside_the_embedding_that_it_is_tied_to_is_that(
+def test_tied_head_stored_next_to_its_embedding_is_the_embedding(
     checkpoints: Checkpoints, copy: Copy
 ) -> None:
     """It is in memory once."""
@@ -245,7 +245,7 @@ def test_a_tokenizer_is_made_from_vocabulary_and_merges(
         ("tokenizer.model", b"IQ== 0\n", "tokenizer.model is converted with tiktoken"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_read_is_told_at_once(
+def test_a_tokenizer_that_cannot_be_read_is_reported_at_once(
     copy: Copy,
     monkeypatch: pytest.MonkeyPatch,
     file: str | None,
@@ -322,7 +322,7 @@ def test_image_processor_settings_of_older_layouts(
 # --- families ---
 
 
-def test_a_family_is_known_by_its_class_where_its_name_is_not(
+def test_a_family_is_known_by_its_class_if_its_name_is_not(
     checkpoints: Checkpoints, copy: Copy
 ) -> None:
     """A publisher's own name for an architecture that is Qwen2.5-VL in all but name."""

@@ -282,7 +282,7 @@ def test_render_replaces_image_data_by_a_placeholder(load: Load) -> None:
 @pytest.mark.parametrize(
     "content", [[{"type": "audio", "audio": "x"}], [{"text": "no type"}], ["x"], 7]
 )
-def test_render_refuses_what_the_template_rejects(load: Load, content: Any) -> None:
+def test_render_refuses_requests_that_the_template_rejects(load: Load, content: Any) -> None:
     """A refusal with a code, without paths or reprs."""
     with pytest.raises(RequestRefused) as refusal:
         load("nano25").render([{"role": "user", "content": content}])

@@ -595,5 +595,5 @@ def test_many_random_schemas_are_kept_to_exactly_or_refused(grammars: TokenGramm
         ],
     ],
 )
-def test_many_options_of_one_of_are_told_apart(options: list[dict[str, Any]]) -> None:
+def test_many_options_of_one_of_are_distinguished(options: list[dict[str, Any]]) -> None:
     assert rewrite_schema({"oneOf": options}) == {"anyOf": options}

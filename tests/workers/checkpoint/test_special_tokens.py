@@ -99,7 +99,7 @@ def test_special_tokens_of_a_client_have_the_ids_of_transformers_for_text(
     assert front.info.image_token_id not in ids
 
 
-def test_an_image_beside_its_placeholder_in_a_text(front: Preprocessor) -> None:
+def test_an_image_next_to_its_placeholder_in_a_text(front: Preprocessor) -> None:
     """The placeholder that the template wrote is the image, in spite of one before it and one after it."""
     pad = "<|image_pad|>"
     content = [text_part(pad), IMAGE, text_part(pad)]

@@ -138,7 +138,7 @@ def test_a_stretch_without_a_cut_is_bounded(
     assert len(subject.ids(",;" * 500)) > 1
 
 
-def test_tokens_that_take_what_is_beside_them_leave_no_bound(checkpoints: Any) -> None:
+def test_tokens_that_take_what_is_next_to_them_leave_no_bound(checkpoints: Any) -> None:
     for special in (
         AddedToken("<strips>", lstrip=True),
         AddedToken("<strips>", rstrip=True),

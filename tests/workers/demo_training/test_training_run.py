@@ -267,7 +267,7 @@ def _maker_that_dies() -> Callable[[int], TrainingBatch]:
 
 
 @pytest.mark.slow
-def test_training_says_when_the_process_that_draws_has_ended() -> None:
+def test_training_reports_when_the_process_that_draws_has_ended() -> None:
     with (
         DrawnAhead(_maker_that_dies) as ahead,
         pytest.raises(VschedError, match="the process that draws has ended"),

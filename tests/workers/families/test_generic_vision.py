@@ -25,7 +25,7 @@ def write_config(path: Path, **config: Any) -> Path:
     return path
 
 
-def test_facts_of_a_model_tell_its_placeholder_and_its_language_model(tmp_path: Path) -> None:
+def test_facts_of_a_model_report_its_placeholder_and_its_language_model(tmp_path: Path) -> None:
     text = {"model_type": "llama", "hidden_size": 64}
     path = write_config(tmp_path, model_type="llava", image_token_index=77, text_config=text)
     facts = vision_facts(path, "llava")
@@ -52,7 +52,7 @@ def test_facts_count_a_level_for_each_deepstack_layer(tmp_path: Path) -> None:
         ({"model_type": "perception_lm", "image_token_id": 3}, "package timm"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_reason(
+def test_unsupported_configurations_are_refused_with_the_reason(
     tmp_path: Path, config: dict[str, Any], reason: str
 ) -> None:
     family = config["model_type"]
@@ -60,7 +60,7 @@ def test_what_cannot_run_is_refused_with_the_reason(
         vision_facts(write_config(tmp_path, **config), family)
 
 
-def test_takes_images_tells_by_the_tables_of_transformers() -> None:
+def test_takes_images_follows_the_tables_of_transformers() -> None:
     assert takes_images("llava")
     assert not takes_images("llama")
 

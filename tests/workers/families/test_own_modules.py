@@ -188,7 +188,7 @@ def test_settings_equal_transformers(
         ("vision_config", {"window_size": None}),
     ],
 )
-def test_checkpoint_that_asks_for_more_has_transformers_modules(
+def test_checkpoint_that_requests_more_has_transformers_modules(
     checkpoints: Checkpoints, tmp_path: Path, part: str, entries: dict[str, Any]
 ) -> None:
     config = json.loads((checkpoints("nano25") / "config.json").read_text())

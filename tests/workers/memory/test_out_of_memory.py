@@ -79,7 +79,7 @@ def test_require_available_counts_what_the_allocator_caches() -> None:
         require_available(CachingMemory(), 101, "more")
 
 
-def test_require_available_keeps_the_cache_where_there_is_room_beside_it() -> None:
+def test_require_available_keeps_the_cache_if_there_is_room_next_to_it() -> None:
     memory = CachingMemory()
     memory.cached = 40
     require_available(memory, 60, "what is free")

@@ -70,7 +70,7 @@ def test_a_sparse_product_takes_the_first_and_the_last_block() -> None:
     assert (product(rows) == 16).all()
 
 
-def test_what_a_sparse_product_leaves_out_is_zero() -> None:
+def test_skipped_rows_of_a_sparse_product_are_zero() -> None:
     """Tokens are sampled from the head's results: they may be meaningless, but must be valid numbers."""
     product = QuantizedProduct(torch.ones(96, 16, dtype=torch.bfloat16), None, threads=1)
     rows = torch.ones(3, 16, dtype=torch.bfloat16)
@@ -112,7 +112,7 @@ print(memory.peak() - loaded.reserved_bytes, reservation.growth_bytes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_a_sparse_reservation_is_what_whole_batches_take(
     checkpoints: Callable[[str], Path], size: str, dtype: str
 ) -> None:

@@ -116,7 +116,7 @@ def test_whether_ranks_share_the_cache_follows_from_the_plan(
         ("cohere", 3, "num_attention_heads is 4, .* one of 1, 2."),
     ],
 )
-def test_what_ranks_cannot_share_is_told_before_they_start(
+def test_models_that_ranks_cannot_share_are_refused_before_the_start(
     tmp_path: Path, name: str, ranks: int, message: str
 ) -> None:
     make_checkpoint(name, tmp_path)

@@ -95,7 +95,9 @@ def test_four_ranks_equal_one(ranks: Ranks, four_heads: Callable[[str], Path], s
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_two_ranks_of_the_usual_make_equal_one(ranks: Ranks, name: str, tmp_path: Path) -> None:
+def test_two_ranks_of_a_decoder_only_model_equal_one(
+    ranks: Ranks, name: str, tmp_path: Path
+) -> None:
     """A text model with a decoder description: chunks, preemption, biases, tied and untied heads."""
     tied = name == "qwen3"
     make_text(name, tmp_path, attention_bias=True, tie_word_embeddings=tied, sliding_window=None)

@@ -174,7 +174,7 @@ def late(tmp_path: Path) -> tuple[RankGroup, LateGroup, Any]:
 
 
 @pytest.mark.parametrize("broken", [True, False])
-def test_what_an_aborted_collective_left_behind_is_the_other_ranks_failure(
+def test_error_of_an_aborted_collective_is_blamed_on_the_other_rank(
     late: tuple[RankGroup, LateGroup, Any], broken: bool
 ) -> None:
     """On GPUs a step continues with such data until an error or the vote; the reported reason is the first failure."""
@@ -193,7 +193,7 @@ def test_what_an_aborted_collective_left_behind_is_the_other_ranks_failure(
     assert store.get("failed") == b"1 memory"
 
 
-def test_what_breaks_here_first_is_told(late: tuple[RankGroup, LateGroup, Any]) -> None:
+def test_first_failure_of_this_rank_is_reported(late: tuple[RankGroup, LateGroup, Any]) -> None:
     group, _, store = late
     with pytest.raises(FloatingPointError), group.together():
         raise FloatingPointError("nothing to draw from")
@@ -215,7 +215,7 @@ def test_a_vote_that_is_cast_early_is_cast_once(late: tuple[RankGroup, LateGroup
     assert group._agreed == 4
 
 
-def test_votes_are_cast_at_the_end_where_collectives_are_done_at_once(ranks: Ranks) -> None:
+def test_votes_are_cast_at_the_end_if_collectives_are_done_at_once(ranks: Ranks) -> None:
     assert ranks.run(vote_early) == [[1, 1]] * 2
 
 

@@ -280,7 +280,7 @@ def test_another_weight_makes_another_digest(tmp_path: Path) -> None:
     assert len(digests) == 3
 
 
-def test_a_calibration_beside_the_weights_is_none_of_them(tmp_path: Path) -> None:
+def test_a_calibration_next_to_the_weights_is_none_of_them(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     make_checkpoint("llama", folder)
     before, digest = describe_checkpoint(str(folder)), checkpoint_digest(folder)

@@ -117,7 +117,7 @@ def test_unsupported_schemes_are_refused_before_weights_are_read(tmp_path: Path)
         {"qzeros": None},
     ],
 )
-def test_tensors_that_are_not_the_schemes_are_told(wrong: dict[str, torch.Tensor | None]) -> None:
+def test_tensors_foreign_to_the_scheme_are_reported(wrong: dict[str, torch.Tensor | None]) -> None:
     said, make = FORMATS["gptq"]
     scheme = scheme_of({"quantization_config": said})
     assert scheme is not None
@@ -127,7 +127,7 @@ def test_tensors_that_are_not_the_schemes_are_told(wrong: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("given", [{"attention": "exact"}, {"dtype": "float16"}])
-def test_published_weights_are_refused_where_there_is_no_product(
+def test_published_weights_are_refused_if_there_is_no_product(
     tmp_path: Path, given: dict[str, Any]
 ) -> None:
     make_checkpoint("llama", tmp_path / "source")
@@ -137,7 +137,7 @@ def test_published_weights_are_refused_where_there_is_no_product(
         Stage.load(str(tmp_path / "quantized"), **options)
 
 
-def test_description_tells_what_weights_take(tmp_path: Path) -> None:
+def test_description_reports_what_weights_take(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path / "source")
     publish(tmp_path / "source", tmp_path / "quantized", tmp_path / "twin", "gptq")
     plain, quantized = (describe_checkpoint(str(tmp_path / name)) for name in ("twin", "quantized"))

@@ -108,7 +108,7 @@ def test_ordered_weight_is_cut_by_outputs_alone() -> None:
         whole.part(cut_of(96, ranks=2, rank=0, dimension=1))
 
 
-def test_layers_are_merged_where_their_inputs_have_one_order() -> None:
+def test_layers_are_merged_if_their_inputs_have_one_order() -> None:
     shape = nn.Linear(96, 8, bias=False, device="meta")
     one, same, other = (QuantizedLinear(shape, ordered(seed, seed // 2)) for seed in range(3))
     merged = merged_quantized([one, same])
@@ -144,7 +144,7 @@ def test_merged_weights_with_and_without_offsets() -> None:
     assert merged.nbytes == merged.values.nbytes + 2 * merged.scales.nbytes
 
 
-def test_exact_scales_are_halves_where_that_changes_none() -> None:
+def test_exact_scales_are_halves_if_that_changes_none() -> None:
     halves = torch.tensor([0.0, 0.5, 3.0])
     assert exact_scales(halves)[0].dtype == torch.float16
     assert exact_scales(torch.tensor([0.1]))[0].dtype == torch.float32

@@ -67,13 +67,15 @@ class PlacedLauncher:
         self._lost: Counter[str] = Counter()
         self._served: set[str] = set()
 
-    def place(self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]) -> Host:
+    def choose_host(
+        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
+    ) -> Host:
         """Return the next host for these groups."""
         group = groups[-1]
         names = self._stages.get(stage_of(group)) or (OWN_HOST,)
         name = names[(replica_of(group) + self._lost[group]) % len(names)]
         if name == OWN_HOST:
-            return self._own.place(groups, arena, on_lost)
+            return self._own.choose_host(groups, arena, on_lost)
         on_ray = name == RAY_HOST
         if on_ray:
             name = ray_host(stage_of(group), replica_of(group))

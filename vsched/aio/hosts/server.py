@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 STARTS_MAX = 64
 """Starts of worker groups that a host serves at once."""
 _FIRST = rank_identity(0)
-Measured = TypeVar("Measured", RankMemory, Reservation)
+AnyMeasurement = TypeVar("AnyMeasurement", RankMemory, Reservation)
 
 
 class HostServer:
@@ -224,7 +224,7 @@ class HostedStart:
         self._alive_s = requested.alive_s
         self._on_open(self)
         # Nothing here is lost without its engine.
-        self._place = self._launcher.place(requested.groups, self._arena, lambda _why: None)
+        self._place = self._launcher.choose_host(requested.groups, self._arena, lambda _why: None)
         for group in requested.groups:
             self._links[group] = self._place.open_link(group, partial(self._report, group))
         logger.info("serves %s", " and ".join(requested.groups))
@@ -367,7 +367,7 @@ class HostedStart:
 def _with_pools_of(report: RankReport, host: str) -> RankReport:
     """Return a report whose memory pools carry this host's name: no two hosts share memory."""
 
-    def named(one: Measured) -> Measured:
+    def named(one: AnyMeasurement) -> AnyMeasurement:
         return msgspec.structs.replace(one, pool=f"{one.pool} of {host}")
 
     match report:

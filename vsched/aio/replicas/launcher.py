@@ -79,7 +79,9 @@ class Launcher(Protocol):
     @property
     def run_dir(self) -> str: ...
 
-    def place(self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]) -> Host:
+    def choose_host(
+        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
+    ) -> Host:
         """Return a host for one start of a worker group, whose ranks use `arena`.
 
         `on_lost` is called on the event loop, at most once, when the host is lost with all ranks, with a description.
@@ -120,7 +122,7 @@ class LocalLauncher:
         self._starts: Counter[str] = Counter()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    def place(
+    def choose_host(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> LocalHost:
         """Return this host, which is never lost."""

@@ -100,7 +100,7 @@ class WorkerGroup:
         secret = secrets.token_hex(16)
         liveness = ProcessLiveness()
         self._close_host()
-        host = self._host = self._launcher.place(self.groups, self._arena, self._lose_host)
+        host = self._host = self._launcher.choose_host(self.groups, self._arena, self._lose_host)
         self._threads_in_use = RankThreads(self.groups)
         self._leaders = {name: self._lead(host, name, secret, liveness) for name in self.groups}
         self._processes = []

@@ -18,7 +18,7 @@ from vsched.aio.environment import Environment
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
-from vsched.aio.shell import Recorder
+from vsched.aio.shell import EventRecorder
 from vsched.config import Config, MediaConfig
 from vsched.engine import Engine, Progress
 from vsched.errors import GroupLostError
@@ -49,7 +49,7 @@ class EngineObservations:
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self.now_ns = now_ns
         self.jobs: list[ObservedJob] = []
-        self.recorder: Recorder | None = None
+        self.recorder: EventRecorder | None = None
         self._decided: dict[str, list[tuple[int, Decision]]] = {}
         self._results: dict[str, list[tuple[int, GenerateResult | EncodeResult]]] = {}
         self._lost = ""
@@ -194,7 +194,7 @@ class ObservedEngine(Engine):
         around = environment or Environment()
         watch = self.watch = EngineObservations(around.now_ns)
 
-        def open_record(config: Config, kernel: Scheduler) -> Recorder:
+        def open_record(config: Config, kernel: Scheduler) -> EventRecorder:
             watch.recorder = around.open_record(config, kernel)
             return watch
 

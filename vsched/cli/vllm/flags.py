@@ -111,7 +111,7 @@ DTYPES = {
     "float32": "float32",
 }
 _DETECTED = "leave it out, and the format is detected in the chat template"
-_FILES = "the checkpoint is a folder with all its files; download it first"
+_FILES = "all files are of one checkpoint; for a revision of the hub, write ORG/NAME@REVISION"
 _KERNELS = "kernels are chosen by measurement or by generate.attention"
 _NO_COMPILER = "nothing is compiled by torch; CUDA graphs are captured if they work"
 _NO_LOG = (
@@ -123,7 +123,11 @@ _PROXY = "terminate TLS in a proxy in front of vsched"
 
 FLAGS: tuple[Flag, ...] = (
     # The model
-    _set("--model", "model.path", note="a folder; also as the argument PATH"),
+    _set(
+        "--model",
+        "model.path",
+        note="a folder, a GGUF file or a name on the hub; also as the argument PATH",
+    ),
     _set(
         "--served-model-name",
         "model.name",
@@ -192,7 +196,7 @@ FLAGS: tuple[Flag, ...] = (
         "--model-impl --tokenizer-mode --config-format --chat-template-content-format",
         "derived from the checkpoint",
     ),
-    _ignored("--hf-token --download-dir", "nothing is downloaded"),
+    _ignored("--hf-token --download-dir", "set HF_TOKEN and HF_HOME"),
     _refused(
         "--tokenizer --revision --code-revision --tokenizer-revision --hf-config-path", _FILES
     ),

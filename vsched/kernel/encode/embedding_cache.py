@@ -41,6 +41,8 @@ class EntryPhase(enum.Enum):
     READY = "ready"
 
 
+QUEUED, ENCODING, READY = EntryPhase  # as in `vsched.kernel.request`
+
 PAGE_STATES = ("read", "claimed", "encoding", "cached")
 """States of pages: a step in flight reads it, a request needs it, it is being written, or nothing needs it."""
 
@@ -67,7 +69,7 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
     priority: int
     target_ns: int | None
     tenant: str = ""
-    phase: EntryPhase = EntryPhase.QUEUED
+    phase: EntryPhase = QUEUED
     pages: list[int] = []
     pins: int = 0
     attempts: int = 0
@@ -98,7 +100,7 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
     @property
     def is_idle(self) -> bool:
         """Whether it is ready, and neither claimed nor pinned."""
-        return self.phase is EntryPhase.READY and not self.claims and not self.pins
+        return self.phase is READY and not self.claims and not self.pins
 
     def inherit_priority(self, state: RequestState) -> None:
         """Take over the priority and the target of a claimant, if they are more urgent."""
@@ -173,7 +175,7 @@ class EmbeddingCache(Restorable):
             if entry.item.tokens == item.tokens:
                 entry.item = item  # the pixels of an earlier claimant may be freed
             entry.inherit_priority(state)
-            if entry.phase is EntryPhase.QUEUED:
+            if entry.phase is QUEUED:
                 self.queue.renew_view(entry)
         entry.claims[state.number] = min(order, entry.claims.get(state.number, order))
         self._move_up(entry, order)
@@ -195,10 +197,10 @@ class EmbeddingCache(Restorable):
         del entry.claims[state.number]
         if entry.claims:
             return
-        if entry.phase is EntryPhase.QUEUED:
+        if entry.phase is QUEUED:
             self.queue.remove(entry)
             del self.entries[key]
-        elif entry.phase is EntryPhase.ENCODING:
+        elif entry.phase is ENCODING:
             probe("embeddings.unclaimed_while_encoding")
             entry.stale = True
         else:
@@ -209,12 +211,12 @@ class EmbeddingCache(Restorable):
     def is_ready(self, key: bytes) -> bool:
         """Return True if an item's embedding is in the arena."""
         entry = self.entries.get(key)
-        return entry is not None and entry.phase is EntryPhase.READY
+        return entry is not None and entry.phase is READY
 
     def pin(self, key: bytes) -> list[int]:
         """Keep a ready entry in place for a generate step, and return its pages."""
         entry = self.entries[key]
-        assert entry.phase is EntryPhase.READY, "a step reads an embedding that is not ready"
+        assert entry.phase is READY, "a step reads an embedding that is not ready"
         self._use(entry)
         entry.pins += 1
         return list(entry.pages)
@@ -234,7 +236,7 @@ class EmbeddingCache(Restorable):
         if not self._allocate(entry, now_ns):
             return False
         self.queue.remove(entry, chosen_ns=now_ns)
-        entry.phase = EntryPhase.ENCODING
+        entry.phase = ENCODING
         return True
 
     def finish_encoding(self, entry: EmbeddingEntry) -> bool:
@@ -243,7 +245,7 @@ class EmbeddingCache(Restorable):
             probe("embeddings.stale_claimed_again" if entry.claims else "embeddings.stale_result")
             self.requeue(entry)
             return False
-        entry.phase = EntryPhase.READY
+        entry.phase = READY
         entry.retry_batch = 0
         return True
 
@@ -251,7 +253,7 @@ class EmbeddingCache(Restorable):
         """Free an entry's pages; it is queued again if it is claimed, and else removed."""
         self._free.extend(entry.pages)
         entry.pages = []
-        entry.phase = EntryPhase.QUEUED
+        entry.phase = QUEUED
         entry.stale = False
         if entry.claims:
             entry.order = min(entry.claims.values())
@@ -293,7 +295,7 @@ class EmbeddingCache(Restorable):
         candidates = [
             (min(other.claims.values()), other)
             for other in self.entries.values()
-            if other.phase is EntryPhase.READY and not other.pins and other.claims
+            if other.phase is READY and not other.pins and other.claims
         ]
         candidates = sorted((one for one in candidates if one[0] > entry.order), key=_claimed)
         ready = [other for _, other in candidates]
@@ -361,7 +363,7 @@ class EmbeddingCache(Restorable):
 
     def _move_up(self, entry: EmbeddingEntry, order: tuple[int, int]) -> None:
         """Move a queued entry to the place of an older request."""
-        if order < entry.order and entry.phase is EntryPhase.QUEUED:
+        if order < entry.order and entry.phase is QUEUED:
             probe("embeddings.moved_up")
             self.queue.remove(entry)
             entry.order = order
@@ -399,7 +401,7 @@ class EmbeddingCache(Restorable):
         for entry in self.entries.values():
             if entry.is_idle:
                 self._evictable_pages += len(entry.pages)
-            elif entry.phase is EntryPhase.QUEUED:
+            elif entry.phase is QUEUED:
                 queued.append(entry)
         for entry in sorted(queued, key=attrgetter("order")):
             self.queue.put(entry)
@@ -412,7 +414,7 @@ class EmbeddingCache(Restorable):
             assert key == entry.item.key
             assert entry.claims.keys() <= alive, "a dead request claims an item"
             pages.extend(entry.pages)
-            queued = entry.phase is EntryPhase.QUEUED
+            queued = entry.phase is QUEUED
             assert queued == (entry in self.queue), "queue and phase disagree"
             assert queued == (not entry.pages), "a queued entry has pages, or another has none"
             assert not (queued and not entry.claims), "a queued entry without a claim"
@@ -442,7 +444,7 @@ def _ready_view(entry: EmbeddingEntry) -> ReadyEmbedding:
 
 
 def _page_state(entry: EmbeddingEntry) -> int:
-    if entry.phase is EntryPhase.ENCODING:
+    if entry.phase is ENCODING:
         return 2
     if entry.pins:
         return 0

@@ -110,18 +110,23 @@ class BlockPool(Restorable):
             if holders[block] == 1 and (known := hash_of[block]) is not None:
                 del self._by_hash[known]
                 hash_of[block] = None
-        idle: list[int] = []
+        cached: list[bytes] = []
+        free: list[int] = []
         for block in reversed(blocks):
             holders[block] = left = holders[block] - 1
-            if left <= 0:
-                assert left == 0, f"block {block} was released twice"
-                idle.append(block)
-        refused = self._order.add_all(
-            [one for block in idle if (one := hash_of[block]) is not None]
-        )
+            if left:
+                assert left > 0, f"block {block} was released twice"
+            elif (known := hash_of[block]) is None:
+                free.append(block)
+            else:
+                cached.append(known)
+        refused = self._order.add_all(cached)
         for block_hash in refused:
             hash_of[self._by_hash.pop(block_hash)] = None
-        self._free += [block for block in idle if hash_of[block] is None]
+        if refused:  # they are freed in the order of their blocks
+            idle = [block for block in reversed(blocks) if not holders[block]]
+            free = [block for block in idle if hash_of[block] is None]
+        self._free += free
 
     def replace_order(self, policy: CachePolicy) -> None:
         """Hand the cached blocks to another eviction policy, and free those that it does not keep."""
@@ -131,9 +136,11 @@ class BlockPool(Restorable):
             self._hash_of[block] = None
         self._free += blocks
 
-    def publish(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
+    def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Publish full blocks; a hash that is published already keeps its block."""
         by_hash, hash_of = self._by_hash, self._hash_of
+        if None not in map(hash_of.__getitem__, blocks):
+            return  # all are, as those of a request that ends mostly are
         for block, block_hash in zip(blocks, hashes, strict=True):
             if hash_of[block] is None and by_hash.setdefault(block_hash, block) == block:
                 hash_of[block] = block_hash

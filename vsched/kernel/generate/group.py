@@ -35,17 +35,17 @@ from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.quarantine import Quarantine
 from vsched.kernel.generate.running import RunningSet, order_of
 from vsched.kernel.generate.state_snapshots import StateSnapshots
-from vsched.kernel.generate.step_budget import (
+from vsched.kernel.generate.step_plan import (
     NOTHING_PLANNED,
     PlanResult,
     StepPlan,
     prefill_shares,
 )
 from vsched.kernel.generate.swap_space import SwapSpace
-from vsched.kernel.groups import DirtyGroups, Group, Loads
+from vsched.kernel.groups import DirtyGroups, Group
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import MemoryMap
-from vsched.kernel.request import Phase, RequestState
+from vsched.kernel.request import DECODE, ITEMS, PREEMPTED, READY, Phase, RequestState
 from vsched.kernel.waiting_queue import RequestQueue
 from vsched.policy import (
     Admission,
@@ -103,7 +103,6 @@ class GenerateGroup(Group):
     ) -> None:
         self.index = index
         self._dirty = dirty
-        self.loads: Loads | None = None  # set once all groups are there
         super().__init__(name)
         self._limits = limits
         self._prefix_eviction = cast("CachePolicy", seats.policies.by_table["generate.eviction"])
@@ -165,7 +164,7 @@ class GenerateGroup(Group):
 
     def dequeue(self, state: RequestState) -> None:
         """Remove a request from the queue, if it is there."""
-        if state.phase is Phase.READY:
+        if state.phase is READY:
             self.queue.dequeue(state)
 
     def let_go(self, state: RequestState) -> None:
@@ -411,7 +410,7 @@ class GenerateGroup(Group):
                 continue
             victim = None if running.slots_free else victims.pop()
             self._join(state, plan, now_ns, victim, swap=admission.mode == "swap")
-            if state.phase is Phase.READY:
+            if state.phase is READY:
                 return
             # A request that is not ready any more does not hold up those after it.
 
@@ -434,9 +433,10 @@ class GenerateGroup(Group):
         could reserve none while others wait for long.
         """
         overdue = self.queue.overdue(now_ns, self._limits.passed_over_ns)
+        if overdue is None or overdue >= count:
+            return None
         helped = self._requests.get(self._helped)
-        runs = helped is not None and helped.slot >= 0
-        return None if overdue is None or overdue >= count or runs else overdue
+        return None if helped is not None and helped.slot >= 0 else overdue
 
     def _join(
         self,
@@ -459,7 +459,7 @@ class GenerateGroup(Group):
             # Its embeddings or its cached prefix were evicted while it waited.
             probe("generate.embedding_gone")
             self.queue.dequeue(state)
-            state.phase = Phase.ITEMS
+            state.phase = ITEMS
             self._requeued.append(state)
             return
         tokens = budget.tokens_at(computed)
@@ -591,7 +591,7 @@ class GenerateGroup(Group):
         self._counts["preemptions"] += 1
         state.preemptions += 1
         self._release_slot(state, keep=True)
-        state.phase = Phase.PREEMPTED
+        state.phase = PREEMPTED
         if self._in_flight.count:
             self._in_flight.await_last(state.number, slot)
         else:
@@ -663,8 +663,6 @@ class GenerateGroup(Group):
 
     def mark_dirty(self) -> None:
         self._dirty.mark(self.index)
-        if self.loads is not None:
-            self.loads.change(self.index)
 
     @property
     def idle(self) -> bool:
@@ -765,7 +763,7 @@ class GenerateGroup(Group):
 
     def outputs(self, state: RequestState) -> int:
         """Output tokens of a request so far."""
-        decoded = self._decoded(state) if state.phase is Phase.DECODE else 0
+        decoded = self._decoded(state) if state.phase is DECODE else 0
         return len(state.tokens) - state.prompt_length + decoded
 
     def block_map(self) -> MemoryMap:
@@ -808,7 +806,7 @@ class GenerateGroup(Group):
         for state in self._requests.values():
             if state.replica == self.index:
                 self._known_tokens += state.counted
-                if state.phase is Phase.READY:
+                if state.phase is READY:
                     queue.enqueue(state)
         queue.blocked, queue.hold_until_ns = blocked, hold_until_ns
 
@@ -820,5 +818,5 @@ class GenerateGroup(Group):
         self._snapshots.check()
         self._swap.check([state.number for state in own if state.slot < 0])
         assert self._known_tokens == sum(state.counted for state in own), "load is miscounted"
-        ready = [state.number for state in own if state.phase is Phase.READY]
+        ready = [state.number for state in own if state.phase is READY]
         assert ready == [entry.state.number for entry in self.queue.entries], "the queue is wrong"

@@ -101,6 +101,8 @@ class InFlightSteps(Restorable):
 
         A request that was preempted for a waiting one does not keep others from joining.
         """
+        if not self.preempted:
+            return None
         states = [self._requests[number] for number in self.preempted]
         return min([one.order for one in states if not one.yielded_ns], default=None)
 

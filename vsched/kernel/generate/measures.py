@@ -18,6 +18,7 @@ from vsched.policy.measured import WINDOW, EncodeTime, EndTime, FirstTokenTime, 
 from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.types import FinishReason
 
+COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 NotedStep = tuple[int, int, int, tuple[int, int, float], tuple[int, int]]
 """The first fields of a `StepTime`; decodes, prefill tokens and pairs; drafts, and accepted drafts."""
 
@@ -62,7 +63,7 @@ class Measures(Restorable):
 
     def note_end(self, state: RequestState, reason: FinishReason, now_ns: int) -> None:
         """Note the end of a request, whose tokens include all outputs."""
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason in COMPLETE:
             self.ends.append(
                 EndTime(
                     ended_ns=now_ns,

@@ -14,7 +14,7 @@ from typing import NoReturn, overload
 from vsched.kernel.decisions import Leave
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.request import Phase, RequestState
+from vsched.kernel.request import DECODE, PREFILL, RequestState
 from vsched.policy import RunningView
 from vsched.policy_host.snapshot import Restorable, Saved, SavedKeys
 from vsched.probes import probe
@@ -138,14 +138,14 @@ class RunningSet(Restorable):
         state.slot = self._free_slots.pop()
         state.blocks = blocks
         state.computed = computed
-        state.phase = Phase.PREFILL
+        state.phase = PREFILL
         self.slots[state.slot] = state
         self.prefilling[state.number] = state
 
     def start_decoding(self, state: RequestState, step: int) -> None:
         """Let a request decode whose last chunk is in `step`: it yields a token in that and every later step."""
         del self.prefilling[state.number]
-        state.phase = Phase.DECODE
+        state.phase = DECODE
         state.first_step = state.decoding_since = step
         self.decoding[state.number] = state
         self._first_steps += step
@@ -157,7 +157,7 @@ class RunningSet(Restorable):
 
     def swappable(self, state: RequestState, planned: int) -> int:
         """Return the number of tokens with KV once the steps in flight are done, or an upper bound of it."""
-        if state.phase is not Phase.DECODE:
+        if state.phase is not DECODE:
             return state.computed
         if state.bucket < 0:  # drafts in flight may bring several tokens
             return len(state.blocks) * self._block_size
@@ -195,7 +195,7 @@ class RunningSet(Restorable):
 
         The first `blocks_kept` blocks stay cached; None for all.
         """
-        if state.phase is Phase.DECODE:
+        if state.phase is DECODE:
             if state.bucket >= 0:
                 del self._growth[state.bucket][state.number]
             del self.decoding[state.number]
@@ -245,7 +245,7 @@ class RunningSet(Restorable):
         assert bucketed == sorted(exact), "growth buckets and decoding requests disagree"
         for state in running:
             written = len(state.tokens)
-            if state.phase is Phase.DECODE:
+            if state.phase is DECODE:
                 if state.bucket < 0:
                     continue  # `DraftGrants` checks those
                 written = self.written(state, planned)

@@ -16,7 +16,7 @@ from vsched.media.allocator import free_image
 from vsched.media.decode import DecodeLimits, decode
 from vsched.media.embeddings import Tensor, write_rows
 from vsched.media.keys import content_key
-from vsched.media.measure import Measured, MeasuredVideo, MeasuredVideoEmbedding, within
+from vsched.media.measure import MeasuredImage, MeasuredVideo, MeasuredVideoEmbedding, within
 from vsched.media.video import VideoLimits, read_frames
 from vsched.types import ArraySpec
 from vsched.worker.contract import FrameSize, ImageProcessing, Preprocessor, view_arrays
@@ -58,7 +58,10 @@ class VideoOrder(msgspec.Struct, frozen=True):
 
 
 def process(
-    image: Measured, extent: npt.NDArray[np.uint8], preprocessor: Preprocessor, limits: DecodeLimits
+    image: MeasuredImage,
+    extent: npt.NDArray[np.uint8],
+    preprocessor: Preprocessor,
+    limits: DecodeLimits,
 ) -> None:
     """Fill an extent with the arrays of an image, or with the rows of its embedding.
 

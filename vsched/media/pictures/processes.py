@@ -19,7 +19,7 @@ from vsched.faultpoints import fault_point
 from vsched.isolated.calls import EXTERNAL_SIGNALS, CallFailedError, IsolatedCalls
 from vsched.media.decode import DecodeLimits, ImageHeader, has_native_header, inspect
 from vsched.media.embeddings import Tensor
-from vsched.media.measure import Measured, MeasuredVideo
+from vsched.media.measure import MeasuredImage, MeasuredVideo
 from vsched.media.pictures.filling import VideoOrder
 from vsched.media.video import HEADER_BYTES, VideoLimits
 from vsched.types import ArraySpec, Extent
@@ -132,7 +132,7 @@ class PictureProcesses:
         assert header is not None
         return header
 
-    def fill(self, image: Measured, place: Extent) -> None:
+    def fill(self, image: MeasuredImage, place: Extent) -> None:
         """Fill an extent of the arena in a process; nothing writes to it after this has returned or raised.
 
         Blocks: for the deadline at most; call it in a thread of the pool.

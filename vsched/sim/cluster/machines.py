@@ -316,10 +316,12 @@ class SimulatedCluster:
             hosts = {name: machine.connect for name, machine in self.machines.items()}
             self._launcher = placed_on(config, own, hosts, window_bytes=profile.window_bytes)
 
-    def place(self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]) -> Host:
+    def choose_host(
+        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
+    ) -> Host:
         """Return the next host for these groups."""
         self._world.launches.update(groups)
-        host = self._launcher.place(groups, arena, on_lost)
+        host = self._launcher.choose_host(groups, arena, on_lost)
         if host.name:
             made = [*self.machines[host.name].connections.values()][-1]
             made.groups = tuple(groups)

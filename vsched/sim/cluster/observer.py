@@ -28,7 +28,7 @@ class GroupLoss(msgspec.Struct, frozen=True):
 
 
 class EngineObserver:
-    """Takes the place of a kernel record; see `vsched.aio.shell.Recorder`.
+    """Takes the place of a kernel record; see `vsched.aio.shell.EventRecorder`.
 
     Attributes:
         kernel: The observed scheduler.

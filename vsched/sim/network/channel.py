@@ -56,7 +56,7 @@ class _Fate(NamedTuple):
     corrupt_at: float
 
 
-class Channel:
+class OneWayLink:
     """One direction of one link."""
 
     def __init__(

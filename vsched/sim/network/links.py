@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from vsched.sim.faults.injection import Injector
 from vsched.sim.faults.plan import Direction
 from vsched.sim.loop.virtual_loop import VirtualLoop
-from vsched.sim.network.channel import Channel, LinkProfile, Party
+from vsched.sim.network.channel import LinkProfile, OneWayLink, Party
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.wire import LogEntry
 
@@ -48,17 +48,19 @@ class Network:
         self._seed = rng.getrandbits(64)
         self._faults = faults
         self._profile = profile
-        self._leaders: dict[str, LeaderEnd] = {}
+        self._leaders: dict[str, SimulatedLeaderEnd] = {}
         self._ranks: dict[tuple[str, bytes], RankEnd] = {}
 
-    def listen(self, address: str, on_frame: OnFrame, *, group: str | None = None) -> LeaderEnd:
+    def listen(
+        self, address: str, on_frame: OnFrame, *, group: str | None = None
+    ) -> SimulatedLeaderEnd:
         """Open a leader's end, to which ranks can connect.
 
         `group` is its name in faults; by default the last part of the address, without the number
         of the start.
         """
         assert address not in self._leaders, f"{address} has a leader"
-        leader = self._leaders[address] = LeaderEnd(self, address, on_frame, group)
+        leader = self._leaders[address] = SimulatedLeaderEnd(self, address, on_frame, group)
         return leader
 
     def connect(self, address: str, rank: int, *, pulse: bool = False) -> RankEnd:
@@ -77,13 +79,13 @@ class Network:
         direction: Direction,
         deliver: Callable[[bytes], None],
         unread: Callable[[], int],
-    ) -> Channel:
+    ) -> OneWayLink:
         """Create one direction of a new link."""
         place = end.address.rpartition("/")[2]
         generator = random.Random(  # noqa: S311
             f"{self._seed} {place} {end.identity.decode()} {direction}"
         )
-        return Channel(
+        return OneWayLink(
             self._loop,
             generator,
             self._faults,
@@ -94,7 +96,7 @@ class Network:
             unread=unread,
         )
 
-    def leader_at(self, address: str) -> LeaderEnd | None:
+    def leader_at(self, address: str) -> SimulatedLeaderEnd | None:
         """Return the leader's end at an address."""
         return self._leaders.get(address)
 
@@ -111,7 +113,7 @@ class Network:
         self._ranks.pop((address, identity), None)
 
 
-class LeaderEnd:
+class SimulatedLeaderEnd:
     """The leader's end of a group's links; has the interface of `zmq_link.LeaderLink`."""
 
     def __init__(

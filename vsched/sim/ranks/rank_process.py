@@ -16,7 +16,7 @@ from typing import NamedTuple
 from vsched.aio.replicas.launcher import at_home, link_address
 from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
 from vsched.sim.faults.plan import Hang, OutOfMemory, Slowdown, WorkerCrash
-from vsched.sim.network.links import LeaderEnd, RankEnd, wait_readable
+from vsched.sim.network.links import RankEnd, SimulatedLeaderEnd, wait_readable
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_model import ROOT
 from vsched.sim.ranks.symbolic_workers import RankPlugin
@@ -409,7 +409,7 @@ class SimulatedHost:
         self._arena = arena
         self._start = start
 
-    def open_link(self, group: str, on_frame: OnFrame) -> LeaderEnd:
+    def open_link(self, group: str, on_frame: OnFrame) -> SimulatedLeaderEnd:
         """Listen for the ranks of a group."""
         address = link_address(self._run_dir, group, self._start)
         return self._world.network.listen(address, on_frame, group=group)
@@ -444,7 +444,7 @@ class SimulatedLauncher:
         self._starts: Counter[str] = Counter()
         self._collectives: dict[str, Collective] = {}
 
-    def place(
+    def choose_host(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> SimulatedHost:
         """Return this host, which is never lost by itself."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
+from tests.bench.servers.neighbours import neighbours
 from vsched.aio.environment import Environment, make_launcher
 from vsched.aio.replicas.worker_group import STARTING
 from vsched.bench.load.cases import draw_image
@@ -34,8 +32,6 @@ STATIONS = (
     "last stream's first new token",
 )
 """Phases after the kill, in order; the KV cache exists when the rank is ready."""
-_BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(1000))"
-"""A loop that occupies a core and ends with its parent."""
 
 
 class RecoveryCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +145,7 @@ async def _measure(settings: Sequence[str], case: RecoveryCase) -> Recovery:
         undisturbed = [_Stream(engine, number) for number in range(STREAMS)]
         await asyncio.gather(*(stream.ended for stream in undisturbed))
         expected = [stream.token_ids for stream in undisturbed]
-        with _busy_loops(case.busy):
+        with neighbours(case.busy):
             return await _kill(engine, stations, expected, case)
 
 
@@ -174,18 +170,6 @@ async def _kill(
         complete=all(len(one) == TOKENS_BEFORE + TOKENS_AFTER for one in tokens),
         same_tokens=tokens == expected,
     )
-
-
-@contextmanager
-def _busy_loops(count: int) -> Iterator[None]:
-    """Run other processes that occupy a core each."""
-    loops = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 async def _until(condition: Callable[[], bool]) -> float:

@@ -86,7 +86,7 @@ class Home:
         self.places = 0
         self.rank = Rank()
 
-    def place(self, *_: object) -> Home:
+    def choose_host(self, *_: object) -> Home:
         self.places += 1
         return self
 
@@ -147,7 +147,7 @@ async def wire() -> AsyncIterator[Wire]:
     await wire.server.close()
 
 
-async def test_server_tells_ranks_that_what_they_wait_for_is_on_the_way(wire: Wire) -> None:
+async def test_server_reports_pending_bytes_to_ranks(wire: Wire) -> None:
     """Once per piece of bytes, and not before the bytes are usable."""
     wire.engine.put_range(ByteRange(0, PIECE_BYTES))
     wire.engine.put(ToRank("encode", 0, b"order"))
@@ -202,7 +202,7 @@ async def test_server_sends_the_rows_of_a_step_that_succeeded(
         wire.received.clear()
 
 
-async def test_server_that_closes_serves_nobody_new(wire: Wire) -> None:
+async def test_closing_server_accepts_no_new_request(wire: Wire) -> None:
     """An engine may reconnect while ranks are ending; nothing would end the ranks that it starts then."""
     said: list[bytes] = []
 

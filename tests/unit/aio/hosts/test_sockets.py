@@ -58,7 +58,7 @@ async def context() -> AsyncIterator[Context]:
     context.destroy(linger=0)
 
 
-async def test_sockets_carry_frames_of_who_has_the_key(host: Received, context: Context) -> None:
+async def test_sockets_carry_frames_of_peers_with_the_key(host: Received, context: Context) -> None:
     received: list[bytes] = []
     cut: list[str] = []
     keys = curve_keys(SHARED, "engine")
@@ -73,7 +73,7 @@ async def test_sockets_carry_frames_of_who_has_the_key(host: Received, context: 
     engine.close()
 
 
-async def test_sockets_let_nobody_in_without_the_key(host: Received, context: Context) -> None:
+async def test_sockets_refuse_peers_without_the_key(host: Received, context: Context) -> None:
     """Another secret, only the host's key, or no CURVE at all."""
     other = curve_keys(make_secret(), "engine")
     known_server = other._replace(peer=curve_keys(SHARED, "engine").peer)

@@ -138,7 +138,7 @@ async def test_sought_host_that_will_never_be_is_lost() -> None:
         assert not seen.ends
 
 
-async def test_sought_host_that_cannot_be_told_what_was_said_is_lost() -> None:
+async def test_moved_host_without_the_missed_frames_is_lost() -> None:
     with search() as seen:
         connect_to = seen.end._connect_to
 

@@ -157,7 +157,7 @@ async def test_leader_gives_up_a_batch_without_end(led: LeaderHarness) -> None:
     assert led.lost == ["encode: rank 0 has worked on step 1 for 31 s, limit 30 (deadlines.step_s)"]
 
 
-async def test_leader_of_one_rank_has_nobody_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leader_of_one_rank_sends_no_vote(monkeypatch: pytest.MonkeyPatch) -> None:
     led = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS, name="encode")
     led.enter(0)
     led.leader.decide(batch(1, 200))

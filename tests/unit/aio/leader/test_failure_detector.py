@@ -75,7 +75,7 @@ def test_detector_renews_the_time_of_the_step_that_paused(
     assert (detects.failure(now_s) is None) == renewed
 
 
-def test_detector_renews_nothing_where_nothing_is_owed(liveness: ProcessLiveness) -> None:
+def test_detector_renews_nothing_if_nothing_is_owed(liveness: ProcessLiveness) -> None:
     """A rank may have reported a step in which another one paused."""
     detects = FailureDetector("encode", 2, LIMITS, liveness)
     detects.expect(1, FIRST_S)

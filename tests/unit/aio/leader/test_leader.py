@@ -68,7 +68,7 @@ async def test_leader_is_ready_when_every_rank_is(led_two: LeaderHarness) -> Non
 @pytest.mark.parametrize(
     "hello", [Hello(0, "wrong"), Hello(0, ""), Hello(1, "sesame"), Hello(0, "sésame"), None]
 )
-async def test_leader_ignores_who_does_not_prove_itself(
+async def test_leader_ignores_unauthenticated_peers(
     led: LeaderHarness, hello: Hello | None
 ) -> None:
     """Messages with a wrong secret, none, or another rank's are ignored without an error."""
@@ -274,7 +274,7 @@ async def test_leader_deadline_of_a_step_begins_when_the_one_before_is_done(
     assert len(led.lost) == 1
 
 
-async def test_leader_ignores_garbage_of_who_has_not_proved_itself(led: LeaderHarness) -> None:
+async def test_leader_ignores_garbage_of_unauthenticated_peers(led: LeaderHarness) -> None:
     """A stranger cannot bring a group down."""
     led.link.on_frame(rank_identity(0), b"garbage")
     led.enter(0)
@@ -290,7 +290,7 @@ async def test_leader_gives_up_a_rank_that_talks_garbage(led: LeaderHarness, fra
     assert led.lost == ["generate: rank 0 sent a frame that is no report"]
 
 
-async def test_leader_gives_up_a_rank_that_answers_what_nobody_asked(led: LeaderHarness) -> None:
+async def test_leader_gives_up_a_rank_with_an_unrequested_result(led: LeaderHarness) -> None:
     """A result without a step in flight is a divergence, which is reported and not raised into the event loop."""
     led.enter(0)
     led.receive(0, RESULT)

@@ -237,7 +237,7 @@ async def test_leader_ranks_must_be_ready_for_the_same(
     led.leader.close()
 
 
-async def test_leader_asks_ranks_that_voted_differently_to_meet_anew(
+async def test_leader_asks_ranks_that_voted_differently_to_meet_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All ranks retry together: if only some ran out of memory, the next order has all of them start over."""

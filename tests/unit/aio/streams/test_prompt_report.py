@@ -41,7 +41,7 @@ def test_prompt_report_joins_pieces(cuts: list[int], top: int) -> None:
     assert list(report.tokens()) == [reported(at, top=top) for at in range(1, 5)]
 
 
-def test_prompt_report_keeps_what_it_knew_when_told_again() -> None:
+def test_prompt_report_keeps_earlier_values() -> None:
     """After a loss, chunks begin at position 0 again and may be cut elsewhere."""
     report = PromptReport(TOKENS, 2)
     report.take(piece(1, 2))

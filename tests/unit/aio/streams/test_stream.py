@@ -198,7 +198,7 @@ async def test_generation_one_by_one_has_the_same_deltas_however_fast_they_come(
     assert [one.finish_reason for one in found] == [None] * 5 + ["stop"]
 
 
-async def test_generation_one_by_one_tells_an_error_at_once() -> None:
+async def test_generation_one_by_one_reports_an_error_at_once() -> None:
     made, _ = generation()
     made.one_by_one()
     for token in (0, 1, 2):

@@ -90,7 +90,7 @@ async def test_stream_table_gives_each_stream_its_token(
 
 
 @pytest.mark.parametrize("finished", [False, True])
-async def test_stream_table_tells_no_answer_before_all_of_its_prompt(finished: bool) -> None:
+async def test_stream_table_reports_no_answer_before_all_of_its_prompt(finished: bool) -> None:
     """Once another choice completes the prompt report, waiting readers are called, even if their choice has ended."""
     table = Table(Text(), Text(), Text())
     report = PromptReport([1] * 3, 0)
@@ -115,7 +115,7 @@ async def test_stream_table_tells_no_answer_before_all_of_its_prompt(finished: b
     assert delta.token_ids == [8]
 
 
-async def test_stream_table_tells_at_once_of_a_failure_before_the_end_of_a_prompt() -> None:
+async def test_stream_table_reports_a_failure_before_the_end_of_a_prompt_at_once() -> None:
     table = Table(Text())
     table.generations[1].prompt_report = PromptReport([1] * 3, 0)
     table.streams.fail_all("lost", code="stopping")
@@ -159,7 +159,7 @@ async def test_stream_table_gives_the_tokens_of_drafts_one_by_one_with_their_log
     assert await table.tokens(1) == [10, 7, 9, 10]
 
 
-async def test_stream_table_stream_that_breaks_is_told_once_and_takes_nothing_more() -> None:
+async def test_stream_table_stream_that_breaks_is_reported_once_and_takes_nothing_more() -> None:
     """The others have their token of the same step, and the reader of this one gets an error."""
     table = Table(Text(push_at=2), Text())
     for token in (7, 8, 9):
@@ -175,7 +175,7 @@ async def test_stream_table_stream_that_breaks_is_told_once_and_takes_nothing_mo
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
-async def test_stream_table_end_that_cannot_be_told_is_an_error(reason: FinishReason) -> None:
+async def test_stream_table_undeliverable_end_is_an_error(reason: FinishReason) -> None:
     """A reader must not take partial output for the complete answer."""
     table = Table(Text(flush=ValueError("half a character")))
     table.emit([(1, 7)])
@@ -220,7 +220,7 @@ async def test_stream_table_is_idle_when_the_last_has_ended() -> None:
     assert table.streams.request_ids(9) == []
 
 
-def test_int32_array_refuses_what_is_no_whole_number_of_values() -> None:
+def test_int32_array_refuses_partial_values() -> None:
     assert int32_array(b"\x01\x00\x00\x00\xff\xff\xff\xff").tolist() == [1, -1]
     with pytest.raises(ValueError, match="multiple"):
         int32_array(b"\x01\x00\x00")

@@ -80,7 +80,7 @@ def whole(sent: str) -> str:
     return sent[: sent.start] + base64_of(sent, sent.start).decode()
 
 
-def test_long_base64_is_kept_beside_its_text() -> None:
+def test_long_base64_is_kept_next_to_its_text() -> None:
     plain = {"type": "image_url", "image_url": URL}
     request = read(body_of(image(URL), text("a"), plain, embeds(BASE64), image(URL[:60])))
     sent = list(sent_texts(request))
@@ -147,7 +147,7 @@ def test_data_urls_of_other_forms_are_kept_beside(
         body_of(image("https://example.org/" + "a" * 200)),
     ],
 )
-def test_what_is_no_image_is_found_as_it_was_sent(body: dict[str, Any]) -> None:
+def test_parts_other_than_images_are_returned_unchanged(body: dict[str, Any]) -> None:
     request, expected = read(body), parameters.decode_body(json.dumps(body).encode(), ChatRequest)
     assert [whole(one) for one in sent_texts(request)] == list(sent_texts(expected))
     assert request.metadata == expected.metadata
@@ -205,7 +205,7 @@ def test_a_broken_body_stays_broken(at: int, piece: bytes) -> None:
         assert outcome(whole_body=False) == outcome(whole_body=True)
 
 
-def test_what_stands_before_base64_is_seen() -> None:
+def test_parameters_before_base64_are_parsed() -> None:
     """It is not part of the base64 text that is kept apart."""
     [sent] = sent_texts(read(body_of(image(f'data:image/png;base64,"{BASE64}'))))
     with pytest.raises(RequestRefused, match="base64 is not valid"):

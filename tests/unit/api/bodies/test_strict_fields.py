@@ -37,7 +37,7 @@ async def test_unknown_fields_of_messages_are_ignored() -> None:
         ({0: {"role": "user", "content": "hi"}}, "messages[1].provider_specific_fields"),
     ],
 )
-async def test_unknown_fields_are_named_where_the_settings_ask_for_it(
+async def test_unknown_fields_are_named_if_the_settings_ask_for_it(
     changed: dict[int, Any], name: str
 ) -> None:
     messages = [changed.get(index, message) for index, message in enumerate(HISTORY)]

@@ -132,7 +132,7 @@ async def test_streams_of_calls_have_no_event_for_markup() -> None:
 
 
 @each_case("fields", [{"logprobs": True}, {"return_token_ids": True}])
-async def test_streams_of_calls_lose_no_token_that_was_asked_for(fields: dict[str, Any]) -> None:
+async def test_streams_of_calls_lose_no_token_that_was_requested(fields: dict[str, Any]) -> None:
     _, body = DIALECTS[CHAT]
     engine = saying(ANSWER, size=1)
     if "logprobs" in fields:

@@ -275,12 +275,12 @@ async def test_thread_is_refused_so_that_the_client_goes_on_without(thread: obje
 
 
 @each_case("raw", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 5000])
-async def test_what_is_no_request_is_refused(raw: bytes) -> None:
+async def test_invalid_requests_are_refused(raw: bytes) -> None:
     reply = await post(FakeEngine(), MESSAGES, raw)
     assert (reply.status, reply.json["type"]) == (400, "error")
 
 
-async def test_another_model_and_a_missing_key_are_told_in_the_same_shape() -> None:
+async def test_another_model_and_a_missing_key_are_reported_in_the_same_shape() -> None:
     reply = await post(FakeEngine(), MESSAGES, body(model="claude"))
     assert (reply.status, reply.json["error"]["type"]) == (404, "not_found_error")
     client = Client(create_app(FakeEngine(), ApiSettings(api_key="key")))
@@ -307,7 +307,7 @@ async def test_videos_are_blocks_as_in_chats() -> None:
     assert (video.sampling.max_frames, clip.source) == (8, ("data:,a", "data:,b"))
 
 
-async def test_large_images_go_beside_the_body() -> None:
+async def test_large_images_go_next_to_the_body() -> None:
     """As in chats: their base64 is never decoded as a text."""
     large = base64.b64encode(bytes(range(256)) * (SMALL_BYTES // 256)).decode()
     assert len(large) > max(SMALL_BYTES, LONG_BYTES)

@@ -119,7 +119,7 @@ def test_choices_of_tools() -> None:
     assert allowed == {"mode": "required", "tools": [{"function": {"name": "f"}}]}
 
 
-async def test_what_changes_nothing_is_taken() -> None:
+async def test_fields_without_effect_are_accepted() -> None:
     sent = body(
         store=False, include=["reasoning.encrypted_content"], truncation="disabled",
         reasoning={"effort": "low"}, background=False, previous_response_id=None, user="u",
@@ -230,7 +230,7 @@ async def test_videos_are_parts_as_in_chats() -> None:
     assert (video.sampling.fps, image, clip.source) == (1, URL, (URL, URL))
 
 
-async def test_large_images_go_beside_the_body() -> None:
+async def test_large_images_go_next_to_the_body() -> None:
     """As in chats: their base64 is never decoded as a text."""
     large = base64.b64encode(bytes(range(256)) * (SMALL_BYTES // 256)).decode()
     before = "data:image/png;base64,"

@@ -165,7 +165,7 @@ async def test_logprobs_are_those_of_the_texts(*, stream: bool) -> None:
         ({"top_logprobs": 0}, None),
     ],
 )
-async def test_logprobs_are_asked_for_in_two_ways(
+async def test_logprobs_are_requested_in_two_ways(
     fields: dict[str, Any], wanted: int | None
 ) -> None:
     engine = saying("x")

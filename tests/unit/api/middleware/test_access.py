@@ -141,7 +141,7 @@ async def test_access_foreign_name_is_refused(host: str, path: str) -> None:
 
 
 @each_case("allowed", [None, ("*",)])
-async def test_access_any_name_is_taken_where_none_is_known(
+async def test_access_any_name_is_taken_if_none_is_known(
     allowed: tuple[str, ...] | None,
 ) -> None:
     reply = await ask("GET", "/v1/models", headers={"host": "a.b"}, allowed_hosts=allowed)

@@ -39,7 +39,7 @@ async def test_request_id_comes_back_on_every_kind_of_response(name: str) -> Non
 
 
 @each_case("name", BODIES)
-async def test_request_id_is_made_where_none_was_sent(name: str) -> None:
+async def test_request_id_is_made_if_none_was_sent(name: str) -> None:
     first, second = await ask(name, None), await ask(name, None)
     ids = {first.headers["x-request-id"], second.headers["x-request-id"]}
     assert len(ids) == 2

@@ -44,7 +44,7 @@ async def test_tenant_is_that_of_the_key() -> None:
     assert 'vsched_tenant_tokens_total{kind="prompt",model_name="demo",tenant="blue"}' in metrics
 
 
-async def test_tenant_of_the_common_key_is_nobody() -> None:
+async def test_common_key_has_no_tenant() -> None:
     requested = [bearer("common"), bearer("key of red")]
     found, metrics = await tenants_of(requested, tenant_keys=KEYS, api_key="common")
     assert found == ["", "red"]
@@ -89,7 +89,7 @@ def test_tenant_keys_are_read(text: str) -> None:
 @each_case(
     "text", ["red", "red=", "=a", "no name=a", "red=secret\nred=b", "red=secret,blue=secret"]
 )
-def test_tenant_keys_that_are_wrong_are_told_without_the_keys(text: str) -> None:
+def test_tenant_keys_that_are_wrong_are_reported_without_the_keys(text: str) -> None:
     with pytest.raises(ConfigError, match=r"p: entry \d is not valid") as caught:
         read_tenant_keys(text, path="p")
     assert "secret" not in str(caught.value)

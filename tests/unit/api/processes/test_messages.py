@@ -78,7 +78,7 @@ def test_messages_bring_long_base64_as_bytes(wrap: object) -> None:
         RequestFailed("stopping", code="stopping", status=503, retry_after_s=5),
     ],
 )
-def test_messages_bring_errors_with_all_that_clients_are_told(
+def test_messages_carry_errors_with_all_fields_for_clients(
     error: RequestRefused | RequestFailed,
 ) -> None:
     frame = msgspec.msgpack.encode(Refusal.of(7, error))
@@ -88,7 +88,7 @@ def test_messages_bring_errors_with_all_that_clients_are_told(
     assert vars(refusal.error) == vars(error)
 
 
-def test_messages_tell_nothing_of_a_mistake() -> None:
+def test_messages_report_nothing_of_a_mistake() -> None:
     error = Refusal.of(7, KeyError("/secret/path")).error
     assert isinstance(error, RequestFailed)
     assert error.message == "the server made a mistake"

@@ -121,7 +121,7 @@ async def test_remote_answer_goes_on_where_a_dead_engine_left_it(joined: Joined)
     assert joined.numbers == (0, 0, 0)
 
 
-async def test_remote_answers_to_one_request_are_told_apart(joined: Joined) -> None:
+async def test_remote_answers_to_one_request_are_distinguished(joined: Joined) -> None:
     streams = await ask(joined.remote, names=("a", "b", "c"))
     for stream in streams:
         assert sum(len(delta.token_ids) for delta in await joined.read(stream)) == 3

@@ -175,7 +175,7 @@ async def test_answer_goes_on_behind_what_the_record_has(
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": True}, {"n": 2}])
-async def test_what_is_in_no_record_is_computed_from_the_beginning(
+async def test_requests_without_a_record_are_computed_from_the_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object]
 ) -> None:
     first = Server(tmp_path)
@@ -344,7 +344,7 @@ async def test_failure_in_mid_stream_is_told_behind_any_event(tmp_path: Path) ->
     assert second.files == []
 
 
-async def test_what_is_not_accepted_when_the_server_stops_is_left_for_the_next(
+async def test_unaccepted_connections_are_left_for_the_next_server(
     tmp_path: Path,
 ) -> None:
     """Its client gets an error, and asks the next server."""
@@ -428,7 +428,7 @@ async def test_whole_answer_and_several_begin_at_the_beginning(tmp_path: Path) -
         assert (await second.get(f"{CHAT}/{name}")).status == 200
 
 
-async def test_what_is_left_is_not_known_before_it_is_read(tmp_path: Path) -> None:
+async def test_remaining_time_is_unknown_before_it_is_measured(tmp_path: Path) -> None:
     """While the server loads, a client must not get the error of an unknown id."""
     await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
     reply = await Server(tmp_path).get(f"{CHAT}/mine")

@@ -59,7 +59,7 @@ def test_the_template_gets_what_models_know() -> None:
         ),
     ],
 )
-def test_the_choice_says_what_must_be_called(
+def test_tool_choice_selects_the_required_call(
     choice: Any, shown: str, forced: str, single: bool
 ) -> None:
     use = use_of(tools=TOOLS, tool_choice=choice)
@@ -104,7 +104,9 @@ async def test_without_tools_to_call_nothing_changes(fields: dict[str, Any]) -> 
         ),
     ],
 )
-async def test_what_is_no_tool_or_choice_is_refused(fields: dict[str, Any], param: str) -> None:
+async def test_invalid_tools_and_tool_choices_are_refused(
+    fields: dict[str, Any], param: str
+) -> None:
     reply = await post(FakeEngine(), CHAT, chat(**fields))
     assert reply.status == 400
     assert reply.error["param"] == param
@@ -141,7 +143,7 @@ async def test_a_forced_call_is_held_to_the_form_of_the_model(single: bool) -> N
     assert msgspec.json.decode(engine.sampling.grammar) == {"calls": {"start": start, "rules": {}}}
 
 
-async def test_what_cannot_be_compiled_is_told_of_the_tools() -> None:
+async def test_tools_that_cannot_be_compiled_are_reported() -> None:
     engine = FakeEngine()
     engine.refusal = RequestRefused("no", code="invalid_grammar")
     reply = await post(engine, CHAT, chat(tools=TOOLS, tool_choice=NAMED))

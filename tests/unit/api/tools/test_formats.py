@@ -37,12 +37,12 @@ from vsched.config.sections import ModelConfig
         ("", None),
     ],
 )
-def test_the_template_tells_the_form_of_calls(template: str, name: str | None) -> None:
+def test_the_template_reports_the_form_of_calls(template: str, name: str | None) -> None:
     known = call_format("auto", template)
     assert known == (CALL_FORMATS[name] if name else None)
 
 
-def test_the_template_tells_the_form_of_reasoning() -> None:
+def test_the_template_reports_the_form_of_reasoning() -> None:
     assert reasoning_format("auto", "x</think>") == REASONING_FORMATS["think"]
     assert reasoning_format("auto", "[THINK]") == REASONING_FORMATS["mistral"]
     assert reasoning_format("auto", "<|channel>thought") == REASONING_FORMATS["gemma4"]

@@ -69,7 +69,7 @@ def consistent(calls: Sequence[tuple[str, dict[str, Any]]]) -> bool:
     CALLS.filter(consistent),
     st.lists(st.integers(0, 10_000), max_size=12),
 )
-def test_what_is_written_is_read_however_the_stream_is_cut(
+def test_written_calls_are_parsed_however_the_stream_is_cut(
     name: str, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
 ) -> None:
     known = CALL_FORMATS[name]
@@ -148,7 +148,7 @@ def test_a_free_answer_that_ends_by_itself_loses_nothing(name: str) -> None:
         ("harmony", "<|channel|>analysis<|message|>I see<|e", ""),
     ],
 )
-def test_what_is_cut_before_it_is_a_call_is_left_out(name: str, answer: str, content: str) -> None:
+def test_calls_cut_before_their_name_are_left_out(name: str, answer: str, content: str) -> None:
     for parts in ([answer], list(answer)):
         message = read_with(
             CALL_FORMATS[name],
@@ -212,7 +212,7 @@ def test_texts_are_let_out_as_they_come(name: str) -> None:
         ("harmony", '<|channel|>commentary to=functions.f<|message|>{}', "", [("f", {})]),
     ],
 )  # fmt: skip
-def test_what_models_write_besides_is_read(
+def test_variants_that_models_write_are_parsed(
     name: str, answer: str, content: str, calls: list[Any]
 ) -> None:
     properties = {

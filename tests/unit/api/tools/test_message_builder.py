@@ -77,7 +77,7 @@ async def test_calls_alone_have_no_content() -> None:
 
 
 @each_case("size", [1, 3, 1000])
-async def test_a_stream_says_what_the_whole_answer_says(size: int) -> None:
+async def test_stream_equals_the_non_streaming_response(size: int) -> None:
     reply = await post(engine(CALLS, size=size), CHAT, chat(tools=TOOLS, stream=True))
     first, last = reply.events[0]["choices"][0], reply.events[-1]["choices"][0]
     assert first["delta"]["role"] == "assistant"
@@ -123,7 +123,7 @@ THOUGHT = "<think>\nLet me see.\n</think>\n\nYes."
 
 
 @each_case("stream", [False, True])
-async def test_reasoning_is_told_beside_the_content(stream: bool) -> None:
+async def test_reasoning_is_returned_next_to_the_content(stream: bool) -> None:
     requested = engine(THOUGHT)
     requested.preprocessor.chat_template = "{{ '<think>' }}"
     reply = await post(requested, CHAT, chat(stream=stream))
@@ -140,7 +140,7 @@ async def test_reasoning_is_told_beside_the_content(stream: bool) -> None:
 
 
 @each_case("stream", [False, True])
-async def test_reasoning_is_not_told_where_nobody_wants_it(stream: bool) -> None:
+async def test_reasoning_is_left_out_unless_wanted(stream: bool) -> None:
     """Each of its tokens still has an event, because clients count them."""
     requested = engine(THOUGHT)
     requested.preprocessor.chat_template = "{{ '<think>' }}"
@@ -155,7 +155,7 @@ async def test_reasoning_is_not_told_where_nobody_wants_it(stream: bool) -> None
         assert reply.json["choices"][0]["message"]["content"] == "Yes."
 
 
-async def test_reasoning_is_content_where_the_settings_say_so() -> None:
+async def test_reasoning_is_content_if_the_settings_say_so() -> None:
     requested = engine(THOUGHT)
     requested.preprocessor.chat_template = "{{ '<think>' }}"
     reply = await post(requested, CHAT, chat(), ApiSettings(reasoning_format="none"))

@@ -57,7 +57,7 @@ async def test_cable_counts_what_its_wires_carry(echo: str) -> None:
     assert (out.carried, back.carried, shared.carried) == (80_000, 80_000, 160_000)
 
 
-async def test_cable_that_is_pulled_tells_nobody(echo: str) -> None:
+async def test_pulled_cable_closes_no_connection(echo: str) -> None:
     async with Cable(echo) as cable:
         ip, _, port = cable.address.removeprefix("tcp://").rpartition(":")
         reader, writer = await asyncio.open_connection(ip, int(port))

@@ -48,6 +48,7 @@ def hang(*_: object, **__: object) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_family_is_served_and_compared(tmp_path: Path) -> None:
     """With images and a killed rank, on a CPU."""
     kept = tmp_path / "kept"
@@ -106,7 +107,7 @@ def test_few_cases_have_every_family_exactly_once_and_killed_ones_first() -> Non
     assert len(cases_of(FAMILIES, few=False)) == 2 * len(FAMILIES)
 
 
-def test_first_differing_token_is_told_with_the_gap_of_its_logits() -> None:
+def test_first_differing_token_is_reported_with_the_gap_of_its_logits() -> None:
     import torch
 
     from tests.bench.gpu.family_run import compared

@@ -22,7 +22,7 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-def test_changes_since_the_commit_are_told(tree: Path) -> None:
+def test_changes_since_the_commit_are_reported(tree: Path) -> None:
     commit = revision_of(tree, None)
     assert len(commit) == 8
     (tree / "vsched/one.py").write_text("one = 2\n")

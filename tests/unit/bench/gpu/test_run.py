@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only steps without another test: servers under load and killed ranks are tested elsewhere."""
     cpu = ["--device=cpu", "--models=nano", "--served=nano25", "--seconds=280"]

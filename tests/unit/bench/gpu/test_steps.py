@@ -41,7 +41,7 @@ def test_a_step_that_fails_or_hangs_does_not_end_the_rest(tmp_path: Path) -> Non
     assert "/nowhere/at/all" in (tmp_path / "missing.log").read_text()
 
 
-def test_what_was_seen_is_on_disk_before_the_next_step_begins(tmp_path: Path) -> None:
+def test_delivered_tokens_are_on_disk_before_the_next_step(tmp_path: Path) -> None:
     read = f"import pathlib; print(pathlib.Path({str(tmp_path / 'steps.json')!r}).read_text())"
     run_steps(
         [python("first", "pass"), python("second", read)],
@@ -59,7 +59,7 @@ def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_step_leaves_behind_is_ended(tmp_path: Path) -> None:
+def test_processes_left_behind_by_a_step_are_ended(tmp_path: Path) -> None:
     """Its processes would take the memory of the next step."""
     sleeps = "[sys.executable, '-c', 'import time; time.sleep(1e4)']"
     child = f"import subprocess, sys; print(subprocess.Popen({sleeps}).pid)"

@@ -26,7 +26,7 @@ def tokens(*ids: int) -> npt.NDArray[np.int32]:
     return np.array(ids, np.int32)
 
 
-def test_peers_are_asked_what_vsched_is_asked() -> None:
+def test_peers_get_the_requests_of_vsched() -> None:
     for fields in table.CASES.values():
         SamplingParams(seed=0, **fields)  # type: ignore[arg-type]
 
@@ -76,7 +76,7 @@ def test_the_job_of_peers_has_all_logits(tmp_path: Path) -> None:
     assert job["cases"] == table.CASES
 
 
-def test_what_peers_import_is_theirs_or_numpys() -> None:
+def test_scripts_of_peers_import_only_their_packages_and_numpy() -> None:
     """Nothing of vsched is in their environments."""
     code = "import sys, tests.bench.samplers.job; print([n for n in sys.modules if 'vsched' in n])"
     done = subprocess.run(

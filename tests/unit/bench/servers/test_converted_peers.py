@@ -82,9 +82,7 @@ def source_in(folder: Path) -> Path:
     return source
 
 
-def test_a_checkpoint_is_converted_once_and_again_when_it_was_made_anew(
-    tmp_path: Path, maker: Maker
-) -> None:
+def test_a_checkpoint_is_converted_again_only_after_a_change(tmp_path: Path, maker: Maker) -> None:
     checkpoint, folder = tmp_path / "model", llamacpp_folder(tmp_path)
     checkpoint.mkdir()
     write_config(checkpoint)

@@ -66,7 +66,7 @@ def test_dispatch_policy_names_the_group_and_sees_what_the_groups_do() -> None:
     assert_served(cluster, "r")
 
 
-def test_dispatch_policy_is_not_asked_where_there_is_one_answer() -> None:
+def test_dispatch_policy_is_not_called_if_there_is_one_answer() -> None:
     Watched.views.clear()
     Watched.waiting.clear()
     limits = make_limits(encode_items=1)
@@ -106,7 +106,7 @@ def test_dispatch_of_some_images_leaves_the_others_in_place() -> None:
     assert_served(cluster, "r")
 
 
-def test_dispatch_lets_nobody_wait_for_over_a_minute() -> None:
+def test_dispatch_lets_no_group_wait_for_over_a_minute() -> None:
     cluster = two_groups(Behind())
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
     cluster.run_encode("encode-0")

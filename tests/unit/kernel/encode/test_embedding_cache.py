@@ -51,7 +51,7 @@ def test_hits_are_counted_once_a_request() -> None:
     assert (statistics["cache_hits"], statistics["cache_misses"]) == (2, 1)
 
 
-def test_result_that_nobody_wants_any_more_is_not_counted() -> None:
+def test_unneeded_result_is_not_counted() -> None:
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r", (b"a", 8)))
     cluster.abort("r")

@@ -45,18 +45,18 @@ def taken(policy: ImagePolicy, tokens: int, *, front: bool = True) -> tuple[bool
         ((), [b"young"]),
     ],
 )
-def test_front_takes_whom_the_policy_names_first_and_no_more(
+def test_front_preempts_the_first_named_and_no_more(
     indices: tuple[int, ...], gone: list[bytes]
 ) -> None:
     """If it names none, the youngest is evicted: the oldest request must get its next image."""
     assert taken(Chosen(indices=indices), 16) == (True, gone)
 
 
-def test_front_takes_the_youngest_where_those_named_are_too_few() -> None:
+def test_front_takes_the_youngest_if_those_named_are_too_few() -> None:
     assert taken(Chosen(indices=(0,)), 32) == (True, [b"old", b"young"])
 
 
-def test_others_wait_where_the_policy_spares_what_they_need() -> None:
+def test_others_wait_if_the_policy_spares_what_they_need() -> None:
     assert taken(Chosen(indices=(0,)), 32, front=False) == (False, [])
     assert taken(Chosen(indices=(0,)), 16, front=False) == (True, [b"old"])
 
@@ -69,7 +69,7 @@ def test_reclaim_policy_sees_who_may_give_way_the_oldest_first() -> None:
     assert [(one.pages, one.tokens, one.requests) for one in view.ready] == [(4, 16, 1)] * 3
 
 
-def test_reclaim_policy_is_not_asked_where_nothing_can_help() -> None:
+def test_reclaim_policy_is_not_called_if_nothing_can_help() -> None:
     Chosen.views.clear()
     assert taken(Chosen(indices=(0,)), 64) == (False, [])
     assert not Chosen.views

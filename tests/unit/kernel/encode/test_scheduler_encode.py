@@ -88,7 +88,7 @@ def test_encode_groups_share_processes_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_encode_beside_decodes_may_keep_them_for_as_long_as_prefill_may(*, together: bool) -> None:
+def test_encode_next_to_decodes_may_keep_them_for_as_long_as_prefill_may(*, together: bool) -> None:
     """Decodes of the encode group's own generate group count, and only if the two share their processes."""
     cluster = ModelCluster(
         make_limits(encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000)
@@ -323,7 +323,7 @@ def test_encode_policy_chooses_which_suspect_is_next() -> None:
     assert_served(cluster, "busy", "r")
 
 
-def test_encode_suspects_run_with_nobody_else() -> None:
+def test_encode_suspects_run_alone() -> None:
     """Whatever the policy chooses, suspected items run alone, and others without them."""
     limits = make_limits(chunk_tokens=8, block_size=4)
     cluster = ModelCluster(limits, default_policies(encode_admission=Everything()))
@@ -373,7 +373,7 @@ def test_encode_failed_image_may_be_sent_again() -> None:
     assert_served(cluster, "r2")
 
 
-def test_encode_result_that_nobody_wants_any_more_is_thrown_away() -> None:
+def test_unneeded_encode_result_is_discarded() -> None:
     """Pixels of an aborted request may be overwritten while they are encoded, so the result is not kept."""
     cluster = ModelCluster(make_limits())
     cluster.submit(image_request("r1", (b"a", 10)))

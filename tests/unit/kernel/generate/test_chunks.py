@@ -47,7 +47,7 @@ def _chunks(cluster: ModelCluster) -> list[tuple[int, int]]:
         ("prompt_atomic", [(0, 22)]),
     ],
 )
-def test_what_sees_itself_is_one_chunk(fact: str, expected: list[tuple[int, int]]) -> None:
+def test_bidirectional_spans_are_one_chunk(fact: str, expected: list[tuple[int, int]]) -> None:
     """A chunk ends before an image or contains it whole, even if chunks should be smaller."""
     limits = make_limits(chunk_tokens=4, **({fact: True} if fact else {}))
     cluster = ModelCluster(limits)

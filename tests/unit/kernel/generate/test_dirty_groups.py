@@ -60,8 +60,7 @@ def without_mark_from(caller: str) -> Callable[[GenerateGroup], None]:
     """Return a `mark_dirty` that marks nothing when this function calls it."""
 
     def mark_dirty(group: GenerateGroup) -> None:
-        if group.loads is not None:
-            group.loads.change(group.index)
+        group._dirty.changed[group.index] = None
         if sys._getframe(1).f_code.co_name != caller:
             group._dirty.mark(group.index)
 
@@ -105,7 +104,7 @@ def test_marks_are_walked_in_order_and_taken() -> None:
     assert list(marks.walk()) == []
 
 
-def test_holds_tell_the_first_end_that_still_holds() -> None:
+def test_holds_report_the_first_end_that_still_holds() -> None:
     queues: list[OrderedQueue[object]] = [OrderedQueue() for _ in range(3)]  # type: ignore[type-var]
     holds = Holds(queues)
     queues[0].hold_until_ns, queues[2].hold_until_ns = 30, 20

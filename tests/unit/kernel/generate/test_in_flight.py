@@ -106,7 +106,7 @@ def _in_flight(first_steps: dict[int, int]) -> InFlightSteps:
     return InFlightSteps(0, requests, Measures())
 
 
-def test_oldest_of_several_preempted_requests_bounds_who_may_join() -> None:
+def test_only_requests_older_than_a_preempted_one_may_join() -> None:
     steps = _in_flight({3: 1, 1: 1, 2: 1})
     assert steps.oldest_preempted() is None
     for number in (3, 1, 2):

@@ -45,7 +45,7 @@ def test_insertion_policy_says_how_many_blocks_stay() -> None:
     assert serve(cluster, "b", 12) == 8
 
 
-def test_what_a_request_found_stays() -> None:
+def test_cached_blocks_of_a_request_stay() -> None:
     cluster = cluster_with(Chosen(blocks=3))
     serve(cluster, "a", 12)
     assert serve(cluster, "b", 13) == 12
@@ -53,7 +53,7 @@ def test_what_a_request_found_stays() -> None:
     assert generate_statistics(cluster)["blocks_cached"] == 3
 
 
-def test_insertion_policy_is_not_asked_about_nothing() -> None:
+def test_insertion_policy_is_not_called_without_blocks() -> None:
     """A request of less than a block, and one without a prefix cache."""
     cluster = cluster_with(Chosen())
     cluster.submit(make_request("short", [1], max_tokens=2))

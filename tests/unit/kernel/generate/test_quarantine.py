@@ -48,7 +48,7 @@ def test_poison_alone_is_ended_at_its_second_loss() -> None:
     assert_holds_nothing(cluster)
 
 
-def test_poison_in_company_is_found_and_nobody_else_is_ended() -> None:
+def test_poison_among_others_is_found_and_no_other_request_ends() -> None:
     """Suspects come back one at a time; the one in quarantine when the group is lost is to blame."""
     cluster = ModelCluster(make_limits(slots=8))
     names = [f"r{number}" for number in range(7)]
@@ -153,7 +153,7 @@ def test_draining_group_finds_the_poison_among_those_that_waited_for_it() -> Non
     assert_served(cluster, *(name for name in names if name != poison))
 
 
-def test_requests_that_are_no_suspects_join_beside_one() -> None:
+def test_requests_that_are_no_suspects_join_next_to_one() -> None:
     """Only suspects wait for each other."""
     cluster = ModelCluster(make_limits(slots=4))
     for number in range(2):

@@ -60,7 +60,7 @@ def test_step_goes_in_the_order_and_by_the_tokens_of_the_policy() -> None:
     assert cluster.kernel.statistics()["policy_faults"] == {}
 
 
-def test_step_view_tells_what_is_left_and_what_was_learned() -> None:
+def test_step_view_has_the_remaining_budget_and_learned_costs() -> None:
     cluster = cluster_of(40, 40, choices=[])
     chunks(cluster)
     first, second = SEEN[-1].prefilling
@@ -69,7 +69,7 @@ def test_step_view_tells_what_is_left_and_what_was_learned() -> None:
     assert SEEN[-1].time_ns is None, "no request decodes"
 
 
-def test_step_that_the_policy_leaves_empty_is_filled_in_order_where_nobody_decodes() -> None:
+def test_step_left_empty_by_the_policy_is_filled_in_order_if_nothing_decodes() -> None:
     cluster = cluster_of(40, 40, choices=[NOBODY])
     assert chunks(cluster) == [(0, 4), (1, 4)]
     assert cluster.kernel.statistics()["policy_faults"] == {}
@@ -108,7 +108,7 @@ def test_step_default_is_all_in_order(answer: Any) -> None:
     assert "Input: StepView(" in cluster.notices[0]
 
 
-def test_step_policy_is_asked_about_requests_that_can_go_on() -> None:
+def test_step_policy_is_called_about_requests_that_can_go_on() -> None:
     """Until its image is encoded, a request cannot take more of its prompt."""
     SEEN.clear()
     ANSWERS.clear()
@@ -125,7 +125,7 @@ def test_step_policy_is_asked_about_requests_that_can_go_on() -> None:
     assert_served(cluster, "image", "text")
 
 
-def test_request_that_waits_for_an_embedding_holds_up_nobody() -> None:
+def test_request_waiting_for_an_embedding_delays_no_other() -> None:
     """The policy advances only that request."""
 
     class Last(RequestPolicy, frozen=True, kw_only=True):

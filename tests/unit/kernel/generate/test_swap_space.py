@@ -51,7 +51,7 @@ def waits(swap: SwapSpace) -> bool:
     return swap.pending
 
 
-def test_nothing_is_kept_of_what_computed_nothing_or_must_tell_of_its_prompt(
+def test_requests_without_computed_blocks_or_with_prompt_logprobs_keep_nothing(
     pool: BlockPool,
 ) -> None:
     swap = space(8)
@@ -60,7 +60,7 @@ def test_nothing_is_kept_of_what_computed_nothing_or_must_tell_of_its_prompt(
     assert (len(swap), swap.free, swap.pending) == (0, 8, False)
 
 
-def test_a_request_is_kept_where_its_own_blocks_just_fit(pool: BlockPool) -> None:
+def test_a_request_is_kept_if_its_own_blocks_just_fit(pool: BlockPool) -> None:
     """Of four blocks, another request holds the first."""
     one = running(1, pool, 4)
     pool.hold(one.blocks[:1])
@@ -87,7 +87,7 @@ def test_copies_wait_for_the_next_decision_whatever_else_is_kept(pool: BlockPool
     assert swap.take_copies() == SwapCopies([], [])
 
 
-def test_what_is_kept_reaches_as_far_as_the_cache_has_what_is_before_it(pool: BlockPool) -> None:
+def test_kept_blocks_end_at_the_first_gap_of_the_cache(pool: BlockPool) -> None:
     swap, one = space(8), running(1, pool, 4)
     pool.hold(one.blocks[:2])
     assert swap.reach(one, 1) == 4
@@ -103,7 +103,7 @@ def test_a_token_is_left_to_compute(pool: BlockPool) -> None:
     assert swap.reach(one, 0) == 11
 
 
-def test_what_comes_back_is_what_the_cache_has_not(pool: BlockPool) -> None:
+def test_only_blocks_missing_in_the_cache_are_swapped_in(pool: BlockPool) -> None:
     swap, one = space(8), running(1, pool, 4)
     assert swap.keep(one, 15, pool)
     place = dict(pairs(swap.take_copies().out))
@@ -116,7 +116,7 @@ def test_what_comes_back_is_what_the_cache_has_not(pool: BlockPool) -> None:
     assert swap.swap_in(one, blocks, cached=1, computed=15) == 0
 
 
-def test_what_is_dropped_is_copied_no_more_and_what_others_keep_is(pool: BlockPool) -> None:
+def test_dropped_blocks_are_not_copied_and_shared_ones_are(pool: BlockPool) -> None:
     """The places of the first go to a third in the same decision, whose copies stay."""
     swap = space(5)
     one, two, three = (running(number, pool, blocks) for number, blocks in ((1, 3), (2, 2), (3, 3)))

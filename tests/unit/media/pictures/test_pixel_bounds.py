@@ -55,7 +55,7 @@ async def test_two_sizes_of_one_picture_are_two_items(media: MediaPipeline) -> N
     assert sum(spec.shape[0] for spec in small.arrays) == 8  # two tokens of four patches
 
 
-async def test_bounds_that_are_the_checkpoints_make_no_other_item(media: MediaPipeline) -> None:
+async def test_bounds_of_the_checkpoint_keep_the_image_key(media: MediaPipeline) -> None:
     plain, same = await items(media, URL, BoundedImage(URL, PixelBounds(max_pixels=64 * 64)))
     assert plain.key == same.key
 
@@ -73,7 +73,7 @@ async def test_an_embedding_has_its_size(media: MediaPipeline) -> None:
     assert item.encoded
 
 
-async def test_what_is_out_of_bounds_is_refused_by_the_settings() -> None:
+async def test_settings_out_of_bounds_are_refused() -> None:
     media = pipeline(BoundedPreprocessor(), MediaConfig(image_pixels_max=1000))
     with pytest.raises(RequestRefused, match="image 1: above") as refused:
         await items(media, URL, BoundedImage(URL, PixelBounds(max_pixels=1001)))

@@ -25,7 +25,7 @@ from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import MediaPipeline, PixelStore
 from vsched.media.decode import DecodeLimits
-from vsched.media.measure import Measured, Measurer
+from vsched.media.measure import MeasuredImage, Measurer
 from vsched.media.pictures import filling, processes
 from vsched.media.pictures.processes import LARGE_BYTES, picture_processes
 from vsched.transport.arena import Arena
@@ -135,7 +135,7 @@ async def test_headers_that_native_code_parses_are_read_in_a_process(
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
-def test_what_is_decoded_has_a_bound_in_bytes(kind: str) -> None:
+def test_decoded_bytes_are_bounded(kind: str) -> None:
     """In any format and size, an image in a kept process may take at most `LARGE_BYTES`."""
     rng = random.Random(kind)
     settings = MediaConfig(decode_bytes=1 << 40)
@@ -157,13 +157,11 @@ def test_what_is_decoded_has_a_bound_in_bytes(kind: str) -> None:
     ],
     ids=["damaged", "bomb", "garbage"],
 )
-async def test_what_cannot_be_decoded_is_refused(
-    bench: ArenaBench, content: bytes, code: str
-) -> None:
+async def test_undecodable_input_is_refused(bench: ArenaBench, content: bytes, code: str) -> None:
     """By the process itself, with the same limits as for the check of the header."""
     measurer = Measurer(FaultyPreprocessor(), MediaConfig(), {}, {})
     [image] = measurer.measure([data_url(image_bytes())], {}, "", lambda _: None)
-    assert isinstance(image, Measured)
+    assert isinstance(image, MeasuredImage)
     made = picture_processes(FaultyPreprocessor(), LIMITS, arena_fd=bench.arena.fd, deadline_s=30.0)
     assert made is not None
     try:
@@ -213,7 +211,7 @@ async def test_process_that_hangs_is_killed(hasty: ArenaBench) -> None:
 async def test_hanging_process_is_told_to_who_still_waits(hasty: ArenaBench) -> None:
     measurer = Measurer(FaultyPreprocessor(), MediaConfig(), {}, {})
     [image] = measurer.measure([HANGS], {}, "", lambda _: None)
-    assert isinstance(image, Measured)
+    assert isinstance(image, MeasuredImage)
     with pytest.raises(RequestFailed, match=r"was not done within 0\.2 s, and was killed"):
         await asyncio.to_thread(hasty.pictures.fill, image, Extent(0, image.extent_bytes))
 
@@ -226,7 +224,7 @@ async def test_server_that_dies_is_replaced(bench: ArenaBench) -> None:
     assert bench.pictures.pid not in {0, before}
 
 
-async def test_server_that_cannot_start_is_told(
+async def test_server_that_cannot_start_is_reported(
     bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.pictures._calls._forget()

@@ -151,7 +151,7 @@ def test_calibrate_finds_exact_costs() -> None:
     assert model.noise < 0.01
 
 
-def test_calibrate_finds_costs_in_noise_and_says_how_far_off_it_is() -> None:
+def test_calibrate_finds_costs_in_noise_and_reports_how_far_off_it_is() -> None:
     scene = Scene(noise=0.1)
     for _ in range(3):
         scene.round()
@@ -227,7 +227,7 @@ def test_calibrate_leaves_out_steps_without_work() -> None:
     assert_close(found(scene), rel=0.001)
 
 
-def test_calibrate_tells_how_much_slower_a_machine_has_become() -> None:
+def test_calibrate_reports_how_much_slower_a_machine_has_become() -> None:
     scene = Scene()
     scene.round(1.3)
     assert slowness(TRUE, scene.observation()) == {
@@ -238,7 +238,7 @@ def test_calibrate_tells_how_much_slower_a_machine_has_become() -> None:
     assert predict(slower(TRUE, 1.0, 1.3), sample) == pytest.approx(1.3 * predict(TRUE, sample))
 
 
-def test_rehearsal_tells_steps_on_cold_ranks_from_those_that_follow_others() -> None:
+def test_rehearsal_distinguishes_steps_on_cold_ranks() -> None:
     scene = Scene()
     scene.rounds_ns.append(scene.now_ns)
     for number in range(40):
@@ -260,7 +260,7 @@ def test_calibrate_knows_nothing_of_a_machine_that_did_nothing() -> None:
 
 
 @pytest.mark.parametrize("took_ns", [0.0, -5.0, float("nan"), float("inf"), 1e12])
-def test_calibrate_refuses_steps_that_nobody_measured(took_ns: float) -> None:
+def test_calibrate_refuses_unmeasured_steps(took_ns: float) -> None:
     scene = Scene()
     scene.round()
     sample = msgspec.structs.replace(scene.steps[5].sample, ns=took_ns)

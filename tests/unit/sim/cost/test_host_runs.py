@@ -70,7 +70,7 @@ def test_fit_finds_the_costs_of_the_steps(tmp_path: Path) -> None:
     assert run.ttft_ms() == {"": [1, 2, 3], "a": [1], "b": [2, 3]}
 
 
-def test_command_writes_a_cost_model_and_says_what_comes_next(tmp_path: Path) -> None:
+def test_command_writes_a_cost_model_and_reports_what_comes_next(tmp_path: Path) -> None:
     run, cost = write_run(tmp_path / "fifo.jsonl.run"), tmp_path / "cost.json"
     import_commands(["calibrate-vllm"])
     result = CliRunner().invoke(app, ["calibrate-vllm", str(run), "--output", str(cost)])

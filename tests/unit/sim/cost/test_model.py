@@ -80,7 +80,7 @@ def test_fit_finds_the_costs_again() -> None:
     assert found.kv_tokens == 7
 
 
-def test_fit_of_noisy_samples_is_close_and_says_how_close() -> None:
+def test_fit_of_noisy_samples_is_close_and_reports_how_close() -> None:
     found = fit(samples(noise=0.1), name="found", source="samples")
     assert found.encode_error is not None
     assert 0.01 < found.encode_error.median < found.encode_error.p95 < 0.15

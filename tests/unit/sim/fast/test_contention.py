@@ -76,7 +76,7 @@ def test_contention_of_threads_is_one_process() -> None:
     assert several[2].incarnation == 2
 
 
-def test_contention_does_not_announce_anew_what_does_not_change() -> None:
+def test_contention_announces_only_changes() -> None:
     announced, one, other = Announced(1.0, 1.0), Doing(), Doing()
     announced.contention.enter(one, 100, 0)
     announced.contention.enter(other, 100, 50)
@@ -91,7 +91,7 @@ def slowed_down(*contention: float) -> CostModel:
     return msgspec.structs.replace(COST, host=host)
 
 
-def test_simulation_in_which_nobody_is_in_the_way_is_the_same() -> None:
+def test_simulation_without_contention_is_the_same() -> None:
     plain = simulate(config(*SCARCE), scarce(1), cost=COST)
     alike = simulate(config(*SCARCE), scarce(1), cost=slowed_down(1.0, 1.0, 1.0, 1.0))
     assert alike.digest == plain.digest

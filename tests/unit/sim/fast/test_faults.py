@@ -30,7 +30,7 @@ def failed(*faults: AnyFault, sets: tuple[str, ...] = SCARCE) -> dict[str, int]:
     return figures.failed
 
 
-def test_outage_ends_nobody() -> None:
+def test_outage_ends_no_request() -> None:
     assert failed(GroupOutage(group="generate", at_ns=30 * MS, duration_ns=70 * MS)) == {}
     assert failed(GroupOutage(group="encode", at_ns=10 * MS, duration_ns=90 * MS)) == {}
 
@@ -44,7 +44,7 @@ def test_outage_takes_time() -> None:
     assert longer.figures.itl_ms.p99 >= plain.figures.itl_ms.p99
 
 
-def test_outage_for_good_ends_everybody_where_it_was_the_only_group() -> None:
+def test_permanent_outage_of_the_only_group_ends_all_requests() -> None:
     assert set(failed(GroupOutage(group="generate", at_ns=30 * MS))) == {"given_up"}
 
 

@@ -106,7 +106,7 @@ def test_result_of_a_lost_group_is_not_heard(at_ms: int) -> None:
     assert outcome.figures.finished == outcome.figures.requests == 40
 
 
-def test_way_waits_for_windows_where_the_latency_is_long() -> None:
+def test_way_waits_for_windows_if_the_latency_is_long() -> None:
     profile = HostLinkProfile(latency_ns=50 * MS, bytes_per_s=1e6, window_bytes=10_000)
     long = LinkWay(profile, Random(0))
     # A window takes 10 ms; then nothing leaves until its acknowledgement is back, 100 ms after its first byte.

@@ -360,7 +360,7 @@ def test_run_own_target_of_a_request_comes_first() -> None:
     assert run(workload_of("two", arrivals))[0].figures.good_share == 0.5
 
 
-def test_run_tells_how_far_it_is() -> None:
+def test_run_reports_how_far_it_is() -> None:
     reported: list[int] = []
     workload = conversations(seed=0, requests=200, rate=50.0, turns=2, think_s=0.1, image_tokens=9)
     simulate(config(), workload, cost=COST, progress=reported.append)
@@ -406,7 +406,7 @@ def test_run_limits_follow_from_the_policies_that_decide() -> None:
     assert prepare(config(), COST).item_tokens_max > 64
 
 
-def test_run_tells_where_a_policy_failed() -> None:
+def test_run_names_the_place_of_a_policy_failure() -> None:
     lone = workload_of("one", [arrival(1, 0)])
     outcome = simulate(config(), lone, cost=COST, policies={"generate.admission": Failing()})
     assert outcome.figures.policy_faults == {"Failing": 1}

@@ -178,7 +178,7 @@ def test_run_agrees_with_model_cluster_in_faults(seed: int) -> None:
     assert outcome.figures.finished + sum(outcome.figures.failed.values()) == 40
 
 
-def test_run_agrees_where_something_is_scarce() -> None:
+def test_run_agrees_if_something_is_scarce() -> None:
     """Checks that these workloads preempt and evict."""
     preempted = [
         simulate(config(*SCARCE), scarce(seed), cost=COST).figures.preemptions for seed in range(3)

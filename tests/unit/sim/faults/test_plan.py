@@ -149,7 +149,7 @@ def test_strategy_draws_every_kind() -> None:
 
 
 @pytest.mark.slow
-def test_strategy_draws_faults_of_hosts_where_there_are_some() -> None:
+def test_strategy_draws_faults_of_hosts_if_there_are_some() -> None:
     seen: set[type[AnyFault]] = set()
 
     @settings(SHRINKING, max_examples=400, phases=[Phase.generate])

@@ -57,7 +57,7 @@ def test_an_overload_is_decided_at_the_door_or_by_priority() -> None:
     assert good["tenant-fair"][0] > 0.6 > good["tenant-fair"][1]
 
 
-def test_images_are_encoded_once_where_conversations_stay_at_a_replica() -> None:
+def test_images_are_encoded_once_if_conversations_stay_at_a_replica() -> None:
     loaded, affine = (
         outcome("conversations", one).figures for one in ("least-loaded", "image-affinity")
     )
@@ -65,12 +65,12 @@ def test_images_are_encoded_once_where_conversations_stay_at_a_replica() -> None
     assert affine.images_encoded < 0.9 * loaded.images_encoded
 
 
-def test_a_cache_for_those_who_come_again_halves_their_wait() -> None:
+def test_caching_for_returning_clients_halves_their_ttft() -> None:
     lru, none, matching = (tenant("scan", one, "chat") for one in ("lru", "none", "matching"))
     assert matching.ttft_ms.p50 < 0.6 * lru.ttft_ms.p50 < 0.6 * none.ttft_ms.p50
 
 
-def test_small_victims_cost_least_where_computing_is_fast() -> None:
+def test_small_victims_cost_least_if_computing_is_fast() -> None:
     youngest, cheapest, swapped = (
         tenant("long-answers", one, "talks").ttft_ms.p95
         for one in ("youngest", "cheapest", "youngest, swap")
@@ -108,7 +108,7 @@ def test_every_registered_choice_is_found_by_its_name() -> None:
     assert case_of("memory", "pinned") is None
 
 
-def test_figures_are_drawn_and_told(tmp_path: Path) -> None:
+def test_figures_are_drawn_and_reported(tmp_path: Path) -> None:
     case = CASES["long-context"]
     outcomes = [outcome(case.name, label) for label in ("fifo", "tenant-fair")]
     lines = "\n".join(lines_of(case, outcomes))

@@ -72,7 +72,7 @@ async def test_call_that_is_cancelled_before_its_turn_never_begins() -> None:
 
 
 @pytest.mark.sim
-async def test_what_a_thread_posts_comes_before_its_result_and_in_order() -> None:
+async def test_posts_of_a_thread_precede_its_result_in_order() -> None:
     loop = current()
     received: list[object] = []
 
@@ -86,7 +86,7 @@ async def test_what_a_thread_posts_comes_before_its_result_and_in_order() -> Non
 
 
 @pytest.mark.sim
-async def test_what_a_thread_posts_waits_until_nothing_else_can_run() -> None:
+async def test_posts_of_a_thread_wait_until_nothing_else_can_run() -> None:
     """However fast the thread is: anything that was ready before is done first."""
     loop = current()
     received: list[str] = []

@@ -164,7 +164,7 @@ async def test_application_is_told_of_the_end_of_a_complete_response() -> None:
 
 
 @pytest.mark.sim
-async def test_what_is_sent_after_a_disconnect_goes_nowhere() -> None:
+async def test_messages_after_a_disconnect_are_dropped() -> None:
     async def stubborn(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for index in range(10):

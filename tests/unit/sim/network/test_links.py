@@ -20,7 +20,7 @@ from vsched.sim.faults.plan import (
     Partition,
 )
 from vsched.sim.network.channel import LinkProfile
-from vsched.sim.network.links import LeaderEnd, Network, RankEnd, group_of, wait_readable
+from vsched.sim.network.links import Network, RankEnd, SimulatedLeaderEnd, group_of, wait_readable
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import Beat, FollowerLog, Heartbeat, LeaderLog, LogEntry, Pulse, encode_report
 
@@ -38,7 +38,7 @@ class Wire:
         self.injector = Injector(FaultPlan(faults=faults), self.loop)
         self.network = Network(self.loop, random.Random(seed), self.injector, profile=profile)
         self.received: list[tuple[float, bytes, bytes]] = []
-        self.leader: LeaderEnd = self.network.listen(
+        self.leader: SimulatedLeaderEnd = self.network.listen(
             "ipc:///run/generate-0-1",
             lambda identity, frame: self.received.append((self.now_ms, identity, frame)),
         )

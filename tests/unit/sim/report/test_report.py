@@ -67,7 +67,7 @@ def test_table_has_a_column_for_each_outcome(outcomes: list[SimulationOutcome]) 
     assert re.search(rf"context_exceeded +│ +{first.failed['context_exceeded']} │", text)
 
 
-def test_table_tells_of_links_where_there_are_other_hosts(
+def test_table_reports_links_if_there_are_other_hosts(
     outcomes: list[SimulationOutcome],
 ) -> None:
     figures = msgspec.structs.replace(outcomes[0].figures, link_bytes=1_500_000, link_busy=0.25)
@@ -106,7 +106,7 @@ def with_tenants(outcome: SimulationOutcome) -> SimulationOutcome:
     )
 
 
-def test_table_csv_and_html_tell_of_tenants_reasons_and_failures(
+def test_table_csv_and_html_report_tenants_reasons_and_failures(
     outcomes: list[SimulationOutcome], tmp_path: Path
 ) -> None:
     reported = [with_tenants(outcomes[0]), outcomes[1]]
@@ -128,7 +128,7 @@ def test_table_csv_and_html_tell_of_tenants_reasons_and_failures(
     assert "Traceback of &lt;Mine&gt;" in html
 
 
-def test_best_is_what_is_better_by_more_than_nothing(outcomes: list[SimulationOutcome]) -> None:
+def test_best_trial_must_be_measurably_better(outcomes: list[SimulationOutcome]) -> None:
     def with_ttft(value: float) -> SimulationOutcome:
         figures = outcomes[0].figures
         spread = msgspec.structs.replace(figures.ttft_ms, p50=value)

@@ -53,7 +53,7 @@ def test_lookup_finds_what_followed_the_last_tokens(
     assert lookup(int32(*tokens), 3, ngram) == found
 
 
-def test_masks_tell_the_only_token() -> None:
+def test_masks_report_the_only_token() -> None:
     mask = np.zeros(3, np.uint32)
     assert only_token(mask) is None
     mask[2] = 1 << 31
@@ -231,7 +231,7 @@ def all_blocks(slot: int) -> list[int]:
 CHOICES = '{"choice": ["16 17 18 19 21 22 23", "16 17 18 22 23 24 25 26", "18 18 18 18", "17 16 16 16 23"]}'
 
 
-def test_generate_rank_yields_with_drafts_what_it_yields_without() -> None:
+def test_generate_rank_yields_the_same_with_drafts() -> None:
     drafts = right = forced = 0
     for seed in range(150):
         rng = random.Random(seed)

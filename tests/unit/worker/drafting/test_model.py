@@ -133,7 +133,7 @@ def by_model(tokens: int) -> list[DraftGrant]:
     return [DraftGrant(0, tokens, 0, True)]
 
 
-def test_draft_model_proposes_and_all_prove_right_where_both_think_alike() -> None:
+def test_draft_model_proposes_and_all_prove_right_if_both_think_alike() -> None:
     small = Small()
     rank = rank_of(Periodic(), small)
     started(rank, [16, 17, 18])
@@ -182,7 +182,7 @@ def test_draft_model_takes_no_more_positions_a_step_than_memory_is_proved_for() 
     assert small.largest <= 10
 
 
-def test_draft_model_computes_nothing_unless_a_grant_says_so() -> None:
+def test_draft_model_computes_nothing_without_a_grant() -> None:
     small = Small()
     rank = rank_of(Periodic(), small)
     started(rank, [16, 17, 18])
@@ -191,7 +191,7 @@ def test_draft_model_computes_nothing_unless_a_grant_says_so() -> None:
     assert small.batches_run == 0
 
 
-def test_draft_model_is_asked_only_where_lookup_has_nothing() -> None:
+def test_draft_model_is_called_only_if_lookup_has_nothing() -> None:
     small = Small()
     rank = rank_of(Periodic(), small)
     started(rank, [16, 17] * 6)
@@ -223,7 +223,7 @@ def test_draft_model_knows_what_blocks_of_the_prefix_cache_it_has_filled() -> No
     assert small.computed == before + 6
 
 
-def test_draft_model_computes_anew_what_was_swapped_back() -> None:
+def test_draft_model_computes_again_what_was_swapped_back() -> None:
     small = Small()
     rank = rank_of(Swapping(), small, chunk=CONTEXT)
     blocks = started(rank, [16, 17, 18, 16, 17, 18])

@@ -129,7 +129,7 @@ def test_context_slots_follow_the_block_table() -> None:
 @pytest.mark.parametrize(
     ("first", "last"), [(0, 5), (3, 4), (3, 6)], ids=["whole prompt", "one token", "middle"]
 )
-def test_segment_masks_only_where_needed(first: int, last: int) -> None:
+def test_segment_masks_only_if_needed(first: int, last: int) -> None:
     table: npt.NDArray[np.int32] = np.arange(4, dtype=np.int32)
     segment = Segment(table, start=2, first=first, last=last, block_size=4, device="cpu")
     assert (segment.start, segment.stop, segment.context) == (2, 2 + last - first, last)
@@ -232,7 +232,7 @@ def test_prefill_equals_attention_written_out(
 
 
 @pytest.mark.parametrize("operand", [FLOAT32, pytest.param(None, marks=needs_tiles, id="tiles")])
-def test_what_a_sparse_run_leaves_out_is_no_nonsense(operand: Operand) -> None:
+def test_skipped_rows_of_a_sparse_run_are_valid_numbers(operand: Operand) -> None:
     """Tokens are sampled from it, and logits that are not finite end a rank."""
     _, step = filled(torch.bfloat16, 2, 16)
     rows = BLOCK + 12
@@ -269,7 +269,7 @@ def test_tiles_are_compiled_once_whatever_is_faster_without_them() -> None:
 
 
 @needs_tiles
-def test_what_a_row_does_not_see_weighs_nothing_in_tiles() -> None:
+def test_masked_positions_have_no_weight_in_tiles() -> None:
     """Not even 2^-126: if all visible values are zero, large masked ones would show."""
     rows = 40
     query = torch.randn(rows, 1, 16).bfloat16()

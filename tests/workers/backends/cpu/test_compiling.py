@@ -99,7 +99,7 @@ def quiet(_what: str, _share: float) -> None:
     pass
 
 
-def test_each_kernel_is_compiled_once_and_its_progress_is_told(
+def test_each_kernel_is_compiled_once_and_its_progress_is_reported(
     folder: Path, compiling: Callable[..., Children]
 ) -> None:
     processes, reported = compiling(), []
@@ -156,7 +156,7 @@ def test_needs_follow_settings() -> None:
     assert [*tower_needs(WorkerSettings(), torch.float32, None)] == []
 
 
-def test_tiles_are_needed_where_weights_are_widened_for_them(
+def test_tiles_are_needed_if_weights_are_widened_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For each kind of weights, on any processor."""
@@ -218,8 +218,8 @@ def test_products_and_the_step_in_one_call_are_needed(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("size", "dtype", "given"),
     [
-        ("nano25", "bfloat16", {}),
-        ("nano25", "float32", {"weights": "int4"}),
+        pytest.param("nano25", "bfloat16", {}, marks=pytest.mark.thorough),
+        pytest.param("nano25", "float32", {"weights": "int4"}, marks=pytest.mark.thorough),
         ("nano3", "bfloat16", {"weights": "int8", "threads": 2, "adapters": 1}),
         ("nano25", "bfloat16", {"weights": "int4"}),
     ],

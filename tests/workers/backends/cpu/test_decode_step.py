@@ -226,7 +226,7 @@ def test_one_call_has_the_bits_of_many_with_quantized_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
-def test_one_call_has_the_bits_of_many_where_bfloat16_is_widened(
+def test_one_call_has_the_bits_of_many_if_bfloat16_is_widened(
     threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on processors without VDPBF16PS."""
@@ -239,7 +239,7 @@ def test_one_call_has_the_bits_of_many_where_bfloat16_is_widened(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
-def test_one_call_has_the_bits_of_many_where_formats_mix(
+def test_one_call_has_the_bits_of_many_if_formats_mix(
     threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All kinds of products, with several group sizes, and with offsets."""
@@ -270,7 +270,7 @@ def test_products_of_rows_in_another_order_do_not_fit(kind: str, fit: bool) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
-def test_one_call_has_the_bits_of_many_where_attention_runs_on_all_threads(
+def test_one_call_has_the_bits_of_many_if_attention_runs_on_all_threads(
     threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
@@ -305,7 +305,7 @@ def test_other_steps_go_layer_by_layer(
     assert spy.called
 
 
-def test_a_kernel_is_told_its_parameters_by_one_signature() -> None:
+def test_kernel_has_one_signature() -> None:
     """The caller converts its arguments to the types that the kernel was compiled for."""
     call = KernelCall(numba.float64, None)
     called: Any = call.call
@@ -326,7 +326,7 @@ def test_a_kernel_is_told_its_parameters_by_one_signature() -> None:
         caller(address, "three", out)
 
 
-def test_what_a_called_kernel_raises_is_raised() -> None:
+def test_exception_of_a_called_kernel_is_raised() -> None:
     call = KernelCall(numba.int64)
     called: Any = call.call
 

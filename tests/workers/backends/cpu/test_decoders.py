@@ -66,7 +66,7 @@ MADE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Each with the configuration options that the parity table lacks."""
 
 
-def test_every_make_is_tried() -> None:
+def test_every_architecture_is_tried() -> None:
     assert {name for name, _ in MADE.values()} == {*DECODERS}
 
 
@@ -90,7 +90,14 @@ def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
     twins.check()
 
 
-@pytest.mark.parametrize("name", ["internvl", "llava", "mistral3", "smolvlm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "internvl",
+        "llava",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mistral3", "smolvlm")),
+    ],
+)
 def test_language_parts_of_vision_models_are_fused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +178,7 @@ def test_logits_are_divided_and_bent_as_by_transformers(name: str, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
-def test_ranks_share_makes_with_norms_after_and_factors(
+def test_ranks_share_layers_with_post_norms_and_factors(
     name: str, tmp_path: Path, ranks: Ranks
 ) -> None:
     make_checkpoint(name, tmp_path, initializer_range=0.1)

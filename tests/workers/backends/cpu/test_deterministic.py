@@ -284,7 +284,7 @@ def test_logits_differ_without_it(load: Load, monkeypatch: pytest.MonkeyPatch) -
         (torch.bfloat16, {"attention": "exact"}),
     ],
 )
-def test_refuses_what_it_cannot_do(dtype: torch.dtype, changes: dict[str, str]) -> None:
+def test_refuses_input_that_it_cannot_do(dtype: torch.dtype, changes: dict[str, str]) -> None:
     settings = WorkerSettings(deterministic=True, **changes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"model.deterministic: .* Remedy: "):
         choose_backend(settings, dtype)

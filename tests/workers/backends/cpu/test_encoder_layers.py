@@ -67,7 +67,7 @@ def test_fused_towers_equal_the_modules(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_towers_of_another_make_keep_their_modules(tmp_path: Path, name: str) -> None:
+def test_towers_of_other_architectures_keep_their_modules(tmp_path: Path, name: str) -> None:
     save_model(name, tmp_path)
     _, model = load(tmp_path, name, "auto")
     assert not fused_layers(model)
@@ -146,7 +146,7 @@ def test_a_layer_equals_the_module_and_overwrites_nothing(
     assert (wanted - found).abs().max() < WITHIN * wanted.abs().max()
 
 
-def test_what_computes_something_else_is_not_fused() -> None:
+def test_modules_with_other_computations_are_not_fused() -> None:
     assert not merge_encoders(Layers(drawn_layer(OtherLayer)))
     assert not merge_encoders(Layers(drawn_layer(SiglipEncoderLayer, act="relu")))
     assert merge_encoders(Layers(drawn_layer(SiglipEncoderLayer)))

@@ -199,7 +199,7 @@ def test_packed_weights_are_no_second_copy(stages: Stages, size: str) -> None:
     assert fused.weights_bytes < 1.3 * exact.weights_bytes + head.size_bytes
 
 
-def test_last_layer_attends_for_rows_that_are_asked_for(
+def test_last_layer_attends_for_rows_that_are_requested(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The middle of a prompt yields no token: the last layer writes keys and values and computes nothing further."""

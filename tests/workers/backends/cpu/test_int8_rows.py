@@ -125,7 +125,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none() -> None:
     assert found[3].isfinite().all()
 
 
-def test_rows_stay_floats_where_groups_are_not_of_whole_blocks() -> None:
+def test_rows_stay_floats_if_groups_are_not_of_whole_blocks() -> None:
     weight, rows = weight_of("int4 48", PANEL, 96), drawn(2, 96)
     found = QuantizedProduct(weight, None, threads=1, int8_activations=True)(rows)
     assert torch.equal(found, QuantizedProduct(weight, None, threads=1)(rows))
@@ -161,7 +161,7 @@ def test_vnni_is_written_as_its_instruction() -> None:
         ("auto", torch.bfloat16, True),
     ],
 )
-def test_rows_are_made_into_8_bits_as_asked_for(
+def test_rows_are_made_into_8_bits_as_requested(
     activations: str, dtype: torch.dtype, *, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "instructions", lambda: VNNI)
@@ -195,7 +195,7 @@ def test_backend_makes_products_as_the_setting_says(*, deterministic: bool) -> N
 @pytest.mark.parametrize(
     "given", [{"attention": "exact"}, {"dtype": torch.float16}, {"device": "cuda:0"}]
 )
-def test_int8_rows_are_refused_where_there_is_no_product(given: dict[str, Any]) -> None:
+def test_int8_rows_are_refused_if_there_is_no_product(given: dict[str, Any]) -> None:
     dtype = given.pop("dtype", torch.bfloat16)
     with pytest.raises(ConfigError, match=r"activations: int8 is not possible on .* Remedy"):
         choose_backend(WorkerSettings(activations="int8", **given), dtype)

@@ -116,7 +116,7 @@ def test_folder_is_the_users_own(cache: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_folders_that_nobody_uses_go_when_a_new_one_is_made(cache: Path) -> None:
+def test_unused_folders_are_deleted_when_a_new_one_is_made(cache: Path) -> None:
     old, recent = cache / "kernels-old", cache / "kernels-recent"
     for folder in (old, recent):
         folder.mkdir(parents=True)
@@ -126,7 +126,7 @@ def test_folders_that_nobody_uses_go_when_a_new_one_is_made(cache: Path) -> None
     assert not old.exists()
 
 
-def test_folder_lies_beside_the_sources_where_the_user_has_none(
+def test_folder_lies_next_to_the_sources_if_the_user_has_none(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.parent.mkdir()

@@ -77,7 +77,7 @@ def answers(every: list[Running]) -> list[Any]:
     ("name", "block_size", "threads", "deterministic"),
     [("tiny25", 16, 2, False), ("tiny25", 16, 2, True), ("nano3", 4, 1, False)],
 )
-def test_answers_do_not_depend_on_what_was_never_written(
+def test_outputs_do_not_depend_on_unwritten_memory(
     checkpoints: Callable[[str], Path],
     name: str,
     block_size: int,

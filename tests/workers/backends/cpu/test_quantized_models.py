@@ -99,7 +99,7 @@ def test_quantized_models_of_any_architecture_answer_as_their_twins(
 
 
 @pytest.mark.parametrize("given", [{"attention": "exact"}, {"dtype": torch.float16}])
-def test_quantized_weights_are_refused_where_there_is_no_product(given: dict[str, Any]) -> None:
+def test_quantized_weights_are_refused_if_there_is_no_product(given: dict[str, Any]) -> None:
     dtype = given.pop("dtype", torch.bfloat16)
     settings = WorkerSettings(weights="int8", **given)
     with pytest.raises(ConfigError, match=r"weights: int8 is not possible on .* Remedy"):

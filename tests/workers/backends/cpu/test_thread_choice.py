@@ -62,7 +62,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("cores", [2, 4])
-def test_one_thread_less_beside_a_neighbour_and_all_again_without(cores: int) -> None:
+def test_one_thread_less_next_to_a_neighbour_and_all_again_without(cores: int) -> None:
     machine = Machine(cores)
     machine.run(3.0)
     assert machine.choice.threads == cores
@@ -167,7 +167,7 @@ def test_niced_programs_count_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores() == pytest.approx(700 / os.sysconf("SC_CLK_TCK") / 7, rel=0.05)
 
 
-def test_waiting_is_told_by_context_switches_where_the_system_keeps_no_times(
+def test_waiting_is_measured_by_context_switches_if_the_system_keeps_no_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert waited_s() >= 0

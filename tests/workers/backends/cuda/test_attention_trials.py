@@ -106,7 +106,7 @@ def test_fastest_leaves_out_what_is_wrong_or_does_not_run(
     assert "attention by gather is used" in caplog.text
 
 
-def test_fastest_tells_out_of_memory() -> None:
+def test_fastest_reports_out_of_memory() -> None:
     """A cache that leaves no memory for its kernel is too large."""
     with pytest.raises(DeviceOutOfMemory, match="trying Greedy"):
         choose([Greedy(), Right()], {"Right": 1.0})

@@ -45,7 +45,7 @@ def test_backend_makes_its_device_the_current_one_first(calls: Calls, ranks: int
     assert calls == [("device", "cuda:1"), ("memory", "cuda:1")]
 
 
-def test_backend_leaves_the_current_device_where_none_is_named(calls: Calls) -> None:
+def test_backend_leaves_the_current_device_if_none_is_named(calls: Calls) -> None:
     choose_backend(WorkerSettings(device="cuda"), torch.bfloat16)
     assert calls == [("memory", "cuda")]
 

@@ -175,7 +175,7 @@ FORBIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("offence", FORBIDDEN)
-def test_what_a_capture_forbids_is_found(tmp_path: Path, offence: str) -> None:
+def test_operations_forbidden_in_a_capture_are_found(tmp_path: Path, offence: str) -> None:
     """Each is inserted into the attention of a step; all are detected."""
     plain = triton_decode()
 

@@ -170,7 +170,7 @@ def test_steady_rows_need_no_input_from_the_host(
     assert found.stream.uploads <= 2 * (blocks + 2)
 
 
-def test_steps_run_ahead_and_what_was_computed_is_used(
+def test_steps_start_early_and_their_results_are_used(
     stages: Stages, captured: Callable[[str], Captured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a sequence ends, the others take their tokens from the step in flight."""
@@ -289,7 +289,7 @@ def test_capture_that_fails_leaves_eager_steps(
     ]
 
 
-def test_capture_tells_out_of_memory(captured: Callable[[str], Captured]) -> None:
+def test_capture_reports_out_of_memory(captured: Callable[[str], Captured]) -> None:
     """The KV cache has to be made smaller, not the steps slower."""
     found = captured("nano25")
     found.stream.failure = torch.OutOfMemoryError("CUDA out of memory")
@@ -356,7 +356,14 @@ def generic(monkeypatch: pytest.MonkeyPatch) -> list[CapturingBackend]:
     return made
 
 
-@pytest.mark.parametrize("name", ["stablelm", "qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stablelm",
+        "qwen3_next",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("falcon_h1", "lfm2")),
+    ],
+)
 def test_captured_steps_of_generic_models_generate_the_same(
     name: str, generic: list[CapturingBackend]
 ) -> None:

@@ -48,7 +48,7 @@ def nothing(*_: object, **__: object) -> None:
 # --- the detector itself ---
 
 
-def test_what_waits_for_each_other_is_no_race(machine: Machine) -> None:
+def test_synchronized_streams_are_no_race(machine: Machine) -> None:
     rows, other = torch.zeros(8, device="cpu"), machine.stream()
     ready = machine.event()
     ready.record(machine.current)
@@ -70,7 +70,7 @@ def test_two_streams_that_do_not_wait_are_a_race(machine: Machine, writes: bool)
         rows[3:].add_(1) if writes else rows[3:].clone()
 
 
-def test_host_must_wait_for_what_it_reads_and_for_what_reads_it(machine: Machine) -> None:
+def test_host_synchronizes_reads_and_writes(machine: Machine) -> None:
     there = torch.zeros(8, pin_memory=True)
     rows = torch.ones(8, device="cpu")
     there.copy_(rows, non_blocking=True)

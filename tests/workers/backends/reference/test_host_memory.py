@@ -131,9 +131,14 @@ print(resident - memory.status_bytes("RssAnon") >= 200 * MIB)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "touched"),
-    [("on use", False), ("at start", True), ("no limit", True), ("host does not tell", True)],
+    [
+        ("on use", False),
+        pytest.param("at start", True, marks=pytest.mark.thorough),
+        pytest.param("no limit", True, marks=pytest.mark.thorough),
+        ("host does not tell", True),
+    ],
 )
-def test_host_memory_promises_where_that_can_be_relied_on(case: str, touched: bool) -> None:
+def test_host_memory_promises_if_that_can_be_relied_on(case: str, touched: bool) -> None:
     """Reserved memory counts at once; its pages are allocated on use, and the heap's are freed when sizes are known."""
     done = subprocess.run(
         [sys.executable, "-c", PROMISES, case],

@@ -195,7 +195,7 @@ def test_a_thread_that_never_comes_delays_nothing(pool: ThreadPool) -> None:
     assert (counted(pool.state_at, 1000, calls=500) == 500).all()
 
 
-def test_calls_are_told_apart_where_their_numbers_begin_again(pool: ThreadPool) -> None:
+def test_calls_are_distinguished_if_their_numbers_begin_again(pool: ThreadPool) -> None:
     pool._set(layout.EPOCH_AT, 0x7FFFFFFF - 20)
     pool.use(3)
     assert (counted(pool.state_at, 100, calls=100) == 100).all()
@@ -274,7 +274,14 @@ elif how == "error":
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("end", 0), ("exit", 3), ("error", 1), ("calling", 0)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("end", 0), ("exit", 3))),
+        ("error", 1),
+        ("calling", 0),
+    ],
+)
 def test_a_process_with_a_pool_ends_as_any_other(how: str, code: int) -> None:
     """Even while another thread calls kernels."""
     left = subprocess.run(
