@@ -174,8 +174,9 @@ def base64_fields(part: Any) -> Iterator[tuple[Any, str]]:
         yield part.video_url, "url"
     elif isinstance(part, VideoPart):
         yield part, "video_url"
-    elif isinstance(part, FramesPart) and isinstance(part.video, str):
-        yield part, "video"
     elif isinstance(part, FramesPart):
+        if isinstance(part.video, str):
+            yield part, "video"
+            return
         for index in range(len(part.video)):
             yield _Entry(part.video, index), "text"
