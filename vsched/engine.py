@@ -60,6 +60,7 @@ from vsched.kernel.events import Arrived, PolicyReplaced
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import PreparedRequest
 from vsched.media.pixels import PixelStore
+from vsched.media.pruning import make_pruning
 from vsched.memory import Ledger
 from vsched.policy import Policy
 from vsched.record.left import PartialOutput
@@ -187,7 +188,8 @@ class Engine:
             grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)
             started.callback(grammars.close)
             store = PixelStore(arena.pixels, arena.fd)
-            media = environment.make_media(self.preprocessor, store, config.media)
+            pruning = make_pruning(self._policies.pruning, config.policies)
+            media = environment.make_media(self.preprocessor, store, config.media, pruning)
             started.pop_all()
         return RunningParts(
             arena=arena,
@@ -567,6 +569,9 @@ class Engine:
         served = running.shell.statistics() if running is not None else {}
         media = running.media.statistics() if running is not None else None
         used = memory_in_use(served, media, self.config, self.info) if served else {}
+        if running is not None and running.media.pruning is not None:
+            for name, figures in running.media.pruning.figures().items():
+                served[name] = {**served[name], **figures}
         ledger = self.ledger
         return {
             "state": self.state,
@@ -594,6 +599,9 @@ class Engine:
         shell, ledger = running.shell, statistics["ledger"]
         tables = policy_tables(self.config, self._policies, statistics["policy_tables"])
         counters = {name: statistics[name] for name in COUNTERS}
+        failures = dict(shell.kernel.policy_failure_counts)
+        if running.media.pruning is not None:
+            failures |= running.media.pruning.failed
         generate = {
             name: value for name, value in statistics["generate"].items() if name != "groups"
         }
@@ -606,7 +614,7 @@ class Engine:
                 tables,
                 self._policies.by_table,
                 statistics,
-                shell.kernel.policy_failure_counts,
+                failures,
             ),
             counters={**counters, "generate": generate, "encode": statistics["encode"]},
             memory={

@@ -110,10 +110,12 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         key: 32-byte digest over content, shape, dtype and processor settings: equal content, equal key.
-        tokens: Encoder output tokens after the spatial merge; also the number of its placeholders in the prompt.
+        tokens: Encoder output tokens after the spatial merge, which are its rows in the embedding arena. Each has a
+            placeholder in the prompt, unless `kept` names fewer.
         offset: Index of its first placeholder in the prompt.
         spans: Ranges of its placeholders if other tokens stand between them, for example after each row of an image;
             empty if they are contiguous.
+        kept: Ranges of its rows that have placeholders, if others were pruned; then `spans` is not empty.
         arrays: Inputs of the encoder, in their order in `extent`.
         metadata: Other data for the plug-in, such as the grid size for positions: a few bytes, opaque to vsched.
         extent: Location of its arrays in the arena.
@@ -125,6 +127,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     offset: int
     spans: Spans = ()
+    kept: Spans = ()
     arrays: tuple[ArraySpec, ...] = ()
     metadata: bytes = b""
     extent: Extent | None = None
@@ -149,15 +152,32 @@ class ItemPlace(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     metadata: bytes = b""
     spans: Spans = ()
+    kept: Spans = ()
+
+    @property
+    def runs(self) -> Spans:
+        """Ranges of positions of its placeholders."""
+        return self.spans or ((self.offset, self.offset + self.tokens),)
 
     def rows(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (position, row, rows) for each run of placeholders within positions [start, stop)."""
-        row = 0
-        for first, end in self.spans or ((self.offset, self.offset + self.tokens),):
-            covered, past = max(first, start), min(end, stop)
-            if covered < past:
-                yield covered, row + covered - first, past - covered
-            row += end - first
+        """Yield (position, row, rows) for each run of placeholders of consecutive rows within [start, stop)."""
+        kept = iter(self.kept or ((0, self.tokens),))
+        row = row_end = 0
+        for first, end in self.runs:
+            while first < end:
+                if row == row_end:
+                    row, row_end = next(kept)
+                count = min(end - first, row_end - row)
+                covered, past = max(first, start), min(first + count, stop)
+                if covered < past:
+                    yield covered, row + covered - first, past - covered
+                first += count
+                row += count
+
+
+def count_of(spans: Spans) -> int:
+    """Return the number of positions, or rows, in ranges."""
+    return sum([stop - start for start, stop in spans])
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

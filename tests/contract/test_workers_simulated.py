@@ -67,6 +67,7 @@ class SimGenerator(SymbolicGenerator):
                     offset=place.offset,
                     metadata=place.metadata,
                     spans=place.spans,
+                    kept=place.kept,
                 )
                 for place in sequence.items
             ),

@@ -18,6 +18,7 @@ from tests.workers.driver import values_of
 from tests.workers.reference import Reference
 from vsched import Engine, SamplingParams
 from vsched.media import EmbeddedImage, EmbeddedVideo, ImageReference, VideoReference
+from vsched.types import MediaItem
 from vsched.worker.contract import VideoSampling, view_arrays
 from vsched_workers.families.qwen_image import grid_of
 
@@ -89,54 +90,79 @@ async def ask_video(engine: Engine, ask: VideoAsk) -> list[int]:
         return [token async for delta in generation for token in delta.token_ids]
 
 
+@dataclass
+class Visual:
+    """An image or a video of a question, as transformers gets it; `at` are the places of its items."""
+
+    kind: str
+    values: torch.Tensor
+    grid: list[int]
+    seconds: float
+    at: list[int]
+
+
+def visuals_of(engine: Engine, ask: VideoAsk, items: Sequence[MediaItem]) -> list[Visual]:
+    """Return the images and videos of a question, whose pixels are in the engine's arena."""
+    assert engine._running is not None
+    found, first = [], 0
+    for part in ask.parts:
+        if isinstance(part, str):
+            continue
+        kind, groups, seconds = "image", 1, 0.0
+        if isinstance(part, VideoReference):
+            kind, groups = "video", -(-len(part.source) // 2)
+            assert part.sampling.fps is not None
+            seconds = 2 / part.sampling.fps
+            if isinstance(part.source, str):
+                groups = 4  # 16 frames, 8 a second, sampled 4 a second
+        made = []
+        for item in items[first : first + groups]:
+            assert item.extent is not None
+            pixels = engine._running.arena.read(item.extent)
+            made.append(values_of([view_arrays(item.arrays, pixels)]))
+            rows, columns = grid_of(item.metadata)[1:]
+        at = list(range(first, first + groups))
+        found.append(Visual(kind, torch.cat(made), [groups, rows, columns], seconds, at))
+        first += groups
+    assert first == len(items)
+    return found
+
+
+def model_inputs(
+    reference: Reference, ids: Sequence[int], visuals: Sequence[Visual]
+) -> dict[str, Any]:
+    """Return the inputs of transformers' model, besides the pixels."""
+    config = reference.model.config
+    tokens = torch.tensor([list(ids)])
+    kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
+    inputs: dict[str, Any] = {"input_ids": tokens, "mm_token_type_ids": kinds}
+    for kind in ("image", "video"):
+        grids = [each.grid for each in visuals if each.kind == kind]
+        if grids:
+            inputs[f"{kind}_grid_thw"] = torch.tensor(grids)
+    seconds = [each.seconds for each in visuals if each.kind == "video"]
+    if seconds and config.model_type == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.tensor(seconds)
+    return inputs
+
+
 async def generate_video(engine: Engine, reference: Reference, ask: VideoAsk) -> list[int]:
     """Return the tokens of transformers' `generate`, for the frames in the engine's arena."""
     assert engine._running is not None
     prompt = engine.preprocessor.render(ask.messages)
     prepared = await engine._running.media.prepare(prompt, ask.references)
-    config = reference.model.config
-    ids = torch.tensor([list(prepared.token_ids)])
-    kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
-    inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": kinds}
-    inputs["attention_mask"] = torch.ones_like(ids)
-    items = iter(prepared.items)
-    found: dict[str, list[Any]] = {"pixel_values": [], "pixel_values_videos": []}
-    grids: dict[str, list[list[int]]] = {"pixel_values": [], "pixel_values_videos": []}
-    seconds = []
-    for part in ask.parts:
-        if isinstance(part, str):
-            continue
-        name, groups = "pixel_values", 1
-        if isinstance(part, VideoReference):
-            name, groups = "pixel_values_videos", -(-len(part.source) // 2)
-            assert part.sampling.fps is not None
-            seconds.append(2 / part.sampling.fps)
-            if isinstance(part.source, str):
-                groups = 4  # 16 frames, 8 a second, sampled 4 a second
-        made = []
-        for item in itertools.islice(items, groups):
-            assert item.extent is not None
-            pixels = engine._running.arena.read(item.extent)
-            made.append(values_of([view_arrays(item.arrays, pixels)]))
-            rows, columns = grid_of(item.metadata)[1:]
-        found[name] += made
-        grids[name].append([len(made), rows, columns])
-    assert next(items, None) is None
-    for name, grid in (
-        ("pixel_values", "image_grid_thw"),
-        ("pixel_values_videos", "video_grid_thw"),
-    ):
-        if found[name]:
-            inputs[name] = torch.cat(found[name])
-            inputs[grid] = torch.tensor(grids[name])
-    if seconds and config.model_type == "qwen2_5_vl":
-        inputs["second_per_grid_ts"] = torch.tensor(seconds)
+    visuals = visuals_of(engine, ask, prepared.items)
+    inputs = model_inputs(reference, prepared.token_ids, visuals)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        if values := [each.values for each in visuals if each.kind == kind]:
+            inputs[name] = torch.cat(values)
     prepared.lease.release()
     with torch.inference_mode():
         out = reference.model.generate(
             **inputs, do_sample=False, eos_token_id=None, max_new_tokens=ask.count
         )
-    tokens: list[int] = out[0, ids.shape[1] :].tolist()
+    tokens: list[int] = out[0, len(prepared.token_ids) :].tolist()
     return tokens
 
 

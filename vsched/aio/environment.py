@@ -15,10 +15,13 @@ from vsched.aio.shell import EventRecorder
 from vsched.config import Config, MediaConfig
 from vsched.kernel import Scheduler
 from vsched.media import MediaPipeline, PixelStore
+from vsched.media.pruning import Pruning
 from vsched.policy_host.call_times import QueueClock
 from vsched.record.recorder import open_recorder
 from vsched.types import ModelInfo
 from vsched.worker.contract import Preprocessor
+
+MakeMedia = Callable[[Preprocessor, PixelStore, MediaConfig, Pruning | None], MediaPipeline]
 
 
 def make_launcher(
@@ -56,7 +59,7 @@ class Environment:
 
     make_launcher: Callable[[Config], Launcher] = make_launcher
     make_grammar_checker: Callable[[Config, ModelInfo], GrammarChecker | None] = grammar_processes
-    make_media: Callable[[Preprocessor, PixelStore, MediaConfig], MediaPipeline] = MediaPipeline
+    make_media: MakeMedia = MediaPipeline
     open_record: Callable[[Config, Scheduler], EventRecorder | None] = open_recorder
     now_ns: Callable[[], int] = time.monotonic_ns
     make_queue_clock: Callable[[], Callable[[], int]] = QueueClock

@@ -9,10 +9,9 @@ import msgspec
 
 from vsched.aio.shell import Shell
 from vsched.aio.streams.table import RequestTimeline
-from vsched.config.policies import MEMORY
 from vsched.kernel.live import MemoryMap, RequestRow
 from vsched.plugins import registered_policies
-from vsched.policy import POLICY_TABLES, Policy
+from vsched.policy import KERNEL_TABLES, POLICY_TABLES, Policy
 
 COUNTERS = ("running", "waiting", "finished", "refused", "front_door", "media")
 """Entries of the engine's statistics that a state has."""
@@ -133,7 +132,7 @@ def live_policies(
                 table=table,
                 use=str(tables.get(table, {}).get("use", "")),
                 fields=msgspec.to_builtins(policies[table], enc_hook=str),
-                choices=registered_policies(POLICY_TABLES[table]) if table != MEMORY else [],
+                choices=registered_policies(POLICY_TABLES[table]) if table in KERNEL_TABLES else [],
                 calls=calls,
                 mean_us=round(sum(each["seconds"] for each in times) * 1e6 / max(calls, 1), 1),
                 longest_ms=max((each["longest_ms"] for each in times), default=0.0),

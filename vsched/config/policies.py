@@ -18,12 +18,13 @@ from vsched.config.server import check_names
 from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
 from vsched.plugins import did_you_mean, resolve_policy, resolve_several, seats_of
 from vsched.policy import (
+    KERNEL_TABLES,
     POLICY_TABLES,
     SEVERAL,
-    TABLES,
     ImagePolicy,
     MemoryPolicy,
     Policy,
+    PruningPolicy,
     RequestPolicy,
     without_seats,
 )
@@ -36,7 +37,6 @@ ENCODE_ITEMS_MAX = 8
 ENCODE_ITEMS_MAX_CPU = 1
 """The same on a CPU: from 64 tokens per image on, batching saves no time and delays the first images."""
 
-MEMORY = "generate.memory"
 CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
 
 
@@ -69,6 +69,11 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
     def memory(self) -> MemoryPolicy:
         """The policy that sizes the KV cache, before there is a kernel."""
         return cast("MemoryPolicy", self.by_table["generate.memory"])
+
+    @property
+    def pruning(self) -> PruningPolicy:
+        """The policy that prunes videos while they are prepared."""
+        return cast("PruningPolicy", self.by_table["media.pruning"])
 
 
 def resolve_policies(config: Config) -> ConfiguredPolicies:
@@ -167,11 +172,10 @@ def check_replacement(
 
 def _check_table(path: str, table: object) -> tuple[list[str], Policy]:
     """Return the seats and the policy of a table that replaces another while requests run."""
-    able = sorted({*TABLES} - {MEMORY})
-    if path == MEMORY:
-        raise _needs_restart(
-            path, "a memory policy", "any other: the KV cache is sized once, at the start"
-        )
+    able = sorted({*KERNEL_TABLES, SEVERAL})
+    if path in POLICY_TABLES and path not in able:
+        limit = "the policy of the start, which is not called by the scheduler"
+        raise _needs_restart(path, "another policy", limit)
     if path not in able:
         what = f"{path}: not a policy table"
         raise ConfigError(
@@ -196,7 +200,8 @@ def _check_table(path: str, table: object) -> tuple[list[str], Policy]:
         PolicyMemory(policy)
     except (PolicyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    return seats_of(policy, table, without=[MEMORY]) if several else [path], policy
+    outside = sorted({*POLICY_TABLES} - {*KERNEL_TABLES})
+    return seats_of(policy, table, without=outside) if several else [path], policy
 
 
 def _table_of(policy: Policy) -> PolicyTable:

@@ -257,6 +257,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = 60.0
 
 
+@with_policy_tables("media")
 class MediaConfig(Section, frozen=True, kw_only=True):
     """Images and videos: allowed sources and sizes."""
 
@@ -340,6 +341,8 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     plans_max: Annotated[
         int, Meta(ge=1, description="Number of images whose plan is remembered.")
     ] = 8192
+    if TYPE_CHECKING:
+        pruning: PolicyTable = {}
 
 
 class ArenaConfig(Section, frozen=True, kw_only=True):

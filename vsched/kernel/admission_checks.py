@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vsched.kernel.commands import RefusalCode, Refuse
 from vsched.kernel.limits import SchedulerLimits
-from vsched.types import MediaItem, Request
+from vsched.types import MediaItem, Request, count_of
 
 
 def refuse_impossible(
@@ -80,15 +82,25 @@ def refuse_full(
 
 
 def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
-    """Return True if items are in order, do not overlap, have tokens, and lie within the prompt."""
-    position = 0
+    """Return True if items are in order, do not overlap, and lie within the prompt.
+
+    Each of an item's rows, or of those that it keeps, has a placeholder.
+    """
     for item in items:
-        if item.offset != item.runs[0][0]:
+        if item.offset != item.runs[0][0] or bool(item.kept) > bool(item.spans):
             return False
-        for start, stop in item.runs:
-            if not position <= start < stop <= prompt_tokens:
-                return False
-            position = stop
-        if item.tokens != sum(stop - start for start, stop in item.runs):
+        if count_of(item.runs) != (count_of(item.kept) or item.tokens):
             return False
+        if not _ascend(item.kept, item.tokens):
+            return False
+    return _ascend([run for item in items for run in item.runs], prompt_tokens)
+
+
+def _ascend(spans: Sequence[tuple[int, int]], stop: int) -> bool:
+    """Return True if ranges are in order within [0, stop), and none is empty."""
+    position = 0
+    for start, end in spans:
+        if not position <= start < end <= stop:
+            return False
+        position = end
     return True

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import starmap
 from struct import Struct
 
-from vsched.types import MediaItem
+from vsched.types import MediaItem, Spans
 
 _HASHER = blake2b(digest_size=16)
 _PLACE = Struct("<qq")
@@ -25,7 +26,8 @@ def chain_hashes(
 
     `parent` is the hash of the block before, or a root. The block where an item begins includes its digest, position
     and length, because all placeholders have the same token id; later blocks include them through the chain. It
-    includes its metadata, too: the same frames at another time have other keys and values.
+    includes its metadata and kept rows, too: the same frames at another time, or pruned otherwise, have other keys and
+    values.
     """
     width = block_size * tokens.itemsize
     stop_block = len(tokens) // block_size
@@ -35,7 +37,7 @@ def chain_hashes(
         block, place = divmod(item.offset, block_size)
         at = (block - start_block) * width
         beginning[at] = beginning.get(at, b"") + b"".join(
-            (item.key, _PLACE.pack(place, item.tokens), item.metadata)
+            (item.key, _PLACE.pack(place, item.tokens), item.metadata, _rows(item.kept))
         )
     hashes: list[bytes] = []
     fresh = _HASHER.copy  # copying a hasher takes half as long as creating one
@@ -47,6 +49,10 @@ def chain_hashes(
         parent = hasher.digest()
         hashes.append(parent)
     return hashes
+
+
+def _rows(kept: Spans) -> bytes:
+    return b"".join(starmap(_PLACE.pack, kept))
 
 
 def root_hash(cache_salt: str, adapter: int = 0) -> bytes:

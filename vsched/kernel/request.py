@@ -192,7 +192,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
             tokens=self.tokens.tobytes(),
             prompt_length=self.prompt_length,
             items=[
-                ItemPlace(item.offset, item.tokens, item.metadata, item.spans)
+                ItemPlace(item.offset, item.tokens, item.metadata, item.spans, item.kept)
                 for item in self.items
             ],
             sampling=self.request.sampling,

@@ -8,6 +8,7 @@ from vsched.kernel.request import READY, RequestState
 from vsched.policy import WaitingEntry
 from vsched.policy_host.snapshot import Saved
 from vsched.policy_host.waiting import OrderedQueue
+from vsched.types import count_of
 
 
 class ReadyEntry:
@@ -28,7 +29,7 @@ class ReadyEntry:
             tenant=request.tenant,
             session=request.session,
             images=len(state.items),
-            image_tokens=sum([item.tokens for item in state.items]) if state.items else 0,
+            image_tokens=sum([count_of(item.runs) for item in state.items]) if state.items else 0,
             max_tokens=request.sampling.max_tokens,
             outputs=len(state.tokens) - state.prompt_length,
         )

@@ -30,6 +30,7 @@ from vsched.media.measure import (
     unknown_image,
 )
 from vsched.media.pictures.filling import (
+    Filled,
     VideoOrder,
     process,
     process_video,
@@ -54,7 +55,7 @@ class _Fill:
     lease: PixelLease
     outcome: asyncio.Future[RequestRefused | RequestFailed | None]
     grant: Grant | None = None
-    work: Future[tuple[bytes, ...]] | None = None
+    work: Future[tuple[Filled, ...]] | None = None
     waiters: int = 0
 
     @property
@@ -88,7 +89,9 @@ class Fills:
         video_executor: Executor,
         budget_bytes: int,
         pictures: PictureProcesses | None = None,
+        with_changes: bool = False,
     ) -> None:
+        """Create fills; `with_changes` as in `VideoOrder`."""
         self.processed = 0
         self.embedded = 0
         self.repeated = 0
@@ -99,6 +102,7 @@ class Fills:
         self._video_limits = video_limits
         self._video_executor = video_executor
         self._pictures = pictures
+        self._with_changes = with_changes
         self._budget = ByteBudget(budget_bytes)
         self._fills: dict[bytes, _Fill] = {}
         self._is_trim_due = False
@@ -161,22 +165,23 @@ class Fills:
         is_video = isinstance(image.plan, VideoPlan)
         executor = self._video_executor if is_video else self._executor
 
-        def call() -> tuple[bytes, ...]:
+        def call() -> tuple[Filled, ...]:
             if isinstance(image, MeasuredVideoEmbedding):
                 return process_video_embedding(image, extents, self._preprocessor.info.dtype)
             if isinstance(image, MeasuredVideo):
+                order = VideoOrder.of(image, with_changes=self._with_changes)
+                content, work_bytes = b"".join(image.content), image.work_bytes
                 if self._pictures is not None:
-                    return self._pictures.fill_video(image, places)
+                    return self._pictures.fill_video(content, order, places, work_bytes=work_bytes)
                 limits = self._limits, self._video_limits
-                order, content = VideoOrder.of(image), b"".join(image.content)
                 return tuple(process_video(content, order, extents, self._preprocessor, limits))
             if self._pictures is not None and not image.is_embedded:
                 self._pictures.fill(image, places[0])
             else:
                 process(image, extents[0], self._preprocessor, self._limits)
-            return (image.key,)
+            return (Filled(image.key),)
 
-        def wake(_: Future[tuple[bytes, ...]]) -> None:
+        def wake(_: Future[tuple[Filled, ...]]) -> None:
             # The loop may be closed if the process exits while a thread is running.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._finish, fill)
@@ -204,8 +209,8 @@ class Fills:
         if error is None:
             self.processed += not fill.image.is_embedded
             self.embedded += fill.image.is_embedded
-            for key, content in zip(fill.image.extents, fill.work.result(), strict=True):
-                self._store.mark_filled(key, content)
+            for key, filled in zip(fill.image.extents, fill.work.result(), strict=True):
+                self._store.mark_filled(key, filled.key, filled.changes)
             self._end(fill, None)
         elif isinstance(error, RequestRefused | RequestFailed):
             # Its traceback, and that of its context, refer to the image that could not be decoded.

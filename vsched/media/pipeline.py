@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,6 +32,7 @@ from vsched.media.held import HeldBytes, Holding
 from vsched.media.measure import (
     ImageName,
     MeasuredItem,
+    MeasuredVideo,
     Measurer,
     Planned,
     blame,
@@ -48,6 +49,7 @@ from vsched.media.measure import (
 )
 from vsched.media.pictures.processes import PictureProcesses, picture_processes
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
+from vsched.media.pruning import Pruning
 from vsched.media.sources import ReadRemote, is_local, read_remote
 from vsched.types import MediaItem, Spans
 from vsched.worker.contract import Preprocessor, VideoPlan
@@ -119,6 +121,7 @@ class MediaPipeline:
         preprocessor: Preprocessor,
         store: PixelStore,
         settings: MediaConfig,
+        pruning: Pruning | None = None,
         *,
         executor: Executor | None = None,
         read_remote: ReadRemote = read_remote,
@@ -129,7 +132,13 @@ class MediaPipeline:
         for a core longer than it ran; so they are tokenized one at a time, at a lower priority.
 
         Images are decoded in isolated processes if no `executor` is passed and other processes can map the store.
+
+        Raises:
+            ConfigError: If videos are to be pruned, and the model does not support it.
         """
+        self._pruning = pruning
+        if pruning is not None:
+            pruning.check(preprocessor)
         self._read_remote = read_remote
         self._preprocessor = preprocessor
         self._store = store
@@ -167,6 +176,7 @@ class MediaPipeline:
             video_executor=self._videos,
             budget_bytes=settings.decode_bytes,
             pictures=self._pictures,
+            with_changes=pruning is not None,
         )
         self._held = HeldBytes(settings.preparing_bytes_max)
         self._preparing = 0
@@ -251,6 +261,11 @@ class MediaPipeline:
             pixels=self._store.statistics(),
         )
 
+    @property
+    def pruning(self) -> Pruning | None:
+        """The seat of the pruning policy; None if nothing is pruned."""
+        return self._pruning
+
     def clear(self) -> int:
         """Clear remembered plans and unused pixels; return the bytes freed."""
         self._plans.clear()
@@ -265,6 +280,8 @@ class MediaPipeline:
         self._long_texts.shutdown(wait=True, cancel_futures=True)
         self._videos.shutdown(wait=True, cancel_futures=True)
         self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._pruning is not None:
+            self._pruning.close()
         if self._pictures is not None:
             self._pictures.close()
 
@@ -309,7 +326,7 @@ class MediaPipeline:
         started = time.perf_counter()
         prompt_ids, measured = await self._read(prompt, images, cache_salt, holding)
         token_ids, spans = self._preprocessor.expand(prompt_ids, [image.plan for image in measured])
-        self._check_context(len(token_ids))
+        self._check_context(len(token_ids) - self._tokens_saved(measured))
         read = time.perf_counter()
         sizes: dict[bytes, int] = {}
         for image in measured:
@@ -321,7 +338,11 @@ class MediaPipeline:
             await self._fills.fill(measured, lease)
             contents: dict[bytes, bytes] = {}
             if any(isinstance(image.plan, VideoPlan) for image in measured):
-                contents, lease = self._store.settle(lease)
+                if self._pruning is not None:
+                    measured = await self._prune(measured, self._pruning)
+                    plans = [image.plan for image in measured]
+                    token_ids, spans = self._preprocessor.expand(prompt_ids, plans)
+                contents, lease = self._store.settle(lease, _left_out(measured))
         except BaseException:
             lease.release()
             raise
@@ -332,6 +353,27 @@ class MediaPipeline:
             process_ms=(time.perf_counter() - acquired) * 1e3,
         )
         return PreparedRequest(token_ids, items, lease, timings)
+
+    def _tokens_saved(self, measured: Sequence[MeasuredItem]) -> int:
+        """Return the number of tokens of videos that will be pruned at least."""
+        if self._pruning is None:
+            return 0
+        videos = [image.plan for image in measured if isinstance(image, MeasuredVideo)]
+        return sum(map(self._pruning.tokens_saved, videos))
+
+    async def _prune(
+        self, measured: Sequence[MeasuredItem], pruning: Pruning
+    ) -> list[MeasuredItem]:
+        """Return the images and videos, with pruned plans of the videos."""
+        placeholder = self._preprocessor.info.video_token_id
+        assert placeholder is not None
+        found = list(measured)
+        for index, image in enumerate(measured):
+            if isinstance(image, MeasuredVideo):
+                changes = [self._store.changes(key) for key in image.extents]
+                plan = await pruning.prune(image.plan, changes, placeholder)
+                found[index] = replace(image, plan=plan)
+        return found
 
     async def _read(
         self,
@@ -408,6 +450,17 @@ class MediaPipeline:
         _shorten(self._names, self._settings.plans_max)
 
 
+def _left_out(measured: Sequence[MeasuredItem]) -> set[bytes]:
+    """Return the keys of the extents whose frame groups have no placeholders."""
+    videos = [image for image in measured if isinstance(image, MeasuredVideo)]
+    return {
+        key
+        for video in videos
+        for key, group in zip(video.extents, video.plan.groups, strict=True)
+        if not group.placeholders
+    }
+
+
 def _items(
     measured: Sequence[MeasuredItem],
     spans: Sequence[Spans],
@@ -420,6 +473,8 @@ def _items(
     for image in measured:
         plans = image.plan.groups if isinstance(image.plan, VideoPlan) else (image.plan,)
         for extent, plan in zip(image.extents, plans, strict=True):
+            if not plan.placeholders:
+                continue
             key = contents.get(extent, extent)
             runs = next(places)
             items.append(
@@ -427,7 +482,8 @@ def _items(
                     key=key,
                     tokens=plan.tokens,
                     offset=runs[0][0],
-                    spans=runs if len(runs) > 1 else (),
+                    spans=runs if len(runs) > 1 or plan.kept else (),
+                    kept=plan.kept or (),
                     arrays=() if image.is_embedded else plan.arrays,
                     metadata=plan.metadata,
                     extent=lease.extents[key],

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -48,13 +48,17 @@ class PixelStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _PixelEntry:
-    """An extent; `names` are its keys: that of its source, and that of its content if it is another."""
+    """An extent; `names` are its keys: that of its source, and that of its content if it is another.
+
+    `changes` has the changes of a frame group's tokens since the previous group, float32; empty if nothing is pruned.
+    """
 
     extent: Extent
     names: list[bytes]
     holders: int = 0
     filled: bool = False
     content: bytes = b""
+    changes: bytes = b""
 
 
 class _FreeList:
@@ -189,13 +193,18 @@ class PixelStore:
             self._entries[key].holders += 1
         return PixelLease(self, {key: self._entries[key].extent for key in keys})
 
-    def settle(self, lease: PixelLease) -> tuple[dict[bytes, bytes], PixelLease]:
+    def settle(
+        self, lease: PixelLease, unused: Collection[bytes] = ()
+    ) -> tuple[dict[bytes, bytes], PixelLease]:
         """Exchange a lease on filled entries for one by content; return the content's key of each key, and that lease.
 
-        So equal content has one extent for all requests that hold it, whatever it was decoded from.
+        So equal content has one extent for all requests that hold it, whatever it was decoded from. Entries in `unused`
+        are released.
         """
         contents: dict[bytes, bytes] = {}
         for key in lease.extents:
+            if key in unused:
+                continue
             entry = self._entries[key]
             contents[key] = entry.content
             if entry.content not in self._entries:
@@ -212,10 +221,14 @@ class PixelStore:
         """True if the pixels of a held key are complete."""
         return self._entries[key].filled
 
-    def mark_filled(self, key: bytes, content: bytes = b"") -> None:
+    def mark_filled(self, key: bytes, content: bytes = b"", changes: bytes = b"") -> None:
         """Mark the pixels of a held key as complete; `content` is the key of their content if it is another."""
-        self._entries[key].filled = True
-        self._entries[key].content = content or key
+        entry = self._entries[key]
+        entry.filled, entry.content, entry.changes = True, content or key, changes
+
+    def changes(self, key: bytes) -> bytes:
+        """Return the changes of a held frame group's tokens; see `mark_filled`."""
+        return self._entries[key].changes
 
     def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
         """Bytes of an extent; writable, and valid while it is held."""

@@ -1,7 +1,8 @@
 """Everything that a policy author imports: base classes, their views (inputs), and the plain values that they return.
 
 A policy is a keyword-only frozen struct whose fields are its configuration. A class subclasses `RequestPolicy`,
-`ImagePolicy`, `CachePolicy`, `RoutingPolicy`, `MemoryPolicy` or `DraftingPolicy` and overrides one method or several.
+`ImagePolicy`, `CachePolicy`, `RoutingPolicy`, `MemoryPolicy`, `DraftingPolicy` or `PruningPolicy` and overrides one
+method or several.
 Policies do no I/O and have no clock and no randomness: the view has `now_ns` and the history that the decision needs.
 The kernel validates each returned value; after an invalid one or an exception, which is counted and logged, the default
 decides.
@@ -72,9 +73,12 @@ from vsched.policy.router import ReplicaView as ReplicaView
 from vsched.policy.router import RoutingPolicy as RoutingPolicy
 from vsched.policy.router import RoutingView as RoutingView
 from vsched.policy.seats import DECISIONS as DECISIONS
+from vsched.policy.seats import KERNEL_TABLES as KERNEL_TABLES
 from vsched.policy.seats import POLICY_TABLES as POLICY_TABLES
 from vsched.policy.seats import SEVERAL as SEVERAL
 from vsched.policy.seats import TABLES as TABLES
 from vsched.policy.seats import decisions_of as decisions_of
 from vsched.policy.seats import tables_of as tables_of
 from vsched.policy.seats import without_seats as without_seats
+from vsched.policy.videos import PruningPolicy as PruningPolicy
+from vsched.policy.videos import PruningView as PruningView

@@ -56,7 +56,7 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
         tenant: Tenant of the request; empty for none. Of an image: of the first request that needed it.
         session: Identifier of its conversation; empty if the client sent none, and for an image.
         images: Number of its images; 0 for an image.
-        image_tokens: Encoder output tokens of its images, a part of the prompt; 0 for an image.
+        image_tokens: Tokens of its images, a part of the prompt; 0 for an image.
         max_tokens: Maximum output tokens; 0 for an image.
         outputs: Output tokens so far: above 0 if it was preempted, or continues after a restart. 0 for an image.
     """
@@ -101,6 +101,7 @@ class Decision(msgspec.Struct, frozen=True):
         default: Function that decides after a failure, with the same facts.
         remembers: False if the method gets no state: a memory policy is a generator, an eviction order is an object.
         yields: Whether the method is a generator.
+        in_kernel: Whether the kernel calls it. Only such a policy can be replaced while requests run, and is simulated.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Decision(msgspec.Struct, frozen=True):
     default: Callable[..., Any] | None = None
     remembers: bool = True
     yields: bool = False
+    in_kernel: bool = True
 
     @property
     def tables(self) -> tuple[str, ...]:

@@ -143,16 +143,8 @@ DECISIONS = (
         CachePolicy,
         "build_order",
         (
-            PolicyKey(
-                "encode.eviction",
-                "lru",
-                "Choice of the cached embeddings to evict.",
-            ),
-            PolicyKey(
-                "generate.eviction",
-                "lru",
-                "Choice of the cached prefix blocks to evict.",
-            ),
+            PolicyKey("encode.eviction", "lru", "Choice of the cached embeddings to evict."),
+            PolicyKey("generate.eviction", "lru", "Choice of the cached prefix blocks to evict."),
         ),
         remembers=False,
     ),

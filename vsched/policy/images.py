@@ -294,9 +294,7 @@ DECISIONS = (
         "select",
         (
             PolicyKey(
-                "encode.encoding",
-                "chunk-aware",
-                "Choice of the images of a request to encode now.",
+                "encode.encoding", "chunk-aware", "Choice of the images of a request to encode now."
             ),
         ),
         check_indices,

@@ -182,14 +182,9 @@ DECISIONS = (
         "memory",
         MemoryPolicy,
         "plan",
-        (
-            PolicyKey(
-                "generate.memory",
-                "auto-profile",
-                "Size of the KV cache.",
-            ),
-        ),
+        (PolicyKey("generate.memory", "auto-profile", "Size of the KV cache."),),
         remembers=False,
         yields=True,
+        in_kernel=False,
     ),
 )

@@ -513,9 +513,7 @@ DECISIONS = (
         "arrive",
         (
             PolicyKey(
-                "front_door",
-                "open",
-                "Admission of requests, before any work is done for them.",
+                "front_door", "open", "Admission of requests, before any work is done for them."
             ),
         ),
         check_arrival,

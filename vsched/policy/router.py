@@ -110,13 +110,7 @@ DECISIONS = (
         "routing",
         RoutingPolicy,
         "choose",
-        (
-            PolicyKey(
-                "routing",
-                "least-loaded",
-                "Choice of the replica for a request.",
-            ),
-        ),
+        (PolicyKey("routing", "least-loaded", "Choice of the replica for a request."),),
         check_replica,
         default_replica,
     ),

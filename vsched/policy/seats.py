@@ -9,17 +9,19 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from vsched.policy import cache, drafter, images, memory, requests, router
+from vsched.policy import cache, drafter, images, memory, requests, router, videos
 from vsched.policy.base import Policy
 
 DECISIONS = {
     one.name: one
-    for module in (requests, images, cache, router, memory, drafter)
+    for module in (requests, images, cache, router, memory, drafter, videos)
     for one in module.DECISIONS
 }
 """Decisions by name, which is also the name of their entry points: `vsched.admission`."""
 POLICY_TABLES = {table: name for name, one in DECISIONS.items() for table in one.tables}
 """Name of the decision of each policy table."""
+KERNEL_TABLES = tuple(table for table, name in POLICY_TABLES.items() if DECISIONS[name].in_kernel)
+"""The policy tables of decisions that the kernel makes."""
 SEVERAL = "policy"
 """The table of one policy that makes several decisions with one state."""
 TABLES = (*POLICY_TABLES, SEVERAL)

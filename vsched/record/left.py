@@ -71,7 +71,8 @@ class Left(msgspec.Struct, frozen=True):
 def prompt_digest(request: Request) -> bytes:
     """Return a digest of a prompt and its images, 16 bytes."""
     digest = blake2b(digest_size=16, person=b"vsched.begun")
-    for part in (request.prompt_token_ids, [(item.key, item.runs) for item in request.items]):
+    items = [(item.key, item.runs, *item.kept) for item in request.items]
+    for part in (request.prompt_token_ids, items):
         digest.update(msgspec.msgpack.encode(part))
     return digest.digest()
 

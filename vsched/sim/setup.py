@@ -16,14 +16,11 @@ from vsched.config.policies import configured_policies
 from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.kernel import SchedulerLimits
 from vsched.plugins import check_contract
-from vsched.policy import POLICY_TABLES, SEVERAL, Policy, decisions_of
+from vsched.policy import KERNEL_TABLES, POLICY_TABLES, SEVERAL, Policy, decisions_of
 from vsched.policy_host import SeatPolicies
 from vsched.sim.cost.model import CostModel
 from vsched.types import ModelInfo
 from vsched.worker.registry import load_worker
-
-TABLES = tuple(table for table in POLICY_TABLES if table != "generate.memory")
-"""Policy tables that a simulation uses."""
 
 
 class DraftLuck(msgspec.Struct, frozen=True):
@@ -124,9 +121,9 @@ def _replace(
         return configured
     placed: dict[str, Policy] = {}
     for table, policy in policies.items():
-        if table not in TABLES and table != SEVERAL:
+        if table not in KERNEL_TABLES and table != SEVERAL:
             raise ConfigError(
-                f"{table}: not a policy table. Remedy: use one of {', '.join((*TABLES, SEVERAL))}"
+                f"{table}: not a policy table. Remedy: use one of {', '.join((*KERNEL_TABLES, SEVERAL))}"
             )
         if isinstance(policy, type):
             raise PolicyError(
@@ -135,7 +132,9 @@ def _replace(
         check_contract(type(policy), POLICY_TABLES.get(table, SEVERAL))
         if table == SEVERAL:
             made = decisions_of(type(policy))
-            named = [one for one in TABLES if POLICY_TABLES[one] in made and one not in policies]
+            named = [
+                one for one in KERNEL_TABLES if POLICY_TABLES[one] in made and one not in policies
+            ]
             placed |= dict.fromkeys(named, policy)
         else:
             placed[table] = policy

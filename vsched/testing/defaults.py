@@ -8,14 +8,14 @@ from typing import Any
 from vsched.config import Config
 from vsched.config.policies import policy_table
 from vsched.plugins import check_contract, resolve_policy
-from vsched.policy import POLICY_TABLES, SEVERAL, Policy, decisions_of, tables_of
+from vsched.policy import KERNEL_TABLES, POLICY_TABLES, SEVERAL, Policy, decisions_of, tables_of
 from vsched.policy_host import SeatPolicies
 
 _ENDS = [table.rpartition(".")[2] for table in POLICY_TABLES]
 SEATS = {
     table.replace(".", "_") if _ENDS.count(end) > 1 else end: table
     for table, end in zip(POLICY_TABLES, _ENDS, strict=True)
-    if table != "generate.memory"
+    if table in KERNEL_TABLES
 }
 """Tables of the policies that the kernel calls, by short names, such as `preemption` and `encode_admission`."""
 

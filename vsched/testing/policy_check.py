@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
@@ -18,11 +19,14 @@ from vsched.policy import (
     POLICY_TABLES,
     SEVERAL,
     Policy,
+    PruningPolicy,
+    PruningView,
     ReplicaView,
     RoutingPolicy,
     RoutingView,
     decisions_of,
 )
+from vsched.policy.videos import check_kept
 from vsched.policy_host import SeatPolicies
 from vsched.testing.defaults import SEATS, default_policies
 from vsched.testing.memory_check import check_memory_policy
@@ -38,6 +42,8 @@ GROWTH_RUNS = 2
 """Number of long runs for detecting a growing state."""
 ROUTED = 20
 """Number of random views per seed for a routing policy."""
+PRUNED = 5
+"""Number of random videos per seed for a pruning policy."""
 
 
 class PolicyReport(msgspec.Struct):
@@ -74,7 +80,8 @@ def check_policy(
     A memory policy sizes KV caches on simulated devices, some with failures, leaks and new
     processes. It must end with a build that was profiled if there is room, and leave encoders what
     they reserve. A routing policy also gets random views, each twice and in different orders: with
-    replicas that are down, idle or alone, and any known prefixes and images.
+    replicas that are down, idle or alone, and any known prefixes and images. A pruning policy gets
+    random videos, each twice.
 
     Args:
         policy: A class whose fields all have defaults, or an instance.
@@ -221,4 +228,31 @@ def _route(policy: RoutingPolicy, view: RoutingView) -> int:
     return chosen
 
 
-ASKED_ALONE = {"memory": check_memory_policy, "routing": _ask_routing}
+def _ask_pruning(policy: PruningPolicy, rng: random.Random) -> list[bytes]:
+    """Call the policy for several videos, each twice: the result must be valid, and the same."""
+    found = []
+    for _ in range(PRUNED):
+        groups, rows, columns = rng.choice([1, 2, 9, 40]), rng.randint(1, 9), rng.randint(1, 9)
+        tokens, still = rows * columns, rng.choice([0.0, 0.5, 1.0])
+        changes = array("f", [1.0] * tokens)
+        changes.extend(
+            0.0 if rng.random() < still else rng.random() for _ in range((groups - 1) * tokens)
+        )
+        view = PruningView(
+            groups=groups,
+            rows=rows,
+            columns=columns,
+            changes=memoryview(changes.tobytes()).cast("f", [groups, rows, columns]),
+            tokens_max=rng.randint(tokens, groups * tokens),
+        )
+        kept = policy.prune(view)
+        assert policy.prune(view) == kept, f"asked again, it keeps other tokens: {view}"
+        found.append(check_kept(kept, groups, tokens, view.tokens_max))
+    return found
+
+
+ASKED_ALONE = {
+    "memory": check_memory_policy,
+    "routing": _ask_routing,
+    "pruning": _ask_pruning,
+}

@@ -13,12 +13,12 @@ import msgspec
 from vsched.config.section import PolicyTable
 from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.plugins import resolve_policy
-from vsched.policy import POLICY_TABLES, SEVERAL, Policy, decisions_of
+from vsched.policy import KERNEL_TABLES, POLICY_TABLES, SEVERAL, Policy, decisions_of
 from vsched.policy_host.seats import Ask
 from vsched.sim.cluster.swarm import SwarmFailure, swarm
 from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.gallery.cases import CASES, GalleryCase, policies_of, run_policies
-from vsched.sim.setup import TABLES, DraftLuck
+from vsched.sim.setup import DraftLuck
 from vsched.testing.policy_check import PolicyReport, check_policy
 
 DRAFTS = DraftLuck(acceptance=0.7)
@@ -117,7 +117,7 @@ def try_policy(
     policy = resolve_policy(SEVERAL, table, path="policy")
     trial = PolicyTrial(label=type(policy).__name__, tables=_tables(policy, tables))
     _check(policy, trial, effort, on_progress)
-    placed = {path: policy for path in trial.tables if path in TABLES}
+    placed = {path: policy for path in trial.tables if path in KERNEL_TABLES}
     if placed:
         _swarm({**table, "seats": [*placed]}, trial, effort, on_progress)
         _gallery(placed, trial, effort, on_progress)

@@ -31,6 +31,7 @@ from vsched.types import (
     ModelInfo,
     SamplingParams,
     Spans,
+    count_of,
 )
 from vsched.worker.devices import DeviceSurvey
 from vsched.worker.memory import DeviceMemory
@@ -484,6 +485,7 @@ class ImagePlan:
             own encoding, which are part of every decision on the image. They are in `EncodeJob` and in `ItemPlace`.
         work_bytes: Maximum memory of `process_image` besides the image, including its result, if that may be more than
             2.25 times the result.
+        kept: Ranges of the tokens that have placeholders; None for all, empty for a pruned frame group.
     """
 
     arrays: tuple[ArraySpec, ...]
@@ -491,6 +493,12 @@ class ImagePlan:
     expansion: tuple[int, ...] = ()
     metadata: bytes = b""
     work_bytes: int = 0
+    kept: Spans | None = None
+
+    @property
+    def placeholders(self) -> int:
+        """Number of placeholders in the prompt."""
+        return self.tokens if self.kept is None else count_of(self.kept)
 
 
 class PixelBounds(msgspec.Struct, frozen=True):
@@ -539,17 +547,17 @@ class VideoPlan:
     Attributes:
         frames: Numbers of the sampled frames, ascending; each group has the next few, and the last may repeat.
         size: The size that they are resized to.
-        groups: The plan of each frame group, without `expansion`.
-        expansion: Token ids that replace the video's placeholder in a prompt, including those of all groups.
+        groups: The plan of each frame group; their expansions, one after the other, replace the video's placeholder.
         work_bytes: Maximum memory for processing a group, besides its frames.
-        row_token: The token of each row in `expansion`; None for the video's placeholder in a prompt.
+        grid: Rows and columns of a group's tokens, if `token_changes` compares them.
+        row_token: The token of each row in expansions; None for the video's placeholder in a prompt.
     """
 
     frames: tuple[int, ...]
     size: FrameSize
     groups: tuple[ImagePlan, ...]
-    expansion: tuple[int, ...]
     work_bytes: int = 0
+    grid: tuple[int, int] = (0, 0)
     row_token: int | None = None
 
     @property
@@ -637,6 +645,14 @@ class ImageProcessing(ABC):
         `frames` are RGB images, `size` that of `VideoPlan`. Memory as for `process_image`.
         """
         raise _videos_refused()
+
+    @optional
+    def token_changes(self, before: Arrays, group: Arrays) -> npt.NDArray[np.float32]:
+        """Return the mean difference of each token's pixels from those of the frame group before, 0 to 1.
+
+        Memory as for `process_frames`, whose arrays it gets.
+        """
+        raise unsupported(self, "pruning of videos")
 
     def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> Self:
         """Return a copy with other bounds, which has another `settings_digest` if they differ.

@@ -21,7 +21,7 @@ def expand_images(
 ) -> tuple[list[int], list[Spans]]:
     """Replace the i-th marker by the expansion of the i-th image or video.
 
-    Return the ids, and the placeholder spans of each image and of each frame group of a video.
+    Return the ids, and the placeholder spans of each image and of each frame group of a video that has any.
 
     `marker` is the token for an image in the unexpanded prompt, by default `placeholder`; `video` is that for a video,
     if the model takes videos. It may be the same one.
@@ -47,36 +47,28 @@ def expand_images(
     for place, plan in zip(places, plans, strict=True):
         expanded.extend(token_ids[start:place])
         start = place + 1
-        first = len(expanded)
         if video != marker and isinstance(plan, VideoPlan) != (token_ids[place] == video):
             raise RequestRefused(
                 "the prompt's placeholders and the request's images and videos differ in order. "
                 "Remedy: send a placeholder of an image for an image, and of a video for a video.",
                 code="image_count_mismatch",
             )
+        groups = plan.groups if isinstance(plan, VideoPlan) else (plan,)
+        token = placeholder
         if isinstance(plan, VideoPlan):
-            expanded.extend(plan.expansion)
-            row_token = token_ids[place] if plan.row_token is None else plan.row_token
-            spans += _group_spans(plan, row_token, first)
-        elif plan.expansion:
-            expanded.extend(plan.expansion)
-            spans.append(runs_of(plan.expansion, placeholder, first))
-        else:
-            expanded.extend([placeholder] * plan.tokens)
-            spans.append(((first, len(expanded)),))
+            token = token_ids[place] if plan.row_token is None else plan.row_token
+        for one in groups:
+            if not one.placeholders:
+                continue
+            first = len(expanded)
+            if one.expansion:
+                expanded.extend(one.expansion)
+                spans.append(runs_of(one.expansion, token, first))
+            else:
+                expanded.extend([token] * one.placeholders)
+                spans.append(((first, len(expanded)),))
     expanded.extend(token_ids[start:])
     return expanded, spans
-
-
-def _group_spans(plan: VideoPlan, placeholder: int, first: int) -> list[Spans]:
-    """Return the placeholder spans of each frame group, in an expansion that begins at position `first`."""
-    spans: list[Spans] = []
-    at = 0
-    for group in plan.groups:
-        at = plan.expansion.index(placeholder, at)
-        spans.append(((first + at, first + at + group.tokens),))
-        at += group.tokens
-    return spans
 
 
 def places_of(token_ids: Sequence[int], marker: int) -> list[int]:

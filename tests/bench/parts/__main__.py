@@ -11,6 +11,7 @@ from tests.bench.parts.kernel.command import kernel
 from tests.bench.parts.lag.command import lag
 from tests.bench.parts.memory.command import memory
 from tests.bench.parts.profile.command import profile
+from tests.bench.parts.pruning.command import pruning
 from tests.bench.parts.ranks.command import ranks
 from tests.bench.parts.recovery.command import recovery
 from tests.bench.parts.sampler.command import sampler
@@ -18,7 +19,19 @@ from vsched.cli.main import run
 from vsched.logs import configure_logging
 
 app = typer.Typer(no_args_is_help=True, help="Measure a part of vsched.")
-for command in (accuracy, cache, front, kernel, lag, memory, profile, ranks, recovery, sampler):
+for command in (
+    accuracy,
+    cache,
+    front,
+    kernel,
+    lag,
+    memory,
+    profile,
+    pruning,
+    ranks,
+    recovery,
+    sampler,
+):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ SAMPLES = {
     "--lora-modules": "sql=/adapters/sql",
     "--scheduling-policy": "priority",
     "--tool-call-parser": "hermes",
+    "--video-pruning-method": "evs",
+    "--video-pruning-rate": "0.5",
     "--otlp-traces-endpoint": "http://collector:4318/v1/traces",
     "--reasoning-parser": "qwen3",
     "--dtype": "half",

@@ -18,7 +18,7 @@ from tests.unit.kernel.setups import (
 from vsched.aio.refusals import refusal_error
 from vsched.kernel import SchedulerLimits
 from vsched.testing import ModelCluster, default_policies, make_request
-from vsched.types import Extent, MediaItem, Request
+from vsched.types import Extent, MediaItem, Request, Spans
 from vsched_policies.encoding import Combined
 
 
@@ -31,9 +31,11 @@ def with_items(*places: tuple[int, int]) -> Request:
     return msgspec.structs.replace(make_request("bad", words(10)), items=items)
 
 
-def with_runs(*spans: tuple[int, int], offset: int = 1, tokens: int = 4) -> Request:
+def with_runs(
+    *spans: tuple[int, int], offset: int = 1, tokens: int = 4, kept: Spans = ()
+) -> Request:
     """Return a request of ten tokens with one item whose placeholders are these runs."""
-    item = MediaItem(key=b"k", tokens=tokens, offset=offset, spans=spans)
+    item = MediaItem(key=b"k", tokens=tokens, offset=offset, spans=spans, kept=kept)
     return msgspec.structs.replace(make_request("bad", words(10)), items=(item,))
 
 
@@ -83,6 +85,17 @@ LIMITS: dict[str, Any] = {"context_tokens": 100, "blocks": 20, "pages": 8}
         pytest.param(with_runs((1, 3), (4, 4)), "bad_items", 400, [], id="a run of no tokens"),
         pytest.param(with_runs((1, 3), (4, 5)), "bad_items", 400, [], id="runs of other tokens"),
         pytest.param(with_runs((2, 4), (5, 7)), "bad_items", 400, [], id="runs begin elsewhere"),
+        *(
+            pytest.param(with_runs(*runs, kept=kept), "bad_items", 400, [], id=f"rows {kept}")
+            for runs, kept in [
+                ([(1, 3)], ((0, 3),)),
+                ([(1, 3)], ((2, 4), (0, 0))),
+                ([(1, 3)], ((3, 5),)),
+                ([(1, 3)], ((2, 3), (1, 2))),
+                ([(1, 3)], ((0, 1), (0, 1))),
+                ([], ((0, 4),)),
+            ]
+        ),
         pytest.param(
             make_request("first", words(3)), "duplicate_id", 409, ["in use"], id="same id"
         ),

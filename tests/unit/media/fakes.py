@@ -141,11 +141,12 @@ class FakePreprocessor(Preprocessor):
     ) -> VideoPlan:
         count, height, width = companion
         assert count <= frames_max
+        group = plan_of((1, height, width))
+        expansion = (50, *[VIDEO_PLACEHOLDER] * group.tokens)
         groups = [
-            replace(plan_of((1, height, width)), metadata=repr(each).encode()) for each in seconds
+            replace(group, metadata=repr(each).encode(), expansion=expansion) for each in seconds
         ]
-        expansion = [each for group in groups for each in [50, *[VIDEO_PLACEHOLDER] * group.tokens]]
-        return VideoPlan((), FrameSize(0, 0), tuple(groups), tuple(expansion))
+        return VideoPlan((), FrameSize(0, 0), tuple(groups))
 
     def process_image(self, image: Image.Image) -> Arrays:
         self.entered.set()

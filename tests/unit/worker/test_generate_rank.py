@@ -455,6 +455,30 @@ def test_generate_rank_item_rows_of_runs(
     assert all(one.index == 1 and one.pages == [3, 1, 2] for one in items)
 
 
+@pytest.mark.parametrize(
+    ("span", "rows"),
+    [
+        pytest.param((0, 20), [(5, 1, 3), (7, 6, 7), (10, 7, 9), (12, 11, 12)], id="whole"),
+        pytest.param((6, 8), [(0, 2, 3), (1, 6, 7)], id="cut on both sides"),
+        pytest.param((8, 12), [(2, 7, 9)], id="a run of rows that a separator cuts"),
+        pytest.param((12, 20), [(0, 11, 12)], id="the last row"),
+    ],
+)
+def test_generate_rank_item_rows_of_pruned_items(
+    span: tuple[int, int], rows: list[tuple[int, int, int]]
+) -> None:
+    """Placeholders stand for the kept rows in order."""
+    worker = Script([7])
+    rank = rank_of(worker)
+    place = ItemPlace(5, 12, b"", ((5, 8), (10, 13)), ((1, 3), (6, 9), (11, 12)))
+    plan = ChunkPlan(0, *span, [ChunkItem(5, 12, [3, 1, 2])])
+    worker.steps = [[7] if span[1] == 20 else []]
+    joining = join(1, 0, [5] * 20, items=[ItemPlace(0, 4), place])
+    rank.apply(GenerateDecision(1, joined=[joining], chunks=[plan]))
+    [[items]] = [batch["items"] for batch in worker.batches]
+    assert [(one.chunk_start, one.row_start, one.row_stop) for one in items] == rows
+
+
 def test_generate_rank_names_the_rows_that_need_more_than_argmax() -> None:
     """Rows and outputs of the sequences that sample; plain greedy ones are not among them."""
     worker = Script([7, 8, 9], [1, 2, 3])

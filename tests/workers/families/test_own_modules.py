@@ -110,29 +110,46 @@ def test_language_model_equals_transformers(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_positions_equal_transformers(own: tuple[OwnQwen25Vl, str], seed: int) -> None:
+    """Of images and videos; and of videos with pruned tokens, which are those of the others without pruning."""
     family, path = own
-    config = family.model_config(path)
+    config, library_config = family.model_config(path), LIBRARY.model_config(path)
     drawn = np.random.default_rng(seed)
-    items, at = [], int(drawn.integers(0, 9))
+    whole, pruned, kept = [], [], [np.arange(int(drawn.integers(0, 9)))]
+    at = here = len(kept[0])
     for _ in range(seed % 4):
         rows, columns = (int(side) for side in drawn.integers(1, 12, 2))
+        tokens = rows * columns
         grid = _GRID.pack(1, 2 * rows, 2 * columns)
         # Without text after the last video, generated tokens follow a temporal position.
         groups = int(drawn.integers(0, 6))
         seconds = float(drawn.uniform(0.1, 9))
-        for index in range(groups):
-            items.append(ItemPlace(at, rows * columns, with_time(grid, index, seconds)))
-            at += rows * columns
-        if not groups:
-            items.append(ItemPlace(at, rows * columns, grid))
-            at += rows * columns
-        at += int(drawn.integers(1, 30))
-    ids = np.zeros(at + int(drawn.integers(0, 5)) + 1, np.int32)
-    found, delta = family.positions(config, ids, items)
-    library_config = LIBRARY.model_config(path)
-    expected, expected_delta = rope_positions(Qwen2_5_VLModel, library_config, ids, items)
-    assert np.array_equal(found, expected)
-    assert delta == expected_delta
+        for index in range(groups or 1):
+            metadata = with_time(grid, index, seconds) if groups else grid
+            some = np.flatnonzero(drawn.random(tokens) < drawn.choice([0.0, 0.5, 0.9]))
+            if not index or drawn.random() < 0.3:
+                some = np.arange(tokens)
+            whole.append(ItemPlace(at, tokens, metadata))
+            if len(some) == tokens:
+                pruned.append(ItemPlace(here, tokens, metadata))
+            elif len(some):
+                ranges = tuple((row, row + 1) for row in some.tolist())
+                spans = ((here, here + len(some)),)
+                pruned.append(ItemPlace(here, tokens, metadata, spans, ranges))
+            kept.append(at + some)
+            here += len(some)
+            at += tokens
+        text = int(drawn.integers(1, 30))
+        kept.append(at + np.arange(text))
+        at, here = at + text, here + text
+    unpruned, _ = rope_positions(Qwen2_5_VLModel, library_config, np.zeros(at, np.int32), whole)
+    expected = unpruned[:, np.concatenate(kept)]
+    ids = np.zeros(here, np.int32)
+    for found, delta in (
+        family.positions(config, ids, pruned),
+        rope_positions(Qwen2_5_VLModel, library_config, ids, pruned),
+    ):
+        assert np.array_equal(found, expected)
+        assert delta == expected[:, -1].max() + 1 - here
 
 
 def older(config: dict[str, Any]) -> dict[str, Any]:

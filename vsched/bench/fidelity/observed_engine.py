@@ -27,6 +27,7 @@ from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
 from vsched.kernel.events import Event, GroupLost
 from vsched.media import MediaPipeline, PixelStore
+from vsched.media.pruning import Pruning
 from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.model import EncodeSample, GenerateSample
 from vsched.sim.cost.observations import Observation, ObservedJob, ObservedRequest, ObservedStep
@@ -199,10 +200,13 @@ class ObservedEngine(Engine):
             return watch
 
         def make_media(
-            preprocessor: Preprocessor, store: PixelStore, settings: MediaConfig
+            preprocessor: Preprocessor,
+            store: PixelStore,
+            settings: MediaConfig,
+            pruning: Pruning | None,
         ) -> MediaPipeline:
             threads = ObservedThreads(settings.threads, watch)
-            return MediaPipeline(preprocessor, store, settings, executor=threads)
+            return MediaPipeline(preprocessor, store, settings, pruning, executor=threads)
 
         watched = dataclasses.replace(around, open_record=open_record)
         if environment is None:

@@ -100,15 +100,14 @@ def _policies_of(loaded: LoadedConfig) -> tuple[dict[str, PolicyTable], list[str
     """Return the policy tables that are set explicitly, and all other explicitly set keys."""
     from vsched.config.loading import DEFAULT
     from vsched.config.policies import policy_table
-    from vsched.policy import SEVERAL
-    from vsched.sim.setup import TABLES
+    from vsched.policy import KERNEL_TABLES, SEVERAL
 
     policies: dict[str, PolicyTable] = {}
     unused: list[str] = []
     for key, origin in loaded.origins.items():
         if origin == DEFAULT:
             continue
-        table = next((one for one in (*TABLES, SEVERAL) if key.startswith(f"{one}.")), None)
+        table = next((one for one in (*KERNEL_TABLES, SEVERAL) if key.startswith(f"{one}.")), None)
         if table is None:
             unused.append(key)
         else:

@@ -219,6 +219,17 @@ FLAGS: tuple[Flag, ...] = (
     _set("--allowed-media-domains", "media.hosts", to.json_list("media.hosts"), values=SEVERAL),
     _switch("--enable-mm-embeds", "media.allow_embeddings", off="false"),
     _switch("--language-model-only", "encode.replicas", "0", note="text only"),
+    _set("--video-pruning-rate", "media.pruning.rate"),
+    _set(
+        "--video-pruning-method",
+        "media.pruning.use",
+        to.choice(
+            "media.pruning.use",
+            {"evs": "most-changed"},
+            remedy="leave it out, or name a pruning policy in media.pruning.use",
+        ),
+        note="compares pixels instead of embeddings",
+    ),
     _ignored("--mm-processor-cache-gb", "preprocessed images are cached in arena.pixel_bytes"),
     _ignored(
         "--mm-encoder-tp-mode --mm-processor-cache-type --mm-tensor-ipc",

@@ -28,6 +28,7 @@ REFUSED = {
     "generate.eviction": "its queue of free blocks is private, and hybrid models have several",
     "generate.insertion": "it inserts every full block, and its workers rely on that",
     "generate.memory": "it sizes its KV cache itself (--gpu-memory-utilization)",
+    "media.pruning": "it prunes videos itself (--video-pruning-rate)",
     "generate.drafting": "it drafts the same number of tokens for each request",
 }
 """Reasons why vLLM does not follow a policy of these tables."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +19,13 @@ from vsched.media.keys import content_key
 from vsched.media.measure import MeasuredImage, MeasuredVideo, MeasuredVideoEmbedding, within
 from vsched.media.video import VideoLimits, read_frames
 from vsched.types import ArraySpec
-from vsched.worker.contract import FrameSize, ImageProcessing, Preprocessor, view_arrays
+from vsched.worker.contract import (
+    Arrays,
+    FrameSize,
+    ImageProcessing,
+    Preprocessor,
+    view_arrays,
+)
 
 
 class VideoOrder(msgspec.Struct, frozen=True):
@@ -32,6 +38,7 @@ class VideoOrder(msgspec.Struct, frozen=True):
         tokens: Number of tokens of each group.
         files: Sizes of the files of its frames, which follow each other; empty for a video file.
         settings_digest: Part of the content's keys, as is `cache_salt`.
+        with_changes: Whether to compute the changes of tokens from group to group.
     """
 
     frames: tuple[int, ...]
@@ -41,9 +48,10 @@ class VideoOrder(msgspec.Struct, frozen=True):
     files: tuple[int, ...]
     settings_digest: bytes
     cache_salt: str
+    with_changes: bool = False
 
     @classmethod
-    def of(cls, video: MeasuredVideo) -> VideoOrder:
+    def of(cls, video: MeasuredVideo, *, with_changes: bool = False) -> VideoOrder:
         """Return the order for a video."""
         plan = video.plan
         return cls(
@@ -54,7 +62,15 @@ class VideoOrder(msgspec.Struct, frozen=True):
             () if video.is_file else tuple(map(len, video.content)),
             video.settings_digest,
             video.cache_salt,
+            with_changes,
         )
+
+
+class Filled(NamedTuple):
+    """The result of filling an extent: the key of its content, and the changes of its tokens as in `PixelStore`."""
+
+    key: bytes
+    changes: bytes = b""
 
 
 def process(
@@ -81,8 +97,8 @@ def process(
 
 def process_video_embedding(
     video: MeasuredVideoEmbedding, extents: Sequence[npt.NDArray[np.uint8]], dtype: str
-) -> tuple[bytes, ...]:
-    """Fill the extent of each frame group with its rows; return the keys of their contents.
+) -> tuple[Filled, ...]:
+    """Fill the extent of each frame group with its rows.
 
     Blocks: until all rows are converted; call it in a thread of the pool.
 
@@ -93,7 +109,7 @@ def process_video_embedding(
     for group, extent in zip(video.plan.groups, extents, strict=True):
         write_rows(video.content.rows(start, start + group.tokens), dtype, extent)
         start += group.tokens
-    return video.group_keys
+    return tuple(map(Filled, video.group_keys))
 
 
 def process_encoded(
@@ -118,8 +134,8 @@ def process_video(
     extents: Sequence[npt.NDArray[np.uint8]],
     preprocessor: ImageProcessing,
     limits: tuple[DecodeLimits, VideoLimits],
-) -> list[bytes]:
-    """Fill the extent of each frame group of a video; return the keys of their contents.
+) -> list[Filled]:
+    """Fill the extent of each frame group of a video.
 
     Blocks: until all frames are decoded; the frames of one group are in memory at a time.
 
@@ -133,20 +149,24 @@ def process_video(
         images = read_frames(encoded, list(dict.fromkeys(order.frames)), limits[1])
     frames = _repeated(images, order.frames)
     count = len(order.frames) // len(order.groups)
-    keys = []
+    filled: list[Filled] = []
+    before: Arrays = {}
     for specs, tokens, extent in zip(order.groups, order.tokens, extents, strict=True):
         group = [next(frames) for _ in range(count)]
         _store(preprocessor.process_frames(group, order.size), specs, extent)
         views = view_arrays(specs, extent)
-        keys.append(
-            content_key(
-                settings_digest=order.settings_digest,
-                cache_salt=order.cache_salt,
-                specs=msgspec.json.encode((specs, tokens)),
-                arrays=[view.view(np.uint8).data for view in views.values()],
-            )
+        key = content_key(
+            settings_digest=order.settings_digest,
+            cache_salt=order.cache_salt,
+            specs=msgspec.json.encode((specs, tokens)),
+            arrays=[view.view(np.uint8).data for view in views.values()],
         )
-    return keys
+        changes = b""
+        if order.with_changes and before:
+            changes = preprocessor.token_changes(before, views).tobytes()
+        filled.append(Filled(key, changes))
+        before = views
+    return filled
 
 
 def _repeated(images: Iterator[Image.Image], numbers: Sequence[int]) -> Iterator[Image.Image]:

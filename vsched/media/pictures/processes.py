@@ -19,8 +19,8 @@ from vsched.faultpoints import fault_point
 from vsched.isolated.calls import EXTERNAL_SIGNALS, CallFailedError, IsolatedCalls
 from vsched.media.decode import DecodeLimits, ImageHeader, has_native_header, inspect
 from vsched.media.embeddings import Tensor
-from vsched.media.measure import MeasuredImage, MeasuredVideo
-from vsched.media.pictures.filling import VideoOrder
+from vsched.media.measure import MeasuredImage
+from vsched.media.pictures.filling import Filled, VideoOrder
 from vsched.media.video import HEADER_BYTES, VideoLimits
 from vsched.types import ArraySpec, Extent
 from vsched.worker.contract import ImageRecipe, PixelBounds, Preprocessor, VideoFacts
@@ -61,13 +61,13 @@ class PictureOrder(msgspec.Struct, frozen=True):
 class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result for one image or video.
 
-    The message is empty on success: its arrays are in the arena, with the `keys` of a video's groups, or `header` or
+    The message is empty on success: its arrays are in the arena, with `groups` for those of a video, or `header` or
     `facts` is set.
     """
 
     header: ImageHeader | None = None
     facts: VideoFacts | None = None
-    keys: tuple[bytes, ...] = ()
+    groups: tuple[Filled, ...] = ()
     message: str = ""
     code: str = ""
     status: int = 0
@@ -158,13 +158,13 @@ class PictureProcesses:
         assert facts is not None
         return facts
 
-    def fill_video(self, video: MeasuredVideo, places: tuple[Extent, ...]) -> tuple[bytes, ...]:
-        """Fill the extents of a video's groups; return the keys of their contents. See `fill`."""
+    def fill_video(
+        self, encoded: bytes, video: VideoOrder, places: tuple[Extent, ...], *, work_bytes: int
+    ) -> tuple[Filled, ...]:
+        """Fill the extents of a video's groups; see `fill`."""
         fault_point("media.decode")
-        order = PictureOrder(
-            video_bytes=video.work_bytes, video=VideoOrder.of(video), places=places
-        )
-        return self._call_video(order, b"".join(video.content)).keys
+        order = PictureOrder(video_bytes=work_bytes, video=video, places=places)
+        return self._call_video(order, encoded).groups
 
     def _call_video(self, order: PictureOrder, encoded: bytes) -> PictureOutcome:
         """Carry out an order for a video in a new process; if the video kills it, that is the client's error."""

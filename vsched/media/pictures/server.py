@@ -62,8 +62,8 @@ def _video_outcome(
     if order.video is None:
         return PictureOutcome(facts=inspect_video(encoded, video_limits))
     extents = [arena[place.offset : place.offset + place.size] for place in order.places]
-    keys = process_video(encoded, order.video, extents, preprocessor, (limits, video_limits))
-    return PictureOutcome(keys=tuple(keys))
+    filled = process_video(encoded, order.video, extents, preprocessor, (limits, video_limits))
+    return PictureOutcome(groups=tuple(filled))
 
 
 def _outcome(order: PictureOrder, encoded: bytes, work: Loaded, arena: Arena) -> PictureOutcome:

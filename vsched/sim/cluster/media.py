@@ -8,12 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from vsched.aio.environment import MakeMedia
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.media import MediaPipeline, PixelStore
 from vsched.media.allocator import return_freed_memory
 from vsched.media.fetch import Reserve
 from vsched.media.formats import IMAGE, MediaKind
+from vsched.media.pruning import Pruning
 from vsched.media.sources import ReadRemote
 from vsched.sim.faults.plan import DecodeError, FetchStall
 from vsched.sim.workload.images import encoded, image_at
@@ -114,7 +116,7 @@ def _fetch(world: World) -> ReadRemote:
     return fetch
 
 
-def media_of(world: World) -> Callable[[Preprocessor, PixelStore, MediaConfig], MediaPipeline]:
+def media_of(world: World) -> MakeMedia:
     """Return a factory of the production media pipeline, on simulated threads and a simulated network."""
 
     def damaged(_: DecodeError) -> RequestRefused:
@@ -122,7 +124,13 @@ def media_of(world: World) -> Callable[[Preprocessor, PixelStore, MediaConfig], 
 
     world.injector.raise_at("media.decode", DecodeError, damaged)
 
-    def make(preprocessor: Preprocessor, store: PixelStore, settings: MediaConfig) -> MediaPipeline:
+    def make(
+        preprocessor: Preprocessor,
+        store: PixelStore,
+        settings: MediaConfig,
+        pruning: Pruning | None,
+    ) -> MediaPipeline:
+        del pruning  # simulated models take no videos
         return MediaPipeline(
             preprocessor,
             store,

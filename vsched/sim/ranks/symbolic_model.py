@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.sim.workload.requests import TEXT_BITS
-from vsched.types import ArraySpec, MediaItem
+from vsched.types import ArraySpec, MediaItem, Spans
 from vsched.worker.contract import ImagePlan
 
 IMAGE_TOKEN = 1 << TEXT_BITS
@@ -66,12 +66,18 @@ class Content:
         self._rows = {
             position: int.from_bytes(item.key[:7], "little") + row + 1
             for item in items
-            for row, position in enumerate(chain.from_iterable(starmap(range, item.runs)))
+            for row, position in zip(
+                _numbers(item.kept or ((0, item.tokens),)), _numbers(item.runs), strict=True
+            )
         }
 
     def at(self, position: int, token: int) -> int:
         """Return a number for the content of a position."""
         return self._rows.get(position, 0) << 32 ^ token
+
+
+def _numbers(spans: Spans) -> Iterator[int]:
+    return chain.from_iterable(starmap(range, spans))
 
 
 def fingerprints(tokens: Sequence[int], content: Content, root: int = ROOT) -> Iterator[int]:

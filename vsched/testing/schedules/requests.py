@@ -28,6 +28,7 @@ def make_request(
     max_tokens: int = 4,
     encoded: Sequence[bytes] = (),
     row_tokens: Mapping[bytes, int] = _NO_ROWS,
+    strides: Mapping[bytes, int] = _NO_ROWS,
     priority: int = 0,
     ttft_target_ms: int | None = None,
     cache_salt: str = "",
@@ -43,6 +44,7 @@ def make_request(
         encoded: Keys of the images that are given as embeddings.
         row_tokens: Placeholders per row of an image, by key, each followed by a separator; other
             images have none.
+        strides: Of these images, by key, only every such row has a placeholder.
         priority: As in `Request`.
         ttft_target_ms: As in `Request`.
         cache_salt: As in `Request`.
@@ -57,7 +59,10 @@ def make_request(
         offset = len(tokens)
         spans: list[tuple[int, int]] = []
         width = row_tokens.get(key, count) or 1
-        for left in range(count, 0, -width):
+        kept: list[tuple[int, int]] = []
+        if (stride := strides.get(key, 1)) > 1:
+            kept = [(row, row + 1) for row in range(0, count, stride)]
+        for left in range(len(kept) or count, 0, -width):
             if spans:
                 tokens.append(SEPARATOR)
             spans.append((len(tokens), len(tokens) + min(width, left)))
@@ -70,7 +75,8 @@ def make_request(
                 metadata=count.to_bytes(4, "little"),
                 extent=Extent(0, 16),
                 encoded=key in encoded,
-                spans=tuple(spans) if len(spans) > 1 else (),
+                spans=tuple(spans) if len(spans) > 1 or kept else (),
+                kept=tuple(kept),
             )
         )
     tokens += text[position:]
@@ -116,6 +122,7 @@ def random_request(
         max_tokens=rng.randint(1, 30),
         encoded=(f"image0{salt}".encode(), f"image3{salt}".encode()),
         row_tokens={f"image2{salt}".encode(): 5, f"image5{salt}".encode(): 1},
+        strides={f"image4{salt}".encode(): 1 + sum(text) % 3},
         priority=rng.choice([0, 0, 0, 1, 5, -1]),
         ttft_target_ms=rng.choice([None, None, 0, 1, 100]),
         cache_salt=salt,

@@ -73,9 +73,5 @@ def mutual_spans(info: ModelInfo) -> Callable[[SequenceState], Spans] | None:
     if info.prompt_atomic:
         return lambda sequence: ((0, sequence.prompt_length),)
     if info.item_atomic:
-        return lambda sequence: tuple(
-            span
-            for item in sequence.items
-            for span in item.spans or ((item.offset, item.offset + item.tokens),)
-        )
+        return lambda sequence: tuple(span for item in sequence.items for span in item.runs)
     return None

@@ -319,6 +319,17 @@ class QwenImages(msgspec.Struct, frozen=True):
             made.append(self._patches(pixels, rows, columns))
         return {PIXELS: np.stack(made), LEVELS: np.array(self.video_levels, np.float32)}
 
+    def token_changes(self, before: Arrays, group: Arrays) -> npt.NDArray[np.float32]:
+        """Return the mean difference of each token's bytes from those of the frame group before, 0 to 1."""
+        old, new = before[PIXELS], group[PIXELS]
+        differences = np.maximum(old, new)
+        differences -= np.minimum(old, new)
+        frames, patches, _ = new.shape
+        each = differences.reshape(frames, patches // self.merge**2, -1)
+        sums = each.sum(axis=(0, 2), dtype=np.uint64)
+        found: npt.NDArray[np.float32] = (sums / (255 * frames * each.shape[2])).astype(np.float32)
+        return found
+
     def _patches(
         self, pixels: npt.NDArray[np.uint8], rows: int, columns: int
     ) -> npt.NDArray[np.uint8]:

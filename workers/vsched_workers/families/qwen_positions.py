@@ -1,5 +1,8 @@
 """Mrope positions by the model's own code, without an instance of the model.
 
+Pruned tokens keep no place in the prompt, but leave a gap in the positions: those of other tokens are as if nothing was
+pruned. Only a frame group without any token, whose timestamp is left out as well, leaves no gap in text positions.
+
 Generated tokens continue after the last prompt token, as in transformers' `generate`. The delta that the model returns
 is that of the largest position instead, which may be one of a video: prompt text after a video continues after its
 longer spatial side, although its temporal positions may be larger.
@@ -13,6 +16,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,32 +45,72 @@ def rope_positions(
     stand_in.get_vision_position_ids = functools.partial(
         model_class.get_vision_position_ids, stand_in
     )
-    kinds = np.zeros((1, length), dtype=np.int64)
-    grids: list[tuple[int, int, int]] = []
+    whole = _unpruned(length, items)
+    options: dict[str, Any] = {}
+    if whole.images:
+        options["image_grid_thw"] = torch.tensor(whole.images, dtype=torch.int64)
+    if whole.videos:
+        options["video_grid_thw"] = torch.tensor(whole.videos, dtype=torch.int64)
+        options["second_per_grid_ts"] = torch.tensor(whole.seconds, dtype=torch.float32)
+    kinds = torch.from_numpy(whole.kinds[None])
+    found, _ = model_class.get_rope_index(stand_in, torch.zeros_like(kinds), kinds, **options)
+    positions = np.ascontiguousarray(found[:, 0].numpy()[:, whole.columns])
+    return positions, int(positions[:, -1].max()) + 1 - length
+
+
+def kept_rows(place: ItemPlace) -> npt.NDArray[np.int64]:
+    """Return the numbers of an item's rows that have placeholders."""
+    if not place.kept:
+        return np.arange(place.tokens)
+    return np.concatenate([np.arange(start, stop) for start, stop in place.kept])
+
+
+@dataclass(slots=True)
+class _Unpruned:
+    """The tokens of a prompt as they were before pruning, and of groups that were left out before kept ones.
+
+    Attributes:
+        kinds: The kind of each: 0 for text, 1 for images, 2 for videos.
+        columns: The index of each token of the pruned prompt.
+        images: The grid of each image.
+        videos: The grid of each video; `seconds` are those per group.
+    """
+
+    kinds: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+    images: list[tuple[int, int, int]]
+    videos: list[tuple[int, int, int]]
+    seconds: list[float]
+
+
+def _unpruned(length: int, items: Items) -> _Unpruned:
+    kinds: list[npt.NDArray[np.int64]] = []
+    columns: list[npt.NDArray[np.int64]] = []
+    images: list[tuple[int, int, int]] = []
     videos: list[tuple[int, int, int]] = []
     seconds: list[float] = []
+    at = whole = 0
     for place in items:
-        frames, rows, columns = grid_of(place.metadata)
+        text = place.offset - at
+        kinds.append(np.zeros(text, np.int64))
+        columns.append(whole + np.arange(text))
+        whole += text
+        frames, rows, sides = grid_of(place.metadata)
         time = time_of(place.metadata)
-        kinds[0, place.offset : place.offset + place.tokens] = 1 if time is None else 2
         if time is None:
-            grids.append((frames, rows, columns))
-        elif time[0]:
-            videos[-1] = (videos[-1][0] + frames, rows, columns)
+            images.append((frames, rows, sides))
+            groups = 1
         else:
-            videos.append((frames, rows, columns))
-            seconds.append(time[1])
-    options: dict[str, Any] = {}
-    if grids:
-        options["image_grid_thw"] = torch.tensor(grids, dtype=torch.int64)
-    if videos:
-        options["video_grid_thw"] = torch.tensor(videos, dtype=torch.int64)
-        options["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
-    found, _ = model_class.get_rope_index(
-        stand_in,
-        torch.from_numpy(token_ids[None].astype(np.int64)),
-        torch.from_numpy(kinds),
-        **options,
-    )
-    positions = np.ascontiguousarray(found[:, 0].numpy())
-    return positions, int(positions[:, -1].max()) + 1 - length
+            index, interval = time
+            if not index:
+                videos.append((0, rows, sides))
+                seconds.append(interval)
+            groups = index + 1 - videos[-1][0]
+            videos[-1] = (index + 1, rows, sides)
+        kinds.append(np.full(groups * place.tokens, 1 if time is None else 2, np.int64))
+        whole += groups * place.tokens
+        columns.append(whole - place.tokens + kept_rows(place))
+        at = place.runs[-1][1]
+    kinds.append(np.zeros(length - at, np.int64))
+    columns.append(whole + np.arange(length - at))
+    return _Unpruned(np.concatenate(kinds), np.concatenate(columns), images, videos, seconds)

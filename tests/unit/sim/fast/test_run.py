@@ -14,6 +14,7 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Finish
 from vsched.kernel.events import Event, Stepped
 from vsched.policy import (
+    KERNEL_TABLES,
     POLICY_TABLES,
     Admission,
     AdmissionView,
@@ -31,7 +32,7 @@ from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.run import simulate
 from vsched.sim.fast.simulation import START_NS
 from vsched.sim.invariants import Oracles
-from vsched.sim.setup import TABLES, DraftLuck, prepare
+from vsched.sim.setup import DraftLuck, prepare
 from vsched.sim.workload.generators import conversations
 from vsched.sim.workload.requests import Image, Text, Workload, workload_of
 from vsched_policies.admission import Fifo, TokenBudget
@@ -374,7 +375,7 @@ def test_run_of_nothing() -> None:
 
 
 def test_simulations_take_policies_of_every_table_that_the_kernel_asks() -> None:
-    assert set(TABLES) == POLICY_TABLES.keys() - {"generate.memory"}
+    assert set(KERNEL_TABLES) == POLICY_TABLES.keys() - {"generate.memory", "media.pruning"}
 
 
 class YoungestFirst(RequestPolicy, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Any, Self
@@ -264,8 +264,13 @@ class AnyPreprocessor(TextPreprocessor):
             raise too_many_tokens(
                 facts.width, facts.height, tokens + more, self.info.item_tokens_max
             )
-        groups = [dataclasses.replace(group, tokens=tokens)] * count
-        groups[-1] = dataclasses.replace(group, tokens=tokens + more)
+        rows = [at for at, token in enumerate(ids) if token == row_token]
+        ends = [rows[index * tokens - 1] + 1 for index in range(1, count)]
+        groups = [
+            dataclasses.replace(group, tokens=tokens, expansion=ids[start:stop])
+            for start, stop in itertools.pairwise([0, *ends, len(ids)])
+        ]
+        groups[-1] = dataclasses.replace(groups[-1], tokens=tokens + more)
         made = sum(spec.nbytes for spec in group.arrays)
         steps = () if videos.factor else videos.steps(facts.width, facts.height)
         sides = [
@@ -280,7 +285,6 @@ class AnyPreprocessor(TextPreprocessor):
             layout.frames,
             size,
             tuple(groups),
-            ids,
             work_bytes=4 * made + sum(resizes),
             row_token=row_token,
         )
@@ -334,16 +338,28 @@ class AnyPreprocessor(TextPreprocessor):
             plan = plans[index]
             if not isinstance(plan, VideoPlan):
                 continue
-            inner = [at for at, token in enumerate(plan.expansion) if token in self._added]
-            first, last = inner[0], inner[-1] + 1
+            texts = [list(group.expansion) for group in plan.groups]
+            leading, trailing = (
+                _ordinary(texts[0], self._added),
+                _ordinary(texts[-1][::-1], self._added),
+            )
+            before_text, after_text = texts[0][:leading], texts[-1][len(texts[-1]) - trailing :]
             start = next((at for at in range(place, 0, -1) if ids[at - 1] in self._added), 0)
             stop = next(
                 (at for at in range(place + 1, len(ids)) if ids[at] in self._added), len(ids)
             )
-            before = self._joined(ids[start:place], plan.expansion[:first])
-            after = self._joined(plan.expansion[last:], ids[place + 1 : stop])
+            before = self._joined(ids[start:place], before_text)
+            after = self._joined(after_text, ids[place + 1 : stop])
             ids[start:stop] = [*before, ids[place], *after]
-            made[index] = dataclasses.replace(plan, expansion=plan.expansion[first:last])
+            texts[-1] = texts[-1][: len(texts[-1]) - trailing]
+            texts[0] = texts[0][leading:]
+            groups = zip(plan.groups, texts, strict=True)
+            made[index] = dataclasses.replace(
+                plan,
+                groups=tuple(
+                    dataclasses.replace(group, expansion=tuple(text)) for group, text in groups
+                ),
+            )
         return ids, made
 
     def _joined(self, one: Sequence[int], other: Sequence[int]) -> list[int]:
@@ -357,3 +373,8 @@ class AnyPreprocessor(TextPreprocessor):
         if [*map(self._special.ids_of_text, texts)] != [list(one), list(other)]:
             return separate  # such as a tokenizer that begins each text with a blank
         return self._special.ids_of_text("".join(texts))
+
+
+def _ordinary(token_ids: Sequence[int], added: Collection[int]) -> int:
+    """Return the number of tokens before the first added token."""
+    return next(at for at, token in enumerate(token_ids) if token in added)

@@ -157,11 +157,13 @@ class QwenPreprocessor(TextPreprocessor):
             raise too_many_tokens(
                 facts.width, facts.height, group.tokens, self.info.item_tokens_max
             )
-        groups, expansion = self._groups(group, layout.times, layout.interval)
+        groups = self._groups(group, layout.times, layout.interval)
         # The resized frames and their patches, the result, and an intermediate image of the old height.
         made = sum(spec.nbytes for spec in group.arrays)
         work = 4 * made + 4 * width * (facts.height + height)
-        return VideoPlan(layout.frames, layout.size, groups, expansion, work)
+        factor = self._patch * self._merge
+        grid = (height // factor, width // factor)
+        return VideoPlan(layout.frames, layout.size, groups, work, grid)
 
     def plan_embedded_video(
         self, companion: Sequence[int], seconds: Sequence[float], *, frames_max: int
@@ -204,8 +206,7 @@ class QwenPreprocessor(TextPreprocessor):
             )
             raise RequestRefused(message, code=f"{self.video_times}_shape")
         times = [0.0] * count if self._around is None else seconds
-        groups, expansion = self._groups(group, times, seconds[0])
-        return VideoPlan((), FrameSize(0, 0), groups, expansion)
+        return VideoPlan((), FrameSize(0, 0), self._groups(group, times, seconds[0]))
 
     def _group(self, rows: int, columns: int, frames: int) -> ImagePlan:
         return image_plan(
@@ -218,28 +219,29 @@ class QwenPreprocessor(TextPreprocessor):
 
     def _groups(
         self, group: ImagePlan, times: Sequence[float], interval: float
-    ) -> tuple[tuple[ImagePlan, ...], tuple[int, ...]]:
-        """Return the plan of each group of a video, and the tokens that replace its placeholder."""
+    ) -> tuple[ImagePlan, ...]:
+        """Return the plan of each group of a video."""
         video = self.info.video_token_id
         assert video is not None, "a model without videos has no rules for them"
         groups: list[ImagePlan] = []
-        expansion: list[int] = []
         for index, seconds in enumerate(times):
             if self._around is not None:
                 start, end = self._around
-                groups.append(group)
-                text = f"<{seconds:.1f} seconds>"
-                expansion += self._special.ids_of_text(text)
-                expansion += [start, *[video] * group.tokens, end]
+                time = self._special.ids_of_text(f"<{seconds:.1f} seconds>")
+                places = (start, *[video] * group.tokens, end)
+                groups.append(replace(group, expansion=(*time, *places)))
             else:
                 metadata = with_time(group.metadata, index, interval)
                 groups.append(replace(group, metadata=metadata))
-                expansion += [video] * group.tokens
-        return tuple(groups), tuple(expansion)
+        return tuple(groups)
 
     def process_frames(self, frames: Sequence[Image.Image], size: FrameSize) -> Arrays:
         """Return the pixels of a frame group, and the table of their values."""
         return self._images.process_frames(frames, size)
+
+    def token_changes(self, before: Arrays, group: Arrays) -> npt.NDArray[np.float32]:
+        """Return the mean difference of each token's bytes from those of the frame group before, 0 to 1."""
+        return self._images.token_changes(before, group)
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Replace each image by a bare marker, so that no image data passes through the template engine."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from vsched_workers.families.modules.settings import QwenSettings, read_settings
 from vsched_workers.families.qwen2_5_vl import Qwen25Vl
 from vsched_workers.families.qwen_image import grid_of, time_of
-from vsched_workers.families.qwen_positions import Items
+from vsched_workers.families.qwen_positions import Items, kept_rows
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ def positions_of(
     Text advances all axes by one per token. An image starts at the position after the text before it: the axes of its
     tokens are frame, row and column, and what follows starts after the longest of its sides. The frame groups of a
     video start at the same position, `per_second` times their time later on the first axis, and what follows starts
-    after the longest of the spatial sides. Generated tokens follow the last token.
+    after the longest of the spatial sides. Generated tokens follow the last token. Pruned tokens leave gaps.
     """
     positions = np.empty((3, length), dtype=np.int64)
     following = at = 0
@@ -81,12 +81,13 @@ def positions_of(
         following += text
         frames, rows, columns = grid_of(place.metadata)
         sides = (frames, rows // merge, columns // merge)
-        at = place.offset + place.tokens
+        at = place.runs[-1][1]
         longest = max(sides[1:])
         time = time_of(place.metadata)
         if time is not None and time[0]:
             following -= longest
-        positions[:, place.offset : at] = following + np.indices(sides).reshape(3, -1)
+        axes = np.indices(sides).reshape(3, -1)
+        positions[:, place.offset : at] = following + axes[:, kept_rows(place)]
         if time is not None:
             # In float32 like the model's own code.
             interval = np.float32(per_second) * np.float32(time[1])

@@ -1,0 +1,1 @@
+"""`python -m tests.bench.parts pruning`: speed and accuracy of pruned videos."""

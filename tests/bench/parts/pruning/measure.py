@@ -1,0 +1,217 @@
+"""Questions about drawn videos, asked of engines that prune different shares of their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from demo_training.samples import held_out
+from vsched import Engine, SamplingParams
+from vsched.cli.demo.exam import is_answer
+from vsched.config import load_config
+from vsched.media import VideoReference
+from vsched.policy import PruningPolicy, PruningView
+from vsched.policy.videos import default_kept
+from vsched.worker.contract import PixelBounds, VideoSampling
+
+TASKS = ("number", "colour", "shape", "count")
+ANSWER_TOKENS = 16
+PIXELS_MIN = 4 * 28 * 28
+SETTLE = 8
+"""Frames of a drawn video before the picture appears, and for as long as it is shown."""
+_numbers = itertools.count()
+
+
+class WholeGroups(PruningPolicy, frozen=True, kw_only=True):
+    """Keeps whole frame groups at equal distances, as a lower frame rate does; for comparison."""
+
+    def prune(self, view: PruningView) -> bytes:
+        """Return the default of the seat."""
+        return default_kept(view.groups, view.rows * view.columns, view.tokens_max)
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """A share of tokens to prune, None for none, and the policy that chooses them."""
+
+    rate: float | None = None
+    use: str = "most-changed"
+
+    @property
+    def name(self) -> str:
+        """Name for tables."""
+        return "none" if self.rate is None else f"{self.use.rpartition(':')[2]} {self.rate:g}"
+
+    @property
+    def sets(self) -> list[str]:
+        """Configuration keys."""
+        return (
+            []
+            if self.rate is None
+            else [
+                f"media.pruning.use={self.use}",
+                f"media.pruning.rate={self.rate}",
+            ]
+        )
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one question about a video; times in milliseconds."""
+
+    text: str
+    prompt_tokens: int
+    ttft_ms: float
+    token_ms: float
+
+
+def data_url(image: Image.Image) -> str:
+    """Return an image as a client sends it."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def street(seed: int, count: int, *, moves: bool) -> list[Image.Image]:
+    """Return frames of 392 x 224 pixels: a picture at rest, over a ninth of which a square moves, with sensor noise."""
+    drawn = np.random.default_rng(seed)
+    small = Image.fromarray(drawn.integers(0, 255, (7, 12, 3), dtype=np.uint8))
+    picture = small.resize((392, 224), Image.Resampling.BICUBIC)
+    square = Image.fromarray(drawn.integers(0, 255, (4, 4, 3), dtype=np.uint8)).resize((98, 98))
+    frames = []
+    for index in range(count):
+        frame = picture.copy()
+        if moves:
+            frame.paste(square, (12 * index % 294, 3 * index % 126))
+            noise = drawn.normal(0, 2, (224, 392, 3))
+            frame = Image.fromarray(np.clip(np.asarray(frame) + noise, 0, 255).astype(np.uint8))
+        frames.append(frame)
+    return frames
+
+
+def drawn_video(picture: Image.Image, kind: str) -> list[Image.Image]:
+    """Return a video of a picture that rests, that appears on an empty page, or that moves over it."""
+    if kind == "rests":
+        return [picture] * 2 * SETTLE
+    corner = picture.getpixel((0, 0))
+    if kind == "appears":
+        return [Image.new("RGB", picture.size, corner)] * SETTLE + [picture] * SETTLE
+    frames = []
+    for index in range(2 * SETTLE):
+        page = Image.new("RGB", (picture.width + 56, picture.height + 28), corner)
+        page.paste(picture, (28 * index // SETTLE, 14 * index // SETTLE))
+        frames.append(page)
+    return frames
+
+
+@asynccontextmanager
+async def engines(
+    settings: Sequence[str], compared: Sequence[Setting]
+) -> AsyncIterator[dict[str, Engine]]:
+    """Start an engine for each share."""
+    async with AsyncExitStack() as stack:
+        found = {}
+        for each in compared:
+            config = load_config(None, sets=[*settings, *each.sets], environ={}).config
+            found[each.name] = await stack.enter_async_context(Engine(config))
+        yield found
+
+
+def video_of(frames: Sequence[Image.Image]) -> VideoReference:
+    """Return a video as a client sends it."""
+    bounds = PixelBounds(min_pixels=PIXELS_MIN)  # drawn pictures are small
+    return VideoReference(tuple(map(data_url, frames)), VideoSampling(fps=2.0, bounds=bounds))
+
+
+async def ask(
+    engine: Engine, video: VideoReference, question: str, count: int, **options: Any
+) -> Answer:
+    """Ask a question about a video, in place of an image: not every chat template has videos."""
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    text = engine.preprocessor.render([{"role": "user", "content": content}])
+    image, video_token = engine.info.placeholder, engine.info.video_token_id
+    assert video_token is not None, "the model takes no videos"
+    tokens = engine.preprocessor.tokenize(text)
+    prompt = [video_token if token == image else token for token in tokens]
+    sampling = SamplingParams(temperature=0.0, max_tokens=count, **options)
+    started = time.perf_counter()
+    generation = await engine.generate(
+        prompt=prompt,
+        images=[video],
+        sampling=sampling,
+        request_id=f"video-{next(_numbers)}",
+    )
+    said, times = "", []
+    async for delta in generation:
+        said += delta.text
+        times += [time.perf_counter()] * len(delta.token_ids)
+    steps = max(len(times) - 1, 1)
+    return Answer(
+        text=said,
+        prompt_tokens=generation.prompt_tokens,
+        ttft_ms=(times[0] - started) * 1e3,
+        token_ms=(times[-1] - times[0]) / steps * 1e3,
+    )
+
+
+async def measure_speed(
+    settings: Sequence[str],
+    compared: Sequence[Setting],
+    *,
+    frames: int,
+    repeats: int,
+    advanced: Callable[[], None],
+) -> dict[str, dict[str, list[Answer]]]:
+    """Return answers by kind of video and share; shares take turns, each video is new."""
+    found: dict[str, dict[str, list[Answer]]] = {}
+    async with engines(settings, compared) as running:
+        for kind in ("moves", "rests"):
+            answers = found[kind] = {name: [] for name in running}
+            for number in range(-1, repeats):
+                video = video_of(street(100 + number, frames, moves=kind == "moves"))
+                for name, engine in running.items():
+                    answer = await ask(engine, video, "What?", 32, ignore_eos=True)
+                    if number >= 0:  # the first one warms up
+                        answers[name].append(answer)
+                        advanced()
+    return found
+
+
+def questions(count: int) -> Iterator[tuple[str, Image.Image, str, str]]:
+    """Yield (task, picture, question, answer), the same for every share."""
+    for task in TASKS:
+        for conversation in held_out(task, count):
+            [turn] = conversation.turns
+            yield task, turn.images[0], turn.question, turn.answer
+
+
+async def measure_accuracy(
+    settings: Sequence[str],
+    compared: Sequence[Setting],
+    kinds: Sequence[str],
+    *,
+    count: int,
+    advanced: Callable[[], None],
+) -> dict[str, dict[str, dict[str, int]]]:
+    """Return right answers by kind of video, share and task."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    async with engines(settings, compared) as running:
+        for kind in kinds:
+            right = found[kind] = {name: dict.fromkeys(TASKS, 0) for name in running}
+            for task, picture, question, expected in questions(count):
+                video = video_of(drawn_video(picture, kind))
+                answers = await asyncio.gather(
+                    *(ask(engine, video, question, ANSWER_TOKENS) for engine in running.values())
+                )
+                for name, answer in zip(running, answers, strict=True):
+                    right[name][task] += is_answer(answer.text, expected)
+                    advanced()
+    return found
