@@ -21,7 +21,8 @@ TRITON_STAMP := $(VENV)/.installed-triton
 RAY_STAMP := $(VENV)/.installed-ray
 BROWSER_STAMP := $(VENV)/.installed-browser
 PEERS ?= .peers
-VLLM_STAMP := $(PEERS)/.installed-vllm
+VLLM ?= vllm
+VLLM_STAMP := $(PEERS)/.installed-$(VLLM)
 SOURCES := vsched policies workers tests docs/examples
 
 .PHONY: demo test test-all install format format-check lint types layers unit kernels ray browser vllm wheel coverage docs clean
@@ -127,16 +128,17 @@ coverage: $(TEST_STAMP)
 	$(BIN)/coverage html --quiet
 	$(BIN)/coverage report
 
-# vLLM's CPU build, in an environment of its own, as for the benchmarks.
+# vLLM's CPU build, in an environment of its own, as for the benchmarks; `make vllm VLLM=vllm-0.31.0` takes another
+# version of VLLM_VERSIONS in tests/bench/servers/peers.py.
 $(VLLM_STAMP): pyproject.toml $(TEST_STAMP)
-	$(BIN)/python -m tests.bench setup --peer vllm --peers $(PEERS)
-	$(PEERS)/vllm/bin/python -m pip install --quiet pytest pytest-asyncio pytest-timeout
+	$(BIN)/python -m tests.bench setup --peer $(VLLM) --peers $(PEERS)
+	$(PEERS)/$(VLLM)/bin/python -m pip install --quiet pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 # An engine starts in 5 s, or in a minute on a busy machine, and a test starts several.
 vllm: $(VLLM_STAMP)
 	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
-		PYTHONPATH=.:policies $(PEERS)/vllm/bin/python -m pytest -o filterwarnings=ignore --timeout 1800 tests/vllm
+		PYTHONPATH=.:policies:workers $(PEERS)/$(VLLM)/bin/python -m pytest -o filterwarnings=ignore --timeout 1800 tests/vllm
 
 clean:
 	rm -rf $(VENV) $(PEERS) dist build site htmlcov .coverage .coverage.*

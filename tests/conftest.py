@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,17 +23,20 @@ else:  # servers that tests start have the defaults and the arithmetic of a CPU
 # Checkpoints are generated: access to a hub is an error, and fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-FREEZE_EVERY = 64
-"""Number of tests."""
-_finished = itertools.count(1)
+_begun: set[Path] = set()
+"""Modules of which a test has run."""
 
 
 def pytest_configure() -> None:
-    """Let `device = "auto"` be the CPU in this process, also on a machine with a GPU; collect tests without garbage."""
+    """Let `device = "auto"` be the CPU in this process, also on a machine with a GPU."""
     from vsched.config import devices
 
     devices.DEVICE_FILES = ("/no GPU in tests",)
-    gc.disable()  # until all modules are imported: a quarter of the time of a collection of tests
+
+
+def pytest_collectstart() -> None:
+    """Import the modules of tests without garbage collections, a quarter of the time otherwise."""
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:
@@ -43,9 +45,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_runtest_logfinish() -> None:
-    """Freeze from time to time what earlier tests left: some tests collect garbage often, to find leaks."""
-    if next(_finished) % FREEZE_EVERY == 0:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Freeze what earlier modules left: some tests collect garbage often, to find leaks."""
+    if item.path not in _begun:
+        _begun.add(item.path)
         _freeze()
 
 

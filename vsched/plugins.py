@@ -260,6 +260,8 @@ def type_text(annotation: Any) -> str:
             text += f", {lower} or more"
         if "exclusiveMinimum" in option:
             text += f", above {option['exclusiveMinimum']:g}"
+        if "exclusiveMaximum" in option:
+            text += f", below {option['exclusiveMaximum']:g}"
         if upper is not None and lower is None:
             text += f", at most {upper:g}"
         texts.append(text)

@@ -69,9 +69,9 @@ class Ask:
 
 
 def mixed_asks() -> list[Ask]:
-    """Return 24 questions with 0 to 4 images of mixed sizes; some share a prefix, some an image."""
+    """Return 16 questions with 0 to 4 images of mixed sizes; some share a prefix, some an image."""
     asks = []
-    for number in range(24):
+    for number in range(16):
         images = [
             drawn_image((3 * number + index) % 19, SIZES[(number + 2 * index) % len(SIZES)])
             for index in range(number % 5)

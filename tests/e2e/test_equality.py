@@ -51,7 +51,7 @@ async def served(
 async def test_engine_equals_generate(
     served: Engine, expected: Callable[[str], list[list[int]]]
 ) -> None:
-    """24 requests of 0 to 4 images, 8 at a time, in chunks of 48 tokens, preempted now and then."""
+    """16 requests of 0 to 4 images, 8 at a time, in chunks of 48 tokens, preempted now and then."""
     before = served.statistics()["generate"]
     found = await choices(served, mixed_asks(), at_once=8)
     statistics = served.statistics()

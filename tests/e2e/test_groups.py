@@ -97,7 +97,7 @@ async def read(generation: Generation) -> Answer:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def questions(configure: Callable[..., Config]) -> list[Question]:
-    """Return 24 greedy questions and some sampled ones, with the answers of a single undisturbed rank."""
+    """Return 16 greedy questions and some sampled ones, with the answers of a single undisturbed rank."""
     requested: list[tuple[Ask, SamplingParams | None]] = [(ask, None) for ask in mixed_asks()]
     for number, ask in enumerate(mixed_asks()[:DRAWN]):
         requested.append((ask, msgspec.structs.replace(DRAWS, seed=number)))

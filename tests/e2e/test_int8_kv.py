@@ -25,7 +25,7 @@ SWAPS = ("generate.preemption.mode=swap", "generate.swap_memory=64MiB")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def wanted(configure: Callable[..., Config]) -> list[list[int]]:
-    """The tokens of 24 undisturbed requests."""
+    """The tokens of 16 undisturbed requests."""
     async with Engine(configure("nano25", INT8)) as engine:
         found = await choices(engine, mixed_asks(), at_once=1)
         assert engine.statistics()["generate"]["preemptions"] == 0

@@ -33,7 +33,7 @@ async def test_swapped_requests_get_the_tokens_of_generate(
     expected: Callable[[str], list[list[int]]],
     tmp_path: Path,
 ) -> None:
-    """24 requests of 0 to 4 images, 8 at a time; then again, and a rank is killed while some are swapped out.
+    """16 requests of 0 to 4 images, 8 at a time; then again, and a rank is killed while some are swapped out.
 
     With one rank: `test_int8_kv.py`.
     """

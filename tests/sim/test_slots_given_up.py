@@ -43,3 +43,10 @@ def test_swarm_passes_while_requests_give_up_their_slots(mode: PreemptionMode) -
     assert not outcome.failures, outcome.failures[0]
     assert sum(victims) > 3, "hardly any request gave up its slot"
     assert outcome.losses > 5, "hardly any group was lost"
+
+
+def test_no_place_of_a_joining_request_is_written_in_the_same_step() -> None:
+    """Found by the swarm: the next request took a slot, and the swapped blocks of its victim came first."""
+    table = {"use": f"{__name__}:HighestFirst", "mode": "swap"}
+    outcome = swarm(1, seed=3151, policies={"generate.admission": table})
+    assert not outcome.failures, outcome.failures[0]

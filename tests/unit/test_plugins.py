@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import pytest
@@ -170,4 +170,5 @@ def test_policy_fields_mark_what_is_required() -> None:
 def test_type_text_words_bounds() -> None:
     assert type_text(int) == "int"
     assert type_text(bool) == "bool"
+    assert type_text(Annotated[float, msgspec.Meta(ge=0, lt=1)]) == "number, 0 or more, below 1"
     assert type_text(list[int]) == "array"

@@ -1,9 +1,9 @@
-"""Whole engines: the same tokens as vLLM for each order of policies, also with too few KV blocks."""
+"""Complete engines: the same tokens as vLLM with each policy, also with too few KV blocks, and a step ahead."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,56 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import LLM, SamplingParams
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from tests.vllm.driving import write_model
 from tests.vllm.test_scheduler import BAD, FAIR, LAST, SHORTEST
+from vsched.sim.cost.host_runs import read_run
+from vsched.sim.workload.host_traces import run_file
 from vsched.sim.workload.traces import load_trace
 
+Prompts = Sequence[Mapping[str, Any]]
 
-def prompts() -> list[list[int]]:
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """Run the engine in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield
+
+
+def texts() -> Prompts:
+    """Return prompts of 10 to 300 tokens."""
     rng = random.Random(3)
     lengths = [rng.choice([10, 30, 100, 300]) for _ in range(24)]
-    return [[rng.randrange(10, 4000) for _ in range(length)] for length in lengths]
+    return [
+        {"prompt_token_ids": [rng.randrange(10, 4000) for _ in range(length)]} for length in lengths
+    ]
 
 
-def generate(model: str, tables: Mapping[str, Any] | None) -> tuple[list[list[int]], Any]:
-    more: dict[str, Any] = {}
+def generate(
+    model: str,
+    prompts: Prompts,
+    tables: Mapping[str, Any] | None,
+    *,
+    outputs: int,
+    **settings: Any,
+) -> tuple[list[list[int]], Any]:
+    """Return the tokens, and the engine; without tables, it is vLLM's own.
+
+    A model without a tokenizer has no weights either.
+    """
+    if settings.get("skip_tokenizer_init"):
+        settings["load_format"] = "dummy"
     if tables is not None:
-        more = {
+        settings |= {
             "scheduler_cls": "vsched.integrations.vllm.Scheduler",
             "additional_config": {"vsched": tables},
         }
     llm = LLM(
         model,
-        skip_tokenizer_init=True,
-        load_format="dummy",
         dtype="float32",
         seed=0,
         max_model_len=640,
@@ -44,33 +71,90 @@ def generate(model: str, tables: Mapping[str, Any] | None) -> tuple[list[list[in
         block_size=32,
         enforce_eager=True,
         enable_prefix_caching=True,
-        **more,
+        **settings,
     )
-    outputs = llm.generate(
-        [{"prompt_token_ids": one} for one in prompts()],
-        SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, detokenize=False),
-        use_tqdm=False,
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=outputs,
+        ignore_eos=True,
+        detokenize=False,
     )
+    done = llm.generate(prompts, sampling, use_tqdm=False)
     core = llm.llm_engine.engine_core
-    scheduler = core.engine_core.scheduler
+    engine = core.engine_core
     core.shutdown()  # the garbage collector would do it later, and end the next engine's groups
-    return [list(one.outputs[0].token_ids) for one in outputs], scheduler
+    return [list(one.outputs[0].token_ids) for one in done], engine
 
 
+def check_engine(engine: Any, tables: Sequence[str]) -> None:
+    """Check that the policies of these tables were called, and that the bridge did not fail."""
+    figures = engine.scheduler.host.figures()
+    assert engine.scheduler.host.faults == {}
+    assert not engine.scheduler.requests
+    for table in tables:
+        assert figures["policy_calls"][table]["calls"] > 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def wanted(model: str) -> list[list[int]]:
+    """The tokens of stock vLLM."""
+    tokens, _ = generate(model, texts(), None, outputs=120, skip_tokenizer_init=True)
+    assert len({tuple(one) for one in tokens}) > 12
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "tables", [SHORTEST, FAIR, LAST, BAD], ids=["shortest", "fair", "last", "bad"]
+)
 def test_tokens_are_those_of_vllm_with_few_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, wanted: list[list[int]], tables: Mapping[str, Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    model = write_model(tmp_path)
-    wanted, _ = generate(model, None)
-    assert len({tuple(one) for one in wanted}) > 12
-    for name, tables in (("shortest", SHORTEST), ("fair", FAIR), ("last", LAST), ("bad", BAD)):
-        trace = tmp_path / f"{name}.jsonl"
-        tokens, scheduler = generate(model, {**tables, "vllm": {"trace": str(trace)}})
-        arrivals = list(load_trace(trace))
-        assert [one.prompt_tokens for one in arrivals] == [len(one) for one in prompts()]
-        assert {one.output_tokens for one in arrivals} == {120}
-        assert tokens == wanted
-        assert scheduler.host.faults == {}
-        assert scheduler.host.figures()["policy_calls"]["generate.admission"]["calls"] > 0
-        assert scheduler.host.figures()["policy_calls"]["generate.preemption"]["calls"] > 0
+    trace = tmp_path / "run.jsonl"
+    tables = {**tables, "vllm": {"trace": str(trace)}}
+    tokens, engine = generate(model, texts(), tables, outputs=120, skip_tokenizer_init=True)
+    assert tokens == wanted
+    check_engine(engine, ["generate.admission", "generate.preemption"])
+    arrivals = list(load_trace(trace))
+    lengths = [len(one["prompt_token_ids"]) for one in texts()]
+    assert [one.prompt_tokens for one in arrivals] == lengths
+    assert {one.output_tokens for one in arrivals} == {120}
+
+
+@pytest.mark.parametrize("tables", [FAIR, BAD], ids=["fair", "bad"])
+def test_tokens_are_those_of_vllm_with_a_step_ahead(
+    model: str,
+    wanted: list[list[int]],
+    tables: Mapping[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan_ahead(monkeypatch)
+    trace = tmp_path / "run.jsonl"
+    tables = {**tables, "vllm": {"trace": str(trace)}}
+    tokens, engine = generate(model, texts(), tables, outputs=120, skip_tokenizer_init=True)
+    assert type(engine.scheduler).__name__ == "AsyncPolicyScheduler"
+    assert engine.batch_queue_size == read_run(run_file(trace)).header.depth == 2
+    assert tokens == wanted
+    check_engine(engine, ["generate.admission", "generate.preemption"])
+
+
+def plan_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine schedule asynchronously on a CPU, for which vLLM switches it off; its worker stays synchronous."""
+    configure, create = CpuPlatform.check_and_update_config, CPUModelRunner.__init__
+
+    def configured(cls: type, vllm_config: Any) -> None:
+        del cls
+        configure(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    def created(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        self.use_async_scheduling = False
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(configured))
+    monkeypatch.setattr(CPUModelRunner, "__init__", created)

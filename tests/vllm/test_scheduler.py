@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -10,7 +12,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.driving import drive, make_request, make_scheduler, random_load, write_model
+from tests.vllm.driving import (
+    drive,
+    make_request,
+    make_scheduler,
+    random_load,
+    worker,
+    write_model,
+)
 from tests.vllm.policies import HERE
 from vsched.integrations.vllm.settings import capabilities
 from vsched.policy import Policy
@@ -39,7 +48,7 @@ LAST = {"policy": {"use": f"{HERE}:LastFirst"}}
 GATHER = {"generate": {"admission": {"use": f"{HERE}:Gather"}}}
 SLOW = {
     "policies": {"call_budget_ms": 1, "slow_calls_max": 2},
-    "generate": {"admission": {"use": f"{HERE}:Slow"}},
+    "generate": {"admission": {"use": f"{HERE}:Slow", "seconds": 0.2}},
 }
 EVERY: Mapping[str, Mapping[str, Any]] = {
     "none": {},
@@ -88,6 +97,85 @@ def test_fifo_policies_plan_the_steps_of_vllm(model: str) -> None:
         scheduler = make_scheduler(model, tables, asynchronous=True)
         steps.append(drive(scheduler, random_load(5, 50), depth=2, seed=5).scheduled)
     assert steps[0] == steps[1]
+
+
+def loaded(model: str, tables: Mapping[str, Any], running: int, *, blocks: int = 4000) -> Any:
+    """Return a scheduler with `running` decoding requests."""
+    scheduler = make_scheduler(model, tables, slots=96, tokens=8192, blocks=blocks)
+    for index in range(running):
+        scheduler.add_request(make_request(f"r{index}", range(100 * index, 100 * index + 20), 500))
+    for _ in range(5):
+        step(scheduler)
+    return scheduler
+
+
+def step(scheduler: Any) -> None:
+    """Run a step with a token for each request."""
+    output = scheduler.schedule()
+    done = dict.fromkeys(output.num_scheduled_tokens, True)
+    scheduler.update_from_output(output, worker(output, done))
+
+
+def lines_of_bridge(scheduler: Any) -> int:
+    """Return the number of lines of vsched that a step runs; each turn of a loop counts."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if "/vsched/" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return trace
+
+    step(scheduler)  # the search of the prefix cache, for example, is not in each step
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        step(scheduler)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("name", ["none", "fifo", "shortest"])
+def test_bridge_does_nothing_per_decoding_request(model: str, name: str) -> None:
+    few, many = (lines_of_bridge(loaded(model, EVERY[name], count)) for count in (4, 64))
+    assert few == many
+    assert few < 120
+
+
+def test_policy_is_called_again_only_after_a_change(model: str) -> None:
+    scheduler = loaded(model, SHORTEST, 4, blocks=140)
+    for index in range(20):  # each needs more blocks than are free
+        scheduler.add_request(make_request(f"w{index}", range(1000 + index, 4000), 10))
+
+    def calls() -> int:
+        return int(scheduler.host.figures()["policy_calls"]["generate.admission"]["calls"])
+
+    step(scheduler)
+    known = calls()
+    for _ in range(60):
+        step(scheduler)
+    assert calls() == known
+    scheduler.add_request(make_request("new", range(3000, 3020), 3))
+    step(scheduler)
+    assert calls() == known + 1
+    for _ in range(3):
+        step(scheduler)
+    assert "new" not in scheduler.requests
+    assert calls() > known + 1
+    assert len(scheduler.waiting) == 20
+
+
+def test_figures_of_an_idle_scheduler_are_those_after_the_last_request(model: str) -> None:
+    scheduler = make_scheduler(model, {**FIFO, "vllm": {"statistics": True}})
+    drive(scheduler, random_load(1, 10))
+    file = scheduler._statistics
+    figures = msgspec.json.decode(file.read_bytes())
+    file.unlink()
+    assert (figures["running"], figures["waiting"]) == (0, 0)
+    calls = scheduler.host.figures()["policy_calls"]["generate.admission"]["calls"]
+    assert figures["policy_calls"]["generate.admission"]["calls"] == calls > 0
 
 
 def test_slow_policy_is_replaced_and_then_vllm_order_goes_on(model: str) -> None:

@@ -26,13 +26,13 @@ def calibrate_vllm(
     The cost model and the trace of the run are the input of `vsched simulate`, which compares
     policies before they are served.
     """
-    from vsched.sim.cost.host_runs import fit_run, read_run
+    from vsched.sim.cost.host_runs import fit_run, read_run, simulated_settings
     from vsched.sim.cost.model import load_cost_model, save_cost_model
 
     found = read_run(run)
     model = fit_run(found, load_cost_model(shape), name=run.name.partition(".")[0])
     save_cost_model(model, output)
-    error, header = model.generate_error, found.header
+    error = model.generate_error
     assert error is not None
     typer.echo(
         f"{output}: {error.samples} steps, error {error.median:.0%} at the median, {error.p95:.0%} at p95"
@@ -40,13 +40,6 @@ def calibrate_vllm(
     for tenant, times in found.ttft_ms().items():
         middle = statistics.median(times)
         typer.echo(f"{tenant or 'all'}: {len(times)} requests, TTFT p50 {middle:,.0f} ms")
-    settings = {
-        "slots": header.slots,
-        "max_batch_tokens": header.batch_tokens,
-        "chunk_tokens": header.batch_tokens,
-        "block_size": header.block_size,
-        "step_target_ms": 0,
-    }
-    sets = " ".join(f"--set generate.{key}={value}" for key, value in settings.items())
+    sets = " ".join(f"--set {one}" for one in simulated_settings(found))
     trace = str(run).removesuffix(".run")
     typer.echo(f"Next: vsched simulate --cost {output} --trace {trace} {sets}")

@@ -207,7 +207,9 @@ def _effect(policy: RegisteredPolicy, plot: Path | None) -> bool:
 
     case = case_of(policy.kind, policy.name)
     if case is None:
-        typer.echo("No case of the gallery shows its effect; compare with vsched simulate.")
+        is_simulated = policy.kind in DECISIONS and DECISIONS[policy.kind].in_kernel
+        more = "; compare with vsched simulate" if is_simulated else ""
+        typer.echo(f"No case of the gallery shows its effect{more}.")
         return False
     outcomes = run_case(case)
     for line in lines_of(case, outcomes):

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from vsched.config.section import Section
-from vsched.config.sections import PoliciesConfig
+from vsched.config.sections import PoliciesConfig, VllmConfig
 from vsched.errors import ConfigError, ConfigProblems
 from vsched.plugins import resolve_policy, resolve_several
 from vsched.policy import POLICY_TABLES, SEVERAL, Policy
@@ -33,6 +33,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     policies: SeatPolicies
+    vllm: VllmConfig = VllmConfig()
     limits: PoliciesConfig = PoliciesConfig()
     target: TimeTarget = TimeTarget()
     rest: Mapping[str, Any] = {}
@@ -69,16 +70,19 @@ def read_host_settings(
                 built[path] = shared
     generate = dict(rest.get("generate", {}))
     keys = {key: generate.pop(key) for key in TimeTarget.__struct_fields__ if key in generate}
-    target, limits = TimeTarget(), PoliciesConfig()
+    target, limits, vllm = TimeTarget(), PoliciesConfig(), VllmConfig()
     rest["generate"] = generate
     with problems.collected():
         target = _convert(keys, TimeTarget, "generate")
     with problems.collected():
         limits = _convert(rest.pop("policies", {}), PoliciesConfig, "policies")
+    with problems.collected():
+        vllm = _convert(rest.pop("vllm", {}), VllmConfig, "vllm")
     problems.tell()
     by_table = {path: one for path, one in built.items() if path in called}
     return HostSettings(
         policies=SeatPolicies(by_table=by_table, several=shared),
+        vllm=vllm,
         limits=limits,
         target=target,
         rest=rest,

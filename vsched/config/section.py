@@ -25,9 +25,9 @@ Keys = TypeVar("Keys", bound=msgspec.Struct)
 
 
 def with_policy_tables(section: str) -> Callable[[type[Keys]], type[Keys]]:
-    """Add to a class the policy tables of its section; the declarations of decisions have them.
+    """Add the policy tables of a section to its class, as the decisions declare them.
 
-    The classes list those of vsched for type checkers only.
+    In the classes, policy tables are listed for type checkers only.
     """
 
     def add(cls: type[Keys]) -> type[Keys]:

@@ -392,6 +392,24 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     ] = 60.0
 
 
+class VllmConfig(Section, frozen=True, kw_only=True):
+    """The bridge to vLLM; without effect in vsched's server and in simulations. See docs/policies-in-vllm.md."""
+
+    trace: Annotated[
+        str,
+        Meta(
+            description="File for the arrivals of a run inside vLLM, for `vsched simulate --trace`; its times are in a "
+            "file of the same name with `.run`. Empty for none."
+        ),
+    ] = ""
+    statistics: Annotated[
+        bool,
+        Meta(
+            description="Write figures once per second, which `GET /vsched` of `FrontDoor` returns."
+        ),
+    ] = False
+
+
 class RecordConfig(Section, frozen=True, kw_only=True):
     """The record of the scheduler's events and decisions, for `vsched replay`."""
 
@@ -490,6 +508,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         front_door: PolicyTable = {}
     deadlines: DeadlinesConfig = DeadlinesConfig()
     record: RecordConfig = RecordConfig()
+    vllm: VllmConfig = VllmConfig()
 
     @property
     def ranks(self) -> int:

@@ -87,11 +87,12 @@ def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
     Each of an item's rows, or of those that it keeps, has a placeholder.
     """
     for item in items:
-        if item.offset != item.runs[0][0] or bool(item.kept) > bool(item.spans):
-            return False
-        if count_of(item.runs) != (count_of(item.kept) or item.tokens):
-            return False
-        if not _ascend(item.kept, item.tokens):
+        runs, rows = item.runs, item.tokens
+        if item.kept:
+            if not (item.spans and _ascend(item.kept, rows)):
+                return False
+            rows = count_of(item.kept)
+        if item.offset != runs[0][0] or count_of(runs) != rows:
             return False
     return _ascend([run for item in items for run in item.runs], prompt_tokens)
 

@@ -91,7 +91,7 @@ class SwapCopies(msgspec.Struct, frozen=True, array_like=True):
     """Copies between KV blocks and places in host memory: first `out`, then `back`.
 
     `out` is (block, place, block, place, …), `back` is (place, block, place, block, …). Neither writes a place or block
-    twice.
+    twice, and `back` reads no place that `out` writes.
     """
 
     out: list[int]

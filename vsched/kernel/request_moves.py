@@ -223,15 +223,16 @@ class RequestMoves(Restorable):
         self, view: EncodingView, spans: Sequence[ItemSpan], start: int, stop: int
     ) -> list[int]:
         """Return indices of the items to encode now: those that the chunk needs, and those that the policy adds."""
-        chosen: list[int] = self._encoding.decide(view, len(spans))
-        left_out = [
-            index
+        # Before the call: the policy has the spans, and could change them by force.
+        needed = {
+            index: item.ready
             for index, item in enumerate(spans)
-            if item.start < stop and item.stop > start and index not in chosen
-        ]
-        if left_out and not all(spans[index].ready for index in left_out):
+            if item.start < stop and item.stop > start
+        }
+        chosen: list[int] = self._encoding.decide(view, len(spans))
+        if False in [ready or index in chosen for index, ready in needed.items()]:
             self._encoding.overrule("items that the chunk needs were left out")
-        return sorted({*left_out, *chosen})
+        return sorted({*needed, *chosen})
 
     def _awaits_prompt(self, state: RequestState) -> bool:
         """Return True if a further choice waits until the first one has computed their prompt.

@@ -49,7 +49,7 @@ from vsched.kernel.events import (
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.quarantine import is_suspect
-from vsched.kernel.generate.step_plan import PlanResult
+from vsched.kernel.generate.step_plan import NOTHING_PLANNED, PlanResult
 from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import RequestRow, live_request
@@ -432,6 +432,8 @@ class Scheduler(SnapshotRoot):
     ) -> PlanResult:
         """Append the next step of a group, if it has one, and return its plan."""
         planned = group.plan(now_ns)
+        if planned is NOTHING_PLANNED:
+            return planned
         self._loads.change(group.index)
         if planned.more:
             group.mark_dirty()

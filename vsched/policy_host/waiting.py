@@ -170,8 +170,8 @@ class Holds:
 
     def note(self, index: int, now_ns: int) -> None:
         """Note the hold of a queue, if any, after its policy may have been called."""
-        until_ns = self._queues[index].held_until(now_ns)
-        if until_ns is not None and until_ns != self._noted[index]:
+        until_ns = self._queues[index].hold_until_ns
+        if until_ns is not None and until_ns > now_ns and until_ns != self._noted[index]:
             self._noted[index] = until_ns
             heappush(self._ends, (until_ns, index))
 

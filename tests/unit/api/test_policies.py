@@ -86,7 +86,7 @@ async def test_engine_replaces_policies_while_requests_run() -> None:
             {"generate.memory": {"use": "auto-profile"}},
             "generate.memory: cannot be replaced while requests run",
         ),
-        ({"generate.memory": Pinned(tokens=400)}, "the KV cache is sized once, at the start"),
+        ({"generate.memory": Pinned(tokens=400)}, "the policy of the start, which is not called"),
         ({"encode.encoding": {"use": "combined"}}, "limit scope 'item', as at the start"),
         (
             {"encode.admission": {"use": "token-budget", "max_tokens": 8}},

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vsched.config import load_config
 from vsched.errors import ConfigError, PolicyError
 from vsched.integrations.vllm.settings import FRONT, SCHEDULER, read_settings
 from vsched_policies.requests import TenantFair
@@ -24,20 +25,22 @@ def test_tables_are_those_of_vsched(tmp_path: Path) -> None:
         '[generate]\nstep_target_ms = 20\n[generate.step]\nuse = "slo-feedback"\n[server]\nport = 1\n'
         "[policies]\ncall_budget_ms = 5\n[vllm]\ntrace = 'run.jsonl'\n[front_door]\nuse = 'open'\n"
     )
-    found, keys = settings(str(file))
+    found = settings(str(file))
     assert [*found.policies.by_table] == ["generate.step"]
     assert found.target.step_target_ms == 20
     assert found.limits.call_budget_ms == 5
     assert found.rest["server"] == {"port": 1}
-    assert keys.trace == "run.jsonl"
+    assert found.vllm.trace == "run.jsonl"
+    config = load_config(file, environ={})
+    assert config.policies.by_table["generate.step"] == found.policies.by_table["generate.step"]
 
 
 def test_one_policy_decides_if_vllm_can_follow_it() -> None:
     tables = {"policy": {"use": "tenant-fair"}}
-    found, _ = settings(tables)
+    found = settings(tables)
     assert {*found.policies.by_table} == {*SCHEDULER}
     assert {type(one) for one in found.policies.by_table.values()} == {TenantFair}
-    assert [*settings(tables, FRONT)[0].policies.by_table] == ["front_door"]
+    assert [*settings(tables, FRONT).policies.by_table] == ["front_door"]
 
 
 @pytest.mark.parametrize(
@@ -80,4 +83,4 @@ def test_a_wrong_value_is_named(tables: object, sentence: str) -> None:
 
 def test_no_tables_are_no_policies() -> None:
     config = SimpleNamespace(additional_config=json.loads("{}"))
-    assert not read_settings(config, "0.32.0", SCHEDULER)[0].policies.by_table
+    assert not read_settings(config, "0.32.0", SCHEDULER).policies.by_table

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from tests.unit.kernel.setups import assert_served, image_request, joined, make_limits, words
@@ -259,6 +260,16 @@ class NoItems(ImagePolicy, frozen=True, kw_only=True):
         return []
 
 
+class MovesItems(ImagePolicy, frozen=True, kw_only=True):
+    """Changes what it was given by force, as if no image were in the chunk."""
+
+    def select(self, view: EncodingView) -> Sequence[int]:
+        for span in view.items:
+            for name in ("start", "stop"):
+                msgspec.structs.force_setattr(span, name, 0)
+        return []
+
+
 class Older(CachePolicy, frozen=True, kw_only=True):
     def keep(self, view: InsertionView) -> int:
         return 0
@@ -302,6 +313,13 @@ def test_answers_of_other_kinds_are_counted() -> None:
     assert VIEWS[0].needed == ()
     assert any(view.needed == (0,) for view in VIEWS)
     assert cluster.kernel.statistics()["policy_faults"] == {}
+
+
+def test_chunk_gets_its_images_whatever_a_policy_does_to_its_view() -> None:
+    cluster = cluster_of(make_limits(), encoding=MovesItems())
+    cluster.submit(image_request("r", (b"a", 8), (b"b", 8), max_tokens=2))
+    cluster.drain()
+    assert_served(cluster, "r")
 
 
 def test_blocks_that_stay_in_the_cache_are_counted() -> None:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from typing import Any, Self
 
 import vllm
+from vllm.logger import init_logger
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from vsched.integrations.vllm.settings import EMBEDDINGS, read_settings
@@ -54,8 +55,9 @@ class PolicyEncoderCache(EncoderCacheManager):  # type: ignore[misc]
     def create_manager(cls, *, cache_size: int, vllm_config: Any) -> Self:
         """Create the manager; without a policy, it evicts like vLLM."""
         manager = cls(cache_size=cache_size)
-        settings, _ = read_settings(vllm_config, vllm.__version__, EMBEDDINGS)
+        settings = read_settings(vllm_config, vllm.__version__, EMBEDDINGS)
         policy = settings.policies.by_table.get("encode.eviction")
         if isinstance(policy, CachePolicy):
+            init_logger("vllm.vsched").info("encode.eviction: %r", policy)
             manager.freeable = OrderedByPolicy(policy)
         return manager

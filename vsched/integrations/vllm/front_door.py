@@ -16,7 +16,7 @@ class FrontDoor(PolicyFrontDoor):
 
     def read_settings(self, app: Any) -> FrontSettings:
         config = app.state.vllm_config
-        settings, _ = read_settings(config, vllm.__version__, FRONT)
+        settings = read_settings(config, vllm.__version__, FRONT)
         server = settings.rest.get("server", {})
         return FrontSettings(
             policies=settings.policies,

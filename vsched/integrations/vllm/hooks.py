@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-TESTED_VERSIONS = ("0.32.0", "0.33.0")
+TESTED_VERSIONS = ("0.31.0", "0.32.0", "0.33.0")
 """Versions with which `tests/vllm` passes; of 0.33.0 the Python code only, without a build for CPUs."""
 USED_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
     "generate.admission": (

@@ -86,10 +86,12 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             logger.warning(
                 "vLLM %s is not among the versions tested with vsched, %s", version, tested
             )
-        settings, keys = read_settings(vllm_config, version, SCHEDULER)
-        if ignored := [name for name, table in settings.rest.items() if table]:
+        settings = read_settings(vllm_config, version, SCHEDULER)
+        others = {name: table for name, table in settings.rest.items() if name != "server"}
+        if ignored := [name for name, table in others.items() if table]:
             logger.warning("tables without effect in vLLM: %s", ", ".join(ignored))
         policies, limits, target = settings.policies, settings.limits, settings.target
+        keys = settings.vllm
         self.host = PolicyHost(
             policies,
             now_ns=time.perf_counter_ns,
@@ -121,7 +123,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         self._numbers = itertools.count()
         self._step = self._asked_step = self._result_ns = 0
         self._prefilling: dict[str, Request] = {}
-        self._flying: dict[int, tuple[int, int, int, int, list[Request]]] = {}
+        self._flying: dict[int, tuple[int, int, int, Any, list[Request]]] = {}
         self._caps: Mapping[str, int] | None = None
         self._budget: PrefillBudget | None = None
         self._priorities: list[tuple[Request, int]] = []
@@ -132,6 +134,9 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             batch_tokens=self.max_num_scheduled_tokens,
             block_size=self.block_size,
             kv_tokens=self.cache_config.num_gpu_blocks * self.block_size,
+            depth=getattr(vllm_config, "max_concurrent_batches", 1),
+            prefix_cache=bool(self.cache_config.enable_prefix_caching),
+            step_target_ms=target.step_target_ms,
         )
         self._recorder = HostRecorder(keys.trace, header) if keys.trace else None
         self._statistics = statistics_path(vllm_config) if keys.statistics else None
@@ -143,7 +148,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         if not hasattr(request, "vsched"):
             request.vsched = Entry(request, next(self._numbers))
             if self._recorder is not None:
-                self._recorder.note_arrival(request.vsched)
+                self._recorder.note_arrival(request.vsched, time.monotonic_ns())
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -381,6 +386,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             prefilling[request.request_id] = request
             computed = request.num_computed_tokens - scheduled.get(request.request_id, 0)
             self.measured.tokens_cached += request.vsched.join(now_ns, computed)
+        sizes = self._sizes(output) if self._recorder is not None else ()
         for name, request in [*prefilling.items()]:
             if count := scheduled.get(name, 0):
                 tokens += count
@@ -391,9 +397,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         if scheduled and (budget := self._budget) is not None:
             budget.prefilled, budget.pairs = tokens, pairs
             self._times.note(self._step, decodes, budget if tokens else None)
-            traced = self.running if self._recorder is not None else ()
-            context = sum([one.num_computed_tokens for one in traced if not one.is_prefill_chunk])
-            self._flying[id(output)] = (self._step, now_ns, decodes, context, firsts)
+            self._flying[id(output)] = (self._step, now_ns, decodes, sizes, firsts)
         if (queue := self._queue) is not None and self._asked_step == self._step:
             timed = self._budget is not None and self._budget.time_ns is not None
             full = timed or tokens + decodes >= self.max_num_scheduled_tokens
@@ -401,7 +405,14 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             if not left or full or images or len(self.running) >= self._slots():
                 queue.changed = True
 
-    def _learn(self, step: int, began_ns: int, decodes: int, context: int, firsts: Any) -> None:
+    def _sizes(self, output: Any) -> tuple[int, list[int]]:
+        """Return the tokens of the decoding requests of a step, and those of each image that it encodes."""
+        decodes = [one for one in self.running if one.request_id not in self._prefilling]
+        encoded = output.scheduled_encoder_inputs.items()
+        images = [self.requests[name].vsched.images_at()[i] for name, some in encoded for i in some]
+        return sum([one.num_computed_tokens for one in decodes]), [length for *_, length in images]
+
+    def _learn(self, step: int, began_ns: int, decodes: int, sizes: Any, firsts: Any) -> None:
         now_ns = time.monotonic_ns()
         busy_ns = now_ns - max(began_ns, self._result_ns)
         gap_ns = now_ns - (self._result_ns if self._flying else began_ns)
@@ -410,14 +421,14 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         one = StepTime(now_ns, busy_ns, gap_ns, decodes, tokens, pairs)
         self.measured.note_step(one)
         if self._recorder is not None:
-            self._recorder.note_step(one, context)
+            self._recorder.note_step(one, *sizes)
         for request in firsts:
             if request.num_output_tokens and not request.vsched.first_ns:
                 self.measured.note_first_token(request.vsched.first_token(now_ns))
         self.host.log_notices()
-        if now_ns - self._logged_ns > LOG_NS:
-            self._logged_ns = now_ns
-            self._log()
+        due = now_ns - self._logged_ns > LOG_NS
+        if due or (self._statistics is not None and not self.requests):
+            self._log(now_ns, due=due)
 
     def _note_end(self, request: Request) -> None:
         now_ns, entry = time.monotonic_ns(), request.vsched
@@ -430,14 +441,15 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             images, hashes = entry.images_at(), request.block_hashes
             self._recorder.note_end(entry, request.request_id, now_ns, hashes, images, kept=ended)
 
-    def _log(self) -> None:
-        """Log figures in which something has changed, and write them for the front door."""
+    def _log(self, now_ns: int, *, due: bool) -> None:
+        """Log figures in which something has changed, if a line is due, and write them for the front door."""
         figures = self.host.figures()
-        calls = {name: int(one["calls"]) for name, one in figures["policy_calls"].items()}
-        text = f"calls {calls}, faults {figures['policy_faults']}, {figures['host_faults']}"
-        if text != self._logged:
-            logger.info("policies: %s", text)
-        self._logged = text
+        if due:
+            calls = {name: int(one["calls"]) for name, one in figures["policy_calls"].items()}
+            text = f"calls {calls}, faults {figures['policy_faults']}, {figures['host_faults']}"
+            if text != self._logged:
+                logger.info("policies: %s", text)
+            self._logged_ns, self._logged = now_ns, text
         if self._statistics is not None:
             figures |= {"running": len(self.running), "waiting": len(self.waiting)}
             write_file(self._statistics, msgspec.json.encode(figures))

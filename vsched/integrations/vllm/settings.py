@@ -10,10 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from vsched.config.host import HostSettings, read_host_settings
-from vsched.config.section import Section
 from vsched.errors import ConfigError
 from vsched.policy_host import HostCapabilities
 
@@ -34,21 +31,7 @@ REFUSED = {
 """Reasons why vLLM does not follow a policy of these tables."""
 
 
-class BridgeKeys(Section, frozen=True, kw_only=True):
-    """The table `vllm`.
-
-    Attributes:
-        trace: File for the arrivals, for `vsched simulate --trace`; empty for none.
-        statistics: Whether the scheduler writes figures once per second, for `GET /vsched` of `FrontDoor`.
-    """
-
-    trace: str = ""
-    statistics: bool = False
-
-
-def read_settings(
-    vllm_config: Any, version: str, called: Collection[str]
-) -> tuple[HostSettings, BridgeKeys]:
+def read_settings(vllm_config: Any, version: str, called: Collection[str]) -> HostSettings:
     """Read `{"vsched": "policies.toml"}`, or tables in place of the path, and build the policies of `called`.
 
     Raises:
@@ -68,12 +51,7 @@ def read_settings(
         raise ConfigError(
             f"vsched: {tables!r} is neither a path nor tables. Remedy: give one of them"
         )
-    tables = dict(tables)
-    try:
-        keys = msgspec.convert(tables.pop("vllm", {}), BridgeKeys)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"vllm: {error}. Remedy: its keys are trace and statistics") from error
-    return read_host_settings(tables, capabilities(version), called), keys
+    return read_host_settings(tables, capabilities(version), called)
 
 
 def capabilities(version: str) -> HostCapabilities:

@@ -60,6 +60,9 @@ class SwapSpace(Restorable):
         self._kept = {}
         self._out = []
         self._back = []
+        self._read: list[
+            int
+        ] = []  # places that the next decision reads, after it has written others
 
     def __len__(self) -> int:
         """Number of requests with swapped-out blocks."""
@@ -103,6 +106,7 @@ class SwapSpace(Restorable):
     def swap_in(self, state: RequestState, blocks: list[int], *, cached: int, computed: int) -> int:
         """Copy blocks of a joining request back, free its places, and return the number of copied blocks.
 
+        The places are free after the next decision, which writes blocks of preempted requests first.
         `blocks` are its new blocks, the first `cached` of them found in the prefix cache; `computed` is from `reach`.
         """
         kept = self._kept.get(state.number) if self._kept else None
@@ -111,9 +115,12 @@ class SwapSpace(Restorable):
         needed = range(cached, -(-computed // self._block_size))
         for index in needed:
             self._back += (kept.places[index - kept.first], blocks[index])
-        self.pending = self.pending or bool(needed)
         del self._kept[state.number]
-        self._free += reversed(kept.places)
+        if needed:
+            self.pending = True
+            self._read += reversed(kept.places)
+        else:
+            self._free += reversed(kept.places)
         return len(needed)
 
     def drop(self, number: int) -> bool:
@@ -131,7 +138,8 @@ class SwapSpace(Restorable):
     def take_copies(self) -> SwapCopies:
         """Return the copies for the next decision."""
         copies = SwapCopies(self._out, self._back)
-        self._out, self._back, self.pending = [], [], False
+        self._free += self._read
+        self._out, self._back, self._read, self.pending = [], [], [], False
         return copies
 
     def statistics(self) -> dict[str, int]:

@@ -14,9 +14,9 @@ from vsched.sim.cost.model import (
     CostModel,
     EncodeCost,
     GenerateCost,
-    GenerateSample,
     HostCost,
     fit_linear,
+    fit_totals,
 )
 from vsched.sim.workload.host_traces import HostRequest, HostStep, RunHeader, RunLine
 
@@ -65,21 +65,21 @@ def read_run(path: Path) -> HostRunFile:
 def fit_run(run: HostRunFile, base: CostModel, *, name: str) -> CostModel:
     """Fit the steps of a run; the shape of the model is that of `base`.
 
-    Encoding is part of the steps, and has no further cost.
+    A step with images encodes them before its tokens; in a simulation with `placement = "together"`, that is a step of
+    its own. Preparation is the time until the scheduler has a request, at its least: a step that runs can delay it.
     """
-    samples = [
-        GenerateSample(
-            decodes=one.decodes,
-            context=one.context_tokens,
-            prefill=one.prefill_tokens,
-            pairs=one.pairs,
-            ns=one.busy_ns,
+    steps = [one for one in run.steps if one.decodes or one.prefill_tokens]
+    rows = [
+        (
+            *(1.0, one.decodes, one.context_tokens, one.prefill_tokens, one.pairs),
+            *(one.images, one.image_tokens, one.image_pairs),
         )
-        for one in run.steps
-        if one.decodes or one.prefill_tokens
+        for one in steps
     ]
-    rows = [(1.0, one.decodes, one.context, one.prefill, one.pairs) for one in samples]
-    costs, error = fit_linear(rows, [one.ns for one in samples])
+    costs, error = fit_totals(rows, [one.busy_ns for one in steps])
+    step_ns, decode_ns, context_ns, prefill_ns, pair_ns, *of_images = costs
+    item_ns, token_ns, token_pair_ns = of_images
+    request_ns, prompt_token_ns = _preparation(run)
     usual_ns = statistics.median(one.busy_ns for one in run.steps)
     gaps = [
         after.ended_ns - after.busy_ns - before.ended_ns for before, after in pairwise(run.steps)
@@ -88,13 +88,51 @@ def fit_run(run: HostRunFile, base: CostModel, *, name: str) -> CostModel:
     return msgspec.structs.replace(
         base,
         name=name,
-        source=f"{len(samples)} steps of {run.header.host}",
-        encode=EncodeCost(),
-        generate=GenerateCost(**dict(zip(GenerateCost.__struct_fields__, costs, strict=True))),
-        host=HostCost(gap_ns=statistics.median(gaps) if gaps else 0.0),
+        source=f"{len(steps)} steps of {run.header.host}",
+        encode=EncodeCost(item_ns=item_ns, token_ns=token_ns, token_pair_ns=token_pair_ns),
+        generate=GenerateCost(
+            step_ns=step_ns,
+            decode_ns=decode_ns,
+            context_ns=context_ns,
+            prefill_ns=prefill_ns,
+            pair_ns=pair_ns,
+        ),
+        host=HostCost(
+            gap_ns=statistics.fmean(gaps) if gaps else 0.0,
+            request_ns=request_ns,
+            token_ns=prompt_token_ns,
+            depth=run.header.depth,
+        ),
         kv_tokens=run.header.kv_tokens,
         encode_error=None,
         generate_error=error,
         noise=0.0,
         machine=None,
     )
+
+
+def simulated_settings(run: HostRunFile) -> list[str]:
+    """Return the assignments of `--set` with which a simulation has the limits of the host."""
+    header = run.header
+    settings = {
+        "slots": header.slots,
+        "max_batch_tokens": header.batch_tokens,
+        "chunk_tokens": header.batch_tokens,
+        "block_size": header.block_size,
+        "step_target_ms": f"{header.step_target_ms:g}",
+        "prefix_cache": str(header.prefix_cache).lower(),
+    }
+    sets = [f"generate.{key}={value}" for key, value in settings.items()]
+    if any(one.images for one in run.steps):
+        sets.append("placement=together")
+    return sets
+
+
+def _preparation(run: HostRunFile) -> tuple[float, float]:
+    """Return the time of preparing a request, and of each of its prompt tokens."""
+    requests = [one for one in run.requests if one.prepared_ns > 0]
+    if not requests:
+        return 0.0, 0.0
+    rows = [(1.0, one.prompt_tokens) for one in requests]
+    (request_ns, token_ns), _ = fit_linear(rows, [one.prepared_ns for one in requests])
+    return request_ns, token_ns

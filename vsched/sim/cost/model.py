@@ -28,6 +28,8 @@ LATE_WEIGHT = 0.3
 """Initial weight of samples slower than the prediction."""
 FAR = 0.4
 """Relative error from which a sample has weight zero."""
+HELD_UP = 3.0
+"""Limit for the time of a step in a run, as a multiple of the fitted time: a longer one was held up by others."""
 
 
 class EncodeCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +69,8 @@ class HostCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             other down.
         cold: Slowdown of a step that starts on idle ranks, whose caches are cold.
         swap_byte_ns: Copying a byte of a KV block to host memory or back.
+        depth: Maximum number of decisions in flight, if the model was fitted to another host; 0 for
+            that of vsched.
     """
 
     decision_ns: Nanoseconds = 0.0
@@ -78,6 +82,7 @@ class HostCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     contention: tuple[Annotated[float, Meta(ge=1)], ...] = ()
     cold: Annotated[float, Meta(ge=1)] = 1.0
     swap_byte_ns: Nanoseconds = 0.25
+    depth: Annotated[int, Meta(ge=0)] = 0
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,6 +269,30 @@ def robust_fit(matrix: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> np
     return found
 
 
+def fit_totals(
+    rows: Sequence[Sequence[float]], times: Sequence[float]
+) -> tuple[list[float], FitError]:
+    """Return non-negative coefficients with which all samples together take their measured time, and their errors.
+
+    `fit_linear` finds the costs of undisturbed steps. In a run, steps are delayed again and again by the other threads
+    and programs of the machine, and requests wait for the slow ones as well. With errors weighted by the inverse of
+    the predicted time (a Poisson regression), the predictions have the same sum as the times.
+    """
+    features, wanted = np.asarray(rows, dtype=float), np.asarray(times, dtype=float)
+    scale = np.linalg.norm(features, axis=0)
+    scale[scale == 0] = 1.0  # unused features have zero cost
+    matrix, expected = features / scale, np.full_like(wanted, wanted.mean())
+    found, limited = np.zeros(len(scale)), wanted
+    for _ in range(FIT_ROUNDS):
+        weights = 1 / np.sqrt(expected)
+        found = non_negative(matrix * weights[:, None], limited * weights)
+        expected = np.maximum(matrix @ found, wanted.mean() * 1e-3)
+        limited = np.minimum(wanted, HELD_UP * expected)
+    median, p95 = np.percentile(np.abs(expected / wanted - 1), [50, 95])
+    error = FitError(samples=len(wanted), median=float(median), p95=float(p95))
+    return [float(one) for one in found / scale], error
+
+
 def non_negative(
     matrix: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
@@ -271,8 +300,8 @@ def non_negative(
 
     Five coefficients have 31 subsets, so an active-set method with its tolerances is not needed.
     """
-    columns = range(matrix.shape[1])
-    best, best_error = np.zeros(len(columns)), float(wanted @ wanted)
+    columns = np.flatnonzero(matrix.any(axis=0))
+    best, best_error = np.zeros(matrix.shape[1]), float(wanted @ wanted)
     for size in range(1, len(columns) + 1):
         for chosen in itertools.combinations(columns, size):
             solved, *_ = np.linalg.lstsq(matrix[:, chosen], wanted, rcond=None)
@@ -281,7 +310,7 @@ def non_negative(
             rest = matrix[:, chosen] @ solved - wanted
             error = float(rest @ rest)
             if error < best_error * (1 - 1e-9):
-                best, best_error = np.zeros(len(columns)), error
+                best, best_error = np.zeros(matrix.shape[1]), error
                 best[list(chosen)] = solved
     return best
 

@@ -22,17 +22,23 @@ BLOCKS_MAX = 1 << 18
 
 
 class RunHeader(msgspec.Struct, frozen=True, kw_only=True, tag="host", tag_field="kind"):
-    """The host of a run, the first line."""
+    """The host of a run, the first line; `depth` is its maximum number of steps in flight."""
 
     host: str
     slots: int
     batch_tokens: int
     block_size: int
     kv_tokens: int
+    depth: int = 1
+    prefix_cache: bool = True
+    step_target_ms: float = 0.0
 
 
 class HostStep(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
-    """The composition of a step, and its time from decision, or the result before it, to result."""
+    """The composition of a step, and its time from decision, or the result before it, to result.
+
+    `image_pairs` is the sum of the squared token counts of the images that it encodes.
+    """
 
     ended_ns: int
     busy_ns: int
@@ -40,14 +46,18 @@ class HostStep(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field=
     context_tokens: int
     prefill_tokens: int
     pairs: float
+    images: int = 0
+    image_tokens: int = 0
+    image_pairs: int = 0
 
 
 class HostRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request", tag_field="kind"):
-    """A request that ended, with its times from its arrival until a slot, the first token and the end."""
+    """A request that ended, with its times from arrival until the scheduler, a slot, the first token and the end."""
 
     request_id: str
     tenant: str
     ended_ns: int
+    prepared_ns: int = 0
     queued_ns: int
     ttft_ns: int
     total_ns: int
@@ -87,18 +97,19 @@ class HostRecorder:
         self._trace, self._run = self._files
         self._encode = msgspec.json.Encoder().encode
         self._open: dict[int, Arrival | None] = {}
-        self._sent_ns: dict[int, int] = {}
+        self._sent_ns: dict[int, tuple[int, int]] = {}
         self._texts: dict[Hashable, int] = {}
         self._began_ns, self._last_ns, self._block_size = -1, 0, header.block_size
         self._write(self._run, header)
 
-    def note_arrival(self, request: HostedRequest) -> None:
-        """Note a request that arrives, in order."""
+    def note_arrival(self, request: HostedRequest, now_ns: int) -> None:
+        """Note a request that reaches the scheduler, in order."""
         number = request.order[0]
         if self._began_ns < 0:
             self._began_ns = request.arrived_ns
         self._last_ns = max(request.arrived_ns - self._began_ns, self._last_ns)
-        self._open[number], self._sent_ns[number] = None, self._last_ns
+        self._open[number] = None
+        self._sent_ns[number] = self._last_ns, now_ns - request.arrived_ns
 
     def note_end(
         self,
@@ -117,7 +128,7 @@ class HostRecorder:
         number = request.order[0]
         if number not in self._open:
             return
-        at_ns = self._sent_ns.pop(number)
+        at_ns, prepared_ns = self._sent_ns.pop(number)
         if not kept or not request.output_tokens:
             del self._open[number]
         else:
@@ -126,6 +137,7 @@ class HostRecorder:
                 request_id=name,
                 tenant=request.tenant,
                 ended_ns=now_ns,
+                prepared_ns=prepared_ns,
                 queued_ns=request.joined_ns - request.arrived_ns,
                 ttft_ns=first_ns - request.arrived_ns,
                 total_ns=now_ns - request.arrived_ns,
@@ -146,8 +158,8 @@ class HostRecorder:
         for file in self._files:
             file.flush()  # the process may be killed at any time
 
-    def note_step(self, time: StepTime, context_tokens: int) -> None:
-        """Note a step; `context_tokens` are the computed tokens of decoding requests."""
+    def note_step(self, time: StepTime, context_tokens: int, images: Sequence[int]) -> None:
+        """Note a step; `context_tokens` are those of decoding requests, `images` the tokens of encoded images."""
         self._write(
             self._run,
             HostStep(
@@ -157,6 +169,9 @@ class HostRecorder:
                 context_tokens=context_tokens,
                 prefill_tokens=time.prefill_tokens,
                 pairs=time.pairs,
+                images=len(images),
+                image_tokens=sum(images),
+                image_pairs=sum(count * count for count in images),
             ),
         )
 

@@ -99,7 +99,8 @@ def _show(report: dict[str, Any], questions: int, console: Console) -> None:
                 f"{median(one.ttft_ms for one in answers):,.0f}",
                 f"{median(one.token_ms for one in answers):.1f}",
             )
-    console.print(speed)
+    if "speed" in report:
+        console.print(speed)
     for kind, shares in report.get("right", {}).items():
         tasks = list(next(iter(shares.values())))
         table = Table(f"right answers in %, {kind}", *tasks)

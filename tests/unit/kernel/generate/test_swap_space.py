@@ -87,6 +87,18 @@ def test_copies_wait_for_the_next_decision_whatever_else_is_kept(pool: BlockPool
     assert swap.take_copies() == SwapCopies([], [])
 
 
+def test_places_that_a_decision_reads_are_not_written_by_it(pool: BlockPool) -> None:
+    """A request joins with its blocks, and the next one takes the slot of another: ranks copy out first."""
+    swap, back, victim = space(3), running(1, pool, 2), running(2, pool, 2)
+    assert swap.keep(back, 7, pool)
+    swap.take_copies()
+    assert swap.swap_in(back, pool.take(2), cached=0, computed=7) == 2
+    assert swap.keep(victim, 7, pool) is False, "one place is free, the others are read"
+    copies = swap.take_copies()
+    assert (len(copies.back), copies.out, swap.free) == (4, [], 3)
+    assert swap.keep(victim, 7, pool)
+
+
 def test_kept_blocks_end_at_the_first_gap_of_the_cache(pool: BlockPool) -> None:
     swap, one = space(8), running(1, pool, 4)
     pool.hold(one.blocks[:2])

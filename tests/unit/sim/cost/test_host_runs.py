@@ -13,22 +13,32 @@ from vsched.cli import app
 from vsched.cli.main import import_commands
 from vsched.errors import ConfigError
 from vsched.sim.cost.host_runs import fit_run, read_run
-from vsched.sim.cost.model import COST_MODELS, load_cost_model
+from vsched.sim.cost.model import COST_MODELS, CostModel, load_cost_model
 from vsched.sim.workload.host_traces import HostRequest, HostStep, RunHeader
 
-HEADER = RunHeader(host="vLLM 1", slots=4, batch_tokens=256, block_size=16, kv_tokens=4096)
+HEADER = RunHeader(host="vLLM 1", slots=4, batch_tokens=256, block_size=16, kv_tokens=4096, depth=2)
 TRUE = (2e6, 1e5, 20.0, 3e4, 5.0)
+OF_IMAGES = (4e6, 5e4, 30.0)
 
 
-def write_run(path: Path, steps: int = 200) -> Path:
-    """Write a run whose steps have the costs `TRUE`, with gaps of 300 µs."""
+def write_run(
+    path: Path, steps: int = 200, *, images: bool = False, delayed: float = 1.0, stall: float = 1.0
+) -> Path:
+    """Write a run whose steps have the costs `TRUE`, with gaps of 300 µs.
+
+    Every fourth step takes `delayed` times as long, and one of them `stall` times.
+    """
     rng, now_ns = random.Random(1), 0
     lines: list[object] = [HEADER]
-    for _ in range(steps):
+    for number in range(steps):
         decodes, tokens = rng.randint(0, 4), rng.choice([0, 64, 200])
         context, pairs = decodes * rng.randint(10, 900), tokens * rng.randint(32, 2000)
-        sizes = (1, decodes, context, tokens, pairs)
-        busy_ns = round(sum(size * cost for size, cost in zip(sizes, TRUE, strict=True)))
+        encoded = [rng.randint(9, 200) for _ in range(rng.randint(0, 2))] if images else []
+        of_images = len(encoded), sum(encoded), sum(one * one for one in encoded)
+        sizes = (1, decodes, context, tokens, pairs, *of_images)
+        costs = (*TRUE, *OF_IMAGES)
+        busy_ns = round(sum(size * cost for size, cost in zip(sizes, costs, strict=True)))
+        busy_ns = round(busy_ns * (1 if number % 4 else delayed) * (stall if number == 60 else 1))
         now_ns += 300_000 + busy_ns
         lines.append(
             HostStep(
@@ -38,6 +48,9 @@ def write_run(path: Path, steps: int = 200) -> Path:
                 context_tokens=context,
                 prefill_tokens=tokens,
                 pairs=pairs,
+                images=of_images[0],
+                image_tokens=of_images[1],
+                image_pairs=of_images[2],
             )
         )
     for number, tenant in enumerate(["a", "b", "b"]):
@@ -46,10 +59,11 @@ def write_run(path: Path, steps: int = 200) -> Path:
                 request_id=str(number),
                 tenant=tenant,
                 ended_ns=now_ns,
+                prepared_ns=2_000_000 + 1000 * number,
                 queued_ns=1,
                 ttft_ns=(number + 1) * 1_000_000,
                 total_ns=9_000_000,
-                prompt_tokens=3,
+                prompt_tokens=number,
                 output_tokens=4,
                 cached_tokens=0,
                 preemptions=0,
@@ -60,14 +74,43 @@ def write_run(path: Path, steps: int = 200) -> Path:
 
 
 def test_fit_finds_the_costs_of_the_steps(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "fifo.jsonl.run"))
+    run = read_run(write_run(tmp_path / "fifo.jsonl.run", images=True))
     model = fit_run(run, COST_MODELS["tiny25"], name="mine")
     found = msgspec.structs.astuple(model.generate)
     assert found == pytest.approx(TRUE, rel=0.01)
+    assert msgspec.structs.astuple(model.encode) == pytest.approx((0.0, *OF_IMAGES), rel=0.01)
     assert model.host.gap_ns == 300_000
+    assert (model.host.request_ns, model.host.token_ns) == pytest.approx((2e6, 1000), rel=0.01)
+    assert model.host.depth == 2
     assert model.kv_tokens == 4096
     assert model.shape == COST_MODELS["tiny25"].shape
     assert run.ttft_ms() == {"": [1, 2, 3], "a": [1], "b": [2, 3]}
+
+
+def test_delays_that_all_requests_have_are_part_of_the_costs(tmp_path: Path) -> None:
+    plain, delayed, stalled = (
+        read_run(write_run(tmp_path / f"{number}.run", delayed=factor, stall=stall))
+        for number, (factor, stall) in enumerate([(1.0, 1.0), (2.5, 1.0), (2.5, 1000.0)])
+    )
+    model, after_stall = (
+        fit_run(one, COST_MODELS["tiny25"], name="") for one in (delayed, stalled)
+    )
+
+    def total_ns(costs: CostModel) -> float:
+        return sum(
+            costs.generate_ns(
+                decodes=one.decodes,
+                context=one.context_tokens,
+                prefill=one.prefill_tokens,
+                pairs=one.pairs,
+            )
+            for one in delayed.steps
+        )
+
+    measured_ns = sum(one.busy_ns for one in delayed.steps)
+    assert measured_ns > 1.3 * sum(one.busy_ns for one in plain.steps)
+    assert total_ns(model) == pytest.approx(measured_ns, rel=0.01)
+    assert total_ns(after_stall) == pytest.approx(measured_ns, rel=0.05)
 
 
 def test_command_writes_a_cost_model_and_reports_what_comes_next(tmp_path: Path) -> None:
@@ -78,6 +121,10 @@ def test_command_writes_a_cost_model_and_reports_what_comes_next(tmp_path: Path)
     assert load_cost_model(cost).name == "fifo"
     assert "all: 3 requests, TTFT p50 2 ms" in result.output
     assert f"--trace {tmp_path}/fifo.jsonl --set generate.slots=4" in result.output
+    assert "placement=together" not in result.output
+    write_run(run, images=True)
+    result = CliRunner().invoke(app, ["calibrate-vllm", str(run), "--output", str(cost)])
+    assert "--set generate.prefix_cache=true --set placement=together" in result.output
 
 
 def test_file_that_is_no_run_is_refused(tmp_path: Path) -> None:

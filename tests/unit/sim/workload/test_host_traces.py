@@ -13,6 +13,7 @@ from vsched.policy.measured import StepTime
 from vsched.policy_host import HostedRequest
 from vsched.sim.workload.host_traces import (
     HostRecorder,
+    HostRequest,
     HostStep,
     ImageAt,
     RunHeader,
@@ -65,11 +66,11 @@ def test_arrivals_come_in_order_with_their_tenants(tmp_path: Path) -> None:
     recorder = HostRecorder(str(trace), HEADER)
     requests = [Plain(number, 100 + 10 * number, 9) for number in range(3)]
     for request in requests:
-        recorder.note_arrival(request)
+        recorder.note_arrival(request, request.arrived_ns + 30)
     end(recorder, requests[2])
     end(recorder, requests[0], kept=False)  # its client left
     end(recorder, requests[1])
-    recorder.note_step(StepTime(5, 4, 3, 2, 1, 0.5), 70)
+    recorder.note_step(StepTime(5, 4, 3, 2, 1, 0.5), 70, [3, 4])
     recorder.close()
     first, second = load_trace(trace)
     assert (first.request_id, second.request_id) == ("r1", "r2")
@@ -81,8 +82,17 @@ def test_arrivals_come_in_order_with_their_tenants(tmp_path: Path) -> None:
         for line in run_file(trace).read_bytes().splitlines()
     ]
     assert lines[0] == HEADER
+    assert {one.prepared_ns for one in lines if isinstance(one, HostRequest)} == {30}
     assert lines[-1] == HostStep(
-        ended_ns=5, busy_ns=4, decodes=2, context_tokens=70, prefill_tokens=1, pairs=0.5
+        ended_ns=5,
+        busy_ns=4,
+        decodes=2,
+        context_tokens=70,
+        prefill_tokens=1,
+        pairs=0.5,
+        images=2,
+        image_tokens=7,
+        image_pairs=25,
     )
 
 
@@ -92,7 +102,7 @@ def test_prompts_share_as_many_first_tokens_as_blocks(tmp_path: Path) -> None:
     blocks = ["A", "AB", "ABC"], ["A", "AB", "ABX"], ["A", "AB", "ABX", "ABXY"], ["Q"]
     for number, hashes in enumerate(blocks):
         request = Plain(number, number, 4 * len(hashes) + 2)
-        recorder.note_arrival(request)
+        recorder.note_arrival(request, request.arrived_ns + 30)
         end(recorder, request, hashes)
     recorder.close()
     prompts = [prompt_ids(arrival) for arrival in load_trace(trace)]
@@ -112,7 +122,7 @@ def test_images_keep_their_keys_and_places(tmp_path: Path) -> None:
     trace = tmp_path / "run.jsonl"
     recorder = HostRecorder(str(trace), HEADER)
     request = Plain(0, 0, 20)
-    recorder.note_arrival(request)
+    recorder.note_arrival(request, request.arrived_ns + 30)
     end(recorder, request, ["A"], [("k1", 5, 3), ("k2", 10, 6)])
     recorder.close()
     (arrival,) = load_trace(trace)
