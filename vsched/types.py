@@ -121,6 +121,8 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         extent: Location of its arrays in the arena.
         encoded: The client sent the embedding itself: `extent` holds its rows, [tokens, row bytes], and no arrays.
         adapter: Number of the adapter that is applied when it is encoded, 0 for none; the key covers it as well.
+        attention: Ranges of positions with bidirectional attention, for a model with such attention within images; None
+            for all placeholders.
     """
 
     key: bytes
@@ -133,6 +135,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     extent: Extent | None = None
     encoded: bool = False
     adapter: int = 0
+    attention: Spans | None = None
 
     @property
     def end(self) -> int:
@@ -144,6 +147,11 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         """Ranges of positions of its placeholders."""
         return self.spans or ((self.offset, self.offset + self.tokens),)
 
+    @property
+    def atoms(self) -> Spans:
+        """Ranges that no chunk may cut, in a model with bidirectional attention within images."""
+        return self.runs if self.attention is None else self.attention
+
 
 class ItemPlace(msgspec.Struct, frozen=True, array_like=True):
     """Position of an image in its prompt, and its metadata for the plug-in; attributes as in `MediaItem`."""
@@ -153,6 +161,7 @@ class ItemPlace(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes = b""
     spans: Spans = ()
     kept: Spans = ()
+    attention: Spans | None = None
 
     @property
     def runs(self) -> Spans:

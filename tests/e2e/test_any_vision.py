@@ -69,9 +69,13 @@ async def seeing(config: Config) -> AsyncIterator[RunningServer]:
 
 @torch.inference_mode()
 def generated(
-    path: Path, preprocessor: Preprocessor, asks: Sequence[Ask], **options: Any
+    path: Path,
+    preprocessor: Preprocessor,
+    asks: Sequence[Ask],
+    attention: Sequence[Sequence[int]] | None = None,
+    **options: Any,
 ) -> list[list[int]]:
-    """Greedy outputs of transformers' complete model."""
+    """Greedy outputs of transformers' complete model; `attention` has the spans of each image."""
     made: Any = AutoModelForImageTextToText
     model = made.from_pretrained(path, dtype=torch.float32).eval()
     found = []
@@ -84,6 +88,12 @@ def generated(
             kinds["token_type_ids"] = (
                 torch.zeros_like(ids) if prefix else (ids == preprocessor.info.placeholder).int()
             )
+            if attention is not None:
+                numbers = kinds["token_type_ids"].cumsum(1)
+                inside = torch.zeros_like(numbers)
+                for start, stop in attention:
+                    inside |= ((numbers > start) & (numbers <= stop)).int()
+                kinds["token_type_ids"] *= inside
         pictures = [
             torch.from_numpy(preprocessor.process_image(image)["pixel_values"].copy())
             for image in ask.images
@@ -121,6 +131,45 @@ async def test_a_chat_about_an_image_is_answered_as_generate_does(
             assert response.status_code == 200, response.text
             text = response.json()["choices"][0]["message"]["content"]
             assert text == seeing.engine.preprocessor.detokenize(tokens)
+
+
+async def test_attention_spans_are_honoured_or_refused(
+    seeing: RunningServer, config: Config
+) -> None:
+    """As `generate` with such a mask, whatever was cached before; in a model of causal attention, a 400."""
+    preprocessor = seeing.engine.preprocessor
+    ask = Ask(TEXTS[2], [drawn_image(5)], 24)
+    tokens = ask.prompt(preprocessor).count(preprocessor.info.placeholder)
+    assert tokens > 3
+    answers = []
+    async with httpx.AsyncClient(base_url=seeing.url, timeout=PATIENCE_S) as client:
+        for spans in (None, [[1, tokens]], [[0, 2], [3, tokens]], [], [[0, tokens]]):
+            [message] = ask.messages
+            content = [
+                part | {"attention_spans": spans} if part["type"] == "image_url" else part
+                for part in message["content"]
+            ]
+            body = {"messages": [message | {"content": content}], "max_tokens": ask.count}
+            body |= {"temperature": 0, "ignore_eos": True, "logprobs": True}
+            response = await client.post("/v1/chat/completions", json=body)
+            if spans is not None and not seeing.engine.info.item_atomic:
+                assert response.status_code == 400, response.text
+                error = response.json()["error"]
+                assert error["code"] == "attention_spans_not_taken"
+                assert error["message"].startswith(
+                    "image 0: attention_spans cannot be set: the model"
+                )
+                continue
+            assert response.status_code == 200, response.text
+            [choice] = response.json()["choices"]
+            wanted = generated(Path(config.model.path), preprocessor, [ask], spans)
+            assert choice["message"]["content"] == preprocessor.detokenize(wanted[0])
+            answers.append([each["logprob"] for each in choice["logprobs"]["content"]])
+    if seeing.engine.info.item_atomic:
+        default, *others, whole = answers
+        assert whole == pytest.approx(default)
+        for other in others:
+            assert other != pytest.approx(default, rel=1e-4), "the spans make a difference"
 
 
 class SecondTurn(Ask):
@@ -203,7 +252,7 @@ async def test_a_sampled_placeholder_stands_for_no_image(
     placeholder = engine.info.placeholder
 
     def say(bias: float) -> list[int]:
-        reported = {"sequence_bias": {(placeholder,): bias}}
+        reported: dict[str, Any] = {"sequence_bias": {(placeholder,): bias}}
         return generated(Path(config.model.path), engine.preprocessor, [ask], **reported)[0]
 
     bias, tokens = now_and_then(placeholder, say)

@@ -1,4 +1,4 @@
-"""Complete engines: the same tokens as vLLM with each policy, also with too few KV blocks, and a step ahead."""
+"""Complete engines: the same tokens as vLLM with each policy, also with too few KV blocks, images, and a step ahead."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -20,7 +21,9 @@ from tests.vllm.test_scheduler import BAD, FAIR, LAST, SHORTEST
 from vsched.sim.cost.host_runs import read_run
 from vsched.sim.workload.host_traces import run_file
 from vsched.sim.workload.traces import load_trace
+from vsched_workers.checkpoint.random_init import make_checkpoint
 
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 Prompts = Sequence[Mapping[str, Any]]
 
 
@@ -41,12 +44,26 @@ def texts() -> Prompts:
     ]
 
 
+def pictures() -> Prompts:
+    """Return prompts with none, one or two of five pictures, between words."""
+    rng, found = random.Random(5), []
+    sizes = [(112, 84 + 28 * number) for number in range(5)]
+    made = [Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1])) for size in sizes]
+    for number in range(14):
+        chosen = [made[rng.randrange(5)] for _ in range(number % 3)]
+        words = [" ".join(["return value"] * rng.randrange(3, 40)) for _ in (0, *chosen)]
+        prompt = {"prompt": IMAGE.join(words)}
+        found.append({**prompt, "multi_modal_data": {"image": chosen}} if chosen else prompt)
+    return found
+
+
 def generate(
     model: str,
     prompts: Prompts,
     tables: Mapping[str, Any] | None,
     *,
     outputs: int,
+    repetition_penalty: float = 1.0,
     **settings: Any,
 ) -> tuple[list[list[int]], Any]:
     """Return the tokens, and the engine; without tables, it is vLLM's own.
@@ -75,6 +92,7 @@ def generate(
     )
     sampling = SamplingParams(
         temperature=0,
+        repetition_penalty=repetition_penalty,
         max_tokens=outputs,
         ignore_eos=True,
         detokenize=False,
@@ -158,3 +176,34 @@ def plan_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(configured))
     monkeypatch.setattr(CPUModelRunner, "__init__", created)
+
+
+def test_tokens_are_those_of_vllm_with_images(tmp_path: Path) -> None:
+    model, trace = str(tmp_path / "model"), tmp_path / "run.jsonl"
+    make_checkpoint(model, "tiny25")
+    tables = {
+        **FAIR,
+        "encode": {"eviction": {"use": "vsched_policies.eviction:S3Fifo"}},
+        "vllm": {"trace": str(trace)},
+    }
+    cache = "vsched.integrations.vllm.EmbeddingCache"
+    # Without the penalty, a random model with tied embeddings would repeat the last token.
+    few: dict[str, Any] = {"outputs": 24, "repetition_penalty": 100.0}
+    few["limit_mm_per_prompt"] = {"image": 2, "video": 0}
+    stock, _ = generate(model, pictures(), None, **few)
+    assert len({tuple(one) for one in stock}) > 10
+    tokens, engine = generate(
+        model,
+        pictures(),
+        tables,
+        ec_manager_config={"encoder_cache_manager_cls": cache},
+        **few,
+    )
+    assert tokens == stock
+    check_engine(engine, ["generate.admission", "generate.step"])
+    arrivals = list(load_trace(trace))
+    assert [len(one.images) for one in arrivals] == [number % 3 for number in range(14)]
+    run = read_run(run_file(trace))
+    assert run.header.depth == 1
+    different = {image.key for one in arrivals for image in one.images}
+    assert sum(one.images for one in run.steps) >= len(different) > 3

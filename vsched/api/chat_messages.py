@@ -37,6 +37,8 @@ from vsched.media import (
     EmbeddedVideo,
     ImageReference,
     NamedImage,
+    SpannedImage,
+    UnspannedReference,
     VideoReference,
     frames_of,
     scheme_of,
@@ -127,18 +129,26 @@ def _content(
             case RedactedThinkingPart():
                 pass
             case ImageEmbedsPart():
-                images.append(EmbeddedImage(_embeds(part.image_embeds, "image_embeds")))
+                embedded = EmbeddedImage(_embeds(part.image_embeds, "image_embeds"))
+                images.append(_spanned(embedded, part.attention_spans))
                 content.append({"type": "image"})
             case VideoEmbedsPart():
-                images.append(EmbeddedVideo(_embeds(part.video_embeds, "video_embeds")))
+                embedded_video = EmbeddedVideo(_embeds(part.video_embeds, "video_embeds"))
+                images.append(_spanned(embedded_video, part.attention_spans))
                 content.append({"type": "video"})
             case ImagePart():
-                images.append(_bounded(part, defaults.bounds))
+                images.append(_spanned(_bounded(part, defaults.bounds), part.attention_spans))
                 content.append({"type": "image"})
             case VideoPart() | FramesPart():
-                images.append(_video(part, defaults))
+                images.append(_spanned(_video(part, defaults), part.attention_spans))
                 content.append({"type": "video"})
     return content
+
+
+def _spanned(
+    reference: UnspannedReference, attention: list[tuple[int, int]] | None
+) -> ImageReference:
+    return reference if attention is None else SpannedImage(reference, tuple(attention))
 
 
 def _thought(message: Message) -> str:
@@ -155,7 +165,7 @@ def _bounds(processing: ProcessorArguments | None) -> PixelBounds:
     )
 
 
-def _bounded(part: ImagePart, bounds: PixelBounds) -> ImageReference:
+def _bounded(part: ImagePart, bounds: PixelBounds) -> UnspannedReference:
     """Reference to an image with its own pixel bounds, or those of the request."""
     found = PixelBounds(
         bounds.min_pixels if part.min_pixels is None else part.min_pixels,

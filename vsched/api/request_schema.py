@@ -67,6 +67,10 @@ class RedactedThinkingPart(msgspec.Struct, tag_field="type", tag="redacted_think
     """Encrypted reasoning of another server; it is dropped."""
 
 
+AttentionSpans = Annotated[list[tuple[Count, Count]], msgspec.Meta(max_length=16)]
+"""Spans of an item's tokens, [start, stop), with bidirectional attention, in place of the model's."""
+
+
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     """An image by reference; with a `uuid`, later requests can send only that.
 
@@ -77,6 +81,7 @@ class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     uuid: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
     min_pixels: PositiveCount | None = None
     max_pixels: PositiveCount | None = None
+    attention_spans: AttentionSpans | None = None
 
 
 class InputImagePart(ImagePart, tag="input_image"):
@@ -97,6 +102,7 @@ class VideoPart(VideoOptions, tag_field="type", tag="video_url", kw_only=True):
     video_url: ImageUrl | str
     min_pixels: PositiveCount | None = None
     max_pixels: PositiveCount | None = None
+    attention_spans: AttentionSpans | None = None
 
 
 class FramesPart(VideoOptions, tag_field="type", tag="video", kw_only=True):
@@ -105,6 +111,7 @@ class FramesPart(VideoOptions, tag_field="type", tag="video", kw_only=True):
     video: str | list[str]
     min_pixels: PositiveCount | None = None
     max_pixels: PositiveCount | None = None
+    attention_spans: AttentionSpans | None = None
 
 
 class EmbedsFile(msgspec.Struct):
@@ -118,12 +125,14 @@ class ImageEmbedsPart(msgspec.Struct, tag_field="type", tag="image_embeds"):
     """An image given as its embedding."""
 
     image_embeds: EmbedsFile
+    attention_spans: AttentionSpans | None = None
 
 
 class VideoEmbedsPart(msgspec.Struct, tag_field="type", tag="video_embeds"):
     """A video given as the embeddings of its frame groups."""
 
     video_embeds: EmbedsFile
+    attention_spans: AttentionSpans | None = None
 
 
 ContentPart = (

@@ -96,6 +96,14 @@ def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     for size, tokens in report.image_tokens.items():
         reported = f"{tokens:,} tokens" if isinstance(tokens, int) else tokens
         yield "image", f"{size}: {reported}"
+    if (video := report.video) is not None:
+        yield (
+            "video",
+            (
+                f"{video.frames} frames of {video.size}: {video.tokens:,} tokens, "
+                f"{size_text(video.pixel_bytes)} of pixels; arena.pixel_bytes holds {video.at_once} at once"
+            ),
+        )
     if report.devices:
         yield "devices", report.devices
     if report.placement:

@@ -20,14 +20,23 @@ from vsched.config import Config, ConfiguredPolicies, LoadedConfig
 from vsched.config.placement import placement_here
 from vsched.config.stages import StageConfig
 from vsched.errors import ConfigError, RequestRefused, VschedError, limit_message
+from vsched.media.pixels import aligned
 from vsched.types import ModelInfo
-from vsched.worker.contract import Preprocessor, supports
+from vsched.worker.contract import (
+    Preprocessor,
+    VideoFacts,
+    VideoSampling,
+    extent_bytes,
+    supports,
+)
 from vsched.worker.memory import host_available
 from vsched.worker.registry import load_worker
 from vsched.worker.shares import cores_text
 
 IMAGE_SIZES = ((448, 448), (1024, 768), (1920, 1080))
 """Width and height of images whose token counts are reported."""
+VIDEO_SIZE, VIDEO_FRAMES = (640, 360), 256
+"""Size and frames of a video whose needs are reported."""
 NO_CHAT_TEMPLATE = "chat requests, because there is no chat template (model.chat_template)"
 
 
@@ -63,6 +72,7 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
         threads_fixed_by: The setting that fixes the number, by stage; empty if ranks adapt it.
         processes: Number of HTTP processes in addition to the engine.
         image_tokens: Tokens of an image by its size, or the reason it is refused.
+        video: A long video's needs; None if the model takes no videos.
     """
 
     checkpoint: str
@@ -78,7 +88,18 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
     threads_fixed_by: dict[str, str]
     processes: int
     image_tokens: dict[str, int | str]
+    video: VideoNeed | None
     memory: dict[str, StageMemory]
+
+
+class VideoNeed(msgspec.Struct, frozen=True):
+    """Tokens and pixels of a video, and the number of such videos whose pixels fit into the arena."""
+
+    frames: int
+    size: str
+    tokens: int
+    pixel_bytes: int
+    at_once: int
 
 
 def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
@@ -103,6 +124,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
     info: ModelInfo | None = None
     placement = ""
     images: dict[str, int | str] = {}
+    video: VideoNeed | None = None
     memory: dict[str, StageMemory] = {}
     try:
         info = inspect_checkpoint(config, loaded.policies)
@@ -113,6 +135,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         images = _image_tokens(config, info, preprocessor)
         if info.takes_videos and preprocessor.chat_template:
             unsupported += _unrendered_videos(preprocessor)
+        video = _video_need(config, info, preprocessor)
         plugin.check_built(info)
     except VschedError as error:
         problems.append(str(error))
@@ -143,6 +166,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         threads_fixed_by={stage: config.threads_fixed_by(stage) for stage in _stages(config)},
         processes=config.server.processes if config.server.processes > 1 else 0,
         image_tokens=images,
+        video=video,
         memory=memory,
     )
 
@@ -177,6 +201,26 @@ def _unrendered_videos(preprocessor: Preprocessor) -> Iterator[str]:
         preprocessor.render([{"role": "user", "content": content}])
     except RequestRefused as error:
         yield f"videos in chat requests: {error.message}"
+
+
+def _video_need(config: Config, info: ModelInfo, preprocessor: Preprocessor) -> VideoNeed | None:
+    """Return the needs of a long video; None if no videos are taken, or the processor refuses it."""
+    if not info.takes_videos or not config.media.videos_max:
+        return None
+    frames = min(VIDEO_FRAMES, config.media.video_frames_max)
+    facts = VideoFacts(*VIDEO_SIZE, frames, rate=0)
+    try:
+        plan = preprocessor.plan_video(facts, VideoSampling(), frames_max=frames, sample=False)
+    except RequestRefused:
+        return None
+    pixels = sum(aligned(extent_bytes(group.arrays)) for group in plan.groups)
+    return VideoNeed(
+        frames=frames,
+        size="x".join(map(str, VIDEO_SIZE)),
+        tokens=sum(group.tokens for group in plan.groups),
+        pixel_bytes=pixels,
+        at_once=config.arena.pixel_bytes // pixels,
+    )
 
 
 def _memory(

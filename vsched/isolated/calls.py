@@ -18,7 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -68,6 +69,35 @@ class ServerLostError(RequestFailed):
 
 class ServerClosedError(RequestFailed):
     """`IsolatedCalls.close` was called, because the engine is stopping: a 503."""
+
+
+class CallCancellation:
+    """Cancels a call from another thread by killing its process."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self._lock = threading.Lock()
+        self._process: _Forked | None = None
+
+    def cancel(self) -> None:
+        """Cancel the call; idempotent."""
+        with self._lock:
+            self.is_cancelled = True
+            if self._process is not None:
+                self._process.kill()
+
+    @contextlib.contextmanager
+    def watch(self, process: _Forked) -> Iterator[None]:
+        """Within the context, `cancel` kills the process."""
+        with self._lock:
+            self._process = process
+            if self.is_cancelled:
+                process.kill()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._process = None
 
 
 class _Death(NamedTuple):
@@ -128,12 +158,16 @@ class _Forked:
 
     def end(self, name: str) -> None:
         """Kill the process and wait until it has exited: until then it can write to shared memory that is reused."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self.kill()
         if not self._watch().poll(END_S * 1e3):
             logger.error("a %s process has not exited %g s after it was killed", name, END_S)
         os.close(self._pidfd)
         self._channel.close()
+
+    def kill(self) -> None:
+        """Kill the process."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _watch(self) -> select.poll:
         gone = select.poll()
@@ -195,6 +229,7 @@ class IsolatedCalls:
         deadline_s: float,
         keep: bool = False,
         retry: bool = False,
+        cancellation: CallCancellation | None = None,
     ) -> Answer:
         """Send frames to a process and return its answer, which is JSON.
 
@@ -212,9 +247,11 @@ class IsolatedCalls:
         """
         try:
             process = (self._take_idle() if keep else None) or self._fork()
-            found = self._exchange(process, frames, answer_type, deadline_s, keep=keep)
+            watch = cancellation.watch if cancellation is not None else contextlib.nullcontext
+            found = self._exchange(process, frames, answer_type, deadline_s, watch, keep=keep)
             if retry and isinstance(found, _Death) and found.signal in EXTERNAL_SIGNALS:
-                found = self._exchange(self._fork(), frames, answer_type, deadline_s, keep=keep)
+                process = self._fork()
+                found = self._exchange(process, frames, answer_type, deadline_s, watch, keep=keep)
         except TimeoutError:
             what = f"was not done within {deadline_s:g} s, and was killed"
             raise CallFailedError(what, expired=True) from None
@@ -241,13 +278,15 @@ class IsolatedCalls:
         frames: Sequence[bytes],
         answer_type: type[Answer],
         deadline_s: float,
+        watch: Callable[[_Forked], AbstractContextManager[object]],
         *,
         keep: bool,
     ) -> Answer | _Death:
         """Return the answer of a process or its death, then keep the process or end it."""
         found: Answer | _Death = _Death(None)
         try:
-            reply = process.exchange(frames, deadline_s)
+            with watch(process):
+                reply = process.exchange(frames, deadline_s)
             if reply[:1] == ANSWERED:
                 found = msgspec.json.decode(reply[1:], type=answer_type)
             elif reply[:1] == KILLED:

@@ -38,8 +38,8 @@ def _refuse_atoms(request: Request, limits: SchedulerLimits) -> Refuse | None:
     if limits.prompt_atomic:
         largest = len(request.prompt_token_ids)
     elif limits.item_atomic:
-        runs = (end - first for item in request.items for first, end in item.runs)
-        largest = max(runs, default=0)
+        atoms = (end - first for item in request.items for first, end in item.atoms)
+        largest = max(atoms, default=0)
     if largest <= limits.atom_tokens:
         return None
     code, setting = RefusalCode.CHUNK_EXCEEDED, "generate.max_batch_tokens"
@@ -84,7 +84,7 @@ def refuse_full(
 def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
     """Return True if items are in order, do not overlap, and lie within the prompt.
 
-    Each of an item's rows, or of those that it keeps, has a placeholder.
+    Each of an item's rows, or of those that it keeps, has a placeholder, and its attention spans are within them.
     """
     for item in items:
         runs, rows = item.runs, item.tokens
@@ -93,6 +93,10 @@ def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
                 return False
             rows = count_of(item.kept)
         if item.offset != runs[0][0] or count_of(runs) != rows:
+            return False
+        if item.attention and not item.offset <= item.attention[0][0]:
+            return False
+        if not _ascend(item.attention or (), item.end):
             return False
     return _ascend([run for item in items for run in item.runs], prompt_tokens)
 

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from itertools import starmap
 from struct import Struct
 
-from vsched.types import MediaItem, Spans
+from vsched.types import MediaItem
 
 _HASHER = blake2b(digest_size=16)
 _PLACE = Struct("<qq")
@@ -26,8 +26,8 @@ def chain_hashes(
 
     `parent` is the hash of the block before, or a root. The block where an item begins includes its digest, position
     and length, because all placeholders have the same token id; later blocks include them through the chain. It
-    includes its metadata and kept rows, too: the same frames at another time, or pruned otherwise, have other keys and
-    values.
+    includes its metadata, kept rows and attention spans, too: the same frames at another time, or pruned otherwise,
+    have other keys and values.
     """
     width = block_size * tokens.itemsize
     stop_block = len(tokens) // block_size
@@ -37,7 +37,7 @@ def chain_hashes(
         block, place = divmod(item.offset, block_size)
         at = (block - start_block) * width
         beginning[at] = beginning.get(at, b"") + b"".join(
-            (item.key, _PLACE.pack(place, item.tokens), item.metadata, _rows(item.kept))
+            (item.key, _PLACE.pack(place, item.tokens), item.metadata, _ranges(item))
         )
     hashes: list[bytes] = []
     fresh = _HASHER.copy  # copying a hasher takes half as long as creating one
@@ -51,8 +51,12 @@ def chain_hashes(
     return hashes
 
 
-def _rows(kept: Spans) -> bytes:
-    return b"".join(starmap(_PLACE.pack, kept))
+def _ranges(item: MediaItem) -> bytes:
+    kept = b"".join(starmap(_PLACE.pack, item.kept))
+    if item.attention is None:
+        return kept
+    spans = ((start - item.offset, stop - item.offset) for start, stop in item.attention)
+    return kept + b"attention" + b"".join(starmap(_PLACE.pack, spans))
 
 
 def root_hash(cache_salt: str, adapter: int = 0) -> bytes:

@@ -192,7 +192,14 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
             tokens=self.tokens.tobytes(),
             prompt_length=self.prompt_length,
             items=[
-                ItemPlace(item.offset, item.tokens, item.metadata, item.spans, item.kept)
+                ItemPlace(
+                    item.offset,
+                    item.tokens,
+                    item.metadata,
+                    item.spans,
+                    item.kept,
+                    item.attention,
+                )
                 for item in self.items
             ],
             sampling=self.request.sampling,

@@ -9,6 +9,8 @@ from vsched.media.embeddings import (
     EmbeddedVideo,
     ImageReference,
     NamedImage,
+    SpannedImage,
+    UnspannedReference,
     VideoReference,
 )
 from vsched.media.measure import refuse_images
@@ -29,6 +31,8 @@ __all__ = [
     "PrepareTimings",
     "PreparedRequest",
     "Prompt",
+    "SpannedImage",
+    "UnspannedReference",
     "VideoReference",
     "frames_of",
     "refuse_images",

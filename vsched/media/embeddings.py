@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.types import ModelInfo
+from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import (
     Companion,
     ImagePlan,
@@ -100,9 +100,23 @@ class VideoReference:
         return (self.source,) if isinstance(self.source, str) else self.source
 
 
-ImageReference = str | EmbeddedImage | NamedImage | BoundedImage | VideoReference | EmbeddedVideo
+UnspannedReference = (
+    str | EmbeddedImage | NamedImage | BoundedImage | VideoReference | EmbeddedVideo
+)
 """An image of a request: a URL, an embedding, a named image, or an image with pixel bounds; or a video, or its
 embeddings."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpannedImage:
+    """An image with spans of its tokens, [start, stop), that have bidirectional attention instead of all."""
+
+    image: UnspannedReference
+    attention: Spans
+
+
+ImageReference = UnspannedReference | SpannedImage
+"""An image or video of a request, with attention spans or without."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Fills: decoding and processing of images into their arena extents.
 
 Requests with the same image share one fill. A fill reserves memory from the budget, in order of arrival, before its
-thread starts. A fill that no request waits for is cancelled, unless a thread is running: a thread cannot be cancelled,
-so memory and extent are released when it is done, and the pixels are cached.
+thread starts. A fill that no request waits for is cancelled. A running thread cannot be cancelled, so memory and extent
+are released when it is done, and the pixels are cached; but the process of a video, which may decode for long, is
+killed.
 
 A fill waits for the budget while its request holds arena space. The fills that hold the budget have their space already
 and wait for nothing, so there is no deadlock.
@@ -16,9 +17,10 @@ import logging
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.isolated.calls import CallCancellation
 from vsched.media.allocator import return_freed_memory
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
 from vsched.media.decode import DecodeLimits
@@ -54,6 +56,7 @@ class _Fill:
     image: MeasuredItem
     lease: PixelLease
     outcome: asyncio.Future[RequestRefused | RequestFailed | None]
+    cancellation: CallCancellation = field(default_factory=CallCancellation)
     grant: Grant | None = None
     work: Future[tuple[Filled, ...]] | None = None
     waiters: int = 0
@@ -128,6 +131,7 @@ class Fills:
                 if image.key in seen:
                     continue
                 seen.add(image.key)
+                await self._cancelled(image.key)
                 if all(self._store.is_filled(key) for key in image.extents):
                     self.repeated += 1
                     continue
@@ -172,7 +176,9 @@ class Fills:
                 order = VideoOrder.of(image, with_changes=self._with_changes)
                 content, work_bytes = b"".join(image.content), image.work_bytes
                 if self._pictures is not None:
-                    return self._pictures.fill_video(content, order, places, work_bytes=work_bytes)
+                    return self._pictures.fill_video(
+                        content, order, places, fill.cancellation, work_bytes=work_bytes
+                    )
                 limits = self._limits, self._video_limits
                 return tuple(process_video(content, order, extents, self._preprocessor, limits))
             if self._pictures is not None and not image.is_embedded:
@@ -241,9 +247,18 @@ class Fills:
             with contextlib.suppress(RuntimeError):
                 self._executor.submit(return_freed_memory)
 
+    async def _cancelled(self, key: bytes) -> None:
+        """Wait for the end of a cancelled fill, whose process may still write to its extents."""
+        while (fill := self._fills.get(key)) is not None and fill.cancellation.is_cancelled:
+            await asyncio.shield(fill.outcome)
+
     def _leave(self, fill: _Fill) -> None:
         fill.waiters -= 1
-        if fill.waiters or fill.outcome.done() or (fill.work and not fill.work.cancel()):
+        if fill.waiters or fill.outcome.done():
+            return
+        if fill.work and not fill.work.cancel():
+            if isinstance(fill.image, MeasuredVideo):
+                fill.cancellation.cancel()
             return
         # No request waits for it, and no thread has started.
         del self._fills[fill.key]

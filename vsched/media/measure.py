@@ -18,7 +18,9 @@ from vsched.media.embeddings import (
     EmbeddedVideo,
     ImageReference,
     NamedImage,
+    SpannedImage,
     Tensor,
+    UnspannedReference,
     VideoReference,
     check_tokens,
     read_embedding,
@@ -160,10 +162,12 @@ class Planned:
 
 def is_video(reference: ImageReference) -> bool:
     """True for a video, given as frames or embeddings."""
+    if isinstance(reference, SpannedImage):
+        reference = reference.image
     return isinstance(reference, VideoReference | EmbeddedVideo)
 
 
-def kind_of(reference: ImageReference) -> MediaKind:
+def kind_of(reference: UnspannedReference) -> MediaKind:
     """The kind of the files of a reference."""
     match reference:
         case VideoReference(source=str()):
@@ -183,7 +187,7 @@ def source_of(reference: str | NamedImage | BoundedImage) -> str | NamedImage:
     return image
 
 
-def urls_of(reference: ImageReference) -> tuple[str, ...]:
+def urls_of(reference: UnspannedReference) -> tuple[str, ...]:
     """All URLs of a reference."""
     if isinstance(reference, VideoReference):
         return reference.urls
@@ -289,7 +293,7 @@ class Measurer:
 
     def measure(
         self,
-        references: Sequence[ImageReference],
+        references: Sequence[UnspannedReference],
         fetched: Mapping[str, bytes],
         cache_salt: str,
         reserve: Callable[[int], None],
@@ -301,7 +305,7 @@ class Measurer:
         Raises:
             RequestRefused: If one of them cannot be read or accepted; the message has its index.
         """
-        seen: dict[ImageReference, MeasuredItem] = {}
+        seen: dict[UnspannedReference, MeasuredItem] = {}
         total = 0
         result: list[MeasuredItem] = []
         for index, reference in enumerate(references):
@@ -319,7 +323,7 @@ class Measurer:
 
     def _measure(
         self,
-        reference: ImageReference,
+        reference: UnspannedReference,
         fetched: Mapping[str, bytes],
         cache_salt: str,
         reserve: Callable[[int], None],
@@ -514,12 +518,12 @@ def _no_embeddings(noun: str) -> RequestRefused:
     )
 
 
-def noun_of(reference: ImageReference) -> str:
+def noun_of(reference: UnspannedReference) -> str:
     """Noun for errors about a reference."""
     return "video" if is_video(reference) else "image"
 
 
-def check_permitted(references: Sequence[ImageReference], settings: MediaConfig) -> None:
+def check_permitted(references: Sequence[UnspannedReference], settings: MediaConfig) -> None:
     """Reject embeddings if they are disabled, and too many videos or frames.
 
     Raises:
@@ -557,7 +561,7 @@ def check_permitted(references: Sequence[ImageReference], settings: MediaConfig)
             raise blame(RequestRefused(message, code="embeddings_disabled"), index, noun)
 
 
-def reference_bytes(reference: ImageReference) -> int:
+def reference_bytes(reference: UnspannedReference) -> int:
     """Bytes of a reference during preparation: the reference itself, and its decoded base64."""
     if isinstance(reference, VideoReference):
         return sum(map(reference_bytes, reference.urls))

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vsched.errors import RequestRefused, limit_message
+from vsched.media.attention import place_attention, split_attention
 from vsched.media.budget import BudgetStatistics
-from vsched.media.embeddings import ImageReference
+from vsched.media.embeddings import ImageReference, UnspannedReference
 from vsched.media.fills import Fills, stopping
 from vsched.media.held import HeldBytes, Holding
 from vsched.media.measure import (
@@ -193,16 +194,20 @@ class MediaPipeline:
             RequestRefused: If an image or the prompt cannot be accepted, or too many requests are in preparation.
             RequestFailed: If the image processor failed.
         """
+        info = self._preprocessor.info
         try:
-            check_permitted(images, self._settings)
+            references, attention = split_attention(images, info)
+            check_permitted(references, self._settings)
             with self.place(len(images)):
                 if images:
-                    refuse_images(self._preprocessor.info, images)
+                    refuse_images(info, references)
                 holding = self._held.open()
                 try:
-                    holding.add(sum(map(reference_bytes, images)))
+                    holding.add(sum(map(reference_bytes, references)))
                     async with asyncio.timeout(self._settings.prepare_s):
-                        return await self._prepare(prompt, images, cache_salt, holding)
+                        return await self._prepare(
+                            prompt, references, attention, cache_salt, holding
+                        )
                 finally:
                     holding.drop()
         except TimeoutError:
@@ -319,7 +324,8 @@ class MediaPipeline:
     async def _prepare(
         self,
         prompt: Prompt,
-        images: Sequence[ImageReference],
+        images: Sequence[UnspannedReference],
+        attention: Sequence[Spans | None],
         cache_salt: str,
         holding: Holding,
     ) -> PreparedRequest:
@@ -343,10 +349,10 @@ class MediaPipeline:
                     plans = [image.plan for image in measured]
                     token_ids, spans = self._preprocessor.expand(prompt_ids, plans)
                 contents, lease = self._store.settle(lease, _left_out(measured))
+            items = _items(measured, spans, attention, contents, lease)
         except BaseException:
             lease.release()
             raise
-        items = _items(measured, spans, contents, lease)
         timings = PrepareTimings(
             read_ms=(read - started) * 1e3,
             wait_ms=(acquired - read) * 1e3,
@@ -378,7 +384,7 @@ class MediaPipeline:
     async def _read(
         self,
         prompt: Prompt,
-        images: Sequence[ImageReference],
+        images: Sequence[UnspannedReference],
         cache_salt: str,
         holding: Holding,
     ) -> tuple[list[int], list[MeasuredItem]]:
@@ -409,7 +415,9 @@ class MediaPipeline:
         text = prompt if isinstance(prompt, str) else prompt()
         return self._preprocessor.tokenize(text, images=images)
 
-    async def _fetch(self, images: Sequence[ImageReference], holding: Holding) -> dict[str, bytes]:
+    async def _fetch(
+        self, images: Sequence[UnspannedReference], holding: Holding
+    ) -> dict[str, bytes]:
         # One after the other, so that at most one image above the request's limit is ever in memory.
         fetched: dict[str, bytes] = {}
         total = 0
@@ -464,13 +472,21 @@ def _left_out(measured: Sequence[MeasuredItem]) -> set[bytes]:
 def _items(
     measured: Sequence[MeasuredItem],
     spans: Sequence[Spans],
+    attention: Sequence[Spans | None],
     contents: Mapping[bytes, bytes],
     lease: PixelLease,
 ) -> tuple[MediaItem, ...]:
-    """Return the items of all images and frame groups; `contents` has the key of each extent's content."""
+    """Return the items of all images and frame groups.
+
+    `spans` are their placeholders, `attention` the attention spans of images; `contents` has the key of each extent's
+    content.
+
+    Raises:
+        RequestRefused: If an attention span is out of bounds.
+    """
     items: list[MediaItem] = []
     places = iter(spans)
-    for image in measured:
+    for index, (image, within) in enumerate(zip(measured, attention, strict=True)):
         plans = image.plan.groups if isinstance(image.plan, VideoPlan) else (image.plan,)
         for extent, plan in zip(image.extents, plans, strict=True):
             if not plan.placeholders:
@@ -488,6 +504,7 @@ def _items(
                     metadata=plan.metadata,
                     extent=lease.extents[key],
                     encoded=image.is_embedded,
+                    attention=None if within is None else place_attention(within, runs, index),
                 )
             )
     return tuple(items)

@@ -170,10 +170,10 @@ class PixelStore:
         needed = sum(aligned(size) for size in sizes.values())
         if needed > self._size:
             message = limit_message(
-                "the images of this request are larger than the pixel space",
+                "the images and videos of this request are larger than the pixel space",
                 value=f"{needed} bytes of pixels",
                 limit=f"{self._size} bytes",
-                remedy="send fewer or smaller images, or raise arena.pixel_bytes",
+                remedy="send fewer or smaller images or frames, or raise arena.pixel_bytes",
             )
             raise RequestRefused(message, code="pixels_exceeded", status=413)
         if self._waiters:

@@ -244,7 +244,7 @@ class Oracles:
         if self._limits.prompt_atomic:
             whole = [(0, self._prompts[number])]
         elif self._limits.item_atomic:
-            whole = [run for item in self._items[number] for run in item.runs]
+            whole = [atom for item in self._items[number] for atom in item.atoms]
         assert not any(first < chunk.stop < end for first, end in whole), "a chunk cuts an atom"
         last = [end for first, end in whole if first <= chunk.start < end]
         longest = max([self._limits.chunk_tokens, *(end - chunk.start for end in last)])

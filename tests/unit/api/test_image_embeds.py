@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.media.fakes import model_info
-from vsched.media import EmbeddedImage, EmbeddedVideo
+from vsched.media import EmbeddedImage, EmbeddedVideo, SpannedImage
 
 
 def user(*parts: object) -> dict[str, object]:
@@ -22,6 +22,7 @@ async def test_embeddings_and_images_keep_their_order() -> None:
         {"type": "image_url", "image_url": "data:two"},
         {"type": "image_embeds", "image_embeds": {"data": "three"}},
         {"type": "video_embeds", "video_embeds": {"url": "https://four"}},
+        {"type": "image_url", "image_url": "data:five", "attention_spans": [[0, 4], [6, 8]]},
     )
     assert (await post(engine, CHAT, body)).status == 200
     call = engine.calls[0]
@@ -30,8 +31,9 @@ async def test_embeddings_and_images_keep_their_order() -> None:
         "data:two",
         EmbeddedImage("three"),
         EmbeddedVideo("https://four"),
+        SpannedImage("data:five", ((0, 4), (6, 8))),
     ]
-    assert call["prompt"] == "user:\x01a\x01\x01\x01"
+    assert call["prompt"] == "user:\x01a\x01\x01\x01\x01"
 
 
 async def test_text_only_request_has_no_images() -> None:

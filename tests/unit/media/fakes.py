@@ -30,7 +30,9 @@ from vsched.worker.contract import (
     ItemPlan,
     PixelBounds,
     Preprocessor,
+    VideoFacts,
     VideoPlan,
+    VideoSampling,
 )
 from vsched.worker.expansion import expand_images
 
@@ -135,6 +137,21 @@ class FakePreprocessor(Preprocessor):
         if min(companion) < 1 or companion[1] % 2 or companion[2] % 2:
             raise RequestRefused("no image has such a grid", code="grid_thw_invalid")
         return plan_of(companion)
+
+    def plan_video(
+        self, facts: VideoFacts, sampling: VideoSampling, *, frames_max: int, sample: bool = True
+    ) -> VideoPlan:
+        """Plan a group for each frame."""
+        group = self.plan_image(facts.width, facts.height)
+        size = FrameSize(facts.width, facts.height)
+        expansion = [50, *[VIDEO_PLACEHOLDER] * group.tokens] * facts.frames
+        return VideoPlan(
+            tuple(range(facts.frames)), size, (group,) * facts.frames, tuple(expansion)
+        )
+
+    def process_frames(self, frames: Sequence[Image.Image], size: FrameSize) -> Arrays:
+        [frame] = frames
+        return self.process_image(frame)
 
     def plan_embedded_video(
         self, companion: Sequence[int], seconds: Sequence[float], *, frames_max: int

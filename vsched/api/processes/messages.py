@@ -20,10 +20,12 @@ from vsched.media.embeddings import (
     EmbeddedImage,
     EmbeddedVideo,
     NamedImage,
+    SpannedImage,
+    UnspannedReference,
     VideoReference,
 )
 from vsched.record.left import PartialOutput
-from vsched.types import FinishReason, ModelInfo, Request
+from vsched.types import FinishReason, ModelInfo, Request, Spans
 from vsched.wire import PromptPiece
 from vsched.worker.contract import PixelBounds, VideoSampling
 
@@ -80,10 +82,14 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
     bounds: PixelBounds | None = None
     frames: list[SentText] = []
     sampling: VideoSampling | None = None
+    attention: Spans | None = None
 
     @classmethod
     def of(cls, reference: ImageReference) -> SentImage:
         """Convert a reference."""
+        if isinstance(reference, SpannedImage):
+            image = cls.of(reference.image)
+            return msgspec.structs.replace(image, attention=reference.attention)
         if isinstance(reference, VideoReference):
             if isinstance(reference.source, str):
                 return cls(url=SentText.of(reference.source), sampling=reference.sampling)
@@ -104,6 +110,11 @@ class SentImage(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reference(self) -> ImageReference:
         """The original reference."""
+        image = self._unspanned
+        return image if self.attention is None else SpannedImage(image, self.attention)
+
+    @property
+    def _unspanned(self) -> UnspannedReference:
         if self.embedding is not None:
             embedded = EmbeddedVideo if self.is_video else EmbeddedImage
             return embedded(self.embedding.original)

@@ -67,7 +67,7 @@ def _cut_atom(state: RequestState, stop: int, limits: SchedulerLimits) -> tuple[
         return (0, state.prompt_length) if 0 < stop < state.prompt_length else None
     if limits.item_atomic:
         for item in state.items:
-            for first, end in item.runs if item.offset < stop < item.end else ():
+            for first, end in item.atoms if item.offset < stop < item.end else ():
                 if first < stop < end:
                     return first, end
     return None

@@ -16,7 +16,13 @@ import msgspec
 
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.faultpoints import fault_point
-from vsched.isolated.calls import EXTERNAL_SIGNALS, CallFailedError, IsolatedCalls
+from vsched.isolated.calls import (
+    EXTERNAL_SIGNALS,
+    RETRY_AFTER_S,
+    CallCancellation,
+    CallFailedError,
+    IsolatedCalls,
+)
 from vsched.media.decode import DecodeLimits, ImageHeader, has_native_header, inspect
 from vsched.media.embeddings import Tensor
 from vsched.media.measure import MeasuredImage
@@ -159,14 +165,22 @@ class PictureProcesses:
         return facts
 
     def fill_video(
-        self, encoded: bytes, video: VideoOrder, places: tuple[Extent, ...], *, work_bytes: int
+        self,
+        encoded: bytes,
+        video: VideoOrder,
+        places: tuple[Extent, ...],
+        cancellation: CallCancellation,
+        *,
+        work_bytes: int,
     ) -> tuple[Filled, ...]:
         """Fill the extents of a video's groups; see `fill`."""
         fault_point("media.decode")
         order = PictureOrder(video_bytes=work_bytes, video=video, places=places)
-        return self._call_video(order, encoded).groups
+        return self._call_video(order, encoded, cancellation).groups
 
-    def _call_video(self, order: PictureOrder, encoded: bytes) -> PictureOutcome:
+    def _call_video(
+        self, order: PictureOrder, encoded: bytes, cancellation: CallCancellation | None = None
+    ) -> PictureOutcome:
         """Carry out an order for a video in a new process; if the video kills it, that is the client's error."""
         try:
             outcome = self._calls.call(
@@ -174,14 +188,20 @@ class PictureProcesses:
                 encoded,
                 answer_type=PictureOutcome,
                 deadline_s=self._deadline_s,
+                cancellation=cancellation,
             )
         except CallFailedError as error:
+            if cancellation is not None and cancellation.is_cancelled:
+                raise RequestFailed("the request was cancelled") from None
             logger.error("the process of a video %s", error)  # noqa: TRY400 - the traceback adds nothing
-            if error.signal in EXTERNAL_SIGNALS and not error.expired:
+            if error.signal in EXTERNAL_SIGNALS:
+                # At the deadline, too: it is within its CPU time, so the cores are busy with other work.
                 raise RequestFailed(
-                    f"the video could not be processed: its process {error}. Remedy: try again.",
+                    f"the video could not be processed: its process {error}. "
+                    "Remedy: try again later, send fewer frames, or raise media.prepare_s.",
                     code="video_processing_failed",
                     status=503,
+                    retry_after_s=RETRY_AFTER_S,
                 ) from None
             reason = f"its process {error}"
             if error.signal is signal.SIGPROF:

@@ -300,7 +300,7 @@ class SteppedGenerator:
         if self._limits.prompt_atomic:
             atoms = [(0, len(request.prompt_token_ids))]
         elif self._limits.item_atomic:
-            atoms = [run for item in request.items for run in item.runs]
+            atoms = [atom for item in request.items for atom in item.atoms]
         cut = [one for one in atoms if one[0] < chunk.stop < one[1]]
         assert not cut, f"a chunk that ends at {chunk.stop} cuts {cut}"
         items = keyed_by_set(request.items) if self._by_set else request.items

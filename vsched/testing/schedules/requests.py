@@ -29,6 +29,7 @@ def make_request(
     encoded: Sequence[bytes] = (),
     row_tokens: Mapping[bytes, int] = _NO_ROWS,
     strides: Mapping[bytes, int] = _NO_ROWS,
+    halved: Sequence[bytes] = (),
     priority: int = 0,
     ttft_target_ms: int | None = None,
     cache_salt: str = "",
@@ -45,6 +46,7 @@ def make_request(
         row_tokens: Placeholders per row of an image, by key, each followed by a separator; other
             images have none.
         strides: Of these images, by key, only every such row has a placeholder.
+        halved: Keys of the images of which only the second half has bidirectional attention.
         priority: As in `Request`.
         ttft_target_ms: As in `Request`.
         cache_salt: As in `Request`.
@@ -77,6 +79,7 @@ def make_request(
                 encoded=key in encoded,
                 spans=tuple(spans) if len(spans) > 1 or kept else (),
                 kept=tuple(kept),
+                attention=((offset + count // 2, offset + count),) if key in halved else None,
             )
         )
     tokens += text[position:]
@@ -123,6 +126,7 @@ def random_request(
         encoded=(f"image0{salt}".encode(), f"image3{salt}".encode()),
         row_tokens={f"image2{salt}".encode(): 5, f"image5{salt}".encode(): 1},
         strides={f"image4{salt}".encode(): 1 + sum(text) % 3},
+        halved=(f"image3{salt}".encode(),),
         priority=rng.choice([0, 0, 0, 1, 5, -1]),
         ttft_target_ms=rng.choice([None, None, 0, 1, 100]),
         cache_salt=salt,

@@ -73,5 +73,9 @@ def mutual_spans(info: ModelInfo) -> Callable[[SequenceState], Spans] | None:
     if info.prompt_atomic:
         return lambda sequence: ((0, sequence.prompt_length),)
     if info.item_atomic:
-        return lambda sequence: tuple(span for item in sequence.items for span in item.runs)
+        return lambda sequence: tuple(
+            span
+            for item in sequence.items
+            for span in (item.runs if item.attention is None else item.attention)
+        )
     return None

@@ -13,6 +13,7 @@ from vsched.media import (
     EmbeddedVideo,
     ImageReference,
     NamedImage,
+    SpannedImage,
     VideoReference,
 )
 from vsched.media.base64_text import TextWithBase64, base64_of
@@ -40,6 +41,7 @@ def sent(reference: ImageReference) -> ImageReference:
         VideoReference(("data:one", LONG), VideoSampling(num_frames=4)),
         NamedImage("a name", "https://example.com/a.png"),
         BoundedImage("https://example.com/a.png", BOUNDS),
+        SpannedImage(EmbeddedImage("c2FmZQ=="), ((0, 3), (5, 8))),
         BoundedImage(NamedImage("a name", "https://example.com/a.png"), BOUNDS),
     ],
     ids=[
@@ -51,6 +53,7 @@ def sent(reference: ImageReference) -> ImageReference:
         "frames",
         "named",
         "bounded",
+        "spanned",
         "bounded and named",
     ],
 )

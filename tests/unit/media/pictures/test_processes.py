@@ -13,8 +13,9 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from tests.patience import patience, until
+from tests.patience import NEVER_S, patience, until
 from tests.unit.media.fakes import (
+    VIDEO_PLACEHOLDER,
     FakePreprocessor,
     FaultyPreprocessor,
     data_url,
@@ -23,7 +24,7 @@ from tests.unit.media.fakes import (
 )
 from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import MediaPipeline, PixelStore
+from vsched.media import MediaPipeline, PixelStore, VideoReference
 from vsched.media.decode import DecodeLimits
 from vsched.media.measure import MeasuredImage, Measurer
 from vsched.media.pictures import filling, processes
@@ -45,7 +46,8 @@ class ArenaBench:
             ArenaLayout(pixel_bytes=PIXEL_BYTES, pages=0, page_rows=1, row_bytes=1)
         )
         self.store = PixelStore(self.arena.pixels, self.arena.fd)
-        self.pipeline = MediaPipeline(FaultyPreprocessor(), self.store, settings)
+        info = model_info(video_token_id=VIDEO_PLACEHOLDER)
+        self.pipeline = MediaPipeline(FaultyPreprocessor(info), self.store, settings)
         made = self.pipeline._pictures
         assert made is not None
         self.pictures = made
@@ -87,6 +89,12 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArenaBench]:
     """The same with a short deadline per image."""
     monkeypatch.setattr(processes, "LARGE_BYTES", 0)
     yield from make_bench(0.2)
+
+
+@pytest.fixture
+def patient() -> Iterator[ArenaBench]:
+    """A bench without a deadline."""
+    yield from make_bench(NEVER_S)
 
 
 async def test_large_images_are_not_processed_here(
@@ -206,6 +214,21 @@ async def test_process_that_hangs_is_killed(hasty: ArenaBench) -> None:
         await hasty.values(HANGS)
     assert caught.value.code == "prepare_timeout"
     await hasty.all_back()
+
+
+async def test_process_of_a_cancelled_video_is_killed(patient: ArenaBench) -> None:
+    """At once, not at its deadline; another request for the video then starts a new one."""
+    bench = patient
+    video = VideoReference((data_url(image_bytes()), HANGS))
+    first = asyncio.ensure_future(bench.pipeline.prepare("\x02", [video]))
+    await until(lambda: bool(children(bench.pictures.pid)))
+    [child] = children(bench.pictures.pid)
+    first.cancel()
+    second = asyncio.ensure_future(bench.pipeline.prepare("\x02", [video]))
+    await until(lambda: children(bench.pictures.pid) not in ([], [child]))
+    second.cancel()
+    await bench.all_back()
+    await until(lambda: not children(bench.pictures.pid))
 
 
 async def test_hanging_process_is_told_to_who_still_waits(hasty: ArenaBench) -> None:
