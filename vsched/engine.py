@@ -62,6 +62,7 @@ from vsched.media.pipeline import PreparedRequest
 from vsched.media.pixels import PixelStore
 from vsched.media.pruning import make_pruning
 from vsched.memory import Ledger
+from vsched.notebook import Statistics
 from vsched.policy import Policy
 from vsched.record.left import PartialOutput
 from vsched.record.recorder import check_record_path
@@ -564,7 +565,10 @@ class Engine:
         return self._sizing.ledger if self._sizing is not None else None
 
     def statistics(self) -> dict[str, Any]:
-        """Return counters, gauges and memory; `recent` has the timelines of the last requests."""
+        """Return counters, gauges and memory; `recent` has the timelines of the last requests.
+
+        A notebook shows it as a table.
+        """
         running = self._running
         served = running.shell.statistics() if running is not None else {}
         media = running.media.statistics() if running is not None else None
@@ -573,7 +577,7 @@ class Engine:
             for name, figures in running.media.pruning.figures().items():
                 served[name] = {**served[name], **figures}
         ledger = self.ledger
-        return {
+        found = {
             "state": self.state,
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             **served,
@@ -584,6 +588,15 @@ class Engine:
             "histograms": self._finished.histograms(),
             "recent": [msgspec.to_builtins(one) for one in self._finished.recent],
         }
+        return Statistics(found)
+
+    def __repr__(self) -> str:
+        """Return a line with the model, the state, and the requests."""
+        counts = self._running.shell.statistics() if self._running is not None else {}
+        load = "".join(
+            f", {counts[name]:,} {name}" for name in ("running", "waiting") if name in counts
+        )
+        return f"<Engine of {self.model_name}: {self.state}{load}>"
 
     def live(self) -> LiveState:
         """Return the state at this moment, for operators."""

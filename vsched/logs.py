@@ -6,7 +6,10 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, TextIO
 
 LAYOUT = "{asctime} {levelname} [PROCESS] {name}: {message}"
@@ -18,6 +21,12 @@ LEVEL_VARIABLE = "VSCHED_LOG_LEVEL"
 FORMAT_VARIABLE = "VSCHED_LOG_FORMAT"
 FIELDS = "fields"
 """Attribute of a log record with further fields of its JSON object, set by `extra`."""
+
+
+REQUEST_FIELDS: ContextVar[Mapping[str, str]] = ContextVar(
+    "request_fields", default=MappingProxyType({})
+)
+"""Ids of the request that the current task serves, for the JSON objects of all its log lines."""
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
@@ -45,7 +54,8 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line | getattr(record, FIELDS, {}), ensure_ascii=False, default=str)
+        line |= {**REQUEST_FIELDS.get(), **getattr(record, FIELDS, {})}
+        return json.dumps(line, ensure_ascii=False, default=str)
 
 
 def configure_logging(process: str) -> None:

@@ -168,7 +168,12 @@ def make_parser() -> argparse.ArgumentParser:
     table.add_argument("--budget", type=_count, default=2048, help="of vLLM's steps, in tokens")
     table.add_argument("--models", type=among(TABLED), default=list(TABLED))
     table.add_argument("--sides", type=among(SIDES), default=list(SIDES))
-    table.add_argument("--cases", type=among(("text", "image")), default=["text", "image"])
+    table.add_argument(
+        "--cases",
+        type=among(("text", "image", "video")),
+        default=["text", "image"],
+        help="video: mid25 and the sides vsched and vllm only",
+    )
     table.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
     table.add_argument(
         "--best",

@@ -14,7 +14,12 @@ import pytest
 
 from tests.e2e.command_line import run_vsched
 from tests.patience import PATIENCE_S
+from vsched import Engine
+from vsched.cli.demo.exam import data_url, is_answer
 from vsched.config import LoadedConfig, load_config
+from vsched.media import VideoReference
+from vsched.types import SamplingParams
+from vsched.worker.contract import VideoSampling
 from vsched_workers.plugin import TransformersPlugin
 
 TRAINED = Path(__file__).parents[2] / "workers" / "demo-model"
@@ -79,3 +84,22 @@ def test_trained_checkpoint_is_found_and_small() -> None:
     """Files in the repository have at most 12 MB."""
     assert TransformersPlugin().trained_checkpoint() == str(TRAINED)
     assert sum(path.stat().st_size for path in TRAINED.iterdir()) <= 12_000_000
+
+
+async def test_trained_checkpoint_reads_a_picture_shown_for_a_second() -> None:
+    """A video of one frame group has the answer of an image: two equal frames are what the tower sees of an image."""
+    turns = [turn for (turn,) in TransformersPlugin().exam("number", 3, seed=4)]
+    config = load_config(None, sets=[f"model.path={TRAINED}"], environ={}).config
+    async with Engine(config) as engine:
+        for turn in turns:
+            url = data_url(turn.images[0])
+            text = {"type": "text", "text": turn.question}
+            prompt = [{"role": "user", "content": [{"type": "video"}, text]}]
+            generation = await engine.generate(
+                prompt=engine.preprocessor.render(prompt),
+                images=[VideoReference((url, url), VideoSampling(fps=2.0))],
+                sampling=SamplingParams(max_tokens=12, temperature=0.0),
+                request_id=turn.answer,
+            )
+            answer = "".join([delta.text async for delta in generation])
+            assert is_answer(answer, turn.answer)

@@ -36,7 +36,7 @@ from vsched.api.formatters import (
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.middleware.access import tenant_of
-from vsched.api.middleware.response_tags import log_field, new_id, sent_id
+from vsched.api.middleware.response_tags import log_field, new_id, refusal_of, sent_id
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.response_schema import ChatResponse, CompletionResponse, Usage
 from vsched.api.structured_outputs import after_reasoning, constraint_of, with_forced_calls
@@ -46,7 +46,7 @@ from vsched.api.tools.message_builder import MessageBuilder
 from vsched.api.tools.reader import CallStopScope, CheckpointParser, OutputParser
 from vsched.api.unsupported import refuse_unsupported
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.logs import FIELDS
+from vsched.logs import REQUEST_FIELDS
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.record.journal import KeptRequest, RequestJournal
 from vsched.record.left import PartialOutput
@@ -195,11 +195,13 @@ class CompletionEndpoint:
         """Serve one request; every outcome is counted and answered exactly once."""
         exchange = HttpExchange(scope, receive, send)
         record = self._metrics.begin(self.name, tenant=tenant_of(scope))
+        request_id = new_id(self.id_prefix, scope)
+        ids = REQUEST_FIELDS.set({"request_id": request_id})
         trace = self._begin_trace(exchange)
         outcome = "cancelled"
         failure: RequestRefused | RequestFailed | None = None
         try:
-            outcome = await self._serve(exchange, record, trace)
+            outcome = await self._serve(exchange, record, trace, request_id)
         except ClientDisconnected:
             outcome = "disconnected"
         except RequestRefused as error:
@@ -210,14 +212,14 @@ class CompletionEndpoint:
             await exchange.send_error(error)
         except Exception:
             outcome, failure = "failed", RequestFailed("the server made a mistake")
-            fields = {"trace_id": trace.trace_id} if trace is not None else {}
-            logger.exception("%s failed", self.name, extra={FIELDS: fields})
+            logger.exception("%s failed", self.name)
             await exchange.send_error(failure)
         finally:
             exchange.release_room()
             record.end(outcome)
             if trace is not None:
-                trace.end(outcome, failure, status=exchange.status)
+                trace.end(outcome, failure, status=exchange.status or refusal_of(scope)[0])
+            REQUEST_FIELDS.reset(ids)
 
     def _begin_trace(self, exchange: HttpExchange) -> RequestTrace | None:
         """Start the trace of a request, and put its id into the response and the access log."""
@@ -232,6 +234,7 @@ class CompletionEndpoint:
         )
         exchange.headers = ((b"traceparent", trace.traceparent),)
         log_field(scope, "trace_id", trace.trace_id)
+        REQUEST_FIELDS.set({**REQUEST_FIELDS.get(), "trace_id": trace.trace_id})
         return trace
 
     async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
@@ -321,10 +324,13 @@ class CompletionEndpoint:
         )
 
     async def _serve(
-        self, exchange: HttpExchange, record: RequestRecord, trace: RequestTrace | None
+        self,
+        exchange: HttpExchange,
+        record: RequestRecord,
+        trace: RequestTrace | None,
+        request_id: str,
     ) -> str:
         check_ready(self._engine)
-        request_id = new_id(self.id_prefix, exchange.scope)
         # Not stored here: prompt and images are released after preparation.
         return await exchange.until_disconnect(
             self._generate(exchange, record, trace, await self.read(exchange, request_id))

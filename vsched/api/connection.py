@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from vsched.api.errors import envelope
-from vsched.api.middleware.response_tags import log_access
+from vsched.api.middleware.response_tags import log_access, note_refusal
 from vsched.config.sections import ServerConfig
 from vsched.errors import RequestRefused, limit_message
 
@@ -244,6 +244,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if cycle.response_started:
                 self.transport.abort()
                 return
+            note_refusal(cycle.scope, error.status, request_id)
         body = msgspec.json.encode(envelope(error))
         head = (
             STATUS_LINE[error.status],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from vsched.config.sections import PoliciesConfig
 from vsched.policy import SEVERAL
 from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
 from vsched.sim.gallery.cases import COST, TARGETS
+from vsched.sim.report.rendering import ReportPage
 from vsched.testing.policy_trial import CaseTrial, PolicyTrial, SeatCalls
 
 HTML_COLUMNS = 150
@@ -24,16 +26,20 @@ LIMITS = PoliciesConfig()
 
 
 def write_html(trial: PolicyTrial, target: str, path: Path) -> None:
-    """Write the report as one HTML file without references to other hosts."""
+    """Write the report, and that of each case of the gallery with charts, as one HTML file that loads nothing."""
     console = Console(record=True, width=HTML_COLUMNS, file=io.StringIO())
     console.print(report(trial, target))
     page = (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f"<title>{escape(target)}</title>\n"
         "<style>{stylesheet} body {{ color: {foreground}; background: {background} }}</style>\n"
-        '<body><pre style="font-family: monospace"><code>{code}</code></pre></body>\n</html>\n'
+        '<body><pre style="font-family: monospace"><code>{code}</code></pre>\n'
     )
-    console.save_html(str(path), code_format=page)
+    parts = [console.export_html(code_format=page)]
+    for each in trial.cases:
+        title, frame = html.escape(each.case.title), ReportPage(each.outcomes).frame()
+        parts.append(f"<details><summary>{title}</summary>{frame}</details>\n")
+    path.write_text("".join([*parts, "</body>\n</html>\n"]), encoding="utf-8")
 
 
 def report(trial: PolicyTrial, target: str) -> RenderableType:

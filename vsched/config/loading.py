@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT_PREFIX = "VSCHED__"
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+RECORDED = "record"
 ALTERNATIVES = {"generate.memory": ("tokens", "bytes")}
 """Mutually exclusive fields of policy tables: setting one removes the others."""
 
@@ -48,8 +49,8 @@ class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
     A stage may still have the device `auto` on a host with a GPU; `vsched.devices.resolve_loaded` chooses one.
 
     Attributes:
-        origins: Source of each key's value: `default`, `file PATH`, `environment NAME`, `command line`. Policy fields
-            are keys too, such as `encode.admission.max_tokens`.
+        origins: Source of each key's value: `default`, `file PATH`, `environment NAME`, `command line`, `record`.
+            Policy fields are keys too, such as `encode.admission.max_tokens`.
         policies: The configured policies.
         devices: The devices of the stages, and the reason, once they are chosen.
     """
@@ -61,7 +62,11 @@ class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_config(
-    path: str | os.PathLike[str] | None, *, sets: Sequence[str] = (), environ: Mapping[str, str]
+    path: str | os.PathLike[str] | None,
+    *,
+    sets: Sequence[str] = (),
+    environ: Mapping[str, str],
+    base: Tree | None = None,
 ) -> LoadedConfig:
     """Load and check a configuration.
 
@@ -69,6 +74,7 @@ def load_config(
         path: A TOML file, or None for no file.
         sets: Assignments `a.b=c` from the command line; later ones take precedence.
         environ: The environment; only variables `VSCHED__A__B` are used.
+        base: Values below all of these, such as the configuration in a record.
 
     Raises:
         ConfigError: With all errors, one per line, each starting with the path of a key or file. Invalid combinations
@@ -81,7 +87,7 @@ def load_config(
         for field, value in policy_table(Config(), table).items():
             merged[f"{table}.{field}"] = (value, DEFAULT)
     file = None if path is None else Path(path)
-    for origin, tree in _layers(file, sets, environ, problems):
+    for origin, tree in _layers(base, file, sets, environ, problems):
         _lay_over(merged, tree, origin, problems)
     config = _convert(merged, problems)
     with problems.collected():
@@ -122,6 +128,7 @@ def plain_config(config: Config) -> Config:
 
 
 def _layers(
+    base: Tree | None,
     path: Path | None,
     sets: Sequence[str],
     environ: Mapping[str, str],
@@ -132,6 +139,8 @@ def _layers(
     The whole environment is one layer, and so is the whole command line: within a layer, the order of a policy's name
     and its fields must not matter.
     """
+    if base is not None:
+        yield lambda _: RECORDED, base
     if path is not None:
         tree: Tree = {}
         with problems.collected():

@@ -23,7 +23,10 @@ from vsched.policy.measured import Measured
 from vsched.policy_host.seats import PolicySeat
 from vsched.policy_host.snapshot import Restorable, Saved
 
-PREPARED = "its prompt and images are being prepared"
+PREPARED = (
+    "its prompt and images are being prepared. "
+    "Remedy: more media.threads, or a larger arena.pixel_bytes, if this takes long"
+)
 OUTCOMES = ("admitted", "held", "shed", "redirected")
 
 
@@ -203,7 +206,10 @@ class ArrivalGate(Restorable):
         held = self._held.get(arrival_id)
         if held is not None:
             wait_s = max(held.until_ns - now_ns, 0) / 1e9
-            return f"the front-door policy holds it for another {wait_s:.1f} s"
+            return (
+                f"the front-door policy holds it for another {wait_s:.1f} s. "
+                "Remedy: other fields of front_door, or another policy"
+            )
         return PREPARED if arrival_id in self._preparing else ""
 
     def statistics(self) -> dict[str, int]:

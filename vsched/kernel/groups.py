@@ -22,6 +22,22 @@ class Status(enum.StrEnum):
     """It was lost, and is not restarted."""
 
 
+_REASONS = {
+    Status.DOWN: (
+        "its ranks start, or restart after a loss",
+        "nothing, if it is back soon; another replica serves meanwhile",
+    ),
+    Status.DRAINING: ("it takes no more work", "to resume it, with POST /admin/replicas"),
+    Status.RETIRED: ("it was lost too often", "to restart the server; its log has the reason"),
+}
+
+
+def unready_reason(name: str, status: Status, more: str = "") -> str:
+    """Return why a group that is not up takes no work, with `more` in the same sentence, and a remedy."""
+    reason, remedy = _REASONS[status]
+    return f"{name} is {status}: {reason}{more}. Remedy: {remedy}"
+
+
 class Group(Restorable):
     """One replica of a stage.
 

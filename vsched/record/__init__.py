@@ -1,7 +1,7 @@
 """Record the events and decisions of a scheduler, and replay them: the same decisions, byte for byte."""
 
 from vsched.record.recorder import Recorder, check_record_path, open_recorder
-from vsched.record.replay import Difference, ReplayReport, replay
+from vsched.record.replay import Difference, ReplayReport, read_events, replay
 from vsched.record.timeline import TraceTimeline
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "TraceTimeline",
     "check_record_path",
     "open_recorder",
+    "read_events",
     "replay",
 ]

@@ -142,21 +142,28 @@ _command_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_union(
 _astuple = msgspec.structs.astuple
 
 
+REMOVED_SETTINGS = (("cluster", "direct"), ("cluster", "encrypt_rows"))
+"""Settings in the configurations of older records, without influence on decisions."""
+
+
 def encode_header(header: SegmentHeader) -> bytes:
     """Return the bytes of a header."""
     return msgspec.msgpack.encode(header)
 
 
 def decode_header(body: bytes) -> SegmentHeader:
-    """Return a header from bytes.
+    """Return a header from bytes, without settings that are gone.
 
     Raises:
         RecordError: If they are no header.
     """
     try:
-        return _headers.decode(body)
+        header = _headers.decode(body)
     except msgspec.MsgspecError as error:
         raise RecordError(f"a segment does not begin with a header: {error}") from error
+    for section, name in REMOVED_SETTINGS:
+        header.config.get(section, {}).pop(name, None)
+    return header
 
 
 def encode_entry(number: int, now_ns: int, event: Event, commands: Sequence[Command]) -> bytes:

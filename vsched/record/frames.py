@@ -45,6 +45,15 @@ def frame(body: bytes) -> bytes:
     return _MARK + (crc32(tail) & 0xFFFF).to_bytes(2, "little") + tail + body
 
 
+def is_record(path: Path) -> bool:
+    """Return True if a file begins like a record of any version; False if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(FORMAT)) == FORMAT
+    except OSError:
+        return False
+
+
 class FrameReader:
     """Reads the frames of one file; `dropped_bytes` is the length of an incomplete end."""
 

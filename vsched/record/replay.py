@@ -33,8 +33,6 @@ from vsched.record.entries import (
 from vsched.record.frames import FrameReader
 from vsched.record.segments import find_segments
 
-REMOVED_SETTINGS = (("cluster", "direct"), ("cluster", "encrypt_rows"))
-"""Settings in the configurations of older records, without influence on decisions."""
 SHOWN_MAX = 2000
 """Maximum number of shown characters of an event or a command."""
 Progress = Callable[[int, int], None]
@@ -93,6 +91,32 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     dropped_bytes: int
     difference: Difference | None
     unfinished: list[Unfinished] = []
+
+
+def read_events(path: Path) -> Iterator[SegmentHeader | RecordedEvent]:
+    """Yield the headers and events of a record, without a replay: of any version that had the same events.
+
+    Raises:
+        RecordError: If there is no record, it is damaged before its end, or a segment is missing.
+    """
+    segments = find_segments(path)
+    due: tuple[bytes, int] | None = None
+    for segment in segments:
+        bodies = FrameReader(segment, newest=segment is segments[-1]).bodies()
+        first = next(bodies, None)
+        if first is None:
+            continue
+        header = decode_header(first[1])
+        if due is not None and (header.run, header.number) != due:
+            raise RecordError(f"{segment}: does not follow the segment before it")
+        yield header
+        events = 0
+        for _, body in bodies:
+            yield decode_entry(body)
+            events += 1
+        due = header.run, header.number + events
+    if due is None:
+        raise RecordError(f"{path}: nothing was recorded yet: its first entry is not complete")
 
 
 def replay(
@@ -185,8 +209,6 @@ class Replay:
             raise RecordError(f"{reader.path}: {error}") from error
 
     def _take(self, header: SegmentHeader) -> None:
-        for section, name in REMOVED_SETTINGS:
-            header.config.get(section, {}).pop(name, None)
         try:
             config = msgspec.convert(header.config, Config)
             limits = msgspec.convert(header.limits, SchedulerLimits)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         save_cost_model,
     )
     from vsched.sim.fast.metrics import SimulationOutcome, Targets
+    from vsched.sim.fast.recorded import RecordedRun, load_record
     from vsched.sim.fast.run import simulate
     from vsched.sim.faults.injection import Injector
     from vsched.sim.faults.plan import (
@@ -55,7 +56,15 @@ if TYPE_CHECKING:
     from vsched.sim.report.comparison import comparison, write_csv, write_json
     from vsched.sim.report.rendering import render_html
     from vsched.sim.workload.generators import generate_workload
-    from vsched.sim.workload.requests import Arrival, Image, Reply, Text, Workload, workload_of
+    from vsched.sim.workload.requests import (
+        Arrival,
+        Image,
+        Reply,
+        Text,
+        Video,
+        Workload,
+        workload_of,
+    )
     from vsched.sim.workload.traces import TraceError, load_trace, save_trace
 
 __all__ = [
@@ -87,6 +96,7 @@ __all__ = [
     "Network",
     "OutOfMemory",
     "Partition",
+    "RecordedRun",
     "ReplicaRestart",
     "Reply",
     "SimEngine",
@@ -98,6 +108,7 @@ __all__ = [
     "Text",
     "TiePermutation",
     "TraceError",
+    "Video",
     "VirtualDeadlock",
     "VirtualLoop",
     "WorkerCrash",
@@ -106,6 +117,7 @@ __all__ = [
     "fit",
     "generate_workload",
     "load_cost_model",
+    "load_record",
     "load_trace",
     "random_plan",
     "render_html",
@@ -126,6 +138,7 @@ _NAMES = {
         "load_cost_model save_cost_model"
     ),
     "fast.metrics": "SimulationOutcome Targets",
+    "fast.recorded": "RecordedRun load_record",
     "fast.run": "simulate",
     "faults.injection": "Injector",
     "faults.plan": (
@@ -143,7 +156,7 @@ _NAMES = {
     "report.comparison": "comparison write_csv write_json",
     "report.rendering": "render_html",
     "workload.generators": "generate_workload",
-    "workload.requests": "Arrival Image Reply Text Workload workload_of",
+    "workload.requests": "Arrival Image Reply Text Video Workload workload_of",
     "workload.traces": "TraceError load_trace save_trace",
 }
 _MODULES = {

@@ -15,6 +15,7 @@ from tests.bench.parts.pruning.command import pruning
 from tests.bench.parts.ranks.command import ranks
 from tests.bench.parts.recovery.command import recovery
 from tests.bench.parts.sampler.command import sampler
+from tests.bench.parts.video.command import video
 from vsched.cli.main import run
 from vsched.logs import configure_logging
 
@@ -31,6 +32,7 @@ for command in (
     ranks,
     recovery,
     sampler,
+    video,
 ):
     app.command()(command)
 

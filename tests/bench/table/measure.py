@@ -26,6 +26,11 @@ from vsched.bench.load.measure import fixed_length_fields
 from vsched.errors import ConfigError
 
 Work = dict[tuple[Key, ...], LoadPlan]
+VLLM_VIDEOS = (
+    *("--limit-mm-per-prompt", '{"image": 1, "video": 1}'),
+    *("--media-io-kwargs", '{"video": {"num_frames": -1, "fps": 2}}'),
+)
+"""Arguments for the case `video`: two frames per second, as the checkpoint's video processor samples in vsched."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,11 +149,13 @@ def _spec(options: argparse.Namespace, side: str, model: str, checkpoint: Path) 
 def peer_spec(options: argparse.Namespace, side: str, checkpoint: Path) -> Spec:
     """Return the specification of a peer running alone."""
     peer = PEERS[side]
+    has_videos = side == "vllm" and "video" in getattr(options, "cases", ())
     start = PeerStart(
         checkpoint=checkpoint,
         sizes=sizes_of(options),
         folder=peer.folder(options.peers),
         budget=options.budget,
+        arguments=VLLM_VIDEOS if has_videos else (),
     )
     # No other server runs at the same time, so its idle threads disturb none.
     return dataclasses.replace(peer.spec(start), pausable=False)

@@ -14,6 +14,7 @@ from tests.bench.report.ratios import Ratio, Row, rows
 from tests.bench.servers import sides
 from tests.bench.sessions import context_line, publish
 from tests.bench.table.sizes import PURPOSE, SIZES, settings_of
+from vsched.bench.load.figures import Figures
 
 RATE_MIN = 1.1
 """Target request rate, as a multiple of the best peer's with the same precision."""
@@ -90,7 +91,8 @@ def write(options: argparse.Namespace, store: Store, model: str, console: Consol
         missed(by_side, model),
         context_line(store.report.machine, settings, runs),
     ]
-    publish(options, f"table-{model}", parts, {}, console)
+    name = f"table-{model}-video" if options.cases == ["video"] else f"table-{model}"
+    publish(options, name, parts, {}, console)
 
 
 def cells(by_side: dict[str, list[Run]], model: str) -> str:
@@ -116,6 +118,7 @@ def cells(by_side: dict[str, list[Run]], model: str) -> str:
                     kept.text if kept else "-",
                     *ratios,
                     *(tables.number(row.medians(read)[0]) for _, read in _TIMES),
+                    tables.number(row.medians(_prompt_tokens)[0]),
                     str(row.failed[0]),
                     str(row.wrong_length[0]),
                     str(len(row.ours)),
@@ -126,7 +129,7 @@ def cells(by_side: dict[str, list[Run]], model: str) -> str:
         "kept of quiet",
         *("defaults / it", "best of its precision / it"),
         *(name for name, _ in _TIMES),
-        *("failed", "wrong length", "rounds"),
+        *("prompt tokens", "failed", "wrong length", "rounds"),
     )
     return tables.markdown(*tables.without_empty(headings, lines))
 
@@ -184,6 +187,10 @@ def kept_of(by_side: dict[str, list[Run]], side: str, place: Place) -> Ratio | N
     quiet = place._replace(neighbours=0)
     row = _paired(_at(by_side, side, place), _at(by_side, side, quiet), place)
     return row.ratio(tables.requests_s) if row else None
+
+
+def _prompt_tokens(figures: Figures) -> float:
+    return figures.prompt_tokens_mean
 
 
 def _at(by_side: dict[str, list[Run]], side: str, place: Place) -> Sequence[Run]:

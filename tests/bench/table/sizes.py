@@ -50,6 +50,9 @@ SIZES: Mapping[str, Mapping[str, Size]] = {
         "image": Size(
             words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}, seconds={1: 18, 8: 25, 32: 70}
         ),
+        "video": Size(
+            words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}, seconds={1: 20, 8: 30, 32: 90}
+        ),
     },
     "smollm2": {
         "text": Size(
@@ -67,7 +70,8 @@ def sessions_at(size: Size, clients: int) -> int:
 def settings_of(options: argparse.Namespace, model: str) -> str:
     """Describe everything that figures of a model depend on except their side, whose settings are in its version."""
     parts = [sizes_of(options).text]
-    for case, size in SIZES[model].items():
+    sizes = {case: size for case, size in SIZES[model].items() if case in options.cases}
+    for case, size in sizes.items():
         counts = ",".join(map(str, size.sessions.values()))
         parts.append(f"{case}={size.words}words/{size.tokens}tokens/{counts}")
     return " ".join(parts)

@@ -242,9 +242,14 @@ async def test_connection_bytes_other_than_http_are_refused() -> None:
         (b"\x16\x03\x01\r\n", {}, "- - 400"),
         (b"GET /load?key=secret HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", {}, "GET /load 400"),
         (b"G", {"receive_s": SOON_S}, "- - 408"),
+        (
+            HEAD + b"Content-Length: 9\r\n\r\n{",
+            {"receive_s": SOON_S},
+            "POST /v1/chat/completions 408",
+        ),
         (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", {"max_connections": 1}, "GET /health 503"),
     ],
-    ids=["garbage", "head", "late", "full"],
+    ids=["garbage", "head", "late", "late body", "full"],
 )
 async def test_connection_access_log_has_requests_that_reach_no_application(
     sent: bytes, limits: dict[str, float], line: str, caplog: pytest.LogCaptureFixture

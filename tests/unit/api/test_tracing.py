@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import os
 import socket
@@ -34,7 +35,7 @@ from vsched.api.tracing.spans import Tracing, phases_of
 from vsched.config.sections import ServerConfig
 from vsched.errors import ConfigError, RequestFailed, RequestRefused
 from vsched.kernel.commands import RequestTimes
-from vsched.logs import FIELDS
+from vsched.logs import FIELDS, _formatter
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -150,7 +151,14 @@ async def test_request_has_a_span_with_its_phases(
     assert (root.name, root.kind) == ("chat demo", Span.SPAN_KIND_SERVER)
     assert (root.parent_span_id.hex(), root.trace_state) == (PARENT, "shop=7")
     assert reply.headers["traceparent"] == f"00-{TRACE}-{root.span_id.hex()}-01"
-    assert [one.name for one in phases] == ["prepare", "encode", "queue", "prefill", "decode"]
+    assert [one.name for one in phases] == [
+        "validate",
+        "prepare",
+        "encode",
+        "queue",
+        "prefill",
+        "decode",
+    ]
     for one, following in itertools.pairwise(phases):
         assert one.end_time_unix_nano == following.start_time_unix_nano
     assert phases[0].start_time_unix_nano == root.start_time_unix_nano
@@ -225,7 +233,7 @@ async def test_failed_request_has_an_error_status(collector: Collector) -> None:
 
 
 @each_case(("status", "code"), [(429, Status.STATUS_CODE_UNSET), (503, Status.STATUS_CODE_ERROR)])
-async def test_refused_request_ends_in_preparation(
+async def test_refused_request_ends_in_preparation_with_the_reason(
     collector: Collector, status: int, code: Status.StatusCode.ValueType
 ) -> None:
     engine = FakeEngine()
@@ -233,8 +241,40 @@ async def test_refused_request_ends_in_preparation(
     reply, root, phases = await trace_of(collector, engine)
     assert reply.headers["traceparent"].split("-")[1] == TRACE
     assert attributes(root)["error.type"] == "queue_full"
+    assert attributes(root)["error.message"] == "the queue is full."
+    assert attributes(root)["http.response.status_code"] == status
     assert root.status.code == code
-    assert [one.name for one in phases] == ["prepare"]
+    assert [one.name for one in phases] == ["validate", "prepare"]
+
+
+async def test_invalid_request_ends_in_validation_without_its_contents(
+    collector: Collector,
+) -> None:
+    reply, root, phases = await trace_of(collector, FakeEngine(), chat(temperature="my secret"))
+    assert reply.status == attributes(root)["http.response.status_code"] == 400
+    assert reply.headers["traceparent"].split("-")[1] == TRACE
+    assert [one.name for one in phases] == ["validate"]
+    assert attributes(root)["error.type"]
+    assert "secret" not in str(root)
+
+
+async def test_all_log_lines_of_a_request_have_its_ids(collector: Collector) -> None:
+    lines: list[dict[str, Any]] = []
+    engine = FakeEngine(ValueError("a bug"))
+    handler = logging.Handler()
+    handler.setFormatter(_formatter("engine", "json"))
+    handler.emit = lambda record: lines.append(json.loads(handler.format(record)))  # type: ignore[method-assign]
+    logging.getLogger("vsched").addHandler(handler)
+    try:
+        reply, *_ = await trace_of(collector, engine)
+        logging.getLogger("vsched").warning("of no request")
+    finally:
+        logging.getLogger("vsched").removeHandler(handler)
+    assert reply.status == 500
+    (failed,) = [line for line in lines if "ValueError" in line.get("exception", "")]
+    assert failed["trace_id"] == TRACE
+    assert failed["request_id"].startswith("chatcmpl-")
+    assert "request_id" not in lines[-1]
 
 
 async def test_aborted_request_is_traced_once_its_choice_has_ended(collector: Collector) -> None:
@@ -252,6 +292,7 @@ async def test_aborted_request_is_traced_once_its_choice_has_ended(collector: Co
     assert attributes(root)["error.type"] == "disconnected"
     assert attributes(root)["gen_ai.response.finish_reasons"] == ["abort"]
     assert [(one.name, one.status.code) for one in phases] == [
+        ("validate", Status.STATUS_CODE_UNSET),
         ("prepare", Status.STATUS_CODE_UNSET),
         ("encode", Status.STATUS_CODE_ERROR),
     ]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.patience import PATIENCE_S
-from vsched.bench.load.cases import draw_image, draw_session
+from vsched.bench.load.cases import VIDEO_RATE, VIDEO_S, draw_image, draw_session
 from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
 from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, summarise, table, times
 from vsched.bench.load.generator import RUNNING_PIECES, WARMUP, LoadPlan, draw, run, sessions_for
@@ -20,7 +20,10 @@ from vsched.bench.load.shapes import Case, Shape, shape_of
 from vsched.config import MediaConfig
 from vsched.errors import ConfigError
 from vsched.media.decode import DecodeLimits, inspect
+from vsched.media.formats import VIDEO
 from vsched.media.sources import read_local
+from vsched.media.video import VideoLimits, inspect_video
+from vsched.worker.contract import VideoFacts
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n"
 
@@ -92,6 +95,16 @@ async def test_client_reads_a_stream_however_it_is_cut(answer: bytes) -> None:
     assert sample.text == "abc"
     assert (len(sample.stamps), sample.prompt_tokens, sample.output_tokens) == (2, 5, 3)
     assert sample.started < sample.stamps[0] <= sample.stamps[1] <= sample.ended
+
+
+async def test_client_times_tokens_without_text() -> None:
+    """A request with `return_token_ids`: some tokens have no text, or a part of a character."""
+    silent = event({"choices": [{"delta": {"content": ""}, "token_ids": [7]}]})
+    answer = whole(piece("a") + silent + silent + piece("b") + b"data: [DONE]\n\n")
+    async with serving(answer) as server:
+        sample = await BenchClient(server.url).chat(b"{}")
+    assert sample.text == "ab"
+    assert len(sample.stamps) == 4
 
 
 @pytest.mark.parametrize(
@@ -367,3 +380,16 @@ def test_sessions_keep_all_clients_at_work() -> None:
     """Rates of 256 clients of which only six have work are refused."""
     with pytest.raises(ConfigError, match="value 6 sessions, limit at least 256. Remedy: ask"):
         sessions_for(Case.TEXT, 256, 6)
+
+
+def test_a_video_is_drawn_as_a_file() -> None:
+    pytest.importorskip("av")
+    shape = Shape(words=3, output_tokens=3, image_pixels=96)
+    (message,) = draw_session(Case.VIDEO, shape, 3)
+    part, text = message["content"]
+    assert text["text"].count(" ") == 2
+    url = part["video_url"]["url"]
+    file = read_local(url, MediaConfig(), lambda _: None, VIDEO)
+    facts = inspect_video(file, VideoLimits(pixels=10_000, seconds=9.0, decode_s=5.0))
+    assert facts == VideoFacts(48, 48, VIDEO_S * VIDEO_RATE, VIDEO_RATE)
+    assert draw_session(Case.VIDEO, shape, 4) != [message]

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from tests.trace_format import check_trace_events
+from tests.unit.sim.fast.test_recorded import load, record
 from tests.unit.sim.shapes import COST
 from vsched.cli import app
 from vsched.cli.simulate import command as simulate_command
@@ -54,6 +56,20 @@ def test_simulate_compares_configurations(folder: Path) -> None:
     assert first.figures.finished == second.figures.finished == 17
 
 
+def test_simulate_compares_a_record_with_another_policy(folder: Path) -> None:
+    record(folder, load())
+    said = run(
+        "--trace", "run.vlog", "--set", "generate.admission.use=shortest-first", "--json", "o.json"
+    )
+    assert "generate.admission: Fifo" in said
+    assert "| ShortestFirst" in said
+    assert "run.vlog: measured in the recorded run: 90 of 90 requests finished" in said
+    own, other = read_json(folder / "o.json")
+    assert (own.label, other.label) == ("as recorded", "changed")
+    assert own.figures.tenants.keys() == {"tenant 0", "tenant 1"}
+    assert other.figures.ttft_ms.p50 < own.figures.ttft_ms.p50
+
+
 def test_simulate_writes_what_is_requested(folder: Path) -> None:
     files = ["--html", "o.html", "--csv", "o.csv", "--json", "o.json", "--timeline", "t.json"]
     said = run("--trace", "trace.csv", "--requests", "5", "--oracles", *files)
@@ -61,6 +77,7 @@ def test_simulate_writes_what_is_requested(folder: Path) -> None:
     assert (folder / "o.html").read_text().startswith("<!doctype html>")
     assert len((folder / "o.csv").read_text().splitlines()) == 2
     timeline = msgspec.json.decode((folder / "t.json").read_bytes())
+    check_trace_events(timeline["traceEvents"])
     names = {event.get("name") for event in timeline["traceEvents"]}
     assert {"r1", "encode 1", "decode"} <= names
 

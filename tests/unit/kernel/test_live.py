@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests.unit.kernel.setups import image_request, make_limits, words
+from vsched.failures import Simulated
 from vsched.kernel import Scheduler
+from vsched.kernel.events import Drain, Event, GroupLost
 from vsched.kernel.live import CELL_SAMPLES_MAX, MAP_CELLS_MAX, MemoryMap, RequestRow
+from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.admission import Gathered
 
@@ -49,7 +53,45 @@ def test_held_queue_names_the_rest_of_the_hold() -> None:
     policies = default_policies(generate_admission=Gathered(deadline_s=2))
     cluster = ModelCluster(make_limits(), policies)
     cluster.submit(make_request("held", words(3)))
-    assert "holds the queue for another 2.0 s" in rows(cluster)["held"].why
+    why = rows(cluster)["held"].why
+    assert "holds the queue for another 2.0 s" in why
+    assert "Remedy: other fields of generate.admission" in why
+
+
+class Last(RequestPolicy, frozen=True):
+    """Admits nothing but the last request."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission([len(view.waiting) - 1] if view.waiting[-1].tenant == "vip" else [])
+
+
+def test_request_that_is_passed_over_names_the_policy_and_the_limit() -> None:
+    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Last()))
+    cluster.submit(msgspec.structs.replace(make_request("vip", words(3)), tenant="vip"))
+    cluster.submit(make_request("passed", words(3)))
+    why = rows(cluster)["passed"].why
+    assert "lets others go first, for at most 60 s (policies.passed_over_max_s)" in why
+    assert "Remedy: other fields of generate.admission, or another policy" in why
+
+
+@pytest.mark.parametrize(
+    ("event", "reason", "remedy"),
+    [
+        (GroupLost("generate", Simulated(("generate",))), "is down: its ranks", "another replica"),
+        (Drain("generate"), "is draining: it takes no more work", "resume it"),
+    ],
+    ids=["lost", "draining"],
+)
+def test_request_of_a_group_that_is_not_up_names_its_state(
+    event: Event, reason: str, remedy: str
+) -> None:
+    cluster = ModelCluster(make_limits(slots=1))
+    cluster.submit(make_request("running", words(3)))
+    cluster.submit(make_request("waiting", words(3)))
+    cluster.kernel.handle(event, cluster.now_ns)
+    why = rows(cluster)["waiting"].why
+    assert reason in why
+    assert remedy in why.partition("Remedy: ")[2]
 
 
 def test_image_names_the_encoder_or_what_is_ahead_of_it() -> None:

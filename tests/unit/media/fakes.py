@@ -143,11 +143,9 @@ class FakePreprocessor(Preprocessor):
     ) -> VideoPlan:
         """Plan a group for each frame."""
         group = self.plan_image(facts.width, facts.height)
+        group = replace(group, expansion=(50, *[VIDEO_PLACEHOLDER] * group.tokens))
         size = FrameSize(facts.width, facts.height)
-        expansion = [50, *[VIDEO_PLACEHOLDER] * group.tokens] * facts.frames
-        return VideoPlan(
-            tuple(range(facts.frames)), size, (group,) * facts.frames, tuple(expansion)
-        )
+        return VideoPlan(tuple(range(facts.frames)), size, (group,) * facts.frames)
 
     def process_frames(self, frames: Sequence[Image.Image], size: FrameSize) -> Arrays:
         [frame] = frames

@@ -18,8 +18,8 @@ from vsched.policy import Policy
 from vsched.policy_host import SeatPolicies
 from vsched.policy_host.snapshot import LAYOUT
 from vsched.record import Recorder, open_recorder
+from vsched.record.entries import REMOVED_SETTINGS
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
-from vsched.record.replay import REMOVED_SETTINGS
 from vsched.record.segments import find_segments
 from vsched.testing import ModelCluster, run_random
 from vsched.testing.defaults import default_policies

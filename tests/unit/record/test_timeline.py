@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.trace_format import check_trace_events
 from tests.unit.record.recorded import RecordedCluster, config_for, record_run
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Stepped
@@ -36,6 +37,7 @@ def trace_of(path: Path) -> list[dict[str, Any]]:
     assert report.difference is None
     events: list[dict[str, Any]] = msgspec.json.decode(file.getvalue())["traceEvents"]
     assert len(events) == drawn.events
+    check_trace_events(events)
     return events
 
 
@@ -52,22 +54,6 @@ def trace(tmp_path: Path, cluster: RecordedCluster) -> list[dict[str, Any]]:
 
 def named(trace: list[dict[str, Any]], key: str) -> dict[str, int]:
     return {one["args"]["name"]: one["pid"] for one in trace if one["name"] == key}
-
-
-def test_timeline_has_every_field_that_the_format_asks_for(trace: list[dict[str, Any]]) -> None:
-    """Source: Trace Event Format."""
-    required = {
-        "X": {"name", "ts", "dur", "pid", "tid"},
-        "C": {"name", "ts", "pid", "args"},
-        "i": {"name", "ts", "pid", "tid", "s"},
-        "b": {"name", "ts", "pid", "cat", "id"},
-        "e": {"name", "ts", "pid", "cat", "id"},
-        "M": {"name", "pid", "args"},
-    }
-    for one in trace:
-        assert required[one["ph"]] <= one.keys()
-        assert one.get("ts", 0) >= 0
-        assert one.get("dur", 0) >= 0
 
 
 def test_timeline_has_a_process_for_each_group(trace: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Mapping
 from types import MappingProxyType
+from typing import Any
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -70,6 +71,9 @@ def _with_id(scope: Scope, headers: list[tuple[bytes, bytes]]) -> list[tuple[byt
 logger = logging.getLogger("vsched.access")
 _PROBES = frozenset({"/health", "/ready", "/ping"})
 _PATH_CHARACTERS_MAX = 200
+_REFUSAL = "vsched.refusal"
+_DISCONNECTED = 499
+"""Status in the log of a request without a response, as in nginx."""
 _LOG_FIELDS = "vsched.log_fields"
 """Key of further fields of the access log in the ASGI scope; a dictionary, since inner scopes may be copies."""
 
@@ -77,7 +81,7 @@ _LOG_FIELDS = "vsched.log_fields"
 class LogAccess:
     """ASGI middleware: log method, path, status, duration and id of each request, but not its query or content.
 
-    Probes that succeed are left out. A status of 0 means that the client disconnected before the response.
+    Probes that succeed are left out. A status of 499 means that the client disconnected before the response.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -89,7 +93,7 @@ class LogAccess:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        status, request_id = 0, ""
+        connection_scope, status, request_id = scope, 0, ""
         further: dict[str, str] = {}
         scope = {**scope, _LOG_FIELDS: further}
 
@@ -105,9 +109,23 @@ class LogAccess:
         try:
             await self._app(scope, receive, watched)
         finally:
+            if not status:
+                status, request_id = refusal_of(connection_scope)
+                status = status or _DISCONNECTED
             if scope["path"] not in _PROBES or status != 200:
                 duration_ms = (time.monotonic() - started_s) * 1e3
                 log_access(scope, status, request_id, duration_ms, further)
+
+
+def note_refusal(scope: Any, status: int, request_id: str) -> None:
+    """Note that the connection answered a request in place of the application."""
+    scope[_REFUSAL] = status, request_id
+
+
+def refusal_of(scope: Scope) -> tuple[int, str]:
+    """Return status and id of the connection's own answer; 0 if there is none."""
+    refusal: tuple[int, str] = scope.get(_REFUSAL, (0, ""))
+    return refusal
 
 
 def log_field(scope: Scope, name: str, value: str) -> None:

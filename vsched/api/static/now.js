@@ -4,7 +4,7 @@ import { html, useState } from "./vendor/htm-preact.js";
 import { Chart, MemoryMap } from "./charts.js";
 
 const PHASES = {
-  items: "waits for embeddings", ready: "waits for a slot", preempted: "preempted", suspended: "waits for its group",
+  items: "waits for embeddings", ready: "waits in the queue", preempted: "preempted", suspended: "waits for its group",
   prompt: "waits for a shared prompt", prefill: "prefill", decode: "decode", held: "held at the front door",
   preparing: "is prepared",
 };
@@ -45,11 +45,31 @@ function Tiles({ state, history }) {
     <p class="faint">Percentiles of the last ${done.length} requests that finished.</p>`;
 }
 
+function reasonOf(row) {
+  const why = row.why.includes(": ") ? row.why.slice(row.why.indexOf(": ") + 2) : row.why;
+  return why.split(" Remedy: ");
+}
+
+// The waiting requests by remedy, with the reason of the oldest.
+function Waits({ state }) {
+  const waits = new Map();
+  for (const row of state.requests.filter((one) => WAITING.has(one.phase))) {
+    const [reason, remedy] = reasonOf(row), found = waits.get(remedy) || { reason, row, count: 0 };
+    found.count += 1;
+    waits.set(remedy, found);
+  }
+  if (!waits.size) return null;
+  return html`<section><h2 id="waits">Why requests wait</h2><ul aria-labelledby="waits">
+    ${[...waits].map(([remedy, { reason, row, count }]) => html`<li key=${remedy}><strong>${count}</strong>
+      ${" "}${count > 1 ? "requests" : "request"}${row.since_ns ? `, the oldest for ${seconds((state.now_ns - row.since_ns) / 1e9)}` : ""}:
+      ${" "}${reason}
+      ${remedy && html` <strong>What would help:</strong> ${remedy}.`}</li>`)}</ul></section>`;
+}
+
 function Request({ row, now }) {
   const [open, setOpen] = useState(false);
   const since = row.since_ns ? (now - row.since_ns) / 1e9 : null;
-  const why = row.why.includes(": ") ? row.why.slice(row.why.indexOf(": ") + 2) : row.why;
-  const [reason, remedy] = why.split(" Remedy: ");
+  const [reason, remedy] = reasonOf(row);
   return html`<tr>
       <th scope="row"><button class="row" aria-expanded=${String(open)} onClick=${() => setOpen(!open)}>
         ${row.request_id}</button></th>
@@ -129,6 +149,7 @@ export function Now({ state, history }) {
       <${Chart} title="Requests" points=${points} series=${[
         { key: "running", label: "running", colour: "decode" }, { key: "waiting", label: "waiting", colour: "bad" }]} />
     </div>
+    <${Waits} state=${state} />
     <${Groups} groups=${state.groups} />
     <div class="maps">
       <${Slots} state=${state} />

@@ -148,7 +148,7 @@ class RequestTrace:
         self._tracing = tracing
         self._began_ns = time.monotonic_ns()
         self._epoch_ns = time.time_ns() - self._began_ns  # the kernel's clock begins then
-        self._ended_ns = 0
+        self._checked_ns = self._ended_ns = 0
         self._operation = operation
         self.choices = AcceptedChoices()
         self._span = tracing.tracer.start_span(
@@ -181,7 +181,8 @@ class RequestTrace:
         session: str,
         tenant: str,
     ) -> None:
-        """Add the parameters of a checked request, without its contents."""
+        """Add the parameters of a checked request, without its contents; it goes to the front door now."""
+        self._checked_ns = time.monotonic_ns()
         if not self._span.is_recording():
             return
         self._span.update_name(f"{self._operation} {model}")
@@ -215,6 +216,8 @@ class RequestTrace:
             self._span.set_attribute("http.response.status_code", status)
         if error is not None:
             self._span.set_attribute("error.type", error.code or "error")
+            if error.status >= 429:  # a message about an invalid request may quote its contents
+                self._span.set_attribute("error.message", error.message)
             if error.status >= 500:  # by the conventions, a refused request is the client's error
                 self._span.set_status(StatusCode.ERROR, error.message)
         elif outcome in _UNFINISHED or outcome in _FAILED:
@@ -235,9 +238,10 @@ class RequestTrace:
         self._tracing.ending.discard(self)
         choices = self.choices.generations
         submitted_ns = max((one.times.submitted_ns for one in choices), default=0)
-        self._phase(
-            "prepare", self._began_ns, submitted_ns or self._ended_ns, failed=not submitted_ns
-        )
+        checked_ns, end_ns = self._checked_ns, submitted_ns or self._ended_ns
+        self._phase("validate", self._began_ns, checked_ns or end_ns, failed=not checked_ns)
+        if checked_ns:
+            self._phase("prepare", checked_ns, end_ns, failed=not submitted_ns)
         for index, one in enumerate(choices[:CHOICES_MAX]):
             self._add_choice(one, index if len(choices) > 1 else None)
         if choices:

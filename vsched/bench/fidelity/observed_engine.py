@@ -24,13 +24,19 @@ from vsched.engine import Engine, Progress
 from vsched.errors import GroupLostError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Decide
-from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
+from vsched.kernel.decisions import Decision, EncodeDecision
 from vsched.kernel.events import Event, GroupLost
 from vsched.media import MediaPipeline, PixelStore
 from vsched.media.pruning import Pruning
-from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.model import EncodeSample, GenerateSample
-from vsched.sim.cost.observations import Observation, ObservedJob, ObservedRequest, ObservedStep
+from vsched.sim.cost.observations import (
+    Observation,
+    ObservedJob,
+    ObservedRequest,
+    ObservedStep,
+    encode_sample,
+    generate_sample,
+)
 from vsched.transport.arena import Arena
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import Preprocessor
@@ -104,11 +110,12 @@ class EngineObservations:
             self._decided[group], results, strict=False
         ):
             if isinstance(decision, EncodeDecision):
-                sample: EncodeSample | GenerateSample = _encode_sample(decision, result.busy_ns)
+                sample: EncodeSample | GenerateSample = encode_sample(decision, result.busy_ns)
                 paused = 0 < decision.time_slice_ns < result.busy_ns
             else:
                 assert isinstance(result, GenerateResult)
-                sample = _generate_sample(decision, result, lengths)
+                yielded = np.flatnonzero(np.frombuffer(result.tokens, np.int32) >= 0).tolist()
+                sample = generate_sample(decision, yielded, lengths, result.busy_ns)
                 paused = False
             steps.append(
                 ObservedStep(
@@ -120,40 +127,6 @@ class EngineObservations:
                 )
             )
         return steps
-
-
-def _encode_sample(decision: EncodeDecision, busy_ns: int) -> EncodeSample:
-    tokens = [task.tokens for task in decision.tasks if not task.encoded]
-    return EncodeSample(
-        items=len(tokens),
-        tokens=sum(tokens),
-        pairs=sum(count * count for count in tokens),
-        ns=busy_ns,
-    )
-
-
-def _generate_sample(
-    decision: GenerateDecision, result: GenerateResult, lengths: dict[int, int]
-) -> GenerateSample:
-    """Return the contents of a step; `lengths` are the tokens of each slot, updated from step to step."""
-    for join in decision.joined:
-        lengths[join.slot] = join.length
-    prefill, pairs = 0, 0.0
-    firsts = []
-    for chunk in decision.chunks:
-        count = chunk.stop - chunk.start
-        prefill += count
-        pairs += pairs_of(chunk.start, count)
-        if chunk.stop == lengths[chunk.slot]:
-            firsts.append(chunk.slot)
-    yielded: list[int] = np.flatnonzero(np.frombuffer(result.tokens, np.int32) >= 0).tolist()
-    decoded = [slot for slot in yielded if slot not in firsts]
-    context = sum(lengths[slot] for slot in decoded)
-    for slot in yielded:
-        lengths[slot] += 1
-    return GenerateSample(
-        decodes=len(decoded), context=context, prefill=prefill, pairs=pairs, ns=result.busy_ns
-    )
 
 
 class ObservedThreads(ThreadPoolExecutor):

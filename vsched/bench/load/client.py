@@ -35,6 +35,7 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     delta: _Delta | None = None
+    token_ids: list[int] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -60,7 +61,8 @@ class _Models(msgspec.Struct):
 class Sample:
     """One request as seen by the client; times in seconds on one clock.
 
-    `stamps` are the arrival times of text; several tokens arriving together have one stamp.
+    `stamps` are the arrival times of text, or of tokens if the request has `return_token_ids`; those arriving together
+    have one stamp.
     """
 
     started: float
@@ -226,8 +228,9 @@ class BenchClient:
                 sample.prompt_tokens = event.usage.prompt_tokens
                 sample.output_tokens = event.usage.completion_tokens
             for choice in event.choices:
-                if choice.delta is not None and choice.delta.content:
+                text = (choice.delta and choice.delta.content) or ""
+                if text or choice.token_ids:
                     sample.stamps.append(now)
-                    sample.pieces.append(choice.delta.content)
+                    sample.pieces.append(text)
                     if self.on_text is not None:
                         self.on_text(sample)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Case(enum.StrEnum):
     """Contents of the requests; in `mixed`, a burst of images arrives while as many texts are decoded.
 
-    All are greedy except `sampled`, which is `text` with the API's default sampling.
+    All are greedy except `sampled`, which is `text` with the API's default sampling. `video` needs PyAV to draw the
+    files.
     """
 
     TEXT = "text"
@@ -18,11 +19,12 @@ class Case(enum.StrEnum):
     SAME_IMAGE = "same-image"
     CONVERSATION = "conversation"
     MIXED = "mixed"
+    VIDEO = "video"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Request sizes of a case; `turns` is 1 except for conversations."""
+    """Request sizes of a case; `turns` is 1 except for conversations. A video has half the side of an image."""
 
     words: int
     output_tokens: int
@@ -37,6 +39,7 @@ _DEFAULT_SIZES = {
     Case.SAME_IMAGE: (100, 64),
     Case.CONVERSATION: (30, 32),
     Case.MIXED: (100, 64),
+    Case.VIDEO: (100, 64),
 }
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vsched.config import LoadedConfig
     from vsched.sim.cost.model import CostModel
     from vsched.sim.fast.metrics import SimulationOutcome
+    from vsched.sim.fast.recorded import RecordedRun
     from vsched.sim.fast.simulation import EventObserver, OnRequests
     from vsched.sim.faults.plan import FaultPlan, GroupOutage
     from vsched.sim.workload.requests import Workload
@@ -40,7 +41,7 @@ def simulate(
     rate: options.RateOption = None,
     speed: options.SpeedOption = 1.0,
     seed: options.SeedOption = 0,
-    cost: options.CostOption = "h100-7b",
+    cost: options.CostOption = None,
     model: options.ModelOption = None,
     kv_tokens: options.KvTokensOption = None,
     ttft_target_ms: options.TargetOption = 2000.0,
@@ -85,9 +86,10 @@ def simulate(
     from vsched.sim.setup import DraftLuck, inspect_checkpoint
 
     check_writable({"--html": html, "--csv": csv, "--json": json, "--plot": plot})
-    named = _configs(config, assignments)
-    costs = load_cost_model(cost)
-    load_of = _workload(trace, workload, requests=requests, rate=rate, seed=seed, speed=speed)
+    run = None if trace is None else _record(trace)
+    named = _configs(config, assignments, run)
+    costs = load_cost_model(cost or options.COST) if run is None else _cost_of(run, cost)
+    load_of = _workload(trace, run, workload, requests=requests, rate=rate, seed=seed, speed=speed)
     info = None if model is None else inspect_checkpoint(next(iter(named.values())).config, model)
     outcomes = _run_all(
         named,
@@ -170,10 +172,47 @@ def _run_all(
     return outcomes
 
 
-def _configs(paths: list[Path] | None, assignments: list[str] | None) -> dict[str, LoadedConfig]:
-    """Return the configurations by label: the file name, numbered if it is not unique."""
+def _record(trace: Path) -> RecordedRun | None:
+    """Read a trace that is a record of a server; None if it is another trace."""
+    from vsched.record.frames import is_record
+    from vsched.sim.fast.recorded import load_record
+
+    return load_record(trace) if is_record(trace) else None
+
+
+def _cost_of(run: RecordedRun, cost: str | None) -> CostModel:
+    """Return the costs of a recorded run, or those of the option, with the KV cache of the run."""
+    import msgspec
+
+    from vsched.sim.cost.model import load_cost_model
+
+    found = run.cost if cost is None else load_cost_model(cost)
+    if found is None:
+        raise ConfigError(
+            "--trace: the record has too few steps to measure their times. Remedy: give --cost"
+        )
+    return msgspec.structs.replace(found, kv_tokens=run.kv_tokens)
+
+
+def _configs(
+    paths: list[Path] | None, assignments: list[str] | None, run: RecordedRun | None
+) -> dict[str, LoadedConfig]:
+    """Return the configurations by label: the file name, numbered if it is not unique.
+
+    With a recorded run, its configuration is the first, and without files, the base of the assignments.
+    """
     named: dict[str, LoadedConfig] = {}
     every: list[Path | None] = [*paths] if paths else [None]
+    if run is not None:
+        from vsched.config import load_config
+
+        named["as recorded"] = load_config(None, environ={}, base=run.config)
+        if not paths:
+            if assignments:
+                named["changed"] = load_config(
+                    None, sets=assignments, environ=os.environ, base=run.config
+                )
+            return named
     for path in every:
         label = wanted = "defaults" if path is None else path.stem
         number = 1
@@ -186,6 +225,7 @@ def _configs(paths: list[Path] | None, assignments: list[str] | None) -> dict[st
 
 def _workload(
     trace: Path | None,
+    run: RecordedRun | None,
     name: str | None,
     *,
     requests: int | None,
@@ -208,7 +248,7 @@ def _workload(
             name or "poisson", seed=seed, requests=generated, rate=rate or options.RATE
         )
     else:
-        found = load_trace(trace)
+        found = load_trace(trace) if run is None else run.workload
         found = found.first(requests) if requests else found
     return found if speed == 1 else found.faster(speed)
 

@@ -17,7 +17,13 @@ ConfigsOption = Annotated[
         "--config", "-c", help="TOML file; several are compared.", show_default="the defaults"
     ),
 ]
-TraceOption = Annotated[Path | None, typer.Option(help="Requests to replay.", show_default=False)]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Requests to replay: a trace, or a record of `vsched serve --record`.",
+        show_default=False,
+    ),
+]
 GeneratorOption = Annotated[
     str | None, typer.Option(help="Generator of requests, by name.", show_default="poisson")
 ]
@@ -32,7 +38,14 @@ RateOption = Annotated[
 ]
 SpeedOption = Annotated[float, typer.Option(min=0.001, help="Speed-up factor of arrivals.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the generator and of noise.")]
-CostOption = Annotated[str, typer.Option(help="Cost model: h100-7b, tiny25, or a JSON file.")]
+COST = "h100-7b"
+CostOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Cost model: h100-7b, tiny25, or a JSON file.",
+        show_default=f"{COST}; of a record, its steps",
+    ),
+]
 ModelOption = Annotated[
     Path | None,
     typer.Option(help="Checkpoint, for its shape.", show_default="the cost model's shape"),

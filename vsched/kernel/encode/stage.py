@@ -15,7 +15,7 @@ import msgspec
 
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
-from vsched.kernel.groups import Group
+from vsched.kernel.groups import Group, unready_reason
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import RequestState
 from vsched.policy import (
@@ -32,6 +32,7 @@ from vsched.policy_host.snapshot import Restorable, Saved, SavedKeys
 from vsched.probes import probe
 from vsched.types import group_names
 
+_OTHER_ADMISSION = "Remedy: other fields of encode.admission, or another policy"
 ATTEMPTS_MAX = 2
 """Attempts after which an item fails; errors in a batch of its own and losses of the group count."""
 
@@ -410,9 +411,10 @@ class EncodeStage(Restorable):
             if key in group.batch:
                 return f"{group.name} encodes it, for {(now_ns - group.sent_ns) / 1e9:.2f} s so far"
         if not self.ready:
-            return "no encode group is up"
+            return unready_reason(self.groups[0].name, self.groups[0].status)
         if (held_ns := queue.held_until(now_ns)) is not None:
-            return f"the admission policy holds all images for another {(held_ns - now_ns) / 1e9:.1f} s"
+            held_s = (held_ns - now_ns) / 1e9
+            return f"the admission policy holds all images for another {held_s:.1f} s. {_OTHER_ADMISSION}"
         ahead = queue.ahead_of(entry.order)
         if not any(group.open and group.idle for group in self.groups):
             busy = f"all {len(self.groups)} encode groups are busy; images ahead of it: {ahead}"
@@ -424,7 +426,7 @@ class EncodeStage(Restorable):
                 f"it needs {need} pages for its embedding, and requests hold all but {room} of "
                 f"{cached['pages_total']}. Remedy: a larger arena.embedding_bytes"
             )
-        return f"the admission policy has not chosen it; images ahead of it: {ahead}"
+        return f"the admission policy lets other images go first; images ahead of it: {ahead}. {_OTHER_ADMISSION}"
 
     def statistics(self) -> dict[str, Any]:
         """Return counters and sizes of the stage, and of each group."""

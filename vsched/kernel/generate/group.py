@@ -42,7 +42,7 @@ from vsched.kernel.generate.step_plan import (
     prefill_shares,
 )
 from vsched.kernel.generate.swap_space import SwapSpace
-from vsched.kernel.groups import DirtyGroups, Group
+from vsched.kernel.groups import DirtyGroups, Group, unready_reason
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import MemoryMap
 from vsched.kernel.request import DECODE, ITEMS, PREEMPTED, READY, Phase, RequestState
@@ -62,6 +62,7 @@ from vsched.policy_host.snapshot import Saved
 from vsched.policy_host.step_times import StepTimeModel
 from vsched.probes import probe
 
+_OTHER_ADMISSION = "Remedy: other fields of generate.admission, or another policy"
 COUNTED = (
     *("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted"),
     *("tokens_drafted", "drafts_accepted"),
@@ -725,7 +726,7 @@ class GenerateGroup(Group):
             case Phase.DECODE:
                 why = f"{self._decoded(state)} tokens since it joined slot {state.slot}"
             case Phase.SUSPENDED:
-                why = f"{self.name} is {self.status}"
+                why = unready_reason(self.name, self.status)
             case _:
                 return str(state.phase)
         return f"{state.phase}: {why}"
@@ -736,10 +737,10 @@ class GenerateGroup(Group):
         ahead = queue.ahead_of(state.order)
         behind = f"; requests ahead of it: {ahead}" if ahead else ""
         if not self.ready:
-            return f"{self.name} is {self.status}{behind}"
+            return unready_reason(self.name, self.status, behind)
         if (until_ns := queue.held_until(now_ns)) is not None:
             wait_s = (until_ns - now_ns) / 1e9
-            return f"the admission policy holds the queue for another {wait_s:.1f} s{behind}"
+            return f"the admission policy holds the queue for another {wait_s:.1f} s{behind}. {_OTHER_ADMISSION}"
         if not self._running.slots_free:
             slots = self._limits.slots
             return f"all {slots} slots are taken{behind}. Remedy: more generate.slots or replicas"
@@ -749,13 +750,18 @@ class GenerateGroup(Group):
             subject = "it" if first is state else "the first in the queue"
             return (
                 f"{subject} needs {need} KV blocks, {available} of {self._limits.blocks} are available"
-                f"{behind}. Remedy: more memory for the KV cache, or fewer generate.slots"
+                f"{behind}. Remedy: a larger KV cache (generate.memory), or more replicas"
             )
         if not self._quarantine.admits(state):
             return (
-                "it ran each time the group was lost, so it runs alone, after another such request"
+                "it ran each time the group was lost, so it runs alone, after another such request. "
+                "Remedy: the log has the reason of the losses"
             )
-        return f"the admission policy has not chosen it{behind}"
+        limit_s = self._limits.passed_over_ns / 1e9
+        return (
+            f"the admission policy lets others go first, for at most {limit_s:g} s (policies.passed_over_max_s)"
+            f"{behind}. {_OTHER_ADMISSION}"
+        )
 
     def _decoded(self, state: RequestState) -> int:
         """Output tokens since a decoding request joined."""

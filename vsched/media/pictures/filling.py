@@ -143,6 +143,7 @@ def process_video(
         RequestRefused: If a frame is damaged.
         RequestFailed: If the processor's output differs from its plan.
     """
+    fault_point("media.decode")
     if order.files:
         images = _frame_files(encoded, order.files, limits[0])
     else:

@@ -13,14 +13,23 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel import Scheduler
 from vsched.kernel.encode.embedding_cache import EntryPhase
 from vsched.kernel.request import Phase as KernelPhase
+from vsched.media import VideoReference
 from vsched.sim.faults.plan import RequestPhase
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
 from vsched.sim.ranks.symbolic_grammars import held_answer
-from vsched.sim.ranks.symbolic_model import IMAGE_TOKEN, answer, image_tokens
+from vsched.sim.ranks.symbolic_model import (
+    GROUP_FRAMES,
+    IMAGE_TOKEN,
+    VIDEO_TOKEN,
+    answer,
+    frame_group_key,
+    image_tokens,
+    video_tokens,
+)
 from vsched.sim.workload import images
-from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, text_tokens
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Video, text_tokens
 from vsched.sim.world import World
-from vsched.types import MediaItem, Request, SamplingParams
+from vsched.types import MediaItem, Request, SamplingParams, Spans
 from vsched.worker.expansion import runs_of
 
 PHASES: dict[KernelPhase, RequestPhase] = {
@@ -110,20 +119,21 @@ class ClientSession:
         self.prompt: list[int] = []
         self.items: list[MediaItem] = []
         self._parts = [self._put(part) for part in arrival.prompt]
-        for image in arrival.images:
-            world.appearances[images.key_of(image, arrival.tenant)] = images.appearance_of(image)
 
-    def _put(self, part: PromptPart) -> Image | list[int]:
+    def _put(self, part: PromptPart) -> Image | Video | list[int]:
         """Append a part to the expected prompt, and return the part as sent by the client."""
+        tenant = self.arrival.tenant
         if isinstance(part, Image):
             expansion = image_tokens(part.tokens)
-            item = MediaItem(
-                key=images.key_of(part, self.arrival.tenant),
-                tokens=part.tokens,
-                offset=len(self.prompt),
-                spans=runs_of(expansion, IMAGE_TOKEN, len(self.prompt)),
-            )
-            self.items.append(item)
+            spans = runs_of(expansion, IMAGE_TOKEN, len(self.prompt))
+            self._put_item(part, images.key_of(part, tenant), spans)
+            self.prompt += expansion
+            return part
+        if isinstance(part, Video):
+            expansion = video_tokens(part.groups, part.group_tokens)
+            spans = runs_of(expansion, VIDEO_TOKEN, len(self.prompt))
+            for image, span in zip(part.images, spans, strict=True):
+                self._put_item(image, frame_group_key(images.appearance_of(image), tenant), (span,))
             self.prompt += expansion
             return part
         tokens = (
@@ -133,6 +143,11 @@ class ClientSession:
         )
         self.prompt += tokens
         return tokens
+
+    def _put_item(self, image: Image, key: bytes, spans: Spans) -> None:
+        self._world.appearances[key] = images.appearance_of(image)
+        item = MediaItem(key=key, tokens=image.tokens, offset=spans[0][0], spans=spans)
+        self.items.append(item)
 
     @property
     def received(self) -> SessionAnswer:
@@ -255,11 +270,14 @@ class ClientSession:
         arrival = self.arrival
         prompt: list[int] = []
         for part in self._parts:
-            prompt += [IMAGE_TOKEN] if isinstance(part, Image) else part
+            if isinstance(part, list):
+                prompt += part
+            else:
+                prompt.append(IMAGE_TOKEN if isinstance(part, Image) else VIDEO_TOKEN)
         name = f"library-{self.index}"
         generations = await engine.generate_choices(
             prompt=prompt,
-            images=[self._reference(image) for image in arrival.images],
+            images=[self._reference(part) for part in arrival.media],
             sampling=SamplingParams(
                 max_tokens=arrival.output_tokens,
                 temperature=0.0,
@@ -299,7 +317,14 @@ class ClientSession:
             if all(one.reason for one in self.answers):
                 self.outcome = "finished"
 
-    def _reference(self, image: Image) -> str:
+    def _reference(self, part: Image | Video) -> str | VideoReference:
+        return self._url(part) if isinstance(part, Image) else VideoReference(self._frames(part))
+
+    def _frames(self, video: Video) -> tuple[str, ...]:
+        """Return the URLs of all frames; those of a group are equal."""
+        return tuple(url for image in video.images for url in [self._url(image)] * GROUP_FRAMES)
+
+    def _url(self, image: Image) -> str:
         return images.remote_url(image) if self.behaviour.remote else images.data_url(image)
 
     # --- over HTTP ---
@@ -347,8 +372,9 @@ class ClientSession:
         content: list[dict[str, Any]] = []
         for part in self._parts:
             if isinstance(part, Image):
-                url = {"url": self._reference(part)}
-                content.append({"type": "image_url", "image_url": url})
+                content.append({"type": "image_url", "image_url": {"url": self._url(part)}})
+            elif isinstance(part, Video):
+                content.append({"type": "video", "video": self._frames(part)})
             else:
                 content.append({"type": "text", "text": " ".join(map(str, part))})
         body = {

@@ -99,7 +99,7 @@ def _fetch(world: World) -> ReadRemote:
     async def fetch(
         reference: str, settings: MediaConfig, reserve: Reserve, kind: MediaKind
     ) -> bytes:
-        assert kind is IMAGE, "simulated requests have no videos"
+        assert kind is IMAGE, "simulated videos are sent as frames"
         try:
             async with asyncio.timeout(settings.fetch_s):
                 await asyncio.sleep(world.delays.fetch_ns / 1e9)
@@ -130,7 +130,7 @@ def media_of(world: World) -> MakeMedia:
         settings: MediaConfig,
         pruning: Pruning | None,
     ) -> MediaPipeline:
-        del pruning  # simulated models take no videos
+        del pruning  # simulated models do not support it
         return MediaPipeline(
             preprocessor,
             store,

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from PIL import Image as PillowImage
 
 from vsched.errors import RequestRefused
 from vsched.sim.ranks.symbolic_grammars import SymbolicGrammars
 from vsched.sim.ranks.symbolic_model import (
     END_TOKEN,
+    GROUP_FRAMES,
     IMAGE_TOKEN,
-    PATCHES_PER_TOKEN,
     PIXELS,
+    VIDEO_TOKEN,
     VOCABULARY,
+    group_plan,
     image_plan,
+    pixels,
 )
 from vsched.sim.workload.images import SETTINGS_DIGEST, SIDE
 from vsched.types import ModelInfo, Spans
@@ -29,18 +31,23 @@ from vsched.worker.contract import (
     Arrays,
     Companion,
     EncodeWorker,
+    FrameSize,
     GenerateWorker,
     ImagePlan,
     ItemPlan,
     Preprocessor,
     Progress,
+    VideoFacts,
+    VideoPlan,
+    VideoSampling,
     WorkerPlugin,
     WorkerSettings,
 )
 from vsched.worker.expansion import expand_images
 
 NAME = "vsched.sim.cluster.plugin:plugin"
-IMAGE_TEXT = "<image>"
+IMAGE_TEXT, VIDEO_TEXT = "<image>", "<video>"
+_PLACEHOLDERS = {"image": IMAGE_TEXT, "video": VIDEO_TEXT}
 ITEM_TOKENS_MAX = 128
 CONTEXT_TOKENS = 4096
 HYBRID = "simulated-hybrid"
@@ -76,7 +83,9 @@ class SimulatedPreprocessor(Preprocessor):
         for message in messages:
             content = message["content"]
             parts = [{"text": content}] if isinstance(content, str) else content
-            texts += [part.get("text", IMAGE_TEXT) for part in parts]
+            texts += [
+                part["text"] if "text" in part else _PLACEHOLDERS[part["type"]] for part in parts
+            ]
         return " ".join(texts)
 
     def tokenize(self, text: str, *, images: bool = True) -> list[int]:
@@ -86,6 +95,8 @@ class SimulatedPreprocessor(Preprocessor):
     def _token(self, word: str) -> int:
         if word == IMAGE_TEXT:
             return self.info.placeholder
+        if word == VIDEO_TEXT:
+            return VIDEO_TOKEN
         if not word.isdecimal():
             raise RequestRefused(f"{word!r} is not a token. Remedy: send numbers.", code="no_token")
         return int(word)
@@ -108,16 +119,28 @@ class SimulatedPreprocessor(Preprocessor):
         return image_plan(tokens)
 
     def process_image(self, image: PillowImage.Image) -> Arrays:
-        tokens = self.plan_image(*image.size).tokens
         pixel = image.getpixel((0, 0))
         assert isinstance(pixel, tuple), "an RGB image"
-        row = np.array([*pixel, tokens], np.float32)
-        return {PIXELS: np.tile(row, (PATCHES_PER_TOKEN * tokens, 1))}
+        return {PIXELS: pixels(pixel, self.plan_image(*image.size).tokens)}
+
+    def plan_video(
+        self, facts: VideoFacts, sampling: VideoSampling, *, frames_max: int, sample: bool = True
+    ) -> VideoPlan:
+        del sampling, frames_max
+        assert not sample, "simulated videos are sent as frames"
+        plan = group_plan(self.plan_image(facts.width, facts.height).tokens)
+        size = FrameSize(facts.width, facts.height)
+        groups = (plan,) * (facts.frames // GROUP_FRAMES)
+        return VideoPlan(tuple(range(facts.frames)), size, groups)
+
+    def process_frames(self, frames: Sequence[PillowImage.Image], size: FrameSize) -> Arrays:
+        assert all(frame.size == (size.width, size.height) for frame in frames)
+        return self.process_image(frames[-1])
 
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ItemPlan]
     ) -> tuple[list[int], list[Spans]]:
-        return expand_images(token_ids, plans, placeholder=self.info.placeholder)
+        return expand_images(token_ids, plans, placeholder=self.info.placeholder, video=VIDEO_TOKEN)
 
 
 class SimulatedPlugin(WorkerPlugin):
@@ -140,6 +163,7 @@ class SimulatedPlugin(WorkerPlugin):
             prompt_atomic=path == SEES_PROMPTS,
             item_tokens_max=min(item_tokens_max or largest, largest),
             image_token_id=IMAGE_TOKEN,
+            video_token_id=VIDEO_TOKEN,
             stop_token_ids=(END_TOKEN,),
         )
 

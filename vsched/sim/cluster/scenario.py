@@ -49,7 +49,7 @@ from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.network.channel import LinkProfile
 from vsched.sim.network.lane import HostLinkProfile
 from vsched.sim.ranks.symbolic_model import DRAFT
-from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, Video
 from vsched.sim.world import QUICK
 
 SPAN_NS = 3_000_000_000
@@ -158,7 +158,25 @@ def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
         return _with_drafts(drawn)
     if seed % 10 in (4, 8):
         return _with_hosts(drawn)
+    if seed % 10 == 6:
+        return _with_videos(drawn)
     return drawn
+
+
+def _with_videos(drawn: Scenario) -> Scenario:
+    """Replace some images by videos; of the same video, requests show more or less."""
+    rng = random.Random(f"videos {drawn.seed}")  # noqa: S311
+
+    def video(part: PromptPart) -> PromptPart:
+        if not isinstance(part, Image) or rng.random() < 0.3:
+            return part
+        tokens = 1 + part.tokens // 4
+        return Video(part.key, rng.randint(1, 5), tokens)
+
+    arrivals = [
+        msgspec.structs.replace(one, prompt=tuple(map(video, one.prompt))) for one in drawn.arrivals
+    ]
+    return msgspec.structs.replace(drawn, arrivals=tuple(arrivals))
 
 
 def _with_hosts(drawn: Scenario) -> Scenario:

@@ -62,12 +62,20 @@ NORMAL_MAD = 1.4826
 
 
 def calibrate(
-    observation: Observation, *, name: str, source: str, cores: int = 0, **more: Any
+    observation: Observation,
+    *,
+    name: str,
+    source: str,
+    cores: int = 0,
+    partial: bool = False,
+    **more: Any,
 ) -> CostModel:
     """Fit a model to an observation and record its errors.
 
     `cores` is the number of processes that can run at full speed; 0 means the largest number
-    observed. `more` is passed to the model unchanged: shape, KV cache, machine.
+    observed.
+    With `partial`, encoder steps and preparations that were not observed cost nothing. `more` is passed to the model
+    unchanged: shape, KV cache, machine.
 
     Raises:
         ConfigError: When a stage was not observed, or a reported time is impossible.
@@ -80,11 +88,21 @@ def calibrate(
     rounds = _undisturbed(observation, alone)
     quiet = [step for step in alone if observation.round_of(step.decided_ns) in rounds]
     kinds = list(_by_kind(quiet).values())
-    model = fit([_typical(kind).sample for kind in kinds], name=name, source=source, **more)
-    model = _scale(model, [step.sample for step in quiet])
-    prepare, prepare_error = _prepare_cost(
-        [one for one in observation.requests if observation.round_of(one.received_ns) in rounds]
+    model = fit(
+        [_typical(kind).sample for kind in kinds],
+        name=name,
+        source=source,
+        partial=partial,
+        **more,
     )
+    model = _scale(model, [step.sample for step in quiet])
+    requests = [
+        one for one in observation.requests if observation.round_of(one.received_ns) in rounds
+    ]
+    prepare: dict[str, Any] = {}
+    prepare_error = None
+    if requests or not partial:
+        prepare, prepare_error = _prepare_cost(requests)
     of_rounds = [step for step in steps if observation.round_of(step.decided_ns) in rounds]
     decision_ns, gap_ns = _latencies(of_rounds, concurrency)
     contended = [(step, spans[id(step)]) for step in of_rounds if spans[id(step)][2:].sum() > 0]
@@ -130,6 +148,44 @@ def rehearsed(model: CostModel, observation: Observation) -> CostModel:
     extra = _factor(cold) / factor if len(cold) >= KIND_STEPS_MIN else 1.0
     host = msgspec.structs.replace(model.host, cold=max(extra, 1.0))
     return msgspec.structs.replace(slower(model, factor, factor), host=host)
+
+
+def as_observed(model: CostModel, observation: Observation) -> CostModel:
+    """Adjust a model to the total times of an observation, with all delays by other programs.
+
+    A calibration leaves these delays out. Here the ranks stay as fast as they were, so that queues grow alike.
+    """
+    steps = [step for step in observation.steps if is_work(step.sample)]
+    factors = []
+    for stage in (EncodeSample, GenerateSample):
+        times = [
+            (step.sample.ns, predict(model, step.sample))
+            for step in steps
+            if isinstance(step.sample, stage)
+        ]
+        needed = sum(need for _, need in times)
+        factors.append(sum(took for took, _ in times) / needed if needed else 1.0)
+    model = slower(model, *factors)
+    late: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for step, since_ns in began(steps):
+        if isinstance(step.sample, GenerateSample):
+            late_ns = max(step.ended_ns - since_ns - step.sample.ns, 0.0)
+            late[since_ns == step.decided_ns].append((late_ns, predict(model, step.sample)))
+    (idle_ns, cold_ns), (gap_ns, step_ns) = (_means(late[was_idle]) for was_idle in (True, False))
+    # Two decisions in flight must not wait for ranks that wake up: only the first step after a pause does.
+    decision_ns = min(idle_ns, step_ns + 2 * gap_ns) if step_ns else idle_ns
+    cold = 1 + (idle_ns - decision_ns) / cold_ns if cold_ns else 1.0
+    host = msgspec.structs.replace(model.host, gap_ns=gap_ns, decision_ns=decision_ns, cold=cold)
+    return msgspec.structs.replace(model, host=host)
+
+
+def _means(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the means of both sides; zeros without pairs."""
+    return (
+        (statistics.fmean(one for one, _ in pairs), statistics.fmean(other for _, other in pairs))
+        if pairs
+        else (0.0, 0.0)
+    )
 
 
 def _alone(observation: Observation) -> Iterator[tuple[ObservedStep, bool]]:
@@ -254,9 +310,11 @@ def _noise(kinds: Sequence[Sequence[ObservedStep]]) -> float:
 
 def _error(
     model: CostModel, samples: Sequence[EncodeSample | GenerateSample], stage: type
-) -> FitError:
-    """Return the errors of a model over all steps of a stage, including disturbed rounds."""
+) -> FitError | None:
+    """Return the errors of a model over all steps of a stage, including disturbed rounds; None without steps."""
     errors = [abs(predict(model, one) / one.ns - 1) for one in samples if isinstance(one, stage)]
+    if not errors:
+        return None
     median, p95 = np.percentile(errors, [50, 95])
     return FitError(samples=len(errors), median=float(median), p95=float(p95))
 

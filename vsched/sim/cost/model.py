@@ -194,11 +194,17 @@ class GenerateSample(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 
 
 def fit(
-    samples: Sequence[EncodeSample | GenerateSample], *, name: str, source: str, **more: Any
+    samples: Sequence[EncodeSample | GenerateSample],
+    *,
+    name: str,
+    source: str,
+    partial: bool = False,
+    **more: Any,
 ) -> CostModel:
     """Fit a model to measured steps and record its errors.
 
-    `more` is passed to the model unchanged: host costs, shape, KV cache.
+    With `partial`, encoder steps may be missing, and cost nothing. `more` is passed to the model unchanged: host costs,
+    shape, KV cache.
 
     Raises:
         ConfigError: When a stage has no samples, or a sample is impossible.
@@ -206,13 +212,15 @@ def fit(
     _check(samples)
     encode = [one for one in samples if isinstance(one, EncodeSample)]
     generate = [one for one in samples if isinstance(one, GenerateSample)]
-    if not encode or not generate:
+    if not generate or not (encode or partial):
         missing = "generator" if encode else "encoder"
         raise ConfigError(
             f"{name}: no measured {missing} steps to fit. Remedy: measure both stages"
         )
-    rows = [(1.0, one.items, one.tokens, one.pairs) for one in encode]
-    found, encode_error = fit_linear(rows, [one.ns for one in encode])
+    found, encode_error = [0.0] * len(EncodeCost.__struct_fields__), None
+    if encode:
+        rows = [(1.0, one.items, one.tokens, one.pairs) for one in encode]
+        found, encode_error = fit_linear(rows, [one.ns for one in encode])
     rows_of_steps = [(1.0, one.decodes, one.context, one.prefill, one.pairs) for one in generate]
     of_steps, generate_error = fit_linear(rows_of_steps, [one.ns for one in generate])
     return CostModel(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.model import EncodeSample, GenerateSample
 
 Span = tuple[int, float]
@@ -118,3 +120,40 @@ def is_work(sample: EncodeSample | GenerateSample) -> bool:
     if isinstance(sample, EncodeSample):
         return sample.items > 0
     return sample.decodes > 0 or sample.prefill > 0
+
+
+def encode_sample(decision: EncodeDecision, ns: int) -> EncodeSample:
+    """Return the contents of an encode step; copies of finished embeddings do not count."""
+    tokens = [task.tokens for task in decision.tasks if not task.encoded]
+    return EncodeSample(
+        items=len(tokens),
+        tokens=sum(tokens),
+        pairs=sum(count * count for count in tokens),
+        ns=ns,
+    )
+
+
+def generate_sample(
+    decision: GenerateDecision, yielded: Sequence[int], lengths: dict[int, int], ns: int
+) -> GenerateSample:
+    """Return the contents of a generate step.
+
+    `yielded` are the slots that yielded a token; `lengths`, the tokens of each slot, is updated from step to step.
+    """
+    for join in decision.joined:
+        lengths[join.slot] = join.length
+    prefill, pairs = 0, 0.0
+    firsts = []
+    for chunk in decision.chunks:
+        count = chunk.stop - chunk.start
+        prefill += count
+        pairs += pairs_of(chunk.start, count)
+        if chunk.stop == lengths[chunk.slot]:
+            firsts.append(chunk.slot)
+    decoded = [slot for slot in yielded if slot not in firsts]
+    context = sum(lengths[slot] for slot in decoded)
+    for slot in yielded:
+        lengths[slot] += 1
+    return GenerateSample(
+        decodes=len(decoded), context=context, prefill=prefill, pairs=pairs, ns=ns
+    )

@@ -252,6 +252,7 @@ class TimedGenerateGroup(SimulatedGroup):
 
     def _forget(self) -> None:
         self._slots: dict[int, _Sequence] = {}
+        self._joining: dict[int, LiveRequest] = {}
         self._ends: dict[int, list[_Sequence]] = {}
         self._decoding = 0
         self._offset = 0
@@ -270,6 +271,13 @@ class TimedGenerateGroup(SimulatedGroup):
         super().lose()
         self._forget()
 
+    def decide(self, decision: Decision, now_ns: int) -> int:
+        """Take a decision; see `SimulatedGroup.decide`."""
+        assert isinstance(decision, GenerateDecision)
+        for join in decision.joined:  # its client may leave before the step starts
+            self._joining[join.number] = self._live_requests[join.number]
+        return super().decide(decision, now_ns)
+
     def _start(self, decision: Decision) -> float:
         assert isinstance(decision, GenerateDecision)
         step = decision.step
@@ -283,7 +291,7 @@ class TimedGenerateGroup(SimulatedGroup):
                 self._leave(self._slots.pop(leave.slot))
         if decision.joined:
             for join in decision.joined:
-                self._slots[join.slot] = _Sequence(join, self._live_requests[join.number])
+                self._slots[join.slot] = _Sequence(join, self._joining.pop(join.number))
         yielding = self._yielding = self._decoding
         step_ns, decode_ns, context_ns = self._costs
         context = self._offset + yielding * step

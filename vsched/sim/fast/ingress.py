@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vsched.config import Config
 from vsched.sim.cost.model import CostModel
-from vsched.sim.workload.requests import Arrival, RequestMaker
+from vsched.sim.workload.requests import Arrival, Image, RequestMaker, Video, images_of
 
 
 class IncomingRequest(NamedTuple):
@@ -26,17 +26,28 @@ class IncomingRequest(NamedTuple):
 
 
 class ImageJob:
-    """An image being processed by a thread; an end announced with an earlier `incarnation` is void."""
+    """An image or a video being processed by a thread; an end announced with an earlier `incarnation` is void."""
 
-    __slots__ = ("incarnation", "left", "need_ns", "prepared")
+    __slots__ = ("incarnation", "left", "need_ns", "prepared", "threads")
     process = "engine"
 
-    def __init__(self, prepared: IncomingRequest, need_ns: int, left: list[int]) -> None:
+    def __init__(
+        self, prepared: IncomingRequest, need_ns: int, left: list[int], threads: _Threads
+    ) -> None:
         """Create a job of a request; `left` counts the unfinished jobs and is shared by all of them."""
         self.incarnation = 0
         self.prepared = prepared
         self.need_ns = need_ns
         self.left = left
+        self.threads = threads
+
+
+class _Threads:
+    """A thread pool: its free threads and waiting jobs."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.waiting: deque[ImageJob] = deque()
 
 
 class Ingress:
@@ -66,8 +77,8 @@ class Ingress:
         self._kept: OrderedDict[str, int] = OrderedDict()
         self._kept_bytes = 0
         self._waiting: deque[IncomingRequest] = deque()
-        self._threads_free = config.media.threads
-        self._jobs: deque[ImageJob] = deque()
+        self._image_threads = _Threads(config.media.threads)
+        self._video_threads = _Threads(config.media.threads)
         self._cost = cost
         self._maker = maker
         self._on_job = on_job
@@ -76,7 +87,7 @@ class Ingress:
 
     def take(self, arrival: Arrival, now_ns: int, *, arrival_id: int, sent_ns: int) -> None:
         """Start to prepare an admitted request, sent at an earlier time."""
-        images = arrival.images
+        images, media = arrival.images, arrival.media
         bytes_of = self._maker.pixel_bytes
         prepared = IncomingRequest(
             arrival,
@@ -88,7 +99,9 @@ class Ingress:
         refused = ""
         if images and not self._takes_images:
             refused = "images_not_taken"
-        elif len(images) > self._media.images_max:
+        elif sum(type(part) is Video for part in media) > self._media.videos_max:
+            refused = "too_many_videos"
+        elif len(media) > self._media.images_max:
             refused = "too_many_images"
         elif self.preparing >= self._media.preparing_max:
             refused = "queue_full"
@@ -141,29 +154,41 @@ class Ingress:
         self._free -= needed
         for key in pixels:
             self._held[key] = self._held.get(key, 0) + 1
-        tokens = {prepared.arrival.key_of(image): image.tokens for image in prepared.arrival.images}
-        if not absent:
+        jobs = self._jobs_of(prepared, set(absent))
+        for job in jobs:
+            job.threads.waiting.append(job)
+            self._begin(job.threads, now_ns)
+        if not jobs:
             self._finish(prepared, now_ns)
-            return True
-        left = [len(absent)]
-        for key in absent:
-            self._jobs.append(ImageJob(prepared, int(self._cost.image_ns(tokens[key])), left))
-        self._begin(now_ns)
         return True
 
-    def _begin(self, now_ns: int) -> None:
-        while self._jobs and self._threads_free:
-            self._threads_free -= 1
-            job = self._jobs.popleft()
+    def _jobs_of(self, prepared: IncomingRequest, absent: set[str]) -> list[ImageJob]:
+        """Return a job for each image that is not in memory, and for each video of which a part is not."""
+        arrival, left, jobs = prepared.arrival, [0], []
+        for part in arrival.media:
+            images = images_of(part)
+            keys = {arrival.key_of(image) for image in images}
+            if keys & absent:
+                absent -= keys
+                need_ns = sum(int(self._cost.image_ns(image.tokens)) for image in images)
+                threads = self._image_threads if type(part) is Image else self._video_threads
+                jobs.append(ImageJob(prepared, need_ns, left, threads))
+        left[0] = len(jobs)
+        return jobs
+
+    def _begin(self, threads: _Threads, now_ns: int) -> None:
+        while threads.waiting and threads.free:
+            threads.free -= 1
+            job = threads.waiting.popleft()
             self._on_job(job, now_ns + job.need_ns, now_ns)
 
     def done(self, job: ImageJob, now_ns: int) -> None:
         """Finish an image job: start the next one, and finish the request after its last job."""
-        self._threads_free += 1
+        job.threads.free += 1
         job.left[0] -= 1
         if not job.left[0]:
             self._finish(job.prepared, now_ns)
-        self._begin(now_ns)
+        self._begin(job.threads, now_ns)
 
     def _finish(self, prepared: IncomingRequest, now_ns: int) -> None:
         """Schedule the ready time of a request whose images are processed."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from heapq import heappush, heapreplace
+from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
 import msgspec
 
 from vsched.kernel.commands import Finish
+from vsched.notebook import html_table
 from vsched.sim.workload.requests import Arrival
 from vsched.types import FinishReason
 
@@ -97,6 +99,11 @@ class TimeSpread(msgspec.Struct, frozen=True, kw_only=True):
     p50: float
     p95: float
     p99: float
+
+    @property
+    def line(self) -> str:
+        """Its percentiles, to read."""
+        return f"{self.p50:,.1f} / {self.p95:,.1f} / {self.p99:,.1f}"
 
 
 def spread_of(sketch: Sketch) -> TimeSpread:
@@ -524,6 +531,37 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
             f"finished in {one.span_s:,.1f} s, TTFT p50 {one.ttft_ms.p50:,.1f} ms, p95 {one.ttft_ms.p95:,.1f} ms, "
             f"{one.good_share:.1%} within targets>"
         )
+
+    def _repr_html_(self) -> str:
+        one = self.figures
+        rows: dict[str, object] = {
+            "workload": self.workload,
+            "cost model": self.cost,
+            "finished": f"{one.finished:,} of {one.requests:,} in {one.span_s:,.1f} s",
+            "refused or failed": one.failed,
+            "TTFT p50 / p95 / p99, ms": one.ttft_ms.line,
+            "TPOT p50 / p95 / p99, ms": one.tpot_ms.line,
+            "in queue p50 / p95 / p99, ms": one.queue_ms.line,
+            "requests/s within targets": f"{one.goodput:,.2f} ({one.good_share:.1%})",
+            "prefix cache hits": f"{one.prefix_hits:.1%}",
+            "images encoded": f"{one.images_encoded:,} of {one.images:,}",
+            "preemptions": one.preemptions,
+            "TTFT p50 / p95 / p99 by tenant, ms": {
+                name: tenant.ttft_ms.line for name, tenant in one.tenants.items()
+            },
+            "policies": self.policies,
+        }
+        return html_table(f"Simulation {self.label}", rows)
+
+    def plot(self, *others: SimulationOutcome) -> Any:
+        """Return the report of this and other outcomes: charts in a notebook; `save(path)` writes the page.
+
+        Raises:
+            ConfigError: When Jinja2, of the extra `report`, is not installed.
+        """
+        # The report draws outcomes, so it is a layer above them.
+        rendering = import_module("vsched.sim.report.rendering")
+        return rendering.ReportPage((self, *others))
 
 
 def figures_of(

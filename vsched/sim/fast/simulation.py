@@ -28,6 +28,7 @@ from vsched.kernel.commands import (
     SetTimer,
 )
 from vsched.kernel.events import (
+    Aborted,
     Arrived,
     Event,
     GroupLost,
@@ -62,13 +63,15 @@ from vsched.sim.invariants import SimulationFailed
 from vsched.sim.network.lane import HostLinkProfile
 from vsched.sim.setup import Setup
 from vsched.sim.workload.requests import Arrival, RequestMaker, Workload
-from vsched.types import group_names
+from vsched.types import FinishReason, group_names
 
 START_NS = 1_000_000
 """Kernel time of the start of a workload: the kernel reads 0 as "never"."""
 PROGRESS_EVERY = 64
-STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB, LEAVE, TOLD = range(9)
+STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB, LEAVE, TOLD, DISCONNECT = range(10)
 """Kinds of heap entries: a step ends, a request is prepared, sent, sent as a later turn, and so on."""
+LEFT = FinishReason.ABORT.value
+"""Code of requests whose clients disconnected."""
 OnRequests = Callable[[int], None]
 """Called with the number of ended requests."""
 
@@ -116,6 +119,7 @@ class Simulation:
         self._entering: LiveRequest | None = None
         self._arrival_ids = itertools.count(1)
         self._at_gate: dict[int, tuple[Arrival, int]] = {}
+        self._may_leave: set[int] = set()
         self._maker = RequestMaker(
             setup.info,
             bytes_per_token=cost.bytes_per_token,
@@ -292,55 +296,89 @@ class Simulation:
 
     def _happen(self, kind: int, subject: Any, incarnation: int, now_ns: int) -> Event | None:
         """Process a heap entry; return the event for the scheduler, if any."""
-        if kind == ARRIVE:
-            self._next_arrival()
-            self.collector.arrived(now_ns, subject.tenant)
-            if subject.conversation:
-                waiting = self._talking.get(subject.conversation)
-                if waiting is not None:
-                    waiting.append(subject)
-                    return None
-                self._talking[subject.conversation] = deque()
-            return self._arrive(subject, now_ns)
-        if kind == TURN:
+        if kind in (ARRIVE, TURN):
+            if kind == ARRIVE and self._waits_for_turn(subject, now_ns):
+                return None
             return self._arrive(subject, now_ns)
         if kind == LEAVE:
             return Withdrawn(subject)
         if kind == TOLD:
-            group, losses, reported = subject
-            received: Event | None = reported if losses == group.losses else None
-            return received
+            return _received(*subject)
         if kind == JOB:
             if incarnation == subject.incarnation:  # else its end was rescheduled
                 if self._contention is not None:
                     self._contention.leave(subject, now_ns)
                 self._ingress.done(subject, now_ns)
             return None
+        if kind == DISCONNECT:
+            return self._disconnect(subject, now_ns)
         if kind == READY:
-            self._ingress.submitted()
-            request = self._maker.request(subject.arrival)
-            self._entering = LiveRequest(
-                subject.arrival,
-                sent_ns=subject.sent_ns,
-                prompt_tokens=len(request.prompt_token_ids),
-                pixels=subject.pixels,
-            )
-            return Submitted(request, arrival_id=subject.arrival_id)
+            return self._submit(subject, now_ns)
         if kind == TIMER:
             return TimerFired()
         return self._change(subject, now_ns)
 
+    def _waits_for_turn(self, arrival: Arrival, now_ns: int) -> bool:
+        """Count a sent request; return True if it waits for the end of an earlier turn."""
+        self._next_arrival()
+        self.collector.arrived(now_ns, arrival.tenant)
+        if not arrival.conversation:
+            return False
+        waiting = self._talking.get(arrival.conversation)
+        if waiting is None:
+            self._talking[arrival.conversation] = deque()
+            return False
+        waiting.append(arrival)
+        return True
+
     def _arrive(self, arrival: Arrival, now_ns: int) -> Arrived:
         arrival_id = next(self._arrival_ids)
         self._at_gate[arrival_id] = arrival, now_ns
+        if arrival.leaves_ns is not None:
+            self._push(now_ns + arrival.leaves_ns, DISCONNECT, (arrival_id, arrival))
         return Arrived(
             arrival_id,
             arrival.tenant,
             arrival.priority,
             arrival.ttft_target_ms,
-            images=len(arrival.images),
-            outputs_max=arrival.output_tokens,
+            images=len(arrival.media),
+            outputs_max=arrival.outputs_max,
         )
+
+    def _submit(self, prepared: IncomingRequest, now_ns: int) -> Submitted | Withdrawn:
+        """Submit a prepared request, unless its client left meanwhile."""
+        self._ingress.submitted()
+        arrival, arrival_id = prepared.arrival, prepared.arrival_id
+        if arrival.leaves_ns is not None:
+            if arrival_id not in self._may_leave:
+                return self._withdraw(arrival_id, arrival, prepared.pixels, now_ns)
+            self._may_leave.remove(arrival_id)
+        request = self._maker.request(arrival)
+        self._entering = LiveRequest(
+            arrival,
+            sent_ns=prepared.sent_ns,
+            prompt_tokens=len(request.prompt_token_ids),
+            pixels=prepared.pixels,
+        )
+        return Submitted(request, arrival_id=arrival_id)
+
+    def _disconnect(self, client: tuple[int, Arrival], now_ns: int) -> Event | None:
+        """Let the client of a request leave; the scheduler ignores the abort of a request that has ended."""
+        arrival_id, arrival = client
+        if self._at_gate.pop(arrival_id, None) is not None:
+            return self._withdraw(arrival_id, arrival, {}, now_ns)
+        if arrival_id in self._may_leave:  # in preparation
+            self._may_leave.remove(arrival_id)
+            return None
+        return Aborted(arrival.request_id)
+
+    def _withdraw(
+        self, arrival_id: int, arrival: Arrival, pixels: Mapping[str, int], now_ns: int
+    ) -> Withdrawn:
+        """Record a request whose client left before it was submitted."""
+        self.collector.fail(LEFT, arrival.tenant)
+        self._ended(arrival, pixels, now_ns)
+        return Withdrawn(arrival_id)
 
     def _change(self, change: Change | GroupRetired, now_ns: int) -> Event | None:
         match change:
@@ -378,6 +416,8 @@ class Simulation:
                 self._push(deadline_ns, TIMER, None)
             case AdmitArrival(arrival_id):
                 arrival, sent_ns = self._at_gate.pop(arrival_id)
+                if arrival.leaves_ns is not None:
+                    self._may_leave.add(arrival_id)
                 self._ingress.take(arrival, now_ns, arrival_id=arrival_id, sent_ns=sent_ns)
             case RejectArrival(arrival_id):
                 arrival, _ = self._at_gate.pop(arrival_id)
@@ -405,6 +445,7 @@ class Simulation:
 
     def _refused(self, prepared: IncomingRequest, code: str, now_ns: int) -> None:
         """Record a request refused at intake."""
+        self._may_leave.discard(prepared.arrival_id)
         self.collector.fail(code, prepared.arrival.tenant)
         self._push(now_ns, LEAVE, prepared.arrival_id)
         self._ended(prepared.arrival, {}, now_ns)
@@ -482,3 +523,8 @@ class Simulation:
                 name: "".join(trace.format()) for name, trace in self.kernel.policy_failures.items()
             },
         )
+
+
+def _received(group: SimulatedGroup, losses: int, reported: Event) -> Event | None:
+    """Return the result of a step from another host, unless the group was lost on the way."""
+    return reported if losses == group.losses else None

@@ -7,14 +7,18 @@ values. So any wrong data that a rank reads shows in the output, or earlier.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, starmap
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vsched.media.keys import content_key
+from vsched.sim.workload.images import SETTINGS_DIGEST, Appearance
 from vsched.sim.workload.requests import TEXT_BITS
 from vsched.types import ArraySpec, MediaItem, Spans
 from vsched.worker.contract import ImagePlan
@@ -23,7 +27,8 @@ IMAGE_TOKEN = 1 << TEXT_BITS
 """Text tokens have lower ids."""
 END_TOKEN = IMAGE_TOKEN + 1
 SEPARATOR_TOKEN = IMAGE_TOKEN + 2
-VOCABULARY = IMAGE_TOKEN + 3
+VIDEO_TOKEN = IMAGE_TOKEN + 3
+VOCABULARY = IMAGE_TOKEN + 4
 FIRST_TOKEN = 16
 TOKENS = 97
 """Number of output tokens, starting at `FIRST_TOKEN`; small, so that stop tokens occur by chance."""
@@ -33,6 +38,8 @@ DRAFT = "simulated-draft"
 _MASK = (1 << 64) - 1
 _ROW = 3
 PIXELS = "pixels"
+GROUP_FRAMES = 2
+"""Frames of a frame group."""
 PATCHES_PER_TOKEN = 4
 PATCH_VALUES = 4
 
@@ -100,6 +107,32 @@ def image_plan(tokens: int) -> ImagePlan:
     """Return the plan of an image with this many tokens."""
     spec = ArraySpec(PIXELS, "float32", (PATCHES_PER_TOKEN * tokens, PATCH_VALUES))
     return ImagePlan((spec,), tokens, image_tokens(tokens), image_metadata(tokens))
+
+
+def video_tokens(groups: int, group_tokens: int) -> tuple[int, ...]:
+    """Return the prompt tokens of a video: a separator before each frame group."""
+    return (SEPARATOR_TOKEN, *[VIDEO_TOKEN] * group_tokens) * groups
+
+
+def group_plan(tokens: int) -> ImagePlan:
+    """Return the plan of a frame group with this many tokens."""
+    return dataclasses.replace(image_plan(tokens), expansion=video_tokens(1, tokens))
+
+
+def pixels(colour: Sequence[int], tokens: int) -> npt.NDArray[np.float32]:
+    """Return the pixels of an image or a frame group in one colour."""
+    row = np.array([*colour, tokens], np.float32)
+    return np.tile(row, (PATCHES_PER_TOKEN * tokens, 1))
+
+
+def frame_group_key(look: Appearance, tenant: str) -> bytes:
+    """Return a server's cache key of a frame group, which is that of its pixels."""
+    return content_key(
+        settings_digest=SETTINGS_DIGEST,
+        cache_salt=tenant,
+        specs=msgspec.json.encode(group_plan(look.tokens).arrays),
+        arrays=[pixels(look.colour, look.tokens).view(np.uint8).data],
+    )
 
 
 def image_metadata(tokens: int) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from vsched.sim.report.load import load_warning
 from vsched.sim.report.page_data import chart_data, percentile_charts, time_charts
 
 PAGE_FILES = "api/static"
+FRAME_PIXELS = 800
 SLOW_TITLES = {"ttft": "Longest time to first token", "tpot": "Longest time per output token"}
 
 
@@ -55,6 +57,30 @@ class SlowRow(NamedTuple):
     longest: str
     waiting: float
     running: float
+
+
+class ReportPage:
+    """The page of a comparison: a notebook shows it with its charts."""
+
+    def __init__(self, outcomes: Sequence[SimulationOutcome]) -> None:
+        self._labels = [one.label for one in outcomes]
+        self.page = render_html(outcomes)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page as one file, which loads nothing."""
+        Path(path).write_text(self.page, encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return f"<ReportPage of {', '.join(self._labels)}; save('report.html') writes it>"
+
+    def frame(self) -> str:
+        """Return the page as an HTML element in which its style and scripts stay apart from those of other pages."""
+        return (
+            f'<iframe srcdoc="{escape(self.page)}" title="Report" sandbox="allow-scripts" '
+            f'style="width:100%;height:{FRAME_PIXELS}px;border:0"></iframe>'
+        )
+
+    _repr_html_ = frame
 
 
 def render_html(outcomes: Sequence[SimulationOutcome]) -> str:

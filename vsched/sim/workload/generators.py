@@ -13,7 +13,7 @@ from random import Random
 from typing import Protocol
 
 from vsched.errors import ConfigError
-from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, Workload
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, Video, Workload
 
 SECOND_NS = 1_000_000_000
 Gaps = Callable[[Random], float]
@@ -108,6 +108,38 @@ def thin_images(*, seed: int, requests: int, rate: float) -> Workload:
     return independent(
         "thin-images", seed=seed, requests=requests, gaps=poisson(rate), prompt=prompt
     )
+
+
+VIDEO_LENGTHS_S = ((11, 120, 80.8), (240, 900, 520.2), (1800, 3600, 2471.0))
+"""Shortest, longest and mean duration of the short, medium and long videos of Video-MME, 300 of each
+(https://arxiv.org/abs/2405.21075)."""
+VIDEO_FPS = 2
+VIDEO_FRAMES_MAX = 256
+VIDEO_TOKENS_MAX = 16_384
+FRAME_TOKENS_MAX = 299
+"""Tokens of a frame group of 640 x 360 pixels in Qwen2.5-VL."""
+
+
+def video_seconds(rng: Random, least: float, most: float, mean: float) -> float:
+    """Draw a duration from a triangular distribution with these bounds and this mean."""
+    return rng.triangular(least, most, 3 * mean - least - most)
+
+
+def draw_video(rng: Random, key: str) -> Video:
+    """Draw a video with a duration like those of Video-MME; a longer one has smaller frames."""
+    seconds = video_seconds(rng, *rng.choice(VIDEO_LENGTHS_S))
+    groups = min(int(seconds * VIDEO_FPS), VIDEO_FRAMES_MAX) // 2
+    return Video(key, groups, min(FRAME_TOKENS_MAX, VIDEO_TOKENS_MAX // groups))
+
+
+def videos(*, seed: int, requests: int, rate: float) -> Workload:
+    """Return texts, and in one of eight requests a video of up to 256 frames."""
+
+    def prompt(rng: Random, number: int) -> tuple[PromptPart, ...]:
+        text = _text(number, _lengths(rng, 300))
+        return (draw_video(rng, f"r{number}"), text) if rng.random() < 1 / 8 else (text,)
+
+    return independent("videos", seed=seed, requests=requests, gaps=poisson(rate), prompt=prompt)
 
 
 def shared_prefixes(
@@ -251,6 +283,7 @@ GENERATORS: dict[str, Generator] = {
     "bursts": bursts,
     "thin-images": thin_images,
     "shared-prefixes": shared_prefixes,
+    "videos": videos,
 }
 """Generators by their names in `vsched simulate --workload`."""
 

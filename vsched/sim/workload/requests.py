@@ -41,13 +41,31 @@ class Image(msgspec.Struct, frozen=True, tag="image", tag_field="kind"):
     tokens: PositiveCount
 
 
+class Video(msgspec.Struct, frozen=True, tag="video", tag_field="kind"):
+    """A video of `groups` frame groups; of two with the same `key`, one is the beginning of the other."""
+
+    key: str
+    groups: PositiveCount
+    group_tokens: PositiveCount
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all groups."""
+        return self.groups * self.group_tokens
+
+    @property
+    def images(self) -> list[Image]:
+        """The groups, each of which is encoded and cached as an image."""
+        return [Image(f"{self.key}/{index}", self.group_tokens) for index in range(self.groups)]
+
+
 class Reply(msgspec.Struct, frozen=True, tag="reply", tag_field="kind"):
     """The first `tokens` tokens of the model's previous output in the conversation."""
 
     tokens: PositiveCount
 
 
-PromptPart = Text | Image | Reply
+PromptPart = Text | Image | Video | Reply
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,9 +76,12 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         output_tokens: Number of tokens that the model will generate.
         conversation: Turns of one conversation run one after another: each is sent at `at_ns` or
             `think_ns` after the end of the previous turn, whichever is later. Empty for none.
-        tenant: Its tenant (`Request.tenant`); requests of different tenants share nothing
-            (`Request.cache_salt`).
+        tenant: Its tenant (`Request.tenant`).
         adapter: Name of a loaded adapter; empty for none.
+        max_tokens: Output limit that its client sent; None for `output_tokens`.
+        leaves_ns: When its client disconnects, from sending; None if it stays.
+        cache_salt: Requests with different salts share nothing (`Request.cache_salt`); None for the
+            tenant.
     """
 
     at_ns: Annotated[int, Meta(ge=0)]
@@ -73,6 +94,9 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     adapter: str = ""
     priority: int = 0
     ttft_target_ms: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: PositiveCount | None = None
+    leaves_ns: Annotated[int, Meta(ge=0)] | None = None
+    cache_salt: str | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,13 +104,33 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return sum(part.tokens for part in self.prompt)
 
     @property
+    def media(self) -> list[Image | Video]:
+        """The images and videos, in prompt order."""
+        return [part for part in self.prompt if type(part) is Image or type(part) is Video]
+
+    @property
     def images(self) -> list[Image]:
-        """The images, in prompt order."""
-        return [part for part in self.prompt if type(part) is Image]
+        """The images and the frame groups of videos, in prompt order."""
+        return [image for part in self.media for image in images_of(part)]
+
+    @property
+    def outputs_max(self) -> int:
+        """Output limit of the request."""
+        return max(self.max_tokens or 0, self.output_tokens)
+
+    @property
+    def salt(self) -> str:
+        """Its cache salt."""
+        return self.tenant if self.cache_salt is None else self.cache_salt
 
     def key_of(self, image: Image) -> str:
-        """Return the key of one of its images; keys differ between tenants."""
-        return f"{self.tenant}/{image.key}" if self.tenant else image.key
+        """Return the key of one of its images; keys differ between cache salts."""
+        return f"{self.salt}/{image.key}" if self.salt else image.key
+
+
+def images_of(part: Image | Video) -> list[Image]:
+    """Return an image, or the frame groups of a video."""
+    return part.images if isinstance(part, Video) else [part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +150,11 @@ class Workload:
 
     def __iter__(self) -> Iterator[Arrival]:
         return self.open()
+
+    def __repr__(self) -> str:
+        """Return a line with the notes."""
+        count = "" if self.requests is None else f" of {self.requests:,} requests"
+        return f"<Workload {self.name!r}{count}{''.join(f'; {note}' for note in self.notes)}>"
 
     def first(self, requests: int) -> Workload:
         """Return its first requests only."""
@@ -178,21 +227,22 @@ class RequestMaker:
         adapter = self._adapters.setdefault(arrival.adapter, len(self._adapters))
         seen_with = adapter if self._adapted_images else 0
         for part in arrival.prompt:
-            if type(part) is Text:
+            if isinstance(part, Text):
                 tokens += text_tokens(part)
-            elif type(part) is Image:
-                items.append(self._item(part, len(tokens), arrival.key_of(part), seen_with))
-                tokens += [self._info.placeholder] * items[-1].tokens
-            else:
+            elif isinstance(part, Reply):
                 tokens += [OUTPUT_TOKEN] * part.tokens
+            else:
+                for image in images_of(part):
+                    items.append(self._item(image, len(tokens), arrival.key_of(image), seen_with))
+                    tokens += [self._info.placeholder] * items[-1].tokens
         return Request(
             request_id=arrival.request_id,
             prompt_token_ids=tokens,
             items=tuple(items),
-            sampling=SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=arrival.outputs_max, ignore_eos=True),
             priority=arrival.priority,
             ttft_target_ms=arrival.ttft_target_ms,
-            cache_salt=arrival.tenant,
+            cache_salt=arrival.salt,
             session=arrival.conversation,
             tenant=arrival.tenant,
             adapter=adapter,

@@ -17,10 +17,13 @@ from typing import IO, NamedTuple
 import msgspec
 
 from vsched.errors import VschedError
+from vsched.record.frames import is_record
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload
 
 MOONCAKE_BLOCK = 512
 """Tokens per block hash in the Mooncake traces."""
+BAILIAN_BLOCK = 16
+"""Tokens per block hash in the Qwen Bailian traces."""
 AZURE_IMAGE_TOKENS = 765
 """Tokens per image if a trace has only the number of images: those of 1024 x 1024 pixels in the recorded service."""
 SHIFT = 1 << 40
@@ -110,6 +113,8 @@ def _open(path: Path) -> IO[str]:
 
 
 def _format_of(path: Path) -> Parse:
+    if is_record(path):
+        raise TraceError(f"{path}: a record of a server. Remedy: vsched.sim.load_record")
     with _open(path) as file:
         try:
             first = file.readline().strip()
@@ -118,7 +123,9 @@ def _format_of(path: Path) -> Parse:
     if first.startswith("{") and ('"start_times"' in first or '"request_throughput"' in first):
         return _parse_vllm_bench
     if first.startswith("{"):
-        return _parse_mooncake if '"hash_ids"' in first else _parse_own
+        if '"hash_ids"' in first:
+            return _parse_bailian if '"chat_id"' in first else _parse_mooncake
+        return _parse_own
     columns = {name.strip() for name in first.split(",")}
     for wanted, read in CSV_FORMATS.items():
         if columns >= set(wanted):
@@ -126,8 +133,8 @@ def _format_of(path: Path) -> Parse:
     known = "; ".join(",".join(wanted) for wanted in CSV_FORMATS)
     raise TraceError(
         f"{path}:1: this header is of no known format: {first[:120]!r}. Known: {known}; JSON lines of Mooncake "
-        "(timestamp, input_length, output_length, hash_ids) and of our own, and detailed results of "
-        "vllm bench serve (see docs/simulation.md)"
+        "(timestamp, input_length, output_length, hash_ids), of Qwen Bailian (with chat_id) and of our own, and "
+        "detailed results of vllm bench serve (see docs/simulation.md)"
     )
 
 
@@ -323,6 +330,39 @@ def _decode_mooncake(line: str, number: int) -> Arrival | None:
         prompt=tuple(map(Text, row.hash_ids, sizes)),
         output_tokens=row.output_length,
     )
+
+
+class _Bailian(_Mooncake):
+    chat_id: int
+    parent_chat_id: int = -1
+
+
+_bailian = msgspec.json.Decoder(_Bailian)
+
+
+def _parse_bailian(path: Path) -> Iterator[Arrival | None]:
+    """Parse a Qwen Bailian trace: timestamps in seconds, and each turn names the turn before it."""
+    conversations: dict[int, int] = {}
+
+    def decode(line: str, number: int) -> Arrival | None:
+        row = _bailian.decode(line)
+        first = conversations.get(row.parent_chat_id, row.chat_id)
+        conversations[row.chat_id] = first
+        if not row.output_length or not row.input_length:
+            return None
+        whole, rest = divmod(row.input_length, BAILIAN_BLOCK)
+        parts = [Text(block, BAILIAN_BLOCK) for block in row.hash_ids[:whole]]
+        rest += (whole - len(parts)) * BAILIAN_BLOCK
+        last = row.hash_ids[whole] if len(row.hash_ids) > whole else SHIFT + number
+        return Arrival(
+            at_ns=round(row.timestamp * 1e9),
+            request_id=f"r{number}",
+            prompt=(*parts, Text(last, rest)) if rest else tuple(parts),
+            output_tokens=row.output_length,
+            conversation=str(first),
+        )
+
+    return _lines(path, decode)
 
 
 def save_trace(workload: Workload, path: str | os.PathLike[str]) -> None:

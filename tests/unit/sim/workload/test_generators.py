@@ -12,6 +12,9 @@ from tests.unit.sim.shapes import TINY, arrival
 from vsched.errors import ConfigError
 from vsched.sim.workload.generators import (
     GENERATORS,
+    VIDEO_FRAMES_MAX,
+    VIDEO_LENGTHS_S,
+    VIDEO_TOKENS_MAX,
     bursts,
     conversations,
     gamma,
@@ -19,6 +22,8 @@ from vsched.sim.workload.generators import (
     poisson,
     shared_prefixes,
     thin_images,
+    video_seconds,
+    videos,
     weibull,
 )
 from vsched.sim.workload.requests import (
@@ -27,6 +32,7 @@ from vsched.sim.workload.requests import (
     Reply,
     RequestMaker,
     Text,
+    Video,
     text_tokens,
 )
 
@@ -91,6 +97,21 @@ def test_shared_prefixes_are_shared() -> None:
     assert len({one.prompt[2] for one in arrivals}) == 200
 
 
+def test_videos_have_the_published_lengths() -> None:
+    """Medium and long videos reach the maximum of frames."""
+    shown = [one.prompt[0] for one in videos(seed=0, requests=8000, rate=1.0)]
+    drawn = [part for part in shown if isinstance(part, Video)]
+    assert 0.11 < len(drawn) / 8000 < 0.14
+    cut = sum(video.groups == VIDEO_FRAMES_MAX // 2 for video in drawn)
+    assert 0.6 < cut / len(drawn) < 0.72
+    assert all(video.tokens <= VIDEO_TOKENS_MAX for video in drawn)
+    rng = Random(1)
+    for least, most, mean in VIDEO_LENGTHS_S:
+        lengths = [video_seconds(rng, least, most, mean) for _ in range(4000)]
+        assert least <= min(lengths) <= max(lengths) <= most
+        assert statistics.mean(lengths) == pytest.approx(mean, rel=0.02)
+
+
 # --- generated requests ---
 
 
@@ -120,6 +141,17 @@ def test_request_of_an_arrival() -> None:
     assert made.priority == 4
     assert first.extent is not None
     assert first.extent.size == 5 * 192
+
+
+def test_a_video_begins_as_a_longer_one_does() -> None:
+    short, long = (
+        maker().request(arrival(number, 0, Text(1, 3), Video("a", groups, 5), Text(1, 1)))
+        for number, groups in enumerate((2, 4))
+    )
+    assert [item.key for item in short.items] == [item.key for item in long.items[:2]]
+    assert len({item.key for item in long.items}) == 4
+    assert [item.offset for item in long.items] == [3, 8, 13, 18]
+    assert len(long.prompt_token_ids) == 3 + 20 + 1
 
 
 def test_images_are_equal_by_key_within_a_tenant() -> None:

@@ -93,6 +93,23 @@ def test_mooncake_trace_shares_prefixes(tmp_path: Path) -> None:
     assert second.at_ns == 27_000_000_000
 
 
+def test_bailian_trace_has_conversations_and_short_blocks(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.1, "input_length": 38, "output_length": 9, '
+        '"type": "text", "turn": 1, "hash_ids": [1089, 1090, 1091]}\n'
+        '{"chat_id": 160, "parent_chat_id": 159, "timestamp": 66.1, "input_length": 52, "output_length": 4, '
+        '"type": "text", "turn": 2, "hash_ids": [1089, 1090, 2001]}\n',
+        "trace.jsonl",
+    )
+    first, second = load_trace(path)
+    assert first.prompt == (Text(1089, 16), Text(1090, 16), Text(1091, 6))
+    assert second.prompt[:3] == (Text(1089, 16), Text(1090, 16), Text(2001, 16))
+    assert second.prompt_tokens == 52
+    assert second.at_ns == 5_000_000_000
+    assert first.conversation == second.conversation != ""
+
+
 def test_result_of_vllm_bench_is_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     result = {

@@ -1,0 +1,274 @@
+"""Videos against a real server over HTTP: stalls of other requests, conversations about a video, damaged files.
+
+A stream's gap is the time between two pieces of its text. A stall is a gap less the median of all gaps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import statistics
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
+
+import msgspec
+
+from tests.bench.servers import processes
+from tests.bench.servers.server import Server
+from vsched.bench.load.cases import draw_text, draw_video, video_part
+from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
+
+DECODER_TOKENS = 2048
+QUIET_S = 5.0
+POLL_S = 0.25
+RATE = 24
+REPLY_TOKENS = 16
+
+
+class Gaps(msgspec.Struct, frozen=True, kw_only=True):
+    """Gaps of streams in milliseconds."""
+
+    count: int
+    p50_ms: float
+    p99_ms: float
+    worst_ms: float
+
+    @property
+    def worst_ratio(self) -> float:
+        """The worst gap as a multiple of the median."""
+        return self.worst_ms / self.p50_ms
+
+    @property
+    def stall_p99_ms(self) -> float:
+        """The p99 of stalls."""
+        return self.p99_ms - self.p50_ms
+
+
+class BesideVideo(msgspec.Struct, frozen=True, kw_only=True):
+    """Gaps of decoding requests alone, and from the arrival of a video to its first token."""
+
+    decoders: int
+    frames: int
+    prompt_tokens: int
+    ttft_s: float
+    alone: Gaps
+    beside: Gaps
+
+
+class VideoTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A question about the video of a conversation; the first turn encodes it."""
+
+    prompt_tokens: int
+    encoded: int
+    ttft_ms: float
+
+
+class BesideFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Gaps of one decoding request alone, and while damaged files arrive; memory of all processes of the server.
+
+    `statuses` counts the responses to the files.
+    """
+
+    files: int
+    clients: int
+    seconds: float
+    statuses: dict[str, int]
+    alone: Gaps
+    beside: Gaps
+    memory_before_mib: float
+    memory_peak_mib: float
+
+
+class _Streams:
+    """Arrival times of text of some requests."""
+
+    def __init__(self) -> None:
+        self.samples: dict[int, Sample] = {}
+
+    def note(self, sample: Sample) -> None:
+        self.samples[id(sample)] = sample
+
+    def gaps(self, since: float, until: float) -> Gaps:
+        """Return the gaps that overlap a period."""
+        found = sorted(
+            (after - before) * 1e3
+            for sample in self.samples.values()
+            for before, after in itertools.pairwise(sample.stamps)
+            if after > since and before < until
+        )
+        return Gaps(
+            count=len(found),
+            p50_ms=round(statistics.median(found), 2),
+            p99_ms=round(found[int(len(found) * 0.99)], 2),
+            worst_ms=round(found[-1], 2),
+        )
+
+
+@asynccontextmanager
+async def _decoding(server: Server, count: int) -> AsyncIterator[_Streams]:
+    """Keep requests decoding; one that ends is sent again."""
+    streams, client = _Streams(), BenchClient(server.spec.url)
+    client.on_text = streams.note
+
+    async def decode(seed: int) -> NoReturn:
+        while True:
+            sample = await client.chat(_body(server, _words(seed), DECODER_TOKENS))
+            if sample.error:
+                raise BenchError(f"a decoding request failed: {sample.error}")
+
+    tasks = [asyncio.create_task(decode(seed)) for seed in range(count)]
+
+    def check() -> None:
+        for task in tasks:
+            if task.done():
+                task.result()
+
+    try:
+        while len(streams.samples) < count:
+            check()
+            await asyncio.sleep(POLL_S)
+        yield streams
+        check()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _words(seed: int) -> str:
+    return draw_text(random.Random(seed), 20)
+
+
+def _body(server: Server, content: Any, tokens: int) -> bytes:
+    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+    # Some tokens have no text.
+    return chat_body(
+        server.spec.model, messages, tokens, {"ignore_eos": True, "return_token_ids": True}
+    )
+
+
+def _about(part: dict[str, Any], text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
+
+
+async def measure_beside_video(
+    server: Server, *, decoders: int, frames: int, pixels: int
+) -> BesideVideo:
+    """Measure decoding requests next to one video."""
+    file = draw_video(7, (pixels, pixels), frames=frames, rate=RATE)
+    client = BenchClient(server.spec.url)
+    async with _decoding(server, decoders) as streams:
+        await asyncio.sleep(POLL_S)
+        began = time.perf_counter()
+        await asyncio.sleep(QUIET_S)
+        sent = time.perf_counter()
+        part = video_part(file, num_frames=frames)
+        sample = await client.chat(_body(server, _about(part, "What happens?"), 1))
+        if sample.error:
+            raise BenchError(f"the video failed: {sample.error}")
+        return BesideVideo(
+            decoders=decoders,
+            frames=frames,
+            prompt_tokens=sample.prompt_tokens,
+            ttft_s=round(sample.ended - sent, 2),
+            alone=streams.gaps(began, sent),
+            beside=streams.gaps(sent, sample.ended),
+        )
+
+
+async def measure_turns(server: Server, *, turns: int, frames: int, pixels: int) -> list[VideoTurn]:
+    """Ask about one video again and again, each time with all earlier questions and answers."""
+    file = draw_video(8, (pixels, pixels), frames=frames, rate=RATE)
+    client = BenchClient(server.spec.url)
+    messages = _about(video_part(file, num_frames=frames), "What happens?")
+    found: list[VideoTurn] = []
+    for turn in range(turns):
+        before = _statistics(server)["encode"]["items_encoded"]
+        sample = await client.chat(_body(server, messages, REPLY_TOKENS))
+        if sample.error:
+            raise BenchError(f"turn {turn + 1} failed: {sample.error}")
+        found.append(
+            VideoTurn(
+                prompt_tokens=sample.prompt_tokens,
+                encoded=_statistics(server)["encode"]["items_encoded"] - before,
+                ttft_ms=round((sample.stamps[0] - sample.started) * 1e3, 1),
+            )
+        )
+        messages = [
+            *messages,
+            {"role": "assistant", "content": sample.text},
+            {"role": "user", "content": _words(turn)},
+        ]
+    return found
+
+
+async def measure_beside_files(
+    server: Server, files: Sequence[tuple[str, bytes]], *, clients: int
+) -> BesideFiles:
+    """Measure one decoding request while clients send damaged files."""
+    statuses: Counter[str] = Counter()
+    client = BenchClient(server.spec.url)
+    waiting = iter(files)
+
+    async def send() -> None:
+        for name, file in waiting:
+            body = _body(server, _about(video_part(file, num_frames=4), "?"), 1)
+            sample = await client.chat(body)
+            if sample.status is None or sample.status >= 500:
+                raise BenchError(f"{name}: {sample.error}")
+            statuses[str(sample.status)] += 1
+
+    async with _decoding(server, 1) as streams, _memory(server) as memory:
+        began = time.perf_counter()
+        await asyncio.sleep(QUIET_S)
+        sent, before = time.perf_counter(), memory[-1]
+        async with asyncio.TaskGroup() as group:
+            for _ in range(clients):
+                group.create_task(send())
+        ended = time.perf_counter()
+        return BesideFiles(
+            files=len(files),
+            clients=clients,
+            seconds=round(ended - sent, 1),
+            statuses=dict(sorted(statuses.items())),
+            alone=streams.gaps(began, sent),
+            beside=streams.gaps(sent, ended),
+            memory_before_mib=before,
+            memory_peak_mib=max(memory),
+        )
+
+
+@asynccontextmanager
+async def _memory(server: Server) -> AsyncIterator[list[float]]:
+    """Sample the memory of all processes of a server; the list grows."""
+    found: list[float] = []
+
+    def read() -> float:
+        return round(sum(processes.memory_mib(server.pids()).values()), 1)
+
+    async def sample() -> None:
+        while True:
+            found.append(await asyncio.to_thread(read))
+            await asyncio.sleep(POLL_S)
+
+    found.append(read())
+    task = asyncio.create_task(sample())
+    try:
+        yield found
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _statistics(server: Server) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{server.spec.url}/admin/statistics", timeout=30) as response:
+        found: dict[str, Any] = json.load(response)
+    return found
