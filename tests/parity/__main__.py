@@ -1,7 +1,7 @@
 """`python -m tests.parity`: compare architectures with transformers' `generate`, and write docs/models.md's tables.
 
-With names, only these are compared and nothing is written; with `images` those that take images, and the table of these
-is written. It takes about ten minutes.
+With names, only these are compared and nothing is written; with `images` or `videos` those that take these, and their
+table is written. It takes about ten minutes.
 
 `--device cuda:0` compares all of them on a GPU, in several processes, and `--json FILE` records the results;
 `--recorded FILE` keeps them as `tests/parity/cuda.json`, from which the tables have their column *cuda*.
@@ -26,12 +26,15 @@ from transformers.utils import logging
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED
 from tests.parity.compare import WAYS, Parity, compare, refusal_of
 from tests.parity.on_device import EQUAL, NOT_RUN, compare_on_device, record, recorded
+from tests.parity.video_compare import compare_video
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, VISION_REFUSED
+from tests.parity.vision_checkpoints import WITH_VIDEO
 from tests.parity.vision_compare import compare_own, compare_vision
 from tests.workers.parallel.ranks import Ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- parity: begin -->\n", "<!-- parity: end -->\n"
+VIDEO_BEGIN, VIDEO_END = "<!-- video parity: begin -->\n", "<!-- video parity: end -->\n"
 SEEING_BEGIN, SEEING_END = "<!-- image parity: begin -->\n", "<!-- image parity: end -->\n"
 HEAD = "| path | ranks | architectures | cuda |\n|---|---|---|---|"
 COLUMNS = 4
@@ -78,7 +81,7 @@ def with_column(text: str, begin: str, end: str, suffix: str = "") -> str:
     table, _, after = rest.partition(end)
     lines = []
     for line in table.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        cells = cells_of(line)
         if len(cells) == COLUMNS and cells[2].startswith("`"):
             cells[3] = on_cuda(cells[2].split(", "), suffix)
             line = f"| {' | '.join(cells)} |"
@@ -110,7 +113,7 @@ def write(begin: str, end: str, content: str) -> None:
 def main(arguments: list[str]) -> int:
     """Compare, say so, and return the number of differences."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
-    parser.add_argument("names", nargs="*", help="architectures; `images`: those that take images")
+    parser.add_argument("names", nargs="*", help="architectures, or `images`, or `videos`")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes, with another device")
     parser.add_argument("--json", type=Path, help="file of the results, with another device")
@@ -127,6 +130,8 @@ def main(arguments: list[str]) -> int:
         return compare_on_device(names, options.device, jobs=options.jobs, to=options.json)
     if names == ["images"]:
         return compare_images()
+    if names == ["videos"]:
+        return compare_videos()
     found: dict[str, Parity] = {}
     refused: dict[str, str] = {}
     unequal = 0
@@ -145,7 +150,7 @@ def main(arguments: list[str]) -> int:
         print(f"{name}: {refused[name] or 'NOT REFUSED'}", flush=True)
     if not names:
         write(BEGIN, END, tables(found, refused))
-        unequal += compare_images()
+        unequal += compare_images() + compare_videos()
     return unequal
 
 
@@ -158,6 +163,23 @@ def compare_images() -> int:
         print(row(name, found[name]), flush=True)
     write(SEEING_BEGIN, SEEING_END, "\n".join([HEAD, *grouped(found, IMAGES), ""]))
     return sum(not parity.equal for parity in found.values())
+
+
+def compare_videos() -> int:
+    """Compare the architectures that take videos, write their table, and return the number of differences."""
+    found: dict[str, Parity] = {}
+    for name in (*FAMILY_SIZES, *WITH_VIDEO):
+        found[name] = compare_video(name)
+        print(row(name, found[name]), flush=True)
+    lines = [f"| {path} | {names} |" for path, _, names, _ in map(cells_of, grouped(found))]
+    head = "| path | architectures |\n|---|---|"
+    write(VIDEO_BEGIN, VIDEO_END, "\n".join([head, *lines, ""]))
+    return sum(not parity.equal for parity in found.values())
+
+
+def cells_of(line: str) -> list[str]:
+    """Return the cells of a table's row."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 if __name__ == "__main__":

@@ -7,20 +7,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.__main__ import BEGIN, END, PAGE, SEEING_BEGIN, SEEING_END
+from tests.parity.__main__ import (
+    BEGIN,
+    END,
+    PAGE,
+    SEEING_BEGIN,
+    SEEING_END,
+    VIDEO_BEGIN,
+    VIDEO_END,
+)
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED, SAMPLE
 from tests.parity.compare import compare, refusal_of
+from tests.parity.video_compare import compare_video
 from tests.parity.vision_architectures import (
     VISION_ARCHITECTURES,
     VISION_REFUSED,
     VISION_SAMPLE,
     save_model,
 )
+from tests.parity.vision_checkpoints import WITH_VIDEO
 from tests.parity.vision_compare import compare_vision
 from tests.workers.backends.cuda.on_host import CudaOnHost
 from vsched.errors import CheckpointError
 from vsched_workers import language, vision
+from vsched_workers.families.video_processors import VIDEO_PROCESSORS
 from vsched_workers.plugin import plugin
+
+VIDEO_SAMPLE = ("qwen2_vl", "smolvlm", "glm4v", "llava_onevision")
+"""Positions in time, frames as images within a text, timestamps between groups, and a row after each video."""
 
 CUDA_SAMPLE = ("stablelm", "gemma3_text", "qwen3_next", "deepseek_v3", VISION_SAMPLE[0])
 """Layers of a decoder without a description, windows, states, latent attention, and images."""
@@ -35,6 +49,18 @@ def test_answers_are_those_of_generate(name: str) -> None:
 @pytest.mark.parametrize("name", VISION_SAMPLE)
 def test_answers_about_images_are_those_of_generate(name: str) -> None:
     assert compare_vision(name).equal
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *VIDEO_SAMPLE[:2],
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in VIDEO_SAMPLE[2:]),
+    ],
+)
+def test_answers_about_videos_are_those_of_generate(name: str) -> None:
+    """Chunks of 7 tokens end within frame groups; the prompt is that of transformers' processor."""
+    assert compare_video(name).equal
 
 
 @pytest.mark.parametrize(
@@ -99,3 +125,14 @@ def test_page_lists_every_architecture_that_takes_images_and_all_are_equal() -> 
     others = listed(SEEING_BEGIN, SEEING_END, r"generic \| one")
     assert sorted(own + others) == sorted(wanted), "run `python -m tests.parity images`"
     assert set(own) == set(FAMILY_SIZES)
+
+
+def test_page_lists_every_architecture_that_takes_videos_and_all_are_equal() -> None:
+    text = PAGE.read_text().partition(VIDEO_BEGIN)[2].partition(VIDEO_END)[0]
+    rows = re.findall(r"^\| (?:fused|modules|generic) \| (`[^|]*) \|$", text, re.MULTILINE)
+    found = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert sorted(found) == sorted([*FAMILY_SIZES, *WITH_VIDEO]), (
+        "run `python -m tests.parity videos`"
+    )
+    described = {name for each in VIDEO_PROCESSORS.values() for name in each.families}
+    assert described == set(WITH_VIDEO)

@@ -349,6 +349,17 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
     "llava_next": VisionArchitecture(
         {**_text("llama"), **_INDEX, "vision_config": _CLIP, **_PINPOINTS}, _any_resolution
     ),
+    "llava_next_video": VisionArchitecture(
+        {
+            **_text("llama"),
+            **_INDEX,
+            "vision_config": _CLIP,
+            "video_token_id": VIDEO,
+            "video_token_index": VIDEO,
+            **_PINPOINTS,
+        },
+        _any_resolution,
+    ),
     "llava_onevision": VisionArchitecture(
         {
             **_text("qwen2"),

@@ -11,12 +11,13 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.parity.vision_architectures import make_model
+from tests.parity.vision_architectures import VISION_ARCHITECTURES, make_model
 
 PARTS_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}MARKER\n{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% if part['type'] == 'image' %}MARKER\n{% elif part['type'] == 'video' %}VIDEO\n"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
     "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 TEXT_TEMPLATE = (
@@ -35,6 +36,7 @@ class Processing:
         tokens: Special tokens, by their names in the tokenizer.
         processor: Content of `processor_config.json`; `images` is that of `preprocessor_config.json`.
         torchvision: Whether transformers has its image processor for torchvision alone.
+        video: The text of a video in a prompt; `videos` is the content of `video_preprocessor_config.json`.
     """
 
     marker: str
@@ -45,6 +47,8 @@ class Processing:
     template: str = PARTS_TEMPLATE
     options: Mapping[str, Any] = field(default_factory=dict)
     torchvision: bool = False
+    video: str = ""
+    videos: Mapping[str, Any] = field(default_factory=dict)
 
 
 _IMAGE = {"image_token": "<image>"}
@@ -53,6 +57,21 @@ _CLIP_SIZE = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width"
 _SIDE = {"size": {"height": 28, "width": 28}}
 _GRID = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _AREA = {"size": {"shortest_edge": 28 * 28, "longest_edge": 56 * 112}}
+_VOLUME = {"size": {"shortest_edge": 28 * 28, "longest_edge": 56 * 112 * 10}}
+_GLM_TOKENS = {
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "start": "<|begin_of_image|>",
+    "end": "<|end_of_image|>",
+    "video_start": "<|begin_of_video|>",
+    "video_end": "<|end_of_video|>",
+}
+_QWEN_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+}
 _CELLS = {
     f"cell_{row}_{column}": f"<row_{row}_col_{column}>"
     for row in range(1, 7)
@@ -107,9 +126,19 @@ PROCESSING: Mapping[str, Processing] = {
     ),
     "glm4v": Processing(
         "<|image|>",
-        {"image_token": "<|image|>", "video_token": "<|video|>"},
+        _GLM_TOKENS,
         {"processor_class": "Glm4vProcessor"},
         {"image_processor_type": "Glm4vImageProcessor", **_GRID, **_AREA},
+        video="<|begin_of_video|><|video|><|end_of_video|>",
+        videos={"video_processor_type": "Glm4vVideoProcessor", **_GRID, **_VOLUME},
+    ),
+    "glm4v_moe": Processing(
+        "<|image|>",
+        _GLM_TOKENS,
+        {"processor_class": "Glm4vProcessor"},
+        {"image_processor_type": "Glm4vImageProcessor", **_GRID, **_AREA},
+        video="<|begin_of_video|><|video|><|end_of_video|>",
+        videos={"video_processor_type": "Glm4vVideoProcessor", **_GRID, **_VOLUME},
     ),
     "idefics3": Processing(
         "<image>",
@@ -127,6 +156,8 @@ PROCESSING: Mapping[str, Processing] = {
         },
         {"processor_class": "InternVLProcessor", "image_seq_length": 4},
         {"image_processor_type": "GotOcr2ImageProcessorFast", **_SIDE, "max_patches": 6},
+        video="<video>",
+        videos={"video_processor_type": "InternVLVideoProcessor", **_SIDE},
     ),
     "lfm2_vl": Processing(
         "<image>",
@@ -162,6 +193,19 @@ PROCESSING: Mapping[str, Processing] = {
         },
         {"image_processor_type": "CLIPImageProcessor", **_CLIP_SIZE},
     ),
+    "llava_next_video": Processing(
+        "<image>",
+        _VIDEO,
+        {
+            "processor_class": "LlavaNextVideoProcessor",
+            "patch_size": 7,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+        {"image_processor_type": "LlavaNextImageProcessor", **_CLIP_SIZE, **_PINPOINTS},
+        video="<video>",
+        videos={"video_processor_type": "LlavaNextVideoVideoProcessor", **_CLIP_SIZE},
+    ),
     "llava_onevision": Processing(
         "<image>",
         _VIDEO,
@@ -172,6 +216,8 @@ PROCESSING: Mapping[str, Processing] = {
         },
         {"image_processor_type": "LlavaOnevisionImageProcessor", **_SIDE, **_PINPOINTS},
         options={"vision_feature_select_strategy": "full"},
+        video="<video>",
+        videos={"video_processor_type": "LlavaOnevisionVideoProcessor", **_SIDE},
     ),
     "mistral3": Processing(
         "[IMG]",
@@ -196,18 +242,33 @@ PROCESSING: Mapping[str, Processing] = {
     ),
     "qwen2_vl": Processing(
         "<|image_pad|>",
-        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        _QWEN_TOKENS,
         {"processor_class": "Qwen2VLProcessor"},
         {"image_processor_type": "Qwen2VLImageProcessor", **_GRID, **_AREA},
+        video="<|vision_start|><|video_pad|><|vision_end|>",
     ),
+    **{
+        name: Processing(
+            "<|image_pad|>",
+            _QWEN_TOKENS,
+            {"processor_class": "Qwen3VLProcessor"},
+            {"image_processor_type": "Qwen2VLImageProcessor", **_GRID, **_AREA},
+            video="<|vision_start|><|video_pad|><|vision_end|>",
+            videos={"video_processor_type": "Qwen3VLVideoProcessor", **_GRID, **_VOLUME},
+        )
+        for name in ("qwen3_5", "qwen3_5_moe")
+    },
     "smolvlm": Processing(
         "<image>",
         _CELL_TOKENS,
         {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
         {"image_processor_type": "SmolVLMImageProcessor", **_IDEFICS},
+        video="<video>",
+        videos={"video_processor_type": "SmolVLMVideoProcessor", **_IDEFICS, "fps": 1},
     ),
 }
 
+WITH_VIDEO = tuple(sorted(name for name, each in PROCESSING.items() if each.video))
 ON_PILLOW = tuple(sorted(name for name, each in PROCESSING.items() if not each.torchvision))
 
 
@@ -216,7 +277,12 @@ def make_vision_checkpoint(name: str, directory: Path, *, weights: bool = True) 
     processing = PROCESSING[name]
     tokenizer = _tokenizer(processing)
     image = tokenizer.convert_tokens_to_ids(processing.placeholder or processing.marker)
-    model = make_model(name, image_token_id=image, vocab_size=len(tokenizer), **processing.options)
+    options = dict(processing.options)
+    if "video_token_id" in VISION_ARCHITECTURES[name].options:
+        options["video_token_id"] = tokenizer.convert_tokens_to_ids(
+            processing.tokens["video_token"]
+        )
+    model = make_model(name, image_token_id=image, vocab_size=len(tokenizer), **options)
     if weights:
         model.save_pretrained(directory)
     else:
@@ -226,7 +292,10 @@ def make_vision_checkpoint(name: str, directory: Path, *, weights: bool = True) 
     for file, content in (
         ("processor_config.json", processing.processor),
         ("preprocessor_config.json", processing.images),
+        ("video_preprocessor_config.json", processing.videos),
     ):
+        if not content:
+            continue
         (directory / file).write_text(json.dumps(content))
 
 
@@ -248,5 +317,6 @@ def _tokenizer(processing: Processing) -> Any:
         eos_token="</s>",
         extra_special_tokens=dict(processing.tokens),
     )
-    made.chat_template = processing.template.replace("MARKER", processing.marker)
+    template = processing.template.replace("MARKER", processing.marker)
+    made.chat_template = template.replace("VIDEO", processing.video)
     return made

@@ -249,10 +249,10 @@ def compare_vision(name: str, *, device: str = "cpu") -> Parity:
         requested = prompts(made.rows)
         expected = expected_of(path, name, requested, made.images, device)
         questions = [
-            Question(prompt, images=[MadeImage(index) for index in which], count=OUTPUTS)  # type: ignore[misc]
+            Question(prompt, images=[MadeImage(index) for index in which], count=OUTPUTS)
             for prompt, which in zip(requested, ASKED, strict=True)
         ]
-        return _compared("generic", stage, questions, expected)
+        return compared("generic", stage, questions, expected)
 
 
 def compare_own(name: str, *, device: str = "cpu") -> Parity:
@@ -280,12 +280,13 @@ def compare_own(name: str, *, device: str = "cpu") -> Parity:
             for each in questions
             for prompt in [stage.prompt(each)[0]]
         ]
-        return _compared(describe_checkpoint(folder).path, stage, questions, expected)
+        return compared(describe_checkpoint(folder).path, stage, questions, expected)
 
 
-def _compared(
+def compared(
     path: str, stage: Stage, questions: Sequence[Question], wanted: Sequence[Expected]
 ) -> Parity:
+    """Compare the answers to questions in all ways of running them."""
     expected = [each.output for each in wanted]
     distinct = {token for answer in expected for token in answer}
     assert len(distinct) > len(ASKED) // 2, f"the outputs vary too little, {distinct}"

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,10 +27,15 @@ from vsched.worker.contract import (
     EncodeJob,
     EncodeWorker,
     GenerateWorker,
+    ImagePlan,
+    ItemPlan,
     ItemRows,
     Preprocessor,
     SequenceState,
     TokenLogprobs,
+    VideoFacts,
+    VideoPlan,
+    VideoSampling,
     WorkerSettings,
 )
 from vsched_workers.families.qwen_image import PIXELS, flat_patches
@@ -40,7 +46,7 @@ BLOCK_SIZE = 4
 ROWS_A_PAGE = 3
 BLOCKS = 400
 PAGES = 400
-TABLE_BLOCKS = 80
+TABLE_BLOCKS = 120
 SLOTS = 32
 
 
@@ -57,12 +63,53 @@ def values_of(images: Sequence[Arrays]) -> torch.Tensor:
     return pixel_values(pixels, images, torch.float32, temporal=2)
 
 
+@dataclass(frozen=True)
+class Clip:
+    """A video, as its frames and their rate."""
+
+    frames: Sequence[Image.Image]
+    fps: float = 2.0
+
+    @property
+    def facts(self) -> VideoFacts:
+        return VideoFacts(*self.frames[0].size, len(self.frames), self.fps)
+
+    def plan(self, preprocessor: Preprocessor) -> VideoPlan:
+        return preprocessor.plan_video(self.facts, VideoSampling(), frames_max=99, sample=False)
+
+    def groups(self, preprocessor: Preprocessor) -> list[tuple[ImagePlan, Arrays]]:
+        """Return plan and arrays of each frame group."""
+        plan = self.plan(preprocessor)
+        count = plan.group_frames
+        return [
+            (group, preprocessor.process_frames([self.frames[at] for at in places], plan.size))
+            for index, group in enumerate(plan.groups)
+            for places in [plan.frames[index * count : (index + 1) * count]]
+        ]
+
+
+def plan_of(preprocessor: Preprocessor, image: Image.Image | Clip) -> ItemPlan:
+    """Return the plan of an image or a video."""
+    if isinstance(image, Clip):
+        return image.plan(preprocessor)
+    return preprocessor.plan_image(*image.size)
+
+
+def parts_of(
+    preprocessor: Preprocessor, image: Image.Image | Clip
+) -> list[tuple[ImagePlan, Arrays]]:
+    """Return plan and arrays of an image, or of each frame group."""
+    if isinstance(image, Clip):
+        return image.groups(preprocessor)
+    return [(preprocessor.plan_image(*image.size), preprocessor.process_image(image))]
+
+
 @dataclass
 class Question:
-    """A request: text or token ids, the images before it, sampling parameters, and its adapter."""
+    """A request: text or token ids, images and `Clip`s before it, sampling parameters, and its adapter."""
 
     text: str | Sequence[int]
-    images: Sequence[Image.Image] = ()
+    images: Sequence[Any] = ()
     count: int = 12
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
     adapter: int = 0
@@ -130,11 +177,13 @@ class Stage:
         """Return the expanded prompt and the placeholders of its images."""
         if not isinstance(question.text, str):
             return list(question.text), []
-        content = [{"type": "image"} for _ in question.images]
+        content = [
+            {"type": "video" if isinstance(each, Clip) else "image"} for each in question.images
+        ]
         text = self.preprocessor.render(
             [{"role": "user", "content": [*content, {"type": "text", "text": question.text}]}]
         )
-        plans = [self.preprocessor.plan_image(*image.size) for image in question.images]
+        plans = [plan_of(self.preprocessor, image) for image in question.images]
         return self.preprocessor.expand(self.preprocessor.tokenize(text), plans)
 
 
@@ -185,7 +234,10 @@ class Driver:
     def start(self, number: int, question: Question) -> Running:
         """Preprocess and encode one question, and prepare its sequence."""
         prompt, spans = self.stage.prompt(question)
-        plans = [self.stage.preprocessor.plan_image(*image.size) for image in question.images]
+        parts = [
+            part for image in question.images for part in parts_of(self.stage.preprocessor, image)
+        ]
+        plans = [plan for plan, _ in parts]
         items = [
             ItemPlace(runs[0][0], plan.tokens, plan.metadata, runs)
             for runs, plan in zip(spans, plans, strict=True)
@@ -209,8 +261,7 @@ class Driver:
             budget=question.count,
         )
         jobs = []
-        for image, plan, pages in zip(question.images, plans, running.pages, strict=True):
-            arrays = self.stage.preprocessor.process_image(image)
+        for (plan, arrays), pages in zip(parts, running.pages, strict=True):
             for array in arrays.values():
                 array.flags.writeable = False
             jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages, question.adapter))

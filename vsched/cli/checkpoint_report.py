@@ -133,6 +133,8 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         config, _ = as_served(config, info)
         preprocessor = plugin.load_preprocessor(info)
         images = _image_tokens(config, info, preprocessor)
+        if info.takes_videos and preprocessor.chat_template:
+            unsupported += _unrendered_videos(preprocessor)
         video = _video_need(config, info, preprocessor)
         plugin.check_built(info)
     except VschedError as error:
@@ -190,6 +192,15 @@ def _image_tokens(
             found = str(error)
         tokens[f"{width}x{height}"] = found
     return tokens
+
+
+def _unrendered_videos(preprocessor: Preprocessor) -> Iterator[str]:
+    """Yield why the chat template accepts no videos, if it does not."""
+    content = [{"type": "video"}, {"type": "text", "text": "vsched"}]
+    try:
+        preprocessor.render([{"role": "user", "content": content}])
+    except RequestRefused as error:
+        yield f"videos in chat requests: {error.message}"
 
 
 def _video_need(config: Config, info: ModelInfo, preprocessor: Preprocessor) -> VideoNeed | None:

@@ -43,7 +43,7 @@ def group_key(video: bytes, index: int) -> bytes:
 def content_key(
     *, settings_digest: bytes, cache_salt: str, specs: bytes, arrays: Sequence[memoryview]
 ) -> bytes:
-    """32-byte key of a frame group by its arrays; `specs` are their names, types and shapes."""
+    """32-byte key of a frame group by its arrays; `specs` are their names, types and shapes, and its tokens."""
     parts: list[Part] = [(b"P", settings_digest), (b"T", _text(cache_salt)), (b"S", specs)]
     return _digest(_VIDEO, [*parts, *((b"R", each) for each in arrays)])
 

@@ -233,7 +233,7 @@ def refuse_images(info: ModelInfo, references: Sequence[ImageReference] = ()) ->
     """
     if any(map(is_video, references)) and info.takes_images and not info.takes_videos:
         raise RequestRefused(
-            "the model takes no videos. Remedy: send frames of it as images.",
+            "the model takes no videos; `vsched check` reports why. Remedy: send frames of it as images.",
             code="videos_not_taken",
         )
     if not info.takes_images:

@@ -550,6 +550,7 @@ class VideoPlan:
         groups: The plan of each frame group; their expansions, one after the other, replace the video's placeholder.
         work_bytes: Maximum memory for processing a group, besides its frames.
         grid: Rows and columns of a group's tokens, if `token_changes` compares them.
+        row_token: The token of each row in expansions; None for the video's placeholder in a prompt.
     """
 
     frames: tuple[int, ...]
@@ -557,6 +558,7 @@ class VideoPlan:
     groups: tuple[ImagePlan, ...]
     work_bytes: int = 0
     grid: tuple[int, int] = (0, 0)
+    row_token: int | None = None
 
     @property
     def group_frames(self) -> int:

@@ -24,14 +24,14 @@ def expand_images(
     Return the ids, and the placeholder spans of each image and of each frame group of a video that has any.
 
     `marker` is the token for an image in the unexpanded prompt, by default `placeholder`; `video` is that for a video,
-    if the model takes videos.
+    if the model takes videos. It may be the same one.
 
     Raises:
         RequestRefused: When the numbers of placeholders and images differ, or their order.
     """
     marker = placeholder if marker is None else marker
     places = places_of(token_ids, marker)
-    if video is not None:
+    if video is not None and video != marker:
         places = sorted(places + places_of(token_ids, video))
     if len(places) != len(plans):
         message = limit_message(
@@ -47,14 +47,16 @@ def expand_images(
     for place, plan in zip(places, plans, strict=True):
         expanded.extend(token_ids[start:place])
         start = place + 1
-        if isinstance(plan, VideoPlan) != (token_ids[place] == video):
+        if video != marker and isinstance(plan, VideoPlan) != (token_ids[place] == video):
             raise RequestRefused(
                 "the prompt's placeholders and the request's images and videos differ in order. "
                 "Remedy: send a placeholder of an image for an image, and of a video for a video.",
                 code="image_count_mismatch",
             )
         groups = plan.groups if isinstance(plan, VideoPlan) else (plan,)
-        token = token_ids[place] if isinstance(plan, VideoPlan) else placeholder
+        token = placeholder
+        if isinstance(plan, VideoPlan):
+            token = token_ids[place] if plan.row_token is None else plan.row_token
         for one in groups:
             if not one.placeholders:
                 continue

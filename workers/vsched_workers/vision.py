@@ -26,8 +26,8 @@ from vsched_workers.checkpoint.weights import WeightIndex, fill_module
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.device_copies import fetched
 from vsched_workers.families import FAMILIES, Family, family_of_rank
-from vsched_workers.families.generic_vision import unpack_metadata
-from vsched_workers.families.qwen_image import flat_patches, grid_of
+from vsched_workers.families.generic_vision import VIDEO_GRID, unpack_metadata
+from vsched_workers.families.qwen_image import LEVELS, flat_patches, grid_of
 from vsched_workers.families.qwen_levels import pixel_values
 from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memory
 from vsched_workers.parallel.rank_group import RankGroup
@@ -97,6 +97,9 @@ class TowerOfAny:
     def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
         """Return the embedding rows of the single job."""
         (job,) = jobs
+        if LEVELS in job.arrays:
+            grid = unpack_metadata(job.metadata).get(VIDEO_GRID)
+            return self._tower.encode_group(job.arrays, grid)[: job.tokens]
         return self._tower({**job.arrays, **unpack_metadata(job.metadata)})
 
 

@@ -258,6 +258,31 @@ def test_check_counts_shards_and_names_what_is_missing(copy: Callable[..., Path]
 
 
 @pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, ""),
+        ("{{ raise_exception('no video') }}", "rejects the messages: no video"),
+        ("{{ messages[0]['content'][-1]['text'] }}", "leaves out videos"),
+    ],
+)
+def test_check_tells_of_a_chat_template_without_videos(
+    copy: Callable[..., Path], template: str | None, reason: str
+) -> None:
+    path = copy()
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template)
+    found = [each for each in check_json(path)[1]["unsupported"] if each.startswith("videos")]
+    assert len(found) == bool(reason)
+    assert reason in "".join(found)
+
+
+def test_check_tells_why_a_model_takes_no_videos(tmp_path: Path) -> None:
+    config = {"model_type": "kimi_k25", "video_token_id": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "videos (its vision tower merges frames over time" in str(check_json(tmp_path)[1])
+
+
+@pytest.mark.parametrize(
     ("name", "path", "reason"),
     [
         ("llama", "fused", ""),

@@ -7,27 +7,28 @@ from typing import Any
 
 import msgspec
 import pytest
+from PIL import Image
 
 from tests.each_case import each_case
 from vsched.errors import RequestRefused
 from vsched.worker.contract import FrameSize, VideoFacts, VideoSampling
-from vsched_workers.checkpoint.preprocess.qwen_video import VideoLayout, VideoRules, video_levels
-from vsched_workers.families.qwen_image import ResizeLimits
-
-QWEN25 = VideoRules(
-    temporal=2,
-    factor=28,
-    limits=ResizeLimits(128 * 28 * 28, 768 * 28 * 28),
-    fps=2.0,
-    frames_min=4,
-    frames_max=768,
-    tokens_capped=0,
-    writes_timestamps=False,
-    start=1,
-    end=2,
-    levels=[],
+from vsched_workers.checkpoint.preprocess.video_rules import (
+    VideoLayout,
+    VideoRules,
+    video_levels,
+    video_rules,
 )
-QWEN3 = replace(QWEN25, factor=32, limits=ResizeLimits(4096, 25165824), writes_timestamps=True)
+from vsched_workers.families.video_processors import DEFAULTS, VIDEO_PROCESSORS
+
+
+def rules_of(name: str, **stated: Any) -> VideoRules:
+    """Return the rules of a class of video processors, with stated settings."""
+    processor = VIDEO_PROCESSORS[f"{name}VideoProcessor"]
+    return video_rules(processor, {**DEFAULTS, **processor.defaults, **stated})
+
+
+QWEN25 = rules_of("Qwen2VL")
+QWEN3 = rules_of("Qwen3VL", size={"shortest_edge": 4096, "longest_edge": 25165824})
 FACTS = VideoFacts(640, 360, 40, 8.0)
 
 
@@ -61,6 +62,43 @@ def test_frames_and_times_of_qwen3() -> None:
     odd = layout(QWEN3, num_frames=5)
     assert odd.frames == (0, 10, 20, 29, 39, 39)
     assert odd.times[-1] == 39 / 8
+
+
+@each_case(
+    ("name", "options", "frames"),
+    [
+        ("InternVL", {"num_frames": 4}, [5, 15, 25, 35]),
+        ("InternVL", {"fps": 0.5}, [10, 30]),
+        ("LlavaOnevision", {"num_frames": 4}, [0, 10, 20, 30]),
+        ("SmolVLM", {}, [0, 9, 19, 29, 39]),
+        ("Glm4v", {"fps": 1}, [0, 8, 16, 24, 32]),
+        ("Glm4v", {"max_frames": 4}, [0, 12, 24, 36]),
+    ],
+)
+def test_frames_of_other_classes(name: str, options: dict[str, Any], frames: list[int]) -> None:
+    """Middles or beginnings of equal parts, each interval, and 32 frames if neither number nor rate is stated."""
+    assert list(layout(rules_of(name), **options).sampled) == frames
+    assert len(layout(rules_of("InternVL")).frames) == 32
+
+
+def test_a_long_video_loses_its_first_and_last_second() -> None:
+    """As in SmolVLM's video processor; GLM-4V's takes fewer frames per second of one."""
+    found = layout(rules_of("SmolVLM"), VideoFacts(640, 360, 1000, 10.0)).frames
+    assert (len(found), found[0], found[-1]) == (64, 10, 990)
+    found = layout(rules_of("Glm4v"), VideoFacts(640, 360, 12_000, 20.0)).frames
+    assert (len(found), found[1], found[-1]) == (600, 21, 11_999)
+
+
+def test_fixed_sizes_of_frames() -> None:
+    """SmolVLM resizes twice, LLaVA-NeXT-Video crops the middle; pixel bounds are refused."""
+    rules = rules_of("SmolVLM")
+    assert rules.steps(640, 360) == (FrameSize(1456, 820), FrameSize(364, 364))
+    assert layout(rules).size == FrameSize(364, 364)
+    wide = Image.new("RGB", (448, 224))
+    wide.paste((255, 255, 255), (112, 0, 336, 224))
+    assert (rules_of("LlavaNextVideo").resize_frame(wide) == 255).all()
+    with pytest.raises(RequestRefused, match="not resized between"):
+        layout(rules, bounds={"max_pixels": 900})
 
 
 @each_case("rules", [QWEN25, QWEN3])

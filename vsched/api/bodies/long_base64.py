@@ -158,20 +158,25 @@ def _image_fields(request: Any) -> Iterator[tuple[Any, str]]:
         return
     for message in getattr(request, "messages", None) or ():
         for part in message.content if isinstance(message.content, list) else ():
-            if isinstance(part, ImageEmbedsPart | VideoEmbedsPart):
-                file = part.image_embeds if isinstance(part, ImageEmbedsPart) else part.video_embeds
-                yield from ((file, "data"), (file, "url"))
-            elif isinstance(part, ImagePart) and isinstance(part.image_url, ImageUrl):
-                yield part.image_url, "url"
-            elif isinstance(part, ImagePart):
-                yield part, "image_url"
-            elif isinstance(part, VideoPart) and isinstance(part.video_url, ImageUrl):
-                yield part.video_url, "url"
-            elif isinstance(part, VideoPart):
-                yield part, "video_url"
-            elif isinstance(part, FramesPart):
-                if isinstance(part.video, str):
-                    yield part, "video"
-                    continue
-                for index in range(len(part.video)):
-                    yield _Entry(part.video, index), "text"
+            yield from base64_fields(part)
+
+
+def base64_fields(part: Any) -> Iterator[tuple[Any, str]]:
+    """Yield each struct of a content part that holds an image or video, and the name of its base64 field."""
+    if isinstance(part, ImageEmbedsPart | VideoEmbedsPart):
+        file = part.image_embeds if isinstance(part, ImageEmbedsPart) else part.video_embeds
+        yield from ((file, "data"), (file, "url"))
+    elif isinstance(part, ImagePart) and isinstance(part.image_url, ImageUrl):
+        yield part.image_url, "url"
+    elif isinstance(part, ImagePart):
+        yield part, "image_url"
+    elif isinstance(part, VideoPart) and isinstance(part.video_url, ImageUrl):
+        yield part.video_url, "url"
+    elif isinstance(part, VideoPart):
+        yield part, "video_url"
+    elif isinstance(part, FramesPart):
+        if isinstance(part.video, str):
+            yield part, "video"
+            return
+        for index in range(len(part.video)):
+            yield _Entry(part.video, index), "text"

@@ -47,6 +47,7 @@ from vsched.api.http_exchange import HttpExchange
 from vsched.api.request_schema import (
     CalledFunction,
     ChatRequest,
+    FramesPart,
     FunctionTool,
     ImagePart,
     Message,
@@ -57,6 +58,7 @@ from vsched.api.request_schema import (
     Tool,
     ToolCall,
     ToolChoice,
+    VideoPart,
 )
 from vsched.api.response_schema import Model, Usage
 from vsched.api.unsupported import refuse_unsupported, unsupported_type
@@ -265,7 +267,7 @@ def _user(message: DialogueMessage) -> list[Message]:
     parts: list[ShownBlock] = []
     for block in message.content:
         match block:
-            case TextBlock() | ImageBlock() | SearchResultBlock():
+            case TextBlock() | ImageBlock() | VideoPart() | FramesPart() | SearchResultBlock():
                 parts.append(block)
             case ToolResultBlock(tool_use_id=call, content=content):
                 if parts:
@@ -274,7 +276,7 @@ def _user(message: DialogueMessage) -> list[Message]:
                 text = content if isinstance(content, str) else _content(content or ())
                 made.append(Message("tool", text, tool_call_id=call))
             case _:
-                raise _misplaced("user", "text, image, search_result or tool_result")
+                raise _misplaced("user", "text, image, video, search_result or tool_result")
     if parts or not made:
         made.append(Message("user", _content(parts)))
     return made
@@ -322,8 +324,10 @@ def _content(blocks: Sequence[ShownBlock]) -> str | list[Any]:
     return "".join(texts) if len(texts) == len(parts) <= 1 else parts
 
 
-def _part(block: ShownBlock) -> TextPart | ImagePart:
+def _part(block: ShownBlock) -> TextPart | ImagePart | VideoPart | FramesPart:
     match block:
+        case VideoPart() | FramesPart():
+            return block
         case TextBlock(text=text):
             return TextPart(text)
         case ImageBlock():

@@ -9,9 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from vsched.api.bodies.long_base64 import base64_fields
 from vsched.api.compat.fields import ChatFields
 from vsched.api.http_exchange import StreamEvent
-from vsched.api.request_schema import PositiveCount
+from vsched.api.request_schema import FramesPart, PositiveCount, VideoPart
 from vsched.api.unsupported import neutral
 
 
@@ -58,8 +59,10 @@ class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference")
     tool_name: str
 
 
-ShownBlock = TextBlock | ImageBlock | SearchResultBlock | ToolReferenceBlock
-"""Content that the model reads."""
+ShownBlock = (
+    TextBlock | ImageBlock | VideoPart | FramesPart | SearchResultBlock | ToolReferenceBlock
+)
+"""Content that the model reads; videos are an extension of the API."""
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
@@ -84,6 +87,8 @@ class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thin
 SentBlock = (
     TextBlock
     | ImageBlock
+    | VideoPart
+    | FramesPart
     | SearchResultBlock
     | ToolUseBlock
     | ToolResultBlock
@@ -140,7 +145,9 @@ class MessagesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/messages and /v1/messages/count_tokens."""
 
     ROLES: ClassVar[str] = "user, assistant or system"
-    PARTS: ClassVar[str] = "text, image, search_result, tool_use, tool_result or thinking"
+    PARTS: ClassVar[str] = (
+        "text, image, video_url, video, search_result, tool_use, tool_result or thinking"
+    )
     SERVED: ClassVar[frozenset[str]] = frozenset({"custom"})
 
     messages: list[DialogueMessage]
@@ -175,14 +182,15 @@ class MessagesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     user_profile_id: Any = None
     workspace_id: Any = None
 
-    def image_fields(self) -> Iterator[tuple[msgspec.Struct, str]]:
-        """Yield each image source, and the name of its base64 field."""
+    def image_fields(self) -> Iterator[tuple[Any, str]]:
+        """Yield each video and image source, and the name of its base64 field."""
         for message in self.messages:
             for block in message.content if isinstance(message.content, list) else ():
                 inner = block.content if isinstance(block, ToolResultBlock) else [block]
                 for each in inner if isinstance(inner, list) else ():
                     if isinstance(each, ImageBlock):
                         yield each.source, "data"
+                    yield from base64_fields(each)
 
 
 class MessagesUsage(msgspec.Struct):

@@ -40,6 +40,7 @@ from vsched.api.compat.responses_schema import (
     ResponsesTool,
     ResponsesToolChoice,
     ResponsesUsage,
+    SeenPart,
     TextOptions,
 )
 from vsched.api.completions import ChatEndpoint, CheckedRequest
@@ -395,16 +396,19 @@ def _content(sent: str | list[InputPart] | None, where: str) -> str | list[Any]:
     """Convert parts to content; a single text part becomes a string, which every template accepts."""
     if not isinstance(sent, list):
         return sent or ""
-    if len(sent) <= 1 and not any(isinstance(part, InputImage) for part in sent):
+    if len(sent) <= 1 and not any(isinstance(part, SeenPart) for part in sent):
         return "".join(map(_text, sent))
     return _parts(sent, where)
 
 
-def _parts(sent: Sequence[InputPart], where: str) -> list[TextPart | ImagePart]:
-    made: list[TextPart | ImagePart] = []
+def _parts(sent: Sequence[InputPart], where: str) -> list[Any]:
+    made: list[Any] = []
     for part in sent:
-        if not isinstance(part, InputImage):
+        if not isinstance(part, SeenPart):
             made.append(TextPart(_text(part)))
+            continue
+        if not isinstance(part, InputImage):
+            made.append(part)
             continue
         if part.image_url is None:
             raise unsupported(f"{where}.content.file_id", remedy="send the image as image_url")
@@ -413,7 +417,7 @@ def _parts(sent: Sequence[InputPart], where: str) -> list[TextPart | ImagePart]:
 
 
 def _text(part: InputPart) -> str:
-    if isinstance(part, InputImage):
+    if isinstance(part, SeenPart):
         return ""  # reasoning and calls have no images
     return part.refusal if isinstance(part, RefusalPart) else part.text
 

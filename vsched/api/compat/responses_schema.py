@@ -8,16 +8,19 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from vsched.api.bodies.long_base64 import base64_fields
 from vsched.api.compat.fields import ChatFields
 from vsched.api.http_exchange import NumberedEvent
 from vsched.api.request_schema import (
     AnswerTextPart,
     Count,
+    FramesPart,
     InputTextPart,
     JsonSchema,
     PositiveCount,
     RefusalPart,
     TextPart,
+    VideoPart,
 )
 from vsched.api.response_schema import ChatLogprob
 from vsched.api.unsupported import neutral
@@ -43,10 +46,15 @@ class SentSummary(msgspec.Struct, tag_field="type", tag="summary_text"):
     text: str
 
 
+SeenPart = InputImage | VideoPart | FramesPart
+"""Images and videos; videos are an extension of the API."""
+
 InputPart = (
     InputTextPart
     | TextPart
     | InputImage
+    | VideoPart
+    | FramesPart
     | AnswerTextPart
     | RefusalPart
     | SentReasoning
@@ -121,7 +129,9 @@ class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/responses."""
 
     ROLES: ClassVar[str] = "system, developer, user or assistant"
-    PARTS: ClassVar[str] = "input_text, input_image, output_text, refusal or reasoning_text"
+    PARTS: ClassVar[str] = (
+        "input_text, input_image, video_url, video, output_text, refusal or reasoning_text"
+    )
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -157,13 +167,14 @@ class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     stream_options: Any = None
     user: Any = None
 
-    def image_fields(self) -> Iterator[tuple[msgspec.Struct, str]]:
-        """Yield each image, and the name of its URL field."""
+    def image_fields(self) -> Iterator[tuple[Any, str]]:
+        """Yield each image and video, and the name of its URL field."""
         for item in self.input if isinstance(self.input, list) else ():
             for parts in (item.content, item.output):
                 for part in parts if isinstance(parts, list) else ():
                     if isinstance(part, InputImage):
                         yield part, "image_url"
+                    yield from base64_fields(part)
 
 
 class OutputTextPart(msgspec.Struct, tag_field="type", tag="output_text"):

@@ -35,6 +35,7 @@ class VideoOrder(msgspec.Struct, frozen=True):
         frames: Numbers of the frames of all groups; equal ones are adjacent.
         size: The size that they are resized to.
         groups: The arrays of each group.
+        tokens: Number of tokens of each group.
         files: Sizes of the files of its frames, which follow each other; empty for a video file.
         settings_digest: Part of the content's keys, as is `cache_salt`.
         with_changes: Whether to compute the changes of tokens from group to group.
@@ -43,6 +44,7 @@ class VideoOrder(msgspec.Struct, frozen=True):
     frames: tuple[int, ...]
     size: FrameSize
     groups: tuple[tuple[ArraySpec, ...], ...]
+    tokens: tuple[int, ...]
     files: tuple[int, ...]
     settings_digest: bytes
     cache_salt: str
@@ -56,6 +58,7 @@ class VideoOrder(msgspec.Struct, frozen=True):
             plan.frames,
             plan.size,
             tuple(group.arrays for group in plan.groups),
+            tuple(group.tokens for group in plan.groups),
             () if video.is_file else tuple(map(len, video.content)),
             video.settings_digest,
             video.cache_salt,
@@ -149,14 +152,14 @@ def process_video(
     count = len(order.frames) // len(order.groups)
     filled: list[Filled] = []
     before: Arrays = {}
-    for specs, extent in zip(order.groups, extents, strict=True):
+    for specs, tokens, extent in zip(order.groups, order.tokens, extents, strict=True):
         group = [next(frames) for _ in range(count)]
         _store(preprocessor.process_frames(group, order.size), specs, extent)
         views = view_arrays(specs, extent)
         key = content_key(
             settings_digest=order.settings_digest,
             cache_salt=order.cache_salt,
-            specs=msgspec.json.encode(specs),
+            specs=msgspec.json.encode((specs, tokens)),
             arrays=[view.view(np.uint8).data for view in views.values()],
         )
         changes = b""

@@ -11,12 +11,14 @@ from typing import Any
 
 from vsched.checkpoint_tools import CheckpointDescription
 from vsched.errors import CheckpointError
+from vsched_workers.checkpoint.facts import video_processor_of
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
 from vsched_workers.checkpoint.weights import weight_files
 from vsched_workers.families import FAMILIES, language_family, model_type_of
 from vsched_workers.families.decoder import SLIDING
 from vsched_workers.families.generic import read_config
+from vsched_workers.families.video_processors import REFUSED
 from vsched_workers.quantized.schemes import FORMATS, GROUPS
 from vsched_workers.quantized.schemes import stated as stated_quantization
 
@@ -148,8 +150,14 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Sequence[int], str]]:
 def _unsupported(directory: Path, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield features of the checkpoint that are not supported."""
     has_videos = config.get("video_token_id") is not None or "video_token_index" in config
-    if has_videos and model_type_of(config) not in FAMILIES:
-        yield "videos"
+    family = model_type_of(config)
+    if (has_videos or family in REFUSED) and family not in FAMILIES:
+        try:
+            found = video_processor_of(directory, family)
+        except CheckpointError:
+            found = "no settings of a video processor"
+        if isinstance(found, str):
+            yield f"videos ({found})"
     if any(key in config for key in ("audio_config", "audio_token_id", "audio_token_index")):
         yield "audio"
     text = config.get("text_config")

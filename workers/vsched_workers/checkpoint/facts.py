@@ -37,6 +37,8 @@ from vsched_workers.families.qwen_image import (
 )
 from vsched_workers.families.recurrent import state_bytes
 from vsched_workers.families.sharing import parallel_plan, shares_heads, unshared
+from vsched_workers.families.video_processors import DEFAULTS as VIDEO_DEFAULTS
+from vsched_workers.families.video_processors import REFUSED, VIDEO_PROCESSORS, VideoProcessor
 from vsched_workers.quantized.schemes import scheme_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -47,21 +49,6 @@ RANKS_MAX = 64
 
 PROCESSOR_DEFAULT_LIMITS = ResizeLimits(minimum=56 * 56, maximum=28 * 28 * 1280)
 """Default limits of the Qwen-VL image processors."""
-
-
-VIDEO_DEFAULTS: dict[str, Any] = {
-    "do_resize": True,
-    "resample": 3,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "temporal_patch_size": 2,
-    "fps": 2,
-    "min_frames": 4,
-    "max_frames": 768,
-    "cap_pixels_per_frame": False,
-}
-"""Default settings of the Qwen-VL video processors in transformers."""
 
 
 def processor_settings(path: Path) -> dict[str, Any]:
@@ -85,8 +72,8 @@ def processor_settings(path: Path) -> dict[str, Any]:
     )
 
 
-def video_settings(path: Path, family: Family) -> dict[str, Any]:
-    """Return the settings of the video processor: the family's defaults, and those of the checkpoint.
+def stated_video_settings(path: Path) -> Mapping[str, Any]:
+    """Return the settings of the video processor in the checkpoint.
 
     Without settings of its own, it takes those of the image processor, as transformers does.
     """
@@ -96,10 +83,27 @@ def video_settings(path: Path, family: Family) -> dict[str, Any]:
             content = read_json(path, name)
             found = content.get("video_processor") if name == PROCESSOR_FILES[0] else content
             stated = found if isinstance(found, Mapping) else None
-    if stated is None:
-        stated = processor_settings(path)
+    return processor_settings(path) if stated is None else stated
+
+
+def video_settings(path: Path, processor: VideoProcessor) -> dict[str, Any]:
+    """Return all settings of the video processor: the defaults of its class, and those of the checkpoint."""
+    stated = stated_video_settings(path)
     given = {key: value for key, value in stated.items() if value is not None}
-    return {**VIDEO_DEFAULTS, **family.video_defaults, **given}
+    sampling = given.get("video_sampling")
+    if isinstance(sampling, Mapping):
+        own = {"fps": "fps", "max_frames": "num_frames", "video_size": "size"}
+        given = {name: sampling[key] for key, name in own.items() if key in sampling} | given
+    return {**VIDEO_DEFAULTS, **processor.defaults, **given}
+
+
+def video_processor_of(path: Path, family: str) -> VideoProcessor | str:
+    """Return the class of the video processor of a checkpoint on the generic path, or why it takes no videos."""
+    usual = next((name for name, each in VIDEO_PROCESSORS.items() if family in each.families), None)
+    if usual is None:
+        return REFUSED.get(family, "not supported for this architecture")
+    name = str(stated_video_settings(path).get("video_processor_type") or usual)
+    return VIDEO_PROCESSORS.get(name, f"the video processor {name} is not known")
 
 
 def video_limits(
@@ -108,7 +112,7 @@ def video_limits(
     """Return the area limits of one frame of any video, clamped to the budget."""
     limits = pixel_limits(settings, PROCESSOR_DEFAULT_LIMITS)
     factor = image_factor(family, config)
-    if family.writes_timestamps:
+    if family.video_processor.sizes == "video":
         # Limits of all frames together, of which there are at least those of one group.
         frames = int(settings["temporal_patch_size"])
         most = None if limits.maximum is None else max(limits.maximum // frames, 1)
@@ -247,6 +251,11 @@ def _inspect_any(
         return info
     tokenizer = load_part("AutoTokenizer", directory, "tokenizer")
     processor = load_image_processor(directory, family, tokenizer, vision.image_token_id)
+    video_token = None
+    is_described = isinstance(video_processor_of(directory, family), VideoProcessor)
+    if processor.video_marker and is_described:
+        token_of = tokenizer.backend_tokenizer.token_to_id
+        video_token = token_of(processor.video_marker) or token_of(processor.marker)
     return msgspec.structs.replace(
         info,
         embedding_levels=vision.embedding_levels,
@@ -254,6 +263,7 @@ def _inspect_any(
         item_atomic=vision.item_atomic,
         prompt_atomic=vision.prompt_atomic,
         image_token_id=vision.image_token_id,
+        video_token_id=video_token,
     )
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from vsched.errors import CheckpointError
 from vsched_workers.families.qwen_positions import Items, rope_positions
 from vsched_workers.families.sharing import Sharing
+from vsched_workers.families.video_processors import VIDEO_PROCESSORS, VideoProcessor
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +66,8 @@ class Family(ABC):
         flips: Patterns of language model tensors whose last two dimensions may be swapped in a file.
         vision_sharing: Tensor parallelism of the vision tower.
         writes_timestamps: Whether timestamps stand between the frame groups of a video, instead of positions with a
-            temporal axis, and the pixel bounds of a video are those of all frames.
-        video_defaults: Default settings of its video processor, as in transformers.
+            temporal axis.
+        video_processor: The class of its video processor.
     """
 
     name: ClassVar[str]
@@ -81,11 +82,7 @@ class Family(ABC):
     flips: ClassVar[tuple[str, ...]] = ()
     vision_sharing: ClassVar[Sharing]
     writes_timestamps: ClassVar[bool] = False
-    video_defaults: ClassVar[Mapping[str, Any]] = {
-        "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28},
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-    }
+    video_processor: ClassVar[VideoProcessor] = VIDEO_PROCESSORS["Qwen2VLVideoProcessor"]
 
     def text(self, config: Mapping[str, Any], key: str) -> Any:
         """Return an entry of the text part; older checkpoints have it at the top level."""

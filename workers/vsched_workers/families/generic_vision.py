@@ -5,6 +5,9 @@ tower runs alone in the encode ranks, and the language model without it. Two con
 
 - The arrays of an image have the names of the keyword arguments of `get_image_features`. Small integer arrays among
   them (`image_grid_thw`, `image_sizes`) are an item's metadata, and not in the arena: positions and merging need them.
+- The arrays of a frame group of a video are its pixels as bytes and the table of their values (`qwen_levels`). Features
+  are those of `get_video_features` for a video of this group alone, or of `get_image_features` if there is no such
+  method; only the first rows count, as a model may add rows after a video.
 - A row of an embedding is `embedding_levels` times the hidden size of the language model: the token's embedding, then
   the features that are added in deeper layers (deepstack).
 """
@@ -43,6 +46,9 @@ SEE_IN_IMAGES = frozenset({"gemma3", "gemma4"})
 
 SEE_IN_PROMPTS = frozenset({"paligemma"})
 """Architectures with bidirectional attention within a prompt."""
+
+VIDEO_GRID = "video_grid_thw"
+"""The name of a frame group's grid of patches: [1, 3], of time, height and width."""
 
 METADATA_VALUES = 32
 """Maximum size of an integer array that is metadata of an image; larger ones are masks and indices."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vsched_workers.families.base import Family
 from vsched_workers.families.decoder import Decoder, usual_sharing
 from vsched_workers.families.sharing import Sharing, Split
+from vsched_workers.families.video_processors import VIDEO_PROCESSORS, VideoProcessor
 
 if TYPE_CHECKING:
     import torch
@@ -57,11 +58,7 @@ class Qwen3Vl(Family):
     )
 
     writes_timestamps: ClassVar[bool] = True
-    video_defaults: ClassVar[Mapping[str, Any]] = {
-        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    }
+    video_processor: ClassVar[VideoProcessor] = VIDEO_PROCESSORS["Qwen3VLVideoProcessor"]
 
     def head_dim(self, config: Mapping[str, Any]) -> int:
         return int(self.text(config, "head_dim"))

@@ -54,7 +54,7 @@ def worst_batches(
     if info.takes_videos:
         # A frame group is an image with more bytes, and other limits.
         frames = int(family.vision(config, "temporal_patch_size"))
-        settings = video_settings(directory, family)
+        settings = video_settings(directory, family.video_processor)
         videos = video_limits(family, config, settings, info.item_tokens_max)
         least = min(least, -(-videos.minimum // (factor * factor)))
         groups = largest_units(

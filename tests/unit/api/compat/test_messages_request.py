@@ -10,6 +10,7 @@ import msgspec
 from tests.each_case import each_case
 from tests.unit.api.compat.test_messages_response import MESSAGES, TOOLS, body
 from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, post
+from tests.unit.media.fakes import model_info
 from vsched.api import ApiSettings, create_app
 from vsched.api.bodies.long_base64 import LONG_BYTES
 from vsched.api.bodies.reading import SMALL_BYTES
@@ -289,6 +290,21 @@ async def test_another_model_and_a_missing_key_are_reported_in_the_same_shape() 
     assert reply.status == 401
     reply = await client.send("POST", MESSAGES, body(), headers={"x-api-key": "key"})
     assert reply.status == 200
+
+
+async def test_videos_are_blocks_as_in_chats() -> None:
+    """An extension: with their options, also as a result of a tool."""
+    large = base64.b64encode(bytes(range(256)) * (SMALL_BYTES // 256)).decode()
+    before = "data:video/mp4;base64,"
+    file = {"type": "video_url", "video_url": {"url": before + large}, "max_frames": 8}
+    frames = {"type": "video", "video": ["data:,a", "data:,b"]}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [frames]}
+    engine = FakeEngine()
+    engine.preprocessor.info = model_info(video_token_id=2)
+    assert (await post(engine, MESSAGES, body(messages=user(file, result)))).status == 200
+    video, clip = engine.calls[0]["images"]
+    assert base64_of(video.source, len(before)) == large.encode()
+    assert (video.sampling.max_frames, clip.source) == (8, ("data:,a", "data:,b"))
 
 
 async def test_large_images_go_next_to_the_body() -> None:

@@ -10,6 +10,7 @@ import msgspec
 from tests.each_case import each_case
 from tests.unit.api.compat.test_responses_response import RESPONSES, TOOLS, body
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
+from tests.unit.media.fakes import model_info
 from vsched.api.bodies.reading import SMALL_BYTES
 from vsched.api.compat.responses import chat_request
 from vsched.api.compat.responses_schema import ResponsesRequest
@@ -212,6 +213,21 @@ async def test_tools_of_openai_are_refused_by_their_name(kind: str) -> None:
 async def test_texts_are_taken_as_chats_have_them() -> None:
     content = [{"type": "text", "text": "a"}]
     assert plain(meant(input=[{"role": "user", "content": content}]))[-1]["content"] == "a"
+
+
+async def test_videos_are_parts_as_in_chats() -> None:
+    """An extension: with their options, large or not, and among images in order."""
+    large = base64.b64encode(bytes(range(256)) * (SMALL_BYTES // 256)).decode()
+    before = "data:video/mp4;base64,"
+    file = {"type": "video_url", "video_url": {"url": before + large}, "fps": 1}
+    frames = {"type": "video", "video": [URL, URL], "fps": 2}
+    engine = FakeEngine()
+    engine.preprocessor.info = model_info(video_token_id=2)
+    items = [{"role": "user", "content": [file, IMAGE, frames]}]
+    assert (await post(engine, RESPONSES, body(input=items))).status == 200
+    video, image, clip = engine.calls[0]["images"]
+    assert base64_of(video.source, len(before)) == large.encode()
+    assert (video.sampling.fps, image, clip.source) == (1, URL, (URL, URL))
 
 
 async def test_large_images_go_next_to_the_body() -> None:

@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from vsched_workers.device_copies import sent
+from vsched_workers.families.generic_vision import VIDEO_GRID
+from vsched_workers.families.qwen_image import PIXELS, flat_patches
+from vsched_workers.families.qwen_levels import pixel_values
 
 
 class AnyTower:
@@ -29,6 +32,7 @@ class AnyTower:
             for name, parameter in kinds.items()
             if parameter.kind not in {parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL}
         }
+        self._has_videos = hasattr(self._owner, "get_video_features")
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -46,7 +50,34 @@ class AnyTower:
             for name, array in arrays.items()
             if not self._names or name in self._names
         }
-        out = self._owner.get_image_features(**given, return_dict=True)
+        return self._rows_of(self._owner.get_image_features(**given, return_dict=True))
+
+    def encode_group(
+        self, arrays: Mapping[str, npt.NDArray[Any]], grid: npt.NDArray[Any] | None
+    ) -> torch.Tensor:
+        """Return the embedding rows of a video of one frame group, and those that follow each video, if any.
+
+        `arrays` are its pixels as bytes and the table of their values, `grid` its patches in time, height and width.
+        """
+        pixels = arrays[PIXELS]
+        # A frame without patches is like one large patch of a still image.
+        group = {**arrays, PIXELS: pixels.reshape(1, -1) if grid is None else pixels}
+        values = pixel_values(
+            self._tensor(flat_patches(group)),
+            [group],
+            self._dtype,
+            temporal=1 if grid is None else len(pixels),
+        )
+        if grid is None:
+            values = values.view(pixels.shape)
+        if not self._has_videos:
+            return self._rows_of(self._owner.get_image_features(values, return_dict=True))
+        given = {} if grid is None else {VIDEO_GRID: self._tensor(grid)}
+        return self._rows_of(
+            self._owner.get_video_features(pixel_values_videos=values, **given, return_dict=True)
+        )
+
+    def _rows_of(self, out: Any) -> torch.Tensor:
         levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
         return torch.cat([_rows(level) for level in levels], dim=-1).to(self._dtype)
 

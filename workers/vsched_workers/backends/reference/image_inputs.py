@@ -21,7 +21,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import PagedStep
 from vsched_workers.families.generic import refusal
-from vsched_workers.families.generic_vision import first_position, unpack_metadata
+from vsched_workers.families.generic_vision import (
+    VIDEO_GRID,
+    first_position,
+    unpack_metadata,
+)
 from vsched_workers.families.qwen_positions import Items
 
 MASKERS = ("get_placeholder_mask", "inputs_merger")
@@ -193,28 +197,41 @@ class ImageInputs:
             plain = np.arange(self._first, count + self._first, dtype=np.int64)
             return np.broadcast_to(plain, (3, count)), self._first
         types = torch.zeros(1, count, dtype=torch.int32)
-        for item in items:
+        metadata = [unpack_metadata(item.metadata) for item in items]
+        grids: list[npt.NDArray[Any]] = []
+        end = -1
+        for item, small in zip(items, metadata, strict=True):
             for start, _, rows in item.rows(0, count):
-                types[0, start : start + rows] = 1
+                types[0, start : start + rows] = 2 if VIDEO_GRID in small else 1
+            if VIDEO_GRID in small:
+                # Adjacent groups are one video, whose positions may have a temporal axis.
+                if item.offset == end:
+                    grids[-1] = grids[-1] + [[1, 0, 0]]
+                else:
+                    grids.append(small[VIDEO_GRID])
+                end = item.offset + item.tokens
         ids = torch.from_numpy(token_ids.astype(np.int64))[None]
         given = {
             "input_ids": torch.where(
                 types.bool(), self._image, torch.where(ids == self._image, self._neutral, ids)
             ),
+            **({VIDEO_GRID: torch.from_numpy(np.concatenate(grids))} if grids else {}),
             "mm_token_type_ids": types,
             "attention_mask": torch.ones_like(ids),
-            **_joined([unpack_metadata(item.metadata) for item in items]),
+            **_joined([small for small in metadata if VIDEO_GRID not in small]),
         }
         requested = inspect.signature(self._rope).parameters
-        found, deltas = self._rope(**{name: given[name] for name in requested if name in given})
-        return found[:, 0].numpy().astype(np.int64), int(deltas.reshape(-1)[0])
+        found, _ = self._rope(**{name: given[name] for name in requested if name in given})
+        positions = found[:, 0].numpy().astype(np.int64)
+        # As in `qwen_positions`: tokens are generated from the last position on, not from the largest.
+        return positions, int(positions[:, -1].max()) + 1 - count
 
 
 def _joined(metadata: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, torch.Tensor]:
     """Return the arrays of all images, concatenated."""
     return {
         name: torch.from_numpy(np.concatenate([each[name] for each in metadata]))
-        for name in metadata[0]
+        for name in (metadata[0] if metadata else ())
     }
 
 

@@ -16,6 +16,7 @@ import importlib
 import inspect
 import sys
 import threading
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from vsched.errors import CheckpointError, ConfigError, limit_message
+from vsched.worker.contract import FrameSize, VideoFacts
 from vsched_workers.checkpoint.files import read_json
 from vsched_workers.checkpoint.images.library import (
     PROCESSOR_FILES,
@@ -183,6 +185,52 @@ class ImageProcessor:
             if name not in small
         }
         return ImageShape(specs, small, text)
+
+    @property
+    def video_marker(self) -> str:
+        """The mark of one video in a prompt, as written by a chat template; empty if it has none."""
+        return str(getattr(self._processor, "video_token", None) or "")
+
+    @property
+    def video_template(self) -> str:
+        """The chat template for messages with videos, if the checkpoint's own is not to be used for them."""
+        module = sys.modules[type(self._processor).__module__]
+        return str(getattr(module, "DEFAULT_CHAT_TEMPLATE", ""))
+
+    def video_text(
+        self,
+        facts: VideoFacts,
+        frames: Sequence[int],
+        size: FrameSize,
+        grid: Sequence[int],
+        settings: Mapping[str, Any],
+    ) -> str:
+        """Return a video's placeholder text in a prompt, before tokenization.
+
+        `frames` are the numbers of its sampled frames, `grid` its patches in time, height and width, and `settings`
+        those of the video processor.
+        """
+        from transformers.video_utils import VideoMetadata
+
+        processor = copy.copy(self._processor)
+        processor.video_processor = types.SimpleNamespace(**settings)
+        shape = (1, len(frames), 3, size.height, size.width)
+        hollow = np.broadcast_to(np.float32(0), shape)
+        metadata = VideoMetadata(
+            total_num_frames=facts.frames,
+            fps=facts.rate,
+            width=facts.width,
+            height=facts.height,
+            duration=facts.frames / facts.rate,
+            frames_indices=list(frames),
+        )
+        made = {
+            "pixel_values": hollow,
+            "pixel_values_videos": hollow,
+            "video_grid_thw": np.array([grid]),
+            "video_metadata": [metadata],
+        }
+        return str(processor.replace_video_token(made, 0))
 
     def _run(self, image: Any, processor: Any) -> tuple[dict[str, npt.NDArray[Any]], str]:
         images, *_ = processor.prepare_inputs_layout(images=[image], text=[self.marker])

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Any, Self
 
+import msgspec
 from jinja2 import TemplateError
 from PIL import Image
 
 from vsched.errors import RequestRefused
 from vsched.types import ArraySpec, ModelInfo, Spans
-from vsched.worker.contract import Arrays, ImagePlan, ImageRecipe, ItemPlan, PixelBounds
+from vsched.worker.contract import (
+    Arrays,
+    FrameSize,
+    ImagePlan,
+    ImageRecipe,
+    ItemPlan,
+    PixelBounds,
+    VideoFacts,
+    VideoPlan,
+    VideoSampling,
+)
 from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.preprocess.generic_images import (
     BOUNDS_KEPT,
@@ -27,18 +39,21 @@ from vsched_workers.checkpoint.preprocess.text import (
     TextPreprocessor,
     check_sides,
     digest_of,
+    is_video,
+    too_many_tokens,
     touching,
 )
 from vsched_workers.checkpoint.special_tokens import RenderedPrompt
 from vsched_workers.families.generic_vision import (
     EMBEDDED_SIZE,
+    VIDEO_GRID,
     embedded_size,
     pack_metadata,
     unpack_metadata,
 )
 
-IMAGE_MARK = "\ufdd1"
-"""Represents an image in a message with string content; the marker itself could be a client's text."""
+IMAGE_MARK, VIDEO_MARK = "\ufdd1", "\ufdd2"
+"""Represent an image and a video in a message with string content; the marker itself could be a client's text."""
 
 USUAL_SIZES = ((640, 480), (333, 333), (1500, 300))
 
@@ -58,6 +73,12 @@ class AnyPreprocessor(TextPreprocessor):
         self._placeholder = processor.marker
         self._placeholders = (processor.marker,)
         self._marker: int = tokenizer.convert_tokens_to_ids(processor.marker)
+        self._video_marker = processor.video_marker if self.info.takes_videos else ""
+        # A marker that is no token is replaced in templates, and then by the one of an image.
+        self._has_video_token = self.info.video_token_id not in {None, self._marker}
+        if self._has_video_token:
+            self._placeholders = (processor.marker, self._video_marker)
+        self._added = frozenset(tokenizer.backend_tokenizer.get_added_tokens_decoder())
         self._bounded = lru_cache(BOUNDS_KEPT)(self._with)
         self._edges = ("", "")
         edges = {self._edges_of(processor.shape(*size).text) for size in USUAL_SIZES}
@@ -70,7 +91,8 @@ class AnyPreprocessor(TextPreprocessor):
         """Use this image processing."""
         self._images = images
         self.processor = images.processor
-        settings = json.dumps(self.processor.settings, sort_keys=True, default=str)
+        videos = images.videos.settings if images.videos is not None else None
+        settings = json.dumps([self.processor.settings, videos], sort_keys=True, default=str)
         self.settings_digest = digest_of(
             b"vsched.arrays.1",
             self.info.family.encode(),
@@ -124,7 +146,26 @@ class AnyPreprocessor(TextPreprocessor):
         before, after = self._edges
         if before or after:
             text = text.replace(self._placeholder, f"{before}{self._placeholder}{after}")
-        return text.replace(IMAGE_MARK, f"{before}{self._placeholder}{after}")
+        text = text.replace(IMAGE_MARK, f"{before}{self._placeholder}{after}")
+        video = self._video_marker if self._has_video_token else self._placeholder
+        return text.replace(VIDEO_MARK, video)
+
+    def _videos_in(self, rendered: str) -> int:
+        """Return the number of videos in a rendered template."""
+        marks = rendered.count(VIDEO_MARK)
+        return marks + (rendered.count(self._video_marker) if self._has_video_token else 0)
+
+    def _template_for(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+        """Return the template for messages; a processor may have one of its own for messages with videos."""
+        template = super()._template_for(messages, tools)
+        contents = (message.get("content") for message in messages)
+        if any(
+            map(is_video, itertools.chain(*(each for each in contents if isinstance(each, list))))
+        ):
+            template = self.processor.video_template or template
+        if self._video_marker and not self._has_video_token:
+            template = template.replace(self._video_marker, VIDEO_MARK)
+        return template
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Replace each image by a bare part, or by its marker if the template does not support parts."""
@@ -142,9 +183,8 @@ class AnyPreprocessor(TextPreprocessor):
         ]
         if self._takes_parts:
             return {**message, "content": parts}
-        lines = [
-            IMAGE_MARK if part.get("type") == "image" else part.get("text", "") for part in parts
-        ]
+        marks = {"image": IMAGE_MARK, "video": VIDEO_MARK}
+        lines = [marks.get(str(part.get("type")), part.get("text", "")) for part in parts]
         return {**message, "content": "\n".join(lines)}
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
@@ -194,6 +234,65 @@ class AnyPreprocessor(TextPreprocessor):
         """
         return self._images.process_image(image)
 
+    def plan_video(
+        self, facts: VideoFacts, sampling: VideoSampling, *, frames_max: int, sample: bool = True
+    ) -> VideoPlan:
+        """Return the plan of a video, with the text that the processor writes around and between its frame groups."""
+        videos = self._images.videos
+        if videos is None:
+            return super().plan_video(facts, sampling, frames_max=frames_max, sample=sample)
+        check_sides(facts.width, facts.height)
+        layout = videos.layout(
+            facts, sampling, frames_max=frames_max, sample=sample, tokens=self.info.item_tokens_max
+        )
+        size, count = layout.size, len(layout.times)
+        group = self._images.plan_group(size)
+        grid = unpack_metadata(group.metadata).get(VIDEO_GRID)
+        text = self.processor.video_text(
+            msgspec.structs.replace(facts, rate=layout.rate),
+            layout.sampled,
+            size,
+            () if grid is None else (count, *grid[0, 1:]),
+            videos.settings,
+        )
+        ids = tuple(self._special.ids(RenderedPrompt(text)))
+        video = self.info.video_token_id
+        row_token = video if video in ids and video is not None else self.info.placeholder
+        # Rows that belong to no group follow the last one.
+        tokens, more = divmod(ids.count(row_token), count)
+        if tokens + more > self.info.item_tokens_max:
+            raise too_many_tokens(
+                facts.width, facts.height, tokens + more, self.info.item_tokens_max
+            )
+        rows = [at for at, token in enumerate(ids) if token == row_token]
+        ends = [rows[index * tokens - 1] + 1 for index in range(1, count)]
+        groups = [
+            dataclasses.replace(group, tokens=tokens, expansion=ids[start:stop])
+            for start, stop in itertools.pairwise([0, *ends, len(ids)])
+        ]
+        groups[-1] = dataclasses.replace(groups[-1], tokens=tokens + more)
+        made = sum(spec.nbytes for spec in group.arrays)
+        steps = () if videos.factor else videos.steps(facts.width, facts.height)
+        sides = [
+            (facts.width, facts.height),
+            *((each.width, each.height) for each in steps),
+            (size.width, size.height),
+        ]
+        resizes = (
+            4 * after[0] * (before[1] + after[1]) for before, after in itertools.pairwise(sides)
+        )
+        return VideoPlan(
+            layout.frames,
+            size,
+            tuple(groups),
+            work_bytes=4 * made + sum(resizes),
+            row_token=row_token,
+        )
+
+    def process_frames(self, frames: Sequence[Image.Image], size: FrameSize) -> Arrays:
+        """Return the pixels of a frame group, and the table of their values."""
+        return self._images.process_frames(frames, size)
+
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ItemPlan]
     ) -> tuple[list[int], list[Spans]]:
@@ -203,8 +302,16 @@ class AnyPreprocessor(TextPreprocessor):
             RequestRefused: When the numbers of markers and images differ, or two images touch whose positions follow
                 from their boundaries.
         """
+        video = self.info.video_token_id
+        has_video = any(isinstance(plan, VideoPlan) for plan in plans)
+        if has_video:
+            token_ids, plans = self._with_video_edges(token_ids, plans)
         expanded = expand_images(
-            token_ids, plans, placeholder=self.info.placeholder, marker=self._marker
+            token_ids,
+            plans,
+            placeholder=self.info.placeholder,
+            marker=self._marker,
+            video=video if has_video else None,
         )
         grids = any(
             name.endswith("_thw")
@@ -212,6 +319,62 @@ class AnyPreprocessor(TextPreprocessor):
             if isinstance(plan, ImagePlan)
             for name in unpack_metadata(plan.metadata)
         )
-        if grids and touching(token_ids, self._marker):
+        touch = grids and touching(token_ids, self._marker)
+        if touch or (has_video and video is not None and touching(token_ids, video)):
             raise RequestRefused(PLACEHOLDERS_TOUCH, code="image_placeholders_touch")
         return expanded
+
+    def _with_video_edges(
+        self, token_ids: Sequence[int], plans: Sequence[ItemPlan]
+    ) -> tuple[list[int], list[ItemPlan]]:
+        """Tokenize the plain text at the ends of each video's expansion together with the text around the video.
+
+        That text depends on the video, so the prompt was tokenized without it.
+        """
+        ids, made = list(token_ids), list(plans)
+        markers = {self._marker, self.info.video_token_id}
+        places = [place for place, token in enumerate(ids) if token in markers]
+        for place, index in reversed([*zip(places, range(len(plans)), strict=False)]):
+            plan = plans[index]
+            if not isinstance(plan, VideoPlan):
+                continue
+            texts = [list(group.expansion) for group in plan.groups]
+            leading, trailing = (
+                _ordinary(texts[0], self._added),
+                _ordinary(texts[-1][::-1], self._added),
+            )
+            before_text, after_text = texts[0][:leading], texts[-1][len(texts[-1]) - trailing :]
+            start = next((at for at in range(place, 0, -1) if ids[at - 1] in self._added), 0)
+            stop = next(
+                (at for at in range(place + 1, len(ids)) if ids[at] in self._added), len(ids)
+            )
+            before = self._joined(ids[start:place], before_text)
+            after = self._joined(after_text, ids[place + 1 : stop])
+            ids[start:stop] = [*before, ids[place], *after]
+            texts[-1] = texts[-1][: len(texts[-1]) - trailing]
+            texts[0] = texts[0][leading:]
+            groups = zip(plan.groups, texts, strict=True)
+            made[index] = dataclasses.replace(
+                plan,
+                groups=tuple(
+                    dataclasses.replace(group, expansion=tuple(text)) for group, text in groups
+                ),
+            )
+        return ids, made
+
+    def _joined(self, one: Sequence[int], other: Sequence[int]) -> list[int]:
+        """Return the tokens of two texts, given by their tokens, as one text."""
+        separate = [*one, *other]
+        if not (one and other):
+            return separate
+        texts = [
+            b"".join(map(self.token_bytes, each)).decode(errors="replace") for each in (one, other)
+        ]
+        if [*map(self._special.ids_of_text, texts)] != [list(one), list(other)]:
+            return separate  # such as a tokenizer that begins each text with a blank
+        return self._special.ids_of_text("".join(texts))
+
+
+def _ordinary(token_ids: Sequence[int], added: Collection[int]) -> int:
+    """Return the number of tokens before the first added token."""
+    return next(at for at, token in enumerate(token_ids) if token in added)

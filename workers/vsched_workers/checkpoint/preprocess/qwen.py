@@ -35,7 +35,6 @@ from vsched.worker.contract import (
 from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.facts import image_limits, processor_settings, video_settings
 from vsched_workers.checkpoint.files import read_json
-from vsched_workers.checkpoint.preprocess.qwen_video import VideoRules, load_rules, video_levels
 from vsched_workers.checkpoint.preprocess.text import (
     PLACEHOLDERS_TOUCH,
     TextPreprocessor,
@@ -44,6 +43,7 @@ from vsched_workers.checkpoint.preprocess.text import (
     too_many_tokens,
     touching,
 )
+from vsched_workers.checkpoint.preprocess.video_rules import VideoRules, video_rules
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
@@ -92,14 +92,17 @@ class QwenPreprocessor(TextPreprocessor):
         limits: ResizeLimits,
         levels: npt.NDArray[np.float32],
         videos: VideoRules | None = None,
+        around_groups: tuple[int, int] | None = None,
     ) -> None:
+        """Take the parts; `around_groups` are the tokens around a frame group if timestamps stand between groups."""
         super().__init__(info, tokenizer)
         backend = tokenizer.backend_tokenizer
         marks = (info.placeholder, info.video_token_id)
         self._placeholders = [backend.id_to_token(each) for each in marks if each is not None]
         self._videos = videos
+        self._around = around_groups
         if videos is not None:
-            self.video_times = TIMESTAMPS if videos.writes_timestamps else SECONDS_PER_GROUP
+            self.video_times = SECONDS_PER_GROUP if around_groups is None else TIMESTAMPS
         self._limits = limits
         self._patch = int(settings["patch_size"])
         self._merge = int(settings["merge_size"])
@@ -193,7 +196,7 @@ class QwenPreprocessor(TextPreprocessor):
                 remedy="encode smaller frames, or raise the encode stage's token budget",
             )
             raise RequestRefused(message, code="image_tokens_exceeded")
-        expected = count if self._videos.writes_timestamps else 1
+        expected = 1 if self._around is None else count
         if len(seconds) != expected:
             message = limit_message(
                 f"the embeddings' {self.video_times} has the wrong number of values",
@@ -202,7 +205,7 @@ class QwenPreprocessor(TextPreprocessor):
                 remedy=f"send the {self.video_times} that the checkpoint's processor computes",
             )
             raise RequestRefused(message, code=f"{self.video_times}_shape")
-        times = seconds if self._videos.writes_timestamps else [0.0] * count
+        times = [0.0] * count if self._around is None else seconds
         return VideoPlan((), FrameSize(0, 0), self._groups(group, times, seconds[0]))
 
     def _group(self, rows: int, columns: int, frames: int) -> ImagePlan:
@@ -219,13 +222,13 @@ class QwenPreprocessor(TextPreprocessor):
     ) -> tuple[ImagePlan, ...]:
         """Return the plan of each group of a video."""
         video = self.info.video_token_id
-        assert video is not None
-        assert self._videos is not None, "a model without videos has no rules for them"
+        assert video is not None, "a model without videos has no rules for them"
         groups: list[ImagePlan] = []
         for index, seconds in enumerate(times):
-            if self._videos.writes_timestamps:
+            if self._around is not None:
+                start, end = self._around
                 time = self._special.ids_of_text(f"<{seconds:.1f} seconds>")
-                places = (self._videos.start, *[video] * group.tokens, self._videos.end)
+                places = (start, *[video] * group.tokens, end)
                 groups.append(replace(group, expansion=(*time, *places)))
             else:
                 metadata = with_time(group.metadata, index, interval)
@@ -252,6 +255,10 @@ class QwenPreprocessor(TextPreprocessor):
             for part in content
         ]
         return {**message, "content": parts}
+
+    def _videos_in(self, rendered: str) -> int:
+        """Return the number of videos in a rendered template."""
+        return rendered.count(self._placeholders[-1]) if self.info.takes_videos else 0
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
         """Return the plan of an image of this size; its metadata is its grid.
@@ -374,11 +381,16 @@ def load_qwen(info: ModelInfo, directory: Path, tokenizer: Any) -> QwenPreproces
             f"the image processor cannot be loaded ({type(error).__name__}). "
             "Remedy: give the directory of a complete checkpoint."
         ) from error
-    videos = None
+    videos, around = None, None
     if info.takes_videos:
-        stated_for_videos = video_settings(directory, family)
-        videos = load_rules(family, config, stated_for_videos, video_levels(stated_for_videos))
-    return QwenPreprocessor(info, tokenizer, clamped, limits, levels, videos)
+        stated_for_videos = video_settings(directory, family.video_processor)
+        temporal = int(family.vision(config, "temporal_patch_size"))
+        own = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": temporal}
+        videos = video_rules(family.video_processor, stated_for_videos | own)
+        if family.writes_timestamps:
+            start, end = (config.get(f"vision_{each}_token_id") for each in ("start", "end"))
+            around = int(start or 0), int(end or 0)
+    return QwenPreprocessor(info, tokenizer, clamped, limits, levels, videos, around)
 
 
 def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) -> bytes:

@@ -106,14 +106,32 @@ class TextPreprocessor(Preprocessor):
                 "the messages do not have the form that the chat template expects",
                 code="invalid_messages",
             ) from error
+        if _video_parts(messages) > self._videos_in(rendered):
+            raise RequestRefused(
+                "the chat template leaves out videos, so the model would not see them. "
+                "Remedy: send frames as images, or serve it with model.chat_template.",
+                code="videos_not_supported",
+            )
         return self._special.unmark(self._with_edges(rendered))
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
-        """Render messages as they are; a checkpoint may have a template of its own for messages with tools."""
+    def _videos_in(self, rendered: str) -> int:
+        """Return the number of videos in a rendered template, before its marks are removed."""
+        del rendered
+        return 0
+
+    def _template_for(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+        """Return the template for messages; a checkpoint may have one of its own for messages with tools."""
+        del messages
         template = self._tokenizer.chat_template
-        if not isinstance(template, str):
-            uses_tools = arguments.get("tools") is not None and "tool_use" in template
-            template = template["tool_use" if uses_tools else DEFAULT_TEMPLATE]
+        if isinstance(template, str):
+            return template
+        uses_tools = tools is not None and "tool_use" in template
+        found: str = template["tool_use" if uses_tools else DEFAULT_TEMPLATE]
+        return found
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """Render messages as they are."""
+        template = self._template_for(messages, arguments.get("tools"))
         special: dict[str, Any] = self._tokenizer.special_tokens_map
         defaults: dict[str, Any] = {"add_generation_prompt": True, **special}
         return render_template(template, messages, **defaults | arguments)
@@ -186,6 +204,18 @@ def touching(token_ids: Sequence[int], marker: int) -> bool:
     """Return whether two markers are adjacent."""
     places = places_of(token_ids, marker)
     return any(next_one == one + 1 for one, next_one in itertools.pairwise(places))
+
+
+def is_video(part: object) -> bool:
+    """Return whether a part of a message is a video."""
+    return isinstance(part, Mapping) and part.get("type") == "video"
+
+
+def _video_parts(messages: Sequence[Mapping[str, Any]]) -> int:
+    contents = (message.get("content") for message in messages)
+    return sum(
+        is_video(part) for content in contents if isinstance(content, list) for part in content
+    )
 
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -1,18 +1,24 @@
-"""Rules of the Qwen-VL video processors: sampling, sizes and times of frames, as in transformers."""
+"""Choice, sizes and times of a video's frames, as in transformers' video processors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from PIL import Image
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.worker.contract import FrameSize, PixelBounds, VideoFacts, VideoSampling
-from vsched_workers.checkpoint.facts import PROCESSOR_DEFAULT_LIMITS
-from vsched_workers.families.base import Family
+from vsched.worker.contract import (
+    FrameSize,
+    PixelBounds,
+    VideoFacts,
+    VideoSampling,
+    no_pixel_bounds,
+)
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
     ResizeLimits,
@@ -21,9 +27,18 @@ from vsched_workers.families.qwen_image import (
     replaced,
     resized,
 )
+from vsched_workers.families.video_processors import (
+    USUAL_FRAMES,
+    VideoProcessor,
+    Wanted,
+)
 
 PIXELS_MAX = 1 << 31
 """Maximum of a request's pixel bounds."""
+SIDE_MAX = 4096
+"""Maximum side of a frame whose longer side is resized to a setting."""
+UNKNOWN_RATE = 24.0
+"""Rate of a video without one, if the checkpoint has none either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +46,20 @@ class VideoLayout:
     """The frames of a video.
 
     Attributes:
-        frames: Their numbers; the last one is repeated to fill its group.
+        sampled: Their numbers.
+        frames: The same; the last one is repeated to fill its group.
         size: The size that they are resized to.
         times: The time of each group in seconds.
         interval: Seconds per group.
+        rate: Frames per second of the video.
     """
 
+    sampled: tuple[int, ...]
     frames: tuple[int, ...]
     size: FrameSize
     times: tuple[float, ...]
     interval: float
+    rate: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,25 +67,28 @@ class VideoRules:
     """The rules of one checkpoint.
 
     Attributes:
+        processor: The class of its video processor.
+        settings: All settings of the video processor.
         temporal: Frames per group.
-        factor: Side of a token in pixels.
-        limits: Pixels of a frame, or with `writes_timestamps` of all frames.
+        factor: Side of a token in pixels, if sizes are bounded by pixels.
+        limits: Pixels of a frame, or of all frames.
+        fps: Frames to sample per second; 0 for none.
+        usual: Number of frames to sample instead; 0 for a rate.
         frames_min: Minimum number of frames, if the video has so many.
         tokens_capped: Tokens per frame, or of all frames, to which `cap_pixels_per_frame` limits; 0 for none.
-        start: The token before the placeholders of a group with a timestamp; `end` is the one after them.
         levels: The processor's result for each of the 256 values of each channel.
     """
 
+    processor: VideoProcessor
+    settings: Mapping[str, Any]
     temporal: int
     factor: int
     limits: ResizeLimits
     fps: float
+    usual: int
     frames_min: int
     frames_max: int
     tokens_capped: int
-    writes_timestamps: bool
-    start: int
-    end: int
     levels: list[list[float]]
 
     def layout(
@@ -83,19 +105,26 @@ class VideoRules:
         Raises:
             RequestRefused: When an option is out of bounds.
         """
-        rate = facts.rate or self.fps
-        numbers = list(range(facts.frames))
+        rate = facts.rate or self.fps or UNKNOWN_RATE
+        sampled = list(range(facts.frames))
         if sample:
-            numbers = self._sampled(facts, rate, sampling, frames_max)
-        size = self._size(facts, len(numbers), sampling.bounds, tokens)
-        sampled_rate = len(numbers) / facts.frames * rate
-        numbers += [numbers[-1]] * (-len(numbers) % self.temporal)
+            sampled = self._sampled(facts, rate, sampling, frames_max)
+        size = self._size(facts, len(sampled), sampling.bounds, tokens)
+        sampled_rate = len(sampled) / facts.frames * rate
+        numbers = sampled + [sampled[-1]] * (-len(sampled) % self.temporal)
         seconds = [number / rate for number in numbers]
         times = tuple(
             (seconds[first] + seconds[first + self.temporal - 1]) / 2
             for first in range(0, len(numbers), self.temporal)
         )
-        return VideoLayout(tuple(numbers), size, times, self.temporal / sampled_rate)
+        return VideoLayout(
+            sampled=tuple(sampled),
+            frames=tuple(numbers),
+            size=size,
+            times=times,
+            interval=self.temporal / sampled_rate,
+            rate=rate,
+        )
 
     def _sampled(
         self, facts: VideoFacts, rate: float, sampling: VideoSampling, frames_max: int
@@ -117,22 +146,67 @@ class VideoRules:
             )
             raise RequestRefused(message, code="video_frames_exceeded")
         most = min(sampling.max_frames or self.frames_max, frames_max, total)
-        if wanted is None:
-            # A bound of the request below the checkpoint's minimum comes first.
-            wished = total / rate * (sampling.fps or self.fps)
-            found = min(max(wished, self.frames_min), most)
+        fps = sampling.fps or self.fps
+        if wanted is not None:
+            count: float = min(wanted, most)
+        elif self.usual and sampling.fps is None:
+            count = min(self.usual, most)
         else:
-            found = min(wanted, most)
-        if self.writes_timestamps:
-            count = max(int(found), 1)
-            return [int(each) for each in np.linspace(0, total - 1, count).round()]
-        groups = round(found / self.temporal) if wanted else math.floor(found / self.temporal)
-        count = max(min(groups * self.temporal, total), 1)
-        steps = (np.arange(count) * (total / count)).astype(np.float32)  # as torch rounds them
-        return [int(each) for each in steps]
+            # A bound of the request below the checkpoint's minimum comes first.
+            count = min(max(total / rate * fps, self.frames_min), most)
+        exact = wanted is not None
+        return self.processor.choose(
+            Wanted(total, rate, count, most, exact, fps, self.temporal, self.settings)
+        )
+
+    def resize_frame(self, frame: Image.Image) -> npt.NDArray[np.uint8]:
+        """Return the pixels of a frame of a fixed size, [height, width, channels]."""
+        resample = Image.Resampling(self.settings["resample"])
+        made = frame if frame.mode == "RGB" else frame.convert("RGB")
+        for size in self.steps(made.width, made.height):
+            made = made.resize((size.width, size.height), resample=resample)
+        if self.settings.get("do_center_crop"):
+            crop = self.settings["crop_size"]
+            width, height = int(crop["width"]), int(crop["height"])
+            left, top = int((made.width - width) / 2), int((made.height - height) / 2)
+            made = made.crop((left, top, left + width, top + height))  # padded with black
+        return np.asarray(made)
+
+    def steps(self, width: int, height: int) -> Sequence[FrameSize]:
+        """Return the sizes that a frame is resized to, one after the other."""
+        size = self.settings["size"]
+        if not self.settings["do_resize"]:
+            return ()
+        if size.get("height"):
+            return (FrameSize(int(size["width"]), int(size["height"])),)
+        if size.get("shortest_edge"):
+            shorter = int(size["shortest_edge"])
+            longer = int(shorter * max(width, height) / min(width, height))
+            wide = width > height
+            return (FrameSize(longer, shorter) if wide else FrameSize(shorter, longer),)
+        longer = min(int(size["longest_edge"]), SIDE_MAX)
+        aspect = width / height
+        if width >= height:
+            other = int(longer / aspect)
+            first = FrameSize(longer, max(other + other % 2, 1))
+        else:
+            other = int(longer * aspect)
+            first = FrameSize(max(other + other % 2, 1), longer)
+        side = int(self.settings["max_image_size"]["longest_edge"])
+        return first, FrameSize(side, side)
+
+    def _fixed_size(self, width: int, height: int) -> FrameSize:
+        if self.settings.get("do_center_crop"):
+            crop = self.settings["crop_size"]
+            return FrameSize(int(crop["width"]), int(crop["height"]))
+        return (FrameSize(width, height), *self.steps(width, height))[-1]
 
     def _size(self, facts: VideoFacts, frames: int, bounds: PixelBounds, tokens: int) -> FrameSize:
         width, height = facts.width, facts.height
+        if self.processor.sizes == "fixed":
+            if bounds != PixelBounds():
+                raise no_pixel_bounds()
+            return self._fixed_size(width, height)
         longer, shorter = max(width, height), min(width, height)
         if longer / shorter > ASPECT_RATIO_MAX:
             message = limit_message(
@@ -143,7 +217,7 @@ class VideoRules:
             )
             raise RequestRefused(message, code="video_aspect_ratio")
         limits = self._capped(self._bounded(bounds), frames)
-        if not self.writes_timestamps:
+        if self.processor.sizes == "frame":
             limits = clamp_limits(limits, tokens=tokens, factor=self.factor)
             rows, columns = resized(height, width, factor=self.factor, limits=limits)
             return FrameSize(columns, rows)
@@ -191,7 +265,7 @@ class VideoRules:
         if not self.tokens_capped or limits.maximum is None:
             return limits
         area, least = self.factor * self.factor, int(limits.minimum * 1.05)
-        if self.writes_timestamps:
+        if self.processor.sizes == "video":
             share = min(self.tokens_capped * area, limits.maximum // frames)
             return ResizeLimits(limits.minimum, max(share, least) * frames)
         whole = int(self.tokens_capped * area * 0.9)
@@ -199,27 +273,27 @@ class VideoRules:
         return ResizeLimits(limits.minimum, max(share, least))
 
 
-def load_rules(
-    family: Family,
-    config: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    levels: list[list[float]],
-) -> VideoRules:
-    """Return the rules of a checkpoint."""
-    patch = int(family.vision(config, "patch_size"))
-    capped = int(settings.get("max_video_tokens", 768 if family.writes_timestamps else 128_000))
+def video_rules(processor: VideoProcessor, settings: Mapping[str, Any]) -> VideoRules:
+    """Return the rules of a checkpoint from its class of video processors and all settings of it."""
+    is_fixed = processor.sizes == "fixed"
+    number, fps = settings.get("num_frames"), float(settings.get("fps") or 0)
+    usual = 0
+    if processor.number == "number":
+        usual = int(number or 0) or (0 if fps else USUAL_FRAMES)
+    most = number if processor.number == "maximum" else settings.get("max_frames")
+    capped = settings["cap_pixels_per_frame"] and settings.get("max_video_tokens")
     return VideoRules(
-        temporal=int(family.vision(config, "temporal_patch_size")),
-        factor=patch * int(family.vision(config, "spatial_merge_size")),
-        limits=pixel_limits(settings, PROCESSOR_DEFAULT_LIMITS),
-        fps=float(settings["fps"]),
-        frames_min=int(settings["min_frames"]),
-        frames_max=int(settings["max_frames"]),
-        tokens_capped=capped if settings["cap_pixels_per_frame"] else 0,
-        writes_timestamps=family.writes_timestamps,
-        start=int(config.get("vision_start_token_id") or 0),
-        end=int(config.get("vision_end_token_id") or 0),
-        levels=levels,
+        processor=processor,
+        settings=settings,
+        temporal=int(settings.get("temporal_patch_size") or 1),
+        factor=0 if is_fixed else int(settings["patch_size"]) * int(settings["merge_size"]),
+        limits=ResizeLimits(1, None) if is_fixed else pixel_limits(settings, ResizeLimits(1, None)),
+        fps=fps,
+        usual=usual,
+        frames_min=int(settings.get("min_frames") or 1),
+        frames_max=int(most or PIXELS_MAX),
+        tokens_capped=int(capped or 0),
+        levels=video_levels(settings),
     )
 
 
