@@ -125,9 +125,13 @@ export function perfettoTrace(history, from, to) {
   for (const [group, steps] of history.steps) {
     name(++pid, group);
     events.push({ ph: "M", name: "thread_name", pid, tid: 1, args: { name: "steps" } });
+    // The start of a step is the arrival of its result minus its time on the ranks, and can be before the end of the
+    // previous step. Perfetto drops slices that overlap.
+    let free = from;
     for (const one of steps) {
       if (!inside(one.start, one.end)) continue;
-      const start = Math.max(one.start, from);
+      const start = Math.max(one.start, free);
+      free = one.end;
       events.push({ ph: "X", name: one.name, pid, tid: 1, ts: at(start), dur: (one.end - start) * 1e6, args: one.args });
     }
   }
