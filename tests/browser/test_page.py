@@ -6,6 +6,7 @@ With `VSCHED_SCREENSHOTS`, the pictures of the documentation are written into th
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -29,6 +30,7 @@ if CHROMIUM is None:
 from PIL import Image  # noqa: E402
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # noqa: E402
 
+from tests.e2e.video_asks import video_file  # noqa: E402
 from tests.patience import PATIENCE_S  # noqa: E402
 from tests.trace_format import check_trace_events  # noqa: E402
 
@@ -201,31 +203,49 @@ def test_page_shows_memory(page: Page) -> None:
     expect(page.get_by_role("row", name=re.compile("generate rank 0 kv"))).to_be_visible()
 
 
-def test_playground_takes_a_dropped_image(page: Page, tmp_path: Path) -> None:
-    show(page, "Playground")
-    file = tmp_path / "red.png"
-    Image.new("RGB", (224, 224), (200, 30, 30)).save(file)
-    data = list(file.read_bytes())
+def drop(page: Page, name: str, kind: str, data: bytes) -> None:
+    """Drop a file on the playground."""
     dropped = page.evaluate_handle(
-        """data => {
+        """([name, type, data]) => {
             const dropped = new DataTransfer();
-            dropped.items.add(new File([new Uint8Array(data)], "red.png", {type: "image/png"}));
+            dropped.items.add(new File([new Uint8Array(data)], name, {type}));
             return dropped;
         }""",
-        data,
+        [name, kind, list(data)],
     )
     page.locator(".drop").dispatch_event("drop", {"dataTransfer": dropped})
+
+
+def test_playground_takes_a_dropped_image(page: Page) -> None:
+    show(page, "Playground")
+    file = io.BytesIO()
+    Image.new("RGB", (224, 224), (200, 30, 30)).save(file, "PNG")
+    drop(page, "red.png", "image/png", file.getvalue())
     expect(page.get_by_alt_text("The image of the message")).to_be_visible()
     page.get_by_label("Output tokens at most").fill("40")
     page.get_by_role("button", name="Send").click()
     times = page.get_by_role("heading", name="Where the time went")
     expect(times).to_be_visible()
     expect(page.locator("output.answer")).not_to_be_empty()
-    expect(page.get_by_text(re.compile(r"1 images\s+encoded"))).to_be_visible()
+    expect(page.get_by_text(re.compile(r"1 images\s+or frame groups encoded"))).to_be_visible()
     picture(page, "playground")
     show(page, "Now")
     show(page, "Playground")
     expect(page.locator("output.answer")).not_to_be_empty()
+
+
+def test_playground_takes_a_dropped_video(page: Page) -> None:
+    pytest.importorskip("av")
+    frames = [Image.new("RGB", (112, 112), color) for color in ("red", "blue", "green", "white")]
+    show(page, "Playground")
+    drop(page, "colors.mp4", "video/mp4", video_file(frames, rate=2))
+    expect(page.get_by_label("The video of the message")).to_be_visible()
+    page.get_by_label("Output tokens at most").fill("10")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_text(re.compile(r"2 images\s+or frame groups encoded"))).to_be_visible()
+    expect(page.locator("output.answer")).not_to_be_empty()
+    drop(page, "notes.txt", "text/plain", b"x")
+    expect(page.get_by_role("alert")).to_have_text("notes.txt is neither an image nor a video")
 
 
 def test_page_works_with_the_keyboard(page: Page, load: None) -> None:

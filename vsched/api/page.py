@@ -32,7 +32,7 @@ PAGE_PATHS = frozenset(_FILES)
 _MEDIA_TYPES = {"html": b"text/html", "js": b"text/javascript", "css": b"text/css"}
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    b"img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    b"img-src 'self' data: blob:; media-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = (
     (b"content-security-policy", _POLICY),

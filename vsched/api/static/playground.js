@@ -1,4 +1,4 @@
-// Ask the model, with an image, and see where the time went.
+// Ask the model, with an image or a video, and see where the time went.
 
 import { html, useRef, useState } from "./vendor/htm-preact.js";
 import { call, events } from "./server.js";
@@ -24,11 +24,11 @@ function Times({ row }) {
       style=${{ width: `${(100 * row[field]) / total}%` }}></i>`)}</div>
     <p class="legend">${PARTS.map(([name, field]) => html`<span class=${`swatch-${name}`}>${name} ${seconds(row[field] / 1e3)}</span>`)}</p>
     <p class="faint">${row.prompt_tokens} prompt tokens, ${row.cached_tokens} of them cached, ${row.encoded_items} images
-      encoded, ${row.output_tokens} output tokens, ended by ${row.finish_reason}.</p>`;
+      or frame groups encoded, ${row.output_tokens} output tokens, ended by ${row.finish_reason}.</p>`;
 }
 
 export function Playground({ state }) {
-  const [text, setText] = useState("What is in this picture?"), [image, setImage] = useState(null);
+  const [text, setText] = useState("What is in this picture?"), [media, setMedia] = useState(null);
   const [most, setMost] = useState(128), [answer, setAnswer] = useState(""), [error, setError] = useState("");
   const [id, setId] = useState(""), [over, setOver] = useState(false), running = useRef(null), [busy, setBusy] = useState(false);
   const latest = useRef(null);
@@ -37,13 +37,14 @@ export function Playground({ state }) {
   const row = latest.current && id && latest.current.request_id.startsWith(id) ? latest.current : null;
   const take = async (file) => {
     setOver(false);
-    if (file && file.type.startsWith("image/")) setImage(await readUrl(file));
-    else if (file) setError(`${file.name} is not an image`);
+    const [kind] = file ? file.type.split("/") : [];
+    if (kind === "image" || kind === "video") setMedia({ kind, url: await readUrl(file) });
+    else if (file) setError(`${file.name} is neither an image nor a video`);
   };
   const ask = async (event) => {
     event.preventDefault();
     const content = [{ type: "text", text }];
-    if (image) content.unshift({ type: "image_url", image_url: { url: image } });
+    if (media) content.unshift({ type: `${media.kind}_url`, [`${media.kind}_url`]: { url: media.url } });
     const body = JSON.stringify({ messages: [{ role: "user", content }], max_tokens: most, stream: true });
     setAnswer(""); setError(""); setId(""); setBusy(true);
     running.current = new AbortController();
@@ -66,8 +67,10 @@ export function Playground({ state }) {
       <textarea id="prompt" value=${text} onInput=${(event) => setText(event.target.value)} required></textarea>
       <div class=${over ? "drop over" : "drop"} onDragOver=${(event) => { event.preventDefault(); setOver(true); }}
         onDragLeave=${() => setOver(false)} onDrop=${(event) => { event.preventDefault(); take(event.dataTransfer.files[0]); }}>
-        <label>Image: drop one here, or <input type="file" accept="image/*" onChange=${(event) => take(event.target.files[0])} /></label>
-        ${image && html`<img src=${image} alt="The image of the message" /><button type="button" onClick=${() => setImage(null)}>Remove</button>`}
+        <label>Image or video: drop one here, or <input type="file" accept="image/*,video/*" onChange=${(event) => take(event.target.files[0])} /></label>
+        ${media?.kind === "image" && html`<img src=${media.url} alt="The image of the message" />`}
+        ${media?.kind === "video" && html`<video src=${media.url} controls muted aria-label="The video of the message"></video>`}
+        ${media && html`<button type="button" onClick=${() => setMedia(null)}>Remove</button>`}
       </div>
       <div class="controls"><label>Output tokens at most <input type="number" min="1" max="100000" value=${most}
         onInput=${(event) => setMost(Number(event.target.value))} /></label>
