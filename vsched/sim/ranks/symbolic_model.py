@@ -127,10 +127,11 @@ def pixels(colour: Sequence[int], tokens: int) -> npt.NDArray[np.float32]:
 
 def frame_group_key(look: Appearance, tenant: str) -> bytes:
     """Return a server's cache key of a frame group, which is that of its pixels."""
+    plan = group_plan(look.tokens)
     return content_key(
         settings_digest=SETTINGS_DIGEST,
         cache_salt=tenant,
-        specs=msgspec.json.encode(group_plan(look.tokens).arrays),
+        specs=msgspec.json.encode((plan.arrays, plan.tokens)),
         arrays=[pixels(look.colour, look.tokens).view(np.uint8).data],
     )
 

@@ -71,6 +71,7 @@ def test_a_history_with_calls_and_images() -> None:
         "uuid": None,
         "min_pixels": None,
         "max_pixels": None,
+        "attention_spans": None,
     }
     calls = [
         {"id": "1", "function": {"name": "f", "arguments": {"a": 1}}, "type": None, "index": None},

@@ -68,6 +68,7 @@ def test_a_history_of_items() -> None:
             "uuid": None,
             "min_pixels": None,
             "max_pixels": None,
+            "attention_spans": None,
         },
     ]
     messages = plain(request)
