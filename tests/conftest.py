@@ -46,7 +46,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Freeze what earlier modules left: some tests collect garbage often, to find leaks."""
+    """Freeze the remaining objects of earlier modules: some tests collect garbage often, to find leaks."""
     if item.path not in _begun:
         _begun.add(item.path)
         _freeze()

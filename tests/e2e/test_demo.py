@@ -87,7 +87,7 @@ def test_trained_checkpoint_is_found_and_small() -> None:
 
 
 async def test_trained_checkpoint_reads_a_picture_shown_for_a_second() -> None:
-    """A video of one frame group has the answer of an image: two equal frames are what the tower sees of an image."""
+    """A video of one frame group has the answer of an image, which the vision tower gets as two equal frames."""
     turns = [turn for (turn,) in TransformersPlugin().exam("number", 3, seed=4)]
     config = load_config(None, sets=[f"model.path={TRAINED}"], environ={}).config
     async with Engine(config) as engine:

@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 def drawn_frames(seed: int, count: int, size: tuple[int, int] = SIZE) -> list[Image.Image]:
-    """Return frames that differ; the first ones of a longer video are those of a shorter one."""
+    """Return different frames; a longer video begins with the frames of a shorter one."""
     return [drawn_image(100 * seed + index, size) for index in range(count)]
 
 

@@ -124,21 +124,16 @@ PROCESSING: Mapping[str, Processing] = {
         {"image_processor_type": "Gemma3ImageProcessor", **_SIDE},
         placeholder="<image_soft_token>",
     ),
-    "glm4v": Processing(
-        "<|image|>",
-        _GLM_TOKENS,
-        {"processor_class": "Glm4vProcessor"},
-        {"image_processor_type": "Glm4vImageProcessor", **_GRID, **_AREA},
-        video="<|begin_of_video|><|video|><|end_of_video|>",
-        videos={"video_processor_type": "Glm4vVideoProcessor", **_GRID, **_VOLUME},
-    ),
-    "glm4v_moe": Processing(
-        "<|image|>",
-        _GLM_TOKENS,
-        {"processor_class": "Glm4vProcessor"},
-        {"image_processor_type": "Glm4vImageProcessor", **_GRID, **_AREA},
-        video="<|begin_of_video|><|video|><|end_of_video|>",
-        videos={"video_processor_type": "Glm4vVideoProcessor", **_GRID, **_VOLUME},
+    **dict.fromkeys(
+        ("glm4v", "glm4v_moe"),
+        Processing(
+            "<|image|>",
+            _GLM_TOKENS,
+            {"processor_class": "Glm4vProcessor"},
+            {"image_processor_type": "Glm4vImageProcessor", **_GRID, **_AREA},
+            video="<|begin_of_video|><|video|><|end_of_video|>",
+            videos={"video_processor_type": "Glm4vVideoProcessor", **_GRID, **_VOLUME},
+        ),
     ),
     "idefics3": Processing(
         "<image>",
@@ -247,17 +242,17 @@ PROCESSING: Mapping[str, Processing] = {
         {"image_processor_type": "Qwen2VLImageProcessor", **_GRID, **_AREA},
         video="<|vision_start|><|video_pad|><|vision_end|>",
     ),
-    **{
-        name: Processing(
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"),
+        Processing(
             "<|image_pad|>",
             _QWEN_TOKENS,
             {"processor_class": "Qwen3VLProcessor"},
             {"image_processor_type": "Qwen2VLImageProcessor", **_GRID, **_AREA},
             video="<|vision_start|><|video_pad|><|vision_end|>",
             videos={"video_processor_type": "Qwen3VLVideoProcessor", **_GRID, **_VOLUME},
-        )
-        for name in ("qwen3_5", "qwen3_5_moe")
-    },
+        ),
+    ),
     "smolvlm": Processing(
         "<image>",
         _CELL_TOKENS,
