@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.parts.memory.measure import measure_memory
+from tests.bench.parts.memory import measure_memory
 from tests.e2e.command_line import run_vsched
 from tests.parity.architectures import make_checkpoint as make_text_checkpoint
 from tests.parity.vision_checkpoints import make_vision_checkpoint

@@ -9,17 +9,23 @@ import msgspec
 import pytest
 from PIL import Image
 
-from tests.bench.parts.accuracy import measure as accuracy
-from tests.bench.parts.accuracy.command import conclusions
-from tests.bench.parts.accuracy.measure import (
-    AccuracyReport,
+from tests.bench.parts import accuracy
+from tests.bench.parts.accuracy import (
+    CHAINED,
+    REFERENCE,
+    UNCLAMPED,
     ExamAnswer,
+    Question,
+    Sitting,
+    Variant,
     VariantResult,
+    choose,
+    clamped,
+    conclusions,
+    draw_questions,
     measure_accuracy,
-    offenders,
+    merged_sets,
 )
-from tests.bench.parts.accuracy.questions import CHAINED, Question, draw_questions
-from tests.bench.parts.accuracy.variants import REFERENCE, UNCLAMPED, choose, clamped, merged_sets
 from vsched.checkpoint_tools import CheckpointTools, ExamTurn
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError
@@ -98,16 +104,12 @@ def flat(count: int = 2) -> list[Question]:
 
 def test_grade_counts_by_task_and_forgives_only_white_space() -> None:
     requested = flat()
-    graded = {
-        one.task: one for one in accuracy.grade(requested, answered(requested, number="number."))
-    }
-    assert {task: (one.right, one.total) for task, one in graded.items()} == {
+    assert accuracy.grade(requested, answered(requested, number="number.")) == {
         "number": (0, 2),
         "colour": (2, 2),
         "pair": (4, 4),
         CHAINED: (6, 6),
     }
-    assert graded["colour"].low == pytest.approx(0.3424, abs=1e-4)
     assert accuracy.is_right(requested[0], ExamAnswer(text=" number\n"))
     assert not accuracy.is_right(requested[0], ExamAnswer(text="number", error="lost"))
 
@@ -126,29 +128,21 @@ def test_compare_finds_other_answers_in_any_pass_to_the_letter() -> None:
     assert (found[1].reference, found[1].answer) == ("colour", "refused")
 
 
-def test_offenders_are_changed_and_no_clamp() -> None:
+def test_a_change_without_a_clamp_is_a_fault_and_missing_preemptions_are_reported() -> None:
     item = accuracy.compare(flat(1)[:1], answered(flat(1)[:1]), [[ExamAnswer()]])
+    chunked, starved = choose(["chunk-16", "preempted"], [])[1:]
     outcomes = [
-        outcome("default"),
-        outcome("chunk-16", changed=item),
-        outcome("clamp-4", changed=item, clamp=4),
+        VariantResult(variant=REFERENCE),
+        VariantResult(variant=chunked, changed=item),
+        VariantResult(variant=clamped(4), changed=item),
+        VariantResult(variant=starved),
     ]
-    assert [one.name for one in offenders(outcomes)] == ["chunk-16"]
-    assert conclusions(report(outcomes))[-1] == "CHANGED without a clamp: chunk-16 (1)."
-    assert conclusions(report([outcomes[0], outcomes[2]]))[-1] == (
-        "No answer changed under 1 settings without a clamp."
-    )
-
-
-def outcome(name: str, **fields: Any) -> VariantResult:
-    given: dict[str, Any] = {"summary": "", "sets": [], "clamp": 0, "starved": False}
-    return VariantResult(name=name, **(given | fields))
-
-
-def report(outcomes: list[VariantResult]) -> AccuracyReport:
-    return AccuracyReport(
-        model="m", dtype="float32", created="", load=0.0, clients=1, questions=1, outcomes=outcomes
-    )
+    assert [one.is_fault for one in outcomes] == [False, True, False, False]
+    assert conclusions(outcomes) == [
+        "FAILED: chunk-16: 1 changed, 0 without an answer",
+        "preempted: nothing was preempted; raise --clients or --count",
+        "No answer changed under 2 settings without a clamp.",
+    ]
 
 
 # --- settings ---
@@ -192,36 +186,28 @@ async def test_measure_compares_all_with_the_first_and_reports_the_impossible(
     requested = flat()
     seen: list[list[str]] = []
 
-    async def sit(sets: Sequence[str], _: Any, passes: int, clients: int, advance: Any) -> Any:
+    async def sit(
+        sets: Sequence[str], _: Any, variant: Variant, clients: int, told: Any
+    ) -> Sitting:
         seen.append(list(sets))
         if "generate.tensor_parallel=2" in sets:
             raise CheckpointError("3 heads")
-        advance(passes * len(requested))
-        answers = [
-            answered(requested, **({"colour": "x"} if "chunk" in str(sets) else {}))
-        ] * passes
+        wrong = {"colour": "x"} if "chunk" in str(sets) else {}
         counters = {
             "generate": {"tokens_cached": 5, "preemptions": 2},
             "encode": {"items_encoded": 7},
         }
-        return accuracy._Sitting(answers, [4, 8], counters, 1.0)
+        return Sitting([answered(requested, **wrong)] * variant.passes, counters, 1.0)
 
     monkeypatch.setattr(accuracy, "_sit", sit)
-    advanced: dict[str, list[int]] = {}
-
-    def started(variant: Any, answers: int) -> Any:
-        advanced[variant.name] = [answers]
-        return advanced[variant.name].append
-
     found = await measure_accuracy(
         "checkpoints/mine",
         conversations=conversations,
         variants=choose(["chunk-16", "tensor-parallel-2", "preempted"], [4]),
         clients=3,
-        started=started,
+        answered=lambda variant: None,
     )
-    by_name = {one.name: one for one in found.outcomes}
-    assert found.model == "mine"
+    by_name = {one.variant.name: one for one in found}
     assert {name: len(one.changed) for name, one in by_name.items()} == {
         "default": 0,
         "chunk-16": 2,
@@ -229,14 +215,8 @@ async def test_measure_compares_all_with_the_first_and_reports_the_impossible(
         "preempted": 0,
         "clamp-4": 0,
     }
-    assert [one.answer for one in by_name["chunk-16"].wrong] == ["x", "x"]
+    assert [one.answer for one in by_name["chunk-16"].changed] == ["x", "x"]
     assert by_name["tensor-parallel-2"].impossible == "3 heads"
-    assert by_name["default"].image_tokens == (6.0, 8)
-    assert by_name["default"].share.right == len(requested)
-    assert by_name["default"].failed == 0
-    assert advanced["default"] == [2 * len(requested), 2 * len(requested)]
+    assert by_name["default"].prompt_tokens == 2 * 9 * len(requested)
     # 9 prompt tokens and the longest answer, in blocks of 4.
     assert 'generate.memory={use="pinned", tokens=28}' in seen[3]
-
-
-# --- the command's options ---

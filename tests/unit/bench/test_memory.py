@@ -10,9 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.bench.parts.memory import measure
-from tests.bench.parts.memory.command import memory
-from tests.bench.parts.memory.measure import MemoryRun, Verdict, default_settings
+from tests.bench.parts import memory
+from tests.bench.parts.memory import MemoryRun, Verdict, default_settings
 from vsched.assembly import context_tokens, inspect_checkpoint
 from vsched.config import load_config
 from vsched.config.policies import resolve_policies
@@ -61,11 +60,11 @@ def test_memory_command_reports_inconclusive_if_nothing_finished(
         assert f"model.path={DEMO}" in settings
         return memory_run(policy=policy)
 
-    monkeypatch.setattr(measure, "measure_memory", measured)
+    monkeypatch.setattr(memory, "measure_memory", measured)
     out = tmp_path / "memory.json"
     words = [DEMO, "--json", str(out)]
     command = typer.Typer()
-    command.command()(memory)
+    command.command()(memory.memory)
     result = CliRunner().invoke(command, words, catch_exceptions=False)
     assert "inconclusive: nothing finished" in result.output
     assert set(json.loads(out.read_text())["verdicts"].values()) == {"inconclusive"}
