@@ -101,7 +101,7 @@ async def measure(options: argparse.Namespace) -> list[str]:
     """Return the lines of the table, one for each kind of text and number of clients; print them as they come."""
     common = [f"model.path={options.checkpoint}", "model.name=bench", *options.set]
     plain = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=options.tokens)
-    grammar = constraint_from_schema(SCHEMA) if options.schema else None
+    grammar = constraint_from_schema(SCHEMA) if options.schema else plain.grammar
     samplings = plain, msgspec.structs.replace(plain, grammar=grammar)
     lines = []
     async with (

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.ab`: the same memory holds more tokens in 8 bits, which avoids preemptions."""
+"""`python -m tests.bench.ab`: with drafts, the outputs of two engines are equal."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ def ask(url: str, body: dict[str, object] | None = None) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # docs run the policy, and test_unseen_policy.py has policies of a configuration
 async def test_the_adaptive_example_serves_by_configuration(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def post(url: str, **body: Any) -> tuple[int, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # test_text_models.py has the tokens, test_life.py the command
 def test_serve_answers_as_generate_does(tmp_path: Path) -> None:
     llama = tmp_path / "llama"
     make_checkpoint("llama", llama)

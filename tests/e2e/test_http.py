@@ -193,6 +193,7 @@ async def test_full_queue_is_a_429_with_retry_after(sdk: Any, engine: Engine) ->
     assert refused
     assert len(served) >= WAITING_MAX
     assert all(int(one.response.headers["retry-after"]) > 0 for one in refused)
+    assert f"limit {WAITING_MAX}. Remedy: " in str(refused[0])
     assert len({one.choices[0].message.content for one in served}) == 1
 
 

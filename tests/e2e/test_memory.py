@@ -105,7 +105,7 @@ async def test_limit_that_leaves_no_room_fails_at_start_and_reports_what_to_chan
 
 
 @on_one_loop
-@pytest.mark.parametrize("pages", ["on_use", "at_start"])
+@pytest.mark.parametrize("pages", [pytest.param("on_use", marks=pytest.mark.thorough), "at_start"])
 @pytest.mark.usefixtures("own_fork_server")
 async def test_kv_pages_come_when_the_configuration_says(
     pages: str, checkpoints: Callable[[str], Path]

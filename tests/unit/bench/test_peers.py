@@ -56,41 +56,10 @@ def llamacpp_folder(tmp_path: Path) -> Path:
     return tmp_path / "llamacpp"
 
 
-def test_slots_of_llamacpp_share_the_kv_cache_of_the_other_side(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "model"
-    checkpoint.mkdir()
-    write_config(checkpoint)
-    assert llamacpp.token_bytes(checkpoint) == 3 * 2 * 2 * 8 * 2
-    sizes = sides.ServerSizes(threads=2, slots=4, context=1000, kv_bytes=192 * 4 * 600)
-    folder = llamacpp_folder(tmp_path)
-    start = PeerStart(checkpoint=checkpoint, sizes=sizes, folder=folder, arguments=["--more"])
-    spec = PEERS["llamacpp"].spec(start)
-    words = " ".join(spec.command)
-    for part in ("--parallel 4", f"--ctx-size {4 * 512}", "--threads 2", "--more"):
-        assert part in words
-    args = {"slots": 4, "kv_bytes": 1 << 30}
-    assert llamacpp.context_of(checkpoint, context=800, **args) == 768, "as it rounds up itself"
-    assert llamacpp.context_of(checkpoint, context=100, **args) == 256, "the minimum"
-
-
 def source_in(folder: Path) -> Path:
     source = folder / "sdist" / "x" / "vendor" / "llama.cpp"
     source.mkdir(parents=True)
     return source
-
-
-def test_a_checkpoint_is_converted_again_only_after_a_change(tmp_path: Path, maker: Maker) -> None:
-    checkpoint, folder = tmp_path / "model", llamacpp_folder(tmp_path)
-    checkpoint.mkdir()
-    write_config(checkpoint)
-    source_in(folder)
-    for _ in range(2):
-        llamacpp.convert_when_missing("bf16", folder, checkpoint)
-    assert len(maker.commands) == 1
-    assert llamacpp.model_of(folder, checkpoint).exists()
-    (checkpoint / "model.safetensors").write_text("other weights")
-    llamacpp.convert_when_missing("bf16", folder, checkpoint)
-    assert len(maker.commands) == 2
 
 
 def test_types_of_llamacpp_are_made_of_one_conversion_and_share_the_tower(
