@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +19,7 @@ from rich.console import Console
 
 from tests.bench import report
 from tests.bench.options import sizes_of
-from tests.bench.records import Key, Run, Started, Store
+from tests.bench.records import Key, Run, Store
 from tests.bench.report import Ratio, Row, rows
 from tests.bench.servers import sides
 from tests.bench.servers.peers import PEERS, PeerStart
@@ -42,44 +40,29 @@ from vsched.errors import ConfigError
 
 PURPOSE = "table"
 WARMUP = 1
-START_S = 40.0
-"""Assumed duration of a start before one was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The requests of a case; `sessions`, and the seconds they may take, by number of clients."""
+    """The requests of a case; `sessions` by number of clients."""
 
     words: int
     tokens: int
     sessions: Mapping[int, int]
-    seconds: Mapping[int, float]
 
 
 SIZES: Mapping[str, Mapping[str, Size]] = {
     "tiny25": {
-        "text": Size(
-            words=120, tokens=128, sessions={1: 8, 8: 32, 32: 64}, seconds={1: 5, 8: 5, 32: 6}
-        ),
-        "image": Size(
-            words=100, tokens=64, sessions={1: 8, 8: 24, 32: 64}, seconds={1: 5, 8: 6, 32: 10}
-        ),
+        "text": Size(words=120, tokens=128, sessions={1: 8, 8: 32, 32: 64}),
+        "image": Size(words=100, tokens=64, sessions={1: 8, 8: 24, 32: 64}),
     },
     "mid25": {
-        "text": Size(
-            words=60, tokens=32, sessions={1: 3, 8: 8, 32: 32}, seconds={1: 10, 8: 12, 32: 25}
-        ),
-        "image": Size(
-            words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}, seconds={1: 18, 8: 25, 32: 70}
-        ),
-        "video": Size(
-            words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}, seconds={1: 20, 8: 30, 32: 90}
-        ),
+        "text": Size(words=60, tokens=32, sessions={1: 3, 8: 8, 32: 32}),
+        "image": Size(words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}),
+        "video": Size(words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}),
     },
     "smollm2": {
-        "text": Size(
-            words=120, tokens=64, sessions={1: 4, 8: 16, 32: 32}, seconds={1: 8, 8: 10, 32: 15}
-        ),
+        "text": Size(words=120, tokens=64, sessions={1: 4, 8: 16, 32: 32}),
     },
 }
 
@@ -109,35 +92,6 @@ def plan_for(model: str, case: str, clients: int, repeat: int, neighbours: int =
     )
 
 
-def rest_s(
-    missing: Sequence[Sequence[Key]], runs: Sequence[Run], starts: Sequence[Started]
-) -> float:
-    """Return the remaining seconds: those of each group of runs, with a start of its side.
-
-    Estimates come from earlier runs of the same side, else of another side, else from the sizes.
-    """
-    mine: dict[tuple[str, str, str, int, int], float] = {}
-    anyone: dict[tuple[str, str, int, int], list[float]] = {}
-    for run in runs:
-        key, figures = run.key, run.figures
-        seconds = figures.wall_s + WARMUP * figures.wall_s * key.concurrency / figures.requests
-        cell = (key.checkpoint, key.case, key.concurrency, key.neighbours)
-        mine[key.side, *cell] = seconds
-        anyone.setdefault(cell, []).append(seconds)
-    started = {(one.side, one.checkpoint): one.answered_s for one in starts}
-    total = 0.0
-    for group in missing:
-        for key in group:
-            cell = (key.checkpoint, key.case, key.concurrency, key.neighbours)
-            seconds = SIZES[key.checkpoint][key.case].seconds.get(key.concurrency, START_S)
-            if cell in anyone:
-                seconds = statistics.median(anyone[cell])
-            total += mine.get((key.side, *cell), seconds)
-        if group:
-            total += started.get((group[0].side, group[0].checkpoint), START_S)
-    return total
-
-
 VLLM_VIDEOS = (
     *("--limit-mm-per-prompt", '{"image": 1, "video": 1}'),
     *("--media-io-kwargs", '{"video": {"num_frames": -1, "fps": 2}}'),
@@ -162,7 +116,7 @@ def table(options: argparse.Namespace, console: Console) -> None:
     """
     store = Store(options.out)
     store.report.machine = machine()
-    failed = [] if options.report_only else measure(turns(options, store, console), store, console)
+    failed = [] if options.report_only else measure(turns(options, store, console), console)
     for model in options.models:
         write_table(options, store, model, console)
     if failed:
@@ -214,7 +168,7 @@ def work_of(
     }
 
 
-def measure(found: Sequence[Turn], store: Store, console: Console) -> list[str]:
+def measure(found: Sequence[Turn], console: Console) -> list[str]:
     """Make the missing runs; return the sides that could not be measured, with reasons."""
     left = [dataclasses.replace(one, work=one.session.missing(one.work, one.spec)) for one in found]
     total = sum(len(one.work) for one in found)
@@ -223,13 +177,9 @@ def measure(found: Sequence[Turn], store: Store, console: Console) -> list[str]:
         turn, *left = left
         if not turn.work:
             continue
-        rest = [list(one.work) for one in (turn, *left)]
-        seconds = rest_s(rest, store.report.runs, store.report.starts)
-        console.print(
-            f"{total - sum(map(len, rest))} of {total} cells; the rest takes about "
-            f"{timedelta(seconds=round(seconds))}; now {turn.spec.side} with {turn.session.checkpoint}",
-            markup=False,
-        )
+        made = total - sum(len(one.work) for one in (turn, *left))
+        now = f"now {turn.spec.side} with {turn.session.checkpoint}"
+        console.print(f"{made} of {total} cells; {now}", markup=False)
         try:
             with turn.session.server(turn.spec) as server:
                 turn.session.run_all(server, turn.work)

@@ -71,13 +71,11 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
             *SETTINGS,
             *("generate.context_tokens=0",) * (path.name != "nano25"),
             f"model.path={path}",
+            f"generate.memory_limit={LIMIT_BYTES}",
+            'generate.memory={use="auto-profile"}',
         ],
-        policy="auto-profile",
-        overrides=['generate.memory={use="auto-profile"}'],
-        limit_bytes=LIMIT_BYTES,
         seconds=LOAD_S,
         answers_min=ANSWERS,
-        advanced=lambda _seconds: None,
     )
     assert run.verdict == "kept", run
     assert run.refusals == {}
@@ -85,7 +83,7 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
     assert run.kv_tokens > 2048
     assert "out of memory" not in capfd.readouterr().err
     # The limit was real, and close: more than half of it was in use.
-    assert LIMIT_BYTES / 2 < max(sample.bytes for sample in run.samples) <= LIMIT_BYTES + (1 << 20)
+    assert LIMIT_BYTES / 2 < run.peak_bytes <= LIMIT_BYTES + (1 << 20)
 
 
 @on_one_loop

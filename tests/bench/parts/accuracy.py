@@ -11,13 +11,12 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from demo_training.interval import Share
@@ -26,7 +25,7 @@ from vsched.bench.load.client import BenchClient
 from vsched.checkpoint_tools import CheckpointTools, ExamTurn, load_tools
 from vsched.cli.demo.exam import data_url, is_answer, user_message
 from vsched.config import load_config
-from vsched.errors import ConfigError, VschedError
+from vsched.errors import ConfigError
 from vsched.terminal.options import JsonOption, SetOption, write_json
 
 ANSWER_TOKENS = 16
@@ -34,156 +33,76 @@ ANSWER_TOKENS = 16
 ANSWER_S = 600.0
 """Timeout of a question."""
 CHANGES_SHOWN = 5
-
-COMMON = (
-    "model.dtype=float32",
-    "generate.slots=32",
-    'generate.memory={use="pinned", tokens=16384}',
-)
-"""Common to all settings.
-
-In bfloat16 the last bits of a row's logits depend on its batch, so two almost equally likely
-answers may swap, which would hide the effect of a setting. A fixed KV cache size saves every start
-the search for one.
-"""
 BLOCK_TOKENS = 4
 """KV block size for forced preemption: so small that even a short answer needs another block.
 
 The KV cache then holds only the longest request, or a few short ones, while many wait.
 """
+COMMON = (
+    "model.dtype=float32",
+    "generate.slots=32",
+    'generate.memory={use="pinned", tokens=16384}',
+)
+"""Common to all settings; the command line overrides them.
+
+In bfloat16 the last bits of a row's logits depend on its batch, so two almost equally likely answers may swap, which
+would hide the effect of a setting. A fixed KV cache size saves every start the search for one.
+"""
 
 
-class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """A named setting.
+class Variant(NamedTuple):
+    """A setting of the server.
 
-    Attributes:
-        passes: Number of exam runs in one engine: two for settings of caches, the second with all
-            pictures cached.
-        clamp: Maximum tokens of an image; 0 for no limit. Only this may change an answer.
-        starved: Whether the KV cache is so small that requests must be preempted.
+    `passes` is the number of exams in one engine: two for caches, the second with all pictures cached. If it is
+    `starved`, the KV cache is so small that requests must be preempted. Only a `clamp`, a maximum number of tokens of
+    an image, may change an answer.
     """
 
     name: str
-    summary: str
-    sets: tuple[str, ...] = ()
+    sets: tuple[str, ...]
     passes: int = 1
-    clamp: int = 0
     starved: bool = False
+    clamp: bool = False
 
 
-def _chunks(tokens: int) -> Variant:
-    return Variant(
-        name=f"chunk-{tokens}",
-        summary=f"prompts cut into chunks of {tokens} tokens, images too",
-        sets=(f"generate.chunk_tokens={tokens}",),
-    )
-
-
-REFERENCE = Variant(
-    name="default", summary="both caches, chunks of 512, images as chunks need them", passes=2
-)
 NO_EMBEDDING_CACHE = "encode.eviction.use=none"
 NO_PREFIX_CACHE = "generate.prefix_cache=false"
-UNCLAMPED = (
-    REFERENCE,
-    Variant(
-        name="no-embedding-cache",
-        summary="no embedding outlives its request",
-        sets=(NO_EMBEDDING_CACHE,),
-        passes=2,
-    ),
-    Variant(
-        name="no-prefix-cache",
-        summary="no KV block outlives its request; embeddings do",
-        sets=(NO_PREFIX_CACHE,),
-        passes=2,
-    ),
-    Variant(
-        name="no-cache",
-        summary="neither cache",
-        sets=(NO_EMBEDDING_CACHE, NO_PREFIX_CACHE),
-        passes=2,
-    ),
-    _chunks(16),
-    _chunks(48),
-    Variant(
-        name="eager",
-        summary="images encoded on arrival; no prefix cache",
-        sets=("encode.encoding.use=eager", NO_PREFIX_CACHE),
-    ),
-    Variant(
-        name="combined",
-        summary="all images of a request encoded as one; no prefix cache",
-        sets=("encode.encoding.use=combined", NO_PREFIX_CACHE),
-    ),
-    Variant(
-        name="tensor-parallel-2",
-        summary="two ranks share the model, in both stages",
-        sets=("encode.tensor_parallel=2", "generate.tensor_parallel=2"),
-    ),
-    Variant(
-        name="preempted",
-        summary=f"a KV cache of the longest request, in blocks of {BLOCK_TOKENS} tokens",
-        sets=(f"generate.block_size={BLOCK_TOKENS}",),
-        passes=2,
-        starved=True,
+VARIANTS = (
+    Variant("default", (), passes=2),  # the reference
+    Variant("no-embedding-cache", (NO_EMBEDDING_CACHE,), passes=2),
+    Variant("no-prefix-cache", (NO_PREFIX_CACHE,), passes=2),
+    Variant("no-cache", (NO_EMBEDDING_CACHE, NO_PREFIX_CACHE), passes=2),
+    *(Variant(f"chunk-{tokens}", (f"generate.chunk_tokens={tokens}",)) for tokens in (16, 48)),
+    Variant("eager", ("encode.encoding.use=eager", NO_PREFIX_CACHE)),
+    Variant("combined", ("encode.encoding.use=combined", NO_PREFIX_CACHE)),
+    Variant("tensor-parallel-2", ("encode.tensor_parallel=2", "generate.tensor_parallel=2")),
+    Variant("preempted", (f"generate.block_size={BLOCK_TOKENS}",), passes=2, starved=True),
+    *(
+        Variant(f"clamp-{tokens}", (f"encode.admission.max_tokens={tokens}",), clamp=True)
+        for tokens in (24, 12, 6)
     ),
 )
-"""All settings without an image token limit; the first is the reference."""
 
 
-def clamped(tokens: int) -> Variant:
-    """Return the setting with at most `tokens` tokens per image."""
-    return Variant(
-        name=f"clamp-{tokens}",
-        summary=f"at most {tokens} tokens an image",
-        sets=(f"encode.admission.max_tokens={tokens}",),
-        clamp=tokens,
-    )
-
-
-def choose(names: Sequence[str], clamps: Iterable[int]) -> list[Variant]:
-    """Return the named settings, by default all, and the token limits, largest first.
-
-    The reference is always included.
+def choose(names: Sequence[str]) -> list[Variant]:
+    """Return the named settings after the first, or all.
 
     Raises:
         ConfigError: When a name is unknown.
     """
-    known = {variant.name: variant for variant in UNCLAMPED}
-    unknown = [name for name in names if name not in known]
-    if unknown:
+    known = [variant.name for variant in VARIANTS]
+    if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--only: {unknown[0]!r} is not one of {', '.join(known)}")
-    wanted = [REFERENCE.name, *names] if names else list(known)
-    chosen = [variant for name, variant in known.items() if name in wanted]
-    return [*chosen, *(clamped(tokens) for tokens in sorted(set(clamps), reverse=True))]
+    return [one for one in VARIANTS if one is VARIANTS[0] or not names or one.name in names]
 
 
-def merged_sets(
-    variant: Variant, own: Sequence[str], *, path: str, longest_tokens: int
-) -> list[str]:
-    """Return all assignments for a setting.
-
-    `own` comes from the command line, `longest_tokens` is the length of the longest request. The
-    command line overrides the common settings, and the setting overrides both.
-    """
-    said = [_key(assignment) for assignment in own]
-    common = [
-        assignment
-        for assignment in COMMON
-        if not any(
-            key == _key(assignment) or key.startswith(f"{_key(assignment)}.") for key in said
-        )
-    ]
-    sets = [*common, *own, f"model.path={path}", *variant.sets]
+def settings_of(variant: Variant, own: Sequence[str], path: str, longest_tokens: int) -> list[str]:
+    """Return the assignments of a variant; a starved one has room for the longest request."""
+    sets = [*COMMON, *own, f"model.path={path}", *variant.sets]
     if variant.starved:
-        blocks = -(-longest_tokens // BLOCK_TOKENS)
-        sets.append(f'generate.memory={{use="pinned", tokens={blocks * BLOCK_TOKENS}}}')
+        tokens = -(-longest_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+        sets.append(f'generate.memory={{use="pinned", tokens={tokens}}}')
     return sets
-
-
-def _key(assignment: str) -> str:
-    return assignment.partition("=")[0].strip()
 
 
 CHAINED = "conversation"
@@ -198,7 +117,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     conversation: int
     turn: int
-    text: str
     expected: str
     messages: list[dict[str, Any]]
     images: list[str]
@@ -237,7 +155,6 @@ def _questions(task: str, number: int, conversation: Sequence[ExamTurn]) -> Iter
             task=task,
             conversation=number,
             turn=index,
-            text=turn.question,
             expected=turn.answer,
             messages=messages,
             images=images,
@@ -245,7 +162,7 @@ def _questions(task: str, number: int, conversation: Sequence[ExamTurn]) -> Iter
         messages = [*messages, {"role": "assistant", "content": turn.answer}]
 
 
-class ExamAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class ExamAnswer(NamedTuple):
     """A response; `error` is the reason if there is no answer."""
 
     text: str = ""
@@ -253,155 +170,78 @@ class ExamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer that differs from that under the first setting."""
-
-    task: str
-    conversation: int
-    turn: int
-    expected: str
-    reference: str
-    answer: str
-    pass_number: int
-
-
-class VariantResult(msgspec.Struct, frozen=True, kw_only=True):
-    """An exam under one setting.
-
-    Attributes:
-        tasks: Right answers and number of questions by task, in the first pass.
-        changed: Answers of any pass that differ from the first pass of the first setting in any
-            character.
-        failed: Number of questions, over all passes, with an error instead of an answer.
-        tokens_cached: Prompt tokens from the prefix cache; `images_encoded` of `images_asked` were
-            encoded.
-        impossible: Why no engine could start with this setting; empty if one did.
-    """
-
-    variant: Variant
-    tasks: dict[str, tuple[int, int]] = {}
-    changed: list[Change] = []
-    failed: int = 0
-    prompt_tokens: int = 0
-    tokens_cached: int = 0
-    images_asked: int = 0
-    images_encoded: int = 0
-    preemptions: int = 0
-    seconds: float = 0.0
-    impossible: str = ""
-
-    @property
-    def is_fault(self) -> bool:
-        """Whether a question has no answer, or one that differs without a limit on image tokens."""
-        return bool(self.failed or (self.changed and not self.variant.clamp))
-
-    @property
-    def is_undisturbed(self) -> bool:
-        """Whether preemptions that the setting should have caused are missing: its results mean nothing."""
-        return self.variant.starved and not self.impossible and not self.preemptions
-
-
-class Sitting(msgspec.Struct):
+class Sitting(NamedTuple):
     """Results of one engine: answers by pass, in the order of the questions, and its counters at the end."""
 
+    variant: Variant
     answers: list[list[ExamAnswer]]
     statistics: dict[str, Any]
     seconds: float
 
 
-def is_right(question: Question, answer: ExamAnswer) -> bool:
-    """Return True if an answer is the expected one, ignoring surrounding white space."""
-    return not answer.error and is_answer(answer.text, question.expected)
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """An exam under one setting.
+
+    Attributes:
+        tasks: Right answers and number of questions by task, in the first pass.
+        changed: Answers of any pass that differ from the first pass of the first setting in any character.
+        failed: Number of questions, over all passes, with an error instead of an answer.
+        tokens_cached: Prompt tokens from the prefix cache; `images_encoded` of `images_asked` were encoded.
+        fault: What is wrong; a limit on image tokens may change answers.
+    """
+
+    name: str
+    tasks: dict[str, tuple[int, int]]
+    changed: list[str]
+    failed: int
+    prompt_tokens: int
+    tokens_cached: int
+    images_asked: int
+    images_encoded: int
+    preemptions: int
+    seconds: float
+    fault: str
 
 
-def grade(
-    questions: Sequence[Question], answers: Sequence[ExamAnswer]
-) -> dict[str, tuple[int, int]]:
-    """Return right answers and questions by task, in order of first occurrence."""
+def grade(questions: Sequence[Question], reference: Sequence[ExamAnswer], sat: Sitting) -> Result:
+    """Compare the answers with the right ones, and with those under the first setting."""
     marks: dict[str, list[bool]] = {}
-    for question, answer in zip(questions, answers, strict=True):
-        marks.setdefault(question.task, []).append(is_right(question, answer))
-    return {task: (sum(rights), len(rights)) for task, rights in marks.items()}
-
-
-def compare(
-    questions: Sequence[Question],
-    reference: Sequence[ExamAnswer],
-    passes: Sequence[Sequence[ExamAnswer]],
-) -> list[Change]:
-    """Return every answer that differs from the reference in some pass."""
-    return [
-        Change(
-            task=question.task,
-            conversation=question.conversation,
-            turn=question.turn,
-            expected=question.expected,
-            reference=before.error or before.text,
-            answer=after.error or after.text,
-            pass_number=number,
-        )
-        for number, answers in enumerate(passes, 1)
+    for question, answer in zip(questions, sat.answers[0], strict=True):
+        right = not answer.error and is_answer(answer.text, question.expected)
+        marks.setdefault(question.task, []).append(right)
+    every = list(itertools.chain.from_iterable(sat.answers))
+    changed = [
+        f"{question.task} {question.conversation}, turn {question.turn + 1}, pass {number}: "
+        f"{(before.error or before.text)[:24]!r} became {(after.error or after.text)[:24]!r}; "
+        f"right is {question.expected!r}"
+        for number, answers in enumerate(sat.answers, 1)
         for question, before, after in zip(questions, reference, answers, strict=True)
         if (before.text, before.error) != (after.text, after.error)
     ]
+    failed = sum(bool(one.error) for one in every)
+    preemptions = sat.statistics["generate"]["preemptions"]
+    fault = ""
+    if failed or (changed and not sat.variant.clamp):
+        fault = f"{len(changed)} changed, {failed} without an answer"
+    elif sat.variant.starved and not preemptions:
+        fault = "nothing was preempted; raise --clients or --count"
+    return Result(
+        name=sat.variant.name,
+        tasks={task: (sum(rights), len(rights)) for task, rights in marks.items()},
+        changed=changed,
+        failed=failed,
+        prompt_tokens=sum(one.prompt_tokens for one in every),
+        tokens_cached=sat.statistics["generate"]["tokens_cached"],
+        images_asked=len(sat.answers) * sum(len(one.images) for one in questions),
+        images_encoded=sat.statistics["encode"]["items_encoded"],
+        preemptions=preemptions,
+        seconds=round(sat.seconds, 2),
+        fault=fault,
+    )
 
 
-async def measure_accuracy(
-    path: str,
-    *,
-    conversations: Sequence[Sequence[Question]],
-    variants: Sequence[Variant],
-    own: Sequence[str] = (),
-    clients: int,
-    answered: Callable[[Variant], None],
-) -> list[VariantResult]:
-    """Run the exam under each setting; the first is the reference. `answered` is called for each answer.
-
-    Raises:
-        VschedError: When no server starts under the first setting. Other impossible settings, such
-            as more ranks than the model supports, are reported as impossible.
-    """
-    questions = list(itertools.chain.from_iterable(conversations))
-    outcomes: list[VariantResult] = []
-    reference: list[ExamAnswer] = []
-    longest_tokens = 0
-    for variant in variants:
-        sets = merged_sets(variant, own, path=path, longest_tokens=longest_tokens)
-        try:
-            sitting = await _sit(sets, conversations, variant, clients, answered)
-        except VschedError as error:
-            if not reference:
-                raise
-            outcomes.append(VariantResult(variant=variant, impossible=str(error)))
-            continue
-        if not reference:
-            reference = sitting.answers[0]
-            longest_tokens = ANSWER_TOKENS + max(one.prompt_tokens for one in reference)
-        every = list(itertools.chain.from_iterable(sitting.answers))
-        generate = sitting.statistics["generate"]
-        outcomes.append(
-            VariantResult(
-                variant=variant,
-                tasks=grade(questions, sitting.answers[0]),
-                changed=compare(questions, reference, sitting.answers),
-                failed=sum(bool(one.error) for one in every),
-                prompt_tokens=sum(one.prompt_tokens for one in every),
-                tokens_cached=generate["tokens_cached"],
-                images_asked=variant.passes * sum(len(one.images) for one in questions),
-                images_encoded=sitting.statistics["encode"]["items_encoded"],
-                preemptions=generate["preemptions"],
-                seconds=round(sitting.seconds, 2),
-            )
-        )
-    return outcomes
-
-
-async def _sit(
-    sets: Sequence[str],
-    conversations: Sequence[Sequence[Question]],
-    variant: Variant,
-    clients: int,
-    answered: Callable[[Variant], None],
+async def sit(
+    sets: Sequence[str], conversations: Sequence[Sequence[Question]], variant: Variant, clients: int
 ) -> Sitting:
     """Run all passes of the exam on one server, `clients` conversations at a time."""
     config = load_config(None, sets=[*sets, "server.port=0"], environ={}).config
@@ -413,7 +253,6 @@ async def _sit(
             for conversation, own in waiting:
                 for question in conversation:
                     own.append(await _ask(client, running.engine.model_name, question))
-                    answered(variant)
 
         passes = []
         for _ in range(variant.passes):
@@ -423,7 +262,8 @@ async def _sit(
                 for _ in range(clients):
                     group.create_task(hold(waiting))
             passes.append(list(itertools.chain.from_iterable(answers)))
-        return Sitting(passes, running.engine.statistics(), time.perf_counter() - began_s)
+        seconds = time.perf_counter() - began_s
+        return Sitting(variant, passes, running.engine.statistics(), seconds)
 
 
 async def _ask(client: BenchClient, model: str, question: Question) -> ExamAnswer:
@@ -438,7 +278,7 @@ async def _ask(client: BenchClient, model: str, question: Question) -> ExamAnswe
     sample = await client.chat(msgspec.json.encode(body))
     if sample.error is not None:
         return ExamAnswer(error=sample.error)
-    return ExamAnswer(text=sample.text, prompt_tokens=sample.prompt_tokens)
+    return ExamAnswer(sample.text, sample.prompt_tokens)
 
 
 def accuracy(
@@ -449,10 +289,6 @@ def accuracy(
     assignments: SetOption = None,
     count: Annotated[int, typer.Option(min=1, help="Conversations per task.")] = 100,
     clients: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 32,
-    budget: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="A limit on image tokens.", show_default="24, 12, 6"),
-    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(help="A setting next to the first, in place of all.", show_default="all"),
@@ -466,73 +302,44 @@ def accuracy(
     """
     console = Console(width=None if Console().is_terminal else 200, highlight=False)
     own = assignments or []
-    variants = choose(only or [], (budget or []) if only else (budget or [24, 12, 6]))
+    variants = choose(only or [])
     plugin = load_config(None, sets=own, environ={}).config.generate.plugin
     examiner = load_tools(plugin, "exam_tasks", path="generate.plugin")
     path = checkpoint or examiner.trained_checkpoint()
     if not path:
         raise ConfigError("CHECKPOINT is missing. Remedy: give a folder, or run from a clone")
     conversations = draw_questions(examiner, count)
-    with Progress(console=console, transient=True) as progress:
-        total = sum(map(len, conversations))
-        tasks = {
-            one.name: progress.add_task(one.name, total=total * one.passes) for one in variants
-        }
-        outcomes = asyncio.run(
-            measure_accuracy(
-                path,
-                conversations=conversations,
-                variants=variants,
-                own=own,
-                clients=clients,
-                answered=lambda one: progress.advance(tasks[one.name]),
-            )
-        )
-    show(outcomes, console)
-    if out is not None:
-        write_json(out, {"load": os.getloadavg()[0], "questions": total, "outcomes": outcomes})
-    if any(one.is_fault or one.is_undisturbed for one in outcomes):
-        raise typer.Exit(1)
-
-
-def show(outcomes: Sequence[VariantResult], console: Console) -> None:
-    """Print the table, the first changes of each setting, and the conclusions."""
+    questions = list(itertools.chain.from_iterable(conversations))
     table = Table(title="right answers, % (Wilson's 95 % interval)", title_justify="left")
-    columns = [*outcomes[0].tasks, "changed", "failed", "cached", "encoded", "preempted", "s"]
-    for name in ("setting", *columns):
+    tasks = dict.fromkeys(question.task for question in questions)
+    for name in ("setting", *tasks, "changed", "failed", "cached", "encoded", "preempted", "s"):
         table.add_column(name, no_wrap=True)
-    for one in outcomes:
+    results: list[Result] = []
+    reference: list[ExamAnswer] = []
+    for variant in variants:
+        console.print(f"{variant.name} …")
+        longest = ANSWER_TOKENS + max((one.prompt_tokens for one in reference), default=0)
+        sets = settings_of(variant, own, path, longest)
+        sat = asyncio.run(sit(sets, conversations, variant, clients))
+        reference = reference or sat.answers[0]
+        result = grade(questions, reference, sat)
+        results.append(result)
         table.add_row(
-            one.variant.name,
-            *(Share(*right).text() for right in one.tasks.values()),
-            *(str(len(one.changed)), str(one.failed)),
-            f"{100 * one.tokens_cached / max(one.prompt_tokens, 1):.0f} %",
-            f"{one.images_encoded}/{one.images_asked}",
-            *(str(one.preemptions), f"{one.seconds:.1f}"),
+            result.name,
+            *(Share(*right).text() for right in result.tasks.values()),
+            *(str(len(result.changed)), str(result.failed)),
+            f"{100 * result.tokens_cached / max(result.prompt_tokens, 1):.0f} %",
+            f"{result.images_encoded}/{result.images_asked}",
+            *(str(result.preemptions), f"{result.seconds:.1f}"),
         )
     console.print(table)
-    for one in outcomes:
-        for item in one.changed[:CHANGES_SHOWN]:
-            where = f"{one.variant.name}: {item.task} {item.conversation}, turn {item.turn + 1}"
-            said = (
-                f"{item.reference[:24]!r} became {item.answer[:24]!r}; right is {item.expected!r}"
-            )
-            console.print(f"{where}: {said}", markup=False)
-    for line in conclusions(outcomes):
-        console.print(line, markup=False)
-
-
-def conclusions(outcomes: Sequence[VariantResult]) -> list[str]:
-    """Return the conclusions from the figures, and their limits."""
-    lines = []
-    for one in outcomes:
-        if one.impossible:
-            lines.append(f"{one.variant.name}: not possible: {one.impossible}")
-        if one.is_undisturbed:
-            lines.append(f"{one.variant.name}: nothing was preempted; raise --clients or --count")
-        if one.is_fault:
-            lines.append(
-                f"FAILED: {one.variant.name}: {len(one.changed)} changed, {one.failed} without an answer"
-            )
-    same = [one for one in outcomes if not (one.changed or one.variant.clamp or one.impossible)]
-    return [*lines, f"No answer changed under {len(same)} settings without a clamp."]
+    for result in results:
+        for change in result.changed[:CHANGES_SHOWN]:
+            console.print(f"{result.name}: {change}", markup=False)
+        if result.fault:
+            console.print(f"FAILED: {result.name}: {result.fault}", markup=False)
+    if out is not None:
+        report = {"load": os.getloadavg()[0], "questions": len(questions), "results": results}
+        write_json(out, report)
+    if any(result.fault for result in results):
+        raise typer.Exit(1)

@@ -8,13 +8,10 @@ of them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from string import printable
 from typing import Annotated, Literal
@@ -22,7 +19,6 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from vsched.assembly import inspect_checkpoint
@@ -52,30 +48,22 @@ POLICIES = {
 Verdict = Literal["kept", "broken", "no start", "inconclusive"]
 
 
-class MemorySample(msgspec.Struct, frozen=True, array_like=True):
-    """Private memory of the rank that uses the most, in bytes, with the sampling time."""
-
-    seconds: float
-    bytes: int
-
-
-class MemoryRun(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryRun(msgspec.Struct, kw_only=True):
     """Result of one memory policy.
 
     `refusals` counts requests refused at once, `lost` accepted requests that ended with an error,
-    both by code. `losses` counts rank processes that ended.
+    both by code. `losses` counts rank processes that ended. `peak_bytes` is private memory of the
+    rank that used the most.
     """
 
-    policy: str
-    limit_bytes: int
-    kv_tokens: int
-    start_s: float
+    kv_tokens: int = 0
+    start_s: float = 0.0
     failure: str = ""
     served: int = 0
-    refusals: dict[str, int] = {}
-    lost: dict[str, int] = {}
+    refusals: Counter[str] = msgspec.field(default_factory=Counter)
+    lost: Counter[str] = msgspec.field(default_factory=Counter)
     losses: int = 0
-    samples: list[MemorySample] = []
+    peak_bytes: int = 0
 
     @property
     def verdict(self) -> Verdict:
@@ -110,78 +98,37 @@ def default_settings(path: str) -> list[str]:
 
 
 async def measure_memory(
-    settings: Sequence[str],
-    *,
-    policy: str,
-    overrides: Sequence[str],
-    limit_bytes: int,
-    seconds: float,
-    answers_min: int = 0,
-    advanced: Callable[[float], None],
+    settings: Sequence[str], *, seconds: float, answers_min: int = 0
 ) -> MemoryRun:
-    """Start an engine with a memory policy under the limit, load it, and report the result.
+    """Start an engine, load it, and report the result.
 
     The load ends after `seconds`, but not before `answers_min` requests have ended in any way.
     """
-    sets = [*settings, f"generate.memory_limit={limit_bytes}", *overrides]
+    run = MemoryRun()
     started_s = time.perf_counter()
-    engine = Engine(load_config(None, sets=sets, environ={}).config)
-    samples: list[MemorySample] = []
+    engine = Engine(load_config(None, sets=settings, environ={}).config)
     try:
         async with engine:
-            start_s = time.perf_counter() - started_s
-            kv_tokens = (
-                engine.statistics()["generate"]["blocks_total"] * engine.config.generate.block_size
-            )
-            async with _sampled(engine, samples) as pids:
-                outcomes = await _load(engine, seconds, answers_min, advanced)
-            return MemoryRun(
-                policy=policy,
-                limit_bytes=limit_bytes,
-                kv_tokens=kv_tokens,
-                start_s=round(start_s, 2),
-                served=outcomes.served,
-                refusals=dict(outcomes.refusals),
-                lost=dict(outcomes.lost),
-                losses=len(pids) - len(engine.rank_pids),
-                samples=samples,
-            )
+            run.start_s = round(time.perf_counter() - started_s, 2)
+            blocks = engine.statistics()["generate"]["blocks_total"]
+            run.kv_tokens = blocks * engine.config.generate.block_size
+            await _load(engine, run, seconds, answers_min)
     except VschedError as error:
-        return MemoryRun(
-            policy=policy,
-            limit_bytes=limit_bytes,
-            kv_tokens=0,
-            start_s=round(time.perf_counter() - started_s, 2),
-            failure=str(error),
-        )
+        run.failure = str(error)
+    return run
 
 
-@dataclass
-class _Outcomes:
-    """Counts of ended requests: served, refused at once, or lost later."""
-
-    served: int = 0
-    refusals: Counter[str] = field(default_factory=Counter)
-    lost: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def answers(self) -> int:
-        return self.served + self.refusals.total() + self.lost.total()
-
-
-async def _load(
-    engine: Engine, seconds: float, answers_min: int, advanced: Callable[[float], None]
-) -> _Outcomes:
+async def _load(engine: Engine, run: MemoryRun, seconds: float, answers_min: int) -> None:
     """Keep every slot busy with the largest possible requests until the load is over."""
     images = _largest_images(engine) if engine.info.takes_images else []
     # without special tokens
     words = sorted(set(engine.preprocessor.tokenize(printable, images=False)))
     ends_s = time.perf_counter() + seconds
     slots = engine.config.generate.slots
-    outcomes = _Outcomes()
 
     def is_over() -> bool:
-        return time.perf_counter() >= ends_s and outcomes.answers >= answers_min
+        answers = run.served + run.refusals.total() + run.lost.total()
+        return time.perf_counter() >= ends_s and answers >= answers_min
 
     async def client(number: int) -> None:
         rng = random.Random(number)
@@ -203,27 +150,25 @@ async def _load(
                         pass
                 finally:
                     generation.abort()  # no-op after the end
-                outcomes.served += 1
+                run.served += 1
             except RequestRefused as error:
-                outcomes.refusals[error.code] += 1
+                run.refusals[error.code] += 1
                 await asyncio.sleep(0.05)
             except RequestFailed as error:
-                outcomes.lost[error.code] += 1
-
-    async def tell() -> None:
-        while not is_over():
-            left_s = max(ends_s - time.perf_counter(), 0.0)
-            advanced(seconds - left_s)
-            await asyncio.sleep(min(0.5, left_s or 0.1))
+                run.lost[error.code] += 1
 
     clients = [asyncio.create_task(client(number)) for number in range(slots + slots // 4)]
-    await tell()
+    pids: set[int] = set()
+    while not is_over():
+        pids.update(engine.rank_pids)
+        run.peak_bytes = max(run.peak_bytes, *map(_private_bytes, engine.rank_pids), 0)
+        await asyncio.sleep(SAMPLE_S)
+    run.losses = len(pids) - len(engine.rank_pids)
     for one in clients:
         one.cancel()  # a request that still runs is not lost: its client disconnects
     for outcome in await asyncio.gather(*clients, return_exceptions=True):
         if isinstance(outcome, Exception):
             raise outcome
-    return outcomes
 
 
 def _largest_images(engine: Engine) -> list[str]:
@@ -249,41 +194,11 @@ def _request(
         tokens = rng.choices(words, k=engine.info.context_tokens - 16)
         return tokens, [], OUTPUT_TOKENS
     if kind == 1:
-        picked = [rng.choice(images)]
-        return engine.preprocessor.render([_with_images(picked)]), picked, OUTPUT_TOKENS
+        image = {"type": "image_url", "image_url": {"url": ""}}
+        parts = [image, {"type": "text", "text": "What is it?"}]
+        prompt = engine.preprocessor.render([{"role": "user", "content": parts}])
+        return prompt, [rng.choice(images)], OUTPUT_TOKENS
     return rng.choices(words, k=8), [], FILLER_TOKENS
-
-
-def _with_images(images: Sequence[str]) -> dict[str, object]:
-    parts: list[dict[str, object]] = []
-    for number, _ in enumerate(images):
-        parts += [
-            {"type": "image_url", "image_url": {"url": ""}},
-            {"type": "text", "text": f"Picture {number}."},
-        ]
-    return {"role": "user", "content": parts}
-
-
-@asynccontextmanager
-async def _sampled(engine: Engine, samples: list[MemorySample]) -> AsyncIterator[set[int]]:
-    """Sample the memory of the ranks; yields the ids of all rank processes seen."""
-    started_s = time.perf_counter()
-    pids: set[int] = set()
-
-    async def sample() -> None:
-        while True:
-            pids.update(engine.rank_pids)
-            held = max((_private_bytes(pid) for pid in engine.rank_pids), default=0)
-            samples.append(MemorySample(round(time.perf_counter() - started_s, 2), held))
-            await asyncio.sleep(SAMPLE_S)
-
-    task = asyncio.create_task(sample())
-    try:
-        yield pids
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def _private_bytes(pid: int) -> int:
@@ -304,34 +219,26 @@ def memory(
 ) -> None:
     """Load two servers to the maximum under a hard limit: one with profiled memory, one with a fixed share."""
     console = Console()
-    settings = [*default_settings(path), *(assignments or ())]
     limit_bytes = size_bytes(limit, path="--limit")
-    runs: list[MemoryRun] = []
-    with Progress(console=console, transient=True) as progress:
-        for policy, overrides in POLICIES.items():
-            task = progress.add_task(policy, total=seconds)
-            measured = measure_memory(
-                settings,
-                policy=policy,
-                overrides=overrides,
-                limit_bytes=limit_bytes,
-                seconds=seconds,
-                advanced=lambda done, task=task: progress.update(task, completed=done),  # type: ignore[misc]
-            )
-            runs.append(asyncio.run(measured))
+    settings = [*default_settings(path), *(assignments or ())]
+    settings.append(f"generate.memory_limit={limit_bytes}")
+    runs = {
+        policy: asyncio.run(measure_memory([*settings, *overrides], seconds=seconds))
+        for policy, overrides in POLICIES.items()
+    }
     table = Table(title=f"{seconds:g} s under a limit of {size_text(limit_bytes)}")
     for name in ("policy", "KV tokens", "start s", "served", "refused", "lost", "ranks lost"):
         table.add_column(name)
     table.add_column("promise")
-    for run in runs:
-        refused, lost = sum(run.refusals.values()), sum(run.lost.values())
+    for policy, run in runs.items():
+        refused, lost = run.refusals.total(), run.lost.total()
         counts = (run.kv_tokens, run.start_s, run.served, refused, lost, run.losses)
-        table.add_row(run.policy, *map(str, counts), run.verdict)
+        table.add_row(policy, *map(str, counts), run.verdict)
     console.print(table)
-    for run in runs:
-        if run.failure or run.lost:
-            console.print(f"{run.policy}: {run.failure} {run.lost}", markup=False)
-        if run.verdict == "inconclusive":
-            console.print("inconclusive: nothing finished. Remedy: raise --seconds")
+    for policy, run in runs.items():
+        if run.verdict != "kept":
+            console.print(f"{policy}: {run.verdict}: {run.failure} {run.lost}", markup=False)
     if out is not None:
-        write_json(out, {"verdicts": {run.policy: run.verdict for run in runs}, "runs": runs})
+        write_json(
+            out, {"verdicts": {name: run.verdict for name, run in runs.items()}, "runs": runs}
+        )

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.bench import options, table
-from tests.bench.records import Key, Run, Started, Store
+from tests.bench.records import Key, Run, Store
 from tests.bench.servers import session as sessions
 from tests.bench.servers.server import HOST, Spec
 from tests.bench.servers.sides import spec_of
@@ -88,8 +88,7 @@ def test_each_side_is_started_once_a_round_and_nothing_is_made_twice(
     found = parsed(tmp_path)
     said = run_table(found)
     assert starts_of(found) == [*SIDES, *SIDES[::-1]], "the second round begins with the last side"
-    assert "0 of 12 cells; the rest takes about" in said
-    assert "now vsched with mid25" in said
+    assert "0 of 12 cells; now vsched with mid25" in said
     runs = Store(found.out).report.runs
     assert len(runs) == 12
     assert {(run.figures.failed, run.figures.wrong_length) for run in runs} == {(0, 0)}
@@ -174,7 +173,7 @@ def test_sides_of_vsched_have_the_settings_of_their_names(tmp_path: Path) -> Non
     assert "with" not in default.version
 
 
-# --- duration ---
+# --- the page ---
 
 
 def key(side: str, clients: int = 1, repeat: int = 0, neighbours: int = 0) -> Key:
@@ -196,39 +195,6 @@ def made(one: Key, rate: float, *, tpot: float = 10.0) -> Run:
         FIGURES, requests_s=rate, requests=4, wall_s=8, tpot_ms=spread
     )
     return Run(key=one, figures=figures, version="v", taken="t", load=0)
-
-
-def started(side: str, seconds: float) -> Started:
-    return Started(
-        side=side,
-        checkpoint="mid25",
-        settings="",
-        version="v",
-        command=[],
-        environment={},
-        ready_s=seconds,
-        answered_s=seconds,
-        idle_cores=0,
-        memory_mib={"x 1": 1.0},
-        taken="t",
-    )
-
-
-def test_the_rest_takes_as_long_as_it_took_before() -> None:
-    seconds = table.SIZES["mid25"]["text"].seconds
-    nothing = table.rest_s([[key("a"), key("a", 8)], []], [], [])
-    assert nothing == seconds[1] + seconds[8] + table.START_S
-    runs = [made(key("a"), 1)]
-    own = 8 + 8 / 4  # four requests in eight seconds, and one that warms up
-    known = table.rest_s([[key("a", repeat=1)]], runs, [started("a", 3)])
-    assert known == own + 3
-    others = table.rest_s([[key("b", neighbours=1)]], [*runs, made(key("a"), 1)], [])
-    assert others == seconds[1] + table.START_S, "a quiet machine says nothing of a busy one"
-    others = table.rest_s([[key("b")]], runs, [])
-    assert others == own + table.START_S, "as long as with another program"
-
-
-# --- the page ---
 
 
 def sides_of(**rates: Sequence[float]) -> dict[str, list[Run]]:
