@@ -25,7 +25,8 @@ async def test_plain_completion_prompt_forms(prompt: object, expected: object) -
 @each_case("prompt", [[], [[]], [1, "a"], [256], [-1], [[1], []], ["x", 1], ["x", [1]], [[1], 2]])
 async def test_plain_completion_refuses_other_prompts(prompt: object) -> None:
     reply = await post(FakeEngine(), PLAIN, {"prompt": prompt})
-    assert (reply.status, reply.error["param"]) == (400, "prompt")
+    assert reply.status == 400
+    assert reply.error["param"].startswith("prompt")
     assert "Remedy" in reply.error["message"]
 
 
