@@ -20,7 +20,7 @@ from tests.unit.kernel.policy_pool import (
     Reversed,
     random_policies,
 )
-from tests.unit.kernel.setups import assert_served, image_request, make_limits, words
+from tests.unit.kernel.setups import Gathering, assert_served, image_request, make_limits, words
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.events import Cleared, Drain, Resume
 from vsched.policy import RequestPolicy
@@ -33,7 +33,7 @@ from vsched.testing import (
     run_random,
 )
 from vsched.types import FinishReason
-from vsched_policies.admission import Deadline, Gathered, Priority
+from vsched_policies.admission import Priority, Tiers
 from vsched_policies.eviction import KeepNothing
 
 SEEDS = int(os.environ.get("VSCHED_SEEDS", "200"))
@@ -70,9 +70,9 @@ def test_kernel_survives_random_policies(start: int) -> None:
         LastAlone(patient=True),
         HoldingBack(),
         HoldingForEver(),
-        Gathered(max_items=1),
+        Gathering(count=1),
         Priority(),
-        Deadline(),
+        Tiers(),
     ],
     ids=repr,
 )

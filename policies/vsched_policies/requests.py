@@ -30,7 +30,7 @@ from vsched.policy import (
     StepView,
 )
 from vsched.policy.measured import Measured
-from vsched_policies.admission.packing import pack
+from vsched_policies.admission import pack
 
 TENANTS_MAX = 128
 """Maximum number of counters. The lowest are dropped first: a returning tenant starts at the floor anyway."""

@@ -1,4 +1,4 @@
-"""Shed requests that would miss their TTFT target."""
+"""Front-door policies: admission of requests before any work is done for them."""
 
 from __future__ import annotations
 
@@ -100,3 +100,11 @@ def gap_from_ns(firsts: Sequence[FirstTokenTime], priority: int) -> float:
     if passed or not firsts:
         return busy_gap_ns(passed)
     return float(firsts[-1].ended_ns - firsts[0].ended_ns)
+
+
+class Open(RequestPolicy, frozen=True, kw_only=True):
+    """Admits every request; the limits of preparation and of the waiting queue refuse any excess."""
+
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
+        """Return `Admit`."""
+        return Admit()

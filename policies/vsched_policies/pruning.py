@@ -1,4 +1,4 @@
-"""Most changed first."""
+"""Pruning policies: the tokens of a video that are left out of the prompt."""
 
 from __future__ import annotations
 

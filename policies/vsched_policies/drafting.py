@@ -1,4 +1,4 @@
-"""Drafting in trials: it continues while it pays. Shared by the policies that guess the next tokens."""
+"""Drafting policies: tokens forced by a grammar, prompt lookup, and a draft model; guesses continue while they pay."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from typing import Annotated
 
 import msgspec
 
-from vsched.policy import DRAFT_TOKENS_MAX, Draft, DraftingPolicy, DraftingView, PositiveCount
+from vsched.policy import (
+    DRAFT_TOKENS_MAX,
+    Count,
+    Draft,
+    DraftingPolicy,
+    DraftingView,
+    PositiveCount,
+)
 from vsched.policy.measured import StepTime
 
 STEPS_BACK = 8
@@ -156,3 +163,82 @@ def _skips(state: Trials) -> bool:
         return True
     state.skipped = 0
     return False
+
+
+RETRY_STEPS = 64
+"""Steps until more tokens are asked for, if there were too few free rows."""
+
+
+class ForcedTokens(DraftingPolicy, frozen=True, kw_only=True):
+    """Drafts tokens that a grammar forces, such as the keys and braces of a schema: these are always accepted.
+
+    Requests without a grammar are not affected.
+    """
+
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=DRAFT_TOKENS_MAX)] = 8
+    """Maximum draft tokens per step."""
+
+    def grant(self, view: DraftingView) -> Draft:
+        """Return a grant for the whole request if it has a grammar."""
+        wanted = self.tokens if view.held else 0
+        tokens = min(wanted, view.rows_free)
+        return Draft(tokens, steps=RETRY_STEPS if tokens < wanted else 0)
+
+
+class NoDrafts(DraftingPolicy, frozen=True, kw_only=True):
+    """Drafts nothing: every step yields one token per request."""
+
+    def grant(self, view: DraftingView) -> Draft:
+        """Return no grant."""
+        return Draft()
+
+
+class PromptLookup(TriedDrafts, frozen=True, kw_only=True):
+    """Drafts the tokens after an earlier occurrence of the last n-gram, and tokens forced by a grammar.
+
+    A step with rejected draft tokens takes longer, on some processors twice as long. So a request
+    tries drafting, continues while it pays, and pauses otherwise: text without repetition costs a
+    step or two per pause. Copies, edits, code and lists gain most, with few running requests.
+
+    Source: A. Saxena, "Prompt lookup decoding", 2023.
+    """
+
+    ngram: PositiveCount = 3
+    """N-gram length to match."""
+
+    @property
+    def guess(self) -> Draft:
+        """The full grant."""
+        return Draft(self.tokens, self.steps, self.ngram)
+
+
+class ModelDrafts(TriedDrafts, frozen=True, kw_only=True):
+    """Drafts tokens with the model of `generate.draft_model`, and tokens forced by a grammar.
+
+    A draft token costs a step of the draft model, and each request costs a prefill of its prompt in
+    it. So this is for few concurrent requests; a request pauses when too few draft tokens are
+    accepted, or when tokens come no faster.
+
+    Source: Y. Leviathan, M. Kalman, Y. Matias, "Fast inference from transformers via speculative
+    decoding", 2023.
+    """
+
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=DRAFT_TOKENS_MAX)] = 4
+    """Maximum draft tokens per step."""
+    running_max: PositiveCount = 4
+    """Maximum number of running requests for drafting."""
+    ngram: Count = 0
+    """N-gram length: if the last tokens occurred before, the tokens after them are drafted without
+    the model; 0 for never.
+    """
+
+    @property
+    def guess(self) -> Draft:
+        """The full grant, with draft model."""
+        return Draft(self.tokens, self.steps, self.ngram, model=True)
+
+    def grant(self, view: DraftingView) -> Draft:
+        """Return a trial, the full grant, or a pause; no draft model while many requests run."""
+        if view.running > self.running_max:
+            return Draft(self.tokens if view.held else 0, self.steps)
+        return super().grant(view)

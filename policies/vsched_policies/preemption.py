@@ -1,11 +1,42 @@
-"""Swap requests that take long to recompute."""
+"""Preemption policies: the running request to preempt when KV blocks run out, and how it resumes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vsched.policy import Count, Preemption, PreemptionView, RequestPolicy
+from vsched.policy import Count, Preemption, PreemptionMode, PreemptionView, RequestPolicy
 from vsched.policy.measured import Measured
+
+
+class Youngest(RequestPolicy, frozen=True, kw_only=True):
+    """Preempts the request that joined last, so that earlier ones finish.
+
+    It is recomputed; with `mode = "swap"` its KV blocks are swapped to host memory
+    (`generate.swap_memory`).
+    """
+
+    mode: PreemptionMode = "recompute"
+
+    def needs(self) -> Sequence[str]:
+        """Return `swap` if it swaps."""
+        return ("swap",) if self.mode == "swap" else ()
+
+    def victim(self, view: PreemptionView) -> Preemption:
+        """Return the last of the running requests."""
+        return Preemption(len(view.running) - 1, self.mode)
+
+
+class Cheapest(Youngest, frozen=True, kw_only=True):
+    """Preempts the request with the fewest computed tokens, the youngest among equals: it is the cheapest to recompute.
+
+    With `mode = "swap"` its KV blocks are swapped to host memory instead
+    (`generate.swap_memory`), as few as possible.
+    """
+
+    def victim(self, view: PreemptionView) -> Preemption:
+        """Return the last eligible request with the fewest tokens."""
+        index = min(view.eligible, key=lambda index: (view.running[index].tokens, -index))
+        return Preemption(index, self.mode)
 
 
 class SwapLong(RequestPolicy, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""S3-FIFO: three queues that evict entries used once quickly and keep entries used again."""
+"""Eviction policies: the order in which cached embeddings or prefix blocks are evicted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,67 @@ from collections.abc import Hashable, Iterator
 from typing import Any, Generic
 
 from vsched.policy import CachePolicy, Count, EvictionOrder, Fraction, Key
+
+
+class Lru(CachePolicy, frozen=True, kw_only=True):
+    """Evicts the entry that has been unused for longest."""
+
+    def build_order(self) -> EvictionOrder[Hashable]:
+        """Return an empty order."""
+        return LruOrder[Hashable]()
+
+
+class LruOrder(Generic[Key]):
+    """Entries by the time of their release, oldest first.
+
+    An OrderedDict, because finding the first key of a plain dict slows down with every key removed
+    in front of it.
+    """
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[Key, None] = OrderedDict()
+
+    def add(self, key: Key, size: int) -> bool:
+        assert key not in self._keys, f"{key!r} is evictable already"
+        self._keys[key] = None
+        return True
+
+    def reuse(self, key: Key) -> None:
+        del self._keys[key]
+
+    def drop(self, key: Key) -> None:
+        del self._keys[key]
+
+    def victim(self) -> Key:
+        return next(iter(self._keys))
+
+    def state(self) -> list[Key]:
+        return list(self._keys)
+
+    def restore(self, state: list[Key]) -> None:
+        self._keys = OrderedDict.fromkeys(state)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
+
+
+class KeepNothing(CachePolicy, frozen=True, kw_only=True):
+    """Keeps nothing: an entry is evicted when no request uses it, so that only concurrent requests share it."""
+
+    def build_order(self) -> EvictionOrder[Hashable]:
+        """Return an order that accepts no entries."""
+        return EmptyOrder[Hashable]()
+
+
+class EmptyOrder(LruOrder[Key]):
+    """Rejects every entry."""
+
+    def add(self, key: Key, size: int) -> bool:
+        return False
+
 
 HITS_MAX = 3
 IN_USE_MAX = 1 << 16

@@ -1,8 +1,16 @@
-"""Keep blocks of some tenants or prompt lengths."""
+"""Insertion policies: the blocks of a finished request that the prefix cache keeps."""
 
 from __future__ import annotations
 
 from vsched.policy import CachePolicy, Count, InsertionView
+
+
+class Everything(CachePolicy, frozen=True, kw_only=True):
+    """Keeps prompts and outputs: the next turn of a conversation finds both."""
+
+    def keep(self, view: InsertionView) -> int:
+        """Return all blocks."""
+        return len(view.hashes)
 
 
 class Matching(CachePolicy, frozen=True, kw_only=True):

@@ -1,11 +1,39 @@
-"""Prefer the replica that has the prompt or its images cached, unless it is overloaded."""
+"""Routing policies: the replica that serves a request."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from vsched.policy import Fraction, RoutingPolicy, RoutingView
-from vsched_policies.routing.least_loaded import candidates, least_loaded
+
+
+class LeastLoaded(RoutingPolicy, frozen=True, kw_only=True):
+    """Sends requests to the healthy replica with the fewest tokens; ties go round robin.
+
+    A replica's load is the tokens of all requests given to it that have not finished: queued,
+    waiting and running. Requests not yet pulled by the replica count, so that a burst spreads
+    before its first request runs. If no replica is healthy, the request waits in the queue of the
+    least loaded one.
+    """
+
+    def choose(self, view: RoutingView) -> int:
+        """Return the replica with the lowest load."""
+        return least_loaded(view, candidates(view))
+
+
+def candidates(view: RoutingView) -> Sequence[int]:
+    """Return the indices of the healthy replicas, or of all of them if none is healthy."""
+    every = range(len(view.replicas))
+    return [index for index in every if view.replicas[index].healthy] or every
+
+
+def least_loaded(view: RoutingView, among: Sequence[int]) -> int:
+    """Return the replica with the lowest load; ties go round robin."""
+    loads = [view.replicas[index].load_tokens for index in among]
+    least = min(loads)
+    equals = [index for index, load in zip(among, loads, strict=True) if load == least]
+    return equals[view.routed % len(equals)]
 
 
 class ImageAffinity(RoutingPolicy, frozen=True, kw_only=True):
@@ -49,3 +77,14 @@ def _known(view: RoutingView, index: int) -> int:
 def _weight(key: bytes, replica: int) -> bytes:
     """Return the rendezvous hash of a replica for an image, which does not depend on other replicas."""
     return blake2b(key, digest_size=8, salt=replica.to_bytes(8, "little")).digest()
+
+
+class RoundRobin(RoutingPolicy, frozen=True, kw_only=True):
+    """Sends requests to the healthy replicas in turn; if none is healthy, a request waits in a replica's queue."""
+
+    def choose(self, view: RoutingView) -> int:
+        """Return the next replica in turn."""
+        replicas = range(len(view.replicas))
+        healthy = [index for index in replicas if view.replicas[index].healthy]
+        turns = healthy or replicas
+        return turns[view.routed % len(turns)]

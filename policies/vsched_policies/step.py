@@ -1,4 +1,4 @@
-"""Prefill time by feedback: late first tokens increase it, long gaps between tokens reduce it."""
+"""Step policies: the prefilling requests that advance in a step, and their numbers of tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import msgspec
 from msgspec import Meta
 
 from vsched.policy import PositiveCount, RequestPolicy, StepShares, StepView
+
+
+class InOrder(RequestPolicy, frozen=True, kw_only=True):
+    """Advances requests in order of arrival, each as far as the time and the free tokens of the step allow."""
+
+    def share(self, view: StepView) -> StepShares:
+        """Return all, oldest first."""
+        return StepShares(range(len(view.prefilling)))
 
 
 class PrefillTime(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Encode where the fewest requests decode."""
+"""Dispatch policies: the encode group of the next batch."""
 
 from __future__ import annotations
 

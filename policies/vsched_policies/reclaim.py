@@ -1,4 +1,4 @@
-"""Youngest first."""
+"""Reclaim policies: ready embeddings to drop for an image of an older request."""
 
 from __future__ import annotations
 
