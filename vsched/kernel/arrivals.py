@@ -17,7 +17,7 @@ from vsched.kernel.events import Arrived, Withdrawn
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.request_table import RequestTable, add_to, at_least
+from vsched.kernel.request import RequestTable, add_to, at_least
 from vsched.policy import Admit, ArrivalView, ArrivingRequest, Hold, Redirect
 from vsched.policy.measured import Measured
 from vsched.policy_host.seats import PolicySeat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import index as to_int
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -72,10 +72,8 @@ def default_selection(count: int) -> list[int]:
 # --- dispatch ---------------------------------------------------------------------------------------------------------
 
 
-class EncodeReplica(Protocol):
+class EncodeGroupView(msgspec.Struct, frozen=True, kw_only=True):
     """One encode group that accepts work.
-
-    Attributes are computed on access: an unread attribute costs nothing.
 
     Attributes:
         free: Whether it has no batch, so that it can get one now.
@@ -89,27 +87,6 @@ class EncodeReplica(Protocol):
         load_tokens: Prompt and output tokens of all requests of the generate group in the same processes; 0 if it has
             processes of its own.
     """
-
-    @property
-    def free(self) -> bool: ...
-    @property
-    def items(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def largest(self) -> int: ...
-    @property
-    def since_ns(self) -> int: ...
-    @property
-    def tokens_encoded(self) -> int: ...
-    @property
-    def held_up(self) -> int: ...
-    @property
-    def load_tokens(self) -> int: ...
-
-
-class EncodeGroupView(msgspec.Struct, frozen=True, kw_only=True):
-    """An `EncodeReplica` with plain values, for tests of policies."""
 
     free: bool
     items: int = 0
@@ -135,7 +112,7 @@ class DispatchView(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     now_ns: int
-    groups: Sequence[EncodeReplica]
+    groups: Sequence[EncodeGroupView]
     waiting: Sequence[WaitingEntry]
     overdue: int | None = None
     measured: Measured = msgspec.field(default_factory=Measurements)

@@ -25,7 +25,7 @@ from vsched.kernel.events import (
     Stepped,
     Submitted,
 )
-from vsched.kernel.waiting_queue import ReadyEntry
+from vsched.kernel.generate.requests import ReadyEntry
 from vsched.plugins import load_policy_class
 from vsched.sim.setup import Setup
 from vsched.types import MediaItem, group_names, stage_of

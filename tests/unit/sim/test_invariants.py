@@ -17,7 +17,7 @@ from vsched.kernel.commands import Decide, Finish
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.group import GenerateGroup
-from vsched.kernel.generate.running import RunningSet
+from vsched.kernel.generate.requests import RunningSet
 from vsched.policy_host.waiting import OrderedQueue
 from vsched.sim.fast.run import simulate
 from vsched.sim.invariants import Oracles, SimulationFailed

@@ -20,6 +20,7 @@ from typing import cast
 
 import msgspec
 
+from vsched.kernel.decisions import ChunkItem
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import MemoryMap, cell_size
 from vsched.kernel.request import RequestState
@@ -208,18 +209,27 @@ class EmbeddingCache(Restorable):
 
     # --- pins of generate steps ---
 
+    def release_before(self, state: RequestState, computed: int) -> None:
+        """Drop claims on items before `computed`: their KV is computed, and their embeddings are not needed."""
+        for index, item in enumerate(state.items):
+            if item.end > computed:
+                break
+            if index in state.wanted:
+                state.wanted.discard(index)
+                self.release(state, index)
+
     def is_ready(self, key: bytes) -> bool:
         """Return True if an item's embedding is in the arena."""
         entry = self.entries.get(key)
         return entry is not None and entry.phase is READY
 
-    def pin(self, key: bytes) -> list[int]:
-        """Keep a ready entry in place for a generate step, and return its pages."""
-        entry = self.entries[key]
+    def pin(self, item: MediaItem) -> ChunkItem:
+        """Keep a ready embedding in place for a generate step, and return its position and pages."""
+        entry = self.entries[item.key]
         assert entry.phase is READY, "a step reads an embedding that is not ready"
         self._use(entry)
         entry.pins += 1
-        return list(entry.pages)
+        return ChunkItem(item.offset, item.tokens, list(entry.pages))
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Unpin the items of a step that has ended."""

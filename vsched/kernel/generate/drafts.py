@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from vsched.kernel.decisions import DraftGrant
 from vsched.kernel.events import Drafted
-from vsched.kernel.generate.running import RunningSet
+from vsched.kernel.generate.requests import RunningSet
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import RequestState
 from vsched.policy import Draft, DraftingView

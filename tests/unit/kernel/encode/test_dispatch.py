@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import msgspec
-
-from tests.unit.kernel.setups import as_shown, assert_served, image_request, make_limits
-from vsched.policy import Dispatch, DispatchView, EncodeGroupView, ImagePolicy
+from tests.unit.kernel.setups import assert_served, image_request, make_limits
+from vsched.policy import Dispatch, DispatchView, ImagePolicy
 from vsched.testing import ModelCluster, default_policies, make_request
 
 SECOND_NS = 1_000_000_000
@@ -20,8 +18,7 @@ class Watched(ImagePolicy, frozen=True, kw_only=True):
     waiting: ClassVar[list[list[int | None]]] = []
 
     def dispatch(self, view: DispatchView) -> Dispatch:
-        groups = [as_shown(group, EncodeGroupView) for group in view.groups]
-        self.views.append(msgspec.structs.replace(view, groups=groups))
+        self.views.append(view)
         self.waiting.append([entry.tokens for entry in view.waiting])
         return Dispatch(max(index for index, group in enumerate(view.groups) if group.free))
 

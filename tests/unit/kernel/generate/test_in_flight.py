@@ -17,8 +17,8 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel.events import Cleared
-from vsched.kernel.generate.in_flight import InFlightSteps
 from vsched.kernel.generate.measures import Measures
+from vsched.kernel.generate.steps import InFlightSteps
 from vsched.probes import observed
 from vsched.testing import ModelCluster, make_request
 

@@ -22,8 +22,8 @@ from tests.unit.kernel.setups import (
 )
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.events import Cleared, Drain
+from vsched.kernel.generate.blocks import SwapSpace
 from vsched.kernel.generate.group import GenerateGroup
-from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.policy import (
     DECISIONS,
     Draft,

@@ -1,23 +1,92 @@
-"""The running set: the slots and blocks of requests, and the steps in which they need another block.
+"""The requests of a generate group: the waiting queue, the running set with slots and blocks, and the quarantine.
 
 A decoding request needs a new block every `block_size` steps; its length when it began to decode determines which. So
 decoding requests are in `block_size` buckets, by the step (modulo `block_size`) in which they need a block, and a step
 looks at one bucket only. Requests whose steps may yield several tokens are in no bucket: see
 `vsched.kernel.generate.drafts`.
+
+The quarantine finds the poison request, which crashes its group, without ending others. After a loss, all requests of
+the group run again, since most losses have other reasons. A request that ran in two losses is a suspect. Suspects join
+one at a time, each in quarantine until it has yielded more tokens than before. If a group is lost with a request in
+quarantine, or with a single running request, that request is the poison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn, overload
 
 from vsched.kernel.decisions import Leave
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.request import DECODE, PREFILL, RequestState
-from vsched.policy import RunningView
+from vsched.kernel.request import DECODE, PREFILL, READY, RequestState
+from vsched.policy import RunningView, WaitingEntry
 from vsched.policy_host.snapshot import Restorable, Saved, SavedKeys
+from vsched.policy_host.waiting import OrderedQueue
 from vsched.probes import probe
+from vsched.types import count_of
+
+
+class ReadyEntry:
+    """A waiting request, and its view for admission policies."""
+
+    __slots__ = ("order", "state", "view")
+
+    def __init__(self, state: RequestState, block_size: int) -> None:
+        request = state.request
+        self.state = state
+        self.order = state.order
+        self.view = WaitingEntry(
+            tokens=state.uncached,
+            blocks=-(-len(state.tokens) // block_size),
+            priority=request.priority,
+            arrived_ns=state.submitted_ns,
+            target_ns=state.target_ns,
+            tenant=request.tenant,
+            session=request.session,
+            images=len(state.items),
+            image_tokens=sum([count_of(item.runs) for item in state.items]) if state.items else 0,
+            max_tokens=request.sampling.max_tokens,
+            outputs=len(state.tokens) - state.prompt_length,
+        )
+
+
+class RequestQueue(OrderedQueue[ReadyEntry]):
+    """Ready requests, in order of arrival.
+
+    Attributes:
+        blocked: Whether the first request has no room; nothing joins before something changes.
+    """
+
+    blocked: Saved[bool] = False
+
+    def __init__(self, block_size: int, mark_dirty: Callable[[], None]) -> None:
+        """Create an empty queue; `mark_dirty` is called when a request may have become able to join."""
+        super().__init__()
+        self._mark_dirty = mark_dirty
+        self._block_size = block_size
+        self._by_number: dict[int, ReadyEntry] = {}
+
+    def enqueue(self, state: RequestState) -> None:
+        """Insert a request at its place."""
+        state.phase = READY
+        entry = self._by_number[state.number] = ReadyEntry(state, self._block_size)
+        self.put_new(entry)
+        self.unblock()
+
+    def dequeue(self, state: RequestState, *, chosen_ns: int | None = None) -> None:
+        """Remove a request, which joins at `chosen_ns` or leaves; it must be in the queue."""
+        self.remove(self._by_number.pop(state.number), chosen_ns=chosen_ns)
+        self.unblock()
+
+    def may_join(self, now_ns: int) -> bool:
+        """Return True if a waiting request is held back only by the admission policy, as far as known."""
+        return bool(self.entries) and not self.blocked and self.held_until(now_ns) is None
+
+    def unblock(self) -> None:
+        """Note that the first request may have room."""
+        self.blocked = False
+        self._mark_dirty()
 
 
 class RunningViews(Sequence[RunningView]):
@@ -257,3 +326,58 @@ class RunningSet(Restorable):
 def order_of(state: RequestState) -> tuple[int, int]:
     """Return the queue order of a request."""
     return state.order
+
+
+LOSSES_MAX = 2
+"""Losses after which a request is a suspect."""
+QUARANTINE_TOKENS = 2
+"""New tokens after which a suspect is cleared."""
+
+
+class Quarantine(Restorable):
+    """The running suspect of a group, if any.
+
+    Attributes:
+        number: Number of the suspect; 0 for none.
+    """
+
+    number: Saved[int] = 0
+
+    def __init__(self, requests: Mapping[int, RequestState]) -> None:
+        self._requests = requests
+
+    def admits(self, state: RequestState) -> bool:
+        """Return True if a request may join now."""
+        return not self.number or not is_suspect(state)
+
+    def begin(self, state: RequestState) -> None:
+        """Note that a request joined."""
+        if is_suspect(state):
+            self.number = state.number
+
+    def end(self, state: RequestState) -> None:
+        """Note that a request left its slot."""
+        if self.number == state.number:
+            self.number = 0
+
+    def review(self, done: int) -> None:
+        """Clear the suspect once it got enough tokens in the steps up to `done`; there must be one."""
+        state = self._requests[self.number]
+        if 0 <= state.first_step <= done + 1 - QUARANTINE_TOKENS:
+            probe("generate.suspect_cleared")
+            state.losses = 0
+            self.number = 0
+
+    def blame(self, running: Sequence[RequestState]) -> RequestState | None:
+        """Count a loss for each running request; return the poison request if it is certain."""
+        alone = running[0] if len(running) == 1 else None
+        if self.number:
+            alone = self._requests[self.number]
+        for state in running:
+            state.losses += 1
+        return alone if alone is not None and is_suspect(alone) else None
+
+
+def is_suspect(state: RequestState) -> bool:
+    """Return True if a request must not run together with another suspect."""
+    return state.losses >= LOSSES_MAX

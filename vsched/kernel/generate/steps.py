@@ -1,4 +1,4 @@
-"""Generate steps in flight: the embeddings they read, the first tokens they yield, and the log of tokens.
+"""Generate steps, planned and in flight: the embeddings they read, the first tokens they yield, and the log of tokens.
 
 A decision may be sent while the step before still runs, so the kernel plans before it has all results. Only this module
 distinguishes decided steps (`planned`) from completed ones (`done`).
@@ -9,13 +9,16 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
+from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.events import Drafted
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.request import Int32Array, RequestState
 from vsched.policy_host.snapshot import Restorable, Saved
+from vsched.policy_host.step_times import PrefillBudget
 
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
@@ -32,13 +35,15 @@ class InFlightSteps(Restorable):
     Attributes:
         preempted: By number, preempted requests whose last step has not completed: the slot that each left, and the
             last step that yields its tokens.
+        reads: By step, the chunks that read embeddings, which stay in place until the step has completed.
+        firsts: By step, the numbers of the requests whose first token since they joined it yields.
     """
 
     planned: Saved[int]
     done: Saved[int]
     preempted: Saved[dict[int, tuple[int, int]]]
-    _reads: Saved[dict[int, list[ChunkRead]]]
-    _firsts: Saved[dict[int, list[int]]]
+    reads: Saved[dict[int, list[ChunkRead]]]
+    firsts: Saved[dict[int, list[int]]]
     _log: Saved[TokenLog]
 
     def __init__(
@@ -49,26 +54,9 @@ class InFlightSteps(Restorable):
         self._requests = requests
         self._measures = measures
         self._log = TokenLog()
-        self._reads = {}
-        self._firsts = {}
+        self.reads = {}
+        self.firsts = {}
         self.preempted = {}
-
-    @property
-    def count(self) -> int:
-        """Steps that have not completed."""
-        return self.planned - self.done
-
-    def note_read(self, step: int, read: ChunkRead) -> None:
-        """Note that a chunk of this step reads embeddings, which stay in place until it has completed."""
-        self._reads.setdefault(step, []).append(read)
-
-    def note_first(self, step: int, number: int) -> None:
-        """Note that this step yields a request's first token since it joined."""
-        self._firsts.setdefault(step, []).append(number)
-
-    def firsts(self, step: int) -> int:
-        """Return the number of requests with a first token in this step."""
-        return len(self._firsts.get(step, ())) if self._firsts else 0
 
     def complete(
         self, step: int, tokens: array[int], now_ns: int, drafted: Sequence[Drafted] = ()
@@ -80,21 +68,13 @@ class InFlightSteps(Restorable):
         self._log.append(step, tokens)
         if drafted:
             self._log.more[step] = {one.slot: one.tokens for one in drafted}
-        if self._firsts:
-            for number in self._firsts.pop(step, ()):
+        if self.firsts:
+            for number in self.firsts.pop(step, ()):
                 state = self._requests.get(number)
                 if state is not None and not state.first_token_ns:
                     state.first_token_ns = now_ns
                     self._measures.note_first_token(state)
-        return self._reads.pop(step, []) if self._reads else []
-
-    def lost_reads(self) -> list[ChunkRead]:
-        """Return the chunks in flight that read embeddings, after a loss: none of their steps will complete."""
-        return [read for reads in self._reads.values() for read in reads]
-
-    def await_last(self, number: int, slot: int) -> None:
-        """Let a preempted request wait for the steps in flight, which yield its tokens."""
-        self.preempted[number] = (slot, self.planned)
+        return self.reads.pop(step, []) if self.reads else []
 
     def oldest_preempted(self) -> tuple[int, int] | None:
         """Return the queue order of the oldest request that waits for its last step and for blocks that it needed.
@@ -105,10 +85,6 @@ class InFlightSteps(Restorable):
             return None
         states = [self._requests[number] for number in self.preempted]
         return min([one.order for one in states if not one.yielded_ns], default=None)
-
-    def drop_preempted(self, number: int) -> bool:
-        """Remove a request that ended; return whether it waited for its last step."""
-        return self.preempted.pop(number, None) is not None
 
     def take_requeueable(self, *, crashed: bool = False) -> list[RequestState]:
         """Remove and return preempted requests whose steps have completed, with outputs added to their tokens."""
@@ -186,3 +162,34 @@ class TokenLog(Restorable):
             if self.more:
                 self.more.pop(self.first_step, None)
             self.first_step += 1
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step that is being planned."""
+
+    step: int
+    budget: PrefillBudget
+    joined: list[Join] = field(default_factory=list)
+    chunks: list[ChunkPlan] = field(default_factory=list)
+    prefilled: list[RequestState] = field(default_factory=list)
+
+
+class PlanResult(msgspec.Struct, frozen=True):
+    """Result of planning a step.
+
+    Attributes:
+        decision: The step; None if there is no work, or enough is in flight.
+        requeued: Requests to put back into the queue: preempted, or without their embeddings.
+        prefilled: Requests with a chunk in this step.
+        more: Whether to plan again although the group has not changed: another step may follow this one, or a policy
+            that let no request continue may decide otherwise after the next event.
+    """
+
+    decision: GenerateDecision | None = None
+    requeued: Sequence[RequestState] = ()
+    prefilled: Sequence[RequestState] = ()
+    more: bool = False
+
+
+NOTHING_PLANNED = PlanResult()
