@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +17,6 @@ from vsched.policy import (
     PreemptionMode,
     RequestPolicy,
     Seconds,
-    WaitingEntry,
 )
 
 SECOND_NS = 1_000_000_000
@@ -29,85 +28,46 @@ def pack(
     order: Iterable[int] | None = None,
     tokens_max: int | None = None,
     items_max: int | None = None,
-    look_ahead: int = 0,
-    starvation_s: float = 0.0,
 ) -> list[int]:
     """Return the entries that join, in order, up to the first that does not fit.
 
     The first entry of the order always joins; one of unknown size joins alone. If entries may join
-    with a part of their tokens, an entry larger than the free tokens takes them all. Without
-    `look_ahead`, blocks are left to the kernel, which stops at the first entry without enough.
+    with a part of their tokens, an entry larger than the free tokens takes them all. Blocks are left
+    to the kernel, which stops at the first entry without enough.
 
     Args:
         view: The waiting entries and the free resources.
         order: Indices into `view.waiting`, the most urgent first; the queue's order by default.
         tokens_max: The token budget, None for no budget.
         items_max: Maximum number of entries, None for no limit beyond the free ones.
-        look_ahead: Number of entries after the first that does not fit that may still join. Such an
-            entry also needs its `blocks` to be free; these include blocks of a cached prefix in use
-            by others, so the check errs towards waiting.
-        starvation_s: Waiting time after which an entry cannot be overtaken.
     """
     room = tokens_max
     if view.divisible:
         room = view.tokens_free if room is None else min(room, view.tokens_free)
-    blocks = view.blocks_free if look_ahead else None
     count_max = view.entries_free if items_max is None else min(items_max, view.entries_free)
-    patient_since_ns = view.now_ns - int(starvation_s * SECOND_NS)
     chosen: list[int] = []
-    passes = look_ahead
-    passing = False
-    front = None
     for index in range(len(view.waiting)) if order is None else order:
         if len(chosen) >= count_max or (view.divisible and room is not None and room <= 0):
             break
-        if passing:
-            passes -= 1
-            if passes < 0:
-                break
-        front = index if front is None else front
-        entry = view.waiting[index]
-        if _fits(entry, room, blocks, alone=not chosen, divisible=view.divisible):
-            chosen.append(index)
-            if entry.tokens is None:
-                break
-            room = None if room is None else room - entry.tokens
-            blocks = None if blocks is None else blocks - entry.blocks
-        elif entry.arrived_ns <= patient_since_ns:
+        tokens = view.waiting[index].tokens
+        if chosen and (tokens is None or not (room is None or view.divisible or tokens <= room)):
             break
-        else:
-            passing = True
-    if not chosen and front is not None:
-        return [front]  # the kernel checks whether it fits, and calls again after a change
+        chosen.append(index)
+        if tokens is None:
+            break
+        room = None if room is None else room - tokens
     return chosen
-
-
-def _fits(
-    entry: WaitingEntry, room: int | None, blocks: int | None, *, alone: bool, divisible: bool
-) -> bool:
-    if blocks is not None and entry.blocks > blocks:
-        return False
-    if entry.tokens is None:
-        return alone
-    return room is None or alone or divisible or entry.tokens <= room
 
 
 class Fifo(RequestPolicy, frozen=True, kw_only=True):
     """Admits in order of arrival, as many entries as fit; has no budget of its own.
 
     An entry of unknown size never counts as zero: it joins alone.
-
-    Attributes:
-        look_ahead: Number of entries that may overtake one that does not fit yet; 0 for none.
-        starvation_s: Waiting time after which an entry cannot be overtaken.
     """
-
-    look_ahead: Count = 0
-    starvation_s: Seconds = 5.0
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return the front of the queue."""
-        return Admission(pack(view, look_ahead=self.look_ahead, starvation_s=self.starvation_s))
+        return Admission(pack(view))
 
 
 class _Budgeted(RequestPolicy, frozen=True, kw_only=True):
@@ -118,13 +78,10 @@ class _Budgeted(RequestPolicy, frozen=True, kw_only=True):
         """Return the largest batch of images."""
         return EncodeLimits(self.max_items, self.max_tokens)
 
-    def pack(
-        self, view: AdmissionView, *, order: Iterable[int] | None = None, **options: Any
-    ) -> list[int]:
-        """Return the entries that join within the budget; further options are those of `pack`."""
+    def pack(self, view: AdmissionView, order: Iterable[int] | None = None) -> list[int]:
+        """Return the entries that join within the budget."""
         tokens = view.default_tokens if self.max_tokens is None else self.max_tokens
-        limits = {"tokens_max": tokens or None, "items_max": self.max_items}
-        return pack(view, order=order, **limits, **options)
+        return pack(view, order=order, tokens_max=tokens or None, items_max=self.max_items)
 
 
 class TokenBudget(_Budgeted, frozen=True, kw_only=True):
@@ -139,17 +96,11 @@ class TokenBudget(_Budgeted, frozen=True, kw_only=True):
         max_items: Maximum number of entries that join in one step. None means the free slots for
             requests; 8 for images, but 1 on a CPU, where a batch of all but the smallest takes as
             long as one by one.
-        look_ahead: Number of entries that may overtake one that does not fit yet; 0 for none.
-        starvation_s: Waiting time after which an entry cannot be overtaken.
     """
-
-    look_ahead: Count = 0
-    starvation_s: Seconds = 5.0
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return the front of the queue, up to the budget."""
-        options = {"look_ahead": self.look_ahead, "starvation_s": self.starvation_s}
-        return Admission(self.pack(view, **options))
+        return Admission(self.pack(view))
 
 
 class Priority(_Budgeted, frozen=True, kw_only=True):
@@ -181,7 +132,7 @@ class Priority(_Budgeted, frozen=True, kw_only=True):
 
     def admit(self, view: AdmissionView) -> Admission:
         """Return the most urgent entries, up to the budget."""
-        return Admission(self.pack(view, order=self.order(view)))
+        return Admission(self.pack(view, self.order(view)))
 
 
 class Tiers(Priority, frozen=True, kw_only=True):
@@ -204,7 +155,7 @@ class Tiers(Priority, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Admission:
         """Return the most urgent entries, and a victim for each that has a higher priority."""
         order, running = self.order(view), view.running_requests
-        joining = self.pack(view, order=order)
+        joining = self.pack(view, order)
         victims = sorted(view.eligible, key=lambda index: (-running[index].priority, index))
         preempt: list[int] = []
         for index in order if len(joining) == view.entries_free else ():
@@ -306,3 +257,6 @@ class _Works(dict[int | None, float]):
 
 def _bucket(tokens: int) -> int:
     return min(tokens.bit_length(), BUCKETS_MAX - 1)
+
+
+Deadline = Gathered = Priority  # until entry points are installed again

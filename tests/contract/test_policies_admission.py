@@ -75,7 +75,6 @@ def test_budget_default_derives_from_the_view(cls: Budgeted) -> None:
     [
         TokenBudget(max_tokens=200),
         TokenBudget(max_tokens=0),
-        TokenBudget(look_ahead=3),
         Fifo(),
         Priority(max_tokens=0),
     ],
@@ -112,62 +111,6 @@ def test_fifo_takes_what_there_is_room_for() -> None:
 def test_batch_cap_is_shared_by_replicas(batch: int, replicas: int, each: int) -> None:
     """`max(batch // replicas, 1)`: 8 over 2 is 4, and never 0."""
     assert items_per_replica(batch, replicas) == each
-
-
-# --- look-ahead ---
-
-
-@pytest.mark.parametrize(
-    ("look_ahead", "chosen"),
-    [(0, [0]), (1, [0, 2]), (2, [0, 2]), (3, [0, 2, 4]), (4, [0, 2, 4])],
-)
-def test_token_budget_looks_so_far_past_an_item_that_does_not_fit(
-    look_ahead: int, chosen: list[int]
-) -> None:
-    """Off by default; counted from the first that does not fit."""
-    waiting = [Item(100), Item(500), Item(50), Item(500), Item(50)]
-    policy = TokenBudget(max_tokens=200, look_ahead=look_ahead)
-    assert list(ask(policy, waiting).indices) == chosen
-
-
-@pytest.mark.parametrize("cls", [Fifo, TokenBudget])
-def test_look_ahead_passes_a_request_without_blocks(cls: type[Fifo | TokenBudget]) -> None:
-    """In the generate stage the head lacks blocks."""
-    waiting = [Item(10, blocks=9), Item(10, blocks=3), Item(10, blocks=3), Item(10, blocks=1)]
-
-    def indices(policy: RequestPolicy) -> list[int]:
-        answer = ask(policy, waiting, divisible=True, tokens_free=100, blocks_free=4)
-        return list(answer.indices)
-
-    assert indices(cls()) == [0, 1, 2, 3], "the kernel stops at the first without blocks"
-    assert indices(cls(look_ahead=1)) == [1]
-    assert indices(cls(look_ahead=3)) == [1, 3]
-
-
-def test_look_ahead_does_not_pass_an_item_above_the_budget() -> None:
-    """Waiting is useless: it never fits together with others."""
-    waiting = [Item(500), Item(10), Item(10)]
-    assert list(ask(TokenBudget(max_tokens=200, look_ahead=2), waiting).indices) == [0]
-
-
-def test_look_ahead_ends_when_the_head_starves() -> None:
-    """No entry overtakes one that has waited for `starvation_s`; it is proposed, so the kernel sees when it fits."""
-    waiting = [Item(10, blocks=9, arrived_ns=0), Item(10, blocks=1, arrived_ns=SECOND_NS)]
-    policy = Fifo(look_ahead=5, starvation_s=2.0)
-
-    def indices(now_ns: int) -> list[int]:
-        answer = ask(policy, waiting, divisible=True, tokens_free=100, blocks_free=4, now_ns=now_ns)
-        return list(answer.indices)
-
-    assert indices(2 * SECOND_NS - 1) == [1]
-    assert indices(2 * SECOND_NS) == [0]
-
-
-def test_look_ahead_proposes_the_front_if_nothing_fits() -> None:
-    """The kernel finds that it does not fit, and calls the policy again only after a change."""
-    waiting = [Item(10, blocks=9), Item(10, blocks=8)]
-    answer = ask(TokenBudget(look_ahead=5), waiting, divisible=True, tokens_free=100, blocks_free=4)
-    assert list(answer.indices) == [0]
 
 
 # --- priority ---

@@ -22,7 +22,7 @@ from vsched.errors import PolicyError
 from vsched.plugins import RegisteredPolicy, list_policies, resolve_policy
 from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.testing import ModelCluster, check_policy, default_policies, make_request
-from vsched_policies.admission import Fifo, Priority, TokenBudget
+from vsched_policies.admission import Fifo, Priority
 from vsched_policies.encoding import ChunkAware, Combined
 
 ROOT = Path(__file__).parents[2]
@@ -189,11 +189,10 @@ class CountedFifo(Fifo, frozen=True, kw_only=True):
         return super().admit(view)
 
 
-@pytest.mark.parametrize("look_ahead", [0, 3])
-def test_fifo_is_not_called_again_before_something_changes(look_ahead: int) -> None:
+def test_fifo_is_not_called_again_before_something_changes() -> None:
     """A request without blocks is examined again when blocks were freed, not in every step."""
     CountedFifo.requested.clear()
-    policies = default_policies(generate_admission=CountedFifo(look_ahead=look_ahead))
+    policies = default_policies(generate_admission=CountedFifo())
     cluster = ModelCluster(make_limits(blocks=25, prefix_cache=False), policies)
     cluster.submit(make_request("first", words(4), max_tokens=60))
     cluster.submit(make_request("second", words(96, start=100), max_tokens=2))
@@ -204,28 +203,6 @@ def test_fifo_is_not_called_again_before_something_changes(look_ahead: int) -> N
     assert len(CountedFifo.requested) == 2
     cluster.drain()
     assert_served(cluster, "first", "second")
-
-
-def test_look_ahead_lets_the_small_pass_until_the_head_starves() -> None:
-    """Bounded: the small ones use blocks that the large one cannot use; then none overtakes it any more."""
-
-    def order(policy: RequestPolicy) -> list[str]:
-        limits = make_limits(blocks=20, prefix_cache=False)
-        cluster = ModelCluster(limits, default_policies(generate_admission=policy))
-        cluster.submit(make_request("running", words(40), max_tokens=20))
-        cluster.submit(make_request("large", words(60, start=100), max_tokens=2))
-        cluster.submit(make_request("early", words(4, start=200), max_tokens=2))
-        cluster.run_generate()
-        cluster.wait(10_000_000_000)
-        cluster.submit(make_request("late", words(4, start=300), max_tokens=2))
-        cluster.drain()
-        assert_served(cluster, *cluster.requests)
-        return joined(cluster)
-
-    assert order(Fifo()) == ["running", "large", "early", "late"]
-    assert order(Fifo(look_ahead=2)) == ["running", "early", "large", "late"]
-    assert order(TokenBudget(look_ahead=2)) == ["running", "early", "large", "late"]
-    assert order(Fifo(look_ahead=2, starvation_s=60.0)) == ["running", "early", "late", "large"]
 
 
 @pytest.mark.parametrize("stage", ["encode_admission", "generate_admission"])

@@ -34,8 +34,8 @@ CORE: dict[str, dict[str, tuple[str, ...]]] = {
 def admissions(stage: str) -> dict[str, tuple[str, ...]]:
     """Return the admission policies of a stage with settings small enough to bind."""
     chosen = {
-        "fifo": ("look_ahead=1",),
-        "token-budget": ("max_tokens=128", "max_items=3", "look_ahead=2"),
+        "fifo": (),
+        "token-budget": ("max_tokens=128", "max_items=3"),
         "priority": ("max_tokens=128", "max_items=2", "ageing_s=0.05"),
     }
     return {

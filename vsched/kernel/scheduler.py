@@ -260,7 +260,7 @@ class Scheduler(SnapshotRoot):
             for path, table in tables.items()
         ]
         if any("front_door" in (path, *table.get("seats", ())) for path, table in tables.items()):
-            commands += self._gate.ask_all_again(now_ns)
+            commands += self._gate.ask_again(now_ns, all_held=True)
         return commands
 
     def _install_policies(self, tables: Mapping[str, PolicyTable]) -> None:

@@ -342,4 +342,4 @@ def _is_fifo(setup: Setup) -> bool:
     """Return True if the admission policy in use, which may not be the configured one, is `fifo`."""
     policy = setup.policies.by_table["generate.admission"]
     fifo = load_policy_class("admission", "fifo")
-    return type(policy) is fifo and not getattr(policy, "look_ahead", 0)
+    return type(policy) is fifo

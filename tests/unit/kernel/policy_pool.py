@@ -228,12 +228,9 @@ def random_admission(rng: random.Random) -> RequestPolicy:
     budget = rng.choice([None, 0, 1, 10, 64])
     items = rng.choice([1, 2, 8])
     seconds = rng.choice([0.0, 0.000_01, 0.001, 0.1, 10.0])
-    ahead = rng.choice([0, 0, 1, 5])
     makers: list[Callable[[], RequestPolicy]] = [
-        lambda: Fifo(look_ahead=ahead, starvation_s=seconds),
-        lambda: TokenBudget(
-            max_tokens=budget, max_items=items, look_ahead=ahead, starvation_s=seconds
-        ),
+        Fifo,
+        lambda: TokenBudget(max_tokens=budget, max_items=items),
         lambda: Gathering(count=items, deadline_s=seconds),
         lambda: Priority(max_tokens=budget, max_items=items, ageing_s=seconds),
         lambda: Tiers(ageing_s=seconds, mode=rng.choice(["recompute", "swap"])),
