@@ -443,7 +443,7 @@ class RequestMoves(Restorable):
             state.wanted.add(index)
             ready = self._cache.claim(state, index, now_ns)
             state.encoded_items += not ready
-            if not self._cache.matches(item):
+            if self._cache.entries[item.key].item.tokens != item.tokens:
                 message = "the image's token count differs from its cached embedding's"
                 return [self.fail(state, now_ns, message, code="length_mismatch")]
         return ()

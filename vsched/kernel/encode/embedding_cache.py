@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import cast
 
 import msgspec
@@ -154,7 +154,9 @@ class EmbeddingCache(Restorable):
         entry = self.entries.get(item.key)
         if entry is not None and entry.item.tokens != item.tokens and entry.is_idle:
             # An equal digest with another length: the cached entry cannot be trusted.
-            self._discard(entry)
+            self._order.drop(item.key)
+            self._evictable_pages -= len(entry.pages)
+            self._drop(entry)
             entry = None
         if entry is None:
             self._misses += 1
@@ -181,10 +183,6 @@ class EmbeddingCache(Restorable):
         entry.claims[state.number] = min(order, entry.claims.get(state.number, order))
         self._move_up(entry, order)
         return self.is_ready(item.key)
-
-    def matches(self, item: MediaItem) -> bool:
-        """Return True if the entry of a claimed item has the length of the item."""
-        return self.entries[item.key].item.tokens == item.tokens
 
     def release(self, state: RequestState, index: int) -> None:
         """Drop a request's claim on one item; another of its items may have the same content."""
@@ -303,12 +301,12 @@ class EmbeddingCache(Restorable):
         There may be fewer, since the policy may spare some, except for the first entry of the queue.
         """
         candidates = [
-            (min(other.claims.values()), other)
+            (oldest, other)
             for other in self.entries.values()
             if other.phase is READY and not other.pins and other.claims
+            if (oldest := min(other.claims.values())) > entry.order
         ]
-        candidates = sorted((one for one in candidates if one[0] > entry.order), key=_claimed)
-        ready = [other for _, other in candidates]
+        ready = [other for _, other in sorted(candidates, key=itemgetter(0))]
         if sum(len(other.pages) for other in ready) < pages:
             return ready
         front = self.queue.entries[0] is entry
@@ -361,11 +359,6 @@ class EmbeddingCache(Restorable):
             self._evictable_pages += len(entry.pages)
         else:
             self._drop(entry)
-
-    def _discard(self, entry: EmbeddingEntry) -> None:
-        self._order.drop(entry.item.key)
-        self._evictable_pages -= len(entry.pages)
-        self._drop(entry)
 
     def _drop(self, entry: EmbeddingEntry) -> None:
         self._free.extend(entry.pages)
@@ -435,10 +428,6 @@ class EmbeddingCache(Restorable):
 
     def __iter__(self) -> Iterator[EmbeddingEntry]:
         return iter(self.entries.values())
-
-
-def _claimed(candidate: tuple[tuple[int, int], EmbeddingEntry]) -> tuple[int, int]:
-    return candidate[0]
 
 
 def _ready_view(entry: EmbeddingEntry) -> ReadyEmbedding:
