@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
 
-from vsched.kernel.commands import RefusalCode
 from vsched.kernel.decisions import RequestData
 from vsched.kernel.limits import SchedulerLimits
 from vsched.policy import Draft
@@ -325,6 +324,7 @@ class RequestTable(Restorable):
 
     Attributes:
         live: The requests by number, oldest first.
+        arrivals: Number of the latest request.
         live_bytes: Host memory of all of them.
         finished: Number of ended requests by reason.
         refused: Number of refused requests by code.
@@ -337,7 +337,7 @@ class RequestTable(Restorable):
     finished: Saved[dict[str, int]]
     refused: Saved[dict[str, int]]
     expiries: Saved[deque[tuple[int, int]]]
-    _arrivals: Saved[int] = 0
+    arrivals: Saved[int] = 0
 
     def __init__(self, waiting_ns: int) -> None:
         """Create an empty table; `waiting_ns` is the limit for the wait for the first step, 0 for none."""
@@ -354,19 +354,14 @@ class RequestTable(Restorable):
     def add(self, state: RequestState) -> None:
         """Add a request, or one of its choices."""
         request = state.request
-        self._arrivals += 1
-        assert state.number == self._arrivals, "a number was left out"
+        self.arrivals += 1
+        assert state.number == self.arrivals, "a number was left out"
         self.live[state.number] = state
         self.live_bytes += state.host_bytes
         self._numbers[request.request_id] = state.number
         self._count(request, 1)
         if self._waiting_ns:
             self.expiries.append((state.submitted_ns + self._waiting_ns, state.number))
-
-    @property
-    def next_number(self) -> int:
-        """The number of the next request."""
-        return self._arrivals + 1
 
     def choices_with(self, state: RequestState) -> list[RequestState]:
         """Return the live choices of the same request, in order."""
@@ -385,10 +380,6 @@ class RequestTable(Restorable):
         add_to(self.tenants, request.tenant, change)
         add_to(self.priorities, request.priority, change)
 
-    def count_refusal(self, code: RefusalCode) -> None:
-        """Count a refused request."""
-        self.refused[code.value] = self.refused.get(code.value, 0) + 1
-
     def find(self, request_id: str) -> RequestState | None:
         """Return the live request of this id; None when there is none."""
         number = self._numbers.get(request_id)
@@ -397,23 +388,6 @@ class RequestTable(Restorable):
     def get_all(self, numbers: Iterable[int]) -> list[RequestState]:
         """Return live requests by their numbers."""
         return [self.live[number] for number in numbers]
-
-    def of_replica(self, replica: int, *phases: Phase) -> list[RequestState]:
-        """Return the requests of a generate group, of all or some phases, oldest first."""
-        return [
-            state
-            for state in self.live.values()
-            if state.replica == replica and (not phases or state.phase in phases)
-        ]
-
-    def take_expired(self, now_ns: int) -> list[RequestState]:
-        """Remove and return the requests that waited too long for their first step, oldest first."""
-        expired = []
-        while self.expiries and self.expiries[0][0] <= now_ns:
-            state = self.live.get(self.expiries.popleft()[1])
-            if state is not None and not state.admitted_ns:
-                expired.append(state)
-        return expired
 
     def rebuild(self) -> None:
         for one in self.live.values():

@@ -98,22 +98,6 @@ def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Ref
     return None
 
 
-def refuse_full(
-    request: Request, *, choices: int, waiting: int, waiting_bytes: int, limits: SchedulerLimits
-) -> Refuse | None:
-    """Return the refusal if too many requests would wait, or waiting requests would hold too many bytes.
-
-    A single request may exceed the limits. `waiting` excludes this request, `waiting_bytes` includes it.
-    """
-    name, code = request.request_id, RefusalCode.QUEUE_FULL
-    if waiting and waiting + choices > limits.waiting:
-        return Refuse(name, code, waiting + choices, limits.waiting, "generate.max_waiting")
-    if waiting and waiting_bytes > limits.waiting_bytes:
-        setting = "generate.max_waiting_bytes"
-        return Refuse(name, code, waiting_bytes, limits.waiting_bytes, setting)
-    return None
-
-
 def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
     """Return True if items are in order, do not overlap, and lie within the prompt.
 
@@ -274,11 +258,11 @@ class RequestMoves(Restorable):
 
     Attributes:
         ended_choices: Ended choices for which `release_prompts` has yet to be called.
-        _given_up: Why no request can be served any more; empty while some can.
+        given_up: Why no request can be served any more; empty while some can.
     """
 
     _router: Saved[Router]
-    _given_up: Saved[str] = ""
+    given_up: Saved[str] = ""
 
     def __init__(
         self,
@@ -306,7 +290,11 @@ class RequestMoves(Restorable):
 
     def requests_of(self, group: GenerateGroup, *phases: Phase) -> list[RequestState]:
         """Return the requests of a group, of all or some phases, oldest first."""
-        return self._table.of_replica(group.index, *phases)
+        return [
+            state
+            for state in self._table.live.values()
+            if state.replica == group.index and (not phases or state.phase in phases)
+        ]
 
     # --- arrivals ---
 
@@ -316,11 +304,12 @@ class RequestMoves(Restorable):
         requests = [request, *[_another(request, one) for one in event.further]]
         refusal = self._refuse(event, requests)
         if refusal is not None:
-            self._table.count_refusal(refusal.code)
+            refused, code = self._table.refused, refusal.code.value
+            refused[code] = refused.get(code, 0) + 1
             return [refusal]
         table = self._table
         commands: list[Command] = []
-        first, choices = table.next_number, len(requests)
+        first, choices = table.arrivals + 1, len(requests)
         root = self._root(request, first, choices)
         for number, each in enumerate(requests, start=first):
             state = RequestState.arrived(
@@ -347,27 +336,34 @@ class RequestMoves(Restorable):
 
     def _refuse(self, event: Submitted, requests: Sequence[Request]) -> Refuse | None:
         request, emitted = event.request, len(event.emitted)
-        if self._given_up:
-            return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self._given_up)
+        if self.given_up:
+            return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self.given_up)
         refusal = refuse_impossible(request, self._limits, scope=self._scope, emitted=emitted)
         if refusal is None and any(self._table.find(one.request_id) for one in requests):
             refusal = Refuse(request.request_id, RefusalCode.DUPLICATE_ID)
         return refusal or self._refuse_full(request, len(requests))
 
     def _refuse_full(self, request: Request, choices: int) -> Refuse | None:
+        """Return the refusal if too many requests would wait, or hold too many bytes; a single one may exceed both."""
         table, limits = self._table, self._limits
         waiting_bytes = table.live_bytes + host_bytes(request)
         if choices > 1:
             waiting_bytes += (choices - 1) * host_bytes(request, items=False)
         if len(table.live) + choices <= limits.waiting and waiting_bytes <= limits.waiting_bytes:
             return None  # independent of the number of running ones
+        name, code = request.request_id, RefusalCode.QUEUE_FULL
         waiting = len(table.live) - self._loads.refresh().slots_total
-        if waiting_bytes > limits.waiting_bytes:  # else the bytes of running ones do not matter
+        if waiting and waiting + choices > limits.waiting:
+            return Refuse(name, code, waiting + choices, limits.waiting, "generate.max_waiting")
+        if (
+            waiting and waiting_bytes > limits.waiting_bytes
+        ):  # then the bytes of running ones matter
             running = [state for group in self._groups for state in group.running]
             waiting_bytes -= sum(state.host_bytes for state in running)
-        return refuse_full(
-            request, choices=choices, waiting=waiting, waiting_bytes=waiting_bytes, limits=limits
-        )
+            if waiting_bytes > limits.waiting_bytes:
+                setting = "generate.max_waiting_bytes"
+                return Refuse(name, code, waiting_bytes, limits.waiting_bytes, setting)
+        return None
 
     def _route(
         self, state: RequestState, now_ns: int, *, arriving: bool = False
@@ -608,19 +604,19 @@ class RequestMoves(Restorable):
             for state in list(self._table.live.values())
         ]
 
-    @property
-    def given_up(self) -> str:
-        """Why no request can be served any more; empty while some can."""
-        return self._given_up
-
     def give_up(self, reason: str, now_ns: int) -> list[Command]:
         """End all requests, and refuse new ones: no group is left to serve them."""
-        self._given_up = reason
+        self.given_up = reason
         return self.clear(now_ns, reason, code="given_up")
 
     def expire(self, now_ns: int) -> list[Command]:
         """End the requests that waited too long for their first step."""
-        expired = self._table.take_expired(now_ns)
+        expiries, live = self._table.expiries, self._table.live
+        expired: list[RequestState] = []
+        while expiries and expiries[0][0] <= now_ns:
+            state = live.get(expiries.popleft()[1])
+            if state is not None and not state.admitted_ns:
+                expired.append(state)
         if not expired:
             return []
         probe("moves.expired")

@@ -377,17 +377,14 @@ class Scheduler(SnapshotRoot):
         """Remove the draining groups without work, and return a command for each."""
         drained: list[Command] = []
         for name, group in list(self._draining.items()):
-            if group.ready and (not group.idle or self._awaited(group)):
+            waiting = (ITEMS, READY, PROMPT)  # requests that will be served there
+            awaited = isinstance(group, GenerateGroup) and self._moves.requests_of(group, *waiting)
+            if group.ready and (awaited or not group.idle):
                 continue
             del self._draining[name]
             if group.status is Status.DRAINING:
                 drained.append(Drained(name))
         return drained
-
-    def _awaited(self, group: Group) -> bool:
-        """Return True if a request waits in a group, and will be served there."""
-        waiting = (ITEMS, READY, PROMPT)
-        return isinstance(group, GenerateGroup) and bool(self._moves.requests_of(group, *waiting))
 
     # --- planning ---
 

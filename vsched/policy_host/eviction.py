@@ -155,11 +155,12 @@ class GuardedOrder(Restorable, Generic[Key]):
         return self._call("state", lambda order: msgspec.Raw(msgspec.msgpack.encode(order.state())))
 
     def _call(self, method: str, call: Callable[[RecordableOrder], AnyResult]) -> AnyResult:
-        name = type(self._order).__qualname__
-        if not isinstance(self._order, RecordableOrder):
+        order: object = self._order
+        name = type(order).__qualname__
+        if not isinstance(order, RecordableOrder):
             raise RecordError(f"the eviction order {name} has no methods state() and restore()")
         try:
-            return call(self._order)
+            return call(order)
         except BaseException as error:
             reraise_interrupt(error)
             raise RecordError(f"{name}.{method}() failed: {safe_text(error)}") from error

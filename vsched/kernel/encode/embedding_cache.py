@@ -119,13 +119,14 @@ class EmbeddingCache(Restorable):
     Attributes:
         entries: All entries, by the keys of their items.
         queue: The entries that wait for an encoder.
+        free: Free pages.
         measured: Measured times for the reclaim policy; the scheduler sets it.
     """
 
     queue: Saved[OrderedQueue[EmbeddingEntry]]
     entries: Saved[dict[bytes, EmbeddingEntry]]
     _order: Saved[GuardedOrder[bytes]]
-    _free: Saved[list[int]]
+    free: Saved[list[int]]
     _hits: Saved[int] = 0
     _misses: Saved[int] = 0
     _evictions: Saved[int] = 0
@@ -143,7 +144,7 @@ class EmbeddingCache(Restorable):
         self._limits = limits
         self.entries = {}
         self._order = GuardedOrder(eviction, seats.faults)
-        self._free = list(range(limits.pages - 1, -1, -1))
+        self.free = list(range(limits.pages - 1, -1, -1))
         self._evictable_pages = 0
 
     # --- claims of requests ---
@@ -181,7 +182,11 @@ class EmbeddingCache(Restorable):
             if entry.phase is QUEUED:
                 self.queue.renew_view(entry)
         entry.claims[state.number] = min(order, entry.claims.get(state.number, order))
-        self._move_up(entry, order)
+        if order < entry.order and entry.phase is QUEUED:  # an older request
+            probe("embeddings.moved_up")
+            self.queue.remove(entry)
+            entry.order = order
+            self.queue.put(entry)
         return self.is_ready(item.key)
 
     def release(self, state: RequestState, index: int) -> None:
@@ -259,7 +264,7 @@ class EmbeddingCache(Restorable):
 
     def requeue(self, entry: EmbeddingEntry) -> None:
         """Free an entry's pages; it is queued again if it is claimed, and else removed."""
-        self._free.extend(entry.pages)
+        self.free.extend(entry.pages)
         entry.pages = []
         entry.phase = QUEUED
         entry.stale = False
@@ -269,21 +274,17 @@ class EmbeddingCache(Restorable):
         else:
             del self.entries[entry.item.key]
 
-    def free_pages(self, pages: Sequence[int]) -> None:
-        """Free pages that a lost group could write to until now."""
-        self._free += pages
-
     def _allocate(self, entry: EmbeddingEntry, now_ns: int) -> bool:
         """Allocate all pages of an entry, with evictions and preemptions, or none; return False without room."""
         count = self._limits.pages_for(entry.item.tokens)
-        missing = count - len(self._free) - self._evictable_pages
+        missing = count - len(self.free) - self._evictable_pages
         victims: list[EmbeddingEntry] = []
         if missing > 0:
             victims = self._preemptible(entry, missing, now_ns)
             if sum(len(other.pages) for other in victims) < missing:
                 probe("embeddings.no_room")
                 return False
-        while len(self._free) < count and len(self._order) > 0:
+        while len(self.free) < count and len(self._order) > 0:
             evicted = self.entries[self._order.take_victims(1)[0]]
             self._evictions += 1
             self._evictable_pages -= len(evicted.pages)
@@ -292,7 +293,7 @@ class EmbeddingCache(Restorable):
             probe("embeddings.claimed_preempted")
             self._preemptions += 1
             self.requeue(other)
-        entry.pages = [self._free.pop() for _ in range(count)]
+        entry.pages = [self.free.pop() for _ in range(count)]
         return True
 
     def _preemptible(self, entry: EmbeddingEntry, pages: int, now_ns: int) -> list[EmbeddingEntry]:
@@ -361,16 +362,8 @@ class EmbeddingCache(Restorable):
             self._drop(entry)
 
     def _drop(self, entry: EmbeddingEntry) -> None:
-        self._free.extend(entry.pages)
+        self.free.extend(entry.pages)
         del self.entries[entry.item.key]
-
-    def _move_up(self, entry: EmbeddingEntry, order: tuple[int, int]) -> None:
-        """Move a queued entry to the place of an older request."""
-        if order < entry.order and entry.phase is QUEUED:
-            probe("embeddings.moved_up")
-            self.queue.remove(entry)
-            entry.order = order
-            self.queue.put(entry)
 
     # --- views ---
 
@@ -395,7 +388,7 @@ class EmbeddingCache(Restorable):
             "cache_evictions": self._evictions,
             "cache_preemptions": self._preemptions,
             "pages_total": self._limits.pages,
-            "pages_free": len(self._free),
+            "pages_free": len(self.free),
             "pages_evictable": self._evictable_pages,
         }
 
@@ -412,7 +405,7 @@ class EmbeddingCache(Restorable):
     def check(self, live: Iterable[int], orphaned: Sequence[int]) -> None:
         """Assert that no page is lost, phases are consistent, and claiming requests are live."""
         alive = set(live)
-        pages = [*self._free, *orphaned]
+        pages = [*self.free, *orphaned]
         for key, entry in self.entries.items():
             assert key == entry.item.key
             assert entry.claims.keys() <= alive, "a dead request claims an item"

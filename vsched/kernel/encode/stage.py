@@ -321,7 +321,7 @@ class EncodeStage(Restorable):
         if group.orphaned:
             probe("encode.orphaned_freed")
         orphaned, group.orphaned = group.orphaned, []
-        self._cache.free_pages(orphaned)
+        self._cache.free += orphaned
 
     def _set_apart(self, entries: Iterable[EmbeddingEntry]) -> None:
         self._retry_batches += 1

@@ -48,10 +48,15 @@ from vsched.probes import probe
 
 
 class BlockPool(Restorable):
-    """Blocks 0 to `count` - 1, each free, held (counted), or cached (published, without a holder)."""
+    """Blocks 0 to `count` - 1, each free, held, or cached (published, without a holder).
+
+    Attributes:
+        holders: Number of holders of each block.
+    """
 
     evictions: Saved[int] = 0
     _order: Saved[GuardedOrder[bytes]]
+    holders: list[int]
     _free: Saved[list[int]]
     _by_hash: Saved[dict[bytes, int]]
 
@@ -59,7 +64,7 @@ class BlockPool(Restorable):
         self.count = count
         self._order = order
         self._free = list(range(count - 1, -1, -1))
-        self._holders = [0] * count
+        self.holders = [0] * count
         self._hash_of: list[bytes | None] = [None] * count
         self._by_hash = {}
 
@@ -76,12 +81,12 @@ class BlockPool(Restorable):
     def allocate(self) -> int:
         """Allocate a block; one must be available."""
         block = self._free.pop() if self._free else self._evict(1)[0]
-        self._holders[block] = 1
+        self.holders[block] = 1
         return block
 
     def take(self, count: int) -> list[int]:
         """Allocate `count` blocks; they must be available."""
-        free, holders = self._free, self._holders
+        free, holders = self._free, self.holders
         at = max(len(free) - count, 0)
         blocks = free[: at - 1 if at else None : -1] if free else []
         del free[at:]
@@ -101,33 +106,25 @@ class BlockPool(Restorable):
             found.append(block)
         return found
 
-    def cached_among(self, blocks: Sequence[int]) -> int:
-        """Return the number of these blocks without a holder, which would become unavailable."""
-        return sum(1 for block in blocks if self._holders[block] == 0)
-
     def shared(self, blocks: Sequence[int]) -> int:
         """Return the number of leading blocks of a sequence that other sequences hold as well."""
-        holders = self._holders
+        holders = self.holders
         return bisect_left(blocks, True, key=lambda block: holders[block] < 2)
-
-    def freed_by(self, blocks: Iterable[int]) -> list[int]:
-        """Return the blocks that become available once their only holder releases these."""
-        return [block for block in blocks if self._holders[block] == 1]
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Add a holder to found blocks."""
         for block in blocks:
             block_hash = self._hash_of[block]
-            if self._holders[block] == 0 and block_hash is not None:
+            if self.holders[block] == 0 and block_hash is not None:
                 self._order.reuse(block_hash)
-            self._holders[block] += 1
+            self.holders[block] += 1
 
     def release(self, blocks: Sequence[int], *, kept: int | None = None) -> None:
         """Release blocks, last first, so that the end of a prefix is evicted before its beginning.
 
         Only the first `kept` stay cached, None for all, and those that others hold.
         """
-        holders, hash_of = self._holders, self._hash_of
+        holders, hash_of = self.holders, self._hash_of
         for block in blocks[kept:] if kept is not None else ():
             if holders[block] == 1 and (known := hash_of[block]) is not None:
                 del self._by_hash[known]
@@ -181,7 +178,7 @@ class BlockPool(Restorable):
         cells = []
         for start in range(0, self.count, size):
             looked_at = slice(start, start + size, every)
-            holders, hashes = self._holders[looked_at], self._hash_of[looked_at]
+            holders, hashes = self.holders[looked_at], self._hash_of[looked_at]
             idle = holders.count(0)
             cached = sum(
                 [not held and one is not None for held, one in zip(holders, hashes, strict=True)]
@@ -205,7 +202,7 @@ class BlockPool(Restorable):
     def add_holder(self, blocks: Iterable[int]) -> None:
         """Count a holder of blocks, after a snapshot is restored."""
         for block in blocks:
-            self._holders[block] += 1
+            self.holders[block] += 1
 
     def rebuild(self) -> None:
         for block_hash, block in self._by_hash.items():
@@ -217,7 +214,7 @@ class BlockPool(Restorable):
         for blocks in held_by:
             for block in blocks:
                 counted[block] += 1
-        assert counted == self._holders, "holders of blocks do not match what sequences hold"
+        assert counted == self.holders, "holders of blocks do not match what sequences hold"
         by_hash = self._by_hash
         idle = sorted([*self._free, *map(by_hash.__getitem__, self._order)])
         assert idle == [block for block, count in enumerate(counted) if not count], "block lost"

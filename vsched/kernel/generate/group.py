@@ -251,7 +251,9 @@ class GenerateGroup(Group):
         able: Sequence[RequestState] = ()  # prefilling requests that do not wait for an embedding
         if running.prefilling:
             able = [
-                one for one in running.prefilling_in_order() if self.can_start(one, one.computed)
+                one
+                for one in sorted(running.prefilling.values(), key=order_of)
+                if self.can_start(one, one.computed)
             ]
         # In the steady state, with decodes only, there is no budget to share.
         preemptions = self._counts["preemptions"]
@@ -262,7 +264,9 @@ class GenerateGroup(Group):
         chunks, prefilled = (plan.chunks, plan.prefilled) if plan else ((), ())
         sent = self._send(step, decodes, grown, plan) if decodes or chunks else None
         if sent is None:  # a policy may decide otherwise in the next call
-            more = bool(able) or self.queue.may_join(now_ns)
+            queue = self.queue  # a request may be held back only by the admission policy
+            may_join = entries and not queue.blocked and queue.held_until(now_ns) is None
+            more = bool(able or may_join)
         requeued, self._requeued = self._requeued, []
         return PlanResult(sent, requeued, prefilled, more)
 
@@ -335,8 +339,9 @@ class GenerateGroup(Group):
         if self._snapshots.written:
             self._snapshots.publish()
         self._counts["tokens_decoded"] += decodes
-        forgotten, left = self._running.take_changes()
-        drafts, swap = self._drafts, self._swap
+        running, drafts, swap = self._running, self._drafts, self._swap
+        forgotten, left = running.forgotten, running.left
+        running.forgotten, running.left = [], []
         if plan is None and not (drafts.active or swap.pending):
             return GenerateDecision(step, forgotten, left, [], grown)
         granted = drafts.send(step) if drafts.active else []
@@ -529,9 +534,11 @@ class GenerateGroup(Group):
             probe("generate.atom_waits")
             return
         missing = self._limits.blocks_for(len(state.tokens)) - len(prefix)
-        available = self._pool.available - self._pool.cached_among(prefix)
+        holders = self._pool.holders
+        available = self._pool.available - sum([not holders[block] for block in prefix])
         if victim is not None:
-            available += len({*self._pool.freed_by(victim.blocks)}.difference(prefix))
+            freed = {block for block in victim.blocks if holders[block] == 1}
+            available += len(freed.difference(prefix))
         if missing > available:
             self.queue.blocked = True
             return

@@ -79,10 +79,6 @@ class RequestQueue(OrderedQueue[ReadyEntry]):
         self.remove(self._by_number.pop(state.number), chosen_ns=chosen_ns)
         self.unblock()
 
-    def may_join(self, now_ns: int) -> bool:
-        """Return True if a waiting request is held back only by the admission policy, as far as known."""
-        return bool(self.entries) and not self.blocked and self.held_until(now_ns) is None
-
     def unblock(self) -> None:
         """Note that the first request may have room."""
         self.blocked = False
@@ -119,14 +115,19 @@ class RunningViews(Sequence[RunningView]):
 
 
 class RunningSet(Restorable):
-    """Requests with a slot, prefilling or decoding, each in order of joining."""
+    """Requests with a slot, prefilling or decoding, each in order of joining.
+
+    Attributes:
+        left: Requests that left their slots since the last decision.
+        forgotten: Requests without a slot that ranks drop with the next decision.
+    """
 
     prefilling: SavedKeys[dict[int, RequestState]]
     decoding: SavedKeys[dict[int, RequestState]]
     _growth: SavedKeys[list[dict[int, RequestState]]]
     _free_slots: Saved[list[int]]
-    _left: Saved[list[Leave]]
-    _forgotten: Saved[list[int]]
+    left: Saved[list[Leave]]
+    forgotten: Saved[list[int]]
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
         self.pool = pool
@@ -138,8 +139,8 @@ class RunningSet(Restorable):
         self._free_slots = list(range(limits.slots - 1, -1, -1))
         self._growth = [{} for _ in range(limits.block_size)]
         self._first_steps = 0
-        self._left = []
-        self._forgotten = []
+        self.left = []
+        self.forgotten = []
         self._lazy_views = RunningViews(self._read_views)
         self._read: tuple[RunningView, ...] | None = None
         self._read_at = 0
@@ -150,7 +151,7 @@ class RunningSet(Restorable):
     @property
     def unannounced(self) -> set[int]:
         """Ended requests that ranks drop with the next decision."""
-        return {leave.number for leave in self._left if not leave.keep} | set(self._forgotten)
+        return {leave.number for leave in self.left if not leave.keep} | set(self.forgotten)
 
     @property
     def slots_free(self) -> int:
@@ -160,10 +161,6 @@ class RunningSet(Restorable):
     def in_order(self) -> list[RequestState]:
         """Return all running requests, oldest first."""
         return sorted([*self.prefilling.values(), *self.decoding.values()], key=order_of)
-
-    def prefilling_in_order(self) -> list[RequestState]:
-        """Return the prefilling requests, oldest first."""
-        return sorted(self.prefilling.values(), key=order_of)
 
     def lazy_views(self, planned: int) -> RunningViews:
         """Return the views of all running requests, oldest first: always the same object, which costs nothing."""
@@ -271,7 +268,7 @@ class RunningSet(Restorable):
             self._first_steps -= state.decoding_since
         else:
             del self.prefilling[state.number]
-        self._left.append(Leave(state.number, state.slot, keep))
+        self.left.append(Leave(state.number, state.slot, keep))
         self.slots[state.slot] = None
         self._free_slots.append(state.slot)
         self.pool.release(state.blocks, kept=blocks_kept)
@@ -279,22 +276,16 @@ class RunningSet(Restorable):
 
     def forget(self, state: RequestState) -> None:
         """Let ranks drop a request without a slot."""
-        self._forgotten.append(state.number)
+        self.forgotten.append(state.number)
 
     def without_left(self, grown: list[int]) -> list[int]:
         """Return (slot, block, slot, block, …) without the slots that requests left since the last decision."""
-        left = {leave.slot for leave in self._left}
+        left = {leave.slot for leave in self.left}
         pairs = list(zip(grown[::2], grown[1::2], strict=True))
         kept = [pair for pair in pairs if pair[0] not in left]
         if len(kept) < len(pairs):
             probe("generate.growth_taken_back")
         return [one for pair in kept for one in pair]
-
-    def take_changes(self) -> tuple[list[int], list[Leave]]:
-        """Return the requests to drop and those that left their slots, for the next decision."""
-        changes = self._forgotten, self._left
-        self._forgotten, self._left = [], []
-        return changes
 
     def rebuild(self) -> None:
         for state in (*self.prefilling.values(), *self.decoding.values()):
