@@ -66,7 +66,6 @@ class Fifo(RequestPolicy, frozen=True, kw_only=True):
     """
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Return the front of the queue."""
         return Admission(pack(view))
 
 
@@ -75,7 +74,6 @@ class _Budgeted(RequestPolicy, frozen=True, kw_only=True):
     max_items: PositiveCount | None = None
 
     def encode_limits(self) -> EncodeLimits:
-        """Return the largest batch of images."""
         return EncodeLimits(self.max_items, self.max_tokens)
 
     def pack(self, view: AdmissionView, order: Iterable[int] | None = None) -> list[int]:
@@ -99,7 +97,6 @@ class TokenBudget(_Budgeted, frozen=True, kw_only=True):
     """
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Return the front of the queue, up to the budget."""
         return Admission(self.pack(view))
 
 
@@ -131,7 +128,6 @@ class Priority(_Budgeted, frozen=True, kw_only=True):
         return sorted(range(len(view.waiting)), key=urgency)
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Return the most urgent entries, up to the budget."""
         return Admission(self.pack(view, self.order(view)))
 
 
@@ -149,11 +145,9 @@ class Tiers(Priority, frozen=True, kw_only=True):
     mode: PreemptionMode = "recompute"
 
     def needs(self) -> Sequence[str]:
-        """Return `swap` if it swaps."""
         return ("swap",) if self.mode == "swap" else ()
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Return the most urgent entries, and a victim for each that has a higher priority."""
         order, running = self.order(view), view.running_requests
         joining = self.pack(view, order)
         victims = sorted(view.eligible, key=lambda index: (-running[index].priority, index))
@@ -213,7 +207,6 @@ class ShortestFirst(RequestPolicy, frozen=True, kw_only=True):
     forget: Annotated[float, Meta(gt=0, le=1)] = 0.1
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Return the requests with the least expected work, within the limits of the step."""
         lengths: OutputLengths = view.state
         for end in view.measured.ends:
             if end.ended_ns > lengths.seen_ns:

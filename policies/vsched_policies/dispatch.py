@@ -12,7 +12,6 @@ class FewestHeldUp(ImagePolicy, frozen=True, kw_only=True):
     """
 
     def dispatch(self, view: DispatchView) -> Dispatch:
-        """Return the group, and all images in waiting order."""
         free = [index for index, group in enumerate(view.groups) if group.free]
         return Dispatch(min(free, key=lambda index: view.groups[index].held_up))
 

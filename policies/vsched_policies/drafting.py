@@ -124,7 +124,6 @@ class TriedDrafts(DraftingPolicy, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def grant(self, view: DraftingView) -> Draft:
-        """Return a trial, the full grant, or a pause, within the free rows."""
         draft = self._wanted(view)
         return msgspec.structs.replace(draft, tokens=min(draft.tokens, view.rows_free))
 
@@ -179,7 +178,6 @@ class ForcedTokens(DraftingPolicy, frozen=True, kw_only=True):
     """Maximum draft tokens per step."""
 
     def grant(self, view: DraftingView) -> Draft:
-        """Return a grant for the whole request if it has a grammar."""
         wanted = self.tokens if view.held else 0
         tokens = min(wanted, view.rows_free)
         return Draft(tokens, steps=RETRY_STEPS if tokens < wanted else 0)
@@ -189,7 +187,6 @@ class NoDrafts(DraftingPolicy, frozen=True, kw_only=True):
     """Drafts nothing: every step yields one token per request."""
 
     def grant(self, view: DraftingView) -> Draft:
-        """Return no grant."""
         return Draft()
 
 
@@ -238,7 +235,6 @@ class ModelDrafts(TriedDrafts, frozen=True, kw_only=True):
         return Draft(self.tokens, self.steps, self.ngram, model=True)
 
     def grant(self, view: DraftingView) -> Draft:
-        """Return a trial, the full grant, or a pause; no draft model while many requests run."""
         if view.running > self.running_max:
             return Draft(self.tokens if view.held else 0, self.steps)
         return super().grant(view)

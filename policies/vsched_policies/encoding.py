@@ -27,7 +27,6 @@ class ChunkAware(ImagePolicy, frozen=True, kw_only=True):
     look_ahead_chunks: Count = 0
 
     def select(self, view: EncodingView) -> Sequence[int]:
-        """Return the images in the chunk that are not ready."""
         stop = view.chunk_stop + self.look_ahead_chunks * view.chunk_tokens
         return [
             index
@@ -46,7 +45,6 @@ class Combined(ImagePolicy, frozen=True, kw_only=True):
     scope: ClassVar[Literal["item", "request"]] = "request"
 
     def select(self, view: EncodingView) -> Sequence[int]:
-        """Return every image that is not ready, if the chunk needs one of them."""
         missing = [index for index, item in enumerate(view.items) if not item.ready]
         needed = any(
             view.items[index].start < view.chunk_stop and view.items[index].stop > view.chunk_start

@@ -13,7 +13,6 @@ class Lru(CachePolicy, frozen=True, kw_only=True):
     """Evicts the entry that has been unused for longest."""
 
     def build_order(self) -> EvictionOrder[Hashable]:
-        """Return an empty order."""
         return LruOrder[Hashable]()
 
 
@@ -58,7 +57,6 @@ class KeepNothing(CachePolicy, frozen=True, kw_only=True):
     """Keeps nothing: an entry is evicted when no request uses it, so that only concurrent requests share it."""
 
     def build_order(self) -> EvictionOrder[Hashable]:
-        """Return an order that accepts no entries."""
         return EmptyOrder[Hashable]()
 
 
@@ -94,7 +92,6 @@ class S3Fifo(CachePolicy, frozen=True, kw_only=True):
     ghosts: Count = 1024
 
     def build_order(self) -> EvictionOrder[Hashable]:
-        """Return an empty order."""
         return S3FifoOrder[Hashable](self.small_share, self.ghosts)
 
 

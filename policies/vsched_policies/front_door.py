@@ -48,7 +48,6 @@ class DeadlineShed(RequestPolicy, frozen=True, kw_only=True):
     redirect_to: str = ""
 
     def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        """Return whether the first token would be in time."""
         target_ns = view.request.target_ns
         if target_ns is None and self.ttft_target_ms is not None:
             target_ns = view.request.arrived_ns + self.ttft_target_ms * 1_000_000
@@ -106,5 +105,4 @@ class Open(RequestPolicy, frozen=True, kw_only=True):
     """Admits every request; the limits of preparation and of the waiting queue refuse any excess."""
 
     def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        """Return `Admit`."""
         return Admit()

@@ -9,7 +9,6 @@ class Everything(CachePolicy, frozen=True, kw_only=True):
     """Keeps prompts and outputs: the next turn of a conversation finds both."""
 
     def keep(self, view: InsertionView) -> int:
-        """Return all blocks."""
         return len(view.hashes)
 
 
@@ -31,7 +30,6 @@ class Matching(CachePolicy, frozen=True, kw_only=True):
     tokens_max: Count | None = None
 
     def keep(self, view: InsertionView) -> int:
-        """Return all blocks, or none."""
         ours = not self.tenants or view.tenant in self.tenants
         short = view.prompt_tokens < self.tokens_min
         long = self.tokens_max is not None and view.prompt_tokens > self.tokens_max

@@ -195,7 +195,6 @@ class Fraction(MemoryPolicy, frozen=True, kw_only=True):
     mem_fraction: policy.Fraction = 0.9
 
     def plan(self, view: MemoryView) -> MemoryPlan:
-        """Build one size."""
         tokens = min(
             max(
                 int(self.mem_fraction * pool.available_bytes) - view.state_bytes * len(pool.ranks),
@@ -244,7 +243,6 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
             raise ValueError(message)
 
     def plan(self, view: MemoryView) -> MemoryPlan:
-        """Build the one size, unless it is too small or cannot fit."""
         build = yield Build(self._tokens(view), headroom_bytes=self.headroom_bytes)
         if not build.fits:
             peak = build.tightest

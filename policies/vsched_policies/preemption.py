@@ -18,11 +18,9 @@ class Youngest(RequestPolicy, frozen=True, kw_only=True):
     mode: PreemptionMode = "recompute"
 
     def needs(self) -> Sequence[str]:
-        """Return `swap` if it swaps."""
         return ("swap",) if self.mode == "swap" else ()
 
     def victim(self, view: PreemptionView) -> Preemption:
-        """Return the last of the running requests."""
         return Preemption(len(view.running) - 1, self.mode)
 
 
@@ -34,7 +32,6 @@ class Cheapest(Youngest, frozen=True, kw_only=True):
     """
 
     def victim(self, view: PreemptionView) -> Preemption:
-        """Return the last eligible request with the fewest tokens."""
         index = min(view.eligible, key=lambda index: (view.running[index].tokens, -index))
         return Preemption(index, self.mode)
 
@@ -50,11 +47,9 @@ class SwapLong(RequestPolicy, frozen=True, kw_only=True):
     tokens_min: Count = 512
 
     def needs(self) -> Sequence[str]:
-        """Return `swap`."""
         return ("swap",)
 
     def victim(self, view: PreemptionView) -> Preemption:
-        """Return the last of the running requests, and the faster way to resume it."""
         one = view.running[-1]
         tokens = one.tokens - one.blocks_shared * view.block_tokens
         blocks = one.blocks - one.blocks_shared

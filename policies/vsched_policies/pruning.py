@@ -11,7 +11,8 @@ from vsched.policy import PruningPolicy, PruningView
 
 
 class MostChanged(PruningPolicy, frozen=True, kw_only=True):
-    """Efficient Video Sampling (EVS): keeps the tokens with the largest changes, of at least `threshold`.
+    """Efficient Video Sampling (EVS): keeps the tokens with the largest changes, of at least `threshold`; of equal ones
+    the earlier.
 
     Source: Bagrov et al., "Efficient Video Sampling: Pruning Temporally Redundant Tokens for Faster VLM Inference"
     (arXiv 2510.14624). As there, changes are mean differences of pixels; vLLM compares embeddings.
@@ -21,7 +22,6 @@ class MostChanged(PruningPolicy, frozen=True, kw_only=True):
     """Least change of a token that is kept, as in `PruningView.changes`."""
 
     def prune(self, view: PruningView) -> bytes:
-        """Return the mask of the most changed tokens; among equal ones, earlier tokens are kept."""
         changes = np.asarray(view.changes).reshape(-1)
         order = np.argsort(-changes, kind="stable")[: view.tokens_max]
         kept = np.zeros(len(changes), bool)

@@ -11,5 +11,4 @@ class YoungestEmbedding(ImagePolicy, frozen=True, kw_only=True):
     """Drops the embeddings of the youngest requests, whose prefill is the furthest away."""
 
     def reclaim(self, view: ReclaimView) -> Sequence[int]:
-        """Return all, the youngest first."""
         return range(len(view.ready) - 1, -1, -1)

@@ -95,13 +95,11 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
     wait_s: Annotated[Seconds, Meta(le=60)] = 0.0
 
     def needs(self) -> Sequence[str]:
-        """Return `swap` if it swaps."""
         return ("swap",) if self.mode == "swap" else ()
 
     # --- arrival ---
 
     def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        """Return whether the tenant is within its rate, or the time until it is."""
         served: ServedTokens = view.state
         served.at_arrival = True
         self._count_ends(view.measured, served)
@@ -130,11 +128,9 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
     # --- admission ---
 
     def encode_limits(self) -> EncodeLimits:
-        """Return the largest batch of images."""
         return EncodeLimits(self.max_items)
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Return entries in the order of their tenants' counters, each counted as soon as it is chosen."""
         served: ServedTokens = view.state
         queues = _by_tenant([entry.tenant for entry in view.waiting])
         if view.stage == "generate":
@@ -155,7 +151,6 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
     # --- prefill and preemption ---
 
     def share(self, view: StepView) -> StepShares:
-        """Return the tokens of each request; the tenant with the lowest counter gets the next quantum."""
         queues = _by_tenant(request.tenant for request in view.prefilling)
         counts = _counts(view.state, view.measured, queues)
         left = [request.tokens for request in view.prefilling]
@@ -184,7 +179,6 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         return min(view.tokens_free, max(int(view.time_ns / slowest_ns), self.quantum_tokens))
 
     def victim(self, view: PreemptionView) -> Preemption:
-        """Return the youngest eligible request of the tenant with the highest counter."""
         tenants = [view.running[index].tenant for index in view.eligible]
         counts = _counts(view.state, view.measured, tenants)
         index = max(view.eligible, key=lambda one: (counts[view.running[one].tenant], one))

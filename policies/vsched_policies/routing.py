@@ -18,7 +18,6 @@ class LeastLoaded(RoutingPolicy, frozen=True, kw_only=True):
     """
 
     def choose(self, view: RoutingView) -> int:
-        """Return the replica with the lowest load."""
         return least_loaded(view, candidates(view))
 
 
@@ -55,7 +54,6 @@ class ImageAffinity(RoutingPolicy, frozen=True, kw_only=True):
     imbalance: Fraction = 0.03
 
     def choose(self, view: RoutingView) -> int:
-        """Return the replica with most of the prompt cached, within the bound."""
         healthy = candidates(view)
         least = min(view.replicas[index].load_tokens for index in healthy)
         limit = least + self.imbalance * view.load_limit_tokens
@@ -83,7 +81,6 @@ class RoundRobin(RoutingPolicy, frozen=True, kw_only=True):
     """Sends requests to the healthy replicas in turn; if none is healthy, a request waits in a replica's queue."""
 
     def choose(self, view: RoutingView) -> int:
-        """Return the next replica in turn."""
         replicas = range(len(view.replicas))
         healthy = [index for index in replicas if view.replicas[index].healthy]
         turns = healthy or replicas

@@ -14,7 +14,6 @@ class InOrder(RequestPolicy, frozen=True, kw_only=True):
     """Advances requests in order of arrival, each as far as the time and the free tokens of the step allow."""
 
     def share(self, view: StepView) -> StepShares:
-        """Return all, oldest first."""
         return StepShares(range(len(view.prefilling)))
 
 
@@ -50,7 +49,6 @@ class SloFeedback(RequestPolicy, frozen=True, kw_only=True):
     gain: Annotated[float, Meta(gt=0, lt=1)] = 0.1
 
     def share(self, view: StepView) -> StepShares:
-        """Return all in order, and the time limit of prefill."""
         order = range(len(view.prefilling))
         state: PrefillTime = view.state
         if view.time_ns is None:

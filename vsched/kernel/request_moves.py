@@ -153,27 +153,22 @@ class RoutedGroup(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def load_tokens(self) -> int:
-        """Tokens of all its requests."""
         return self._context.loads.tokens[self.index]
 
     @property
     def healthy(self) -> bool:
-        """Whether it takes requests."""
         return self._context.loads.open[self.index]
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens of the request that are cached there."""
         return self._group.cached_tokens(self._context.state)
 
     @property
     def items_seen(self) -> int:
-        """Items of the request that were last sent there."""
         return self._context.seen[self.index]
 
     @property
     def measured(self) -> Measured:
-        """Measured times of the group."""
         return self._group.measured
 
     def __repr__(self) -> str:
