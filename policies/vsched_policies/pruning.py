@@ -11,15 +11,14 @@ from vsched.policy import PruningPolicy, PruningView
 
 
 class MostChanged(PruningPolicy, frozen=True, kw_only=True):
-    """Efficient Video Sampling (EVS): keeps the tokens with the largest changes, of at least `threshold`; of equal ones
-    the earlier.
+    """Efficient Video Sampling (EVS): keeps the most changed tokens, of equal ones the earlier.
 
     Source: Bagrov et al., "Efficient Video Sampling: Pruning Temporally Redundant Tokens for Faster VLM Inference"
     (arXiv 2510.14624). As there, changes are mean differences of pixels; vLLM compares embeddings.
     """
 
     threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    """Least change of a token that is kept, as in `PruningView.changes`."""
+    """Minimum change of a token that is kept, as in `PruningView.changes`."""
 
     def prune(self, view: PruningView) -> bytes:
         changes = np.asarray(view.changes).reshape(-1)
