@@ -102,15 +102,14 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
             if self.mem_fraction < 1
             else ""
         )
-        message = limit_message(
-            "generate.memory: the KV cache that fits cannot hold one request of the longest context",
+        return _out_of_memory(
+            "the KV cache that fits cannot hold one request of the longest context",
             value=f"{tokens} tokens ({size_text(tokens * view.bytes_per_token)}) beside headroom of "
             f"{size_text(self.headroom_bytes)}",
             limit=f"at least {view.context_tokens} tokens "
             f"({size_text(view.context_tokens * view.bytes_per_token)}), which is generate.context_tokens",
             remedy=f"in this order: {lower}{increase}{lower_activations(view)}",
         )
-        return DeviceOutOfMemory(message)
 
     def _out_of_retries(self, view: MemoryView, builds: list[Attempt]) -> DeviceOutOfMemory:
         first, last = builds[0], builds[-1]
@@ -120,16 +119,19 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         )
         pools = group_pools(last.ranks, view.reservations)
         peers = size_text(max(pool.peers_bytes for pool in pools))
-        message = limit_message(
-            f"generate.memory: memory ran out on {peak.pool} in every one of {len(builds)} attempts "
-            f"({last.reason})",
+        return _out_of_memory(
+            f"memory ran out on {peak.pool} in every one of {len(builds)} attempts ({last.reason})",
             value=f"initial {_sized(view, first)}, final {_sized(view, last)}, "
             f"peak {size_text(peak.peak_bytes)}, headroom {size_text(self.headroom_bytes)}",
             limit=f"total {size_text(peak.total_bytes)}, other processes {peers}",
             remedy=f"in this order: lower generate.memory.mem_fraction (now {self.mem_fraction:g}), "
             f"{lower_activations(view)}",
         )
-        return DeviceOutOfMemory(message)
+
+
+def _out_of_memory(what: str, *, value: str, limit: str, remedy: str) -> DeviceOutOfMemory:
+    message = limit_message(f"generate.memory: {what}", value=value, limit=limit, remedy=remedy)
+    return DeviceOutOfMemory(message)
 
 
 def lower_activations(view: MemoryView) -> str:
@@ -152,15 +154,13 @@ def _first_probe(view: MemoryView) -> Probe:
     free, tightest = min(rooms)
     least = view.tokens_min
     if free < least:
-        raise DeviceOutOfMemory(
-            limit_message(
-                f"generate.memory: no memory for a KV cache is left on {tightest} after loading",
-                value=f"{free} tokens",
-                limit=f"at least {least} tokens ({size_text(least * view.bytes_per_token)})",
-                remedy="in this order: raise generate.memory_limit where that is the limit, free the device of other "
-                "processes, lower encode.admission.max_tokens, "
-                "or take a larger device",
-            )
+        raise _out_of_memory(
+            f"no memory for a KV cache is left on {tightest} after loading",
+            value=f"{free} tokens",
+            limit=f"at least {least} tokens ({size_text(least * view.bytes_per_token)})",
+            remedy="in this order: raise generate.memory_limit where that is the limit, free the device of other "
+            "processes, lower encode.admission.max_tokens, "
+            "or take a larger device",
         )
     wanted = _round_up(max(view.batch_tokens + view.slots, PROBE_TOKENS), view.block_size)
     return Probe(min(wanted, free))
@@ -168,14 +168,12 @@ def _first_probe(view: MemoryView) -> Probe:
 
 def _no_probe(view: MemoryView, probe: Attempt) -> DeviceOutOfMemory:
     peak = probe.tightest
-    message = limit_message(
-        f"generate.memory: memory ran out on {peak.pool} before there was a KV cache to speak of "
-        f"({probe.reason})",
+    return _out_of_memory(
+        f"memory ran out on {peak.pool} before there was a KV cache to speak of ({probe.reason})",
         value=f"a probe of {_sized(view, probe)}, peak {size_text(peak.peak_bytes)}",
         limit=f"{size_text(peak.total_bytes)} in all, of which {size_text(peak.weights_bytes)} are weights",
         remedy=f"in this order: {lower_activations(view)}",
     )
-    return DeviceOutOfMemory(message)
 
 
 def _round_up(tokens: int, block_size: int) -> int:
@@ -204,14 +202,12 @@ class Fraction(MemoryPolicy, frozen=True, kw_only=True):
             for pool in group_pools(view.ranks, ())
         )
         if tokens < view.tokens_min:
-            raise DeviceOutOfMemory(
-                limit_message(
-                    "generate.memory: the memory left by the weights holds too few tokens for one block",
-                    value=f"{tokens} tokens",
-                    limit=f"at least {view.tokens_min} tokens",
-                    remedy=f"raise generate.memory.mem_fraction (now {self.mem_fraction:g}), "
-                    "free the device, or take a larger one",
-                )
+            raise _out_of_memory(
+                "the memory left by the weights holds too few tokens for one block",
+                value=f"{tokens} tokens",
+                limit=f"at least {view.tokens_min} tokens",
+                remedy=f"raise generate.memory.mem_fraction (now {self.mem_fraction:g}), "
+                "free the device, or take a larger one",
             )
         yield Build(tokens, profile=False)
 
@@ -246,16 +242,13 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
         build = yield Build(self._tokens(view), headroom_bytes=self.headroom_bytes)
         if not build.fits:
             peak = build.tightest
-            raise DeviceOutOfMemory(
-                limit_message(
-                    f"generate.memory: memory ran out on {peak.pool} with a KV cache of the given size "
-                    f"({build.reason})",
-                    value=f"{build.tokens} tokens ({size_text(build.tokens * view.bytes_per_token)}), "
-                    f"peak {size_text(peak.peak_bytes)}, headroom {size_text(self.headroom_bytes)}",
-                    limit=f"total {size_text(peak.total_bytes)}",
-                    remedy=f'in this order: lower {self._key} (use = "auto-profile" finds the largest that fits), '
-                    f"{lower_activations(view)}",
-                )
+            raise _out_of_memory(
+                f"memory ran out on {peak.pool} with a KV cache of the given size ({build.reason})",
+                value=f"{build.tokens} tokens ({size_text(build.tokens * view.bytes_per_token)}), "
+                f"peak {size_text(peak.peak_bytes)}, headroom {size_text(self.headroom_bytes)}",
+                limit=f"total {size_text(peak.total_bytes)}",
+                remedy=f'in this order: lower {self._key} (use = "auto-profile" finds the largest that fits), '
+                f"{lower_activations(view)}",
             )
 
     def _tokens(self, view: MemoryView) -> int:
@@ -267,13 +260,11 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
         tokens = self.tokens if self.bytes is None else self.bytes // view.bytes_per_token
         assert tokens is not None, "checked by __post_init__"
         if tokens < view.tokens_min:
-            raise DeviceOutOfMemory(
-                limit_message(
-                    "generate.memory: the KV cache holds too few tokens for one block",
-                    value=f"{tokens} tokens",
-                    limit=f"at least {view.tokens_min} tokens",
-                    remedy=f"raise {self._key} to {self._amount(view, view.tokens_min)} or more",
-                )
+            raise _out_of_memory(
+                "the KV cache holds too few tokens for one block",
+                value=f"{tokens} tokens",
+                limit=f"at least {view.tokens_min} tokens",
+                remedy=f"raise {self._key} to {self._amount(view, view.tokens_min)} or more",
             )
         kv_bytes = tokens * view.bytes_per_token
         for pool in group_pools(view.ranks, view.reservations):
@@ -284,16 +275,14 @@ class Pinned(MemoryPolicy, frozen=True, kw_only=True):
             room_bytes = int(self.mem_fraction * free_bytes) // len(pool.ranks)
             if kv_bytes > room_bytes:
                 tokens_max = room_bytes // view.bytes_per_token
-                raise DeviceOutOfMemory(
-                    limit_message(
-                        f"generate.memory: the KV cache does not fit on {pool.name}",
-                        value=f"{tokens} tokens x {view.bytes_per_token} bytes = {kv_bytes} bytes",
-                        limit=f"{room_bytes} bytes ({tokens_max} tokens), which is mem_fraction {self.mem_fraction} "
-                        f"of the {free_bytes} bytes that are free of {pool.total_bytes}",
-                        remedy=f"lower {self._key} to {self._amount(view, tokens_max)} or less, "
-                        "raise generate.memory.mem_fraction (1.0 at most), raise generate.memory_limit where that "
-                        "is the limit, or free the device",
-                    )
+                raise _out_of_memory(
+                    f"the KV cache does not fit on {pool.name}",
+                    value=f"{tokens} tokens x {view.bytes_per_token} bytes = {kv_bytes} bytes",
+                    limit=f"{room_bytes} bytes ({tokens_max} tokens), which is mem_fraction {self.mem_fraction} "
+                    f"of the {free_bytes} bytes that are free of {pool.total_bytes}",
+                    remedy=f"lower {self._key} to {self._amount(view, tokens_max)} or less, "
+                    "raise generate.memory.mem_fraction (1.0 at most), raise generate.memory_limit where that "
+                    "is the limit, or free the device",
                 )
         return tokens
 
