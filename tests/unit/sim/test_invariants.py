@@ -43,8 +43,8 @@ def pages_of_a_reader_given_away(patch: pytest.MonkeyPatch) -> None:
     def broken(self: EmbeddingCache, keys: Any) -> None:
         real(self, keys)
         for entry in list(self):
-            if entry.pages and entry.phase.value == "ready" and len(self._free) < 2:
-                self._free.append(entry.pages[0])
+            if entry.pages and entry.phase.value == "ready" and len(self.free) < 2:
+                self.free.append(entry.pages[0])
 
     patch.setattr(EmbeddingCache, "unpin", broken)
 
