@@ -12,64 +12,110 @@ import os
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
 import msgspec
 
 from vsched.aio.adapters import AdapterTable
-from vsched.aio.draft_checks import verifies_drafts
-from vsched.aio.environment import Environment
-from vsched.aio.grammar_checks import GrammarChecks
+from vsched.aio.fork_server import ForkServer
+from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
+from vsched.aio.hosts.remote import placed
 from vsched.aio.kv_sizing import Sizing
+from vsched.aio.launcher import RANK_COMMAND, Launcher, LocalLauncher, Modules
 from vsched.aio.live import COUNTERS, LiveState, live_policies, served_state
-from vsched.aio.replicas.launcher import Launcher
-from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.aio.serving import (
-    FrontEnd,
     RequestIds,
     RunningParts,
     Sink,
     checked_argument,
     checked_images,
     checked_prompt,
-    load_front_end,
     request_of,
     submit_choices,
 )
-from vsched.aio.shell import start_shell
-from vsched.aio.streams.finished import FinishedRequests
-from vsched.aio.streams.stream import ChoiceInputs, Generation, StopScope, TokenStream
+from vsched.aio.shell import EventRecorder, start_shell
+from vsched.aio.streams import ChoiceInputs, FinishedRequests, Generation, StopScope, TokenStream
+from vsched.aio.worker_groups import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.assembly import (
+    FrontEnd,
     adapter_table,
     arena_layout,
     as_served,
     create_sizing,
     engine_memory,
     inspect_checkpoint,
+    load_front_end,
     make_worker_groups,
     memory_in_use,
     scheduler_limits,
+    verifies_drafts,
 )
-from vsched.config import Config, plain_config, resolve_policies
+from vsched.config import Config, MediaConfig, plain_config, resolve_policies
 from vsched.config.devices import settle
 from vsched.config.policies import check_combinations, check_replacement, policy_tables
 from vsched.devices import log_devices, resolve_devices
 from vsched.errors import ConfigError, PolicyError, RequestRefused
+from vsched.kernel import Scheduler
 from vsched.kernel.events import Arrived, PolicyReplaced
-from vsched.media import ImageReference, Prompt
+from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
 from vsched.media.pipeline import PreparedRequest
-from vsched.media.pixels import PixelStore
-from vsched.media.pruning import make_pruning
+from vsched.media.pruning import Pruning, make_pruning
 from vsched.memory import Ledger
 from vsched.notebook import Statistics
 from vsched.policy import Policy
+from vsched.policy_host.call_times import QueueClock
 from vsched.record.left import PartialOutput
-from vsched.record.recorder import check_record_path
+from vsched.record.recorder import check_record_path, open_recorder
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker
+
+MakeMedia = Callable[[Preprocessor, PixelStore, MediaConfig, Pruning | None], MediaPipeline]
+
+
+def make_launcher(
+    config: Config,
+    *,
+    command: Sequence[str] = RANK_COMMAND,
+    forked: bool = True,
+    started: Mapping[Modules, ForkServer] | None = None,
+) -> Launcher:
+    """Return a launcher for the configured hosts; for the other arguments see `LocalLauncher`.
+
+    Raises:
+        ConfigError: When the key file of other hosts cannot be read, or Ray cannot be reached.
+    """
+    own = LocalLauncher(command=command, forked=forked, started=started)
+    try:
+        return placed(config, own) if config.cluster.elsewhere else own
+    except BaseException:
+        own.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The environment of an engine; the defaults are for a server, and a simulation passes its own.
+
+    Attributes:
+        make_launcher: Called once; returns the launcher of all worker groups.
+        make_grammar_checker: Returns the grammar checker; None if the plug-in has no grammars.
+        make_media: Returns the pipeline that prepares requests, with its threads and network.
+        open_record: Returns the record of a kernel, or None to keep none.
+        now_ns: The kernel's clock.
+        make_queue_clock: Called once on the event loop's thread; returns the clock of its waits for a core, in ns.
+    """
+
+    make_launcher: Callable[[Config], Launcher] = make_launcher
+    make_grammar_checker: Callable[[Config, ModelInfo], GrammarChecker | None] = grammar_processes
+    make_media: MakeMedia = MediaPipeline
+    open_record: Callable[[Config, Scheduler], EventRecorder | None] = open_recorder
+    now_ns: Callable[[], int] = time.monotonic_ns
+    make_queue_clock: Callable[[], Callable[[], int]] = QueueClock
+
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, str, float], None]

@@ -16,7 +16,7 @@ import msgspec
 from tests.bench.options import options_of, settings_of
 from tests.bench.report.pairs import pair_cells
 from vsched import Config, Engine, SamplingParams
-from vsched.aio.streams.stream import Generation
+from vsched.aio.streams import Generation
 from vsched.api.structured_outputs import constraint_from_schema
 from vsched.config import load_config
 

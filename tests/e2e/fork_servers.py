@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.workers.parallel.ranks import forkable_everywhere
-from vsched.aio.replicas import fork_server, launcher
+from vsched.aio import fork_server, launcher
 
 
 class SharedForkServer(fork_server.ForkServer):

@@ -15,9 +15,9 @@ from typing import cast
 
 from vsched import Engine
 from vsched.aio.kv_sizing import Sizing
-from vsched.aio.leader.leader import Leader
-from vsched.aio.replicas.launcher import Launcher
-from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
+from vsched.aio.launcher import Launcher
+from vsched.aio.leader import Leader
+from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents
 from vsched.assembly import worker_group_plans
 from vsched.config import Config, resolve_policies
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision

@@ -16,7 +16,7 @@ from tests.e2e.asking import TEXTS, Ask, data_url, drawn_image, read  # noqa: E4
 from tests.patience import PATIENCE_S  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Engine, SamplingParams  # noqa: E402
-from vsched.aio.streams.stream import PromptToken  # noqa: E402
+from vsched.aio.streams import PromptToken  # noqa: E402
 from vsched.api.server import RunningServer  # noqa: E402
 from vsched.errors import RequestRefused  # noqa: E402
 

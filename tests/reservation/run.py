@@ -8,7 +8,7 @@ import sys
 import msgspec
 
 from tests.reservation.measure import Found
-from vsched.aio.replicas.fork_server import rank_environment
+from vsched.aio.fork_server import rank_environment
 
 
 def run(

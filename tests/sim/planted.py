@@ -65,7 +65,7 @@ PLANTS = (
     ),
     Plant(
         "a heartbeat with two deadlines",
-        "vsched.aio.leader.failure_detector:FailureDetector.failure",
+        "vsched.aio.leader:FailureDetector.failure",
         "silent_s = limits.rank_timeout_s + limits.heartbeat_s",
         "silent_s = limits.heartbeat_s",
         seed=3,
@@ -100,7 +100,7 @@ PLANTS = (
     ),
     Plant(
         "a lost terminal reply",
-        "vsched.aio.streams.table:StreamTable.finish",
+        "vsched.aio.streams:StreamTable.finish",
         "generation.finish(finish)",
         "generation.finish(finish) if self._by_number else None",
         seed=0,

@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from vsched.aio.leader.leader import Leader
-from vsched.aio.replicas.groups import ServedGroup, ServedGroups
+from vsched.aio.leader import Leader
+from vsched.aio.worker_groups import ServedGroup, ServedGroups
 from vsched.config import Config
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.probes import probe

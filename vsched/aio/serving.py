@@ -12,13 +12,18 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 
 from vsched.aio.adapters import AdapterHold, AdapterTable, with_adapter
-from vsched.aio.draft_checks import check_vocabulary
+from vsched.aio.arrivals import PendingArrival
 from vsched.aio.grammar_checks import GrammarChecks
-from vsched.aio.pending_arrivals import PendingArrival
-from vsched.aio.replicas.launcher import Launcher
+from vsched.aio.launcher import Launcher
 from vsched.aio.shell import Shell
-from vsched.aio.streams.stream import ChoiceInputs, PromptReport
-from vsched.aio.streams.table import AnswerSink, RequestTimeline, interrupt_all, timeline_of
+from vsched.aio.streams import (
+    AnswerSink,
+    ChoiceInputs,
+    PromptReport,
+    RequestTimeline,
+    interrupt_all,
+    timeline_of,
+)
 from vsched.errors import RequestRefused, limit_message
 from vsched.kernel.events import FurtherChoice
 from vsched.media import ImageReference, Prompt
@@ -27,11 +32,7 @@ from vsched.plain_values import InvalidValue, field_types, plain_value
 from vsched.record.left import PartialOutput
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
-from vsched.worker.contract import Preprocessor, WorkerPlugin
 from vsched.worker.slots import STOP_TOKENS_MAX
-
-FrontEnd = tuple[Preprocessor, bool]
-"""The preprocessor of requests, and whether ranks can report the log-probabilities of prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,15 +172,6 @@ def _with_length(sampling: SamplingParams, shell: Shell, *, prompt_tokens: int) 
     limits = shell.limits
     room = min(limits.context_tokens, limits.blocks * limits.block_size) - prompt_tokens
     return msgspec.structs.replace(sampling, max_tokens=max(room, 1))
-
-
-def load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> FrontEnd:
-    """Load the preprocessor, and ask the plug-in whether `ranks` ranks can report prompt log-probabilities."""
-    tells = plugin.computes_prompt_logprobs(info, ranks=ranks)
-    preprocessor = plugin.load_preprocessor(info)
-    if info.draft is not None:
-        check_vocabulary(info, preprocessor, plugin.load_preprocessor(info.draft))
-    return preprocessor, tells
 
 
 _SEED_BITS = 63

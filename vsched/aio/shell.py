@@ -15,18 +15,17 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 from vsched.aio.adapters import AdapterOrders
-from vsched.aio.pending_arrivals import PendingArrival, PendingArrivals
-from vsched.aio.refusals import refusal_error
-from vsched.aio.replicas.groups import ServedGroups
-from vsched.aio.replicas.supervisor import Reports, Supervisor
-from vsched.aio.replicas.worker_group import (
+from vsched.aio.arrivals import PendingArrival, PendingArrivals, refusal_error
+from vsched.aio.streams import AnswerSink, StreamTable, failure_of, int32_array
+from vsched.aio.worker_groups import (
     STOP_GRACE_S,
+    Reports,
+    ServedGroups,
+    Supervisor,
     WorkerGroup,
     WorkerGroupEvents,
     all_or_first_error,
 )
-from vsched.aio.streams.stream import failure_of
-from vsched.aio.streams.table import AnswerSink, StreamTable, int32_array
 from vsched.errors import GroupLostError, RequestRefused, StartFailedError, limit_message
 from vsched.failures import GroupFailure
 from vsched.kernel import Scheduler, SchedulerLimits

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from vsched.errors import RequestFailed
-from vsched.isolated.frames import ANSWERED, HEAD_BYTES, KILLED, frame_header
+from vsched.isolated.server import ANSWERED, HEAD_BYTES, KILLED, frame_header
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")

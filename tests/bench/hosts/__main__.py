@@ -23,7 +23,7 @@ from tests.bench.hosts.load import Asked, Pictures
 from tests.bench.report.pairs import spread
 from tests.host_process import HostProcess, running
 from vsched import Config, Engine
-from vsched.aio.hosts.sockets import write_key_file
+from vsched.aio.hosts.link import write_key_file
 from vsched.config import load_config
 
 ONE, TWO = WAYS = ("one host", "two hosts")

@@ -18,11 +18,11 @@ import pytest
 from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
 from tests.unit.rank.worker_groups import Place, limits_for, make_sizing
-from vsched.aio.leader.leader import Deadlines
-from vsched.aio.replicas.launcher import at_home, link_address
+from vsched.aio.launcher import at_home, link_address
+from vsched.aio.leader import Deadlines
 from vsched.aio.serving import RunningParts
 from vsched.aio.shell import EventRecorder, Shell, start_shell
-from vsched.aio.streams.stream import ChoiceInputs, TokenStream
+from vsched.aio.streams import ChoiceInputs, TokenStream
 from vsched.config import Config
 from vsched.engine import Engine
 from vsched.errors import RequestFailed

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from vsched.aio.replicas.worker_group import RankThreads
+from vsched.aio.worker_groups import RankThreads
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.wire import ThreadsInUse
 

@@ -21,7 +21,7 @@ from tests.unit.aio.ranks import (
 from tests.unit.aio.test_shell_groups import ITEM, check_tokens, state_of, streams_of
 from tests.unit.api.fakes import Client
 from tests.unit.rank.fake_plugin import expected_tokens
-from vsched.aio.replicas.supervisor import LOSSES_MAX
+from vsched.aio.worker_groups import LOSSES_MAX
 from vsched.api import ApiSettings, create_app
 from vsched.config import Config
 from vsched.engine import Engine

@@ -20,7 +20,7 @@ from tests.unit.aio.ranks import (
     Stream,
 )
 from tests.unit.rank.fake_plugin import expected_tokens
-from vsched.aio.replicas.supervisor import RESTART_DELAYS_S
+from vsched.aio.worker_groups import RESTART_DELAYS_S
 from vsched.errors import CheckpointError, GroupLostError, RequestRefused
 from vsched.testing import make_request
 from vsched.types import stage_of

@@ -10,7 +10,7 @@ import zmq
 
 from tests.unit.aio.ranks import BLOCKS, SEPARATE, TOGETHER, Result, ShellHarness, Stream
 from tests.unit.rank.fake_plugin import expected_tokens
-from vsched.aio.replicas.supervisor import LOSSES_WINDOW_S, RESTART_DELAYS_S
+from vsched.aio.worker_groups import LOSSES_WINDOW_S, RESTART_DELAYS_S
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.testing import make_request
 from vsched.wire import EncodeResult, GenerateResult

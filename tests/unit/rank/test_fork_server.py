@@ -16,9 +16,9 @@ from tests.patience import until
 from tests.unit.rank.fake_plugin import NAME, Behaviour
 from tests.unit.rank.test_worker_group import one_request, process_names
 from tests.unit.rank.worker_groups import Place, Received, is_running
-from vsched.aio.replicas import fork_server, launcher
-from vsched.aio.replicas.fork_server import ForkServer
-from vsched.aio.replicas.launcher import LocalLauncher, early_fork_servers
+from vsched.aio import fork_server, launcher
+from vsched.aio.fork_server import ForkServer
+from vsched.aio.launcher import LocalLauncher, early_fork_servers
 from vsched.config import load_config
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ import pytest
 from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.unit.rank.fake_plugin import Behaviour
 from tests.unit.rank.worker_groups import LIMITS, Place, Received, is_running
-from vsched.aio.leader.leader import Deadlines
-from vsched.aio.replicas.worker_group import WorkerGroup
+from vsched.aio.leader import Deadlines
+from vsched.aio.worker_groups import WorkerGroup
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.types import SamplingParams
 from vsched.wire import EncodeResult, GenerateResult

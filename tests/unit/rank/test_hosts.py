@@ -17,8 +17,7 @@ from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import PATIENT, cable_to, host_process, hosts_of
 from tests.unit.rank.worker_groups import Place, generate, read, shell_of
 from vsched.aio.hosts import server
-from vsched.aio.replicas.launcher import LocalLauncher
-from vsched.aio.replicas.process import RankProcess
+from vsched.aio.launcher import LocalLauncher, RankProcess
 from vsched.aio.shell import Shell
 from vsched.errors import GroupLostError, StartFailedError
 from vsched.testing import make_request

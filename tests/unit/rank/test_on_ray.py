@@ -19,10 +19,9 @@ from tests.patience import NEVER_S, until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import RunningHost
 from tests.unit.rank.worker_groups import ROOT, Place, generate, python_path, read, shell_of
-from vsched.aio.hosts.placement import placed
 from vsched.aio.hosts.ray_hosts import ActorDied, InstalledRay, RayHosts, Resources
-from vsched.aio.replicas.launcher import LocalLauncher
-from vsched.aio.replicas.process import RankProcess
+from vsched.aio.hosts.remote import placed
+from vsched.aio.launcher import LocalLauncher, RankProcess
 from vsched.config import Config, load_config
 from vsched.config.cluster import ClusterConfig
 from vsched.errors import ConfigError
@@ -316,7 +315,7 @@ import vsched
 for module in pkgutil.walk_packages(vsched.__path__, "vsched."):
     if module.name.startswith("vsched.aio") or module.name.startswith("vsched.cli"):
         importlib.import_module(module.name)
-from vsched.aio.environment import make_launcher
+from vsched.engine import make_launcher
 from vsched.config import load_config
 make_launcher(load_config(None, sets=[], environ={}).config).close()
 """

@@ -23,7 +23,7 @@ from tests.unit.rank.worker_groups import (
     read,
     shell_of,
 )
-from vsched.aio.replicas import supervisor as revival_module
+from vsched.aio import worker_groups as revival_module
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.testing import make_request
 

@@ -23,9 +23,8 @@ from tests.unit.rank.worker_groups import (
     is_running,
     make_sizing,
 )
-from vsched.aio.leader.leader import Deadlines
-from vsched.aio.replicas.launcher import at_home
-from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
+from vsched.aio.launcher import RANK_COMMAND, RankProcess, at_home
+from vsched.aio.leader import Deadlines
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLostError
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.transport.zmq_link import LeaderLink

@@ -13,11 +13,11 @@ import msgspec
 from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import KV_BYTES, LAYOUT, NAME, Behaviour, model_info
 from vsched.aio.kv_sizing import Sizing
-from vsched.aio.leader.leader import Deadlines
-from vsched.aio.replicas.launcher import Launcher, LocalLauncher
-from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
+from vsched.aio.launcher import Launcher, LocalLauncher
+from vsched.aio.leader import Deadlines
 from vsched.aio.shell import Shell, start_shell
-from vsched.aio.streams.stream import ChoiceInputs, TokenStream
+from vsched.aio.streams import ChoiceInputs, TokenStream
+from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents
 from vsched.kernel import SchedulerLimits
 from vsched.policy import MemoryPolicy, MemoryView
 from vsched.testing import default_policies

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from vsched.aio.hosts.remote import Connect, EngineEnd
+from vsched.aio.hosts.link import Connect, EngineEnd
 from vsched.aio.hosts.server import serve_host
 from vsched.config.cluster import ClusterConfig
 from vsched.errors import ConfigError, VschedError, limit_message

@@ -20,29 +20,32 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from vsched.aio.hosts.messages import (
+from vsched.aio.hosts.link import (
     VERSION,
+    WINDOW_BYTES,
     Bye,
     ByteRange,
+    Context,
     Exited,
     Fetch,
     Fetched,
     FromRank,
+    HostSocket,
     Kill,
     Launch,
     Launched,
     Opened,
     OpenGroups,
     Refused,
+    Stream,
     ToHost,
     ToRank,
     Unsent,
     Write,
+    curve_keys,
 )
-from vsched.aio.hosts.sockets import Context, HostSocket, curve_keys
-from vsched.aio.hosts.stream import WINDOW_BYTES, Stream
-from vsched.aio.leader.leader import LeaderEnd
-from vsched.aio.replicas.launcher import Host, LaunchedRank, Launcher, LocalLauncher
+from vsched.aio.launcher import Host, LaunchedRank, Launcher, LocalLauncher
+from vsched.aio.leader import LeaderEnd
 from vsched.errors import ConfigError, VschedError
 from vsched.memory import Sized
 from vsched.policy import RankMemory, Reservation

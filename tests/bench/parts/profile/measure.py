@@ -23,10 +23,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from tests.bench.parts.profile import rank as profile_rank
 from tests.bench.parts.profile.floors import LoadWork, MachineRates, floors, measure_machine
 from tests.bench.parts.profile.meter import OUTSIDE, Meter, ProbePoint, TimeSpent, read_cells
-from vsched.aio.environment import Environment, make_launcher
-from vsched.aio.leader.leader import Leader
+from vsched.aio.leader import Leader
 from vsched.aio.shell import Shell
-from vsched.aio.streams.table import StreamTable
+from vsched.aio.streams import StreamTable
 from vsched.api.completions import CompletionEndpoint
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.server import running_server
@@ -35,7 +34,7 @@ from vsched.bench.load.figures import Figures
 from vsched.bench.load.generator import draw
 from vsched.bench.report.machine import TICK_S, OtherLoad
 from vsched.config import Config
-from vsched.engine import Engine, Progress
+from vsched.engine import Engine, Environment, Progress, make_launcher
 from vsched.kernel import Scheduler
 from vsched.media import fills
 from vsched.media.measure import Measurer

@@ -12,11 +12,10 @@ from functools import partial
 import msgspec
 
 from tests.bench.servers.neighbours import neighbours
-from vsched.aio.environment import Environment, make_launcher
-from vsched.aio.replicas.worker_group import STARTING
+from vsched.aio.worker_groups import STARTING
 from vsched.bench.load.cases import draw_image
 from vsched.config import load_config
-from vsched.engine import Engine
+from vsched.engine import Engine, Environment, make_launcher
 from vsched.types import SamplingParams
 
 STREAMS = 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.leader.leader import Deadlines, Leader, ProcessLiveness
+from vsched.aio.leader import Deadlines, Leader, ProcessLiveness
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import (
     EncodeResult,

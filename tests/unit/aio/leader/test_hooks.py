@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader.leader import HOOK_GAP_S, HookTimes
+from vsched.aio.leader import HOOK_GAP_S, HookTimes
 from vsched.kernel.decisions import GenerateDecision
 from vsched.wire import Beat, GenerateResult, Heartbeat, RunHook, StepCheck, check_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.leader.leader import Deadlines, Leader
+from vsched.aio.leader import Deadlines, Leader
 from vsched.config.sections import DeadlinesConfig
 from vsched.sim.loop.virtual_loop import VirtualLoop
 from vsched.sim.ranks.device_memory import SimulatedMemory

@@ -13,7 +13,7 @@ import zmq
 
 from tests.patience import patience
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader.leader import EARLY, Leader
+from vsched.aio.leader import EARLY, Leader
 from vsched.failures import ErrorKind
 from vsched.kernel.decisions import GenerateDecision
 from vsched.transport.zmq_link import LeaderLink, rank_identity

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader.failure_detector import ResultComparison
-from vsched.aio.leader.leader import ProcessLiveness
+from vsched.aio.leader import ProcessLiveness, ResultComparison
 from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.memory import Sized

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.sim.virtual import current
-from vsched.aio.leader.leader import Deadlines, Leader
+from vsched.aio.leader import Deadlines, Leader
 from vsched.errors import RankDesync
 from vsched.failures import ErrorKind
 from vsched.kernel.decisions import EncodeDecision

@@ -1,0 +1,767 @@
+"""Worker groups: the processes of a replica, their restarts, and the administration of the groups they serve.
+
+The processes of a replica start, fail and stop together, independently of other replicas. With `placement = "separate"`
+each group has its own worker group, so the loss of an encoder does not affect generate ranks. With `"together"` one
+worker group serves an encode and a generate group in the same processes.
+
+A lost worker group is restarted at once, then after increasing pauses, then never; losses of one never delay another.
+
+An operator drains a group for maintenance of its device, for example, and resumes it afterwards. A restart drains all
+groups of the worker group, then replaces its ranks. The last group of a stage that is up can be restarted, because its
+requests wait for its return, but not drained: they would wait for an operator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime as dt
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NoReturn, TypeVar
+
+import msgspec
+
+from vsched.aio.kv_sizing import Sizing
+from vsched.aio.launcher import Host, LaunchedRank, Launcher
+from vsched.aio.leader import Deadlines, Leader, ProcessLiveness
+from vsched.errors import DeviceOutOfMemory, RequestRefused, failure_of, startup_error
+from vsched.failures import (
+    GroupFailure,
+    HostLost,
+    LostTooOften,
+    NotReady,
+    ProcessExited,
+    RestartedByOperator,
+)
+from vsched.kernel.events import Drain, Event, GroupLost, Resume
+from vsched.probes import probe
+from vsched.transport.arena import Arena
+from vsched.types import stage_of
+from vsched.wire import EncodeResult, GenerateResult, Ready, ThreadsInUse
+from vsched.worker.shares import threads_of
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+STOP_GRACE_S = 5.0
+THREADS_LAST_S = 5.0
+"""A change of the number of threads is logged only after this time, so that short-lived other programs cause no log
+lines."""
+STARTING = "starting processes and importing libraries"
+"""First progress message of a group, before its ranks have sent any."""
+
+
+class WorkerGroupEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """Callbacks of a worker group: results by group, the loss of all its groups, loading progress by group."""
+
+    on_result: Callable[[str, GenerateResult | EncodeResult], None]
+    on_lost: Callable[[Sequence[str], GroupFailure], None]
+    on_progress: Callable[[str, str, float], None]
+
+
+class WorkerGroup:
+    """The ranks of one replica, which serve `groups` with the roles in `template`.
+
+    Rank numbers, secret and devices are filled into the template for each rank and start; the host fills in the rest.
+    """
+
+    def __init__(
+        self,
+        template: RankSpec,
+        launcher: Launcher,
+        arena: Arena,
+        *,
+        groups: Sequence[str],
+        ranks: int,
+        deadlines: Deadlines,
+        events: WorkerGroupEvents,
+        sizing: Sizing,
+    ) -> None:
+        roles = {"encode": template.encode, "generate": template.generate}
+        served = [stage for stage, role in roles.items() if role is not None]
+        assert [stage_of(group) for group in groups] == served, f"{groups} have roles {served}"
+        self.groups = list(groups)
+        self._template = template
+        self._launcher = launcher
+        self._arena = arena
+        self._host: Host | None = None
+        self._ranks = ranks
+        self._threads = threads_of(template)
+        self._deadlines = deadlines
+        self._events = events
+        self._sizing = sizing
+        self._leaders: dict[str, Leader] = {}
+        self._threads_in_use = RankThreads(groups)
+        self._processes: list[LaunchedRank] = []
+        self._phase: Literal["down", "starting", "up", "stopping"] = "down"
+        self._loss: asyncio.Future[GroupFailure]
+        self._doing = ""
+
+    async def start(self) -> dict[str, list[Ready]]:
+        """Start all ranks in parallel and wait until all are ready; return their reports by group.
+
+        Blocks: up to `deadlines.ready_s`.
+
+        Raises:
+            CheckpointError, ConfigError, DeviceOutOfMemory: When a rank reports it.
+            DeviceOutOfMemory, MemoryLeak, PolicyError: When no size of the KV cache works.
+            GroupLostError: When a rank exits otherwise, or is not ready in time.
+        """
+        self._phase = "starting"
+        self._loss = asyncio.get_running_loop().create_future()
+        for group in self.groups:
+            self._progress(group, STARTING, 0.0)
+        secret = secrets.token_hex(16)
+        liveness = ProcessLiveness()
+        self._close_host()
+        host = self._host = self._launcher.choose_host(self.groups, self._arena, self._lose_host)
+        self._threads_in_use = RankThreads(self.groups)
+        self._leaders = {name: self._lead(host, name, secret, liveness) for name in self.groups}
+        self._processes = []
+        # One by one: if a launch fails, `stop` ends the earlier ones.
+        for rank in range(self._ranks):
+            spec, on_exit = self._spec(rank, secret), self._exit_handler(rank)
+            process = host.launch(spec, threads=self._threads, on_exit=on_exit)
+            self._processes.append(process)
+        try:
+            async with asyncio.timeout(self._deadlines.ready_s) as deadline:
+                await all_or_first_error(map(self._bring_up, self.groups), self._raise_loss())
+        except Exception as failed:  # noqa: BLE001 - whatever it was, the ranks are stopped
+            error = failed
+            if deadline.expired():
+                error = startup_error(self._not_ready())
+            elif self._loss.done():
+                error = startup_error(self._loss.result())
+            await self.stop(grace_s=0)
+            raise self._with_settings(error) from None
+        self._phase = "up"
+        return {name: self._leaders[name].ready.result() for name in self.groups}
+
+    def _with_settings(self, error: Exception) -> Exception:
+        """Name both memory limits if a process has both stages: the error names only the limit of its stage."""
+        template = self._template
+        both = template.encode is not None and template.generate is not None
+        if not (both and template.memory_limit_bytes and isinstance(error, DeviceOutOfMemory)):
+            return error
+        said, keys = str(error).rstrip("."), template.memory_keys
+        if keys in said:
+            return error
+        return DeviceOutOfMemory(
+            f"{said}. One process has both stages, under a limit of {template.memory_limit_bytes} bytes: raise {keys}, "
+            "for the two add up"
+        )
+
+    async def _bring_up(self, group: str) -> None:
+        """Size a group and wait until its ranks are ready."""
+        leader = self._leaders[group]
+        if stage_of(group) == "encode":
+            await self._sizing.publish(group, leader)
+        else:
+            await self._sizing.lead(group, leader)
+        await asyncio.shield(leader.ready)
+
+    async def _raise_loss(self) -> NoReturn:
+        raise startup_error(await asyncio.shield(self._loss))
+
+    def _not_ready(self) -> GroupFailure:
+        waiting_for = self._sizing.waited_for(self.groups)
+        return NotReady(tuple(self.groups), self._deadlines.ready_s, waiting_for)
+
+    def leader(self, group: str) -> Leader:
+        """Return the leader of a group in the latest start; a leader of a lost group drops decisions."""
+        return self._leaders[group]
+
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """Stop all ranks.
+
+        Blocks: at most the grace period; then ranks are killed.
+        """
+        if self._phase != "up":
+            grace_s = 0  # ranks that load do not read orders, and ranks of a lost group cannot be trusted to stop
+        self._phase = "stopping"
+        for leader in self._leaders.values():
+            if grace_s > 0:
+                leader.stop()
+        try:
+            await asyncio.gather(*(process.end(grace_s=grace_s) for process in self._processes))
+            self._processes = []
+        finally:
+            for leader in self._leaders.values():
+                leader.close()
+            self._threads_in_use.close()
+            self._close_host()
+            self._phase = "down"
+
+    def _close_host(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks that have a process."""
+        return [process.pid for process in self._processes if process.pid]
+
+    def memory(self) -> dict[str, dict[int, dict[str, int]]]:
+        """Return the ranks' last memory reports by group and rank, in bytes."""
+        return {name: dict(leader.memory) for name, leader in self._leaders.items()}
+
+    def kernels_late(self, group: str) -> dict[int, int]:
+        """Return the number of kernels that each rank of a group compiled or loaded after it was ready."""
+        leader = self._leaders.get(group)
+        return dict(leader.kernels_late) if leader else {}
+
+    def threads(self) -> dict[int, ThreadsInUse]:
+        """Return the threads in use by each rank that reports them."""
+        return dict(self._threads_in_use.in_use)
+
+    def heartbeats(self, group: str) -> dict[str, int]:
+        """Return the number of heartbeats sent and missed since the latest start."""
+        leader = self._leaders.get(group)
+        sent, missed = (leader.heartbeats, leader.heartbeats_missed) if leader else (0, 0)
+        return {"sent": sent, "missed": missed}
+
+    def _lead(self, host: Host, group: str, secret: str, liveness: ProcessLiveness) -> Leader:
+        return Leader(
+            group,
+            partial(host.open_link, group),
+            secret=secret,
+            ranks=self._ranks,
+            deadlines=self._deadlines,
+            on_result=self._events.on_result,
+            on_lost=self._lose,
+            on_threads=self._threads_in_use.take,
+            on_progress=partial(self._progress, group),
+            liveness=liveness,
+        )
+
+    def _spec(self, rank: int, secret: str) -> RankSpec:
+        template = self._template
+        changes: dict[str, Any] = {}
+        for group in self.groups:
+            stage = stage_of(group)
+            role: EncodeRole | GenerateRole = getattr(template, stage)
+            settings = dataclasses.replace(
+                role.settings,
+                device=rank_device(role.settings.device, rank),
+                ranks=self._ranks,
+                rank=rank,
+            )
+            if isinstance(role, EncodeRole):
+                role = self._with_share(role, group, rank)
+            changes[stage] = msgspec.structs.replace(role, settings=settings)
+        name = f"{' and '.join(self.groups)} rank {rank}"
+        return msgspec.structs.replace(template, rank=rank, secret=secret, name=name, **changes)
+
+    def _with_share(self, role: EncodeRole, group: str, rank: int) -> EncodeRole:
+        """Return a role with the reservation of the first start, so that it is not measured again."""
+        kept_bytes = self._sizing.reserved_bytes(group, rank)
+        return (
+            role if kept_bytes is None else msgspec.structs.replace(role, reserved_bytes=kept_bytes)
+        )
+
+    def _progress(self, group: str, what: str, fraction: float) -> None:
+        self._doing = what
+        self._events.on_progress(group, what, fraction)
+
+    def _exit_handler(self, rank: int) -> Callable[[int], None]:
+        def on_exit(code: int) -> None:
+            if self._phase == "stopping":
+                return
+            for leader in self._leaders.values():
+                leader.hear_out()
+            failure = ProcessExited(tuple(self.groups), rank, code)
+            if self._phase != "up":
+                limit_bytes, keys = self._template.memory_limit_bytes, self._template.memory_keys
+                if self._host is not None and self._host.name and self._template.share.memory:
+                    limit_bytes = 0  # that host has its own limit
+                failure = msgspec.structs.replace(
+                    failure,
+                    doing=self._doing,
+                    memory_limit=(limit_bytes, keys) if limit_bytes else None,
+                )
+            self._lose(failure)
+
+        return on_exit
+
+    def _lose_host(self, what: str) -> None:
+        host = self._host.name if self._host is not None else ""
+        self._lose(HostLost(tuple(self.groups), host, what))
+
+    def _lose(self, failure: GroupFailure) -> None:
+        """Report the loss of all groups; only the first failure counts."""
+        if self._phase == "stopping" or self._loss.done():
+            return
+        self._loss.set_result(failure)
+        if self._phase == "up":  # otherwise `start` is waiting, and raises it
+            logger.error("lost: %s", failure)
+            self._events.on_lost(self.groups, failure)
+
+
+class RankThreads:
+    """The last thread report of each rank of one start; a lasting change is logged once.
+
+    Attributes:
+        in_use: The last report of each rank.
+    """
+
+    def __init__(self, groups: Sequence[str]) -> None:
+        self.in_use: dict[int, ThreadsInUse] = {}
+        self._names = " and ".join(groups)
+        self._logged: dict[int, int] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+
+    def take(self, rank: int, report: ThreadsInUse) -> None:
+        """Take the report of a rank; groups in one process report the same number twice."""
+        if report == self.in_use.get(rank):
+            return
+        self.in_use[rank] = report
+        self._cancel(rank)
+        if report.active != self._logged.setdefault(rank, report.total):
+            loop = asyncio.get_running_loop()
+            self._timers[rank] = loop.call_later(THREADS_LAST_S, self._log, rank, report)
+
+    def close(self) -> None:
+        """Stop logging."""
+        for rank in list(self._timers):
+            self._cancel(rank)
+
+    def _cancel(self, rank: int) -> None:
+        timer = self._timers.pop(rank, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _log(self, rank: int, report: ThreadsInUse) -> None:
+        del self._timers[rank]
+        self._logged[rank] = report.active
+        who, active, total = f"{self._names} rank {rank}", report.active, report.total
+        if active < total:
+            why = "other programs keep the cores busy"
+            logger.warning("%s computes with %d of %d threads: %s", who, active, total, why)
+        else:
+            logger.info("%s computes with all of its %d threads again", who, total)
+
+
+def rank_device(device: str, index: int) -> str:
+    """Return the device `index` after this one; only `cuda` has several."""
+    kind, _, first = device.partition(":")
+    return f"{kind}:{int(first or 0) + index}" if kind == "cuda" else device
+
+
+async def all_or_first_error(
+    works: Iterable[Coroutine[Any, Any, Result]], watch: Coroutine[Any, Any, NoReturn]
+) -> list[Result]:
+    """Run coroutines concurrently and return their results; the first error, also from `watch`, cancels the rest."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watch)
+            tasks = [group.create_task(work) for work in works]
+            await asyncio.wait(tasks)
+            watching.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
+"""Pauses before restart attempts; after the last attempt the worker group is given up."""
+LOSSES_WINDOW_S = 60.0
+LOSSES_MAX = len(RESTART_DELAYS_S) + 1
+"""Losses within the window skip the shorter pauses; after this many the worker group is given up."""
+Reports = dict[str, list[Ready]]
+
+
+class LastLoss(msgspec.Struct, frozen=True):
+    """The last loss of a worker group; `at_s` is a Unix time."""
+
+    failure: GroupFailure
+    at_s: float
+
+
+class Supervisor:
+    """Restarts one worker group after each loss.
+
+    `check(reports)` raises if the new ranks cannot be used. At the end of each restart `on_back` or
+    `on_failed(failure)` is called once.
+
+    Attributes:
+        down: Whether the ranks are lost, or not in use yet.
+        restarting: Whether an operator restarts them, and their groups are being drained for that.
+        retired: Why they will not be restarted; None while they may be.
+        restarts: Number of successful restarts.
+        losses: Number of unplanned losses by kind of failure.
+        last_loss: None before the first.
+    """
+
+    def __init__(
+        self,
+        worker_group: WorkerGroup,
+        *,
+        check: Callable[[Reports], None],
+        on_back: Callable[[], None],
+        on_failed: Callable[[GroupFailure], None],
+    ) -> None:
+        self.worker_group = worker_group
+        self.down = self.restarting = False
+        self.retired: GroupFailure | None = None
+        self.restarts = 0
+        self.losses: Counter[str] = Counter()
+        self.last_loss: LastLoss | None = None
+        self._check = check
+        self._on_back = on_back
+        self._on_failed = on_failed
+        self._loop = asyncio.get_running_loop()
+        self._losses_s: deque[float] = deque(maxlen=LOSSES_MAX)
+        self._grace_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def names(self) -> str:
+        """The groups of the worker group, for messages."""
+        return " and ".join(self.worker_group.groups)
+
+    def note_loss(self, failure: GroupFailure) -> None:
+        """Count an unplanned loss; each in the window lengthens the next pause."""
+        self.down = True
+        self.last_loss = LastLoss(failure, time.time())
+        self.losses[type(failure).__name__] += 1
+        self._losses_s.append(self._loop.time())
+        self._grace_s = 0.0
+
+    def note_restart(self, failure: GroupFailure) -> None:
+        """Note a planned restart: it does not count as a loss, and ranks get the grace period."""
+        self.down = True
+        self.last_loss = LastLoss(failure, time.time())
+        self._grace_s = STOP_GRACE_S
+
+    def revive(self) -> None:
+        """Start retired ranks again and forget earlier losses, because an operator has intervened."""
+        self.retired, self.down = None, True
+        self._losses_s.clear()
+        self.restart()
+
+    def restart(self) -> None:
+        """Start a restart, unless one is in progress: each of its groups may request it."""
+        if self._task is None:
+            self._settled.clear()
+            self._task = self._loop.create_task(self._restart())
+
+    async def wait_settled(self) -> None:
+        """Wait until no restart is in progress, whether it succeeded or not.
+
+        Blocks: up to all pauses and as many starts.
+        """
+        await self._settled.wait()
+
+    async def end(self) -> None:
+        """Cancel a restart in progress."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._settled.set()
+
+    async def _restart(self) -> None:
+        groups = tuple(self.worker_group.groups)
+        failure: GroupFailure = LostTooOften(groups)
+        for delay_s in RESTART_DELAYS_S[max(self._recent_losses(), 1) - 1 :]:
+            await asyncio.sleep(delay_s)
+            try:
+                await self.worker_group.stop(grace_s=self._grace_s)
+                self._check(await self.worker_group.start())
+            except Exception as error:  # noqa: BLE001 - the next attempt may succeed
+                probe("supervisor.start_failed")
+                logger.warning("%s did not come back: %s", self.names, error)
+                failure = failure_of(error, groups)
+                continue
+            self.restarts += 1
+            self.down = False
+            logger.warning("%s: up again", self.names)
+            self._finish()
+            self._on_back()
+            return
+        # The last attempt may have left unusable ranks.
+        await self.worker_group.stop(grace_s=0)
+        probe("supervisor.given_up")
+        logger.error("%s: could not be restarted", self.names)
+        self.retired = failure
+        self._finish()
+        self._on_failed(failure)
+
+    def _finish(self) -> None:
+        """Reset the state before the callbacks, whose effects may lose the worker group and restart it again."""
+        self._task = None
+        self._settled.set()
+
+    def _recent_losses(self) -> int:
+        """Return the number of losses within the window."""
+        since_s = self._loop.time() - LOSSES_WINDOW_S
+        return sum(1 for lost_s in self._losses_s if lost_s >= since_s)
+
+
+class ServedGroup:
+    """One replica of a stage.
+
+    Attributes:
+        supervisor: The worker group and its state, which the other groups of the same processes share.
+        drain_wanted: Whether an operator drains it; kept across a loss.
+        drained: Set when nothing runs in the group.
+        busy_ns: Compute time of its ranks so far.
+    """
+
+    def __init__(self, name: str, supervisor: Supervisor) -> None:
+        self.name = name
+        self.stage = stage_of(name)
+        self.supervisor = supervisor
+        self.drain_wanted = False
+        self.drained = asyncio.Event()
+        self.busy_ns = 0
+
+    @property
+    def leader(self) -> Leader:
+        """The leader of the latest start, which gets the kernel's decisions."""
+        return self.supervisor.worker_group.leader(self.name)
+
+    @property
+    def down(self) -> bool:
+        """True if its ranks are lost, or not in use yet."""
+        return self.supervisor.down
+
+    @property
+    def sizing(self) -> bool:
+        """True while the KV cache of its new ranks is being sized."""
+        return self.down and self.leader.sizing
+
+    @property
+    def state(self) -> str:
+        """One of `up`, `down`, `draining`, `retired`, as in the kernel's statistics."""
+        if self.supervisor.retired is not None:
+            return "retired"
+        if self.down:
+            return "down"
+        return "draining" if self.drain_wanted else "up"
+
+    def row(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the operator's view of the group; `figures` are the kernel's statistics of its stage."""
+        worker_group, loss = self.supervisor.worker_group, self.supervisor.last_loss
+        memory = worker_group.memory().get(self.name, {})
+        late, threads = worker_group.kernels_late(self.name), worker_group.threads()
+        return {
+            "name": self.name,
+            "stage": self.stage,
+            "state": self.state,
+            "ranks": [
+                {
+                    "rank": rank,
+                    "pid": pid,
+                    "memory": dict(memory.get(rank, {})),
+                    "kernels_late": late.get(rank, 0),
+                    "threads": threads[rank].active if rank in threads else None,
+                }
+                for rank, pid in enumerate(worker_group.pids)
+            ],
+            **self._work(figures),
+            "busy_ms": self.busy_ns / 1e6,
+            "heartbeats": worker_group.heartbeats(self.name),
+            "restarts": self.supervisor.restarts,
+            "losses": dict(self.supervisor.losses),
+            "last_loss": _reported(loss) if loss else None,
+        }
+
+    def _work(self, figures: Mapping[str, Any]) -> dict[str, int]:
+        """Return running and waiting requests, or items of an encode group; waiting items count for the stage."""
+        own = figures.get("groups", {}).get(self.name, {})
+        if self.stage == "encode":
+            waiting = figures.get("waiting_items", 0)
+            return {"running": own.get("running_items", 0), "waiting": waiting}
+        running = own.get("prefilling", 0) + own.get("decoding", 0)
+        return {"running": running, "waiting": own.get("waiting", 0)}
+
+
+def _reported(loss: LastLoss) -> dict[str, str]:
+    """Return the operator's view of a loss."""
+    when = dt.datetime.fromtimestamp(loss.at_s, dt.UTC).isoformat()
+    return {"kind": type(loss.failure).__name__, "reason": str(loss.failure), "at": when}
+
+
+class ServedGroups(Mapping[str, ServedGroup]):
+    """All groups by name; `handle` passes events to the kernel, and `drain_s` limits the time of each drain."""
+
+    def __init__(
+        self, supervisors: Sequence[Supervisor], handle: Callable[[Event], None], *, drain_s: float
+    ) -> None:
+        self._handle = handle
+        self._drain_s = drain_s
+        self._groups = {
+            name: ServedGroup(name, supervisor)
+            for supervisor in supervisors
+            for name in supervisor.worker_group.groups
+        }
+
+    def __getitem__(self, name: str) -> ServedGroup:
+        return self._groups[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def of_stage(self, stage: str) -> list[ServedGroup]:
+        """Return the groups of a stage, in order."""
+        return [group for group in self._groups.values() if group.stage == stage]
+
+    def supervised_by(self, supervisor: Supervisor) -> list[ServedGroup]:
+        """Return the groups of a supervisor's worker group."""
+        return [group for group in self._groups.values() if group.supervisor is supervisor]
+
+    def all_up(self) -> bool:
+        """Return True if every group is up."""
+        return all(group.state == "up" for group in self._groups.values())
+
+    def busy_ms(self) -> dict[str, float]:
+        """Return the compute time of ranks by stage, and by group if a stage has several."""
+        spent: dict[str, float] = {}
+        for group in self._groups.values():
+            spent[group.stage] = spent.get(group.stage, 0.0) + group.busy_ns / 1e6
+            if group.name != group.stage:
+                spent[group.name] = group.busy_ns / 1e6
+        return spent
+
+    # --- administration ---
+
+    async def drain(self, name: str) -> bool:
+        """Give a group no new requests, and wait until it is idle; return True if that happened in time.
+
+        Blocks: up to the deadline for draining; the group continues to drain afterwards.
+
+        Raises:
+            RequestRefused: When there is no such group, it is not up, or it is the last of its stage that is up.
+        """
+        group = self._known(name)
+        self._check_state(group, "drain", "up", "draining")
+        others = [one for one in self.of_stage(group.stage) if one.state == "up"]
+        if others == [group]:
+            raise _refused(
+                f"{name} is the last {group.stage} group that is up, and requests would wait for an operator",
+                code="last_group",
+                remedy="restart it, or bring another one up before",
+            )
+        self._begin_drain(group)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s):
+                await group.drained.wait()
+        return group.drain_wanted and group.drained.is_set()  # it may have been resumed
+
+    async def restart(self, name: str) -> bool:
+        """Replace the ranks of a group after it is drained, or after the deadline; return True if it is up again.
+
+        Requests that still run then continue after the restart, as after any loss. A retired group starts again.
+
+        Blocks: up to the deadline for draining, then as long as a worker group may take to restart.
+
+        Raises:
+            RequestRefused: When there is no such group, or it is restarting already.
+        """
+        supervisor = self._known(name).supervisor
+        groups = self.supervised_by(supervisor)
+        for group in groups:
+            self._check_state(group, "restart", "up", "draining", "retired")
+        if supervisor.retired:
+            for group in groups:
+                group.drain_wanted = False
+            supervisor.revive()
+            await supervisor.wait_settled()
+            return all(group.state == "up" for group in groups)
+        await self._drain_all(supervisor, groups)
+        if supervisor.down or supervisor.retired:
+            probe("administration.lost_while_restarting")
+        else:
+            failure = RestartedByOperator(tuple(group.name for group in groups))
+            supervisor.note_restart(failure)
+            for group in groups:
+                self._handle(GroupLost(group.name, failure, planned=True))
+        await supervisor.wait_settled()
+        return all(group.state == "up" for group in groups)
+
+    async def _drain_all(self, supervisor: Supervisor, groups: list[ServedGroup]) -> None:
+        """Drain all groups of a worker group within the deadline; the encoder last, since running requests need it."""
+        supervisor.restarting = True
+        try:
+            async with asyncio.timeout(self._drain_s):
+                for group in sorted(groups, key=lambda one: one.stage == "encode"):
+                    self._begin_drain(group)
+                    await group.drained.wait()
+        except TimeoutError:
+            probe("administration.drain_deadline")
+            names = [group.name for group in groups]
+            logger.warning("%s: not drained in %g s, restarted now", names, self._drain_s)
+        except BaseException:
+            for group in groups:
+                self._end_drain(group)
+            raise
+        finally:
+            supervisor.restarting = False
+        for group in groups:
+            group.drain_wanted = False  # it takes requests after the restart
+
+    def resume(self, name: str) -> None:
+        """Give requests to a drained or draining group again.
+
+        Raises:
+            RequestRefused: When there is no such group, or it was not drained.
+        """
+        group = self._known(name)
+        supervisor = group.supervisor
+        if not group.drain_wanted or supervisor.restarting or supervisor.retired:
+            self._check_state(group, "resume", "draining")
+        if not group.drained.is_set():
+            probe("administration.resumed_while_draining")
+        self._end_drain(group)
+
+    def back(self, group: ServedGroup) -> None:
+        """Handle the return of a lost group; a group that is to be drained continues to drain."""
+        if group.drain_wanted:
+            probe("administration.drain_outlives_loss")
+            self._handle(Drain(group.name))
+
+    def _known(self, name: str) -> ServedGroup:
+        if name not in self._groups:
+            known = ", ".join(self._groups)
+            raise RequestRefused(
+                f"there is no group {name!r}. Remedy: name one of {known}.", code="unknown_group"
+            )
+        return self._groups[name]
+
+    def _check_state(self, group: ServedGroup, action: str, *allowed: str) -> None:
+        state = "restarting" if group.supervisor.restarting else group.state
+        if state not in allowed:
+            raise _refused(
+                f"cannot {action} {group.name}, which is {state}",
+                code="wrong_state",
+                remedy=f"watch GET /admin/replicas until it is {' or '.join(allowed)}",
+            )
+
+    def _begin_drain(self, group: ServedGroup) -> None:
+        if not group.drain_wanted:
+            group.drain_wanted = True
+            group.drained.clear()
+            self._handle(Drain(group.name))
+
+    def _end_drain(self, group: ServedGroup) -> None:
+        group.drain_wanted = False
+        group.drained.set()  # ends a waiting `drain`
+        if not group.down:
+            self._handle(Resume(group.name))
+
+
+def _refused(what: str, *, code: str, remedy: str) -> RequestRefused:
+    return RequestRefused(f"{what}. Remedy: {remedy}.", code=code, status=409)
