@@ -81,7 +81,7 @@ class IdleForkServer(NamedTuple):
         self.orders.close()
 
 
-def start_idle(environment: Mapping[str, str]) -> IdleForkServer:
+def start_idle() -> IdleForkServer:
     """Start the process of a fork server, which imports `PRELOADED`."""
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     orders.setblocking(False)
@@ -91,7 +91,7 @@ def start_idle(environment: Mapping[str, str]) -> IdleForkServer:
             [sys.executable, "-m", "vsched.fork_server", str(number), *PRELOADED],
             stdin=subprocess.DEVNULL,
             pass_fds=(number,),
-            env=environment,
+            env=rank_environment(1),
             start_new_session=True,  # a terminal's Ctrl-C must reach only the engine
         )
     return IdleForkServer(process, orders)
@@ -100,7 +100,7 @@ def start_idle(environment: Mapping[str, str]) -> IdleForkServer:
 @contextmanager
 def idle_fork_server() -> Iterator[IdleForkServer]:
     """Start the process of a fork server before the configuration is known; leaving the context ends it."""
-    idle = start_idle(rank_environment(1))
+    idle = start_idle()
     try:
         yield idle
     finally:
@@ -115,14 +115,9 @@ class ForkServer:
     request on.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[str],
-        environment: Mapping[str, str],
-        idle: IdleForkServer | None = None,
-    ) -> None:
+    def __init__(self, modules: Sequence[str], idle: IdleForkServer | None = None) -> None:
         """Create a server that starts at the first request or with `begin`; its first process is `idle`, if given."""
-        self._imports = Imports(modules, dict(environment))
+        self._imports = Imports(modules, rank_environment(1))
         self._idle = idle
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
@@ -237,7 +232,7 @@ class ForkServer:
     def begin(self) -> None:
         """Start the process and its imports."""
         idle, self._idle = self._idle, None
-        self._process, self._orders = idle or start_idle(self._imports.environment)
+        self._process, self._orders = idle or start_idle()
         with suppress(ConnectionError):  # it died: `open` detects that
             self._orders.send(msgspec.json.encode(self._imports))
         self._imported = False

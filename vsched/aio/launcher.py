@@ -269,11 +269,11 @@ class LocalLauncher:
             ConfigError: When the path of a new folder is too long for a socket's address.
         """
         self.run_dir = run_dir or make_socket_folder()
-        self._command = command
+        self.command = command
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._forked = forked
         self._fork_servers = dict(started or {})
         self._starts: Counter[str] = Counter()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def choose_host(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
@@ -283,33 +283,19 @@ class LocalLauncher:
         self._starts.update(groups)
         return LocalHost(self, groups, arena, self._starts[groups[0]])
 
-    def open_link(self, address: str, on_frame: OnFrame) -> LeaderLink:
-        """Bind a socket."""
-        # Temporary files of a long-running server may have been cleaned up.
-        os.makedirs(self.run_dir, mode=0o700, exist_ok=True)
-        return LeaderLink(self._context, address, on_frame)
-
-    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
-        """Start a process with a complete specification."""
-        return RankProcess(
-            spec,
-            environment=rank_environment(threads),
-            on_exit=on_exit,
-            command=self._command,
-            fork_server=self._fork_server(forkable_modules(spec)) if self._forked else None,
-        )
-
-    def _fork_server(self, modules: Modules) -> ForkServer | None:
-        """Return the fork server with these imports; None for no imports."""
-        if modules and modules not in self._fork_servers:
-            self._fork_servers[modules] = make_fork_server(modules)
+    def fork_server(self, spec: RankSpec) -> ForkServer | None:
+        """Return the fork server with a rank's imports; None if one of its roles needs a new process."""
+        roles = [role for role in (spec.encode, spec.generate) if role is not None]
+        modules = modules_of(spec.info, [(role.plugin, role.settings.device) for role in roles])
+        if modules and self._forked and modules not in self._fork_servers:
+            self._fork_servers[modules] = ForkServer(modules)
         return self._fork_servers.get(modules)
 
     def close(self) -> None:
         """End the fork servers, close every socket and remove the folder."""
         for server in self._fork_servers.values():
             server.close()
-        self._context.destroy(linger=0)
+        self.context.destroy(linger=0)
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
 
@@ -328,16 +314,22 @@ class LocalHost:
         self._start = start
 
     def open_link(self, group: str, on_frame: OnFrame) -> LeaderLink:
-        """Bind the group's socket."""
-        return self._launcher.open_link(
-            link_address(self._launcher.run_dir, group, self._start), on_frame
-        )
+        launcher = self._launcher
+        # Temporary files of a long-running server may have been cleaned up.
+        os.makedirs(launcher.run_dir, mode=0o700, exist_ok=True)
+        address = link_address(launcher.run_dir, group, self._start)
+        return LeaderLink(launcher.context, address, on_frame)
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
-        """Start a process."""
-        run_dir, arena = self._launcher.run_dir, self._arena
-        spec = at_home(spec, self._groups, run_dir=run_dir, arena_fd=arena.fd, start=self._start)
-        return self._launcher.launch(spec, threads=threads, on_exit=on_exit)
+        launcher, fd, start = self._launcher, self._arena.fd, self._start
+        spec = at_home(spec, self._groups, run_dir=launcher.run_dir, arena_fd=fd, start=start)
+        return RankProcess(
+            spec,
+            environment=rank_environment(threads),
+            on_exit=on_exit,
+            command=launcher.command,
+            fork_server=launcher.fork_server(spec),
+        )
 
     def close(self) -> None:
         """No-op: leaders close their links."""
@@ -369,19 +361,6 @@ def at_home(
     return msgspec.structs.replace(spec, run_dir=run_dir, arena_fd=arena_fd, **changes)
 
 
-def make_fork_server(modules: Modules, *, idle: IdleForkServer | None = None) -> ForkServer:
-    """Return a fork server with these imports, whose first process is `idle`; without one it has not started."""
-    # One thread, because libraries start their threads when they are imported; ranks set their own number.
-    environment = rank_environment(1)
-    return ForkServer(modules, environment, idle)
-
-
-def forkable_modules(spec: RankSpec) -> Modules:
-    """Return the modules to import before a rank is forked; empty if one of its roles needs a new process."""
-    roles = [role for role in (spec.encode, spec.generate) if role is not None]
-    return modules_of(spec.info, [(role.plugin, role.settings.device) for role in roles])
-
-
 def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> Modules:
     """Return the modules to import for roles (plug-in name and device); empty if one allows no imports."""
     modules: dict[str, None] = {}  # in the order of the plug-in
@@ -410,7 +389,7 @@ def early_fork_servers(
     with suppress(VschedError):
         modules = _modules_of_generate(config)
         if modules:
-            servers[modules] = make_fork_server(modules, idle=idle)
+            servers[modules] = ForkServer(modules, idle)
             servers[modules].begin()
         elif idle is not None:
             idle.close()

@@ -21,7 +21,6 @@ from vsched.aio.worker_groups import (
     STOP_GRACE_S,
     Reports,
     ServedGroups,
-    Supervisor,
     WorkerGroup,
     WorkerGroupEvents,
     all_or_first_error,
@@ -179,11 +178,15 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self._start_loss: asyncio.Future[GroupFailure] = self._loop.create_future()
         events = WorkerGroupEvents(
-            on_result=self.on_result, on_lost=self.on_lost, on_progress=on_progress
+            on_result=self.on_result,
+            on_lost=self.on_lost,
+            on_progress=on_progress,
+            check=self._check_size,
+            on_back=self._on_back,
+            on_retired=self._retire,
         )
         self.worker_groups = list(make(events))
-        self._supervisors = [self._make_supervisor(one) for one in self.worker_groups]
-        self.groups = ServedGroups(self._supervisors, self.handle, drain_s=drain_s)
+        self.groups = ServedGroups(self.worker_groups, self.handle, drain_s=drain_s)
         self.adapters = AdapterOrders(self.groups, deadline_s=adapters_s)
         self._kernel: Scheduler
         self._policy_times: PolicyTimes
@@ -198,15 +201,6 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._serving = self._stopping = False
         self.given_up = ""
-
-    def _make_supervisor(self, worker_group: WorkerGroup) -> Supervisor:
-        supervisor = Supervisor(
-            worker_group,
-            check=self._check_size,
-            on_back=lambda: self._on_back(supervisor),
-            on_failed=lambda failure: self._retire(supervisor, failure),
-        )
-        return supervisor
 
     # --- the start ---
 
@@ -239,7 +233,7 @@ class Shell:
         Blocks: at most the grace period; then ranks are killed.
         """
         self._stopping = True
-        await self._end_supervisors()
+        await self._cancel_restarts()
         try:
             self._interrupt(Cleared("the server is stopping", "stopping"))
         finally:
@@ -356,11 +350,11 @@ class Shell:
         if not self._stopping:
             self._ending = self._loop.create_task(self._end_worker_groups())
 
-    async def _end_supervisors(self) -> None:
-        await asyncio.gather(*(supervisor.end() for supervisor in self._supervisors))
+    async def _cancel_restarts(self) -> None:
+        await asyncio.gather(*(one.cancel_restart() for one in self.worker_groups))
 
     async def _end_worker_groups(self) -> None:
-        await self._end_supervisors()  # first, or they would restart ranks
+        await self._cancel_restarts()  # first, or they would start new ranks
         await stop_all(self.worker_groups, grace_s=0)
 
     def _carry_out(self, commands: Sequence[Command], result: GenerateResult) -> None:
@@ -384,7 +378,7 @@ class Shell:
                     self._log_policy_failures()
                 case RestartGroup(group):
                     if not self._stopping:
-                        self.groups[group].supervisor.restart()
+                        self.groups[group].worker_group.restart()
                 case Drained(group):
                     self.groups[group].drained.set()
 
@@ -414,8 +408,9 @@ class Shell:
     def on_result(self, name: str, result: GenerateResult | EncodeResult) -> None:
         """Report the result of a step to the kernel."""
         group = self.groups[name]
-        if self._stopping or self.given_up or group.down:
-            if group.down:
+        down = group.worker_group.down
+        if self._stopping or self.given_up or down:
+            if down:
                 probe("shell.result_after_loss")
             return
         group.busy_ns += result.busy_ns
@@ -443,29 +438,24 @@ class Shell:
             if not self._start_loss.done():
                 self._start_loss.set_result(failure)
             return
-        if self._stopping or self.given_up:
-            return
-        supervisor = self.groups[names[0]].supervisor
-        if supervisor.down:
-            return  # it rejected these ranks, and continues with the next attempt
-        supervisor.note_loss(failure)
-        for name in names:
-            self.handle(GroupLost(name, failure))
+        if not (self._stopping or self.given_up):
+            for name in names:
+                self.handle(GroupLost(name, failure))
 
-    def _on_back(self, supervisor: Supervisor) -> None:
+    def _on_back(self, names: Sequence[str]) -> None:
         """Report the return of a lost worker group to the kernel; its requests continue."""
-        groups = self.groups.supervised_by(supervisor)
+        groups = [self.groups[name] for name in names]
         for group in groups:
             self.adapters.restore_adapters(group)
         for group in groups:
-            if not group.down:  # it may have been lost again within this loop
+            if not group.worker_group.down:  # it may have been lost again within this loop
                 self.handle(GroupReady(group.name))
                 self.groups.back(group)
 
-    def _retire(self, supervisor: Supervisor, failure: GroupFailure) -> None:
+    def _retire(self, names: Sequence[str], failure: GroupFailure) -> None:
         """Report groups that will not come back; the kernel gives up if it was the last of a stage."""
-        for group in self.groups.supervised_by(supervisor):
-            self.handle(GroupRetired(group.name, failure))
+        for name in names:
+            self.handle(GroupRetired(name, failure))
 
     def _check_size(self, reports: Reports) -> None:
         """Reject ranks with fewer KV blocks than the kernel uses."""
@@ -543,17 +533,15 @@ class Shell:
             **kernel,
             "waiting": kernel["waiting"] + len(self.arrivals),
             "ranks": {
-                group: {str(rank): dict(fields) for rank, fields in ranks.items()}
-                for worker_group in self.worker_groups
-                for group, ranks in worker_group.memory().items()
+                name: {str(rank): dict(fields) for rank, fields in group.leader.memory.items()}
+                for name, group in self.groups.items()
             },
             "threads": {
-                group: {
+                name: {
                     str(rank): {"active": threads.active, "total": threads.total}
-                    for rank, threads in worker_group.threads().items()
+                    for rank, threads in group.worker_group.threads.items()
                 }
-                for worker_group in self.worker_groups
-                for group in worker_group.groups
+                for name, group in self.groups.items()
             },
             "policy_calls": self._policy_times.statistics(),
             "busy_ms": self.groups.busy_ms(),

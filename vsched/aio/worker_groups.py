@@ -49,26 +49,51 @@ from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Reports = dict[str, list[Ready]]
 STOP_GRACE_S = 5.0
 THREADS_LAST_S = 5.0
 """A change of the number of threads is logged only after this time, so that short-lived other programs cause no log
 lines."""
 STARTING = "starting processes and importing libraries"
 """First progress message of a group, before its ranks have sent any."""
+RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
+"""Pauses before restart attempts; after the last attempt the worker group is given up."""
+LOSSES_WINDOW_S = 60.0
+LOSSES_MAX = len(RESTART_DELAYS_S) + 1
+"""Losses within the window skip the shorter pauses; after this many the worker group is given up."""
 
 
 class WorkerGroupEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """Callbacks of a worker group: results by group, the loss of all its groups, loading progress by group."""
+    """Callbacks of a worker group.
+
+    Attributes:
+        on_result: Gets each result, by group.
+        on_lost: Called with all groups when the ranks are lost.
+        on_progress: Gets the loading progress, by group.
+        check: Raises if the ranks of a restart cannot be used.
+        on_back, on_retired: One of the two is called once at the end of each restart.
+    """
 
     on_result: Callable[[str, GenerateResult | EncodeResult], None]
     on_lost: Callable[[Sequence[str], GroupFailure], None]
     on_progress: Callable[[str, str, float], None]
+    check: Callable[[Reports], None] = lambda _reports: None
+    on_back: Callable[[Sequence[str]], None] = lambda _groups: None
+    on_retired: Callable[[Sequence[str], GroupFailure], None] = lambda _groups, _failure: None
 
 
 class WorkerGroup:
-    """The ranks of one replica, which serve `groups` with the roles in `template`.
+    """The ranks of one replica, which serve `groups` with the roles in `template`, and their restarts.
 
     Rank numbers, secret and devices are filled into the template for each rank and start; the host fills in the rest.
+
+    Attributes:
+        down: Whether the ranks are lost, or not in use yet.
+        draining: Whether an operator restarts them, and their groups are being drained for that.
+        retired: Why they will not be restarted; None while they may be.
+        restarts: Number of successful restarts.
+        losses: Number of unplanned losses by kind of failure.
+        last_loss: The last loss, also a planned one, and its Unix time; None before the first.
     """
 
     def __init__(
@@ -87,6 +112,12 @@ class WorkerGroup:
         served = [stage for stage, role in roles.items() if role is not None]
         assert [stage_of(group) for group in groups] == served, f"{groups} have roles {served}"
         self.groups = list(groups)
+        self.down = self.draining = False
+        self.retired: GroupFailure | None = None
+        self.restarts = 0
+        self.losses: Counter[str] = Counter()
+        self.last_loss: tuple[GroupFailure, float] | None = None
+        self._names = " and ".join(groups)
         self._template = template
         self._launcher = launcher
         self._arena = arena
@@ -102,8 +133,15 @@ class WorkerGroup:
         self._phase: Literal["down", "starting", "up", "stopping"] = "down"
         self._loss: asyncio.Future[GroupFailure]
         self._doing = ""
+        self._losses_s: deque[float] = deque(maxlen=LOSSES_MAX)
+        self._restart_grace_s = 0.0
+        self._restarting: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
 
-    async def start(self) -> dict[str, list[Ready]]:
+    # --- start and stop ---
+
+    async def start(self) -> Reports:
         """Start all ranks in parallel and wait until all are ready; return their reports by group.
 
         Blocks: up to `deadlines.ready_s`.
@@ -126,7 +164,7 @@ class WorkerGroup:
         self._processes = []
         # One by one: if a launch fails, `stop` ends the earlier ones.
         for rank in range(self._ranks):
-            spec, on_exit = self._spec(rank, secret), self._exit_handler(rank)
+            spec, on_exit = self._spec(rank, secret), partial(self._exited, rank)
             process = host.launch(spec, threads=self._threads, on_exit=on_exit)
             self._processes.append(process)
         try:
@@ -135,7 +173,9 @@ class WorkerGroup:
         except Exception as failed:  # noqa: BLE001 - whatever it was, the ranks are stopped
             error = failed
             if deadline.expired():
-                error = startup_error(self._not_ready())
+                waiting_for = self._sizing.waited_for(self.groups)
+                late = NotReady(tuple(self.groups), self._deadlines.ready_s, waiting_for)
+                error = startup_error(late)
             elif self._loss.done():
                 error = startup_error(self._loss.result())
             await self.stop(grace_s=0)
@@ -160,22 +200,12 @@ class WorkerGroup:
     async def _bring_up(self, group: str) -> None:
         """Size a group and wait until its ranks are ready."""
         leader = self._leaders[group]
-        if stage_of(group) == "encode":
-            await self._sizing.publish(group, leader)
-        else:
-            await self._sizing.lead(group, leader)
+        sizing = self._sizing
+        await (sizing.publish if stage_of(group) == "encode" else sizing.lead)(group, leader)
         await asyncio.shield(leader.ready)
 
     async def _raise_loss(self) -> NoReturn:
         raise startup_error(await asyncio.shield(self._loss))
-
-    def _not_ready(self) -> GroupFailure:
-        waiting_for = self._sizing.waited_for(self.groups)
-        return NotReady(tuple(self.groups), self._deadlines.ready_s, waiting_for)
-
-    def leader(self, group: str) -> Leader:
-        """Return the leader of a group in the latest start; a leader of a lost group drops decisions."""
-        return self._leaders[group]
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """Stop all ranks.
@@ -203,30 +233,6 @@ class WorkerGroup:
         if host is not None:
             host.close()
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the ranks that have a process."""
-        return [process.pid for process in self._processes if process.pid]
-
-    def memory(self) -> dict[str, dict[int, dict[str, int]]]:
-        """Return the ranks' last memory reports by group and rank, in bytes."""
-        return {name: dict(leader.memory) for name, leader in self._leaders.items()}
-
-    def kernels_late(self, group: str) -> dict[int, int]:
-        """Return the number of kernels that each rank of a group compiled or loaded after it was ready."""
-        leader = self._leaders.get(group)
-        return dict(leader.kernels_late) if leader else {}
-
-    def threads(self) -> dict[int, ThreadsInUse]:
-        """Return the threads in use by each rank that reports them."""
-        return dict(self._threads_in_use.in_use)
-
-    def heartbeats(self, group: str) -> dict[str, int]:
-        """Return the number of heartbeats sent and missed since the latest start."""
-        leader = self._leaders.get(group)
-        sent, missed = (leader.heartbeats, leader.heartbeats_missed) if leader else (0, 0)
-        return {"sent": sent, "missed": missed}
-
     def _lead(self, host: Host, group: str, secret: str, liveness: ProcessLiveness) -> Leader:
         return Leader(
             group,
@@ -247,48 +253,40 @@ class WorkerGroup:
         for group in self.groups:
             stage = stage_of(group)
             role: EncodeRole | GenerateRole = getattr(template, stage)
+            device = rank_device(role.settings.device, rank)
             settings = dataclasses.replace(
-                role.settings,
-                device=rank_device(role.settings.device, rank),
-                ranks=self._ranks,
-                rank=rank,
+                role.settings, device=device, ranks=self._ranks, rank=rank
             )
-            if isinstance(role, EncodeRole):
-                role = self._with_share(role, group, rank)
+            kept_bytes = self._sizing.reserved_bytes(group, rank)
+            if isinstance(role, EncodeRole) and kept_bytes is not None:
+                # Of the first start, so that it is not measured again.
+                role = msgspec.structs.replace(role, reserved_bytes=kept_bytes)
             changes[stage] = msgspec.structs.replace(role, settings=settings)
-        name = f"{' and '.join(self.groups)} rank {rank}"
+        name = f"{self._names} rank {rank}"
         return msgspec.structs.replace(template, rank=rank, secret=secret, name=name, **changes)
-
-    def _with_share(self, role: EncodeRole, group: str, rank: int) -> EncodeRole:
-        """Return a role with the reservation of the first start, so that it is not measured again."""
-        kept_bytes = self._sizing.reserved_bytes(group, rank)
-        return (
-            role if kept_bytes is None else msgspec.structs.replace(role, reserved_bytes=kept_bytes)
-        )
 
     def _progress(self, group: str, what: str, fraction: float) -> None:
         self._doing = what
         self._events.on_progress(group, what, fraction)
 
-    def _exit_handler(self, rank: int) -> Callable[[int], None]:
-        def on_exit(code: int) -> None:
-            if self._phase == "stopping":
-                return
-            for leader in self._leaders.values():
-                leader.hear_out()
-            failure = ProcessExited(tuple(self.groups), rank, code)
-            if self._phase != "up":
-                limit_bytes, keys = self._template.memory_limit_bytes, self._template.memory_keys
-                if self._host is not None and self._host.name and self._template.share.memory:
-                    limit_bytes = 0  # that host has its own limit
-                failure = msgspec.structs.replace(
-                    failure,
-                    doing=self._doing,
-                    memory_limit=(limit_bytes, keys) if limit_bytes else None,
-                )
-            self._lose(failure)
+    # --- losses and restarts ---
 
-        return on_exit
+    def _exited(self, rank: int, code: int) -> None:
+        if self._phase == "stopping":
+            return
+        for leader in self._leaders.values():
+            leader.hear_out()
+        failure = ProcessExited(tuple(self.groups), rank, code)
+        if self._phase != "up":
+            limit_bytes, keys = self._template.memory_limit_bytes, self._template.memory_keys
+            if self._host is not None and self._host.name and self._template.share.memory:
+                limit_bytes = 0  # that host has its own limit
+            failure = msgspec.structs.replace(
+                failure,
+                doing=self._doing,
+                memory_limit=(limit_bytes, keys) if limit_bytes else None,
+            )
+        self._lose(failure)
 
     def _lose_host(self, what: str) -> None:
         host = self._host.name if self._host is not None else ""
@@ -299,17 +297,104 @@ class WorkerGroup:
         if self._phase == "stopping" or self._loss.done():
             return
         self._loss.set_result(failure)
-        if self._phase == "up":  # otherwise `start` is waiting, and raises it
-            logger.error("lost: %s", failure)
-            self._events.on_lost(self.groups, failure)
+        if self._phase != "up":
+            return  # `start` is waiting, and raises it
+        logger.error("lost: %s", failure)
+        if self.down:
+            return  # these ranks were rejected, and the next attempt replaces them
+        self.down = True
+        self.last_loss = (failure, time.time())
+        self.losses[type(failure).__name__] += 1
+        self._losses_s.append(asyncio.get_running_loop().time())
+        self._restart_grace_s = 0.0
+        self._events.on_lost(self.groups, failure)
+
+    def plan_restart(self, failure: GroupFailure) -> None:
+        """Note that an operator restarts the ranks: it does not count as a loss, and ranks get the grace period."""
+        self.down = True
+        self.last_loss = (failure, time.time())
+        self._restart_grace_s = STOP_GRACE_S
+
+    def revive(self) -> None:
+        """Start retired ranks again and forget earlier losses, because an operator has intervened."""
+        self.retired, self.down = None, True
+        self._losses_s.clear()
+        self.restart()
+
+    def restart(self) -> None:
+        """Start a restart, unless one is in progress: each group may request it."""
+        if self._restarting is None:
+            self._settled.clear()
+            self._restarting = asyncio.get_running_loop().create_task(self._restart())
+
+    async def wait_settled(self) -> None:
+        """Wait until no restart is in progress, whether it succeeded or not.
+
+        Blocks: up to all pauses and as many starts.
+        """
+        await self._settled.wait()
+
+    async def cancel_restart(self) -> None:
+        """Cancel a restart in progress."""
+        task, self._restarting = self._restarting, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._settled.set()
+
+    async def _restart(self) -> None:
+        """Restart at once, then after increasing pauses, then never."""
+        failure: GroupFailure = LostTooOften(tuple(self.groups))
+        since_s = asyncio.get_running_loop().time() - LOSSES_WINDOW_S
+        recent = sum(1 for lost_s in self._losses_s if lost_s >= since_s)
+        for delay_s in RESTART_DELAYS_S[max(recent, 1) - 1 :]:
+            await asyncio.sleep(delay_s)
+            try:
+                await self.stop(grace_s=self._restart_grace_s)
+                self._events.check(await self.start())
+            except Exception as error:  # noqa: BLE001 - the next attempt may succeed
+                probe("worker_group.start_failed")
+                logger.warning("%s did not come back: %s", self._names, error)
+                failure = failure_of(error, tuple(self.groups))
+                continue
+            self.restarts += 1
+            self.down = False
+            logger.warning("%s: up again", self._names)
+            self._settle()
+            self._events.on_back(self.groups)
+            return
+        # The last attempt may have left unusable ranks.
+        await self.stop(grace_s=0)
+        probe("worker_group.given_up")
+        logger.error("%s: could not be restarted", self._names)
+        self.retired = failure
+        self._settle()
+        self._events.on_retired(self.groups, failure)
+
+    def _settle(self) -> None:
+        """Reset the state before the callbacks, whose effects may lose the worker group and restart it again."""
+        self._restarting = None
+        self._settled.set()
+
+    # --- views ---
+
+    def leader(self, group: str) -> Leader:
+        """Return the leader of a group in the latest start; a leader of a lost group drops decisions."""
+        return self._leaders[group]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks that have a process."""
+        return [process.pid for process in self._processes if process.pid]
+
+    @property
+    def threads(self) -> dict[int, ThreadsInUse]:
+        """The threads in use by each rank that reports them."""
+        return self._threads_in_use.in_use
 
 
 class RankThreads:
-    """The last thread report of each rank of one start; a lasting change is logged once.
-
-    Attributes:
-        in_use: The last report of each rank.
-    """
+    """The last thread report of each rank of one start; a lasting change is logged once."""
 
     def __init__(self, groups: Sequence[str]) -> None:
         self.in_use: dict[int, ThreadsInUse] = {}
@@ -322,20 +407,17 @@ class RankThreads:
         if report == self.in_use.get(rank):
             return
         self.in_use[rank] = report
-        self._cancel(rank)
+        if rank in self._timers:
+            self._timers.pop(rank).cancel()
         if report.active != self._logged.setdefault(rank, report.total):
             loop = asyncio.get_running_loop()
             self._timers[rank] = loop.call_later(THREADS_LAST_S, self._log, rank, report)
 
     def close(self) -> None:
         """Stop logging."""
-        for rank in list(self._timers):
-            self._cancel(rank)
-
-    def _cancel(self, rank: int) -> None:
-        timer = self._timers.pop(rank, None)
-        if timer is not None:
+        for timer in self._timers.values():
             timer.cancel()
+        self._timers.clear()
 
     def _log(self, rank: int, report: ThreadsInUse) -> None:
         del self._timers[rank]
@@ -369,158 +451,19 @@ async def all_or_first_error(
     return [task.result() for task in tasks]
 
 
-RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
-"""Pauses before restart attempts; after the last attempt the worker group is given up."""
-LOSSES_WINDOW_S = 60.0
-LOSSES_MAX = len(RESTART_DELAYS_S) + 1
-"""Losses within the window skip the shorter pauses; after this many the worker group is given up."""
-Reports = dict[str, list[Ready]]
-
-
-class LastLoss(msgspec.Struct, frozen=True):
-    """The last loss of a worker group; `at_s` is a Unix time."""
-
-    failure: GroupFailure
-    at_s: float
-
-
-class Supervisor:
-    """Restarts one worker group after each loss.
-
-    `check(reports)` raises if the new ranks cannot be used. At the end of each restart `on_back` or
-    `on_failed(failure)` is called once.
-
-    Attributes:
-        down: Whether the ranks are lost, or not in use yet.
-        restarting: Whether an operator restarts them, and their groups are being drained for that.
-        retired: Why they will not be restarted; None while they may be.
-        restarts: Number of successful restarts.
-        losses: Number of unplanned losses by kind of failure.
-        last_loss: None before the first.
-    """
-
-    def __init__(
-        self,
-        worker_group: WorkerGroup,
-        *,
-        check: Callable[[Reports], None],
-        on_back: Callable[[], None],
-        on_failed: Callable[[GroupFailure], None],
-    ) -> None:
-        self.worker_group = worker_group
-        self.down = self.restarting = False
-        self.retired: GroupFailure | None = None
-        self.restarts = 0
-        self.losses: Counter[str] = Counter()
-        self.last_loss: LastLoss | None = None
-        self._check = check
-        self._on_back = on_back
-        self._on_failed = on_failed
-        self._loop = asyncio.get_running_loop()
-        self._losses_s: deque[float] = deque(maxlen=LOSSES_MAX)
-        self._grace_s = 0.0
-        self._task: asyncio.Task[None] | None = None
-        self._settled = asyncio.Event()
-        self._settled.set()
-
-    @property
-    def names(self) -> str:
-        """The groups of the worker group, for messages."""
-        return " and ".join(self.worker_group.groups)
-
-    def note_loss(self, failure: GroupFailure) -> None:
-        """Count an unplanned loss; each in the window lengthens the next pause."""
-        self.down = True
-        self.last_loss = LastLoss(failure, time.time())
-        self.losses[type(failure).__name__] += 1
-        self._losses_s.append(self._loop.time())
-        self._grace_s = 0.0
-
-    def note_restart(self, failure: GroupFailure) -> None:
-        """Note a planned restart: it does not count as a loss, and ranks get the grace period."""
-        self.down = True
-        self.last_loss = LastLoss(failure, time.time())
-        self._grace_s = STOP_GRACE_S
-
-    def revive(self) -> None:
-        """Start retired ranks again and forget earlier losses, because an operator has intervened."""
-        self.retired, self.down = None, True
-        self._losses_s.clear()
-        self.restart()
-
-    def restart(self) -> None:
-        """Start a restart, unless one is in progress: each of its groups may request it."""
-        if self._task is None:
-            self._settled.clear()
-            self._task = self._loop.create_task(self._restart())
-
-    async def wait_settled(self) -> None:
-        """Wait until no restart is in progress, whether it succeeded or not.
-
-        Blocks: up to all pauses and as many starts.
-        """
-        await self._settled.wait()
-
-    async def end(self) -> None:
-        """Cancel a restart in progress."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        self._settled.set()
-
-    async def _restart(self) -> None:
-        groups = tuple(self.worker_group.groups)
-        failure: GroupFailure = LostTooOften(groups)
-        for delay_s in RESTART_DELAYS_S[max(self._recent_losses(), 1) - 1 :]:
-            await asyncio.sleep(delay_s)
-            try:
-                await self.worker_group.stop(grace_s=self._grace_s)
-                self._check(await self.worker_group.start())
-            except Exception as error:  # noqa: BLE001 - the next attempt may succeed
-                probe("supervisor.start_failed")
-                logger.warning("%s did not come back: %s", self.names, error)
-                failure = failure_of(error, groups)
-                continue
-            self.restarts += 1
-            self.down = False
-            logger.warning("%s: up again", self.names)
-            self._finish()
-            self._on_back()
-            return
-        # The last attempt may have left unusable ranks.
-        await self.worker_group.stop(grace_s=0)
-        probe("supervisor.given_up")
-        logger.error("%s: could not be restarted", self.names)
-        self.retired = failure
-        self._finish()
-        self._on_failed(failure)
-
-    def _finish(self) -> None:
-        """Reset the state before the callbacks, whose effects may lose the worker group and restart it again."""
-        self._task = None
-        self._settled.set()
-
-    def _recent_losses(self) -> int:
-        """Return the number of losses within the window."""
-        since_s = self._loop.time() - LOSSES_WINDOW_S
-        return sum(1 for lost_s in self._losses_s if lost_s >= since_s)
-
-
 class ServedGroup:
-    """One replica of a stage.
+    """One replica of a stage, with the state that it does not share with the other group of its processes.
 
     Attributes:
-        supervisor: The worker group and its state, which the other groups of the same processes share.
         drain_wanted: Whether an operator drains it; kept across a loss.
         drained: Set when nothing runs in the group.
         busy_ns: Compute time of its ranks so far.
     """
 
-    def __init__(self, name: str, supervisor: Supervisor) -> None:
+    def __init__(self, name: str, worker_group: WorkerGroup) -> None:
         self.name = name
         self.stage = stage_of(name)
-        self.supervisor = supervisor
+        self.worker_group = worker_group
         self.drain_wanted = False
         self.drained = asyncio.Event()
         self.busy_ns = 0
@@ -528,32 +471,39 @@ class ServedGroup:
     @property
     def leader(self) -> Leader:
         """The leader of the latest start, which gets the kernel's decisions."""
-        return self.supervisor.worker_group.leader(self.name)
-
-    @property
-    def down(self) -> bool:
-        """True if its ranks are lost, or not in use yet."""
-        return self.supervisor.down
+        return self.worker_group.leader(self.name)
 
     @property
     def sizing(self) -> bool:
         """True while the KV cache of its new ranks is being sized."""
-        return self.down and self.leader.sizing
+        return self.worker_group.down and self.leader.sizing
 
     @property
     def state(self) -> str:
         """One of `up`, `down`, `draining`, `retired`, as in the kernel's statistics."""
-        if self.supervisor.retired is not None:
+        if self.worker_group.retired is not None:
             return "retired"
-        if self.down:
+        if self.worker_group.down:
             return "down"
         return "draining" if self.drain_wanted else "up"
 
     def row(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the operator's view of the group; `figures` are the kernel's statistics of its stage."""
-        worker_group, loss = self.supervisor.worker_group, self.supervisor.last_loss
-        memory = worker_group.memory().get(self.name, {})
-        late, threads = worker_group.kernels_late(self.name), worker_group.threads()
+        """Return the operator's view of the group; `figures` are the kernel's statistics of its stage.
+
+        `waiting` are requests, or items of an encode group, which count for the stage.
+        """
+        worker_group, leader = self.worker_group, self.leader
+        threads, loss = worker_group.threads, None
+        own = figures.get("groups", {}).get(self.name, {})
+        if self.stage == "encode":
+            running, waiting = own.get("running_items", 0), figures.get("waiting_items", 0)
+        else:
+            running = own.get("prefilling", 0) + own.get("decoding", 0)
+            waiting = own.get("waiting", 0)
+        if worker_group.last_loss is not None:
+            failure, at_s = worker_group.last_loss
+            when = dt.datetime.fromtimestamp(at_s, dt.UTC).isoformat()
+            loss = {"kind": type(failure).__name__, "reason": str(failure), "at": when}
         return {
             "name": self.name,
             "stage": self.stage,
@@ -562,48 +512,38 @@ class ServedGroup:
                 {
                     "rank": rank,
                     "pid": pid,
-                    "memory": dict(memory.get(rank, {})),
-                    "kernels_late": late.get(rank, 0),
+                    "memory": dict(leader.memory.get(rank, {})),
+                    "kernels_late": leader.kernels_late.get(rank, 0),
                     "threads": threads[rank].active if rank in threads else None,
                 }
                 for rank, pid in enumerate(worker_group.pids)
             ],
-            **self._work(figures),
+            "running": running,
+            "waiting": waiting,
             "busy_ms": self.busy_ns / 1e6,
-            "heartbeats": worker_group.heartbeats(self.name),
-            "restarts": self.supervisor.restarts,
-            "losses": dict(self.supervisor.losses),
-            "last_loss": _reported(loss) if loss else None,
+            "heartbeats": {"sent": leader.heartbeats, "missed": leader.heartbeats_missed},
+            "restarts": worker_group.restarts,
+            "losses": dict(worker_group.losses),
+            "last_loss": loss,
         }
-
-    def _work(self, figures: Mapping[str, Any]) -> dict[str, int]:
-        """Return running and waiting requests, or items of an encode group; waiting items count for the stage."""
-        own = figures.get("groups", {}).get(self.name, {})
-        if self.stage == "encode":
-            waiting = figures.get("waiting_items", 0)
-            return {"running": own.get("running_items", 0), "waiting": waiting}
-        running = own.get("prefilling", 0) + own.get("decoding", 0)
-        return {"running": running, "waiting": own.get("waiting", 0)}
-
-
-def _reported(loss: LastLoss) -> dict[str, str]:
-    """Return the operator's view of a loss."""
-    when = dt.datetime.fromtimestamp(loss.at_s, dt.UTC).isoformat()
-    return {"kind": type(loss.failure).__name__, "reason": str(loss.failure), "at": when}
 
 
 class ServedGroups(Mapping[str, ServedGroup]):
     """All groups by name; `handle` passes events to the kernel, and `drain_s` limits the time of each drain."""
 
     def __init__(
-        self, supervisors: Sequence[Supervisor], handle: Callable[[Event], None], *, drain_s: float
+        self,
+        worker_groups: Sequence[WorkerGroup],
+        handle: Callable[[Event], None],
+        *,
+        drain_s: float,
     ) -> None:
         self._handle = handle
         self._drain_s = drain_s
         self._groups = {
-            name: ServedGroup(name, supervisor)
-            for supervisor in supervisors
-            for name in supervisor.worker_group.groups
+            name: ServedGroup(name, worker_group)
+            for worker_group in worker_groups
+            for name in worker_group.groups
         }
 
     def __getitem__(self, name: str) -> ServedGroup:
@@ -618,10 +558,6 @@ class ServedGroups(Mapping[str, ServedGroup]):
     def of_stage(self, stage: str) -> list[ServedGroup]:
         """Return the groups of a stage, in order."""
         return [group for group in self._groups.values() if group.stage == stage]
-
-    def supervised_by(self, supervisor: Supervisor) -> list[ServedGroup]:
-        """Return the groups of a supervisor's worker group."""
-        return [group for group in self._groups.values() if group.supervisor is supervisor]
 
     def all_up(self) -> bool:
         """Return True if every group is up."""
@@ -671,30 +607,29 @@ class ServedGroups(Mapping[str, ServedGroup]):
         Raises:
             RequestRefused: When there is no such group, or it is restarting already.
         """
-        supervisor = self._known(name).supervisor
-        groups = self.supervised_by(supervisor)
+        worker_group = self._known(name).worker_group
+        groups = [self._groups[one] for one in worker_group.groups]
         for group in groups:
             self._check_state(group, "restart", "up", "draining", "retired")
-        if supervisor.retired:
+        if worker_group.retired:
             for group in groups:
                 group.drain_wanted = False
-            supervisor.revive()
-            await supervisor.wait_settled()
-            return all(group.state == "up" for group in groups)
-        await self._drain_all(supervisor, groups)
-        if supervisor.down or supervisor.retired:
-            probe("administration.lost_while_restarting")
+            worker_group.revive()
         else:
-            failure = RestartedByOperator(tuple(group.name for group in groups))
-            supervisor.note_restart(failure)
-            for group in groups:
-                self._handle(GroupLost(group.name, failure, planned=True))
-        await supervisor.wait_settled()
+            await self._drain_all(worker_group, groups)
+            if worker_group.down or worker_group.retired:
+                probe("administration.lost_while_restarting")
+            else:
+                failure = RestartedByOperator(tuple(worker_group.groups))
+                worker_group.plan_restart(failure)
+                for group in groups:
+                    self._handle(GroupLost(group.name, failure, planned=True))
+        await worker_group.wait_settled()
         return all(group.state == "up" for group in groups)
 
-    async def _drain_all(self, supervisor: Supervisor, groups: list[ServedGroup]) -> None:
+    async def _drain_all(self, worker_group: WorkerGroup, groups: list[ServedGroup]) -> None:
         """Drain all groups of a worker group within the deadline; the encoder last, since running requests need it."""
-        supervisor.restarting = True
+        worker_group.draining = True
         try:
             async with asyncio.timeout(self._drain_s):
                 for group in sorted(groups, key=lambda one: one.stage == "encode"):
@@ -702,14 +637,15 @@ class ServedGroups(Mapping[str, ServedGroup]):
                     await group.drained.wait()
         except TimeoutError:
             probe("administration.drain_deadline")
-            names = [group.name for group in groups]
-            logger.warning("%s: not drained in %g s, restarted now", names, self._drain_s)
+            logger.warning(
+                "%s: not drained in %g s, restarted now", worker_group.groups, self._drain_s
+            )
         except BaseException:
             for group in groups:
                 self._end_drain(group)
             raise
         finally:
-            supervisor.restarting = False
+            worker_group.draining = False
         for group in groups:
             group.drain_wanted = False  # it takes requests after the restart
 
@@ -720,8 +656,8 @@ class ServedGroups(Mapping[str, ServedGroup]):
             RequestRefused: When there is no such group, or it was not drained.
         """
         group = self._known(name)
-        supervisor = group.supervisor
-        if not group.drain_wanted or supervisor.restarting or supervisor.retired:
+        worker_group = group.worker_group
+        if not group.drain_wanted or worker_group.draining or worker_group.retired:
             self._check_state(group, "resume", "draining")
         if not group.drained.is_set():
             probe("administration.resumed_while_draining")
@@ -742,7 +678,7 @@ class ServedGroups(Mapping[str, ServedGroup]):
         return self._groups[name]
 
     def _check_state(self, group: ServedGroup, action: str, *allowed: str) -> None:
-        state = "restarting" if group.supervisor.restarting else group.state
+        state = "restarting" if group.worker_group.draining else group.state
         if state not in allowed:
             raise _refused(
                 f"cannot {action} {group.name}, which is {state}",
@@ -759,7 +695,7 @@ class ServedGroups(Mapping[str, ServedGroup]):
     def _end_drain(self, group: ServedGroup) -> None:
         group.drain_wanted = False
         group.drained.set()  # ends a waiting `drain`
-        if not group.down:
+        if not group.worker_group.down:
             self._handle(Resume(group.name))
 
 

@@ -284,7 +284,7 @@ async def test_shell_ranks_that_were_refused_last_do_not_stay(played: ShellHarne
     await ranks.until(lambda: state_of(played, "generate-1") == "retired")
     assert ranks.of("generate-1").ended
     assert "smaller KV cache: value 99 blocks" in str(
-        played.shell.groups["generate-1"].supervisor.retired
+        played.shell.groups["generate-1"].worker_group.retired
     )
 
 

@@ -237,7 +237,7 @@ async def test_shell_refused_ranks_that_are_lost_as_well_change_nothing(
     ranks.blocks = BLOCKS
     ranks.of("generate").exit(-9)
     await ranks.until(lambda: played.shell.healthy)
-    assert len(played.shell._supervisors[1]._losses_s) == 1, "it counts as no second loss"
+    assert len(played.shell.worker_groups[1]._losses_s) == 1, "it counts as no second loss"
     ranks.run()
     await check_tokens(streams)
 
@@ -268,6 +268,6 @@ async def test_shell_losses_far_apart_are_each_the_first(played: ShellHarness) -
     for _ in range(3 * len(RESTART_DELAYS_S)):
         await lose(played)
         assert played.ranks.pauses_s == []
-        losses_s = played.shell._supervisors[1]._losses_s
+        losses_s = played.shell.worker_groups[1]._losses_s
         losses_s.append(losses_s.pop() - LOSSES_WINDOW_S - 1)
     assert played.shell.healthy

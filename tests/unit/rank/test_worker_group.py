@@ -61,8 +61,8 @@ async def test_worker_group_starts_all_ranks_in_parallel(place: Place, tmp_path:
         ("vsched: generat", f"vsched: generate rank {rank}") for rank in range(3)
     ]
     assert ("generate", "weights", 1.0) in received.progress
-    assert worker_group.memory()["generate"].keys() == {0, 1, 2}
-    assert worker_group.memory()["generate"][2]["kv"] == KV_TOKENS * 8
+    assert worker_group.leader("generate").memory.keys() == {0, 1, 2}
+    assert worker_group.leader("generate").memory[2]["kv"] == KV_TOKENS * 8
     worker_group.leader("generate").decide(one_request())
     await received.wait_until(lambda: received.results)
     pids = worker_group.pids
