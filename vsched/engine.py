@@ -14,11 +14,12 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
-from vsched.aio.adapters import AdapterTable
+from vsched.aio.adapters import AdapterHold, AdapterTable, with_adapter
+from vsched.aio.arrivals import PendingArrival
 from vsched.aio.fork_server import ForkServer
 from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
 from vsched.aio.hosts.remote import placed
@@ -28,15 +29,28 @@ from vsched.aio.live import COUNTERS, LiveState, live_policies, served_state
 from vsched.aio.serving import (
     RequestIds,
     RunningParts,
-    Sink,
+    check_numbers,
+    check_prompt_values,
+    check_stop_tokens,
     checked_argument,
     checked_images,
     checked_prompt,
+    final_length,
+    further_choices,
     request_of,
-    submit_choices,
 )
-from vsched.aio.shell import EventRecorder, start_shell
-from vsched.aio.streams import ChoiceInputs, FinishedRequests, Generation, StopScope, TokenStream
+from vsched.aio.shell import EventRecorder, Shell, start_shell
+from vsched.aio.streams import (
+    AnswerSink,
+    ChoiceInputs,
+    FinishedRequests,
+    Generation,
+    PromptReport,
+    StopScope,
+    TokenStream,
+    interrupt_all,
+    timeline_of,
+)
 from vsched.aio.worker_groups import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.assembly import (
     FrontEnd,
@@ -118,6 +132,7 @@ class Environment:
 
 
 logger = logging.getLogger(__name__)
+Sink = TypeVar("Sink", bound=AnswerSink)
 Progress = Callable[[str, str, float], None]
 """Called while loading: the group, its current activity, and the fraction done."""
 
@@ -412,25 +427,95 @@ class Engine:
                 prepared = await prepare(parts)
                 given.callback(prepared.lease.release)
                 # Accepted before a drain, it is served: the engine's state is not checked again.
-                return submit_choices(
+                return self._submit(
                     parts.shell,
                     msgspec.structs.replace(
                         requested, prompt_token_ids=prepared.token_ids, items=prepared.items
                     ),
                     request_ids,
-                    arrival=arrival,
-                    info=self.info,
-                    prompt_logprobs_max=self.config.server.prompt_logprobs_max,
-                    make_answer=make_answer,
+                    arrival,
+                    make_answer,
                     hold=hold,
                     give_back=given.close,
-                    on_timeline=self._finished.add,
                     preprocess_ms=(time.perf_counter() - received_s) * 1e3,
                     started=started,
                 )
         except BaseException:
             given.close()
             raise
+
+    def _submit(
+        self,
+        shell: Shell,
+        request: Request,
+        request_ids: Sequence[str],
+        arrival: PendingArrival,
+        make_answer: Callable[[ChoiceInputs], Sink],
+        *,
+        hold: AdapterHold | None,
+        give_back: Callable[[], None],
+        preprocess_ms: float,
+        started: PartialOutput | None,
+    ) -> list[Sink]:
+        """Submit a request with a choice for each id; after the end of the last one, `give_back` frees its resources.
+
+        The first choice continues one that was `started`; its stream has all of it.
+
+        Raises:
+            RequestRefused: If one of its numbers is out of bounds, or its prompt is not the one that was begun.
+        """
+        emitted = () if started is None else started.continued(request)
+        token_ids, sampling = request.prompt_token_ids, request.sampling
+        check_numbers(
+            [*token_ids, *emitted] if emitted else token_ids,
+            sampling,
+            vocab_size=self.info.vocab_size,
+        )
+        report = None
+        if sampling.prompt_logprobs is not None:
+            report = PromptReport(token_ids, sampling.prompt_logprobs)
+            check_prompt_values(report.values, self.config.server.prompt_logprobs_max)
+        sampling = final_length(sampling, shell.limits, len(token_ids))
+        own = () if sampling.ignore_eos else self.info.stop_token_ids
+        stop_token_ids = check_stop_tokens(sampling.stop_token_ids, own)
+        request = msgspec.structs.replace(request, sampling=sampling)
+        if hold is not None:
+            request = with_adapter(request, hold)
+        generations: list[Sink] = []
+        running = len(request_ids)
+
+        def end(index: int) -> None:
+            nonlocal running
+            running -= 1
+            if not running:
+                give_back()
+            self._finished.add(timeline_of(generations[index], preprocess_ms))
+
+        for index, request_id in enumerate(request_ids):
+            inputs = ChoiceInputs(
+                request_id=request_id,
+                prompt_token_ids=token_ids,
+                sampling=sampling,
+                stop_token_ids=frozenset(stop_token_ids),
+                report=report,
+                on_stop=shell.end,
+                on_end=partial(end, index),
+            )
+            generations.append(make_answer(inputs))
+        if hold is not None:
+            hold.run(partial(interrupt_all, generations))
+        further = further_choices(request_ids, sampling.seed or 0)
+        shell.submit(
+            request,
+            stop_token_ids,
+            generations[0],
+            dict(zip(further, generations[1:], strict=True)),
+            arrival=arrival,
+            emitted=emitted,
+        )
+        for token_id in emitted:  # after acceptance: a stop string among them ends the choice
+            generations[0].push(token_id, None)
+        return generations
 
     def default_sampling(self) -> SamplingParams:
         """Return the checkpoint's sampling parameters, up to the end of the context."""

@@ -73,6 +73,45 @@ def is_pulse(identity: bytes) -> bool:
     return identity.startswith(_PULSE)
 
 
+OnFrame = Callable[[bytes, bytes], None]
+"""Called with the sender's identity and its frame."""
+
+
+class SocketReader:
+    """Reads a socket with `take` when its descriptor becomes readable, and after each send."""
+
+    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[], None]) -> None:
+        self._socket = socket
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._due = self.closed = False
+        self._loop.add_reader(self._fd, self.read)
+        self.sent()  # the descriptor does not signal before EVENTS is read once
+
+    def sent(self) -> None:
+        """Check for messages after a send, which may have consumed the edge of the descriptor."""
+        if not self._due and not self.closed and self._readable():
+            self._due = True
+            self._loop.call_soon(self.read)
+
+    def _readable(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def read(self) -> None:
+        """Handle all messages that have arrived."""
+        self._due = False
+        while not self.closed and self._readable():
+            self._take()
+
+    def close(self, linger_ms: int) -> None:
+        """Stop reading and close the socket."""
+        if not self.closed:
+            self.closed = True
+            self._loop.remove_reader(self._fd)
+            self._socket.close(linger=linger_ms)
+
+
 class LeaderLink:
     """The leader's end of the links to a group's ranks."""
 
@@ -81,17 +120,14 @@ class LeaderLink:
     ) -> None:
         self.address = address
         self._on_frame = on_frame
-        self._loop = asyncio.get_running_loop()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MAX)
         self._socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         self._socket.bind(address)
-        self._fd = int(self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self.read)
-        self._read_due = False
-        self._closed = False
+        self._reader = SocketReader(self._socket, self._take)
+        self.read = self._reader.read
 
     def carry(self, entry: LogEntry) -> None:
         """No-op: ranks on this host access the arena directly."""
@@ -105,36 +141,20 @@ class LeaderLink:
             socket.send(frame, zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
-        # Sending may have consumed the edge that announced a message.
-        if not self._read_due and self._readable():
-            self._read_due = True
-            self._loop.call_soon(self.read)
+        self._reader.sent()
         return True
 
-    def _readable(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def read(self) -> None:
-        """Read all messages that have arrived; the event loop calls this, too."""
-        self._read_due = False
-        while not self._closed and self._readable():
-            identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            if len(frames) == 1:
-                try:
-                    self._on_frame(identity, frames[0])
-                except Exception:
-                    logger.exception("a report could not be handled")
+    def _take(self) -> None:
+        identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
+        if len(frames) == 1:
+            try:
+                self._on_frame(identity, frames[0])
+            except Exception:
+                logger.exception("a report could not be handled")
 
     def close(self) -> None:
         """Close the socket and drop queued frames."""
-        if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self._fd)
-            self._socket.close(linger=0)
-
-
-OnFrame = Callable[[bytes, bytes], None]
-"""Called with the sender's identity and its frame."""
+        self._reader.close(0)
 
 
 class RankLink:

@@ -36,6 +36,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from vsched.errors import ConfigError
 from vsched.transport.arena import Arena
+from vsched.transport.zmq_link import SocketReader
 from vsched.types import ArenaLayout
 from vsched.wire import FRAME_BYTES_MAX
 from vsched.worker.spec import RankSpec
@@ -446,41 +447,6 @@ _WATCHED = (
 )
 
 
-class _Readable:
-    """Reads a socket when its descriptor becomes readable, and after each send, as `LeaderLink` does."""
-
-    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[], None]) -> None:
-        self._socket = socket
-        self._take = take
-        self._loop = asyncio.get_running_loop()
-        self._fd = int(socket.getsockopt(zmq.FD))
-        self._due = self.closed = False
-        self._loop.add_reader(self._fd, self.read)
-        self.sent()  # the descriptor does not signal before EVENTS is read once
-
-    def sent(self) -> None:
-        """Check for messages after a send, which may have consumed the edge of the descriptor."""
-        if not self._due and not self.closed and self._readable():
-            self._due = True
-            self._loop.call_soon(self.read)
-
-    def _readable(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def read(self) -> None:
-        """Handle all messages that have arrived."""
-        self._due = False
-        while not self.closed and self._readable():
-            self._take()
-
-    def close(self, linger_ms: int) -> None:
-        """Stop reading and close the socket."""
-        if not self.closed:
-            self.closed = True
-            self._loop.remove_reader(self._fd)
-            self._socket.close(linger=linger_ms)
-
-
 class EngineSocket:
     """An engine's end of the link to a host, for one start of a worker group.
 
@@ -509,9 +475,9 @@ class EngineSocket:
         socket.curve_serverkey = keys.peer
         socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
         self._monitor = socket.get_monitor_socket(_WATCHED)
-        self._watching = _Readable(self._monitor, self._see)
+        self._watching = SocketReader(self._monitor, self._see)
         socket.connect(address)
-        self._receiving = _Readable(socket, self._receive)
+        self._receiving = SocketReader(socket, self._receive)
 
     def send(self, frame: bytes) -> bool:
         """Queue a frame, without waiting; return False if that fails."""
@@ -573,7 +539,7 @@ class HostSocket:
         self._peer_key = keys.peer
         self._gate = context.socket(zmq.REP)
         self._gate.bind(_ZAP_ADDRESS)
-        self._gating = _Readable(self._gate, self._authenticate)
+        self._gating = SocketReader(self._gate, self._authenticate)
         socket = self._socket = context.socket(zmq.ROUTER)
         _limit(socket)
         socket.curve_server = True
@@ -587,7 +553,7 @@ class HostSocket:
             self._gating.close(0)
             raise
         self.address = str(socket.get_string(zmq.LAST_ENDPOINT))
-        self._receiving = _Readable(socket, self._receive)
+        self._receiving = SocketReader(socket, self._receive)
 
     def _authenticate(self) -> None:
         """Accept a peer that proved to have the key (ZeroMQ's RFC 27)."""

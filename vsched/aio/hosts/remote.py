@@ -34,7 +34,6 @@ from vsched.aio.hosts.link import (
     Refused,
     Stream,
     ToEngine,
-    ToHost,
     ToRank,
     Unsent,
     Write,
@@ -95,31 +94,28 @@ class RemoteHost:
         self._ranks: dict[int, RemoteRank] = {}
         self._fetching: dict[tuple[str, int], Sequence[ByteRange]] = {}
         self._loop = asyncio.get_running_loop()
-        self._end: EngineEnd | None = None
-        self._stream = Stream(
+        self._end: EngineEnd
+        self.stream = Stream(
             ToEngine,
             arena,
-            send=self._send,
+            send=lambda frame: self._end.send(frame),
             take=self._take,
             write=self._write,
             on_broken=self._lose,
             window_bytes=window_bytes,
         )
-        self._end = connect(self._stream.receive, self._stream.fail)
+        self._end = connect(self.stream.receive, self.stream.fail)
         open_s = patience.open_s
         self._opening = self._loop.call_later(open_s, self._miss) if open_s else None
         alive_s, silence_s = patience.alive_s, patience.silence_s
-        self._stream.put(OpenGroups(VERSION, engine, [*groups], arena.layout, alive_s, silence_s))
+        self.stream.put(OpenGroups(VERSION, engine, [*groups], arena.layout, alive_s, silence_s))
 
     def _miss(self) -> None:
         """Give up a host that did not answer in time."""
         why = f"did not answer for {self._patience.open_s:g} s"
-        if self._end is not None and self._end.hung_up:
+        if self._end.hung_up:
             why += f" and hung up {self._end.hung_up} times. Remedy: see that it has the same key"
-        self._stream.fail(why)
-
-    def _send(self, frame: bytes) -> bool:
-        return self._end is not None and self._end.send(frame)
+        self.stream.fail(why)
 
     def open_link(self, group: str, on_frame: OnFrame) -> RemoteLink:
         """Return the leader's end of a group."""
@@ -130,34 +126,16 @@ class RemoteHost:
         """Have a rank started."""
         rank = self._ranks[spec.rank] = RemoteRank(self, spec.rank, on_exit)
         del threads  # unless configured, the host chooses
-        self._stream.put(Launch(spec))
+        self.stream.put(Launch(spec))
         return rank
 
-    def kill(self, rank: int) -> None:
-        """Have a rank killed."""
-        self._stream.put(Kill(rank))
-
-    def give_up(self, why: str) -> None:
-        """Treat the host as lost."""
-        self._stream.fail(why)
-
     def read(self) -> None:
-        """Handle all frames that have arrived."""
-        if self._end is not None:
-            self._end.read()
-
-    def put(self, message: ToHost) -> bool:
-        """Put a message into the stream; False if it cannot be sent."""
-        return self._stream.put(message)
-
-    def put_range(self, where: ByteRange) -> None:
-        """Put arena bytes into the stream."""
-        self._stream.put_range(where)
+        self._end.read()
 
     def fetch(self, group: str, step: int, ranges: list[ByteRange]) -> None:
         """Have arena bytes sent here before the result of a step."""
         self._fetching[group, step] = ranges
-        self._stream.put(Fetch(group, step, ranges))
+        self.stream.put(Fetch(group, step, ranges))
 
     # --- receiving ---
 
@@ -166,7 +144,7 @@ class RemoteHost:
             case Opened():
                 self._open()
             case Refused(why):
-                self._stream.fail(why)
+                self.stream.fail(why)
             case Launched(rank, pid) if rank in self._ranks:
                 self._ranks[rank].pid = pid
             case FromRank(group, identity, frame) if group in self._links:
@@ -178,14 +156,14 @@ class RemoteHost:
             case Exited(rank, code) if rank in self._ranks:
                 self._ranks[rank].ended(code)
             case _:
-                self._stream.fail(f"sent {type(message).__name__} of what is not there")
+                self.stream.fail(f"sent {type(message).__name__} of what is not there")
 
     def _open(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
         logger.info("host %s: connected", self.name)
         self._on_open()
-        self._stream.watch(
+        self.stream.watch(
             alive_s=self._patience.alive_s, silence_s=self._patience.silence_s, look=self.read
         )
 
@@ -199,13 +177,12 @@ class RemoteHost:
         ):
             self._arena.put(start, message.data)
         else:
-            self._stream.fail("sent bytes that nobody asked for")
+            self.stream.fail("sent bytes that nobody asked for")
 
     def _lose(self, why: str) -> None:
         if self._opening is not None:
             self._opening.cancel()
-        if self._end is not None:
-            self._end.close()
+        self._end.close()
         logger.warning("host %s %s", self.name, why)
         self._on_lost(why)
         for rank in self._ranks.values():
@@ -215,10 +192,9 @@ class RemoteHost:
         """Send `Bye` and close the link; the host kills ranks that still run."""
         if self._opening is not None:
             self._opening.cancel()
-        self._stream.put(Bye())
-        self._stream.close()
-        if self._end is not None:
-            self._end.close()
+        self.stream.put(Bye())
+        self.stream.close()
+        self._end.close()
 
 
 class RemoteRank:
@@ -244,9 +220,9 @@ class RemoteRank:
         """
         if await self._wait(grace_s):
             return
-        self._host.kill(self._rank)
+        self._host.stream.put(Kill(self._rank))
         if not await self._wait(KILL_S):
-            self._host.give_up(f"has not ended rank {self._rank} in {KILL_S:g} s")
+            self._host.stream.fail(f"has not ended rank {self._rank} in {KILL_S:g} s")
 
     async def _wait(self, timeout_s: float) -> bool:
         done, _ = await asyncio.wait([self._exited], timeout=timeout_s)
@@ -271,7 +247,7 @@ class RemoteLink:
     def carry(self, entry: LogEntry) -> None:
         """Send the bytes that ranks read for this entry, and request the bytes that they write."""
         for where in self._traffic.read_by(entry):
-            self._host.put_range(where)
+            self._host.stream.put_range(where)
         if isinstance(entry, EncodeDecision):
             self._host.fetch(self._group, entry.step, written_by(self._host.layout, entry.tasks))
 
@@ -280,7 +256,7 @@ class RemoteLink:
         return (
             not self._closed
             and rank not in self.gone
-            and self._host.put(ToRank(self._group, rank, frame))
+            and self._host.stream.put(ToRank(self._group, rank, frame))
         )
 
     def read(self) -> None:
