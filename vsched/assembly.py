@@ -317,7 +317,6 @@ def _check_atoms(config: Config, info: ModelInfo) -> None:
 
 
 def _check_swapping(config: Config, info: ModelInfo) -> None:
-    """If swapping is configured, check that ranks support it."""
     generate = config.generate
     plugin = load_worker(generate.plugin, path="generate.plugin")
     if not swap_blocks(config, info):
@@ -520,7 +519,6 @@ def cached_bytes_per_token(config: Config, info: ModelInfo) -> int:
 
 
 def _share_of(config: Config, info: ModelInfo) -> ModelInfo:
-    """The same facts, with one rank's share of the KV cache."""
     kv_bytes = rank_kv_bytes_per_token(config, info)
     return msgspec.structs.replace(info, kv_bytes_per_token=kv_bytes)
 

@@ -217,7 +217,6 @@ class Engine:
                 raise ConfigError(f"adapters.load.{name}: {error.message}") from error
 
     async def _start_parts(self, load_front_end: Callable[[ModelInfo], FrontEnd]) -> RunningParts:
-        """Start all parts; release those already started if a later one fails."""
         config, info, environment = self.config, self.info, self._environment
         drafts = verifies_drafts(config, info, self._policies)
         self._sizing = create_sizing(config, info, self._policies)
@@ -722,7 +721,6 @@ class Engine:
         return Statistics(found)
 
     def __repr__(self) -> str:
-        """Return a line with the model, the state, and the requests."""
         counts = self._running.shell.statistics() if self._running is not None else {}
         load = "".join(
             f", {counts[name]:,} {name}" for name in ("running", "waiting") if name in counts
@@ -776,7 +774,6 @@ class Engine:
     def _worker_groups(
         self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents
     ) -> list[WorkerGroup]:
-        """Create the worker groups, without starting them."""
         return make_worker_groups(
             self.config,
             self.info,

@@ -74,7 +74,6 @@ def run(spec: RankSpec) -> None:
 
 
 def _load(loading: RankLoading[RankLink]) -> None:
-    """Load the rank until it is ready."""
     loading.begin()
     while loading.sizing is not None:
         # The lifeline thread ends this process if the engine is gone.

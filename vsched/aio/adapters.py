@@ -157,7 +157,6 @@ class ServedAdapter:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages whose ranks load it."""
         return ("encode", "generate") if self.facts.changes_encoder else ("generate",)
 
 
@@ -181,7 +180,6 @@ class AdapterHold:
         self._adapter.users[self._user] = interrupt
 
     def release(self) -> None:
-        """Note the end of the request."""
         self._adapter.users.pop(self._user, None)
         if not self._adapter.users:
             self._adapter.idle.set()
@@ -250,7 +248,6 @@ class AdapterTable:
         return AdapterHold(adapter, user)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the operator's view of every adapter."""
         return [
             {
                 "name": adapter.name,

@@ -68,7 +68,6 @@ class PendingArrival:
             raise rejection_error(rejected)
 
     def decide(self, command: AdmitArrival | RejectArrival) -> None:
-        """Take the kernel's decision."""
         if not self._decision.done():
             self._decision.set_result(command if isinstance(command, RejectArrival) else None)
 
@@ -133,7 +132,6 @@ class PendingArrivals:
             arrival.leave()
 
     def decide(self, command: AdmitArrival | RejectArrival) -> None:
-        """Pass the kernel's decision about a request to it."""
         arrival = self._live.get(command.arrival_id)
         if arrival is not None:
             arrival.decide(command)
@@ -144,17 +142,14 @@ class PendingArrivals:
             arrival.interrupt(failure)
 
     def remove(self, arrival_id: int) -> None:
-        """Stop counting a request."""
         self._live.pop(arrival_id, None)
         if not self._live:
             self._idle.set()
 
     def oldest(self, most: int) -> list[PendingArrival]:
-        """Return the oldest requests."""
         return list(itertools.islice(self._live.values(), max(most, 0)))
 
     def request_ids(self) -> list[str]:
-        """Return the ids of the requests, oldest first."""
         return [arrival.request_id for arrival in self._live.values()]
 
     async def wait_idle(self) -> None:
@@ -213,7 +208,6 @@ def _message(refuse: Refuse) -> str:
 
 
 def _words(refuse: Refuse) -> tuple[str, object, object, str]:
-    """Return the problem, the value, the limit and the remedy."""
     value, setting, detail = refuse.value, refuse.setting, refuse.detail
     tokens = f"{refuse.limit} tokens"
     match refuse.code:

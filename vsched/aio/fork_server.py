@@ -75,7 +75,6 @@ class IdleForkServer(NamedTuple):
     orders: socket.socket
 
     def close(self) -> None:
-        """End the process."""
         self.process.kill()
         self.process.wait()
         self.orders.close()
@@ -230,7 +229,6 @@ class ForkServer:
         self._forget()
 
     def begin(self) -> None:
-        """Start the process and its imports."""
         idle, self._idle = self._idle, None
         self._process, self._orders = idle or start_idle()
         with suppress(ConnectionError):  # it died: `open` detects that

@@ -278,7 +278,6 @@ class LocalLauncher:
     def choose_host(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> LocalHost:
-        """Return this host, which is never lost."""
         del on_lost
         self._starts.update(groups)
         return LocalHost(self, groups, arena, self._starts[groups[0]])
@@ -292,7 +291,6 @@ class LocalLauncher:
         return self._fork_servers.get(modules)
 
     def close(self) -> None:
-        """End the fork servers, close every socket and remove the folder."""
         for server in self._fork_servers.values():
             server.close()
         self.context.destroy(linger=0)

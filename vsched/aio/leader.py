@@ -151,13 +151,11 @@ class FailureDetector:
         self._pending: list[deque[PendingAck]] = [deque() for _ in range(ranks)]
 
     def expect(self, number: int, now_s: float, *, hook: str = "") -> None:
-        """Expect one more answer of every rank."""
         for rank, owed in enumerate(self._pending):
             owed.append(PendingAck(number, hook, now_s))
             self._liveness.owing[rank] += 1
 
     def due(self, rank: int) -> PendingAck | None:
-        """Return the next answer expected of a rank."""
         return self._pending[rank][0] if self._pending[rank] else None
 
     def answered(self, rank: int, now_s: float) -> None:
@@ -249,7 +247,6 @@ class HookTimes:
         self._out: set[str] = set()
 
     def stepped(self) -> None:
-        """Note that a step was sent."""
         self._worked.update(self._intervals)
 
     def ask(self, name: str) -> bool:
@@ -281,7 +278,6 @@ class HookTimes:
         return now_s - (self._start_s if ended_s is None else ended_s) >= interval_s
 
     def done(self, name: str, now_s: float) -> None:
-        """Note the end of a run."""
         self._out.discard(name)
         self._ended_s[name] = now_s
 
@@ -302,7 +298,6 @@ class EncodeSlices:
         self._layer_ns = 0.0
 
     def begin(self, decision: EncodeDecision) -> EncodeDecision:
-        """Return a batch with the number of layers of its first time slice."""
         self._time_slice_ns = decision.time_slice_ns
         self._tokens = sum(task.tokens for task in decision.tasks if not task.encoded)
         self.open = bool(self._time_slice_ns and self._tokens)
@@ -310,7 +305,6 @@ class EncodeSlices:
         return msgspec.structs.replace(decision, layers=self._layers()) if self.open else decision
 
     def go_on(self, paused: Paused) -> int:
-        """Return the number of layers of the next time slice."""
         layer_ns = paused.busy_ns / paused.layers / self._tokens
         self._layer_ns = max(layer_ns, self._layer_ns) if self.busy_ns else layer_ns
         self.busy_ns += paused.busy_ns
@@ -445,7 +439,6 @@ class Leader:
     # --- sending ---
 
     def decide(self, decision: Decision) -> None:
-        """Append a decision to the log, and send it to every rank."""
         self._run_hooks()
         self._hooks.stepped()
         self._detector.expect(decision.step, self._running_s())
@@ -495,11 +488,9 @@ class Leader:
         return changed.complete
 
     def accept(self, blocks: int) -> None:
-        """Tell the ranks to serve with their current KV cache."""
         self._append(AcceptKv(blocks))
 
     def stop(self) -> None:
-        """Tell the ranks to finish and exit."""
         if not self._over:
             self._append(Stop())
 
@@ -646,7 +637,6 @@ class Leader:
         self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
 
     def _take_answer(self, rank: int, answer: GenerateResult | EncodeResult | StepCheck) -> None:
-        """Handle the answer of a rank to the step that is expected next."""
         wanted: type = GenerateResult if stage_of(self.name) == "generate" else EncodeResult
         due = self._detector.due(rank)
         if due is None or due.hook or not isinstance(answer, StepCheck if rank else wanted):

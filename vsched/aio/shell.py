@@ -77,13 +77,9 @@ LIVE_SHOWN_MAX = 100
 class EventRecorder(Protocol):
     """Records events and commands of the kernel; never raises."""
 
-    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
-        """Record one event and its commands."""
-        ...
+    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None: ...
 
-    def close(self) -> None:
-        """Stop recording."""
-        ...
+    def close(self) -> None: ...
 
 
 async def start_shell(
@@ -220,7 +216,6 @@ class Shell:
     def serve(
         self, kernel: Scheduler, policy_times: PolicyTimes, record: EventRecorder | None
     ) -> None:
-        """Serve with a kernel, whose policies are timed."""
         self._kernel, self._policy_times, self._record = kernel, policy_times, record
         kernel.watch_policies(policy_times.watch)
         self._serving = True
@@ -397,7 +392,6 @@ class Shell:
                 self.groups[command.group].leader.decide(command.decision)
 
     def _set_timer(self, deadline_ns: int) -> None:
-        """Replace the timer; there is only one."""
         if self._timer is not None:
             self._timer.cancel()
         delay_s = max(0.0, (deadline_ns - self._now_ns()) / 1e9)
@@ -406,7 +400,6 @@ class Shell:
     # --- ranks ---
 
     def on_result(self, name: str, result: GenerateResult | EncodeResult) -> None:
-        """Report the result of a step to the kernel."""
         group = self.groups[name]
         down = group.worker_group.down
         if self._stopping or self.given_up or down:
@@ -479,7 +472,6 @@ class Shell:
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The kernel's limits."""
         return self._kernel.limits
 
     def explain(self, request_id: str) -> str:
@@ -495,11 +487,9 @@ class Shell:
         return self._kernel
 
     def now_ns(self) -> int:
-        """Time of the kernel's clock."""
         return self._now_ns()
 
     def arriving(self, most: int, now_ns: int) -> list[RequestRow]:
-        """Return views of the oldest requests that are not submitted yet."""
         rows = []
         for arrival in self.arrivals.oldest(most):
             why = self._kernel.arrival_reason(arrival.arrival_id, now_ns) or PREPARED
@@ -516,7 +506,6 @@ class Shell:
         return rows
 
     def group_rows(self) -> list[dict[str, Any]]:
-        """Return the operator's view of every group; see `ServedGroup.row`."""
         statistics = self._kernel.statistics()
         return [group.row(statistics.get(group.stage, {})) for group in self.groups.values()]
 
@@ -550,5 +539,4 @@ class Shell:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of all ranks."""
         return [pid for worker_group in self.worker_groups for pid in worker_group.pids]

@@ -52,16 +52,13 @@ class PromptReport:
 
     @property
     def values(self) -> int:
-        """Number of log-probabilities of the complete report."""
         return len(self._token_ids) * (1 + self.top)
 
     @property
     def is_whole(self) -> bool:
-        """True if the log-probabilities of all prompt tokens are known."""
         return self._known >= len(self._token_ids)
 
     def when_whole(self, call: Callable[[], object]) -> None:
-        """Call a function once the report is complete."""
         self._waiting.append(call)
 
     def take(self, piece: PromptPiece) -> None:
@@ -284,21 +281,17 @@ class TokenStream:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens, including image placeholders."""
         return len(self.prompt_token_ids)
 
     @property
     def cached_tokens(self) -> int:
-        """Number of prompt tokens found in the prefix cache; known once the request has ended."""
         return self.times.cached_tokens
 
     @property
     def reason(self) -> FinishReason | None:
-        """The finish reason; None while it runs."""
         return None if self._finish is None else self._finish.reason
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Add the next token."""
         if self._stopped or self._finish is not None or self._prompt_only:
             return
         self.output_tokens += 1
@@ -321,7 +314,6 @@ class TokenStream:
         self._changed.set()
 
     def finish(self, finish: Finish) -> None:
-        """Handle the end; called once."""
         assert self._finish is None, "a request has two terminal replies"
         self._finish = finish
         self.times = finish.times
@@ -376,7 +368,6 @@ class TokenStream:
         self._stopped = True
 
     def abort(self) -> None:
-        """Abort the request and free its resources; no-op after its end."""
         if self._finish is None:
             self._on_stop(self.request_id, FinishReason.ABORT)
 
@@ -632,7 +623,6 @@ class StreamTable:
         self._idle.set()
 
     def add(self, number: int, generation: AnswerSink) -> None:
-        """Register an accepted request."""
         self._by_number[number] = generation
         self._numbers[generation.request_id] = number
         self._idle.clear()
@@ -651,7 +641,6 @@ class StreamTable:
                 self._on_broken(stream.request_id)
 
     def emit(self, result: GenerateResult) -> None:
-        """Pass the tokens of a step to their choices."""
         logprobs: dict[int, deque[SlotLogprob]] = {}
         for one in result.logprobs:
             logprobs.setdefault(one.slot, deque()).append(one)
@@ -713,7 +702,6 @@ class StreamTable:
             logger.exception("the reader of request %s failed", stream.request_id)
 
     def finish(self, finish: Finish) -> None:
-        """End a choice."""
         generation = self._by_number.pop(finish.number)
         del self._numbers[finish.request_id]
         if not self._by_number:
@@ -738,7 +726,6 @@ class StreamTable:
         await self._idle.wait()
 
     def request_ids(self, count: int) -> list[str]:
-        """Return the ids of the oldest live requests."""
         return list(itertools.islice(self._numbers, count))
 
 
@@ -815,12 +802,10 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def statistics(self) -> dict[str, Any]:
-        """Return bounds, counts and the sum of the values."""
         return {"bounds": self.bounds, "counts": self.counts, "sum": round(self.sum, 6)}
 
 
@@ -832,7 +817,6 @@ class FinishedRequests:
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
 
     def add(self, timeline: RequestTimeline) -> None:
-        """Add an ended request."""
         self.recent.append(timeline)
         if timeline.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
@@ -841,5 +825,4 @@ class FinishedRequests:
             self._histograms[name].observe(value / 1e3 if field.endswith("_ms") else value)
 
     def histograms(self) -> dict[str, dict[str, Any]]:
-        """Return the histograms by name."""
         return {name: one.statistics() for name, one in self._histograms.items()}

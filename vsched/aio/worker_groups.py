@@ -198,7 +198,6 @@ class WorkerGroup:
         )
 
     async def _bring_up(self, group: str) -> None:
-        """Size a group and wait until its ranks are ready."""
         leader = self._leaders[group]
         sizing = self._sizing
         await (sizing.publish if stage_of(group) == "encode" else sizing.lead)(group, leader)
@@ -335,7 +334,6 @@ class WorkerGroup:
         await self._settled.wait()
 
     async def cancel_restart(self) -> None:
-        """Cancel a restart in progress."""
         task, self._restarting = self._restarting, None
         if task is not None:
             task.cancel()
@@ -384,7 +382,6 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks that have a process."""
         return [process.pid for process in self._processes if process.pid]
 
     @property
@@ -414,7 +411,6 @@ class RankThreads:
             self._timers[rank] = loop.call_later(THREADS_LAST_S, self._log, rank, report)
 
     def close(self) -> None:
-        """Stop logging."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -470,7 +466,6 @@ class ServedGroup:
 
     @property
     def leader(self) -> Leader:
-        """The leader of the latest start, which gets the kernel's decisions."""
         return self.worker_group.leader(self.name)
 
     @property
@@ -556,11 +551,9 @@ class ServedGroups(Mapping[str, ServedGroup]):
         return len(self._groups)
 
     def of_stage(self, stage: str) -> list[ServedGroup]:
-        """Return the groups of a stage, in order."""
         return [group for group in self._groups.values() if group.stage == stage]
 
     def all_up(self) -> bool:
-        """Return True if every group is up."""
         return all(group.state == "up" for group in self._groups.values())
 
     def busy_ms(self) -> dict[str, float]:

@@ -27,17 +27,11 @@ ANSWERED, KILLED = b"a", b"k"
 class Channel(Protocol):
     """One end of a byte stream."""
 
-    def read(self, size: int, /) -> bytes:
-        """Return `size` bytes; fewer at the end of the stream."""
-        ...
+    def read(self, size: int, /) -> bytes: ...
 
-    def write(self, content: bytes, /) -> object:
-        """Write bytes, possibly to a buffer."""
-        ...
+    def write(self, content: bytes, /) -> object: ...
 
-    def flush(self) -> object:
-        """Send the buffered bytes."""
-        ...
+    def flush(self) -> object: ...
 
 
 def frame_header(content: bytes) -> bytes:

@@ -99,7 +99,6 @@ class SocketReader:
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def read(self) -> None:
-        """Handle all messages that have arrived."""
         self._due = False
         while not self.closed and self._readable():
             self._take()
@@ -153,7 +152,6 @@ class LeaderLink:
                 logger.exception("a report could not be handled")
 
     def close(self) -> None:
-        """Close the socket and drop queued frames."""
         self._reader.close(0)
 
 
@@ -185,7 +183,6 @@ class RankLink:
             return None
 
     def send(self, frame: bytes) -> None:
-        """Queue a report."""
         self.socket.send(frame)
 
     def close(self) -> None:
@@ -236,6 +233,5 @@ class PulseThread:
         self._socket.close()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._over.set()
         self._thread.join()

@@ -275,7 +275,6 @@ class Stream:
     # --- receiving ---
 
     def receive(self, frame: bytes) -> None:
-        """Handle a received frame."""
         if self.broken:
             return
         self._received_s = self._loop.time()
@@ -327,13 +326,11 @@ class Stream:
         tick()
 
     def fail(self, why: str) -> None:
-        """End the stream and report why."""
         if not self.broken:
             self.close()
             self._on_broken(why)
 
     def close(self) -> None:
-        """Stop sending and receiving."""
         self.broken = True
         self._waiting.clear()
         if self._timer is not None:
@@ -480,7 +477,6 @@ class EngineSocket:
         self._receiving = SocketReader(socket, self._receive)
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame, without waiting; return False if that fails."""
         try:
             self._socket.send(frame, zmq.DONTWAIT)
         except zmq.ZMQError:
@@ -489,14 +485,12 @@ class EngineSocket:
         return True
 
     def read(self) -> None:
-        """Handle all frames that have arrived."""
         self._receiving.read()
 
     def _receive(self) -> None:
         self._on_frame(self._socket.recv(zmq.DONTWAIT))
 
     def _see(self) -> None:
-        """Handle an event of the connection."""
         event = recv_monitor_message(self._monitor, zmq.DONTWAIT)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._greeted = True
@@ -566,7 +560,6 @@ class HostSocket:
         self._gating.sent()
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Queue a frame for a peer, without waiting; return False when it is gone."""
         try:
             self._socket.send_multipart([identity, frame], zmq.DONTWAIT)
         except zmq.ZMQError:
@@ -575,7 +568,6 @@ class HostSocket:
         return True
 
     def read(self) -> None:
-        """Handle all frames that have arrived."""
         self._receiving.read()
 
     def _receive(self) -> None:
@@ -584,7 +576,6 @@ class HostSocket:
             self._on_frame(identity, frames[0])
 
     def close(self) -> None:
-        """Close, after up to `LINGER_MS` for queued frames."""
         self._receiving.close(LINGER_MS)
         self._gating.close(0)
 

@@ -160,11 +160,9 @@ class HostActor:
         await serve_host(where, secret, name="", on_ready=self._listening.set_result, cores=cores)
 
     def address(self) -> str:
-        """Return the address of the host."""
         return self._listening.result()
 
     def stop(self) -> None:
-        """End all ranks."""
         self._listening.result()
         if self._serving is not None:
             self._loop.call_soon_threadsafe(self._serving.cancel)
@@ -330,7 +328,6 @@ class SoughtEnd:
 
     @property
     def hung_up(self) -> int:
-        """Number of connections that the host closed during the handshake, at the latest address."""
         return 0 if self._end is None else self._end.hung_up
 
     async def _seek(self) -> None:
@@ -363,18 +360,15 @@ class SoughtEnd:
         self._on_frame(frame)
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame, without waiting; return False if that fails."""
         if not self._received:
             self._said.append(frame)
         return self._end is None or self._end.send(frame)
 
     def read(self) -> None:
-        """Handle all frames that have arrived."""
         if self._end is not None:
             self._end.read()
 
     def close(self) -> None:
-        """Stop looking up the address, and close."""
         self._seeking.cancel()
         if self._end is not None:
             self._end.close()

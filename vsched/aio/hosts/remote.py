@@ -111,19 +111,16 @@ class RemoteHost:
         self.stream.put(OpenGroups(VERSION, engine, [*groups], arena.layout, alive_s, silence_s))
 
     def _miss(self) -> None:
-        """Give up a host that did not answer in time."""
         why = f"did not answer for {self._patience.open_s:g} s"
         if self._end.hung_up:
             why += f" and hung up {self._end.hung_up} times. Remedy: see that it has the same key"
         self.stream.fail(why)
 
     def open_link(self, group: str, on_frame: OnFrame) -> RemoteLink:
-        """Return the leader's end of a group."""
         link = self._links[group] = RemoteLink(self, group, on_frame)
         return link
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RemoteRank:
-        """Have a rank started."""
         rank = self._ranks[spec.rank] = RemoteRank(self, spec.rank, on_exit)
         del threads  # unless configured, the host chooses
         self.stream.put(Launch(spec))
@@ -252,7 +249,6 @@ class RemoteLink:
             self._host.fetch(self._group, entry.step, written_by(self._host.layout, entry.tasks))
 
     def send(self, rank: int, frame: bytes) -> bool:
-        """Queue a frame for a rank, without waiting; return False if it is gone or backlogged."""
         return (
             not self._closed
             and rank not in self.gone
@@ -260,16 +256,13 @@ class RemoteLink:
         )
 
     def read(self) -> None:
-        """Handle all frames that have arrived."""
         self._host.read()
 
     def receive(self, identity: bytes, frame: bytes) -> None:
-        """Pass a report to the leader."""
         if not self._closed:
             self._on_frame(identity, frame)
 
     def close(self) -> None:
-        """Stop receiving."""
         self._closed = True
 
 
@@ -378,7 +371,6 @@ class PlacedLauncher:
     def choose_host(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> Host:
-        """Return the next host for these groups."""
         group = groups[-1]
         names = self._stages.get(stage_of(group)) or (OWN_HOST,)
         name = names[(replica_of(group) + self._lost[group]) % len(names)]
@@ -410,7 +402,6 @@ class PlacedLauncher:
         )
 
     def close(self) -> None:
-        """Release everything; all ranks have ended."""
         self._close()
         self._own.close()
 

@@ -120,7 +120,6 @@ class HostServer:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of all ranks here."""
         return [pid for start in self.starts.values() for pid in start.pids]
 
     async def close(self) -> None:
@@ -169,7 +168,6 @@ class HostedStart:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of its running ranks."""
         return [self._ranks[rank].pid for rank in self._running if self._ranks[rank].pid]
 
     # --- messages of the engine ---
@@ -212,7 +210,6 @@ class HostedStart:
         )
 
     def refuse(self, why: str) -> None:
-        """Tell the engine the reason, and end this start."""
         self._stream.put(Refused(why))
         self.end(f"it {why}")
 
@@ -317,7 +314,6 @@ class HostedStart:
     # --- the end ---
 
     def end(self, why: str) -> None:
-        """Kill its ranks and forget it."""
         if self._over:
             return
         self._over = True
