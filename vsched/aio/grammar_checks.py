@@ -57,7 +57,6 @@ class GrammarChecker(Protocol):
             RequestRefused: When the grammar cannot be used.
             RequestFailed: When it could not be checked.
         """
-        ...
 
     def close(self) -> None: ...
 

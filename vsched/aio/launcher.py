@@ -196,7 +196,6 @@ class LaunchedRank(Protocol):
 
     async def end(self, *, grace_s: float) -> None:
         """Wait for the rank to end; kill it after the grace period."""
-        ...
 
 
 class Host(Protocol):
@@ -211,15 +210,12 @@ class Host(Protocol):
 
     def open_link(self, group: str, on_frame: OnFrame) -> LeaderEnd:
         """Return the leader's end of a group, to which its ranks connect; `on_frame` gets their frames."""
-        ...
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> LaunchedRank:
         """Start a rank without waiting for it; the host fills in its folder, arena and addresses."""
-        ...
 
     def close(self) -> None:
         """Release the resources of links and ranks; all ranks have ended."""
-        ...
 
 
 class Launcher(Protocol):
@@ -239,11 +235,9 @@ class Launcher(Protocol):
 
         `on_lost` is called on the event loop, at most once, when the host is lost with all ranks, with a description.
         """
-        ...
 
     def close(self) -> None:
         """Release everything; all ranks have ended."""
-        ...
 
 
 class LocalLauncher:

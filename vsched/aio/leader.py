@@ -327,19 +327,15 @@ class LeaderEnd(Protocol):
 
     def carry(self, entry: LogEntry) -> None:
         """Prepare for an entry whose frames are sent next: the arena bytes that it reads must arrive before it."""
-        ...
 
     def send(self, rank: int, frame: bytes) -> bool:
         """Queue a frame for a rank, without waiting; return False if it is gone or backlogged."""
-        ...
 
     def read(self) -> None:
         """Handle all frames that have arrived."""
-        ...
 
     def close(self) -> None:
         """Stop receiving and drop queued frames."""
-        ...
 
 
 __all__ = ["Deadlines", "Leader", "ProcessLiveness"]

@@ -148,11 +148,9 @@ class StopScope(Protocol):
 
     def split(self, text: str) -> list[tuple[str, bool]]:
         """Take the next piece of text; return the parts known so far, each with True if stop strings apply to it."""
-        ...
 
     def split_rest(self, *, cut: bool) -> list[tuple[str, bool]]:
         """Return the parts held back until the end; `cut` is True if the length limit ended the choice."""
-        ...
 
 
 class StopMatcher:
