@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -438,22 +438,32 @@ def worker_group_plans(
     ]
 
 
+def _worker_settings(
+    config: Config, stage: Literal["encode", "generate"], replica: int, **own: Any
+) -> WorkerSettings:
+    section = config.encode if stage == "encode" else config.generate
+    return WorkerSettings(
+        device=rank_device(section.device, replica * section.tensor_parallel),
+        threads=config.threads(stage),
+        threads_fixed=bool(config.threads_fixed_by(stage)),
+        deterministic=config.model.deterministic,
+        promises=config.generate.kv_pages == "on_use",
+        adapter_rank_max=config.adapters.rank_max,
+        **section.quantization,
+        **own,
+    )
+
+
 def _encode_role(config: Config, policies: ConfiguredPolicies, replica: int) -> EncodeRole:
-    section = config.encode
-    device = rank_device(section.device, replica * section.tensor_parallel)
-    reserved = section.reserved
+    section, reserved = config.encode, config.encode.reserved
     return EncodeRole(
         address="",
         plugin=section.plugin,
-        settings=WorkerSettings(
-            device=device,
-            threads=config.threads("encode"),
-            threads_fixed=bool(config.threads_fixed_by("encode")),
-            deterministic=config.model.deterministic,
-            promises=config.generate.kv_pages == "on_use",
-            **section.quantization,
+        settings=_worker_settings(
+            config,
+            "encode",
+            replica,
             adapters=config.adapters.count_max if config.adapters.encoder else 0,
-            adapter_rank_max=config.adapters.rank_max,
         ),
         items=policies.encode_items_max,
         tokens=policies.item_tokens_max or 0,
@@ -467,18 +477,14 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
     return GenerateRole(
         address="",
         plugin=section.plugin,
-        settings=WorkerSettings(
-            device=rank_device(section.device, replica * section.tensor_parallel),
-            threads=config.threads("generate"),
-            threads_fixed=bool(config.threads_fixed_by("generate")),
+        settings=_worker_settings(
+            config,
+            "generate",
+            replica,
             attention=section.attention,
             slots=section.slots,
             state_snapshots=state_snapshots(config, info),
-            deterministic=config.model.deterministic,
-            promises=section.kv_pages == "on_use",
-            **section.quantization,
             adapters=config.adapters.count_max,
-            adapter_rank_max=config.adapters.rank_max,
         ),
         limits=StepLimits(
             slots=section.slots,

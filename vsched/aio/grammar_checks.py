@@ -43,21 +43,11 @@ milliseconds."""
 
 
 class GrammarChecker(Protocol):
-    """Checks grammars; several threads may call it at once."""
+    """Checks grammars; several threads may call it at once. See `GrammarProcesses`."""
 
     @property
     def pid(self) -> int: ...
-
-    def check(self, grammar: str) -> float:
-        """Compile a grammar and return the CPU time in seconds; a rank takes about as long.
-
-        Blocks: until the check is done or its deadline has passed.
-
-        Raises:
-            RequestRefused: When the grammar cannot be used.
-            RequestFailed: When it could not be checked.
-        """
-
+    def check(self, grammar: str) -> float: ...
     def close(self) -> None: ...
 
 
@@ -82,6 +72,14 @@ class GrammarProcesses:
         return self._calls.pid
 
     def check(self, grammar: str) -> float:
+        """Compile a grammar and return the CPU time in seconds; a rank takes about as long.
+
+        Blocks: until the check is done or its deadline has passed.
+
+        Raises:
+            RequestRefused: When the grammar cannot be used.
+            RequestFailed: When it could not be checked.
+        """
         try:
             outcome = self._calls.call(
                 grammar.encode(),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -65,7 +66,6 @@ from vsched.wire import (
     StepCheck,
     Stop,
     ThreadsInUse,
-    Turns,
     check_of,
     undamaged_report,
 )
@@ -85,24 +85,6 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     hooks_s: float | None = None
 
 
-class RunningClock:
-    """Running time of this process, by which timeouts are measured.
-
-    After a suspended VM, frozen container or starved engine resumes, time passes before the frames of ranks that were
-    suspended with it are read; they must not count as silent.
-    """
-
-    def __init__(self) -> None:
-        self._looked_s = 0.0
-        self._ran_s = 0.0
-
-    def look(self, now_s: float, gap_max_s: float) -> float:
-        """Return the running time at `now_s` in seconds; a gap since the last call counts as at most `gap_max_s`."""
-        self._ran_s += min(max(now_s - self._looked_s, 0.0), gap_max_s)
-        self._looked_s = now_s
-        return self._ran_s
-
-
 class ProcessLiveness:
     """Liveness of rank processes, shared by the leaders of the same processes.
 
@@ -111,18 +93,29 @@ class ProcessLiveness:
 
     Attributes:
         turns: Orders the steps of all logs that these processes follow.
-        clock: The clock for their timeouts.
         received_s: Time of the last message of a rank's log follower.
         pulse_s: Time of the last message of a rank's process.
         owing: Number of outstanding answers of a rank to all its leaders.
     """
 
     def __init__(self) -> None:
-        self.turns = Turns()
-        self.clock = RunningClock()
+        self.turns = itertools.count(1)
+        self._looked_s = 0.0
+        self._ran_s = 0.0
         self.received_s: dict[int, float] = {}
         self.pulse_s: dict[int, float] = {}
         self.owing: Counter[int] = Counter()
+
+    def running_s(self, now_s: float, gap_max_s: float) -> float:
+        """Return the running time of this process at `now_s`, by which timeouts are measured.
+
+        A gap since the last call counts as at most `gap_max_s`: after a suspended VM, frozen container or starved
+        engine resumes, time passes before the frames of ranks that were suspended with it are read; they must not
+        count as silent.
+        """
+        self._ran_s += min(max(now_s - self._looked_s, 0.0), gap_max_s)
+        self._looked_s = now_s
+        return self._ran_s
 
     def receive(self, rank: int, now_s: float, *, follows: bool) -> None:
         """Note a message of a rank; `follows` is True if its log follower sent it."""
@@ -337,8 +330,6 @@ class LeaderEnd(Protocol):
     def close(self) -> None:
         """Stop receiving and drop queued frames."""
 
-
-__all__ = ["Deadlines", "Leader", "ProcessLiveness"]
 
 EARLY = 0.9
 """Heartbeats are sent after this part of the interval, to allow for late timers and transfer times."""
@@ -703,7 +694,7 @@ class Leader:
     def _running_s(self) -> float:
         """Return the clock of all timeouts, which counts only the running time of this process."""
         gap_max_s = GAP_INTERVALS * self._deadlines.heartbeat_s
-        return self._liveness.clock.look(self._loop.time(), gap_max_s)
+        return self._liveness.running_s(self._loop.time(), gap_max_s)
 
     def _tick(self) -> None:
         if self._over:
