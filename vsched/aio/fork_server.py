@@ -12,8 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import msgspec
 
@@ -53,14 +52,10 @@ def rank_environment(threads: int) -> dict[str, str]:
 logger = logging.getLogger(__name__)
 PRELOADED = ("vsched.transport.zmq_link", "vsched.worker.loading")
 """Modules that every rank imports, with any worker."""
-IMPORT_S = 60.0
-"""Limit on idle time of the server while it imports."""
+IMPORT_S = 300.0
+"""Limit on the imports, which take 4 s, and minutes on an overloaded machine."""
 FORK_S = 10.0
-"""Limit on idle time before a reply, after the imports and during a fork."""
-WORK_S = 120.0
-"""Limit on CPU time before a reply: imports take 4 s, and a fork some milliseconds."""
-_IDLE_PARTS = 4
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""Limit on a reply after the imports; a fork takes milliseconds."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -131,8 +126,7 @@ class ForkServer:
     async def open(self) -> socket.socket:
         """Return a channel for one order after the server's imports are done; the caller closes it.
 
-        Blocks: at most `WORK_S` of the server's CPU time, or `IMPORT_S` (`FORK_S` after the imports) of its idle time;
-        may be cancelled.
+        Blocks: at most `IMPORT_S`, or `FORK_S` after the imports; may be cancelled.
 
         Raises:
             ForkServerLostError: When the server dies or does not respond; it is killed then.
@@ -180,46 +174,15 @@ class ForkServer:
             raise ForkServerLostError("the fork server could not fork")
         return int.from_bytes(pid, "little")
 
-    async def _receive(self, channel: socket.socket, idle_s: float) -> bytes:
-        """Return the server's next message; kill the server if it is idle for `idle_s` or exceeds its CPU time.
-
-        On an overloaded machine it may take minutes: it is not replaced while it makes progress, since a new one would
-        start from the beginning.
-        """
-        began_s = worked_s = self._worked_s()
-        idle = 0
-        # One task: cancelling and restarting it could lose a message.
-        said = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(channel, len(HELLO)))
+    async def _receive(self, channel: socket.socket, limit_s: float) -> bytes:
+        """Return the server's next message; kill the server if there is none in time."""
         try:
-            # In parts: a suspension of the whole machine, however long, ends only one of them.
-            while not (await asyncio.wait({said}, timeout=idle_s / _IDLE_PARTS))[0]:
-                before_s, worked_s = worked_s, self._worked_s()
-                idle = idle + 1 if worked_s == before_s else 0
-                if idle == _IDLE_PARTS or worked_s >= began_s + WORK_S:
-                    self._kill_silent(idle_s if idle else 0)
-            return said.result()
-        finally:
-            said.cancel()
-            await asyncio.wait({said})
-
-    def _kill_silent(self, idle_s: float) -> NoReturn:
-        """Kill a server that was idle for `idle_s`, or exceeded its CPU time if `idle_s` is 0."""
-        if self._process is not None:
-            self._process.kill()
-        raise ForkServerLostError(
-            f"the fork server said nothing, and did nothing for {idle_s:g} s"
-            if idle_s
-            else f"the fork server said nothing in {WORK_S:g} s of a processor"
-        )
-
-    def _worked_s(self) -> float:
-        """Return the CPU time of the server in seconds; 0 if it has ended."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return 0.0
-        user, system = fields.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) * _TICK_S
+            async with asyncio.timeout(limit_s):
+                return await asyncio.get_running_loop().sock_recv(channel, len(HELLO))
+        except TimeoutError:
+            if self._process is not None:
+                self._process.kill()
+            raise ForkServerLostError(f"the fork server said nothing for {limit_s:g} s") from None
 
     def close(self) -> None:
         """End the server; no request is pending any more."""
