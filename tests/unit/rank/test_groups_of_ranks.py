@@ -187,10 +187,7 @@ async def test_group_together_follows_one_order(place: Place) -> None:
 
 
 async def test_group_of_ranks_idles(place: Place, tmp_path: Path) -> None:
-    """Idle for VSCHED_IDLE_BEATS heartbeats: alive, and then at work.
-
-    `tests/unit/aio/leader/test_idle_group.py` has the gaps between them.
-    """
+    """Idle for VSCHED_IDLE_BEATS heartbeats: alive, and then at work."""
     received = Received()
     worker_group = place.worker_group(
         received.events,

@@ -105,27 +105,34 @@ async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.M
     led.leader.close()
 
 
+NO_STEP = "sent a result of no step that is out"
+
+
 @pytest.mark.parametrize(
-    ("rank", "report", "reason"),
+    ("decided", "rank", "report", "reason"),
     [
-        (1, result(1), "rank 1 sent a result of no step that is out"),
-        (0, StepCheck(1, b""), "rank 0 sent a result of no step that is out"),
-        (0, EncodeResult(1, None, 0), "rank 0 sent a result of no step that is out"),
-        (2, StepCheck(2, b""), "rank 2 sent the result of step 2, due was 1"),
+        (0, 0, result(1), NO_STEP),
+        (1, 1, result(1), NO_STEP),
+        (1, 0, StepCheck(1, b""), NO_STEP),
+        (1, 0, EncodeResult(1, None, 0), NO_STEP),
+        (2, 0, result(2), "sent the result of step 2, due was 1"),
+        (1, 2, StepCheck(2, b""), "sent the result of step 2, due was 1"),
         (
             1,
+            1,
             RankFailed(ErrorKind.OUT_OF_MEMORY, "DeviceOutOfMemory", "full"),
-            "rank 1 stopped with DeviceOutOfMemory: full",
+            "stopped with DeviceOutOfMemory: full",
         ),
     ],
 )
 async def test_leader_gives_up_a_rank_that_is_out_of_order(
-    led: LeaderHarness, rank: int, report: GenerateResult, reason: str
+    led: LeaderHarness, decided: int, rank: int, report: GenerateResult, reason: str
 ) -> None:
-    """Each rank reports every step once, in order, with the report of its role."""
-    led.leader.decide(GenerateDecision(1))
+    """Each rank reports every step once, in order, with the report of its role; nothing else is passed on."""
+    for step in range(1, decided + 1):
+        led.leader.decide(GenerateDecision(step))
     led.receive(rank, report)
-    assert led.lost == [f"generate: {reason}"]
+    assert (led.lost, led.results) == ([f"generate: rank {rank} {reason}"], [])
 
 
 async def test_leader_rank_that_stops_reporting_is_given_up(led: LeaderHarness) -> None:
