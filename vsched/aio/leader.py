@@ -364,11 +364,12 @@ class Leader:
     """Leads the ranks of one group.
 
     `on_result` gets the name of the group and the result of each step. `on_lost` is called once, with the failure, when
-    the group is lost. `on_threads` gets a rank's number of threads when it changes.
+    the group is lost.
 
     Attributes:
         memory: Last memory report of each rank, in bytes by name.
         kernels_late: Number of kernels that each rank compiled or loaded after it was ready.
+        threads: Threads in use by each rank that reports them.
         heartbeats: Number of heartbeats sent.
         heartbeats_missed: Number of intervals in which nothing was sent, because this process did not run.
     """
@@ -383,7 +384,6 @@ class Leader:
         deadlines: Deadlines,
         on_result: Callable[[str, GenerateResult | EncodeResult], None],
         on_lost: Callable[[GroupFailure], None],
-        on_threads: Callable[[int, ThreadsInUse], None],
         on_progress: Callable[[str, float], None],
         liveness: ProcessLiveness | None = None,
     ) -> None:
@@ -392,6 +392,7 @@ class Leader:
         self._groups = (name,)
         self.memory: dict[int, dict[str, int]] = {}
         self.kernels_late: dict[int, int] = {}
+        self.threads: dict[int, ThreadsInUse] = {}
         self.heartbeats = self.heartbeats_missed = 0
         self.loaded = _Gather[RankMemory](ranks)
         self.reserved = _Gather[Reserved](ranks)
@@ -403,7 +404,6 @@ class Leader:
         self._deadlines = deadlines
         self._on_result = on_result
         self._on_lost = on_lost
-        self._on_threads = on_threads
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
         self._liveness = liveness or ProcessLiveness()
@@ -562,7 +562,7 @@ class Leader:
                 self.kernels_late[rank] = late
                 self._take_beat(rank, seq)
             case ThreadsInUse():
-                self._on_threads(rank, report)
+                self.threads[rank] = report
             case AdapterChanged(seq, error):
                 self._take_change(rank, seq, error)
             case RankFailed():
@@ -601,7 +601,7 @@ class Leader:
         self.memory[rank] = report.memory
         self._ready[rank] = report
         if report.threads is not None:
-            self._on_threads(rank, report.threads)
+            self.threads[rank] = report.threads
         if len(self._ready) == self._ranks and not self.ready.done():
             self._begin()
 

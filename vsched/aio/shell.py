@@ -528,7 +528,7 @@ class Shell:
             "threads": {
                 name: {
                     str(rank): {"active": threads.active, "total": threads.total}
-                    for rank, threads in group.worker_group.threads.items()
+                    for rank, threads in group.leader.threads.items()
                 }
                 for name, group in self.groups.items()
             },

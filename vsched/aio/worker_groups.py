@@ -43,7 +43,7 @@ from vsched.kernel.events import Drain, Event, GroupLost, Resume
 from vsched.probes import probe
 from vsched.transport.arena import Arena
 from vsched.types import stage_of
-from vsched.wire import EncodeResult, GenerateResult, Ready, ThreadsInUse
+from vsched.wire import EncodeResult, GenerateResult, Ready
 from vsched.worker.shares import threads_of
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
@@ -51,9 +51,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Reports = dict[str, list[Ready]]
 STOP_GRACE_S = 5.0
-THREADS_LAST_S = 5.0
-"""A change of the number of threads is logged only after this time, so that short-lived other programs cause no log
-lines."""
 STARTING = "starting processes and importing libraries"
 """First progress message of a group, before its ranks have sent any."""
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
@@ -128,7 +125,6 @@ class WorkerGroup:
         self._events = events
         self._sizing = sizing
         self._leaders: dict[str, Leader] = {}
-        self._threads_in_use = RankThreads(groups)
         self._processes: list[LaunchedRank] = []
         self._phase: Literal["down", "starting", "up", "stopping"] = "down"
         self._loss: asyncio.Future[GroupFailure]
@@ -159,7 +155,6 @@ class WorkerGroup:
         liveness = ProcessLiveness()
         self._close_host()
         host = self._host = self._launcher.choose_host(self.groups, self._arena, self._lose_host)
-        self._threads_in_use = RankThreads(self.groups)
         self._leaders = {name: self._lead(host, name, secret, liveness) for name in self.groups}
         self._processes = []
         # One by one: if a launch fails, `stop` ends the earlier ones.
@@ -223,7 +218,6 @@ class WorkerGroup:
         finally:
             for leader in self._leaders.values():
                 leader.close()
-            self._threads_in_use.close()
             self._close_host()
             self._phase = "down"
 
@@ -241,7 +235,6 @@ class WorkerGroup:
             deadlines=self._deadlines,
             on_result=self._events.on_result,
             on_lost=self._lose,
-            on_threads=self._threads_in_use.take,
             on_progress=partial(self._progress, group),
             liveness=liveness,
         )
@@ -384,47 +377,6 @@ class WorkerGroup:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes if process.pid]
 
-    @property
-    def threads(self) -> dict[int, ThreadsInUse]:
-        """The threads in use by each rank that reports them."""
-        return self._threads_in_use.in_use
-
-
-class RankThreads:
-    """The last thread report of each rank of one start; a lasting change is logged once."""
-
-    def __init__(self, groups: Sequence[str]) -> None:
-        self.in_use: dict[int, ThreadsInUse] = {}
-        self._names = " and ".join(groups)
-        self._logged: dict[int, int] = {}
-        self._timers: dict[int, asyncio.TimerHandle] = {}
-
-    def take(self, rank: int, report: ThreadsInUse) -> None:
-        """Take the report of a rank; groups in one process report the same number twice."""
-        if report == self.in_use.get(rank):
-            return
-        self.in_use[rank] = report
-        if rank in self._timers:
-            self._timers.pop(rank).cancel()
-        if report.active != self._logged.setdefault(rank, report.total):
-            loop = asyncio.get_running_loop()
-            self._timers[rank] = loop.call_later(THREADS_LAST_S, self._log, rank, report)
-
-    def close(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-
-    def _log(self, rank: int, report: ThreadsInUse) -> None:
-        del self._timers[rank]
-        self._logged[rank] = report.active
-        who, active, total = f"{self._names} rank {rank}", report.active, report.total
-        if active < total:
-            why = "other programs keep the cores busy"
-            logger.warning("%s computes with %d of %d threads: %s", who, active, total, why)
-        else:
-            logger.info("%s computes with all of its %d threads again", who, total)
-
 
 def rank_device(device: str, index: int) -> str:
     """Return the device `index` after this one; only `cuda` has several."""
@@ -488,7 +440,7 @@ class ServedGroup:
         `waiting` are requests, or items of an encode group, which count for the stage.
         """
         worker_group, leader = self.worker_group, self.leader
-        threads, loss = worker_group.threads, None
+        threads, loss = leader.threads, None
         own = figures.get("groups", {}).get(self.name, {})
         if self.stage == "encode":
             running, waiting = own.get("running_items", 0), figures.get("waiting_items", 0)

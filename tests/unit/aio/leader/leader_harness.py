@@ -21,7 +21,6 @@ from vsched.wire import (
     Pulse,
     RankReport,
     Ready,
-    ThreadsInUse,
     encode_report,
 )
 
@@ -110,7 +109,6 @@ class LeaderHarness:
         self.results: list[GenerateResult | EncodeResult] = []
         self.lost: list[str] = []
         self.progress: list[tuple[str, float]] = []
-        self.threads: list[tuple[int, ThreadsInUse]] = []
         self.loop = loop or FakeLoop()
         self.ranks = ranks
         monkeypatch.setattr(asyncio, "get_running_loop", lambda: self.loop)
@@ -122,7 +120,6 @@ class LeaderHarness:
             deadlines=limits,
             on_result=lambda _group, result: self.results.append(result),
             on_lost=lambda failure: self.lost.append(str(failure)),
-            on_threads=lambda rank, threads: self.threads.append((rank, threads)),
             on_progress=lambda what, fraction: self.progress.append((what, fraction)),
             liveness=liveness,
         )

@@ -107,7 +107,6 @@ def test_leader_needs_a_secret() -> None:
             deadlines=LIMITS,
             on_result=print,
             on_lost=print,
-            on_threads=print,
             on_progress=print,
         )
 

@@ -199,12 +199,12 @@ async def test_leader_hears_nothing_but_life_from_a_pulse(led: LeaderHarness) ->
     assert led.leader.memory[0] == {"kv": 0}
 
 
-async def test_leader_passes_the_threads_of_each_rank_on(led: LeaderHarness) -> None:
+async def test_leader_knows_the_threads_of_each_rank(led: LeaderHarness) -> None:
     """Whatever else is due: a report of threads counts as no reply."""
     led.leader.decide(GenerateDecision(1))
     led.receive(0, Ready(10, {}, threads=ThreadsInUse(2, 2)))
     led.receive(1, ThreadsInUse(1, 2))
-    assert led.threads == [(0, ThreadsInUse(2, 2)), (1, ThreadsInUse(1, 2))]
+    assert led.leader.threads == {0: ThreadsInUse(2, 2), 1: ThreadsInUse(1, 2)}
     led.receive(0, result(1))
     assert ([one.step for one in led.results], led.lost) == ([1], [])
 

@@ -51,7 +51,6 @@ class Group:
             deadlines=LIMITS,
             on_result=lambda _group, result: self.results.append(result.step),
             on_lost=lambda failure: self.lost.append((current().time(), str(failure))),
-            on_threads=print,
             on_progress=lambda *_: None,
         )
 
