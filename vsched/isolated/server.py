@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import resource
 import select
@@ -17,21 +18,14 @@ import socket
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 
 HEAD_BYTES = 8
 ANSWERED, KILLED = b"a", b"k"
 """The first byte of a reply; an answer, or the number of the signal that killed the process, follows it."""
 
 
-class Channel(Protocol):
-    """One end of a byte stream."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-    def write(self, content: bytes, /) -> object: ...
-
-    def flush(self) -> object: ...
+Channel = io.BufferedIOBase
+"""One end of a byte stream."""
 
 
 def frame_header(content: bytes) -> bytes:

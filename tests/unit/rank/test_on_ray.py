@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -280,30 +278,6 @@ def test_ray_cluster_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "ray", InstalledStandIn(ConnectionError("nobody")))
     with pytest.raises(ConfigError, match="no Ray cluster at 'head:6379': nobody. Remedy"):
         InstalledRay().connect("head:6379")
-
-
-def imports_of_ray(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    text = path.read_text()
-    if "import ray" not in text and "from ray" not in text:
-        return []  # parsing all takes seconds
-    return [
-        node
-        for node in ast.walk(ast.parse(text))
-        if (isinstance(node, ast.Import) and any(n.name.split(".")[0] == "ray" for n in node.names))
-        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray")
-    ]
-
-
-def test_ray_is_imported_by_its_calls_alone() -> None:
-    """In one file, and inside functions."""
-    found: list[str] = []
-    for folder in ("vsched", "policies", "workers"):
-        for path in (ROOT / folder).rglob("*.py"):
-            nodes = imports_of_ray(path)
-            if nodes:
-                found.append(path.name)
-                assert all(node.col_offset for node in nodes)
-    assert found == ["ray_hosts.py"]
 
 
 def test_ray_is_not_needed_without_it() -> None:
