@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-import zmq
 
 from tests.unit.aio.ranks import ShellHarness, Stream, Text
 from tests.unit.rank.fake_plugin import expected_tokens
@@ -245,18 +244,6 @@ async def test_shell_has_one_timer(played: ShellHarness, monkeypatch: pytest.Mon
         assert [timer.cancelled() for timer in timers] == [True] * 4 + [False]
         assert timers[3].when() <= asyncio.get_running_loop().time() + 1
         await played.ranks.until(lambda: rung[-1] == TimerFired())
-
-
-@pytest.mark.parametrize("error", [OSError("no socket"), zmq.ZMQError(2)])
-async def test_shell_that_cannot_start_leaves_nothing(
-    played: ShellHarness, error: Exception
-) -> None:
-    """An exception at the start of a rank reaches the caller, and the other worker group is stopped."""
-    await played.shell.stop()
-    played.ranks.failures.append(error)
-    with pytest.raises(type(error)):
-        await played.start()
-    assert all(rank.ended for rank in played.ranks.made)
 
 
 class Noted:

@@ -65,18 +65,6 @@ async def started(*worker_groups: WorkerGroup) -> AsyncIterator[None]:
             await worker_group.stop(grace_s=0)
 
 
-async def test_group_of_ranks_agrees(place: Place) -> None:
-    """Every rank reports every step; rank 0's result is the group's."""
-    received = Received()
-    worker_group = place.worker_group(received.events, ranks=2)
-    async with started(worker_group):
-        await steps(worker_group, received, 30)
-        results = [result for _, result in received.results]
-        assert [result.step for result in results] == list(range(1, 31))
-        assert all(isinstance(result, GenerateResult) for result in results)
-        assert received.lost == []
-
-
 async def test_group_of_ranks_that_differ_is_lost(place: Place) -> None:
     """One token of one rank differs: the error names rank and step, and the group stops."""
     received = Received()
