@@ -574,6 +574,8 @@ class Engine:
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests that use it may finish first, within `deadlines.drain_s`.
 
+        Blocks: until then, and until the ranks have unloaded it.
+
         Raises:
             RequestRefused: If there is no adapter of this name, or it is being loaded or unloaded already.
         """

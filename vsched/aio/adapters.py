@@ -294,25 +294,13 @@ class AdapterTable:
         return str(found)
 
     async def load(self, name: str, path: str) -> None:
-        """Load an adapter; afterwards requests can use it.
-
-        Blocks: until its files are copied, then up to `adapters.load_s`. Cancelling does not stop it.
-
-        Raises:
-            RequestRefused: When it cannot be loaded; nothing of it remains.
-        """
+        """Load an adapter; see `Engine.load_adapter`. Cancelling does not stop it."""
         self._check(name)
         adapter = self._named[name] = ServedAdapter(name, next(self._numbers), path)
         await self._to_the_end(self._load(adapter))
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter: new requests are refused, and running ones may finish within the deadline.
-
-        Blocks: up to `deadlines.drain_s`, and until the ranks have unloaded it. Cancelling does not stop it.
-
-        Raises:
-            RequestRefused: When there is no such adapter, or it is being loaded or unloaded.
-        """
+        """Unload an adapter; see `Engine.unload_adapter`. Cancelling does not stop it."""
         adapter = self._named.get(name)
         if adapter is None:
             raise _unknown(name)

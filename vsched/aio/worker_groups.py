@@ -520,13 +520,7 @@ class ServedGroups(Mapping[str, ServedGroup]):
     # --- administration ---
 
     async def drain(self, name: str) -> bool:
-        """Give a group no new requests, and wait until it is idle; return True if that happened in time.
-
-        Blocks: up to the deadline for draining; the group continues to drain afterwards.
-
-        Raises:
-            RequestRefused: When there is no such group, it is not up, or it is the last of its stage that is up.
-        """
+        """Give a group no new requests, and wait until it is idle; see `Engine.drain_group`."""
         group = self._known(name)
         self._check_state(group, "drain", "up", "draining")
         others = [one for one in self.of_stage(group.stage) if one.state == "up"]
@@ -543,14 +537,9 @@ class ServedGroups(Mapping[str, ServedGroup]):
         return group.drain_wanted and group.drained.is_set()  # it may have been resumed
 
     async def restart(self, name: str) -> bool:
-        """Replace the ranks of a group after it is drained, or after the deadline; return True if it is up again.
+        """Replace the ranks of a group after it is drained, or after the deadline; see `Engine.restart_group`.
 
         Requests that still run then continue after the restart, as after any loss. A retired group starts again.
-
-        Blocks: up to the deadline for draining, then as long as a worker group may take to restart.
-
-        Raises:
-            RequestRefused: When there is no such group, or it is restarting already.
         """
         worker_group = self._known(name).worker_group
         groups = [self._groups[one] for one in worker_group.groups]
@@ -595,11 +584,7 @@ class ServedGroups(Mapping[str, ServedGroup]):
             group.drain_wanted = False  # it takes requests after the restart
 
     def resume(self, name: str) -> None:
-        """Give requests to a drained or draining group again.
-
-        Raises:
-            RequestRefused: When there is no such group, or it was not drained.
-        """
+        """Give requests to a drained or draining group again; see `Engine.resume_group`."""
         group = self._known(name)
         worker_group = group.worker_group
         if not group.drain_wanted or worker_group.draining or worker_group.retired:
