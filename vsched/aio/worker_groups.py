@@ -21,7 +21,7 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -475,7 +475,7 @@ class ServedGroup:
         }
 
 
-class ServedGroups(Mapping[str, ServedGroup]):
+class ServedGroups(dict[str, ServedGroup]):
     """All groups by name; `handle` passes events to the kernel, and `drain_s` limits the time of each drain."""
 
     def __init__(
@@ -485,33 +485,24 @@ class ServedGroups(Mapping[str, ServedGroup]):
         *,
         drain_s: float,
     ) -> None:
-        self._handle = handle
-        self._drain_s = drain_s
-        self._groups = {
-            name: ServedGroup(name, worker_group)
+        super().__init__(
+            (name, ServedGroup(name, worker_group))
             for worker_group in worker_groups
             for name in worker_group.groups
-        }
-
-    def __getitem__(self, name: str) -> ServedGroup:
-        return self._groups[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._groups)
-
-    def __len__(self) -> int:
-        return len(self._groups)
+        )
+        self._handle = handle
+        self._drain_s = drain_s
 
     def of_stage(self, stage: str) -> list[ServedGroup]:
-        return [group for group in self._groups.values() if group.stage == stage]
+        return [group for group in self.values() if group.stage == stage]
 
     def all_up(self) -> bool:
-        return all(group.state == "up" for group in self._groups.values())
+        return all(group.state == "up" for group in self.values())
 
     def busy_ms(self) -> dict[str, float]:
         """Return the compute time of ranks by stage, and by group if a stage has several."""
         spent: dict[str, float] = {}
-        for group in self._groups.values():
+        for group in self.values():
             spent[group.stage] = spent.get(group.stage, 0.0) + group.busy_ns / 1e6
             if group.name != group.stage:
                 spent[group.name] = group.busy_ns / 1e6
@@ -542,7 +533,7 @@ class ServedGroups(Mapping[str, ServedGroup]):
         Requests that still run then continue after the restart, as after any loss. A retired group starts again.
         """
         worker_group = self._known(name).worker_group
-        groups = [self._groups[one] for one in worker_group.groups]
+        groups = [self[one] for one in worker_group.groups]
         for group in groups:
             self._check_state(group, "restart", "up", "draining", "retired")
         if worker_group.retired:
@@ -600,12 +591,12 @@ class ServedGroups(Mapping[str, ServedGroup]):
             self._handle(Drain(group.name))
 
     def _known(self, name: str) -> ServedGroup:
-        if name not in self._groups:
-            known = ", ".join(self._groups)
+        if name not in self:
+            known = ", ".join(self)
             raise RequestRefused(
                 f"there is no group {name!r}. Remedy: name one of {known}.", code="unknown_group"
             )
-        return self._groups[name]
+        return self[name]
 
     def _check_state(self, group: ServedGroup, action: str, *allowed: str) -> None:
         state = "restarting" if group.worker_group.draining else group.state
