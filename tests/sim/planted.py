@@ -108,8 +108,8 @@ PLANTS = (
     Plant(
         "a broken connection that nobody looks at",
         "vsched.aio.hosts.remote:RemoteHost.__init__",
-        "connect(self._stream.receive, self._stream.fail)",
-        "connect(self._stream.receive, lambda why: None)",
+        "connect(self.stream.receive, self.stream.fail)",
+        "connect(self.stream.receive, lambda why: None)",
         seed=98,
     ),
 )
