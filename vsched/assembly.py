@@ -13,7 +13,6 @@ import msgspec
 from vsched.aio.adapters import AdapterOrders, AdapterTable
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.launcher import Launcher
-from vsched.aio.leader import Deadlines
 from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
 from vsched.config.byte_sizes import size_bytes
@@ -377,18 +376,6 @@ def adapter_table(
     return AdapterTable(config, orders, keep, kept_in=str(Path(run_dir) / "adapters"))
 
 
-def leader_deadlines(config: Config) -> Deadlines:
-    """Deadlines for the ranks, as leaders use them."""
-    limits = config.deadlines
-    return Deadlines(
-        ready_s=limits.ready_s,
-        step_s=limits.step_s,
-        heartbeat_s=limits.heartbeat_s,
-        rank_timeout_s=limits.rank_timeout_s,
-        hooks_s=config.generate.hooks_s,
-    )
-
-
 def check_parallel(config: Config, info: ModelInfo) -> None:
     """Check with the plug-ins that the model can be split across the configured number of ranks.
 
@@ -579,7 +566,7 @@ def make_worker_groups(
             arena,
             groups=plan.groups,
             ranks=plan.ranks,
-            deadlines=leader_deadlines(config),
+            deadlines=config.deadlines,
             events=events,
             sizing=sizing,
         )

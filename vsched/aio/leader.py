@@ -23,6 +23,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from vsched.config.sections import DeadlinesConfig
 from vsched.failures import (
     AnswerOverdue,
     ErrorKind,
@@ -69,20 +70,6 @@ from vsched.wire import (
     check_of,
     undamaged_report,
 )
-
-
-class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Timeouts for ranks, in seconds; see the configuration section of the same name.
-
-    `hooks_s` replaces the interval of every periodic hook; with 0, hooks run only on request of a rank, and with None
-    the worker's intervals apply.
-    """
-
-    ready_s: float
-    step_s: float
-    heartbeat_s: float
-    rank_timeout_s: float
-    hooks_s: float | None = None
 
 
 class ProcessLiveness:
@@ -136,7 +123,7 @@ class FailureDetector:
     """The outstanding answers of each rank of one group, oldest first."""
 
     def __init__(
-        self, group: str, ranks: int, deadlines: Deadlines, liveness: ProcessLiveness
+        self, group: str, ranks: int, deadlines: DeadlinesConfig, liveness: ProcessLiveness
     ) -> None:
         self._groups = (group,)
         self._deadlines = deadlines
@@ -222,17 +209,11 @@ class HookTimes:
     """The hooks of one group.
 
     A hook is due when its interval has passed since its last run and there were steps in between, because nothing
-    changes while a group is idle, or when a rank requests it; with an interval of 0 only then. `override_s` replaces
-    all other intervals.
+    changes while a group is idle, or when a rank requests it; with an interval of 0 only then.
     """
 
-    def __init__(
-        self, intervals: Mapping[str, float], now_s: float, *, override_s: float | None = None
-    ) -> None:
-        self._intervals = {
-            name: interval_s if override_s is None or interval_s == 0 else override_s
-            for name, interval_s in intervals.items()
-        }
+    def __init__(self, intervals: Mapping[str, float], now_s: float) -> None:
+        self._intervals = dict(intervals)
         self._start_s = now_s
         self._ended_s: dict[str, float] = {}
         self._worked: set[str] = set()
@@ -381,7 +362,7 @@ class Leader:
         *,
         secret: str,
         ranks: int,
-        deadlines: Deadlines,
+        deadlines: DeadlinesConfig,
         on_result: Callable[[str, GenerateResult | EncodeResult], None],
         on_lost: Callable[[GroupFailure], None],
         on_progress: Callable[[str, float], None],
@@ -619,7 +600,7 @@ class Leader:
         for rank in range(self._ranks):
             self._liveness.receive(rank, self._running_s(), follows=True)
         now_s = self._loop.time()
-        self._hooks = HookTimes(first.hooks, now_s, override_s=self._deadlines.hooks_s)
+        self._hooks = HookTimes(first.hooks, now_s)
         self._timer = self._loop.call_later(self._beat_s, self._tick)
         self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
 

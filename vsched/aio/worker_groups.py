@@ -29,7 +29,8 @@ import msgspec
 
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.launcher import Host, LaunchedRank, Launcher
-from vsched.aio.leader import Deadlines, Leader, ProcessLiveness
+from vsched.aio.leader import Leader, ProcessLiveness
+from vsched.config.sections import DeadlinesConfig
 from vsched.errors import DeviceOutOfMemory, RequestRefused, failure_of, startup_error
 from vsched.failures import (
     GroupFailure,
@@ -101,7 +102,7 @@ class WorkerGroup:
         *,
         groups: Sequence[str],
         ranks: int,
-        deadlines: Deadlines,
+        deadlines: DeadlinesConfig,
         events: WorkerGroupEvents,
         sizing: Sizing,
     ) -> None:

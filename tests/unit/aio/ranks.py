@@ -19,11 +19,11 @@ from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator, expected_tokens
 from tests.unit.rank.worker_groups import Place, limits_for, make_sizing
 from vsched.aio.launcher import at_home, link_address
-from vsched.aio.leader import Deadlines
 from vsched.aio.serving import RunningParts
 from vsched.aio.shell import EventRecorder, Shell, start_shell
 from vsched.aio.streams import ChoiceInputs, TokenStream
 from vsched.config import Config
+from vsched.config.sections import DeadlinesConfig
 from vsched.engine import Engine
 from vsched.errors import RequestFailed
 from vsched.kernel import Scheduler
@@ -57,7 +57,7 @@ from vsched.worker.spec import GenerateRole, RankSpec
 BLOCKS = 100
 DRAIN_S = 0.02
 """Short: only a test of the deadline waits for it."""
-LIMITS = Deadlines(ready_s=NEVER_S, step_s=60, heartbeat_s=60, rank_timeout_s=60)
+LIMITS = DeadlinesConfig(ready_s=NEVER_S, step_s=60, heartbeat_s=60, rank_timeout_s=60)
 SEPARATE = (("encode",), ("generate",))
 TOGETHER = (("encode", "generate"),)
 TWO_GENERATE = (("encode",), ("generate-0",), ("generate-1",))

@@ -24,7 +24,7 @@ from tests.unit.rank.worker_groups import (
     make_sizing,
 )
 from vsched.aio.launcher import RANK_COMMAND, RankProcess, at_home
-from vsched.aio.leader import Deadlines
+from vsched.config.sections import DeadlinesConfig
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLostError
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.transport.zmq_link import LeaderLink
@@ -34,7 +34,7 @@ from vsched.wire import GenerateResult
 pytestmark = pytest.mark.slow
 
 
-def limits(**changes: float) -> Deadlines:
+def limits(**changes: float) -> DeadlinesConfig:
     return msgspec.structs.replace(LIMITS, **changes)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.leader import Deadlines, Leader, ProcessLiveness
+from vsched.aio.leader import Leader, ProcessLiveness
+from vsched.config.sections import DeadlinesConfig
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import (
     EncodeResult,
@@ -24,7 +25,7 @@ from vsched.wire import (
     encode_report,
 )
 
-LIMITS = Deadlines(ready_s=60, step_s=30, heartbeat_s=4, rank_timeout_s=20)
+LIMITS = DeadlinesConfig(ready_s=60, step_s=30, heartbeat_s=4, rank_timeout_s=20)
 
 
 class FakeLink:
@@ -101,7 +102,7 @@ class LeaderHarness:
         monkeypatch: pytest.MonkeyPatch,
         *,
         ranks: int,
-        limits: Deadlines,
+        limits: DeadlinesConfig,
         name: str = "generate",
         liveness: ProcessLiveness | None = None,
         loop: FakeLoop | None = None,
