@@ -10,8 +10,8 @@ import pytest
 
 from tests.patience import until
 from vsched.aio.hosts import ray_hosts
+from vsched.aio.hosts.link import Connect
 from vsched.aio.hosts.ray_hosts import SoughtEnd
-from vsched.aio.hosts.remote import Connect
 from vsched.errors import ConfigError
 
 
