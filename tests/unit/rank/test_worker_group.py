@@ -305,7 +305,8 @@ async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first
 ) -> None:
     """On a busy machine, the last report is still in flight when the process has ended."""
     received = Received()
-    worker_group = place.worker_group(received.events)
+    # Without heartbeats, which could find it gone before its exit is noticed.
+    worker_group = place.worker_group(received.events, limits=limits(heartbeat_s=60))
     await worker_group.start()
     (process,) = worker_group._processes
     assert isinstance(process, RankProcess)
