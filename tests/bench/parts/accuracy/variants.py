@@ -82,7 +82,7 @@ UNCLAMPED = (
     Variant(
         name="eager",
         summary="images encoded on arrival; no prefix cache",
-        sets=("encode.encoding.use=eager", NO_PREFIX_CACHE),
+        sets=("encode.encoding.look_ahead_chunks=100", NO_PREFIX_CACHE),
     ),
     Variant(
         name="combined",
