@@ -20,7 +20,7 @@ from vsched.api.server import RunningServer
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 MESSAGES = [{"role": "user", "content": "1"}]
-REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=40)
+REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=20)
 BOUNDLESS: list[Any] = [
     {"type": "string", "pattern": "(a+)+$"},
     {"type": "string", "pattern": "((.{1,500}b?){1,500}c?){1,500}"},
