@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey, RequestView
+from vsched.policy.base import Policy, PolicyKey, RequestView, decides
 from vsched.policy.checks import check_index
 from vsched.policy.measured import Measured, Measurements
 
@@ -113,6 +113,12 @@ class CachePolicy(Policy, frozen=True, kw_only=True):
     A subclass overrides the methods of the decisions that it makes.
     """
 
+    @decides(
+        "eviction",
+        PolicyKey("encode.eviction", "lru", "Choice of the cached embeddings to evict."),
+        PolicyKey("generate.eviction", "lru", "Choice of the cached prefix blocks to evict."),
+        remembers=False,
+    )
     def build_order(self) -> EvictionOrder[Hashable]:
         """Return a new, empty eviction order for one embedding cache or prefix cache.
 
@@ -120,6 +126,16 @@ class CachePolicy(Policy, frozen=True, kw_only=True):
         """
         raise NotImplementedError
 
+    @decides(
+        "insertion",
+        PolicyKey(
+            "generate.insertion",
+            "everything",
+            "Choice of the blocks of a finished request that the prefix cache keeps.",
+        ),
+        check=check_kept,
+        default=default_kept,
+    )
     def keep(self, view: InsertionView) -> int:
         """Return the number of leading blocks of `view.hashes` to keep in the prefix cache: 0 for none, all by default.
 
@@ -127,31 +143,3 @@ class CachePolicy(Policy, frozen=True, kw_only=True):
         requests use stay until these end.
         """
         return len(view.hashes)
-
-
-DECISIONS = (
-    Decision(
-        "eviction",
-        CachePolicy,
-        "build_order",
-        (
-            PolicyKey("encode.eviction", "lru", "Choice of the cached embeddings to evict."),
-            PolicyKey("generate.eviction", "lru", "Choice of the cached prefix blocks to evict."),
-        ),
-        remembers=False,
-    ),
-    Decision(
-        "insertion",
-        CachePolicy,
-        "keep",
-        (
-            PolicyKey(
-                "generate.insertion",
-                "everything",
-                "Choice of the blocks of a finished request that the prefix cache keeps.",
-            ),
-        ),
-        check_kept,
-        default_kept,
-    ),
-)

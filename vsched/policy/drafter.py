@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey, RequestView
+from vsched.policy.base import Policy, PolicyKey, RequestView, decides
 from vsched.policy.checks import COUNT_MAX, check_number
 from vsched.policy.measured import Measured, Measurements
 
@@ -78,28 +78,20 @@ def check_draft(returned: Draft) -> Draft:
 class DraftingPolicy(Policy, frozen=True, kw_only=True):
     """Decides the number of draft tokens of a request, and for how many steps it applies."""
 
+    @decides(
+        "drafting",
+        PolicyKey(
+            "generate.drafting",
+            "forced-tokens",
+            "Number of draft tokens per request in a step (speculative decoding); see "
+            "docs/speculative-decoding.md.",
+        ),
+        check=check_draft,
+        default=Draft,
+    )
     def grant(self, view: DraftingView) -> Draft:
         """Return the draft tokens to grant to the request; the kernel cuts them to `view.rows_free`.
 
         Called when a request begins to decode, and at the end of each grant with `steps`.
         """
         raise NotImplementedError
-
-
-DECISIONS = (
-    Decision(
-        "drafting",
-        DraftingPolicy,
-        "grant",
-        (
-            PolicyKey(
-                "generate.drafting",
-                "forced-tokens",
-                "Number of draft tokens per request in a step (speculative decoding); see "
-                "docs/speculative-decoding.md.",
-            ),
-        ),
-        check_draft,
-        Draft,
-    ),
-)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey, RequestView, View, WaitingEntry
+from vsched.policy.base import Policy, PolicyKey, RequestView, View, WaitingEntry, decides
 from vsched.policy.checks import check_distinct, check_indices
 from vsched.policy.measured import Measured, Measurements
 
@@ -221,6 +221,14 @@ class ImagePolicy(Policy, frozen=True, kw_only=True):
     scope: ClassVar[Literal["item", "request"]] = "item"
     """Key of a cached embedding: `item` for the image's content, `request` for all images of a request in order."""
 
+    @decides(
+        "encoding",
+        PolicyKey(
+            "encode.encoding", "chunk-aware", "Choice of the images of a request to encode now."
+        ),
+        check=check_indices,
+        default=default_selection,
+    )
     def select(self, view: EncodingView) -> Sequence[int]:
         """Return indices into `view.items` of the images to encode now; by default only those of the next chunk.
 
@@ -229,6 +237,16 @@ class ImagePolicy(Policy, frozen=True, kw_only=True):
         """
         return ()
 
+    @decides(
+        "dispatch",
+        PolicyKey(
+            "encode.dispatch",
+            "fewest-held-up",
+            "Choice of the replica for the next images, and of the eligible images.",
+        ),
+        check=check_dispatch,
+        default=default_dispatch,
+    )
     def dispatch(self, view: DispatchView) -> Dispatch:
         """Return the encode group of the next batch, and the images that the batch may contain.
 
@@ -240,6 +258,16 @@ class ImagePolicy(Policy, frozen=True, kw_only=True):
         free = [index for index, group in enumerate(view.groups) if group.free]
         return Dispatch(min(free, key=lambda index: view.groups[index].held_up))
 
+    @decides(
+        "reclaim",
+        PolicyKey(
+            "encode.reclaim",
+            "youngest",
+            "Choice of the ready embedding to evict for an image of an older request.",
+        ),
+        check=check_reclaim,
+        default=default_reclaim,
+    )
     def reclaim(self, view: ReclaimView) -> Sequence[int]:
         """Return indices into `view.ready` of the embeddings to evict for an image of an older request, in order.
 
@@ -248,47 +276,3 @@ class ImagePolicy(Policy, frozen=True, kw_only=True):
         others follow, the youngest first. The default is the youngest first.
         """
         return default_reclaim(len(view.ready))
-
-
-DECISIONS = (
-    Decision(
-        "encoding",
-        ImagePolicy,
-        "select",
-        (
-            PolicyKey(
-                "encode.encoding", "chunk-aware", "Choice of the images of a request to encode now."
-            ),
-        ),
-        check_indices,
-        default_selection,
-    ),
-    Decision(
-        "dispatch",
-        ImagePolicy,
-        "dispatch",
-        (
-            PolicyKey(
-                "encode.dispatch",
-                "fewest-held-up",
-                "Choice of the replica for the next images, and of the eligible images.",
-            ),
-        ),
-        check_dispatch,
-        default_dispatch,
-    ),
-    Decision(
-        "reclaim",
-        ImagePolicy,
-        "reclaim",
-        (
-            PolicyKey(
-                "encode.reclaim",
-                "youngest",
-                "Choice of the ready embedding to evict for an image of an older request.",
-            ),
-        ),
-        check_reclaim,
-        default_reclaim,
-    ),
-)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
-from vsched.policy.base import Decision, OfRequest, Policy, PolicyKey, View, WaitingEntry
+from vsched.policy.base import OfRequest, Policy, PolicyKey, View, WaitingEntry, decides
 from vsched.policy.checks import (
     COUNT_MAX,
     TIME_MAX_NS,
@@ -440,6 +440,12 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
     """Whether `admit` may preempt running requests for waiting ones (`Admission.preempt`), in the generate stage. It is
     then called while no slot is free, too."""
 
+    @decides(
+        "front_door",
+        PolicyKey("front_door", "open", "Admission of requests, before any work is done for them."),
+        check=check_arrival,
+        default=default_arrival,
+    )
     def arrive(self, view: ArrivalView) -> ArrivalDecision:
         """Return `Admit`, `Hold`, `Shed` or `Redirect` for a request before its preprocessing; by default `Admit`.
 
@@ -447,6 +453,24 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         """
         return Admit()
 
+    @decides(
+        "admission",
+        PolicyKey(
+            "encode.admission",
+            "token-budget",
+            "Choice of the images that join an encode step. `max_tokens` also limits the "
+            "tokens of one image; by default it is `generate.max_batch_tokens`, and 0 "
+            "switches both limits off. `max_items` is 8 by default, but 1 on a CPU, where a "
+            "batch takes as long as its images one by one.",
+        ),
+        PolicyKey(
+            "generate.admission",
+            "fifo",
+            "Choice of the waiting requests that join the next step.",
+        ),
+        check=check_admission,
+        default=default_admission,
+    )
     def admit(self, view: AdmissionView) -> Admission:
         """Return indices into `view.waiting` of the entries that join the next step; by default all, in queue order.
 
@@ -462,6 +486,16 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         """
         return EncodeLimits()
 
+    @decides(
+        "step",
+        PolicyKey(
+            "generate.step",
+            "in-order",
+            "Choice of the prefilling requests that advance in a step, and by how many tokens.",
+        ),
+        check=check_shares,
+        default=default_shares,
+    )
     def share(self, view: StepView) -> StepShares:
         """Return the prefilling requests that advance in a step, their order and tokens; by default all, oldest first.
 
@@ -471,6 +505,17 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         """
         return default_shares(len(view.prefilling))
 
+    @decides(
+        "preemption",
+        PolicyKey(
+            "generate.preemption",
+            "youngest",
+            "Choice of the request to preempt when KV blocks run out, and of recomputation "
+            "or swapping to host memory.",
+        ),
+        check=check_preemption,
+        default=default_preemption,
+    )
     def victim(self, view: PreemptionView) -> int | Preemption:
         """Return the running request to preempt, as an index into `view.running`; by default the youngest.
 
@@ -478,70 +523,3 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         is resumed; an index alone means `recompute`.
         """
         return len(view.running) - 1
-
-
-DECISIONS = (
-    Decision(
-        "front_door",
-        RequestPolicy,
-        "arrive",
-        (
-            PolicyKey(
-                "front_door", "open", "Admission of requests, before any work is done for them."
-            ),
-        ),
-        check_arrival,
-        default_arrival,
-    ),
-    Decision(
-        "admission",
-        RequestPolicy,
-        "admit",
-        (
-            PolicyKey(
-                "encode.admission",
-                "token-budget",
-                "Choice of the images that join an encode step. `max_tokens` also limits the "
-                "tokens of one image; by default it is `generate.max_batch_tokens`, and 0 "
-                "switches both limits off. `max_items` is 8 by default, but 1 on a CPU, where a "
-                "batch takes as long as its images one by one.",
-            ),
-            PolicyKey(
-                "generate.admission",
-                "fifo",
-                "Choice of the waiting requests that join the next step.",
-            ),
-        ),
-        check_admission,
-        default_admission,
-    ),
-    Decision(
-        "step",
-        RequestPolicy,
-        "share",
-        (
-            PolicyKey(
-                "generate.step",
-                "in-order",
-                "Choice of the prefilling requests that advance in a step, and by how many tokens.",
-            ),
-        ),
-        check_shares,
-        default_shares,
-    ),
-    Decision(
-        "preemption",
-        RequestPolicy,
-        "victim",
-        (
-            PolicyKey(
-                "generate.preemption",
-                "youngest",
-                "Choice of the request to preempt when KV blocks run out, and of recomputation "
-                "or swapping to host memory.",
-            ),
-        ),
-        check_preemption,
-        default_preemption,
-    ),
-)

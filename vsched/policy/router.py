@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey, RequestView
+from vsched.policy.base import Policy, PolicyKey, RequestView, decides
 from vsched.policy.checks import check_index
 from vsched.policy.measured import Measured, Measurements
 
@@ -88,6 +88,12 @@ def default_replica(count: int, usable: Sequence[int], loads: Sequence[int]) -> 
 class RoutingPolicy(Policy, frozen=True, kw_only=True):
     """Decides which replica serves a request."""
 
+    @decides(
+        "routing",
+        PolicyKey("routing", "least-loaded", "Choice of the replica for a request."),
+        check=check_replica,
+        default=default_replica,
+    )
     def choose(self, view: RoutingView) -> int:
         """Return an index into `view.replicas`.
 
@@ -95,15 +101,3 @@ class RoutingPolicy(Policy, frozen=True, kw_only=True):
         went down.
         """
         raise NotImplementedError
-
-
-DECISIONS = (
-    Decision(
-        "routing",
-        RoutingPolicy,
-        "choose",
-        (PolicyKey("routing", "least-loaded", "Choice of the replica for a request."),),
-        check_replica,
-        default_replica,
-    ),
-)
