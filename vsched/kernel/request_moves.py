@@ -133,7 +133,7 @@ ITEMS_MAX = 8192
 
 
 class RoutedGroup(msgspec.Struct, frozen=True, eq=False):
-    """View of a generate group for routing policies; what depends on the request is computed when it is read."""
+    """A `ReplicaView` of a generate group; what depends on the request is computed when it is read."""
 
     index: int
     _group: GenerateGroup
@@ -191,7 +191,8 @@ class Router(Restorable):
         self._seat = seat
         self._groups = groups
         self.loads = loads
-        self._replicas = tuple(RoutedGroup(group.index, group, self) for group in groups)
+        replicas = tuple(RoutedGroup(group.index, group, self) for group in groups)
+        self._replicas = cast("tuple[ReplicaView, ...]", replicas)
         self._measured = measured
         self._limits = limits
         self._sent = {}

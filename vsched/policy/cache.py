@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import msgspec
-
 from vsched.policy.base import Policy, PolicyKey, RequestView, decides
 from vsched.policy.checks import check_index
-from vsched.policy.measured import Measured, Measurements
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
 
@@ -90,8 +87,6 @@ class InsertionView(RequestView, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     items: int = 0
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 def check_kept(returned: int, count: int) -> int:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from vsched.policy.base import Policy, PolicyKey, RequestView, decides
 from vsched.policy.checks import COUNT_MAX, check_number
-from vsched.policy.measured import Measured, Measurements
 
 DRAFT_TOKENS_MAX = 32
 """Maximum draft tokens of one request in one step."""
@@ -61,8 +58,6 @@ class DraftingView(RequestView, frozen=True, kw_only=True):
     drafted: int = 0
     accepted: int = 0
     model: bool = False
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 def check_draft(returned: Draft) -> Draft:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import index as to_int
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
 from vsched.policy.base import Policy, PolicyKey, RequestView, View, WaitingEntry, decides
 from vsched.policy.checks import check_distinct, check_indices
-from vsched.policy.measured import Measured, Measurements
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
 
@@ -103,8 +102,6 @@ class DispatchView(View, frozen=True, kw_only=True):
     groups: Sequence[EncodeGroupView]
     waiting: Sequence[WaitingEntry]
     overdue: int | None = None
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 class Dispatch(msgspec.Struct, frozen=True):
@@ -195,8 +192,6 @@ class ReclaimView(View, frozen=True, kw_only=True):
     priority: int = 0
     target_ns: int | None = None
     tenant: str = ""
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 def check_reclaim(returned: Sequence[int], count: int) -> list[int]:

@@ -19,7 +19,6 @@ from vsched.policy.checks import (
     check_number,
     check_text,
 )
-from vsched.policy.measured import Measured, Measurements
 
 # --- arrival ----------------------------------------------------------------------------------------------------------
 
@@ -72,8 +71,6 @@ class ArrivalView(View, frozen=True, kw_only=True):
     tenant_requests: int = 0
     load_tokens: int = 0
     load_limit_tokens: int = 0
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -215,8 +212,6 @@ class AdmissionView(View, frozen=True, kw_only=True):
     running_requests: Sequence[RunningView] = ()
     eligible: Sequence[int] = ()
     overdue: int | None = None
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -325,8 +320,6 @@ class StepView(View, frozen=True, kw_only=True):
     token_ns: float = 0.0
     pair_ns: float = 0.0
     overdue: Sequence[int] = ()
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 class StepShares(msgspec.Struct, frozen=True):

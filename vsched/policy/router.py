@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import msgspec
 
@@ -12,10 +11,8 @@ from vsched.policy.checks import check_index
 from vsched.policy.measured import Measured, Measurements
 
 
-class Replica(Protocol):
-    """One generate replica.
-
-    Attributes are computed on access: an unread attribute costs nothing.
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """One generate replica. In the server, attributes are computed on access: an unread attribute costs nothing.
 
     Attributes:
         index: Its index in `view.replicas`.
@@ -25,23 +22,6 @@ class Replica(Protocol):
         items_seen: Images of the request that were last sent to it; the router remembers a limited number of images.
         measured: Measurements of this replica.
     """
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def load_tokens(self) -> int: ...
-    @property
-    def healthy(self) -> bool: ...
-    @property
-    def prefix_tokens(self) -> int: ...
-    @property
-    def items_seen(self) -> int: ...
-    @property
-    def measured(self) -> Measured: ...
-
-
-class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """A `Replica` with plain values, for tests of policies."""
 
     index: int
     load_tokens: int
@@ -63,14 +43,12 @@ class RoutingView(RequestView, frozen=True, kw_only=True):
         max_tokens: Maximum output tokens of the request.
     """
 
-    replicas: Sequence[Replica]
+    replicas: Sequence[ReplicaView]
     prompt_tokens: int
     item_keys: Sequence[bytes]
     routed: int
     load_limit_tokens: int = 0
     max_tokens: int = 0
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 def check_replica(returned: int, count: int, usable: Sequence[int], loads: Sequence[int]) -> int:
