@@ -197,23 +197,24 @@ class Router(Restorable):
         self._limits = limits
         self._sent = {}
 
-    def choose(self, state: RequestState) -> GenerateGroup:
+    def choose(self, state: RequestState, now_ns: int) -> GenerateGroup:
         """Return the group of a request: one that takes work, or else one that will be restarted."""
         groups, opened = self._groups, self.loads.refresh().open
         usable = [index for index, is_open in enumerate(opened) if is_open] or [
             group.index for group in groups if not group.retired
         ]
-        chosen = groups[usable[0] if len(usable) == 1 else self._ask(state, usable)]
+        chosen = groups[usable[0] if len(usable) == 1 else self._ask(state, usable, now_ns)]
         self._routed += 1
         if len(groups) > 1:
             self._remember(state, chosen.index)
         return chosen
 
-    def _ask(self, state: RequestState, usable: Sequence[int]) -> int:
+    def _ask(self, state: RequestState, usable: Sequence[int], now_ns: int) -> int:
         keys = tuple([item.key for item in state.items])
         self.state = state
         self.seen = Counter(self._sent[key] for key in keys if key in self._sent)
         view = RoutingView(
+            now_ns=now_ns,
             replicas=self._replicas,
             prompt_tokens=state.prompt_length,
             item_keys=keys,
@@ -362,7 +363,7 @@ class RequestMoves(Restorable):
         if first is not None and first is not state and self.group_of(first).open:
             group = self.group_of(first)  # which computes the prompt
         else:
-            group = self._router.choose(state)
+            group = self._router.choose(state, now_ns)
         state.replica = group.index
         group.add(state)
         self._loads.change(group.index)
@@ -407,6 +408,7 @@ class RequestMoves(Restorable):
         stop, is_ready = state.reach(start, self._limits), self._cache.is_ready
         spans = [ItemSpan(item.offset, item.end, is_ready(item.key)) for item in state.items]
         view = EncodingView(
+            now_ns=now_ns,
             items=tuple(spans),
             chunk_start=start,
             chunk_stop=stop,

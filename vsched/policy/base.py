@@ -48,11 +48,13 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """Input of a policy that is called while requests run.
 
     Attributes:
+        now_ns: Current time.
         measured: Measurements of the replica that the decision is about; of all replicas at arrival, in routing, and in
             the encode stage.
         state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
+    now_ns: int = 0
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 

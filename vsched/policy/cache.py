@@ -67,7 +67,6 @@ class InsertionView(RequestView, frozen=True, kw_only=True):
     """Input of an insertion policy: a finished request and its KV blocks.
 
     Attributes:
-        now_ns: Current time.
         hashes: Hashes of its full computed blocks, from the start of the prompt. A hash stands for all tokens up to the
             end of its block, so a block can be reused only while all blocks before it are cached.
         prompt_blocks: Number of leading blocks in `hashes` with prompt tokens only.
@@ -79,7 +78,6 @@ class InsertionView(RequestView, frozen=True, kw_only=True):
         items: Images in its prompt.
     """
 
-    now_ns: int
     hashes: Sequence[bytes]
     prompt_blocks: int
     found: int

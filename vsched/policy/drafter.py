@@ -35,7 +35,6 @@ class DraftingView(RequestView, frozen=True, kw_only=True):
     """Input of a drafting policy: one decoding request.
 
     Attributes:
-        now_ns: Current time.
         held: Whether its output is constrained by a grammar.
         outputs: Tokens that it has generated, as far as known: results of steps in flight are missing.
         outputs_max: Maximum tokens that it may generate.
@@ -48,7 +47,6 @@ class DraftingView(RequestView, frozen=True, kw_only=True):
         model: Whether ranks have a draft model.
     """
 
-    now_ns: int
     held: bool
     outputs: int
     outputs_max: int

@@ -91,14 +91,12 @@ class DispatchView(View, frozen=True, kw_only=True):
     """Input of a dispatch policy: the encode groups, at least one of them free, and the waiting images.
 
     Attributes:
-        now_ns: Current time.
         groups: The encode groups that accept work.
         waiting: The waiting images in queue order. `tokens` is None if the image was in a batch that failed.
         overdue: Index into `waiting` of the image that goes first whatever the policy returns: it was passed over for
             longer than `policies.passed_over_max_s`. None for none.
     """
 
-    now_ns: int
     groups: Sequence[EncodeGroupView]
     waiting: Sequence[WaitingEntry]
     overdue: int | None = None
@@ -169,29 +167,23 @@ class ReadyEmbedding(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
 
 
-class ReclaimView(View, frozen=True, kw_only=True):
+class ReclaimView(RequestView, frozen=True, kw_only=True):
     """Input of a reclaim policy: an image for which pages are missing, and the embeddings that can be evicted for it.
 
     Attributes:
-        now_ns: Current time.
         ready: The embeddings that can be evicted, those of the oldest requests first: no step in flight reads them, and
             only requests younger than the image's need them. Together they have enough pages.
         pages: Number of missing pages.
         front: Whether the image is the first in the queue.
         tokens: Encoder output tokens of the image; None if unknown.
-        priority: Priority of the image's request.
         target_ns: Deadline of the first token of the image's request; None without a target.
-        tenant: Tenant of the image's request; empty for none.
     """
 
-    now_ns: int
     ready: Sequence[ReadyEmbedding]
     pages: int
     front: bool
     tokens: int | None = None
-    priority: int = 0
     target_ns: int | None = None
-    tenant: str = ""
 
 
 def check_reclaim(returned: Sequence[int], count: int) -> list[int]:

@@ -47,7 +47,6 @@ class ArrivalView(View, frozen=True, kw_only=True):
     """Input of a front-door policy: an arrived request and the load of the server.
 
     Attributes:
-        now_ns: Current time.
         request: The arrived request, which the numbers below do not include.
         held: Number of held requests.
         preparing: Number of admitted requests whose prompt and images are being preprocessed.
@@ -60,7 +59,6 @@ class ArrivalView(View, frozen=True, kw_only=True):
         load_limit_tokens: Tokens that can run at the same time: the size of all KV caches.
     """
 
-    now_ns: int
     request: ArrivingRequest
     held: int = 0
     preparing: int = 0
@@ -182,7 +180,6 @@ class AdmissionView(View, frozen=True, kw_only=True):
 
     Attributes:
         stage: `encode` or `generate`.
-        now_ns: Current time.
         waiting: Waiting entries in queue order, the front first.
         tokens_free: Tokens that the step can still take.
         entries_free: Maximum number of entries that can join: free slots, or the maximum images of a batch in the
@@ -200,7 +197,6 @@ class AdmissionView(View, frozen=True, kw_only=True):
     """
 
     stage: str
-    now_ns: int
     waiting: Sequence[WaitingEntry]
     tokens_free: int
     entries_free: int
@@ -296,7 +292,6 @@ class StepView(View, frozen=True, kw_only=True):
     """Input of a step policy: the requests that a step can prefill, and its limits.
 
     Attributes:
-        now_ns: Current time.
         prefilling: Requests that can be prefilled now, oldest first. Requests that wait for an embedding are left out.
         waiting: Number of requests that wait for a slot; they get the rest of the step.
         decodes: Number of requests that decode in the step.
@@ -310,7 +305,6 @@ class StepView(View, frozen=True, kw_only=True):
             them out: they have not advanced for longer than `policies.passed_over_max_s`.
     """
 
-    now_ns: int
     prefilling: Sequence[PrefillView]
     waiting: int
     decodes: int
@@ -362,14 +356,12 @@ class PreemptionView(View, frozen=True, kw_only=True):
     """Input of a preemption policy: the running requests when no KV block is free.
 
     Attributes:
-        now_ns: Current time.
         running: The running requests, oldest first.
         in_need: Index into `running` of the request that needs a block. No older request is preempted for it.
         swap_blocks_free: KV blocks that can be swapped out now; 0 without swap space.
         block_tokens: Tokens per KV block.
     """
 
-    now_ns: int
     running: Sequence[RunningView]
     in_need: int = 0
     swap_blocks_free: int = 0

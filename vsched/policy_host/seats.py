@@ -328,7 +328,8 @@ class PolicySeats(Restorable):
         """Replace the call of each policy, and of later ones, with `watch(name of its seat, call)`."""
         self._watch = watch
         for name, seat in self._seats.items():
-            seat.ask = watch(name, seat.ask)
+            if not seat.replaced:
+                seat.ask = watch(name, seat.ask)
 
     def install(self, tables: Collection[str], policy: Policy, *, one_state: bool) -> None:
         """Put a policy at the seats of configuration tables, with a fresh state for each seat, or one for all."""
