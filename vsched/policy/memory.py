@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from vsched.policy.base import Decision, Fraction, Policy, PolicyKey
+from vsched.policy.base import Fraction, Policy, PolicyKey, decides
 
 AttemptOutcome = Literal["fits", "out_of_memory", "leak"]
 
@@ -167,6 +167,13 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
     mem_fraction: Fraction = 0.95
     """Share of the measured budget to use, in (0, 1]: the one safety margin."""
 
+    @decides(
+        "memory",
+        PolicyKey("generate.memory", "auto-profile", "Size of the KV cache."),
+        remembers=False,
+        yields=True,
+        in_kernel=False,
+    )
     def plan(self, view: MemoryView) -> MemoryPlan:
         """Yield probes and builds, 16 at most, and return to serve with the last build.
 
@@ -175,16 +182,3 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
         that does not fit raises one. If memory is not released, the start fails without a call.
         """
         raise NotImplementedError
-
-
-DECISIONS = (
-    Decision(
-        "memory",
-        MemoryPolicy,
-        "plan",
-        (PolicyKey("generate.memory", "auto-profile", "Size of the KV cache."),),
-        remembers=False,
-        yields=True,
-        in_kernel=False,
-    ),
-)
