@@ -42,7 +42,14 @@ class Served:
         return self.running.engine
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="package", params=["nano25", "nano3"])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="package",
+    params=[
+        "nano3",
+        pytest.param("nano25", marks=pytest.mark.thorough),
+    ],  # nano3 has deepstack levels
+)
 async def served(
     request: pytest.FixtureRequest,
     configure: Callable[..., Config],

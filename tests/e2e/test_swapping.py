@@ -1,4 +1,4 @@
-"""Requests that are swapped to host memory and back get the tokens of undisturbed ones, also over a loss.
+"""Preempted requests, swapped or not, get the tokens of undisturbed ones, also over a loss, and with an int8 KV cache.
 
 The server's decisions are recorded, and replayed byte for byte.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from tests.e2e.asking import choices, mixed_asks
 from tests.e2e.conftest import assert_idle
@@ -21,38 +22,59 @@ from vsched.record import replay
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
-SWAPPED = (
-    "generate.preemption.use=youngest",
-    "generate.preemption.mode=swap",
-    "generate.swap_memory=64MiB",
+INT8 = "generate.kv_dtype=int8"
+TWO_RANKS = "generate.tensor_parallel=2"
+SWAPS = ("generate.preemption.mode=swap", "generate.swap_memory=64MiB")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
+async def int8(configure: Callable[..., Config]) -> list[list[int]]:
+    """The tokens of 16 undisturbed requests."""
+    async with Engine(configure("nano25", INT8)) as engine:
+        found = await choices(engine, mixed_asks(), at_once=1)
+        assert engine.statistics()["generate"]["preemptions"] == 0
+    return [each.token_ids for each in found]
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        pytest.param((TWO_RANKS, "generate.preemption.use=youngest", *SWAPS), id="swapped"),
+        pytest.param((TWO_RANKS, INT8), id="int8"),
+        pytest.param((INT8, *SWAPS), id="int8 swapped", marks=pytest.mark.thorough),
+    ],
 )
-
-
-async def test_swapped_requests_get_the_tokens_of_generate(
+async def test_preempted_requests_get_their_tokens_also_over_a_loss(
+    sets: tuple[str, ...],
     configure: Callable[..., Config],
     expected: Callable[[str], list[list[int]]],
+    int8: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    """16 requests of 0 to 4 images, 8 at a time; then again, and a rank is killed while some are swapped out.
-
-    With one rank: `test_int8_kv.py`.
-    """
+    """16 requests of 0 to 4 images, 8 at a time; then again, and a rank is killed while some wait to go on."""
+    wanted = int8 if INT8 in sets else expected("nano25")
+    swaps = SWAPS[0] in sets
     record = tmp_path / "run.vlog"
-    sets = ("generate.tensor_parallel=2", f"record.path={record}")
-    config = configure("nano25", *SWAPPED, *sets)
-    wanted = expected("nano25")
-    async with Engine(config) as engine:
+    async with Engine(configure("nano25", *sets, f"record.path={record}")) as engine:
+        assert engine.info.kv_dtype == ("int8" if INT8 in sets else "auto")
         found = await choices(engine, mixed_asks(), at_once=8)
         assert [each.token_ids for each in found] == wanted
         counts = engine.statistics()["generate"]
-        assert 0 < counts["swapped_in"] <= counts["swapped_out"] <= counts["preemptions"]
+        assert counts["preemptions"] >= counts["swapped_out"] >= counts["swapped_in"]
+        assert counts["preemptions"] > 0
+        assert counts["tokens_cached"] > 0
+        assert (counts["swapped_in"] > 0) == swaps
         asking = asyncio.create_task(choices(engine, mixed_asks(), at_once=8))
-        await until(lambda: engine.statistics()["generate"]["swapped"] > 0, "a request is swapped")
+
+        def waits() -> bool:
+            now = engine.statistics()["generate"]
+            return bool(now["swapped"] if swaps else now["preemptions"] > counts["preemptions"])
+
+        await until(waits, "a request is preempted")
         (group,) = [each for each in engine.groups() if each["name"] == "generate"]
         os.kill(group["ranks"][-1]["pid"], signal.SIGKILL)
-        again = await asking
-        assert [each.token_ids for each in again] == wanted
-        assert engine.statistics()["generate"]["swapped_out"] > counts["swapped_out"]
+        assert [each.token_ids for each in await asking] == wanted
+        assert engine.statistics()["generate"]["preemptions"] > counts["preemptions"]
         await assert_idle(engine)
     report = replay(record)
     assert report.difference is None

@@ -34,7 +34,7 @@ HYBRID = "qwen3_next"
 PROMPTS = [SHARED + list(range(100, 100 + 25 * n)) for n in range(1, 7)]
 
 
-@pytest.fixture(scope="module", params=["llama", HYBRID])
+@pytest.fixture(scope="module", params=[HYBRID, pytest.param("llama", marks=pytest.mark.thorough)])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = tmp_path_factory.mktemp("text") / request.param
     make_checkpoint(request.param, path)

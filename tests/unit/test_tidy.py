@@ -80,6 +80,13 @@ def test_tidy_no_module_is_dead() -> None:
     assert not dead
 
 
+def called(node: ast.Call) -> str:
+    """Return the last part of a called name."""
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
 def unsafe(tree: ast.Module) -> list[str]:
     found = []
     for node in ast.walk(tree):
@@ -88,11 +95,10 @@ def unsafe(tree: ast.Module) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and is_unsafe_module(node.module or ""):
             found.append(node.module or "")
         elif isinstance(node, ast.Call):
-            call = ast.unparse(node.func)
-            if call in {"torch.load", "np.load", "numpy.load"} or call.endswith(
-                ("_pyobj", "_serialized")
-            ):
-                found.append(call)
+            if called(node).endswith(("load", "_pyobj", "_serialized")):
+                call = ast.unparse(node.func)
+                if not call.endswith("load") or call in {"torch.load", "np.load", "numpy.load"}:
+                    found.append(call)
             found += [
                 "trust_remote_code"
                 for word in node.keywords
@@ -143,7 +149,7 @@ def hurried(tree: ast.Module) -> list[int]:
             if node.value.id == "time" and node.attr.removesuffix("_ns") in CLOCKS:
                 found.add(node.lineno)
         elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
+            name = called(node)
             limits = [each.value for each in node.keywords if each.arg == "timeout"]
             limits += node.args[-1:] if name in WAITS else []
             if any(isinstance(limit, ast.Constant) and limit.value for limit in limits):
