@@ -16,10 +16,9 @@ from vsched.aio.leader.leader import Deadlines
 from vsched.aio.replicas.launcher import Launcher
 from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
-from vsched.config.byte_sizes import size_bytes
-from vsched.config.calibration import check_calibration
-from vsched.config.cluster import RAY_HOST
-from vsched.config.placement import placed
+from vsched.config.checks import check_calibration
+from vsched.config.devices import placed
+from vsched.config.sections import RAY_HOST, size_bytes
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import SchedulerLimits
 from vsched.media.pipeline import MediaStatistics

@@ -52,8 +52,9 @@ from vsched.assembly import (
     scheduler_limits,
 )
 from vsched.config import Config, plain_config, resolve_policies
+from vsched.config.checks import check_combinations
 from vsched.config.devices import settle
-from vsched.config.policies import check_combinations, check_replacement, policy_tables
+from vsched.config.policies import check_replacement, policy_tables
 from vsched.devices import log_devices, resolve_devices
 from vsched.errors import ConfigError, PolicyError, RequestRefused
 from vsched.kernel.events import Arrived, PolicyReplaced

@@ -18,7 +18,7 @@ from vsched.cli.check_command import describe
 from vsched.cli.checkpoint_report import check_checkpoint
 from vsched.config import Config, LoadedConfig, load_config, plain_config
 from vsched.config import devices as cheap
-from vsched.config.placement import choose_placement
+from vsched.config.devices import choose_placement
 from vsched.engine import Engine
 from vsched.errors import ConfigError
 from vsched.types import ModelInfo

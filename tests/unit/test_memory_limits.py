@@ -9,7 +9,7 @@ from tests.unit.rank.fake_plugin import model_info
 from vsched import assembly
 from vsched.assembly import WorkerGroupPlan, memory_limit, worker_group_plans
 from vsched.config import Config, load_config, resolve_policies
-from vsched.config.byte_sizes import size_bytes
+from vsched.config.sections import size_bytes
 from vsched.errors import ConfigError
 from vsched.worker.shares import default_limit, shared_out, threads_of
 

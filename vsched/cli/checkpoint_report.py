@@ -17,8 +17,8 @@ from vsched.assembly import (
 )
 from vsched.checkpoint_tools import CheckpointDescription, CheckpointTools
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig
-from vsched.config.placement import placement_here
-from vsched.config.stages import StageConfig
+from vsched.config.devices import placement_here
+from vsched.config.sections import StageConfig
 from vsched.errors import ConfigError, RequestRefused, VschedError, limit_message
 from vsched.media.pixels import aligned
 from vsched.types import ModelInfo

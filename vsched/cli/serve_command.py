@@ -136,7 +136,7 @@ def _serve(
     from vsched.aio.environment import Environment, make_launcher
     from vsched.api.http_server import forgo_models
     from vsched.api.server import serve as serve_http
-    from vsched.config.placement import placement_here
+    from vsched.config.devices import placement_here
     from vsched.terminal.progress import loading_progress
 
     forgo_models(settings)

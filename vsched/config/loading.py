@@ -16,11 +16,10 @@ from typing import Any
 
 import msgspec
 
+from vsched.config.checks import check_combinations, check_texts
 from vsched.config.devices import DeviceChoice, assumed, settle
 from vsched.config.policies import (
     ConfiguredPolicies,
-    check_combinations,
-    check_texts,
     policy_table,
     resolve_policies,
 )

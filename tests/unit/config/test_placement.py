@@ -9,7 +9,7 @@ import pytest
 
 from tests.machines import pretend_cores
 from vsched.config import Config, load_config
-from vsched.config.placement import HEAVY_BYTES, choose_placement, placed, placement_here
+from vsched.config.devices import HEAVY_BYTES, choose_placement, placed, placement_here
 
 TINY, MID = 10 << 20, 800 << 20
 

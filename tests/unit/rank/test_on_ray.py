@@ -24,7 +24,7 @@ from vsched.aio.hosts.ray_hosts import ActorDied, InstalledRay, RayHosts, Resour
 from vsched.aio.replicas.launcher import LocalLauncher
 from vsched.aio.replicas.process import RankProcess
 from vsched.config import Config, load_config
-from vsched.config.cluster import ClusterConfig
+from vsched.config.sections import ClusterConfig
 from vsched.errors import ConfigError
 from vsched.testing import make_request
 from vsched.worker.spec import HostShare, RankSpec

@@ -9,7 +9,7 @@ import pytest
 
 from tests.machines import pretend_cores
 from vsched.config import load_config
-from vsched.config.placement import placement_here
+from vsched.config.devices import placement_here
 from vsched.worker import memory
 from vsched.worker.shares import cores_text, usable_cores
 

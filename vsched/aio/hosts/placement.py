@@ -24,7 +24,7 @@ from vsched.aio.hosts.sockets import (
 from vsched.aio.hosts.stream import WINDOW_BYTES
 from vsched.aio.replicas.launcher import Host, Launcher
 from vsched.config import Config
-from vsched.config.cluster import OWN_HOST, RAY_HOST
+from vsched.config.sections import OWN_HOST, RAY_HOST
 from vsched.transport.arena import Arena
 from vsched.types import replica_of, stage_of
 

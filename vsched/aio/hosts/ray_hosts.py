@@ -25,7 +25,7 @@ from typing import Any
 
 from vsched.aio.hosts.remote import Connect, EngineEnd
 from vsched.aio.hosts.server import serve_host
-from vsched.config.cluster import ClusterConfig
+from vsched.config.sections import ClusterConfig
 from vsched.errors import ConfigError, VschedError, limit_message
 
 logger = logging.getLogger(__name__)

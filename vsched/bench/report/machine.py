@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vsched.config import Config, resolve_policies
-from vsched.config.stages import StageConfig
+from vsched.config.sections import StageConfig
 from vsched.sim.cost.model import Machine
 from vsched.types import ModelInfo
 from vsched.worker.shares import usable_cores

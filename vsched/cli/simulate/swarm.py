@@ -15,7 +15,7 @@ from vsched.terminal.options import load
 
 if TYPE_CHECKING:
     from vsched.config import LoadedConfig
-    from vsched.config.section import PolicyTable
+    from vsched.config.sections import PolicyTable
 
 
 def run_swarm(

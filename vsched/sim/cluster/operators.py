@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from vsched.config.section import PolicyTable
+from vsched.config.sections import PolicyTable
 from vsched.sim.network.asgi_client import AsgiClient
 from vsched.sim.world import World
 

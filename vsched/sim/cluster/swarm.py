@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from vsched.config.section import PolicyTable
+from vsched.config.sections import PolicyTable
 from vsched.probes import PROBES, observed
 from vsched.sim.cluster.scenario import Scenario, ScenarioReport, draw_scenario, run_scenario
 from vsched.sim.faults.plan import FaultPlan

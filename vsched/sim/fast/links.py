@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 
 from vsched.config import Config
-from vsched.config.cluster import OWN_HOST, RAY_HOST
+from vsched.config.sections import OWN_HOST, RAY_HOST
 from vsched.kernel.decisions import ChunkPlan, Decision, EncodeDecision
 from vsched.sim.network.lane import HostLinkProfile
 from vsched.types import ModelInfo

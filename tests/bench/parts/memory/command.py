@@ -38,7 +38,7 @@ def memory(
     from rich.console import Console
 
     from tests.bench.parts.memory.measure import default_settings
-    from vsched.config.byte_sizes import size_bytes
+    from vsched.config.sections import size_bytes
 
     console = Console()
     settings = [*default_settings(path), *(assignments or ())]
