@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from vsched.cli import app
-from vsched.cli.vllm.translate import NOTES, ServeCommand
+from vsched.cli.vllm_flags import NOTES, ServeCommand
 from vsched.errors import VschedError
 from vsched.logs import change_logging
 from vsched.terminal.options import CheckpointArgument, ConfigOption, SetOption, load_served
