@@ -14,8 +14,7 @@ import pytest
 from tests.unit.media.fakes import model_info
 from vsched import devices
 from vsched.assembly import as_served
-from vsched.cli.check_command import describe
-from vsched.cli.checkpoint_report import check_checkpoint
+from vsched.cli.check_command import check_checkpoint, describe
 from vsched.config import Config, LoadedConfig, load_config, plain_config
 from vsched.config import devices as cheap
 from vsched.config.devices import choose_placement

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,16 +19,11 @@ from vsched.plugins import (
     load_policy_class,
 )
 from vsched.policy import DECISIONS, POLICY_TABLES, SEVERAL
-from vsched.terminal.options import PlotOption
+from vsched.terminal.options import PlotOption, table_console
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from vsched.sim.fast.metrics import SimulationOutcome
     from vsched.sim.gallery.cases import GalleryCase
-
-PIPE_COLUMNS = 160
-"""Width of the table if standard output is no terminal."""
 
 policies_app = typer.Typer(help="List the registered policies, describe one, or try one.")
 app.add_typer(policies_app, name="policies")
@@ -42,8 +34,8 @@ def policies(context: typer.Context) -> None:
     """List the registered policies with their fields and defaults, or describe one."""
     if context.invoked_subcommand is not None:
         return
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("kind", "name", "fields and defaults", "what it does")
     kind = ""
@@ -52,8 +44,9 @@ def policies(context: typer.Context) -> None:
             table.add_section()
         shown_kind = policy.kind if policy.kind != kind else ""
         kind = policy.kind
-        table.add_row(shown_kind, policy.name, _fields(policy), policy.error or policy.summary)
-    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, markup=False).print(table)
+        texts = (shown_kind, policy.name, _fields(policy), policy.error or policy.summary)
+        table.add_row(*map(Text, texts))
+    table_console().print(table)
 
 
 @policies_app.command()
@@ -116,10 +109,9 @@ def try_(
 
     The exit status is 1 if a check failed.
     """
-    from rich.console import Console
-
     from vsched.cli.policy_trial import report, write_html
     from vsched.config.loading import parse_value
+    from vsched.terminal.progress import counting_progress
     from vsched.testing import policy_trial
 
     target = name if ":" in name else _target_of(name)
@@ -129,15 +121,14 @@ def try_(
         if not equals:
             raise ConfigError(f"--set {assignment}: not an assignment. Remedy: write FIELD=VALUE")
         table[key.strip()] = parse_value(text.strip())
-    with _bars() as on_progress:
+    with counting_progress() as on_progress:
         trial = policy_trial.try_policy(
             table,
             tables=seats or (),
             effort=policy_trial.QUICK if quick else policy_trial.THOROUGH,
             on_progress=on_progress,
         )
-    console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
-    console.print(report(trial, target))
+    table_console().print(report(trial, target))
     if html is not None:
         write_html(trial, target, html)
         typer.echo(f"wrote {html}")
@@ -154,29 +145,6 @@ def _target_of(name: str) -> str:
         raise ConfigError(f"{name}: several policies. Remedy: name one of {', '.join(found)}")
     idea = did_you_mean(name, {policy.name for policy in list_policies()})
     raise ConfigError(f"{name}: no such policy. Remedy: name it as module:Class.{idea}")
-
-
-@contextmanager
-def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar for each part of a trial on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show_progress(part: str, done: int, total: int) -> None:
-            if part not in tasks:
-                tasks[part] = bars.add_task(f"{part:10}", total=total)
-            bars.update(tasks[part], completed=done)
-
-        yield show_progress
 
 
 @policies_app.command()

@@ -21,7 +21,7 @@ from tests.bench.parts.accuracy.questions import Question
 from tests.bench.parts.accuracy.variants import Variant, merged_sets
 from vsched.api.server import running_server
 from vsched.bench.load.client import BenchClient
-from vsched.cli.demo.exam import is_answer
+from vsched.cli.demo_command import is_answer
 from vsched.config import load_config
 from vsched.engine import Engine
 from vsched.errors import RequestRefused, VschedError

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from vsched.checkpoint_tools import CheckpointTools, ExamTurn
-from vsched.cli.demo.exam import data_url, user_message
+from vsched.cli.demo_command import data_url, user_message
 
 CHAINED = "conversation"
 """Task name of conversations composed of questions from several tasks."""

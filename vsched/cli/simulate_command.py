@@ -1,31 +1,160 @@
-"""`vsched simulate`: try configurations on a workload, with the production scheduler on a virtual clock."""
+"""`vsched simulate`: try configurations on a workload, with the production scheduler on a virtual clock.
+
+`--swarm N` runs whole engines with random faults instead, until one breaks an invariant.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import shlex
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vsched.cli import app
-from vsched.cli.simulate import options
-from vsched.cli.simulate.swarm import run_swarm
-from vsched.errors import ConfigError
-from vsched.terminal.options import JsonOption, PlotOption, SetOption, load
+from vsched.errors import ConfigError, limit_message
+from vsched.terminal.options import (
+    JsonOption,
+    PlotOption,
+    SetOption,
+    load,
+    open_output,
+    table_console,
+)
 
 if TYPE_CHECKING:
     from vsched.config import LoadedConfig
+    from vsched.config.sections import PolicyTable
     from vsched.sim.cost.model import CostModel
     from vsched.sim.fast.metrics import SimulationOutcome
     from vsched.sim.fast.recorded import RecordedRun
-    from vsched.sim.fast.simulation import EventObserver, OnRequests
+    from vsched.sim.fast.simulation import EventObserver
     from vsched.sim.faults.plan import FaultPlan, GroupOutage
     from vsched.sim.workload.requests import Workload
 
-PIPE_COLUMNS = 160
+REQUESTS = 2000
+"""Default number of requests of a generated workload."""
+
+# Input of the simulation.
+ConfigsOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--config", "-c", help="TOML file; several are compared.", show_default="the defaults"
+    ),
+]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Requests to replay: a trace, or a record of `vsched serve --record`.",
+        show_default=False,
+    ),
+]
+GeneratorOption = Annotated[
+    str | None, typer.Option(help="Generator of requests, by name.", show_default="poisson")
+]
+RequestsOption = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"Number of requests; {REQUESTS} of a generator.", show_default=False),
+]
+RATE = 2.0
+RateOption = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Generated requests per second.", show_default=f"{RATE:g}"),
+]
+SpeedOption = Annotated[float, typer.Option(min=0.001, help="Speed-up factor of arrivals.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the generator and of noise.")]
+COST = "h100-7b"
+CostOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Cost model: h100-7b, tiny25, or a JSON file.",
+        show_default=f"{COST}; of a record, its steps",
+    ),
+]
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(help="Checkpoint, for its shape.", show_default="the cost model's shape"),
+]
+KvTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="KV cache of a replica.", show_default="generate.memory")
+]
+
+LinkMbitOption = Annotated[
+    float,
+    typer.Option(
+        min=0.001,
+        help="Megabits per second of the link to each host of `cluster`, in each direction.",
+    ),
+]
+LinkLatencyOption = Annotated[
+    float, typer.Option(min=0, help="Latency to a host of `cluster`, in milliseconds.")
+]
+
+DraftAcceptanceOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Acceptance probability of a draft token after accepted ones; 0 for no drafting.",
+    ),
+]
+DraftModelTimeOption = Annotated[
+    float,
+    typer.Option(min=0, help="Time of a draft-model token, as a share of a decode step."),
+]
+
+# Faults and checks.
+OutagesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GROUP:FROM_S:TO_S", help="Lose a group for a while; for good without TO_S."
+    ),
+]
+SwarmOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Instead, run this many whole engines of random shapes with random faults, from --seed on; "
+        "with the policies of --config, if it is given.",
+        show_default=False,
+    ),
+]
+ProbesOption = Annotated[
+    bool,
+    typer.Option(
+        "--probes",
+        help="With --swarm, report the number of engines that reached each probe.",
+    ),
+]
+FaultsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Fault plan, a JSON file; with --swarm instead of random ones.", show_default=False
+    ),
+]
+RestartSOption = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds from the loss of a group by --faults until it serves again."),
+]
+OraclesOption = Annotated[
+    bool, typer.Option("--oracles", help="Check all invariants after every event.")
+]
+TargetOption = Annotated[float, typer.Option(min=0, help="Target for goodput.")]
+
+# Outputs.
+HtmlOption = Annotated[
+    Path | None, typer.Option(help="Write a report with charts as one file.", show_default=False)
+]
+CsvOption = Annotated[Path | None, typer.Option(help="Write a table.", show_default=False)]
+TimelineOption = Annotated[
+    Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.", show_default=False)
+]
+
 WITH_SWARM = ("swarm", "seed", "faults", "config", "assignments", "probes")
 """Options that apply to `--swarm`."""
 
@@ -33,34 +162,34 @@ WITH_SWARM = ("swarm", "seed", "faults", "config", "assignments", "probes")
 @app.command()
 def simulate(
     ctx: typer.Context,
-    config: options.ConfigsOption = None,
+    config: ConfigsOption = None,
     assignments: SetOption = None,
-    trace: options.TraceOption = None,
-    workload: options.GeneratorOption = None,
-    requests: options.RequestsOption = None,
-    rate: options.RateOption = None,
-    speed: options.SpeedOption = 1.0,
-    seed: options.SeedOption = 0,
-    cost: options.CostOption = None,
-    model: options.ModelOption = None,
-    kv_tokens: options.KvTokensOption = None,
-    ttft_target_ms: options.TargetOption = 2000.0,
-    tpot_target_ms: options.TargetOption = 100.0,
-    draft_acceptance: options.DraftAcceptanceOption = 0.0,
-    draft_model_time: options.DraftModelTimeOption = 0.2,
-    link_mbit: options.LinkMbitOption = 1000.0,
-    link_latency_ms: options.LinkLatencyOption = 0.2,
-    outage: options.OutagesOption = None,
-    swarm: options.SwarmOption = None,
-    probes: options.ProbesOption = False,
-    faults: options.FaultsOption = None,
-    restart_s: options.RestartSOption = 10.0,
-    oracles: options.OraclesOption = False,
-    html: options.HtmlOption = None,
-    csv: options.CsvOption = None,
+    trace: TraceOption = None,
+    workload: GeneratorOption = None,
+    requests: RequestsOption = None,
+    rate: RateOption = None,
+    speed: SpeedOption = 1.0,
+    seed: SeedOption = 0,
+    cost: CostOption = None,
+    model: ModelOption = None,
+    kv_tokens: KvTokensOption = None,
+    ttft_target_ms: TargetOption = 2000.0,
+    tpot_target_ms: TargetOption = 100.0,
+    draft_acceptance: DraftAcceptanceOption = 0.0,
+    draft_model_time: DraftModelTimeOption = 0.2,
+    link_mbit: LinkMbitOption = 1000.0,
+    link_latency_ms: LinkLatencyOption = 0.2,
+    outage: OutagesOption = None,
+    swarm: SwarmOption = None,
+    probes: ProbesOption = False,
+    faults: FaultsOption = None,
+    restart_s: RestartSOption = 10.0,
+    oracles: OraclesOption = False,
+    html: HtmlOption = None,
+    csv: CsvOption = None,
     json: JsonOption = None,
     plot: PlotOption = None,
-    timeline: options.TimelineOption = None,
+    timeline: TimelineOption = None,
 ) -> None:
     """Simulate configurations on a workload, and compare the results.
 
@@ -88,7 +217,7 @@ def simulate(
     check_writable({"--html": html, "--csv": csv, "--json": json, "--plot": plot})
     run = None if trace is None else _record(trace)
     named = _configs(config, assignments, run)
-    costs = load_cost_model(cost or options.COST) if run is None else _cost_of(run, cost)
+    costs = load_cost_model(cost or COST) if run is None else _cost_of(run, cost)
     load_of = _workload(trace, run, workload, requests=requests, rate=rate, seed=seed, speed=speed)
     info = None if model is None else inspect_checkpoint(next(iter(named.values())).config, model)
     outcomes = _run_all(
@@ -155,20 +284,23 @@ def _run_all(
 ) -> list[SimulationOutcome]:
     """Simulate the configurations one after another, with a progress bar for each."""
     from vsched.sim.fast.run import simulate as run
+    from vsched.terminal.progress import counting_progress
 
     outcomes: list[SimulationOutcome] = []
-    with _bars(named, load_of) as bars:
+    with counting_progress() as report:
         for label, loaded in named.items():
+            progress = partial(lambda label, done: report(label, done, load_of.requests), label)
             with _timeline(timeline, label if len(named) > 1 else "", loaded) as observers:
-                outcome = run(
-                    loaded,
-                    load_of,
-                    label=label,
-                    progress=bars[label],
-                    observers=observers,
-                    **settings,
+                outcomes.append(
+                    run(
+                        loaded,
+                        load_of,
+                        label=label,
+                        progress=progress,
+                        observers=observers,
+                        **settings,
+                    )
                 )
-            outcomes.append(outcome)
     return outcomes
 
 
@@ -243,9 +375,9 @@ def _workload(
             "--trace and --rate: a trace has its own arrivals; scale them with --speed"
         )
     if trace is None:
-        generated = requests or options.REQUESTS
+        generated = requests or REQUESTS
         found = generate_workload(
-            name or "poisson", seed=seed, requests=generated, rate=rate or options.RATE
+            name or "poisson", seed=seed, requests=generated, rate=rate or RATE
         )
     else:
         found = load_trace(trace) if run is None else run.workload
@@ -276,33 +408,6 @@ def _outage(text: str) -> GroupOutage:
 
 
 @contextlib.contextmanager
-def _bars(names: Iterable[str], load_of: Workload) -> Iterator[dict[str, OnRequests]]:
-    """Show a bar for each configuration; yields its progress callback, which takes the number of ended requests."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-
-        def reporter(label: str) -> OnRequests:
-            task = bars.add_task(label, total=load_of.requests, start=False)
-
-            def report(done: int) -> None:
-                bars.start_task(task)
-                bars.update(task, completed=done)
-
-            return report
-
-        yield {label: reporter(label) for label in names}
-
-
-@contextlib.contextmanager
 def _timeline(
     path: Path | None, label: str, loaded: LoadedConfig
 ) -> Iterator[Sequence[EventObserver]]:
@@ -314,13 +419,7 @@ def _timeline(
     from vsched.sim.fast.run import header_of
 
     own = path.with_name(f"{path.stem}-{label}{path.suffix}") if label else path
-    try:
-        file = own.open("wb")
-    except OSError as error:
-        raise ConfigError(
-            f"--timeline {own}: cannot be written: {error.strerror}. Remedy: name another file"
-        ) from error
-    with file:
+    with open_output("--timeline", own) as file:
         drawn = TraceTimeline(file)
         drawn.begin(header_of(loaded.config), loaded.config)
         yield [drawn]
@@ -329,26 +428,21 @@ def _timeline(
 
 def _say(load_of: Workload, outcomes: Sequence[SimulationOutcome], costs: CostModel) -> None:
     """Print the comparison, with notes for the reader."""
-    from rich.console import Console
-
     from vsched.sim.report.comparison import comparison, differences
     from vsched.sim.report.load import load_warning
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPE_COLUMNS)
-    console.print(comparison(outcomes))
+    table_console().print(comparison(outcomes))
     for table, policies in differences(outcomes).items():
-        console.print(f"{table}: {' | '.join(policies)}", markup=False, highlight=False)
+        typer.echo(f"{table}: {' | '.join(policies)}")
     for outcome in outcomes:
         if warning := load_warning(outcome):
-            console.print(f"{outcome.label}: {warning}", markup=False, highlight=False)
+            typer.echo(f"{outcome.label}: {warning}")
     for note in load_of.notes:
-        console.print(f"{load_of.name}: {note}", markup=False, highlight=False)
+        typer.echo(f"{load_of.name}: {note}")
     if any(outcome.scaled_down for outcome in outcomes):
         counts = ", ".join(f"{one.scaled_down} ({one.label})" for one in outcomes)
-        console.print(f"images scaled down to the limit: {counts}", markup=False, highlight=False)
-    console.print(f"cost model {costs.name}: {costs.source}", style="dim", markup=False)
+        typer.echo(f"images scaled down to the limit: {counts}")
+    typer.echo(f"cost model {costs.name}: {costs.source}")
 
 
 def _report_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
@@ -392,3 +486,86 @@ def _write(
     for path in (html, csv, json, plot):
         if path is not None:
             typer.echo(f"wrote {path}")
+
+
+def run_swarm(
+    count: int,
+    *,
+    seed: int,
+    faults: Path | None,
+    configs: Sequence[Path] = (),
+    assignments: Sequence[str] = (),
+    probes: bool = False,
+) -> None:
+    """Run `count` scenarios; report the results, and the command that reproduces a failure; list `probes` if asked.
+
+    The policies set in the configuration replace the drawn ones; the shapes of the engines are
+    still drawn.
+
+    Raises:
+        ConfigError: When the plan or the configuration cannot be read, or there are several
+            configurations.
+        typer.Exit: With status 1, when a scenario failed.
+    """
+    from vsched.probes import PROBES
+    from vsched.sim.cluster.swarm import swarm
+    from vsched.terminal.progress import counting_progress
+
+    if len(configs) > 1:
+        raise ConfigError(
+            limit_message(
+                "--config with --swarm",
+                value=f"{len(configs)} files",
+                limit="one",
+                remedy="give one configuration with the policies to test",
+            )
+        )
+    loaded = load(configs[0] if configs else None, [*assignments])
+    policies, unused = _policies_of(loaded)
+    words = [*(f"--config={path}" for path in configs), *(f"--set={one}" for one in assignments)]
+    started_s = time.perf_counter()
+    with counting_progress() as report:
+        outcome = swarm(
+            count,
+            seed=seed,
+            faults=faults,
+            policies=policies,
+            arguments="".join(f" {shlex.quote(word)}" for word in words),
+            on_report=lambda at, _: report("swarm", at - seed + 1, count),
+        )
+    took_s = time.perf_counter() - started_s
+    if unused:
+        typer.echo(f"ignored, since the swarm draws the shapes of its engines: {', '.join(unused)}")
+    for failure in outcome.failures:
+        typer.echo(failure.describe())
+    typer.echo(
+        f"{outcome.scenarios} scenarios in {took_s:.1f} s, {outcome.virtual_s:.0f} s of virtual time: "
+        f"{outcome.requests} requests, {outcome.events} events, {outcome.struck} faults, "
+        f"{outcome.losses} groups lost, {len(outcome.failures)} scenarios failed"
+    )
+    reached = len(outcome.probes) - len(outcome.unreached)
+    typer.echo(f"{reached} of {len(outcome.probes)} probes reached")
+    if probes:
+        for name, scenarios in outcome.probes.items():
+            typer.echo(f"| `{name}` | {PROBES[name]} | {scenarios} |")
+    if outcome.failures:
+        raise typer.Exit(1)
+
+
+def _policies_of(loaded: LoadedConfig) -> tuple[dict[str, PolicyTable], list[str]]:
+    """Return the policy tables that are set explicitly, and all other explicitly set keys."""
+    from vsched.config.loading import DEFAULT
+    from vsched.config.policies import policy_table
+    from vsched.policy import KERNEL_TABLES, SEVERAL
+
+    policies: dict[str, PolicyTable] = {}
+    unused: list[str] = []
+    for key, origin in loaded.origins.items():
+        if origin == DEFAULT:
+            continue
+        table = next((one for one in (*KERNEL_TABLES, SEVERAL) if key.startswith(f"{one}.")), None)
+        if table is None:
+            unused.append(key)
+        else:
+            policies[table] = policy_table(loaded.config, table)
+    return policies, unused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 from collections.abc import AsyncIterator, Sequence
@@ -9,23 +10,157 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from vsched.checkpoint_tools import CheckpointTools, ExamTurn
 from vsched.cli import app
-from vsched.cli.demo.display import (
-    AskedTurn,
-    memory_table,
-    show_pictures,
-    timeline_table,
-    turns_table,
-    verdict,
-)
 
 if TYPE_CHECKING:
     import httpx
     from openai import AsyncOpenAI
+    from PIL import Image
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+
+def is_answer(text: str, expected: str) -> bool:
+    """Return whether a text is the right answer, ignoring surrounding white space."""
+    return text.strip() == expected
+
+
+def data_url(png: bytes) -> str:
+    """Return a PNG file as a data URL."""
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def user_message(turn: ExamTurn) -> dict[str, Any]:
+    """Return a turn as an OpenAI chat message: its images, then its question."""
+    images = [{"type": "image_url", "image_url": {"url": data_url(png)}} for png in turn.images]
+    return {"role": "user", "content": [*images, {"type": "text", "text": turn.question}]}
+
+
+TABLE_COLUMNS = 72
+TEXT_COLUMNS = ("question", "answer", "", "process")
+PICTURE_COLUMNS = 56
+PICTURES_COLUMNS = 120
+"""Maximum total width of pictures side by side."""
+GAP_COLUMNS = 2
+
+
+class AskedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation turn and its answer; `expected` is the right answer."""
+
+    question: str
+    answer: str
+    expected: str
+    images: int
+    encoded: int
+
+
+def verdict(answer: str, expected: str) -> str:
+    """Return whether an answer is right, in words."""
+    return "right" if is_answer(answer, expected) else f"wrong: {expected}"
+
+
+def show_pictures(pictures: Sequence[bytes], console: Console) -> None:
+    """Show PNG files side by side if the console has colours."""
+    from PIL import Image
+    from rich.table import Table
+
+    if not console.color_system or console.no_color:
+        return
+    share = (min(console.width, PICTURES_COLUMNS) - GAP_COLUMNS) // len(pictures) - GAP_COLUMNS
+    columns = min(share, PICTURE_COLUMNS)
+    row = Table.grid(padding=(0, GAP_COLUMNS, 0, 0))
+    thumbnails = []
+    for png in pictures:
+        with Image.open(io.BytesIO(png)) as picture:
+            thumbnails.append(thumbnail(picture.convert("RGB"), columns))
+    row.add_row(*thumbnails)
+    console.print(row)
+
+
+def thumbnail(picture: Image.Image, columns: int) -> Text:
+    """Return a picture as coloured half blocks, two pixels per character; small ones are not enlarged."""
+    from PIL import Image
+    from rich.text import Text
+
+    # Limit the height to the width, so that a tall picture does not fill the screen.
+    scale = min(columns / picture.width, columns / picture.height, 1.0)
+    columns = max(round(picture.width * scale), 1)
+    rows = max(round(picture.height * scale / 2), 1) * 2
+    small = picture.resize((columns, rows), Image.Resampling.LANCZOS)
+    text = Text()
+    for row in range(0, rows, 2):
+        for column in range(columns):
+            above = small.getpixel((column, row))
+            below = small.getpixel((column, row + 1))
+            assert isinstance(above, tuple)
+            assert isinstance(below, tuple)
+            style = "#{:02x}{:02x}{:02x} on #{:02x}{:02x}{:02x}".format(*above, *below)
+            text.append("▀", style=style)
+        text.append("\n")
+    text.no_wrap = True
+    return text
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Return an empty table; all but the named text columns are numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", min_width=TABLE_COLUMNS)
+    for name in columns:
+        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
+    return table
+
+
+def turns_table(turns: Sequence[AskedTurn]) -> Table:
+    """Return the turns of a conversation as a table."""
+    title = "A conversation: the next picture with each turn"
+    table = _table(title, "turn", "question", "images", "encoded", "answer", "")
+    for number, turn in enumerate(turns, 1):
+        counts = str(turn.images), str(turn.encoded)
+        table.add_row(
+            str(number), turn.question, *counts, turn.answer, verdict(turn.answer, turn.expected)
+        )
+    table.caption = "images: in the prompt; encoded: new ones, the others were cached"
+    table.caption_justify = "left"
+    return table
+
+
+def timeline_table(timeline: dict[str, Any]) -> Table:
+    """Return a table of the time spent on one request, by stage."""
+    stages = ("preprocess", "encode", "queue", "prefill", "decode")
+    table = _table("Where the time went (ms)", *stages, "total")
+    spent = [timeline[f"{stage}_ms"] for stage in stages]
+    table.add_row(*(f"{value:.1f}" for value in (*spent, sum(spent))))
+    table.caption = (
+        f"{timeline['prompt_tokens']} prompt tokens ({timeline['cached_tokens']} cached), "
+        f"{timeline['encoded_items']} image encoded, {timeline['output_tokens']} tokens out"
+    )
+    return table
+
+
+def memory_table(statistics: dict[str, Any]) -> Table:
+    """Return a table of the memory in use, by process."""
+    columns = ("process", "resident", "peak", "weights", "KV cache")
+    table = _table("Where the memory is (MiB)", *columns)
+
+    def mib(fields: dict[str, int], name: str) -> str:
+        return f"{fields[name] / 2**20:.1f}" if name in fields else ""
+
+    memory = statistics["memory"]
+    table.add_row("engine", mib(memory, "engine_resident"), "", "", "")
+    for group, ranks in statistics["ranks"].items():
+        for rank, fields in ranks.items():
+            cells = (mib(fields, name) for name in ("resident", "peak", "weights", "kv"))
+            table.add_row(f"{group} rank {rank}", *cells)
+    pixels, embeddings = mib(memory, "arena_pixels"), mib(memory, "arena_embeddings")
+    table.caption = f"shared arena (reserved): pixels {pixels}, embeddings {embeddings}"
+    return table
+
 
 QUESTION = "What is in this picture?"
 SIZE = "tiny25"
@@ -156,8 +291,6 @@ class _Exam:
 
 async def _examine(exam: _Exam, folder: Path, max_tokens: int, console: Console) -> None:
     """Ask about a picture, then hold a conversation; report whether the answers are right."""
-    from vsched.cli.demo.exam import user_message
-
     first = exam.turn(TASKS[0], 0)
     async with _serving(exam.checkpoint, console) as client:
         _show(first.images, folder, "picture", console)
@@ -178,8 +311,6 @@ async def _examine(exam: _Exam, folder: Path, max_tokens: int, console: Console)
 
 async def _converse(client: _Client, turns: Sequence[ExamTurn], max_tokens: int) -> list[AskedTurn]:
     """Hold a conversation of these turns, each with its own picture."""
-    from vsched.cli.demo.exam import user_message
-
     messages: list[dict[str, Any]] = []
     requested: list[AskedTurn] = []
     images = 0
@@ -218,7 +349,6 @@ def _show(pictures: Sequence[bytes], folder: Path, name: str, console: Console) 
 
 
 async def _ask_noise(checkpoint: Path, folder: Path, max_tokens: int, console: Console) -> None:
-    from vsched.cli.demo.exam import user_message
 
     turn = ExamTurn((draw_picture(),), QUESTION, "")
     _show(turn.images, folder, "picture", console)
