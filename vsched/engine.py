@@ -65,7 +65,7 @@ from vsched.media.pruning import make_pruning
 from vsched.memory import Ledger
 from vsched.notebook import Statistics
 from vsched.policy import Policy
-from vsched.record.left import PartialOutput
+from vsched.record.journal import PartialOutput
 from vsched.record.recorder import check_record_path
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams

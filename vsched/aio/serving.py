@@ -24,7 +24,7 @@ from vsched.kernel.events import FurtherChoice
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.plain_values import InvalidValue, field_types, plain_value
-from vsched.record.left import PartialOutput
+from vsched.record.journal import PartialOutput
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor, WorkerPlugin

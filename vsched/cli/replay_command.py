@@ -35,7 +35,7 @@ def replay(
     """Replay a record: the scheduler must make the same decisions, byte for byte. Exit status 1 if it does not."""
     from vsched.record import TraceTimeline
     from vsched.record import replay as run
-    from vsched.record.segments import find_segments
+    from vsched.record.files import find_segments
     from vsched.terminal.progress import counting_progress
 
     find_segments(record)  # before anything is overwritten

@@ -306,7 +306,7 @@ def _run_all(
 
 def _record(trace: Path) -> RecordedRun | None:
     """Read a trace that is a record of a server; None if it is another trace."""
-    from vsched.record.frames import is_record
+    from vsched.record.files import is_record
     from vsched.sim.fast.recorded import load_record
 
     return load_record(trace) if is_record(trace) else None

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from vsched.errors import RecordError
-from vsched.record import frames
-from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
+from vsched.record import files as frames
+from vsched.record.files import FORMAT, VERSION, FrameReader, frame
 
 START = FORMAT + VERSION
 BODIES = [b"first", b"second" * 9, b"", b"the last of them"]

@@ -32,7 +32,7 @@ from vsched.api.processes.messages import (
 )
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
-from vsched.record.left import PartialOutput
+from vsched.record.journal import PartialOutput
 from vsched.types import FinishReason, ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker

@@ -30,8 +30,16 @@ from vsched.api.resuming.answers import ResumedRequest
 from vsched.api.unsupported import not_served
 from vsched.config import Config
 from vsched.errors import RequestFailed, RequestRefused, limit_message
-from vsched.record.journal import KeptRequest, LeftRequest, Progress, RequestJournal, open_journal
-from vsched.record.left import Ended, PartialOutput, read_left
+from vsched.record.journal import (
+    Ended,
+    KeptRequest,
+    LeftRequest,
+    PartialOutput,
+    Progress,
+    RequestJournal,
+    open_journal,
+    read_left,
+)
 
 logger = logging.getLogger(__name__)
 RESUMED_MAX = 2

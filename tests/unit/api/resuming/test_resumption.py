@@ -16,8 +16,7 @@ from vsched.api import ApiSettings, create_app
 from vsched.api.resuming import resumption as resuming
 from vsched.api.resuming.resumption import Resumption
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.record.journal import RequestJournal
-from vsched.record.left import Ended, Left, PartialOutput
+from vsched.record.journal import Ended, Left, PartialOutput, RequestJournal
 
 DELTAS = (
     OutputDelta("Hel", [1]),
