@@ -29,7 +29,7 @@ from vsched.config.sections import AUTO, CPU, StageConfig
 from vsched.errors import ConfigError, VschedError, limit_message
 from vsched.memory import size_text
 from vsched.types import ModelInfo
-from vsched.worker.devices import CudaDevice, DeviceSurvey
+from vsched.worker.contract import CudaDevice, DeviceSurvey
 from vsched.worker.registry import load_worker
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from vsched.config.devices import choose_placement
 from vsched.engine import Engine
 from vsched.errors import ConfigError
 from vsched.types import ModelInfo
-from vsched.worker.devices import CudaDevice, DeviceSurvey
+from vsched.worker.contract import CudaDevice, DeviceSurvey
 
 GIB = 1 << 30
 DEMO = Path(__file__).parents[2] / "workers" / "demo-model"

@@ -16,7 +16,7 @@ from vsched.sim.ranks.stand_in_workers import stand_in_info
 from vsched.types import SamplingParams
 from vsched.wire import GenerateResult
 from vsched.worker.contract import Batch, Sampled, SequenceState
-from vsched.worker.drafting.model import DraftModel, DraftWorker
+from vsched.worker.drafts import DraftModel, DraftWorker
 from vsched.worker.generate_rank import GenerateRank
 from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.batching.step_rows import special_rows

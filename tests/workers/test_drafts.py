@@ -17,7 +17,7 @@ from vsched.kernel.decisions import DraftGrant
 from vsched.types import SamplingParams
 from vsched.worker import generate_rank
 from vsched.worker.contract import SequenceState
-from vsched.worker.drafting.drafts import SlotDraft
+from vsched.worker.drafts import SlotDraft
 from vsched.worker.generate_rank import GenerateRank
 from vsched_workers.plugin import plugin
 

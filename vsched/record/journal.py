@@ -12,6 +12,7 @@ are lost, and adds the tokens of each answer to its request, as it does when a g
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time

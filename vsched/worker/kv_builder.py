@@ -17,7 +17,7 @@ from vsched.policy import RankMemory
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import GenerateWorker, ImagePlan
-from vsched.worker.drafting.model import DraftWorker
+from vsched.worker.drafts import DraftWorker
 from vsched.worker.memory import KV_REMEDY, memory_errors
 from vsched.worker.profiling_run import StepLimits, measure_rank, run_profile, trial_adapter
 

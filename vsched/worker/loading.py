@@ -19,14 +19,14 @@ from vsched.worker.contract import (
     WorkerSettings,
     supports,
 )
-from vsched.worker.drafting.model import DraftModel, DraftWorker
-from vsched.worker.encode_rank import EncodeRank
+from vsched.worker.drafts import DraftModel, DraftWorker
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.member import Link, Member, RankHost
 from vsched.worker.profiling_run import StepLimits, image_for
 from vsched.worker.reserve import reserve_encoder
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+from vsched.worker.stage_rank import EncodeRank
 
 
 class RankLoading(Generic[Link]):

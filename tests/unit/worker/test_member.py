@@ -36,9 +36,8 @@ from vsched.wire import (
     decode_report,
 )
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.member import Following, Member, RankHost
-from vsched.worker.stage_rank import StageRank
+from vsched.worker.stage_rank import EncodeRank, StageRank
 
 _Worker = TypeVar("_Worker", bound=StandInWorker)
 EMBEDDINGS, NO_BYTES = np.zeros((1, 1, 1), np.uint8), np.zeros(0, np.uint8)

@@ -24,7 +24,7 @@ from vsched.sim.ranks.symbolic_model import (
     root_of,
 )
 from vsched.types import FinishReason, MediaItem
-from vsched.worker.drafting.drafts import foresee_with
+from vsched.worker.drafts import foresee_with
 
 Choices = Sequence[Sequence[int]]
 _WORDS = -(-(FIRST_TOKEN + TOKENS) // 32)

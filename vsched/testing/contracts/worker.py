@@ -37,10 +37,10 @@ from vsched.worker.contract import (
     supports,
     view_arrays,
 )
-from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.memory import DeviceMemory
 from vsched.worker.profiling_run import StepLimits
+from vsched.worker.stage_rank import EncodeRank
 
 BLOCK_SIZE = 4
 PAGE_ROWS = 3

@@ -19,9 +19,9 @@ from tests.bench.parts.profile.meter import OUTSIDE, Meter, ProbePoint, cell_cou
 from vsched import rank
 from vsched.transport.zmq_link import RankLink
 from vsched.wire import FollowerLog
-from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.member import Member
+from vsched.worker.stage_rank import EncodeRank
 
 COMPONENTS = ("waiting", "decoding", "rows", "model", "sampling", "vision", "reporting")
 NAMES = (OUTSIDE, *COMPONENTS)

@@ -20,7 +20,7 @@ from vsched.sim.ranks.symbolic_grammars import SymbolicGrammars
 from vsched.types import FinishReason, ItemPlace, SamplingParams
 from vsched.wire import GenerateResult, check_of
 from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs
-from vsched.worker.drafting.drafts import allows, draft, lookup, only_token
+from vsched.worker.drafts import allows, draft, lookup, only_token
 from vsched.worker.generate_rank import GenerateRank
 
 BLOCK_SIZE = 4

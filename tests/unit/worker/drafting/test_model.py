@@ -23,7 +23,7 @@ from vsched.sim.ranks.stand_in_workers import stand_in_info
 from vsched.sim.ranks.symbolic_grammars import SymbolicGrammars
 from vsched.types import ItemPlace, SamplingParams
 from vsched.worker.contract import Batch, Sampled, SequenceState
-from vsched.worker.drafting.model import DraftModel, DraftWorker
+from vsched.worker.drafts import DraftModel, DraftWorker
 from vsched.worker.generate_rank import GenerateRank
 
 BLOCKS = 3 * CONTEXT // BLOCK_SIZE

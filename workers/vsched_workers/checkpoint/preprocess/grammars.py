@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.types import FinishReason, ModelInfo
-from vsched.worker.drafting.drafts import allows, foresee_with, only_token
+from vsched.worker.drafts import allows, foresee_with, only_token
 from vsched_workers.checkpoint.detokenize import TokenTable
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.preprocess.lark_texts import rewrite_lark
