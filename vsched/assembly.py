@@ -28,10 +28,15 @@ from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names, replica_of, stage_of
 from vsched.worker.contract import WorkerSettings, supports
 from vsched.worker.memory import host_available, status_bytes
-from vsched.worker.profiling_run import StepLimits
 from vsched.worker.registry import load_worker
-from vsched.worker.shares import default_limit
-from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec
+from vsched.worker.spec import (
+    EncodeRole,
+    GenerateRole,
+    HostShare,
+    RankSpec,
+    StepLimits,
+    default_limit,
+)
 
 STATE_SNAPSHOTS_MAX = 64
 """Maximum number of recurrent state snapshots by default: with tens of MB each, more would displace the KV cache."""

@@ -26,8 +26,7 @@ from vsched.logs import configure_logging
 from vsched.transport.arena import Arena
 from vsched.transport.pulse import PulseThread
 from vsched.transport.zmq_link import RankLink, wait_readable
-from vsched.worker.loading import RankLoading
-from vsched.worker.member import PULSES_PER_TIMEOUT, Following, Member
+from vsched.worker.member import PULSES_PER_TIMEOUT, Following, Member, RankLoading
 from vsched.worker.memory import limit_process_memory, memory_errors, spare_memory
 from vsched.worker.spec import RankSpec
 

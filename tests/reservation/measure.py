@@ -17,7 +17,7 @@ import msgspec
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.memory import limit_process_memory
-from vsched.worker.reserve import BatchArena, reserve_encoder
+from vsched.worker.sizing import BatchArena, reserve_encoder
 from vsched.worker.spec import EncodeRole
 from vsched_workers.checkpoint.facts import (
     image_factor,

@@ -72,7 +72,7 @@ PLANTS = (
     ),
     Plant(
         "a cache view pinning its buffer",
-        "vsched.worker.kv_builder:KvBuilder._tear_down",
+        "vsched.worker.sizing:KvBuilder._tear_down",
         "worker.drop_kv()",
         "pass",
         seed=4,

@@ -11,7 +11,7 @@ from vsched.assembly import WorkerGroupPlan, memory_limit, worker_group_plans
 from vsched.config import Config, load_config, resolve_policies
 from vsched.config.sections import size_bytes
 from vsched.errors import ConfigError
-from vsched.worker.shares import default_limit, shared_out, threads_of
+from vsched.worker.spec import default_limit, shared_out, threads_of
 
 GIB = 1 << 30
 INFO = model_info()

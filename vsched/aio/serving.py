@@ -28,7 +28,7 @@ from vsched.record.journal import PartialOutput
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor, WorkerPlugin
-from vsched.worker.generate_rank import STOP_TOKENS_MAX
+from vsched.worker.slots import STOP_TOKENS_MAX
 
 FrontEnd = tuple[Preprocessor, bool]
 """The preprocessor of requests, and whether ranks can report the log-probabilities of prompt tokens."""

@@ -38,7 +38,7 @@ from vsched.types import ModelInfo, SamplingDefaults
 from vsched.worker.contract import Preprocessor, VideoFacts, VideoSampling, extent_bytes
 from vsched.worker.memory import host_available
 from vsched.worker.registry import load_worker
-from vsched.worker.shares import cores_text
+from vsched.worker.spec import cores_text
 
 STANDARD_OUTPUT = Path("-")
 _LABEL_COLUMNS = 15

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from vsched.config.sections import AUTO, CPU, Config
-from vsched.worker.shares import usable_cores
+from vsched.worker.spec import usable_cores
 
 DEVICE_FILES: tuple[str, ...] = (
     "/dev/nvidiactl",

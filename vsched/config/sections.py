@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from vsched.errors import ConfigError, limit_message
 from vsched.policy import DECISIONS
-from vsched.worker.shares import default_threads, usable_cores
+from vsched.worker.spec import default_threads, usable_cores
 
 PolicyTable = dict[str, Any]
 """`{use = "name", **fields}`: a registered policy or `my_pkg.module:Class`, and its fields."""

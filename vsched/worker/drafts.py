@@ -35,7 +35,7 @@ import numpy.typing as npt
 from vsched.kernel.decisions import DraftGrant
 from vsched.types import ModelInfo
 from vsched.worker.contract import Batch, Chunk, GenerateWorker, SequenceState, TokenMatcher
-from vsched.worker.generate_rank import SlotTable
+from vsched.worker.slots import SlotTable
 
 MATCH_MAX = 16
 """Maximum number of tokens compared to find the earlier position with the longest match."""

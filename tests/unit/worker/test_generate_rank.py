@@ -32,8 +32,9 @@ from vsched.worker.contract import (
     SequenceState,
     TokenLogprobs,
 )
-from vsched.worker.generate_rank import STOP_TOKENS_MAX, GenerateRank
+from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.memory import DeviceMemory
+from vsched.worker.slots import STOP_TOKENS_MAX
 
 
 def _reported(index: int, chunk: Chunk) -> PromptLogprobs:

@@ -42,7 +42,7 @@ from vsched.worker.contract import (
     extent_bytes,
     view_arrays,
 )
-from vsched.worker.reserve import reserve_encoder
+from vsched.worker.sizing import reserve_encoder
 from vsched.worker.spec import EncodeRole
 from vsched.worker.stage_rank import EncodeRank
 

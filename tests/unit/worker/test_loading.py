@@ -11,8 +11,7 @@ from vsched.errors import CheckpointError
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo
 from vsched.worker.contract import Progress, WorkerPlugin, WorkerSettings
-from vsched.worker.loading import RankLoading
-from vsched.worker.member import Member, RankHost
+from vsched.worker.member import Member, RankHost, RankLoading
 from vsched.worker.spec import GenerateRole, RankSpec
 
 

@@ -20,8 +20,8 @@ from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import Batch, ImagePlan, Sampled
-from vsched.worker.kv_builder import KvBuilder
-from vsched.worker.profiling_run import (
+from vsched.worker.sizing import (
+    KvBuilder,
     StepLimits,
     beside_decodes,
     heap,

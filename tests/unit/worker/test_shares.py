@@ -11,7 +11,7 @@ from tests.machines import pretend_cores
 from vsched.config import load_config
 from vsched.config.devices import placement_here
 from vsched.worker import memory
-from vsched.worker.shares import cores_text, usable_cores
+from vsched.worker.spec import cores_text, usable_cores
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vsched.worker.generate_rank import SlotTable
+from vsched.worker.slots import SlotTable
 
 COUNTED = {"tokens": "length", "block_table": "block_count"}
 """Wide arrays, and the array with the length of their valid part."""

@@ -25,8 +25,8 @@ from tests.workers.test_vision import empty_pages, jobs_of
 from vsched.errors import DeviceOutOfMemory
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.kv_builder import KvBuilder
-from vsched.worker.profiling_run import StepLimits
+from vsched.worker.sizing import KvBuilder
+from vsched.worker.spec import StepLimits
 from vsched_workers import language
 from vsched_workers.backends.reference.collectives import GlooCollectives
 from vsched_workers.families.qwen_image import image_plan

@@ -51,7 +51,7 @@ def rank_environment(threads: int) -> dict[str, str]:
 
 
 logger = logging.getLogger(__name__)
-PRELOADED = ("vsched.transport.pulse", "vsched.transport.zmq_link", "vsched.worker.loading")
+PRELOADED = ("vsched.transport.pulse", "vsched.transport.zmq_link", "vsched.worker.member")
 """Modules that every rank imports, with any worker."""
 IMPORT_S = 60.0
 """Limit on idle time of the server while it imports."""

@@ -20,7 +20,7 @@ from vsched.terminal.options import (
     load,
     write_json,
 )
-from vsched.worker.shares import usable_cores
+from vsched.worker.spec import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

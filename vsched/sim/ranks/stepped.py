@@ -31,7 +31,8 @@ from vsched.sim.ranks.symbolic_workers import Known, SymbolicGenerator, write_ro
 from vsched.sim.world import QUICK, Delays
 from vsched.types import MediaItem, Request
 from vsched.worker.contract import Batch, Sampled, SequenceState, WorkerSettings
-from vsched.worker.generate_rank import GenerateRank, SlotTable
+from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.slots import SlotTable
 
 ADAPTERS = 1000
 """Adapters with lower numbers are loaded."""

@@ -37,9 +37,9 @@ from vsched.worker.contract import (
     supports,
     view_arrays,
 )
-from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.memory import DeviceMemory
-from vsched.worker.profiling_run import StepLimits
+from vsched.worker.sizing import KvBuilder
+from vsched.worker.spec import StepLimits
 from vsched.worker.stage_rank import EncodeRank
 
 BLOCK_SIZE = 4

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vsched.terminal.options import JsonOption, PlotOption, SetOption, new_figure, write_json
-from vsched.worker.shares import usable_cores
+from vsched.worker.spec import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,7 +17,7 @@ import msgspec
 
 from vsched.worker.contract import Progress
 from vsched.worker.memory import host_available
-from vsched.worker.shares import usable_cores
+from vsched.worker.spec import usable_cores
 from vsched_workers.backends.cpu.compiling.needs import Need
 from vsched_workers.backends.cpu.kernel_store import content_key, kernel_folder, processor
 
