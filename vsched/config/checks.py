@@ -44,13 +44,12 @@ def check_combinations(config: Config) -> None:
     Raises:
         ConfigError: Each line starts with the path of the key to change.
     """
-    together = config.placement == "together" and config.encode.replicas > 0
     _refuse(
         [
             *_sizes(config),
             *_decode_bytes(config.media),
             *_together(config),
-            *_cluster(config.cluster, together, config.adapters.count_max),
+            *_cluster(config.cluster, config.together, config.adapters.count_max),
             *_texts(config),
             *_limits(config),
         ]
@@ -156,7 +155,7 @@ def _decode_bytes(media: MediaConfig) -> Iterator[str]:
 
 
 def _together(config: Config) -> Iterator[str]:
-    if config.placement != "together" or not config.encode.replicas:
+    if not config.together:
         return
     for key in ("replicas", "tensor_parallel"):
         encode, generate = getattr(config.encode, key), getattr(config.generate, key)

@@ -7,7 +7,7 @@ are frozen: nothing is reloaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
@@ -552,75 +552,78 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     record: RecordConfig = RecordConfig()
     vllm: VllmConfig = VllmConfig()
 
+    def stage(self, name: str) -> EncodeConfig | GenerateConfig:
+        """Section of a stage, `encode` or `generate`."""
+        return self.encode if name == "encode" else self.generate
+
+    @property
+    def together(self) -> bool:
+        """True if both stages run in the same processes."""
+        return self.placement == "together" and self.encode.replicas > 0
+
     @property
     def ranks(self) -> int:
         """Total number of ranks of both stages, over all replicas; a rank that serves both counts twice."""
-        return sum(self._ranks)
+        return sum(one.replicas * one.tensor_parallel for one in (self.encode, self.generate))
+
+    @property
+    def _started(self) -> list[tuple[str, int]]:
+        """Stage and number of each replica that has processes of its own."""
+        stages = ["generate"] if self.placement == "together" else ["encode", "generate"]
+        return [(stage, number) for stage in stages for number in range(self.stage(stage).replicas)]
 
     def processes_on(self, host: str) -> int:
         """Number of rank processes that start on a host, unless some are lost."""
-        count = self._starts("generate", self.generate, host)
-        if self.placement != "together":
-            count += self._starts("encode", self.encode, host)
-        return count
+        return sum(
+            self.stage(stage).tensor_parallel
+            for stage, replica in self._started
+            if self.cluster.first_host(stage, replica) == host
+        )
 
     @property
     def on_ray(self) -> dict[tuple[str, int], dict[str, float]]:
         """Replicas that Ray places, by stage and number, with their resources."""
-        stages: dict[Literal["encode", "generate"], int] = {"generate": self.generate.replicas}
-        if self.placement != "together":
-            stages = {"encode": self.encode.replicas, **stages}
         return {
             (stage, replica): self.resources(stage)
-            for stage, replicas in stages.items()
-            for replica in range(replicas)
+            for stage, replica in self._started
             if self.cluster.first_host(stage, replica) == RAY_HOST
         }
 
-    def resources(self, stage: Literal["encode", "generate"]) -> dict[str, float]:
+    def resources(self, stage: str) -> dict[str, float]:
         """Ray resources of a replica of a stage, or of both stages if they share processes."""
         cluster = self.cluster
         given = cluster.encode_resources if stage == "encode" else cluster.generate_resources
         if given:
             return given
-        section = self.encode if stage == "encode" else self.generate
-        sections = [section]
-        if self.placement == "together" and self.encode.replicas:
-            sections = [self.encode, self.generate]
+        section = self.stage(stage)
+        sections = [self.encode, self.generate] if self.together else [section]
         threads = max(one.threads or 1 for one in sections)
         found = {"CPU": float(section.tensor_parallel * threads)}
         if not all(one.on_cpu for one in sections):
             found["GPU"] = float(section.tensor_parallel)
         return found
 
-    def _starts(self, stage: str, section: EncodeConfig | GenerateConfig, host: str) -> int:
-        first = [self.cluster.first_host(stage, replica) for replica in range(section.replicas)]
-        return section.tensor_parallel * first.count(host)
-
-    def threads(self, stage: Literal["encode", "generate"]) -> int:
+    def threads(self, stage: str) -> int:
         """Number of threads that a rank of a stage computes with."""
-        given = self.encode.threads if stage == "encode" else self.generate.threads
         processes = self.processes_on(OWN_HOST)
-        return given or default_threads(usable_cores(), processes=processes)
+        return self.stage(stage).threads or default_threads(usable_cores(), processes=processes)
 
-    def threads_fixed_by(self, stage: Literal["encode", "generate"]) -> str:
+    def threads_fixed_by(self, stage: str) -> str:
         """Setting that fixes the number of threads of a stage's ranks; empty if ranks may use fewer.
 
         Stages in one process share its threads. Tensor-parallel ranks do not adapt: each would wait for the slowest.
         """
-        stages = {"encode": self.encode, "generate": self.generate}
-        section = stages[stage]
+        section = self.stage(stage)
         if not section.on_cpu:
             return f"{stage}.device"
-        shared = self.placement == "together" and self.encode.replicas > 0
-        for name in stages if shared else (stage,):
-            if stages[name].threads is not None:
+        for name in ("encode", "generate") if self.together else (stage,):
+            if self.stage(name).threads is not None:
                 return f"{name}.threads"
         return f"{stage}.tensor_parallel" if section.tensor_parallel > 1 else ""
 
     def memory_limit(self, stage: str) -> int | None:
         """Memory limit of a rank for a stage, in bytes; 0 for none, None if its host decides."""
-        section = self.encode if stage == "encode" else self.generate
+        section = self.stage(stage)
         if section.memory_limit == "auto":
             return None if section.on_cpu else 0
         return size_bytes(section.memory_limit, path=f"{stage}.memory_limit")
@@ -628,8 +631,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def encode_pauses(self) -> bool:
         """True if encode batches pause for generate steps in the same processes; not supported on GPUs yet."""
-        together = self.placement == "together" and self.encode.replicas > 0
-        return together and not self.encode.on_cuda and self.generate.step_target_ms > 0
+        return self.together and not self.encode.on_cuda and self.generate.step_target_ms > 0
 
     @property
     def text_alone(self) -> Config:
@@ -641,27 +643,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             encode=msgspec.structs.replace(self.encode, replicas=0),
         )
 
-    @property
-    def _ranks(self) -> tuple[int, int]:
-        """Ranks of each stage."""
-        encode, generate = self.encode, self.generate
-        return (
-            encode.replicas * encode.tensor_parallel,
-            generate.replicas * generate.tensor_parallel,
-        )
-
 
 @cache
 def config_keys() -> dict[str, msgspec.structs.FieldInfo]:
     """Return all keys by dotted path, in order of declaration; a policy table is one key."""
-    return dict(_keys(Config, ""))
-
-
-def _keys(
-    section: type[msgspec.Struct], prefix: str
-) -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
-    for field in msgspec.structs.fields(section):
+    keys = {}
+    for field in msgspec.structs.fields(Config):
         if isinstance(field.type, type) and issubclass(field.type, Section):
-            yield from _keys(field.type, f"{prefix}{field.name}.")
+            for inner in msgspec.structs.fields(field.type):
+                keys[f"{field.name}.{inner.name}"] = inner
         else:
-            yield f"{prefix}{field.name}", field
+            keys[field.name] = field
+    return keys
