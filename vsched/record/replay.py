@@ -44,13 +44,11 @@ class ReplayObserver(Protocol):
 
     def begin(self, header: SegmentHeader, config: Config) -> None:
         """Take the header of the first segment."""
-        ...
 
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
         """Take an event, its commands, and the kernel after it."""
-        ...
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):

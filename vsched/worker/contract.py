@@ -290,7 +290,6 @@ class TokenMatcher(Protocol):
         `ERROR` means that the grammar became too complex, or a token does not match. Errors found while the mask is
         read are returned by the next call; until then the mask allows every token.
         """
-        ...
 
     def foresee(
         self, wanted: Sequence[int], count: int
@@ -300,7 +299,6 @@ class TokenMatcher(Protocol):
         They are the tokens that the grammar forces, and tokens of `wanted` that it allows; see
         `vsched.worker.drafts.foresee_with`.
         """
-        ...
 
 
 @dataclass(slots=True)
@@ -621,11 +619,9 @@ class Detokenizer(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; return the text that is certain."""
-        ...
 
     def flush(self) -> str:
         """Return the text held back."""
-        ...
 
 
 class ImageRecipe(msgspec.Struct, frozen=True):
@@ -648,11 +644,9 @@ class AnswerParser(Protocol):
 
     def push(self, text: str) -> Sequence[AnswerPart]:
         """Add the next piece of the output; return the parts that are certain."""
-        ...
 
     def finish(self) -> Sequence[AnswerPart]:
         """Return the parts held back."""
-        ...
 
 
 def no_pixel_bounds() -> RequestRefused:
@@ -920,11 +914,9 @@ class Grammars(Protocol):
         Raises:
             RequestRefused: With the code `invalid_grammar`, when it cannot be used.
         """
-        ...
 
     def matcher(self, grammar: str) -> TokenMatcher:
         """Return a matcher for one output, from its first token on; the grammar has passed `check`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

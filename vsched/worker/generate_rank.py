@@ -70,7 +70,7 @@ class GenerateRank(StageRank):
         use it.
         """
         super().__init__(worker)
-        self._worker: GenerateWorker = worker
+        self.worker: GenerateWorker = worker
         self._swap_blocks = swap_blocks
         self._now_ns = now_ns
         self._grammars = grammars
@@ -121,7 +121,7 @@ class GenerateRank(StageRank):
         batch = self._batch(decision.chunks)
         self._restored = []
         rows = self._rows(batch)
-        sampled = self._worker.step(batch) if len(rows) or batch.chunks else _NOTHING
+        sampled = self.worker.step(batch) if len(rows) or batch.chunks else _NOTHING
         result = self._advance(decision.step, batch, rows, sampled)
         if decision.swaps is not None:
             blocks = decision.swaps.blocks
@@ -146,7 +146,7 @@ class GenerateRank(StageRank):
                 f"a block is swapped to or from place {most}, and this rank has {self._swap_blocks}"
             )
         start_ns = self._now_ns()
-        self._worker.swap(out, back)
+        self.worker.swap(out, back)
         self._renew(back[:, 1])
         return self._now_ns() - start_ns
 
@@ -173,7 +173,7 @@ class GenerateRank(StageRank):
         sequence = self._sequences.get(join.number)
         if join.data is not None:
             sequence = _sequence(join.number, join.data)
-            self._worker.prepare(sequence)
+            self.worker.prepare(sequence)
             if sequence.sampling.grammar:
                 self._constrain(sequence)
             self._sequences[join.number] = sequence

@@ -93,15 +93,12 @@ class MemberLink(Protocol):
 
     def send(self, frame: bytes) -> object:
         """Send a report."""
-        ...
 
     def receive(self, timeout_s: float = 0.0) -> bytes | None:
         """Return the next frame; None if none arrives in time."""
-        ...
 
     def close(self) -> None:
         """Close the link."""
-        ...
 
 
 Link = TypeVar("Link", bound=MemberLink)
@@ -149,7 +146,7 @@ class Member(Generic[Link]):
 
     def _changed_threads(self) -> ThreadsInUse | None:
         """Return the number of compute threads; None if it has not changed since the last report."""
-        threads = self.stage.threads_here()
+        threads = self.stage.worker.threads_here()
         if threads == self._threads:
             return None
         self._threads = threads
@@ -213,7 +210,7 @@ class Member(Generic[Link]):
             return
         busy_ns, self._busy_ns = busy_ns + self._busy_ns, 0
         if self._rank == 0:
-            wanted = self.stage.wanted_hooks()
+            wanted = list(self.stage.worker.wanted_hooks())
             self.report(msgspec.structs.replace(result, busy_ns=busy_ns, wanted=wanted))
         else:
             self.report(StepCheck(result.step, check_of(result)))
@@ -363,7 +360,7 @@ class RankLoading(Generic[Link]):
         member.stage = EncodeRank(worker, arena.embeddings, arena.read, rank=spec.rank)
         memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
         memory |= {**adapters, **host.memory()}
-        self._ready.append(Ready(0, memory, member.stage.hooks()))
+        self._ready.append(Ready(0, memory, dict(worker.hooks())))
 
     def _load_generator(self, role: GenerateRole, member: Member[Link]) -> None:
         spec, host = self._spec, self._host
@@ -397,7 +394,7 @@ class RankLoading(Generic[Link]):
                 memory["swap"] = role.limits.swap_blocks * block_bytes
             if spec.info.state_bytes:
                 memory["state"] = builder.state_bytes
-            self._ready.append(Ready(builder.blocks, memory, member.stage.hooks()))
+            self._ready.append(Ready(builder.blocks, memory, dict(worker.hooks())))
             self._report_ready()
 
         self._finish = finish

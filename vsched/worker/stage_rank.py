@@ -42,7 +42,7 @@ class StageRank:
     _memory_key: ClassVar[str]
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        self.worker = worker
         self._kernels: Counter[str] = Counter()
         self._kernels_late = 0
         self.adapters: set[int] = set()
@@ -60,46 +60,34 @@ class StageRank:
 
     def begin(self) -> None:
         """Note the kernels compiled so far; requests wait for kernels that are compiled later."""
-        self._kernels = Counter(self._worker.kernels_here())
+        self._kernels = Counter(self.worker.kernels_here())
 
     def kernels_late(self) -> int:
         """Return the number of kernels compiled or loaded since `begin`, and log new ones."""
-        late = Counter(self._worker.kernels_here()) - self._kernels
+        late = Counter(self.worker.kernels_here()) - self._kernels
         if late.total() > self._kernels_late:
             self._kernels_late = late.total()
             logger.warning("requests have waited for kernels: %s", ", ".join(sorted(late)))
         return self._kernels_late
 
-    def threads_here(self) -> int:
-        """Return the current number of compute threads; 0 if the worker does not report it."""
-        return self._worker.threads_here()
-
-    def hooks(self) -> dict[str, float]:
-        """Return the worker's hooks and their intervals."""
-        return dict(self._worker.hooks())
-
-    def wanted_hooks(self) -> list[str]:
-        """Return the hooks that the worker requests."""
-        return list(self._worker.wanted_hooks())
-
     def run_hook(self, name: str) -> None:
         """Run a hook."""
-        if name not in self._worker.hooks():
+        if name not in self.worker.hooks():
             raise RankDesync(f"heard of a hook {name!r}, which this rank does not know")
         with memory_errors(f"running the hook {name}", remedy=f"raise {self._memory_key}"):
-            self._worker.run_hook(name)
+            self.worker.run_hook(name)
 
     def change_adapters(self, entry: AddAdapter | RemoveAdapter) -> str:
         """Add or remove an adapter; return the error of adding one, empty on success."""
-        if not supports(self._worker, "add_adapter"):
+        if not supports(self.worker, "add_adapter"):
             raise RankDesync(f"heard of adapter {entry.number}, and this rank takes none")
         if isinstance(entry, RemoveAdapter):
-            self._worker.remove_adapter(entry.number)
+            self.worker.remove_adapter(entry.number)
             self.adapters.discard(entry.number)
             return ""
         try:
             with memory_errors("adding an adapter", remedy=f"raise {self._memory_key}"):
-                self._worker.add_adapter(entry.number, entry.path)
+                self.worker.add_adapter(entry.number, entry.path)
         except (CheckpointError, DeviceOutOfMemory) as error:
             return str(error)
         self.adapters.add(entry.number)
@@ -124,7 +112,7 @@ class EncodeRank(StageRank):
         Only the first rank of a group writes to the arena.
         """
         super().__init__(worker)
-        self._worker: EncodeWorker = worker
+        self.worker: EncodeWorker = worker
         self._first = rank == 0
         self._embeddings = embeddings
         self._read = read
@@ -155,7 +143,7 @@ class EncodeRank(StageRank):
         if step != self._paused:
             return None
         self._paused = 0
-        return self._run(step, layers, lambda: self._worker.advance(layers))
+        return self._run(step, layers, lambda: self.worker.advance(layers))
 
     def _run(self, step: int, layers: int, work: Callable[[], bool]) -> EncodeResult | Paused:
         try:
@@ -183,10 +171,10 @@ class EncodeRank(StageRank):
                 self._copy(task)
         if not jobs:
             return True
-        if decision.layers and self._worker.pauses:
-            self._worker.begin(jobs, self._embeddings)
-            return self._worker.advance(decision.layers)
-        self._worker.encode(jobs, self._embeddings)
+        if decision.layers and self.worker.pauses:
+            self.worker.begin(jobs, self._embeddings)
+            return self.worker.advance(decision.layers)
+        self.worker.encode(jobs, self._embeddings)
         return True
 
     def _job(self, task: EncodeTask) -> EncodeJob:
