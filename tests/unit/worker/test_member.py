@@ -60,13 +60,26 @@ class Link:
         """No-op."""
 
 
+class HookedWorker(StandInWorker):
+    """A worker that requests a hook, and has a number of threads."""
+
+    threads = 0
+
+    def wanted_hooks(self) -> list[str]:
+        return ["balance"]
+
+    def threads_here(self) -> int:
+        return self.threads
+
+
 class Stage(StageRank):
     """Returns its given results one by one, each after its own time."""
 
+    worker: HookedWorker
+
     def __init__(self, *said: tuple[int, EncodeResult | Paused | None]) -> None:
-        super().__init__(worker())
+        super().__init__(worker(HookedWorker))
         self.now_ns = 0
-        self.threads = 0
         self.hooks_run: list[str] = []
         self._said = deque(said)
         self.order: list[str] = []
@@ -74,14 +87,8 @@ class Stage(StageRank):
     def run_hook(self, name: str) -> None:
         self.hooks_run.append(name)
 
-    def wanted_hooks(self) -> list[str]:
-        return ["balance"]
-
     def kernels_late(self) -> int:
         return len(self.hooks_run)
-
-    def threads_here(self) -> int:
-        return self.threads
 
     def look_ahead(self) -> None:
         self.order.append("looks ahead")
@@ -163,13 +170,13 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     member._spec = SimpleNamespace(  # type: ignore[assignment]
         encode=SimpleNamespace(settings=settings), generate=None
     )
-    side.threads = 4
+    side.worker.threads = 4
     member.report_ready(Ready(8, {}))
     for step, threads in ((1, 4), (2, 3), (3, 3)):
-        side.threads = threads
+        side.worker.threads = threads
         receive(member, log, EncodeDecision(step, []))
         assert member.carry_out()
-    side.threads = 4
+    side.worker.threads = 4
     receive(member, log, Heartbeat())
     assert member.carry_out()
     assert [type(one).__name__ for one in member.link.sent[1:]] == [
@@ -179,18 +186,6 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     reports = [one for one in member.link.sent if isinstance(one, Ready | ThreadsInUse)]
     ready = Ready(8, {}, threads=ThreadsInUse(4, 4))
     assert reports == [ready, ThreadsInUse(3, 4), ThreadsInUse(4, 4)]
-
-
-class ThreadedWorker(StandInWorker):
-    """A worker that computes with two threads."""
-
-    def threads_here(self) -> int:
-        return 2
-
-
-@pytest.mark.parametrize(("kind", "threads"), [(ThreadedWorker, 2), (StandInWorker, 0)])
-def test_stage_asks_the_worker_for_its_threads(kind: type[StandInWorker], threads: int) -> None:
-    assert StageRank(worker(kind)).threads_here() == threads
 
 
 class CompilingWorker(StandInWorker):
