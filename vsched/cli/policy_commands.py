@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,11 +20,7 @@ from vsched.plugins import (
     load_policy_class,
 )
 from vsched.policy import DECISIONS, POLICY_TABLES, SEVERAL
-from vsched.terminal.options import PlotOption, table_console
-
-if TYPE_CHECKING:
-    from vsched.sim.fast.metrics import SimulationOutcome
-    from vsched.sim.gallery.cases import GalleryCase
+from vsched.terminal.options import table_console
 
 policies_app = typer.Typer(help="List the registered policies, describe one, or try one.")
 app.add_typer(policies_app, name="policies")
@@ -55,17 +52,13 @@ def show(
         str,
         typer.Argument(help="Name of a policy, as `vsched policies` lists it, or module:Class."),
     ],
-    plot: PlotOption = None,
 ) -> None:
     """Describe a policy and its fields, and show its effect on a small workload in the simulator.
 
     A class that is not registered, named as module:Class, is described with all its decisions.
     """
     if ":" in name:
-        if plot is not None:
-            raise ConfigError(f"--plot {plot}: Remedy: vsched policies try {name} --html FILE")
-        for line in _about_class(describe_policy(name)):
-            typer.echo(line)
+        typer.echo("\n".join(_about_class(describe_policy(name))))
         return
     found = [policy for policy in list_policies() if policy.name == name]
     if not found:
@@ -73,13 +66,8 @@ def show(
         raise ConfigError(
             f"policies show {name}: no such policy; `vsched policies` lists them.{idea}"
         )
-    drawn = False
     for policy in found:
-        for line in _about(policy):
-            typer.echo(line)
-        drawn = _effect(policy, plot) or drawn
-    if plot is not None and not drawn:
-        raise ConfigError(f"--plot {plot}: no case of the gallery shows {name}")
+        typer.echo("\n".join([*_about(policy), *_effect(policy)]))
 
 
 @policies_app.command("try")
@@ -157,46 +145,36 @@ def gallery(
 ) -> None:
     """Draw the figures of docs/policies.md: every gallery case, in the simulator."""
     from vsched.sim.gallery.cases import CASES, run_case
+    from vsched.sim.gallery.figures import draw_case
     from vsched.sim.workload.traces import save_trace
 
     folder.mkdir(parents=True, exist_ok=True)
     for case in CASES.values():
-        _draw(case, run_case(case), folder / f"policies-{case.name}.png")
+        path = folder / f"policies-{case.name}.png"
+        try:
+            draw_case(case, run_case(case), path)
+        except ImportError as error:
+            raise ConfigError(
+                f"{path}: {error.name} is not installed. Remedy: pip install 'vsched[report]'"
+            ) from error
+        typer.echo(f"wrote {path}")
         if traces:
-            path = folder / f"policies-{case.name}.jsonl"
+            path = path.with_suffix(".jsonl")
             save_trace(case.workload(), path)
             typer.echo(f"wrote {path}")
 
 
-def _effect(policy: RegisteredPolicy, plot: Path | None) -> bool:
-    """Print a policy's results next to the alternatives of its gallery case; return False if there is no case."""
+def _effect(policy: RegisteredPolicy) -> Iterable[str]:
+    """Return a policy's results next to the alternatives of its gallery case, as lines."""
     from vsched.sim.gallery.cases import case_of, run_case
     from vsched.sim.gallery.figures import lines_of
 
     case = case_of(policy.kind, policy.name)
-    if case is None:
-        is_simulated = policy.kind in DECISIONS and DECISIONS[policy.kind].in_kernel
-        more = "; compare with vsched simulate" if is_simulated else ""
-        typer.echo(f"No case of the gallery shows its effect{more}.")
-        return False
-    outcomes = run_case(case)
-    for line in lines_of(case, outcomes):
-        typer.echo(line)
-    if plot is not None:
-        _draw(case, outcomes, plot)
-    return True
-
-
-def _draw(case: GalleryCase, outcomes: list[SimulationOutcome], path: Path) -> None:
-    from vsched.sim.gallery.figures import draw_case
-
-    try:
-        draw_case(case, outcomes, path)
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: {error.name} is not installed. Remedy: pip install 'vsched[report]'"
-        ) from error
-    typer.echo(f"wrote {path}")
+    if case is not None:
+        return lines_of(case, run_case(case))
+    is_simulated = policy.kind in DECISIONS and DECISIONS[policy.kind].in_kernel
+    more = "; compare with vsched simulate" if is_simulated else ""
+    return [f"No case of the gallery shows its effect{more}."]
 
 
 def _about(policy: RegisteredPolicy) -> list[str]:

@@ -18,15 +18,13 @@ from vsched.bench.fidelity.calibration_command import (
     show_costs,
 )
 from vsched.cli import app
-from vsched.errors import ConfigError, VschedError
+from vsched.errors import VschedError
 from vsched.terminal.options import (
     CheckpointArgument,
     ConfigOption,
     JsonOption,
-    PlotOption,
     SetOption,
     load_served,
-    new_figure,
     write_json,
 )
 
@@ -54,7 +52,6 @@ def profile(
     config: ConfigOption = None,
     assignments: SetOption = None,
     out: JsonOption = None,
-    plot: PlotOption = None,
     *,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure step times; --json is a cost model.")
@@ -67,8 +64,6 @@ def profile(
     console = Console()
     settings = load_served(config, assignments, path).config
     if calibrate:
-        if plot is not None:
-            raise ConfigError("--plot draws memory. Remedy: omit it with --calibrate")
         _calibrate(settings, console, seconds, out)
         return
     started_s = time.monotonic()
@@ -91,9 +86,6 @@ def profile(
     console.print(ledger.render(), markup=False, highlight=False)
     for pool, total in ledger.totals.items():
         _draw_bar(console, pool, total, ledger.of_pool(pool))
-    if plot is not None:
-        _draw_png(ledger, plot)
-        console.print(f"Plot: {plot}")
 
 
 def _calibrate(settings: Config, console: Console, seconds: float, out: Path | None) -> None:
@@ -147,10 +139,6 @@ def _show_processes(console: Console, sized: _SizedMemory) -> None:
     console.print()
 
 
-def _label(line: LedgerLine) -> str:
-    return f"{line.owner} {line.line}".strip()
-
-
 def _draw_bar(console: Console, pool: str, total: int, lines: Sequence[LedgerLine]) -> None:
     """Draw a memory pool as a bar of coloured cells; each non-empty line gets at least one cell."""
     from rich.text import Text
@@ -162,36 +150,11 @@ def _draw_bar(console: Console, pool: str, total: int, lines: Sequence[LedgerLin
         colour = "bright_black" if is_rest else COLOURS[index % len(COLOURS)]
         cells = max(round(BAR_CELLS * line.bytes / total), 1)
         bar.append(("░" if is_rest else "█") * cells, style=colour)
-        legend.append("■ ", style=colour).append(f"{_label(line)}  ")
+        legend.append("■ ", style=colour).append(f"{line.owner} {line.line}  ".lstrip())
     console.print()
     console.print(Text(pool, style="bold"))
     console.print(bar)
     console.print(legend)
-
-
-def _draw_png(ledger: Ledger, path: Path) -> None:
-    """Draw one stacked bar per memory pool, in shares of its total."""
-    pools = list(ledger.totals)
-    figure = new_figure(10, 1.5 + 1.1 * len(pools))
-    axes = figure.subplots()
-    for row, pool in enumerate(pools):
-        left = 0.0
-        for line in ledger.of_pool(pool):
-            if line.bytes <= 0:
-                continue
-            share = 100 * line.bytes / ledger.totals[pool]
-            colour = "lightgrey" if line.line == "unclaimed" else None
-            axes.barh(row, share, left=left, color=colour, edgecolor="white")
-            if share > 6:
-                label = f"{_label(line)}\n{line.bytes / (1 << 20):,.0f} MiB"
-                axes.text(left + share / 2, row, label, ha="center", va="center", fontsize=7)
-            left += share
-    axes.set_yticks(
-        range(len(pools)), [f"{pool}\n{ledger.totals[pool] / (1 << 30):.2f} GiB" for pool in pools]
-    )
-    axes.set_xlabel("% of the memory")
-    axes.invert_yaxis()
-    figure.savefig(path, dpi=130)
 
 
 @app.command("calibrate-vllm")

@@ -528,22 +528,32 @@ def reserve_encoder(
         DeviceOutOfMemory: When there is not enough memory.
     """
     # First, because finding the batches allocates memory, too.
-    arena = None if role.reserved_bytes is not None else _batches(plugin, info, role)
+    arena = _batches(plugin, info, role) if role.reserved_bytes is None else None
     memory = worker.device_memory()
     collect()
     memory.release()
     memory.reset_peak()
-    loaded = measure_rank(worker, rank)
+    loaded, growth = measure_rank(worker, rank), 0
     try:
         if role.reserved_bytes is not None:
-            _take(memory, role.reserved_bytes)
             growth = role.reserved_bytes
-        else:
-            with trial_adapter(worker) as adapter:
-                growth = _measure(worker, arena, loaded, role, adapter)
+            _take(memory, growth)
+        elif arena is not None:
+            with trial_adapter(worker) as arena.adapter:
+                peak = _peak_of(arena, worker, loaded, alone=role.settings.ranks == 1)
+            growth = max(0, peak - loaded.reserved_bytes)
+            growth += memory.drift(growth)
     except DeviceOutOfMemory as error:
-        summary = _ledger(loaded, memory.peak()).summary()
-        raise DeviceOutOfMemory(f"{error} Memory of {summary}.") from error
+        owner, pool = f"encode rank {rank}", loaded.pool
+        others = loaded.total_bytes - loaded.available_bytes - loaded.reserved_bytes
+        activations = memory.peak() - loaded.weights_bytes
+        lines = [
+            LedgerLine(pool, owner, "weights", loaded.weights_bytes),
+            LedgerLine(pool, owner, "encoder activations", max(activations, 0)),
+            LedgerLine(pool, "others", "peers", max(others, 0)),
+        ]
+        ledger = Ledger.balanced({pool: loaded.total_bytes}, lines)
+        raise DeviceOutOfMemory(f"{error} Memory of {ledger.summary()}.") from error
     memory.settle()
     held = memory.reserved() - loaded.reserved_bytes >= growth > 0
     return loaded, Reservation(
@@ -554,18 +564,6 @@ def reserve_encoder(
         pauses=worker.pauses,
         measured=role.reserved_bytes is None,
     )
-
-
-def _ledger(loaded: RankMemory, peak_bytes: int) -> Ledger:
-    """Return the ledger at the time of an out-of-memory error."""
-    owner, pool = f"encode rank {loaded.rank}", loaded.pool
-    others = loaded.total_bytes - loaded.available_bytes - loaded.reserved_bytes
-    lines = [
-        LedgerLine(pool, owner, "weights", loaded.weights_bytes),
-        LedgerLine(pool, owner, "encoder activations", max(peak_bytes - loaded.weights_bytes, 0)),
-        LedgerLine(pool, "others", "peers", max(others, 0)),
-    ]
-    return Ledger.balanced({pool: loaded.total_bytes}, lines)
 
 
 def _batches(plugin: WorkerPlugin, info: ModelInfo, role: EncodeRole) -> BatchArena | None:
@@ -600,47 +598,20 @@ def _take(memory: DeviceMemory, size: int) -> None:
         ) from error
 
 
-def _measure(
-    worker: EncodeWorker,
-    arena: BatchArena | None,
-    loaded: RankMemory,
-    role: EncodeRole,
-    adapter: int,
-) -> int:
-    """Run the candidates until their memory is known; return it, 0 without candidates.
-
-    Raises:
-        DeviceOutOfMemory: When one does not fit.
-    """
-    if arena is None:
-        return 0
-    arena.adapter = adapter
+def _peak_of(arena: BatchArena, worker: EncodeWorker, loaded: RankMemory, *, alone: bool) -> int:
+    """Run the candidates until their memory is known, and return the peak."""
     memory = worker.device_memory()
     memory.reset_peak()
-    alone, peak, largest = role.settings.ranks == 1, 0, arena.batches[0]
+    peak, largest = 0, arena.batches[0]
     for _ in range(1 if alone else ROUNDS_OF_GROUP):
         for batch in arena.batches:
-            before = peak
-            _run(worker, arena, batch)
-            peak = memory.peak()
+            before, peak = peak, _run(worker, arena, batch)
             if peak > before:
                 largest = batch
-    if alone:
-        peak = _repeat(worker, arena, largest, loaded)
-    growth = max(0, peak - loaded.reserved_bytes)
-    return growth + memory.drift(growth)
-
-
-def _repeat(
-    worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan], loaded: RankMemory
-) -> int:
-    """Repeat a batch until it adds almost nothing; return the peak."""
-    memory = worker.device_memory()
-    peak = memory.peak()
+    if not alone:
+        return peak
     for _ in range(REPEATS_MAX):
-        before = peak
-        _run(worker, arena, batch)
-        peak = memory.peak()
+        before, peak = peak, _run(worker, arena, largest)
         if peak - before <= SETTLED_SHARE * memory.drift(max(0, peak - loaded.reserved_bytes)):
             return peak
     logger.warning(
@@ -693,12 +664,8 @@ class BatchArena:
         ]
 
 
-def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) -> None:
-    """Encode one batch.
-
-    Raises:
-        DeviceOutOfMemory: When it does not fit; the message has the remedy.
-    """
+def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) -> int:
+    """Encode one batch, and return the peak so far."""
     memory = worker.device_memory()
     try:
         doing = memory_errors("encoding the worst batch of images", remedy=_KNOBS)
@@ -716,6 +683,7 @@ def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) ->
                 remedy=_KNOBS,
             )
         ) from error
+    return memory.peak()
 
 
 def _shared(size: int) -> npt.NDArray[np.uint8]:
