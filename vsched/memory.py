@@ -251,6 +251,10 @@ class Ledger(msgspec.Struct, frozen=True):
 
     def render(self) -> str:
         """Draw the table."""
+
+        def share(size: int, total: int) -> str:
+            return f"{100 * size / total:.1f} %" if total > 0 else ""
+
         rows = [("pool and owner", "line", "size", "share")]
         for pool, total_bytes in self.totals.items():
             rows.append((pool, "total", size_text(total_bytes), ""))
@@ -259,7 +263,7 @@ class Ledger(msgspec.Struct, frozen=True):
                     f"  {line.owner}",
                     line.line,
                     size_text(line.bytes),
-                    _share(line.bytes, total_bytes),
+                    share(line.bytes, total_bytes),
                 )
                 for line in self.of_pool(pool)
             ]
@@ -408,30 +412,26 @@ def _pool_lines(
     pool: Pool, group: str, headroom_bytes: int, held_bytes: int
 ) -> Iterator[LedgerLine]:
     """Yield the lines of the group's own ranks; `held_bytes` of the first one are in the line of an encoder."""
+    always = ("weights", "kv", "language activations")
     for rank in pool.ranks:
-        owner = rank.owner or f"{group} rank {rank.rank}"
+        sizes: dict[LineName, int] = {
+            "weights": rank.weights_bytes,
+            "adapters": rank.adapter_bytes,
+            "draft model": rank.draft_bytes,
+            "kv": rank.kv_bytes,
+            "state": rank.state_bytes,
+        }
         peak_bytes = max(rank.peak_bytes, rank.reserved_bytes)
-        kept_bytes = rank.kv_bytes + rank.state_bytes + rank.adapter_bytes + rank.draft_bytes
-        rest_bytes = peak_bytes - rank.weights_bytes - kept_bytes - headroom_bytes - held_bytes
-        held_bytes = 0
-        yield LedgerLine(pool.name, owner, "weights", rank.weights_bytes)
-        yield from _adapter_line(rank, owner)
-        if rank.draft_bytes:
-            yield LedgerLine(pool.name, owner, "draft model", rank.draft_bytes)
-        yield LedgerLine(pool.name, owner, "kv", rank.kv_bytes)
-        if rank.state_bytes:
-            yield LedgerLine(pool.name, owner, "state", rank.state_bytes)
-        yield LedgerLine(pool.name, owner, "language activations", max(rest_bytes, 0))
-        if headroom_bytes:
-            yield LedgerLine(pool.name, owner, "headroom", headroom_bytes)
+        rest_bytes = peak_bytes - sum(sizes.values()) - headroom_bytes - held_bytes
+        sizes |= {"language activations": max(rest_bytes, 0), "headroom": headroom_bytes}
+        held_bytes, owner = 0, rank.owner or f"{group} rank {rank.rank}"
+        for name, size in sizes.items():
+            if size or name in always:
+                yield LedgerLine(pool.name, owner, name, size)
 
 
 def _adapter_line(rank: RankMemory, owner: str) -> list[LedgerLine]:
     return [LedgerLine(rank.pool, owner, "adapters", rank.adapter_bytes)] * bool(rank.adapter_bytes)
-
-
-def _share(size: int, total: int) -> str:
-    return f"{100 * size / total:.1f} %" if total > 0 else ""
 
 
 def _table_text(rows: Sequence[Sequence[str]], align: str) -> str:
@@ -568,7 +568,13 @@ class KvNegotiation:
         self.attempts = (*self.attempts, attempt)
         if outcome == "leak":
             self._stop()
-            raise MemoryLeak(self._with_ledger(_leak_message(attempt)))
+            message = (
+                f"generate.memory: memory leaked: the teardown before the {attempt.action} of {attempt.tokens} tokens "
+                f"left some behind. {attempt.message}. Remedy: report it as a fault of the worker plug-in, which still "
+                "refers to it: a smaller KV cache would leak too. Until it is mended, give the size with "
+                'generate.memory = {use = "pinned", tokens = ...}, which needs no teardown'
+            )
+            raise MemoryLeak(self._with_ledger(message))
         return self._advance(attempt)
 
     def ledger(self) -> Ledger:
@@ -728,12 +734,3 @@ def _message(reports: Sequence[Sized], outcome: AttemptOutcome) -> str:
     _, name, message = voices[0]
     others = f", and {len(voices) - 1} more" if len(voices) > 1 else ""
     return f"{name}{others}: {message}"
-
-
-def _leak_message(attempt: Attempt) -> str:
-    return (
-        f"generate.memory: memory leaked: the teardown before the {attempt.action} of {attempt.tokens} tokens left "
-        f"some behind. {attempt.message}. Remedy: report it as a fault of the worker plug-in, which still refers to "
-        "it: a smaller KV cache would leak too. Until it is mended, give the size with "
-        'generate.memory = {use = "pinned", tokens = ...}, which needs no teardown'
-    )

@@ -194,9 +194,8 @@ def demo(
     plugin = load_tools("transformers", "exam_tasks")
     trained = plugin.trained_checkpoint()
     if trained and not random_weights:
-        console.print(
-            f"The trained checkpoint of the repository, {_size_mb(Path(trained)):.1f} MB."
-        )
+        size = sum(path.stat().st_size for path in Path(trained).iterdir() if path.is_file())
+        console.print(f"The trained checkpoint of the repository, {size / 1e6:.1f} MB.")
         uvloop.run(_examine(_Exam(trained, plugin, seed), folder, max_tokens, console))
         return
     if not random_weights:
@@ -209,10 +208,6 @@ def demo(
             parameters = plugin.make_checkpoint(str(checkpoint), SIZE)
         console.print(f"Made {checkpoint}: {parameters / 1e6:.1f} M random parameters.")
     uvloop.run(_ask_noise(checkpoint, folder, max_tokens, console))
-
-
-def _size_mb(folder: Path) -> float:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 1e6
 
 
 @dataclass(frozen=True, slots=True)

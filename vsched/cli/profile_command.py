@@ -64,7 +64,13 @@ def profile(
     console = Console()
     settings = load_served(config, assignments, path).config
     if calibrate:
-        _calibrate(settings, console, seconds, out)
+        from vsched.sim.cost.model import save_cost_model
+
+        model = run_calibration_here(settings, console, seconds)
+        show_costs(model, console)
+        if out is not None:
+            save_cost_model(model, out)
+            console.print(f"Cost model: {out}; use it with vsched simulate --cost {out}")
         return
     started_s = time.monotonic()
     sized = asyncio.run(_size(settings, console))
@@ -86,16 +92,6 @@ def profile(
     console.print(ledger.render(), markup=False, highlight=False)
     for pool, total in ledger.totals.items():
         _draw_bar(console, pool, total, ledger.of_pool(pool))
-
-
-def _calibrate(settings: Config, console: Console, seconds: float, out: Path | None) -> None:
-    from vsched.sim.cost.model import save_cost_model
-
-    model = run_calibration_here(settings, console, seconds)
-    show_costs(model, console)
-    if out is not None:
-        save_cost_model(model, out)
-        console.print(f"Cost model: {out}; use it with vsched simulate --cost {out}")
 
 
 class _SizedMemory(NamedTuple):

@@ -209,13 +209,15 @@ def simulate(
         return
     if probes:
         raise ConfigError("--probes: needs --swarm. Remedy: add --swarm N, or leave it out")
+    from vsched.record.files import is_record
     from vsched.sim.cost.model import load_cost_model
     from vsched.sim.fast.metrics import Targets
+    from vsched.sim.fast.recorded import load_record
     from vsched.sim.network.lane import HostLinkProfile
     from vsched.sim.setup import DraftLuck, inspect_checkpoint
 
     check_writable({"--html": html, "--csv": csv, "--json": json, "--plot": plot})
-    run = None if trace is None else _record(trace)
+    run = load_record(trace) if trace is not None and is_record(trace) else None
     named = _configs(config, assignments, run)
     costs = load_cost_model(cost or COST) if run is None else _cost_of(run, cost)
     load_of = _workload(trace, run, workload, requests=requests, rate=rate, seed=seed, speed=speed)
@@ -302,14 +304,6 @@ def _run_all(
                     )
                 )
     return outcomes
-
-
-def _record(trace: Path) -> RecordedRun | None:
-    """Read a trace that is a record of a server; None if it is another trace."""
-    from vsched.record.files import is_record
-    from vsched.sim.fast.recorded import load_record
-
-    return load_record(trace) if is_record(trace) else None
 
 
 def _cost_of(run: RecordedRun, cost: str | None) -> CostModel:

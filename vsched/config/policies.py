@@ -136,7 +136,10 @@ def check_replacement(
     built: dict[str, Policy] = {}
     for path, change in changes.items():
         with problems.collected():
-            table = _table_of(change) if isinstance(change, Policy) else change
+            table = change
+            if isinstance(change, Policy):
+                cls, fields = type(change), msgspec.to_builtins(change)
+                table = {"use": f"{cls.__module__}:{cls.__qualname__}", **fields}
             seats, policy = _check_table(path, table)
             twice = sorted({*seats} & {*built})
             if twice:
@@ -197,11 +200,6 @@ def _check_table(path: str, table: object) -> tuple[list[str], Policy]:
         raise ConfigError(f"{path}: {error}") from error
     outside = sorted({*POLICY_TABLES} - {*KERNEL_TABLES})
     return seats_of(policy, table, without=outside) if several else [path], policy
-
-
-def _table_of(policy: Policy) -> PolicyTable:
-    cls = type(policy)
-    return {"use": f"{cls.__module__}:{cls.__qualname__}", **msgspec.to_builtins(policy)}
 
 
 def policy_tables(

@@ -288,7 +288,10 @@ class RequestJournal:
         try:
             _write(path, data, os.O_CREAT | os.O_EXCL)
         except OSError as error:
-            self._complain(f"{path}: {error.strerror}")
+            if not self._complained:
+                self._complained = True
+                reason = f"{path}: {error.strerror}"
+                logger.error("requests are served, but not kept for another engine: %s", reason)  # noqa: TRY400
             self.end(request.request_id)
             return False
         if request.request_id not in self._files:  # its client left meanwhile
@@ -333,11 +336,6 @@ class RequestJournal:
                 self._files[one.request.request_id] = path, size
                 self._bytes += size
             yield one
-
-    def _complain(self, reason: str) -> None:
-        if not self._complained:
-            self._complained = True
-            logger.error("requests are served, but not kept for another engine: %s", reason)
 
 
 def _read(path: Path) -> LeftRequest | None:

@@ -67,7 +67,10 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
-    """An accepted request without a terminal reply at the end of the record: its client has to send it again."""
+    """An accepted request without a terminal reply at the end of the record: its client has to send it again.
+
+    Further choices of one request have ids of their own.
+    """
 
     request_id: str
     prompt_tokens: int
@@ -183,7 +186,15 @@ class Replay:
             recorded_with=self._version,
             span_s=(self._last_ns - self._first_ns) / 1e9,
             difference=difference,
-            unfinished=_unfinished(self.kernel),
+            unfinished=[
+                Unfinished(
+                    request_id=state.request.request_id,
+                    prompt_tokens=len(state.request.prompt_token_ids),
+                    images=len(state.items),
+                    phase=state.phase,
+                )
+                for state in self.kernel.requests
+            ],
             **self._counts,
         )
 
@@ -259,7 +270,8 @@ class Replay:
         except Exception as error:  # noqa: BLE001 - any error is a difference
             self._count(entry, ())
             got = f"the kernel failed: {type(error).__name__}: {error}"
-            return self._difference(entry, segment, "", _shown_all(entry.commands), got)
+            expected = "; ".join(_short(decode_command(one)) for one in entry.commands)
+            return self._difference(entry, segment, "", expected or "nothing", got)
         self._count(entry, commands)
         found = _compare(entry, commands)
         if found is not None:
@@ -280,19 +292,6 @@ class Replay:
             expected=expected,
             got=got,
         )
-
-
-def _unfinished(kernel: Scheduler) -> list[Unfinished]:
-    """Return the live requests of a kernel, oldest first; further choices of one request have ids of their own."""
-    return [
-        Unfinished(
-            request_id=state.request.request_id,
-            prompt_tokens=len(state.request.prompt_token_ids),
-            images=len(state.items),
-            phase=state.phase,
-        )
-        for state in kernel.requests
-    ]
 
 
 def _compare(entry: RecordedEvent, commands: Sequence[Command]) -> tuple[str, str, str] | None:
@@ -322,10 +321,6 @@ def _compare(entry: RecordedEvent, commands: Sequence[Command]) -> tuple[str, st
 def _group(command: Command) -> str:
     group: Any = getattr(command, "group", "")
     return str(group)
-
-
-def _shown_all(bodies: Sequence[bytes]) -> str:
-    return "; ".join(_short(decode_command(body)) for body in bodies) or "nothing"
 
 
 def _short(one: object) -> str:

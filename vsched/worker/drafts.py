@@ -24,6 +24,7 @@ an output wrong; they lower the acceptance rate.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -60,8 +61,13 @@ def draft(sequence: SequenceState, length: int, grant: DraftGrant, room: int) ->
 
 def verifiable(sequence: SequenceState, wanted: list[int], count: int) -> SlotDraft | None:
     """Return up to `count` draft tokens that are allowed or forced by the grammar; None for none."""
-    if sequence.items:
-        wanted = _before_items(sequence, wanted)
+    if sequence.items:  # outputs never contain their placeholders
+        held = {
+            int(sequence.tokens[start])
+            for place in sequence.items
+            for start, _, _ in place.rows(0, sequence.prompt_length)
+        }
+        wanted = [*itertools.takewhile(lambda token: token not in held, wanted)]
     if sequence.matcher is not None:
         foreseen = sequence.matcher.foresee(wanted, count)
         if not foreseen:
@@ -93,17 +99,6 @@ def lookup(tokens: npt.NDArray[np.int32], count: int, ngram: int) -> list[int]:
     period = last + 1 - start
     found: list[int] = tokens[start + np.arange(count) % period].tolist()
     return found
-
-
-def _before_items(sequence: SequenceState, wanted: list[int]) -> list[int]:
-    """Return tokens before the first image placeholder, which outputs never contain."""
-    held = {
-        int(sequence.tokens[start])
-        for place in sequence.items
-        for start, _, _ in place.rows(0, sequence.prompt_length)
-    }
-    stop = next((index for index, token in enumerate(wanted) if token in held), len(wanted))
-    return wanted[:stop]
 
 
 def foresee_with(
@@ -218,7 +213,12 @@ class DraftModel:
             self._receive(slot, sequences[slot], table)
         found = self._catch_up(list(wanted), table)
         going = sorted(found)
-        while going := [slot for slot in going if self._goes_on(slot, found, wanted)]:
+        while going := [
+            slot
+            for slot in going
+            if len(found[slot]) < wanted[slot]
+            and found[slot][-1] not in self._followed[slot].sequence.stop_token_ids
+        ]:
             rows = []
             for slot in going:
                 followed = self._followed[slot]
@@ -227,20 +227,8 @@ class DraftModel:
                 followed.done += 1
             for slot, token in zip(going, self._run(rows, [], table), strict=True):
                 found[slot].append(token)
-        return {slot: self._known(tokens) for slot, tokens in found.items()}
-
-    def _goes_on(
-        self, slot: int, found: Mapping[int, list[int]], wanted: Mapping[int, int]
-    ) -> bool:
-        """Return True if more tokens are wanted, and the last one is no stop token."""
-        last = found[slot][-1]
-        ends = last in self._followed[slot].sequence.stop_token_ids
-        return len(found[slot]) < wanted[slot] and not ends
-
-    def _known(self, tokens: list[int]) -> list[int]:
-        """Return tokens before the first one that the target model does not have."""
-        size = self._vocabulary
-        return tokens[: next((at for at, one in enumerate(tokens) if one >= size), len(tokens))]
+        size = self._vocabulary  # tokens that the target model does not have end a draft
+        return {slot: [*itertools.takewhile(size.__gt__, tokens)] for slot, tokens in found.items()}
 
     def _receive(self, slot: int, sequence: SequenceState, table: SlotTable) -> None:
         """Update a sequence with its new tokens; rejected draft tokens are forgotten."""

@@ -19,7 +19,6 @@ from vsched.errors import ConfigError, GroupLostError, RankDesync, error_kind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.probes import probe
 from vsched.transport.arena import Arena
-from vsched.types import ModelInfo
 from vsched.wire import (
     ON_THE_WAY,
     AcceptKv,
@@ -138,12 +137,6 @@ class Member(Generic[Link]):
         """Report that this rank is ready, and its initial number of threads."""
         self.report(msgspec.structs.replace(report, threads=self._changed_threads()))
 
-    def _report_threads(self) -> None:
-        """Report the number of threads if it has changed."""
-        threads = self._changed_threads()
-        if threads is not None:
-            self.report(threads)
-
     def _changed_threads(self) -> ThreadsInUse | None:
         """Return the number of compute threads; None if it has not changed since the last report."""
         threads = self.stage.worker.threads_here()
@@ -189,7 +182,9 @@ class Member(Generic[Link]):
             case AddAdapter() | RemoveAdapter():
                 error = self.stage.change_adapters(entry)
                 self.report(AdapterChanged(self.log.seq, error))
-        self._report_threads()
+        threads = self._changed_threads()
+        if threads is not None:
+            self.report(threads)
         # A step can take longer than the timeout: frames that arrived in between are not read yet.
         self.received_ns = self._host.now_ns()
         return True
@@ -410,7 +405,22 @@ class RankLoading(Generic[Link]):
     ) -> GenerateRank:
         info = self._spec.info
         if limits.swap_blocks:
-            _build_swap(worker, limits.swap_blocks)
+            if not supports(worker, "build_swap"):
+                raise ConfigError(
+                    f"generate.swap_memory: workers such as {type(worker).__name__} swap nothing. "
+                    "Remedy: set it to 0."
+                )
+            worker.build_swap(limits.swap_blocks)
+        draft_model = None
+        if draft is not None:
+            draft_model = DraftModel(
+                draft,
+                vocabulary=info.vocab_size,
+                blocks=blocks,
+                block_size=limits.block_size,
+                chunk_tokens=limits.chunk_tokens,
+                batch_tokens=limits.batch_tokens,
+            )
         return GenerateRank(
             worker,
             self._arena.embeddings,
@@ -420,7 +430,7 @@ class RankLoading(Generic[Link]):
             keeps_state=info.state_bytes > 0,
             grammars=grammars,
             swap_blocks=limits.swap_blocks,
-            draft_model=None if draft is None else _draft_model(draft, info, limits, blocks),
+            draft_model=draft_model,
             now_ns=self._host.now_ns,
         )
 
@@ -448,32 +458,6 @@ def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) ->
         rendezvous=f"{meeting}-draft" if meeting else "",
     )
     return DraftWorker(plugin.load_generator(role.draft, settings, progress), role.draft)
-
-
-def _draft_model(
-    draft: DraftWorker, info: ModelInfo, limits: StepLimits, blocks: int
-) -> DraftModel:
-    return DraftModel(
-        draft,
-        vocabulary=info.vocab_size,
-        blocks=blocks,
-        block_size=limits.block_size,
-        chunk_tokens=limits.chunk_tokens,
-        batch_tokens=limits.batch_tokens,
-    )
-
-
-def _build_swap(worker: GenerateWorker, blocks: int) -> None:
-    """Have a worker allocate host memory for swapped blocks.
-
-    Raises:
-        ConfigError: When it does not support swapping.
-    """
-    if not supports(worker, "build_swap"):
-        raise ConfigError(
-            f"generate.swap_memory: workers such as {type(worker).__name__} swap nothing. Remedy: set it to 0."
-        )
-    worker.build_swap(blocks)
 
 
 def _adapter_memory(

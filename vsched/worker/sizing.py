@@ -389,7 +389,13 @@ class KvBuilder:
         doing = "building the KV cache"
         try:
             with memory_errors(doing, remedy=KV_REMEDY):
-                self._build(order.tokens, touch=order.profile)
+                blocks = order.tokens // self._limits.block_size
+                assert blocks, "the engine orders at least one block"
+                for worker in self._workers:
+                    worker.build_kv(
+                        blocks=blocks, block_size=self._limits.block_size, touch=order.profile
+                    )
+                self.blocks = blocks
             doing = f"holding headroom of {order.headroom_bytes} bytes"
             with self._memory.hold(order.headroom_bytes):
                 doing = "running the hardest steps"
@@ -452,13 +458,6 @@ class KvBuilder:
         released = before - self._memory.allocated()
         self._memory.release()
         return released
-
-    def _build(self, tokens: int, *, touch: bool) -> None:
-        blocks = tokens // self._limits.block_size
-        assert blocks, "the engine orders at least one block"
-        for worker in self._workers:
-            worker.build_kv(blocks=blocks, block_size=self._limits.block_size, touch=touch)
-        self.blocks = blocks
 
     def _run_profile(self, *, probe: bool) -> None:
         limits = self._limits
