@@ -43,19 +43,17 @@ Stage = Literal["encode", "generate"]
 def make_checkpoint(
     path: Annotated[
         Path | None,
-        typer.Argument(help="Folder to write; must be empty.", show_default=False),
+        typer.Argument(help="Folder to write; must be empty."),
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option(
-            help="Size of the random model, by default tiny25; see --list.", show_default=False
-        ),
+        typer.Option(help="Size of the random model, by default tiny25; see --list."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
     gguf: Annotated[
         Path | None,
-        typer.Option(help="Convert this GGUF file instead.", show_default=False),
+        typer.Option(help="Convert this GGUF file instead."),
     ] = None,
     *,
     smollm2: Annotated[
@@ -211,7 +209,7 @@ def calibrate(
     output: Annotated[Path, typer.Option(help="File to write, such as calibration.safetensors.")],
     images: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder of images, required for the encoder.", show_default=False),
+        typer.Option(help="Folder of images, required for the encoder."),
     ] = None,
     config: ConfigOption = None,
     assignments: SetOption = None,

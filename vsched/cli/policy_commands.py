@@ -90,7 +90,7 @@ def try_(
     quick: Annotated[bool, typer.Option("--quick", help="Run fewer checks and cases.")] = False,
     html: Annotated[
         Path | None,
-        typer.Option(help="Also write the report as one HTML file.", show_default=False),
+        typer.Option(help="Also write the report as one HTML file."),
     ] = None,
 ) -> None:
     """Check a policy, run it with random faults, and compare it with the built-ins on the gallery's workloads.

@@ -24,7 +24,7 @@ def replay(
     ],
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Write a trace for ui.perfetto.dev.", show_default=False),
+        typer.Option(help="Write a trace for ui.perfetto.dev."),
     ] = None,
     unfinished: Annotated[
         bool,

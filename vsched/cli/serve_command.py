@@ -38,13 +38,11 @@ def serve(
     config: ConfigOption = None,
     host: Annotated[
         str | None,
-        typer.Option(
-            help="Address to listen on, 0.0.0.0 for all; server.host.", show_default=False
-        ),
+        typer.Option(help="Address to listen on, 0.0.0.0 for all; server.host."),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(help="Port to listen on, 0 for any; server.port.", show_default=False),
+        typer.Option(help="Port to listen on, 0 for any; server.port."),
     ] = None,
     record: Annotated[
         str, typer.Option(help="Record the scheduler's events in a file; record.path.")
@@ -64,14 +62,11 @@ def serve(
         typer.Option(
             case_sensitive=False,
             help="Level of vsched's log lines; VSCHED_LOG_LEVEL, info by default.",
-            show_default=False,
         ),
     ] = None,
     log_format: Annotated[
         Literal["text", "json"] | None,
-        typer.Option(
-            help="Format of log lines; VSCHED_LOG_FORMAT, text by default.", show_default=False
-        ),
+        typer.Option(help="Format of log lines; VSCHED_LOG_FORMAT, text by default."),
     ] = None,
     assignments: SetOption = None,
 ) -> None:

@@ -37,124 +37,9 @@ if TYPE_CHECKING:
     from vsched.sim.faults.plan import FaultPlan, GroupOutage
     from vsched.sim.workload.requests import Workload
 
-REQUESTS = 2000
-"""Default number of requests of a generated workload."""
-
-# Input of the simulation.
-ConfigsOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--config", "-c", help="TOML file; several are compared.", show_default="the defaults"
-    ),
-]
-TraceOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Requests to replay: a trace, or a record of `vsched serve --record`.",
-        show_default=False,
-    ),
-]
-GeneratorOption = Annotated[
-    str | None, typer.Option(help="Generator of requests, by name.", show_default="poisson")
-]
-RequestsOption = Annotated[
-    int | None,
-    typer.Option(min=1, help=f"Number of requests; {REQUESTS} of a generator.", show_default=False),
-]
-RATE = 2.0
-RateOption = Annotated[
-    float | None,
-    typer.Option(min=0.001, help="Generated requests per second.", show_default=f"{RATE:g}"),
-]
-SpeedOption = Annotated[float, typer.Option(min=0.001, help="Speed-up factor of arrivals.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of the generator and of noise.")]
-COST = "h100-7b"
-CostOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Cost model: h100-7b, tiny25, or a JSON file.",
-        show_default=f"{COST}; of a record, its steps",
-    ),
-]
-ModelOption = Annotated[
-    Path | None,
-    typer.Option(help="Checkpoint, for its shape.", show_default="the cost model's shape"),
-]
-KvTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="KV cache of a replica.", show_default="generate.memory")
-]
-
-LinkMbitOption = Annotated[
-    float,
-    typer.Option(
-        min=0.001,
-        help="Megabits per second of the link to each host of `cluster`, in each direction.",
-    ),
-]
-LinkLatencyOption = Annotated[
-    float, typer.Option(min=0, help="Latency to a host of `cluster`, in milliseconds.")
-]
-
-DraftAcceptanceOption = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        max=1,
-        help="Acceptance probability of a draft token after accepted ones; 0 for no drafting.",
-    ),
-]
-DraftModelTimeOption = Annotated[
-    float,
-    typer.Option(min=0, help="Time of a draft-model token, as a share of a decode step."),
-]
-
-# Faults and checks.
-OutagesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="GROUP:FROM_S:TO_S", help="Lose a group for a while; for good without TO_S."
-    ),
-]
-SwarmOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Instead, run this many whole engines of random shapes with random faults, from --seed on; "
-        "with the policies of --config, if it is given.",
-        show_default=False,
-    ),
-]
-ProbesOption = Annotated[
-    bool,
-    typer.Option(
-        "--probes",
-        help="With --swarm, report the number of engines that reached each probe.",
-    ),
-]
-FaultsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Fault plan, a JSON file; with --swarm instead of random ones.", show_default=False
-    ),
-]
-RestartSOption = Annotated[
-    float,
-    typer.Option(min=0, help="Seconds from the loss of a group by --faults until it serves again."),
-]
-OraclesOption = Annotated[
-    bool, typer.Option("--oracles", help="Check all invariants after every event.")
-]
+REQUESTS, RATE, COST = 2000, 2.0, "h100-7b"
+"""Defaults of a generated workload, and of the cost model."""
 TargetOption = Annotated[float, typer.Option(min=0, help="Target for goodput.")]
-
-# Outputs.
-HtmlOption = Annotated[
-    Path | None, typer.Option(help="Write a report with charts as one file.", show_default=False)
-]
-CsvOption = Annotated[Path | None, typer.Option(help="Write a table.", show_default=False)]
-TimelineOption = Annotated[
-    Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.", show_default=False)
-]
-
 WITH_SWARM = ("swarm", "seed", "faults", "config", "assignments", "probes")
 """Options that apply to `--swarm`."""
 
@@ -162,34 +47,112 @@ WITH_SWARM = ("swarm", "seed", "faults", "config", "assignments", "probes")
 @app.command()
 def simulate(
     ctx: typer.Context,
-    config: ConfigsOption = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--config", "-c", help="TOML file; several are compared.", show_default="the defaults"
+        ),
+    ] = None,
     assignments: SetOption = None,
-    trace: TraceOption = None,
-    workload: GeneratorOption = None,
-    requests: RequestsOption = None,
-    rate: RateOption = None,
-    speed: SpeedOption = 1.0,
-    seed: SeedOption = 0,
-    cost: CostOption = None,
-    model: ModelOption = None,
-    kv_tokens: KvTokensOption = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Requests to replay: a trace, or a record of `vsched serve --record`."),
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="Generator of requests, by name.", show_default="poisson")
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Number of requests; {REQUESTS} of a generator."),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Generated requests per second.", show_default=f"{RATE:g}"),
+    ] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="Speed-up factor of arrivals.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the generator and of noise.")] = 0,
+    cost: Annotated[
+        str | None,
+        typer.Option(
+            help="Cost model: h100-7b, tiny25, or a JSON file.",
+            show_default=f"{COST}; of a record, its steps",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint, for its shape.", show_default="the cost model's shape"),
+    ] = None,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="KV cache of a replica.", show_default="generate.memory"),
+    ] = None,
     ttft_target_ms: TargetOption = 2000.0,
     tpot_target_ms: TargetOption = 100.0,
-    draft_acceptance: DraftAcceptanceOption = 0.0,
-    draft_model_time: DraftModelTimeOption = 0.2,
-    link_mbit: LinkMbitOption = 1000.0,
-    link_latency_ms: LinkLatencyOption = 0.2,
-    outage: OutagesOption = None,
-    swarm: SwarmOption = None,
-    probes: ProbesOption = False,
-    faults: FaultsOption = None,
-    restart_s: RestartSOption = 10.0,
-    oracles: OraclesOption = False,
-    html: HtmlOption = None,
-    csv: CsvOption = None,
+    draft_acceptance: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Acceptance probability of a draft token after accepted ones; 0 for no drafting.",
+        ),
+    ] = 0.0,
+    draft_model_time: Annotated[
+        float,
+        typer.Option(min=0, help="Time of a draft-model token, as a share of a decode step."),
+    ] = 0.2,
+    link_mbit: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            help="Megabits per second of the link to each host of `cluster`, in each direction.",
+        ),
+    ] = 1000.0,
+    link_latency_ms: Annotated[
+        float, typer.Option(min=0, help="Latency to a host of `cluster`, in milliseconds.")
+    ] = 0.2,
+    outage: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GROUP:FROM_S:TO_S", help="Lose a group for a while; for good without TO_S."
+        ),
+    ] = None,
+    swarm: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Instead, run this many whole engines of random shapes with random faults, from --seed on; "
+            "with the policies of --config, if it is given.",
+        ),
+    ] = None,
+    probes: Annotated[
+        bool,
+        typer.Option(
+            "--probes", help="With --swarm, report the number of engines that reached each probe."
+        ),
+    ] = False,
+    faults: Annotated[
+        Path | None,
+        typer.Option(help="Fault plan, a JSON file; with --swarm instead of random ones."),
+    ] = None,
+    restart_s: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Seconds from the loss of a group by --faults until it serves again."
+        ),
+    ] = 10.0,
+    oracles: Annotated[
+        bool, typer.Option("--oracles", help="Check all invariants after every event.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a report with charts as one file."),
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a table.")] = None,
     json: JsonOption = None,
     plot: PlotOption = None,
-    timeline: TimelineOption = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")
+    ] = None,
 ) -> None:
     """Simulate configurations on a workload, and compare the results.
 
@@ -216,7 +179,8 @@ def simulate(
     from vsched.sim.network.lane import HostLinkProfile
     from vsched.sim.setup import DraftLuck, inspect_checkpoint
 
-    check_writable({"--html": html, "--csv": csv, "--json": json, "--plot": plot})
+    files = {"--html": html, "--csv": csv, "--json": json, "--plot": plot}
+    check_writable(files)
     run = load_record(trace) if trace is not None and is_record(trace) else None
     named = _configs(config, assignments, run)
     costs = load_cost_model(cost or COST) if run is None else _cost_of(run, cost)
@@ -240,7 +204,7 @@ def simulate(
         ),
     )
     _say(load_of, outcomes, costs)
-    _write(outcomes, html=html, csv=csv, json=json, plot=plot)
+    _write(outcomes, files)
     _report_policy_failures(outcomes)
 
 
@@ -268,9 +232,7 @@ def check_writable(files: Mapping[str, Path | None]) -> None:
     for option, path in files.items():
         if path is None:
             continue
-        target = (
-            path if path.exists() else path.parent
-        )  # such as /dev/stdout, in a folder that is not writable
+        target = path if path.exists() else path.parent  # /dev/stdout is in no writable folder
         if path.is_dir() or not os.access(target, os.W_OK):
             raise ConfigError(
                 f"{option} {path}: cannot be written. Remedy: name a file in an existing, writable folder"
@@ -458,27 +420,17 @@ def _report_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
         raise typer.Exit(1)
 
 
-def _write(
-    outcomes: Sequence[SimulationOutcome],
-    *,
-    html: Path | None,
-    csv: Path | None,
-    json: Path | None,
-    plot: Path | None,
-) -> None:
+def _write(outcomes: Sequence[SimulationOutcome], files: Mapping[str, Path | None]) -> None:
     from vsched.sim.report.comparison import write_csv, write_json
     from vsched.sim.report.rendering import render_html, write_png
 
-    if html is not None:
-        html.write_text(render_html(outcomes), encoding="utf-8")
-    if csv is not None:
-        write_csv(outcomes, csv)
-    if json is not None:
-        write_json(outcomes, json)
-    if plot is not None:
-        write_png(outcomes, plot)
-    for path in (html, csv, json, plot):
+    def write_html(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
+        path.write_text(render_html(outcomes), encoding="utf-8")
+
+    writers = {"--html": write_html, "--csv": write_csv, "--json": write_json, "--plot": write_png}
+    for option, path in files.items():
         if path is not None:
+            writers[option](outcomes, path)
             typer.echo(f"wrote {path}")
 
 

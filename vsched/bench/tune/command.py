@@ -46,7 +46,7 @@ def tune(
     ] = 300.0,
     write: Annotated[
         Path | None,
-        typer.Option(help="Write the best split as TOML, for --config.", show_default=False),
+        typer.Option(help="Write the best split as TOML, for --config."),
     ] = None,
     out: JsonOption = None,
 ) -> None:
