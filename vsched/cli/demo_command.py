@@ -15,6 +15,7 @@ import typer
 
 from vsched.checkpoint_tools import CheckpointTools, ExamTurn
 from vsched.cli import app
+from vsched.terminal.options import new_table
 
 if TYPE_CHECKING:
     import httpx
@@ -42,7 +43,6 @@ def user_message(turn: ExamTurn) -> dict[str, Any]:
 
 
 TABLE_COLUMNS = 72
-TEXT_COLUMNS = ("question", "answer", "", "process")
 PICTURE_COLUMNS = 56
 PICTURES_COLUMNS = 120
 """Maximum total width of pictures side by side."""
@@ -107,13 +107,8 @@ def thumbnail(picture: Image.Image, columns: int) -> Text:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Return an empty table; all but the named text columns are numbers."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", min_width=TABLE_COLUMNS)
-    for name in columns:
-        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
-    return table
+    texts = ("question", "answer", "", "process")
+    return new_table(title, *columns, texts=texts, min_width=TABLE_COLUMNS)
 
 
 def turns_table(turns: Sequence[AskedTurn]) -> Table:

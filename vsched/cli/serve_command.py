@@ -79,19 +79,16 @@ def serve(
     change_logging(level=log_level or "", form=log_format or "")
     for note in context.meta[NOTES]:
         logger.info("%s", note)
+    given = {
+        "model.path": path,
+        "server.host": host,
+        "server.port": port,
+        "record.path": record,
+        "record.resume": "true" if resume else "",
+        "cluster.ray": ray,
+    }
     overrides = [*(assignments or ())]
-    if path:
-        overrides.append(f"model.path={path}")
-    if host is not None:
-        overrides.append(f"server.host={host}")
-    if port is not None:
-        overrides.append(f"server.port={port}")
-    if record:
-        overrides.append(f"record.path={record}")
-    if resume:
-        overrides.append("record.resume=true")
-    if ray:
-        overrides.append(f"cluster.ray={ray}")
+    overrides += [f"{key}={value}" for key, value in given.items() if value not in (None, "")]
     with idle_fork_server() as idle:  # first, because its imports take most of the start-up time
         _run(config, overrides, idle)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from vsched.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
+    from rich.table import Table
 
     from vsched.config import LoadedConfig
 
@@ -76,6 +78,16 @@ def table_console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+
+
+def new_table(title: str, *columns: str, texts: Collection[str], **options: Any) -> Table:
+    """Return an empty table with a title on the left; columns are numbers, except those in `texts`."""
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", **options)
+    for name in columns:
+        table.add_column(name, justify="left" if name in texts else "right")
+    return table
 
 
 def open_output(option: str, path: Path) -> IO[bytes]:
