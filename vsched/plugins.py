@@ -245,7 +245,12 @@ def type_text(annotation: Any) -> str:
 def _option_text(option: Mapping[str, Any]) -> str:
     if "enum" in option:
         return " or ".join(repr(value) for value in option["enum"])
+    if "pattern" in option:
+        return str(option["description"])
     texts = [str(option.get("type", "any")).replace("integer", "int").replace("boolean", "bool")]
+    inner = option.get("items", option.get("additionalProperties"))
+    if isinstance(inner, Mapping) and "pattern" in inner:
+        texts[0] += f" of {inner['description']}"
     bounds = dict(option)
     if {"minimum", "maximum"} <= bounds.keys():
         texts.append(f"{bounds.pop('minimum')} to {bounds.pop('maximum')}")

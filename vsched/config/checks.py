@@ -5,8 +5,11 @@ Each check yields the problems that it finds, in lines that start with the path 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import msgspec
 
 from vsched.config.sections import (
     OWN_HOST,
@@ -14,24 +17,12 @@ from vsched.config.sections import (
     ClusterConfig,
     Config,
     MediaConfig,
-    ServerConfig,
-    size_bytes,
+    config_keys,
 )
 from vsched.errors import ConfigError, limit_message
+from vsched.plugins import convert_value
 from vsched.types import ModelInfo
 from vsched.worker.registry import check_worker_name, load_worker
-
-_CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
-_SERVER_NAME = re.compile(r"\*|(\*\.)?[^*/:\s]+")
-_HEADER = re.compile(r"[A-Za-z0-9-]*")
-_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
-_URL = re.compile(r"(https?://[^/\s?#]+(/[^\s?#]*)?)?")
-_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/*\s]+")
-_IMAGE_HOST = re.compile(
-    r"(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?", re.IGNORECASE
-)
-_HOST_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\s]+):\d{1,5}")
-_RAY_ADDRESS = re.compile(r"(auto|(\[[0-9a-fA-F:.]+\]|[^:/\s]+):\d{1,5})?")
 
 _JPEG_BYTES, _WEBP_BYTES = 12, 16
 """Memory of decoding, per pixel."""
@@ -120,10 +111,10 @@ def _refuse(problems: Iterable[str]) -> None:
         raise ConfigError(message)
 
 
-def _raised(check: Callable[..., object], value: object, path: str) -> Iterator[str]:
+def _raised(check: Callable[..., object], *values: object, path: str) -> Iterator[str]:
     """Yield the error that a check of one value raises."""
     try:
-        check(value, path=path)
+        check(*values, path=path)
     except ConfigError as error:
         yield str(error)
 
@@ -211,103 +202,32 @@ def _limits(config: Config) -> Iterator[str]:
 
 def _texts(config: Config) -> Iterator[str]:
     for name, stage in (("encode", config.encode), ("generate", config.generate)):
-        yield from _raised(check_worker_name, stage.plugin, f"{name}.plugin")
-        if stage.on_cuda and _CUDA_DEVICE.fullmatch(stage.device) is None:
-            yield limit_message(
-                f"{name}.device: not a device",
-                value=repr(stage.device),
-                limit="auto, cuda, or cuda:N with a number",
-                remedy=f"set {name}.device to auto, cuda:0 or cpu",
-            )
-        if stage.memory_limit != "auto":
-            yield from _raised(size_bytes, stage.memory_limit, f"{name}.memory_limit")
-    yield from _server_names(config.server)
-    for key, hosts in (
-        ("hosts", config.media.hosts),
-        ("private_hosts", config.media.private_hosts),
-    ):
-        for host in hosts:
-            found = _IMAGE_HOST.fullmatch(host)
-            if found is None or not 0 < int(found["port"] or 80) < 65536:
-                yield limit_message(
-                    f"media.{key}: no image URL has this host",
-                    value=repr(host),
-                    limit="host or host:port, as images.example.com or [::1]:8080, port 1 to 65535",
-                    remedy="write it in that form, without a scheme or a path",
-                )
-    if config.encode.reserved != "":
-        yield from _raised(size_bytes, config.encode.reserved, "encode.reserved")
-
-
-def _server_names(server: ServerConfig) -> Iterator[str]:
-    """Names and origins that cannot occur in `Host` and `Origin` headers, and malformed URLs."""
-    unsent, in_form = "no browser sends this", "write it in that form"
-    for key, values, form, what, limit, remedy in (
-        (
-            "allowed_hosts",
-            server.allowed_hosts,
-            _SERVER_NAME,
-            unsent,
-            "a name such as api.example.com, without a port",
-            f"{in_form}, or * for any",
-        ),
-        (
-            "cors_origins",
-            server.cors_origins,
-            _ORIGIN,
-            unsent,
-            "scheme, name and port such as https://app.example.com, without a path",
-            f"{in_form}, or * for any",
-        ),
-        (
-            "root_path",
-            [server.root_path],
-            _PATH,
-            "not a path prefix",
-            "a path such as /llm, without a / at its end",
-            in_form,
-        ),
-        (
-            "otlp_endpoint",
-            [server.otlp_endpoint],
-            _URL,
-            "not a URL of a collector",
-            "http:// or https://, for OTLP over HTTP; gRPC is not supported",
-            "write a URL such as http://127.0.0.1:4318; collectors have another port for gRPC, often 4317",
-        ),
-        (
-            "tenant_header",
-            [server.tenant_header],
-            _HEADER,
-            "no name of a header",
-            "letters, digits and hyphens",
-            "write a name such as x-tenant",
-        ),
-    ):
-        for value in values:
-            if form.fullmatch(value) is None:
-                yield limit_message(
-                    f"server.{key}: {what}", value=repr(value), limit=limit, remedy=remedy
-                )
-    if server.tenant_header and server.tenant_keys_variable:
+        yield from _raised(check_worker_name, stage.plugin, path=f"{name}.plugin")
+    for path, wanted in _patterns().items():
+        section, _, name = path.partition(".")
+        value = getattr(getattr(config, section), name)
+        yield from _raised(convert_value, value, wanted, path=path)
+    if config.server.tenant_header and config.server.tenant_keys_variable:
         yield (
             "server.tenant_header: keys identify tenants already (server.tenant_keys_variable), and a client could "
             "claim to be another. Remedy: set one of the two"
         )
 
 
+@cache
+def _patterns() -> dict[str, Any]:
+    """The types of keys whose texts have a form, by path."""
+    types = {path: field.type for path, field in config_keys().items()}
+    return {
+        path: one for path, one in types.items() if "'pattern'" in str(msgspec.json.schema(one))
+    }
+
+
 def _cluster(cluster: ClusterConfig, together: bool, adapters: int) -> Iterator[str]:
     owners = {OWN_HOST: "this host", RAY_HOST: "Ray's"}
-    for name, address in cluster.hosts.items():
+    for name in cluster.hosts:
         if name in owners:
             yield f"cluster.hosts: {name!r} is {owners[name]}. Remedy: choose another name"
-        if not _HOST_ADDRESS.fullmatch(address):
-            yield limit_message(
-                f"cluster.hosts.{name}: no address",
-                value=repr(address),
-                limit="tcp://HOST:PORT",
-                remedy="write the address of `vsched host --listen` on that host",
-            )
     yield from _cluster_stages(cluster)
     if not cluster.elsewhere:
         return
@@ -338,13 +258,6 @@ def _cluster_stages(cluster: ClusterConfig) -> Iterator[str]:
         for name in names:
             if name not in known:
                 yield f"cluster.{key}: there is no host {name!r}. Remedy: name one of {', '.join(known)}"
-    if not _RAY_ADDRESS.fullmatch(cluster.ray):
-        yield limit_message(
-            "cluster.ray: no address of a Ray cluster",
-            value=repr(cluster.ray),
-            limit="auto or HOST:PORT",
-            remedy="write the address that `ray start --head` printed for its nodes",
-        )
     for key, names in stages.items():
         if RAY_HOST in names and {*names} != {RAY_HOST}:
             yield (

@@ -22,11 +22,29 @@ from vsched.worker.spec import default_threads, usable_cores
 PolicyTable = dict[str, Any]
 """`{use = "name", **fields}`: a registered policy or `my_pkg.module:Class`, and its fields."""
 
-Size = int | str
-"""Bytes: a number, or text such as `4GiB`."""
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
+
+
+def form(pattern: str, description: str) -> Meta:
+    """Return the constraint of a text; `description` completes "limit" in errors."""
+    return Meta(pattern=f"^({pattern})$", description=description)
+
+
+_SIZE = r"\s*\d+(\.\d+)?\s*(B|[KMGT]iB)?\s*"
+_SIZES = "a number of bytes, or one with a unit (B, KiB, MiB, GiB, TiB) as 4GiB"
+Size = NonNegative | Annotated[str, form(_SIZE, _SIZES)]
+"""Bytes: a number, or text such as `4GiB`."""
+_PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
+_AT_PORT = r"(\[[0-9a-fA-F:.]+\]|[^:/\s]+):\d{1,5}"
+_NAME = "a name such as api.example.com, without a port, or * for any"
+_ORIGIN = "scheme, name and port such as https://app.example.com, without a path, or * for any"
+_IMAGE_HOST = "host or host:port, as images.example.com or [::1]:8080, without scheme and path"
+ServerName = Annotated[str, form(r"\*|(\*\.)?[^*/:\s]+", _NAME)]
+Origin = Annotated[str, form(r"\*|[a-z][a-z0-9+.-]*://[^/*\s]+", _ORIGIN)]
+ImageHost = Annotated[str, form(rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?", _IMAGE_HOST)]
+HostAddress = Annotated[str, form(f"tcp://{_AT_PORT}", "tcp://HOST:PORT, as of vsched host")]
 OWN_HOST = "local"
 """Name of the engine's own host in lists of hosts."""
 RAY_HOST = "ray"
@@ -139,13 +157,15 @@ class StageConfig(Section, frozen=True, kw_only=True):
     in blocks. `auto` is `int8` in bfloat16 if the processor has instructions for it, otherwise `float`. With AMX,
     `auto` and `float` keep the activations of more than 16 tokens in floating point and dequantize the weights to
     bfloat16."""
-    device: str = AUTO
+    device: Annotated[
+        str, form(r"(?!cuda).*|cuda(:\d+)?", "auto, cpu, cuda, or cuda:N with a number")
+    ] = AUTO
     """Device of the stage; with `cuda:N`, the ranks of all replicas take consecutive devices from N on. `auto` is CUDA
     if the host has a usable device, otherwise `cpu`; `vsched check` reports the choice. See docs/gpu.md."""
     threads: Annotated[int, Meta(ge=1)] | None = None
     """Fixed number of compute threads per rank. By default the cores of the machine are divided among the processes of
     all ranks, at least 1 each, and a rank uses fewer threads while other programs keep the cores busy."""
-    memory_limit: Size = "auto"
+    memory_limit: NonNegative | Annotated[str, form(f"auto|{_SIZE}", f"auto, {_SIZES}")] = "auto"
     """Hard limit on the private memory of a rank, such as `4GiB`; 0 for none. `auto` is none except on `cpu`: there it
     is the larger of 2 GiB and an eighth of the host's available memory at start, but at most a quarter, and at most 1
     / (ranks + 1), of that memory."""
@@ -178,7 +198,7 @@ class EncodeConfig(StageConfig, frozen=True, kw_only=True):
     replicas: Annotated[int, Meta(ge=0, le=64)] = 1
     """Number of replicas of the stage, each with its own copy of the model; 0 to serve only text, like a checkpoint
     without a vision part."""
-    reserved: Size = ""
+    reserved: NonNegative | Annotated[str, form(f"({_SIZE})?", f"empty, {_SIZES}")] = ""
     """Memory for the largest batch of images, such as `4GiB`; empty to measure it at start by running one."""
     if TYPE_CHECKING:  # as `with_policy_tables` adds it
         admission: PolicyTable = {}
@@ -249,7 +269,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
 class ClusterConfig(Section, frozen=True, kw_only=True):
     """Other hosts for ranks; see docs/hosts.md."""
 
-    hosts: dict[str, str] = msgspec.field(default_factory=dict)
+    hosts: dict[str, HostAddress] = msgspec.field(default_factory=dict)
     """Addresses of the hosts that run `vsched host`, by name: `{far = "tcp://10.0.0.2:7700"}`. `local` is the name of
     this host."""
     key_file: str = ""
@@ -261,7 +281,9 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     `placement = "together"`, for the replicas of both stages."""
     connect_s: Seconds = 10.0
     """Time to wait for a host before the next one in the list is tried."""
-    ray: str = ""
+    ray: Annotated[
+        str, form(f"(auto|{_AT_PORT})?", "auto, or HOST:PORT as `ray start --head` printed it")
+    ] = ""
     """Address of the Ray cluster that places replicas, HOST:PORT, or `auto` for the cluster of this host; empty for
     none. Needs `pip install 'vsched[ray]'`."""
     ray_group: str = ""
@@ -356,7 +378,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     """Environment variable with the key for `/admin/`; empty to open it to local programs only, with the API key."""
     tenant_keys_variable: str = ""
     """Environment variable with API keys of tenants, one `tenant=key` per line; empty for none."""
-    tenant_header: str = ""
+    tenant_header: Annotated[str, form("[A-Za-z0-9-]*", "letters, digits, hyphens")] = ""
     """Header with the tenant of a request, set by a gateway; empty for none."""
     tenants_max: Positive = 64
     """Number of tenants with their own metrics; the others are counted together."""
@@ -367,13 +389,19 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     access_log: bool = False
     """Log method, path, status, duration and id of each request, except successful probes. Queries and contents are
     never logged."""
-    otlp_endpoint: str = ""
+    otlp_endpoint: Annotated[
+        str,
+        form(
+            r"(https?://[^/\s?#]+(/[^\s?#]*)?)?",
+            "http:// or https://; gRPC is not supported",
+        ),
+    ] = ""
     """Base URL of an OpenTelemetry collector that receives the traces of requests, such as `http://127.0.0.1:4318`
     (OTLP over HTTP); empty to take it from `OTEL_EXPORTER_OTLP_ENDPOINT`. Needs `pip install 'vsched[otel]'`."""
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[ServerName, ...] = ()
     """Names of the server that are accepted in `Host`, in addition to its addresses and `localhost`:
     `api.example.com`, `*.example.com`, or `*` for any. By default none on a loopback address, otherwise any."""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: tuple[Origin, ...] = ()
     """Origins of web pages that may call the server, such as `https://app.example.com`; `*` for any."""
     body_bytes_max: Annotated[int, Meta(ge=1024)] = 32 << 20
     """Maximum size of a request body."""
@@ -393,7 +421,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     they are always refused."""
     usage_always: bool = False
     """Include the usage so far in every stream event, even if not requested, for gateways that count it."""
-    root_path: str = ""
+    root_path: Annotated[
+        str, form(r"(/[A-Za-z0-9._~-]+)*", "a path such as /llm, without a / at its end")
+    ] = ""
     """Path prefix that a proxy does not remove, such as `/llm`; paths without it are served, too. Empty for none."""
     headers_max: Positive = 100
     """Maximum number of headers in a request."""
@@ -433,9 +463,9 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     """Maximum total size of the encoded images and videos of a request."""
     directory: str = ""
     """Folder of the files that `file:` URLs may name; empty for none."""
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[ImageHost, ...] = ()
     """Hosts from which images may be fetched, as `host:port`, or as `host` for ports 80 (http) and 443 (https)."""
-    private_hosts: tuple[str, ...] = ()
+    private_hosts: tuple[ImageHost, ...] = ()
     """Hosts in `hosts` that may resolve to private or loopback addresses."""
     allow_embeddings: bool = False
     """Accept embeddings in requests (`image_embeds`, `video_embeds`)."""
