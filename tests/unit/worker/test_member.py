@@ -1,4 +1,4 @@
-"""Reports of a rank, silence of its leaders, and refused log entries."""
+"""Start of a rank, its reports, silence of its leaders, and refused log entries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from tests.unit.rank.fake_plugin import LAYOUT, NAME, FakeGenerator, FakePlugin, model_info
+from tests.unit.rank.worker_groups import LOAD
 from vsched.errors import CheckpointError, GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInWorker
+from vsched.transport.arena import Arena
+from vsched.types import ModelInfo
 from vsched.wire import (
     ON_THE_WAY,
     AcceptKv,
@@ -35,8 +39,9 @@ from vsched.wire import (
     ThreadsInUse,
     decode_report,
 )
-from vsched.worker.contract import WorkerSettings
-from vsched.worker.member import Following, Member, RankHost
+from vsched.worker.contract import Progress, WorkerPlugin, WorkerSettings
+from vsched.worker.member import Following, Member, RankHost, RankLoading
+from vsched.worker.spec import GenerateRole, RankSpec
 from vsched.worker.stage_rank import EncodeRank, StageRank
 
 _Worker = TypeVar("_Worker", bound=StandInWorker)
@@ -331,3 +336,44 @@ def test_following_waits_for_leaders_that_have_not_spoken() -> None:
     following.advance()
     with pytest.raises(GroupLostError, match="heard nothing from the engine for 20 s"):
         following.received_nothing()
+
+
+class Recording(FakePlugin):
+    """Records the models to load, and loads no deterministic one."""
+
+    def __init__(self) -> None:
+        self.requested: list[bool] = []
+
+    def load_generator(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> FakeGenerator:
+        self.requested.append(settings.deterministic)
+        if settings.deterministic:
+            raise CheckpointError("that was the model")
+        return super().load_generator(info, settings, progress)
+
+
+def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants_it() -> None:
+    """A deterministic model sets torch to one thread, and a draft model, which need not be, to all."""
+    plugin = Recording()
+    role = GenerateRole(
+        address="",
+        plugin=NAME,
+        settings=WorkerSettings(deterministic=True),
+        limits=LOAD,
+        draft=model_info(),
+    )
+    spec = RankSpec(
+        rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, generate=role
+    )
+
+    def found(_name: str) -> WorkerPlugin:
+        return plugin
+
+    arena, host = Arena.create(LAYOUT), RankHost(load_worker=found)
+    try:
+        with pytest.raises(CheckpointError, match="that was the model"):
+            RankLoading(spec, arena, [Member(spec, Link(), host)], host).begin()
+    finally:
+        arena.close()
+    assert plugin.requested == [False, True]
