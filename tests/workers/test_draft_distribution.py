@@ -18,6 +18,7 @@ from vsched.wire import GenerateResult
 from vsched.worker.contract import Batch, Sampled, SequenceState
 from vsched.worker.drafts import DraftModel, DraftWorker
 from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.spec import StepLimits
 from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.batching.step_rows import special_rows
 
@@ -52,11 +53,9 @@ def answers(target: Markov, draft: Markov) -> tuple[Counter[tuple[int, ...]], li
     """Return the frequency of each output, with a seed for each, and the results of draft tokens."""
     model = DraftModel(
         DraftWorker(draft, stand_in_info(context_tokens=16, vocab_size=TOKENS)),
+        StepLimits(slots=4, batch_tokens=16, chunk_tokens=8, context_tokens=16, block_size=8),
         vocabulary=TOKENS,
         blocks=4,
-        block_size=8,
-        chunk_tokens=8,
-        batch_tokens=16,
     )
     rank = GenerateRank(
         target,

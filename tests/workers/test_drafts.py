@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.parity.architectures import make_checkpoint
-from tests.unit.worker.drafting.drafted_runs import Received, run_drafted
+from tests.unit.worker.test_drafts import Received, run_drafted
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, SLOTS, Stage
 from vsched.kernel.decisions import DraftGrant
 from vsched.types import SamplingParams

@@ -37,6 +37,7 @@ from vsched.kernel.decisions import DraftGrant
 from vsched.types import ModelInfo
 from vsched.worker.contract import Batch, Chunk, GenerateWorker, SequenceState, TokenMatcher
 from vsched.worker.slots import SlotTable
+from vsched.worker.spec import StepLimits
 
 MATCH_MAX = 16
 """Maximum number of tokens compared to find the earlier position with the longest match."""
@@ -167,22 +168,18 @@ class DraftModel:
     def __init__(
         self,
         draft: DraftWorker,
+        limits: StepLimits,
         *,
         vocabulary: int,
         blocks: int,
-        block_size: int,
-        chunk_tokens: int,
-        batch_tokens: int,
     ) -> None:
-        """Use a worker with a KV cache.
+        """Use a worker with a KV cache of `blocks` blocks.
 
-        `vocabulary` is the vocabulary size of the target model: tokens beyond it are not drafted. `chunk_tokens` is the
-        maximum number of tokens to prefill in a step, and `batch_tokens` that of all tokens in a step.
+        `vocabulary` is the vocabulary size of the target model: tokens beyond it are not drafted.
         """
         self._worker, self._info = draft
-        self._vocabulary = vocabulary
-        self._block_size = block_size
-        self._chunk_tokens, self._batch_tokens = chunk_tokens, batch_tokens
+        self._vocabulary, self._limits = vocabulary, limits
+        self._block_size = limits.block_size
         self._whole = np.zeros(blocks, np.bool_)
         """Whether all positions of each block are computed."""
         self._followed: dict[int, Followed] = {}
@@ -279,7 +276,9 @@ class DraftModel:
         rows: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
         # Decode rows first: the memory is proved for this total number of rows.
-        room = min(self._chunk_tokens, max(self._batch_tokens - ROWS_MAX * len(slots), 0))
+        room = min(
+            self._limits.chunk_tokens, max(self._limits.batch_tokens - ROWS_MAX * len(slots), 0)
+        )
         for slot in slots:
             followed = self._followed[slot]
             own, start = followed.sequence, followed.done

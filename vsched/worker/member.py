@@ -49,7 +49,6 @@ from vsched.wire import (
 from vsched.worker.contract import (
     EncodeWorker,
     GenerateWorker,
-    Grammars,
     Progress,
     WorkerPlugin,
     WorkerSettings,
@@ -60,7 +59,7 @@ from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.memory import status_bytes
 from vsched.worker.registry import load_worker
 from vsched.worker.sizing import KvBuilder, image_for, reserve_encoder
-from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec, StepLimits, threads_of
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec, threads_of
 from vsched.worker.stage_rank import EncodeRank, StageRank
 
 PULSES_PER_TIMEOUT = 4
@@ -379,60 +378,42 @@ class RankLoading(Generic[Link]):
         member.report(Loaded(builder.measure()))
 
         def finish() -> None:
-            member.stage = self._generate_rank(role.limits, worker, grammars, draft, builder.blocks)
+            limits, info, draft_model = role.limits, spec.info, None
             memory = {"weights": worker.weights_bytes, "kv": builder.kv_bytes, **adapters}
-            memory |= host.memory()
             if draft is not None:
+                draft_model = DraftModel(
+                    draft, limits, vocabulary=info.vocab_size, blocks=builder.blocks
+                )
                 memory["draft model"] = draft.worker.weights_bytes
-            if role.limits.swap_blocks:
-                block_bytes = role.limits.block_size * spec.info.kv_bytes_per_token
-                memory["swap"] = role.limits.swap_blocks * block_bytes
-            if spec.info.state_bytes:
+            if limits.swap_blocks:
+                if not supports(worker, "build_swap"):
+                    raise ConfigError(
+                        f"generate.swap_memory: workers such as {type(worker).__name__} swap nothing. "
+                        "Remedy: set it to 0."
+                    )
+                worker.build_swap(limits.swap_blocks)
+                block_bytes = limits.block_size * info.kv_bytes_per_token
+                memory["swap"] = limits.swap_blocks * block_bytes
+            if info.state_bytes:
                 memory["state"] = builder.state_bytes
+            member.stage = GenerateRank(
+                worker,
+                self._arena.embeddings,
+                slots=limits.slots,
+                context_tokens=limits.context_tokens,
+                block_size=limits.block_size,
+                keeps_state=info.state_bytes > 0,
+                grammars=grammars,
+                swap_blocks=limits.swap_blocks,
+                draft_model=draft_model,
+                now_ns=host.now_ns,
+            )
+            memory |= host.memory()
             self._ready.append(Ready(builder.blocks, memory, dict(worker.hooks())))
             self._report_ready()
 
         self._finish = finish
         self.sizing = member
-
-    def _generate_rank(
-        self,
-        limits: StepLimits,
-        worker: GenerateWorker,
-        grammars: Grammars | None,
-        draft: DraftWorker | None,
-        blocks: int,
-    ) -> GenerateRank:
-        info = self._spec.info
-        if limits.swap_blocks:
-            if not supports(worker, "build_swap"):
-                raise ConfigError(
-                    f"generate.swap_memory: workers such as {type(worker).__name__} swap nothing. "
-                    "Remedy: set it to 0."
-                )
-            worker.build_swap(limits.swap_blocks)
-        draft_model = None
-        if draft is not None:
-            draft_model = DraftModel(
-                draft,
-                vocabulary=info.vocab_size,
-                blocks=blocks,
-                block_size=limits.block_size,
-                chunk_tokens=limits.chunk_tokens,
-                batch_tokens=limits.batch_tokens,
-            )
-        return GenerateRank(
-            worker,
-            self._arena.embeddings,
-            slots=limits.slots,
-            context_tokens=limits.context_tokens,
-            block_size=limits.block_size,
-            keeps_state=info.state_bytes > 0,
-            grammars=grammars,
-            swap_blocks=limits.swap_blocks,
-            draft_model=draft_model,
-            now_ns=self._host.now_ns,
-        )
 
     def _report_ready(self) -> None:
         self.sizing = None
