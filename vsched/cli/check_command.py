@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import typer
@@ -77,7 +78,17 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens_max: int | None = None
 
 
-class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
+class VideoNeed(msgspec.Struct, frozen=True):
+    """Tokens and pixels of a video, and the number of such videos whose pixels fit into the arena."""
+
+    frames: int
+    size: str
+    tokens: int
+    pixel_bytes: int
+    at_once: int
+
+
+class CheckpointReport(msgspec.Struct, kw_only=True):
     """Report on a checkpoint.
 
     Attributes:
@@ -95,29 +106,19 @@ class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
 
     checkpoint: str
     path: str
-    problems: list[str]
+    problems: list[str] = []
     unsupported: list[str]
     description: CheckpointDescription
-    info: ModelInfo | None
+    info: ModelInfo | None = None
     devices: str
-    placement: str
+    placement: str = ""
     cores: str
-    threads: dict[str, int]
-    threads_fixed_by: dict[str, str]
+    threads: dict[str, int] = {}
+    threads_fixed_by: dict[str, str] = {}
     processes: int
-    image_tokens: dict[str, int | str]
-    video: VideoNeed | None
-    memory: dict[str, StageMemory]
-
-
-class VideoNeed(msgspec.Struct, frozen=True):
-    """Tokens and pixels of a video, and the number of such videos whose pixels fit into the arena."""
-
-    frames: int
-    size: str
-    tokens: int
-    pixel_bytes: int
-    at_once: int
+    image_tokens: dict[str, int | str] = {}
+    video: VideoNeed | None = None
+    memory: dict[str, StageMemory] = {}
 
 
 def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
@@ -128,113 +129,81 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         ConfigError: When the plug-in cannot describe checkpoints.
     """
     config = loaded.config
-    plugin = load_worker(config.generate.plugin, path="generate.plugin")
     tools = load_tools(config.generate.plugin, "describe", path="generate.plugin")
     description = tools.describe(config.model.path)
-    unsupported = list(description.unsupported)
+    report = CheckpointReport(
+        checkpoint=config.model.served_name,
+        path=description.path,
+        unsupported=list(description.unsupported),
+        description=description,
+        devices="" if loaded.devices is None else loaded.devices.text,
+        cores=cores_text(),
+        processes=config.server.processes if config.server.processes > 1 else 0,
+    )
     if not description.chat_templates and not config.model.chat_template:
-        unsupported.append(NO_CHAT_TEMPLATE)
-    problems: list[str] = []
-    info: ModelInfo | None = None
-    placement = ""
-    images: dict[str, int | str] = {}
-    video: VideoNeed | None = None
-    memory: dict[str, StageMemory] = {}
+        report.unsupported.append(NO_CHAT_TEMPLATE)
     try:
-        info = inspect_checkpoint(config, loaded.policies)
+        report.info = info = inspect_checkpoint(config, loaded.policies)
         if info.takes_images and config.encode.replicas:
-            placement = str(placement_here(config))
+            report.placement = str(placement_here(config))
         config, _ = as_served(config, info)
-        preprocessor = plugin.load_preprocessor(info)
-        images = _image_tokens(config, info, preprocessor)
-        if info.takes_videos and preprocessor.chat_template:
-            unsupported += _unrendered_videos(preprocessor)
-        video = _video_need(config, info, preprocessor)
+        plugin = load_worker(config.generate.plugin, path="generate.plugin")
+        _report_media(report, config, info, plugin.load_preprocessor(info))
         tools.check_built(info)
     except VschedError as error:
-        problems.append(str(error))
-    if info is not None:
-        draft = tools.describe(info.draft.path) if info.draft is not None else None
-        memory = _memory_needs(config, loaded.policies, info, description, draft)
-        problems += [
+        report.problems.append(str(error))
+    for stage in ("encode", "generate"):
+        if stage == "generate" or config.encode.replicas:
+            report.threads[stage] = config.threads(stage)
+            report.threads_fixed_by[stage] = config.threads_fixed_by(stage)
+    if report.info is not None:
+        draft = report.info.draft
+        drafting = None if draft is None else tools.describe(draft.path)
+        report.memory = _memory_needs(config, loaded.policies, report.info, description, drafting)
+        report.problems += [
             limit_message(
                 f"{stage}.memory_limit: no room beside the weights",
                 value=f"{need.limit_bytes} bytes",
                 limit=f"over {need.weights_bytes} bytes",
                 remedy="raise it, share the model among more ranks, or serve a smaller model",
             )
-            for stage, need in memory.items()
+            for stage, need in report.memory.items()
             if 0 < need.limit_bytes <= need.weights_bytes or need.kv_tokens_max == 0
         ]
-    return CheckpointReport(
-        checkpoint=config.model.served_name,
-        path="refused" if problems else description.path,
-        problems=problems,
-        unsupported=unsupported,
-        description=description,
-        info=info,
-        devices="" if loaded.devices is None else loaded.devices.text,
-        placement=placement,
-        cores=cores_text(),
-        threads={stage: config.threads(stage) for stage in _stages(config)},
-        threads_fixed_by={stage: config.threads_fixed_by(stage) for stage in _stages(config)},
-        processes=config.server.processes if config.server.processes > 1 else 0,
-        image_tokens=images,
-        video=video,
-        memory=memory,
-    )
+    if report.problems:
+        report.path = "refused"
+    return report
 
 
-def _stages(config: Config) -> Iterator[Literal["encode", "generate"]]:
-    """Yield the enabled stages."""
-    if config.encode.replicas:
-        yield "encode"
-    yield "generate"
-
-
-def _image_tokens(
-    config: Config, info: ModelInfo, preprocessor: Preprocessor
-) -> dict[str, int | str]:
-    """Return the tokens of images of three sizes; empty for a text-only model."""
-    if not info.takes_images or not config.media.images_max:
-        return {}
-    tokens: dict[str, int | str] = {}
-    for width, height in IMAGE_SIZES:
+def _report_media(
+    report: CheckpointReport, config: Config, info: ModelInfo, preprocessor: Preprocessor
+) -> None:
+    """Report the needs of images of three sizes and of a long video, and a chat template without videos."""
+    if info.takes_images and config.media.images_max:
+        for width, height in IMAGE_SIZES:
+            try:
+                found: int | str = preprocessor.plan_image(width, height).tokens
+            except RequestRefused as error:
+                found = str(error)
+            report.image_tokens[f"{width}x{height}"] = found
+    if info.takes_videos and preprocessor.chat_template:
+        content = [{"type": "video"}, {"type": "text", "text": "vsched"}]
         try:
-            found: int | str = preprocessor.plan_image(width, height).tokens
+            preprocessor.render([{"role": "user", "content": content}])
         except RequestRefused as error:
-            found = str(error)
-        tokens[f"{width}x{height}"] = found
-    return tokens
-
-
-def _unrendered_videos(preprocessor: Preprocessor) -> Iterator[str]:
-    """Yield why the chat template accepts no videos, if it does not."""
-    content = [{"type": "video"}, {"type": "text", "text": "vsched"}]
-    try:
-        preprocessor.render([{"role": "user", "content": content}])
-    except RequestRefused as error:
-        yield f"videos in chat requests: {error.message}"
-
-
-def _video_need(config: Config, info: ModelInfo, preprocessor: Preprocessor) -> VideoNeed | None:
-    """Return the needs of a long video; None if no videos are taken, or the processor refuses it."""
-    if not info.takes_videos or not config.media.videos_max:
-        return None
-    frames = min(VIDEO_FRAMES, config.media.video_frames_max)
-    facts = VideoFacts(*VIDEO_SIZE, frames, rate=0)
-    try:
-        plan = preprocessor.plan_video(facts, VideoSampling(), frames_max=frames, sample=False)
-    except RequestRefused:
-        return None
-    pixels = sum(aligned(extent_bytes(group.arrays)) for group in plan.groups)
-    return VideoNeed(
-        frames=frames,
-        size="x".join(map(str, VIDEO_SIZE)),
-        tokens=sum(group.tokens for group in plan.groups),
-        pixel_bytes=pixels,
-        at_once=config.arena.pixel_bytes // pixels,
-    )
+            report.unsupported.append(f"videos in chat requests: {error.message}")
+    if info.takes_videos and config.media.videos_max:
+        frames = min(VIDEO_FRAMES, config.media.video_frames_max)
+        facts = VideoFacts(*VIDEO_SIZE, frames, rate=0)
+        with contextlib.suppress(RequestRefused):
+            plan = preprocessor.plan_video(facts, VideoSampling(), frames_max=frames, sample=False)
+            pixels = sum(aligned(extent_bytes(group.arrays)) for group in plan.groups)
+            tokens, size = (
+                sum(group.tokens for group in plan.groups),
+                "x".join(map(str, VIDEO_SIZE)),
+            )
+            at_once = config.arena.pixel_bytes // pixels
+            report.video = VideoNeed(frames, size, tokens, pixels, at_once)
 
 
 def _memory_needs(
@@ -334,7 +303,9 @@ def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     yield "family", f"{family} ({architecture})" if architecture else family
     yield "path", report.path
     yield "parameters", _parameters(description)
-    yield "language model", _sizes(description)
+    sizes = description.sizes
+    words = [f"{sizes[key]:,} {word}" for key, word in _SIZE_WORDS.items() if key in sizes]
+    yield "language model", ", ".join(words) or "not told"
     if any(description.windows):
         window, layers = description.windows
         kept = "which keep KV for the whole context, too"
@@ -356,20 +327,16 @@ def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
         yield "stages", report.placement
     yield "cores", report.cores
     for stage, count in report.threads.items():
-        yield "threads", f"{stage} rank: {_threads(count, report.threads_fixed_by[stage])}"
+        fixed_by = report.threads_fixed_by[stage]
+        why = f"fixed by {fixed_by}" if fixed_by else "adapts to other programs' load"
+        threads = "1 thread" if count == 1 else f"{count} threads ({why})"
+        yield "threads", f"{stage} rank: {threads}"
     if report.processes:
         yield "HTTP", f"in {report.processes} processes beside the engine's"
     for stage, need in report.memory.items():
         yield f"{stage} rank", _memory(need, info)
     for thing in report.unsupported:
         yield "not supported", thing
-
-
-def _threads(count: int, fixed_by: str) -> str:
-    if count == 1:
-        return "1 thread"
-    why = f"fixed by {fixed_by}" if fixed_by else "adapts to other programs' load"
-    return f"{count} threads ({why})"
 
 
 def _parameters(description: CheckpointDescription) -> str:
@@ -386,15 +353,6 @@ def _parameters(description: CheckpointDescription) -> str:
 
 def _count(values: int) -> str:
     return f"{values / 1e9:.2f} B" if values >= 1e9 else f"{values / 1e6:.1f} M"
-
-
-def _sizes(description: CheckpointDescription) -> str:
-    words = [
-        f"{description.sizes[key]:,} {word}"
-        for key, word in _SIZE_WORDS.items()
-        if key in description.sizes
-    ]
-    return ", ".join(words) or "not told"
 
 
 def _served_facts(info: ModelInfo) -> Iterator[tuple[str, str]]:
