@@ -394,17 +394,8 @@ def _reserved(
 def _attempted(attempts: Sequence[Attempt], group: str) -> Iterator[SizingPhase]:
     failed: Counter[str] = Counter()
     for attempt in attempts:
-        yield SizingPhase(
-            owner=group,
-            action=attempt.action,
-            outcome=attempt.outcome,
-            tokens=attempt.tokens,
-            retry=failed[attempt.action],
-            headroom_bytes=attempt.headroom_bytes,
-            profile=attempt.profile,
-            message=attempt.message,
-            ranks=tuple(attempt.ranks),
-        )
+        facts = msgspec.structs.asdict(attempt)
+        yield SizingPhase(owner=group, retry=failed[attempt.action], **facts)
         failed[attempt.action] += attempt.outcome != "fits"
 
 

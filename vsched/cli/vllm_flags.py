@@ -170,42 +170,24 @@ After the names, `*` stands for several values, and `0` for a switch, which also
 remedy, or the difference from vLLM.
 """
 
-TOOL_FORMATS = {
-    "hermes": "hermes",
-    "deepseek_v3": "deepseek",
-    "deepseek_v31": "deepseek-v3.1",
-    "mistral": "auto",
-    "llama3_json": "llama-json",
-    "llama4_json": "llama-json",
-    "pythonic": "pythonic",
-    "llama4_pythonic": "pythonic",
-    "qwen3_coder": "qwen3-coder",
-    "qwen3_xml": "qwen3-coder",
-    "glm45": "glm",
-    "glm47": "glm",
-    "minimax_m2": "minimax",
-    "gemma4": "gemma4",
-    "openai": "harmony",
-}
+
+def _names(text: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in text.split())
+
+
+TOOL_FORMATS = _names(
+    "hermes=hermes deepseek_v3=deepseek deepseek_v31=deepseek-v3.1 mistral=auto llama3_json=llama-json "
+    "llama4_json=llama-json pythonic=pythonic llama4_pythonic=pythonic qwen3_coder=qwen3-coder "
+    "qwen3_xml=qwen3-coder glm45=glm glm47=glm minimax_m2=minimax gemma4=gemma4 openai=harmony"
+)
 """Values of `model.tool_format`, by vLLM's parser."""
-REASONING_FORMATS = {
-    "deepseek_r1": "think",
-    "deepseek_v3": "think",
-    "qwen3": "think",
-    "glm45": "think",
-    "mistral": "mistral",
-    "gemma4": "gemma4",
-    "openai_gptoss": "harmony",
-}
+REASONING_FORMATS = _names(
+    "deepseek_r1=think deepseek_v3=think qwen3=think glm45=think mistral=mistral gemma4=gemma4 openai_gptoss=harmony"
+)
 """Values of `model.reasoning_format`, by vLLM's parser."""
-DTYPES = {
-    "auto": "auto",
-    "half": "float16",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float": "float32",
-    "float32": "float32",
-}
+DTYPES = _names(
+    "auto=auto half=float16 float16=float16 bfloat16=bfloat16 float=float32 float32=float32"
+)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
 _POWERS = "kmgt"
 
@@ -363,7 +345,7 @@ _CONVERT: dict[str, Convert] = {
     "--reasoning-parser": choice("model.reasoning_format", REASONING_FORMATS, _DETECTED),
     "--generation-config": choice(
         "model.sampling_defaults",
-        {"auto": "true", "vllm": "false"},
+        _names("auto=true vllm=false"),
         "the defaults are in the checkpoint's generation_config.json",
     ),
     "--quantization": only(
@@ -382,7 +364,7 @@ _CONVERT: dict[str, Convert] = {
     "--kv-cache-memory-bytes": pinned_bytes,
     "--kv-cache-dtype": choice(
         "generate.kv_dtype",
-        {"auto": "auto", "int8": "int8", "int8_per_token_head": "int8"},
+        _names("auto=auto int8=int8 int8_per_token_head=int8"),
         "leave it out, or set int8 on a CPU",
     ),
     "--max-num-batched-tokens": count("generate.max_batch_tokens"),
