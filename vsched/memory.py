@@ -414,7 +414,8 @@ def _pool_lines(
         }
         peak_bytes = max(rank.peak_bytes, rank.reserved_bytes)
         rest_bytes = peak_bytes - sum(sizes.values()) - headroom_bytes - held_bytes
-        sizes |= {"language activations": max(rest_bytes, 0), "headroom": headroom_bytes}
+        sizes["language activations"] = max(rest_bytes, 0)
+        sizes["headroom"] = headroom_bytes
         held_bytes, owner = 0, rank.owner or f"{group} rank {rank.rank}"
         for name, size in sizes.items():
             if size or name in always:

@@ -117,6 +117,7 @@ def read_events(path: Path) -> Iterator[SegmentHeader | RecordedEvent]:
 
 def _entries(reader: FrameReader) -> Iterator[tuple[int, SegmentHeader | RecordedEvent]]:
     """Yield the header and the events of a segment, with the positions after them."""
+    one: SegmentHeader | RecordedEvent
     for index, (position, body) in enumerate(reader.bodies()):
         try:
             one = decode_entry(body) if index else decode_header(body)
