@@ -136,10 +136,11 @@ def check_replacement(
     built: dict[str, Policy] = {}
     for path, change in changes.items():
         with problems.collected():
-            table = change
             if isinstance(change, Policy):
                 cls, fields = type(change), msgspec.to_builtins(change)
-                table = {"use": f"{cls.__module__}:{cls.__qualname__}", **fields}
+                table: PolicyTable = {"use": f"{cls.__module__}:{cls.__qualname__}", **fields}
+            else:
+                table = change
             seats, policy = _check_table(path, table)
             twice = sorted({*seats} & {*built})
             if twice:

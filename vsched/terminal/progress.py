@@ -23,8 +23,8 @@ LINE_S = 5.0
 
 
 @contextlib.contextmanager
-def counting_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar for each part of some work; yields the callback, which takes the part, the count and the total."""
+def counting_progress() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Show a bar for each part of some work; yields the callback, which takes the part, the count and the total, if it is known."""
     columns = (
         TextColumn("{task.description:10}"),
         BarColumn(),
@@ -35,10 +35,10 @@ def counting_progress() -> Iterator[Callable[[str, int, int], None]]:
         tasks: dict[str, TaskID] = {}
         shown: dict[str, int] = {}
 
-        def report(part: str, done: int, total: int) -> None:
+        def report(part: str, done: int, total: int | None) -> None:
             if part not in tasks:
                 tasks[part] = bars.add_task(part, total=total)
-            elif done < min(shown[part] + total // 200, total):
+            elif total and done < min(shown[part] + total // 200, total):
                 return  # an update takes longer than many pieces of work
             shown[part] = done
             bars.update(tasks[part], completed=done)
