@@ -31,7 +31,7 @@ PLANTS = (
         "put at the tail",
         "vsched.kernel.request_moves:RequestMoves.requeue",
         "commands = list(",
-        "self._table._arrivals += 1; state.order = (self._table._arrivals, 0); commands = list(",
+        "self._table.arrivals += 1; state.order = (self._table.arrivals, 0); commands = list(",
         seed=35,
     ),
     Plant(

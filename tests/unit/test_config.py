@@ -412,7 +412,6 @@ def test_config_default_item_limit_is_the_one_that_is_reported() -> None:
         (["encode.admission.max_items=3"], 3),
         (["encode.admission.use=fifo"], 1),
         (["encode.admission.use=fifo", "encode.device=cuda:0"], 8),
-        (["encode.admission.use=gathered"], 8),
     ],
 )
 def test_config_encode_items_follow_the_admission_policy(sets: list[str], expected: int) -> None:
