@@ -24,8 +24,7 @@ from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
 from vsched.fork_server import drop_code_pages, release_free_memory
 from vsched.logs import configure_logging
 from vsched.transport.arena import Arena
-from vsched.transport.pulse import PulseThread
-from vsched.transport.zmq_link import RankLink, wait_readable
+from vsched.transport.zmq_link import PulseThread, RankLink, wait_readable
 from vsched.worker.member import PULSES_PER_TIMEOUT, Following, Member, RankLoading
 from vsched.worker.memory import limit_process_memory, memory_errors, spare_memory
 from vsched.worker.spec import RankSpec
@@ -74,7 +73,6 @@ def run(spec: RankSpec) -> None:
 
 
 def _load(loading: RankLoading[RankLink]) -> None:
-    """Load the rank until it is ready."""
     loading.begin()
     while loading.sizing is not None:
         # The lifeline thread ends this process if the engine is gone.

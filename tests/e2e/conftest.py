@@ -22,7 +22,7 @@ from tests.e2e.fork_servers import one_fork_server  # noqa: E402
 from tests.patience import PATIENCE_S, until  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
-from vsched.aio.replicas import fork_server, launcher  # noqa: E402
+from vsched.aio import fork_server, launcher  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
 from vsched.types import ModelInfo  # noqa: E402

@@ -10,8 +10,8 @@ import pytest
 from tests.e2e.asking import Ask, answer, drawn_image
 from tests.patience import patience
 from vsched import Engine
-from vsched.aio.environment import Environment, make_launcher
 from vsched.config import load_config
+from vsched.engine import Environment, make_launcher
 from vsched.errors import VschedError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]

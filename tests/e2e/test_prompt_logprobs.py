@@ -14,7 +14,7 @@ httpx = pytest.importorskip("httpx")
 from tests.e2e.asking import TEXTS, Ask, data_url, drawn_image, read  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Engine, SamplingParams  # noqa: E402
-from vsched.aio.streams.stream import PromptToken  # noqa: E402
+from vsched.aio.streams import PromptToken  # noqa: E402
 from vsched.errors import RequestRefused  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

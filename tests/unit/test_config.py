@@ -197,8 +197,8 @@ def test_config_later_set_wins() -> None:
             "generate.tensor_parallel (from command line) is not valid: value 65, limit int, 1 to 64.",
         ),
         (
-            "generate.hooks_s=-1",
-            "generate.hooks_s (from command line) is not valid: value -1,",
+            "generate.state_snapshots=-1",
+            "generate.state_snapshots (from command line) is not valid: value -1,",
         ),
         *(
             (

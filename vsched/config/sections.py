@@ -236,9 +236,6 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     """Maximum memory held by waiting requests; further ones get a 429."""
     context_tokens: NonNegative = 0
     """Maximum length of prompt and output together; 0 for the checkpoint's."""
-    hooks_s: Annotated[float, Meta(ge=0)] | None = None
-    """Interval of a worker's hooks, such as expert rebalancing; by default the worker's own, and with 0 only when a
-    rank requests one."""
     kv_pages: Literal["on_use", "at_start"] = "on_use"
     """Time at which the host allocates the pages of the KV cache on a CPU: on first use, if the process's limit counts
     reserved memory and the host reports its free memory, or all at start; see docs/memory.md."""

@@ -24,7 +24,7 @@ LINE_S = 5.0
 
 @contextlib.contextmanager
 def counting_progress() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show a bar for each part of some work; yields the callback, which takes the part, the count and the known total."""
+    """Show a bar for each part of some work; yields the callback (part, count, known total)."""
     columns = (
         TextColumn("{task.description:10}"),
         BarColumn(),

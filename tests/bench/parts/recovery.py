@@ -19,11 +19,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tests.bench.servers.processes import neighbours
-from vsched.aio.environment import Environment, make_launcher
-from vsched.aio.replicas.worker_group import STARTING
+from vsched.aio.worker_groups import STARTING
 from vsched.bench.load.cases import draw_image
 from vsched.config import load_config
-from vsched.engine import Engine
+from vsched.engine import Engine, Environment, make_launcher
 from vsched.terminal.options import JsonOption, SetOption, write_json
 from vsched.types import SamplingParams
 from vsched.worker.spec import usable_cores

@@ -18,7 +18,7 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.aio.refusals import refusal_error
+from vsched.aio.arrivals import refusal_error
 from vsched.failures import ErrorKind, StartFailed
 from vsched.kernel.events import Drain, GroupRetired, Resume
 from vsched.kernel.request_moves import ITEMS_MAX

@@ -10,10 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import msgspec
 
@@ -51,16 +50,12 @@ def rank_environment(threads: int) -> dict[str, str]:
 
 
 logger = logging.getLogger(__name__)
-PRELOADED = ("vsched.transport.pulse", "vsched.transport.zmq_link", "vsched.worker.member")
+PRELOADED = ("vsched.transport.zmq_link", "vsched.worker.member")
 """Modules that every rank imports, with any worker."""
-IMPORT_S = 60.0
-"""Limit on idle time of the server while it imports."""
+IMPORT_S = 300.0
+"""Limit on the imports, which take 4 s, and minutes on an overloaded machine."""
 FORK_S = 10.0
-"""Limit on idle time before a reply, after the imports and during a fork."""
-WORK_S = 120.0
-"""Limit on CPU time before a reply: imports take 4 s, and a fork some milliseconds."""
-_IDLE_PARTS = 4
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""Limit on a reply after the imports; a fork takes milliseconds."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -75,13 +70,12 @@ class IdleForkServer(NamedTuple):
     orders: socket.socket
 
     def close(self) -> None:
-        """End the process."""
         self.process.kill()
         self.process.wait()
         self.orders.close()
 
 
-def start_idle(environment: Mapping[str, str]) -> IdleForkServer:
+def start_idle() -> IdleForkServer:
     """Start the process of a fork server, which imports `PRELOADED`."""
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     orders.setblocking(False)
@@ -91,7 +85,7 @@ def start_idle(environment: Mapping[str, str]) -> IdleForkServer:
             [sys.executable, "-m", "vsched.fork_server", str(number), *PRELOADED],
             stdin=subprocess.DEVNULL,
             pass_fds=(number,),
-            env=environment,
+            env=rank_environment(1),
             start_new_session=True,  # a terminal's Ctrl-C must reach only the engine
         )
     return IdleForkServer(process, orders)
@@ -100,7 +94,7 @@ def start_idle(environment: Mapping[str, str]) -> IdleForkServer:
 @contextmanager
 def idle_fork_server() -> Iterator[IdleForkServer]:
     """Start the process of a fork server before the configuration is known; leaving the context ends it."""
-    idle = start_idle(rank_environment(1))
+    idle = start_idle()
     try:
         yield idle
     finally:
@@ -115,14 +109,9 @@ class ForkServer:
     request on.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[str],
-        environment: Mapping[str, str],
-        idle: IdleForkServer | None = None,
-    ) -> None:
+    def __init__(self, modules: Sequence[str], idle: IdleForkServer | None = None) -> None:
         """Create a server that starts at the first request or with `begin`; its first process is `idle`, if given."""
-        self._imports = Imports(modules, dict(environment))
+        self._imports = Imports(modules, rank_environment(1))
         self._idle = idle
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
@@ -137,8 +126,7 @@ class ForkServer:
     async def open(self) -> socket.socket:
         """Return a channel for one order after the server's imports are done; the caller closes it.
 
-        Blocks: at most `WORK_S` of the server's CPU time, or `IMPORT_S` (`FORK_S` after the imports) of its idle time;
-        may be cancelled.
+        Blocks: at most `IMPORT_S`, or `FORK_S` after the imports; may be cancelled.
 
         Raises:
             ForkServerLostError: When the server dies or does not respond; it is killed then.
@@ -186,46 +174,15 @@ class ForkServer:
             raise ForkServerLostError("the fork server could not fork")
         return int.from_bytes(pid, "little")
 
-    async def _receive(self, channel: socket.socket, idle_s: float) -> bytes:
-        """Return the server's next message; kill the server if it is idle for `idle_s` or exceeds its CPU time.
-
-        On an overloaded machine it may take minutes: it is not replaced while it makes progress, since a new one would
-        start from the beginning.
-        """
-        began_s = worked_s = self._worked_s()
-        idle = 0
-        # One task: cancelling and restarting it could lose a message.
-        said = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(channel, len(HELLO)))
+    async def _receive(self, channel: socket.socket, limit_s: float) -> bytes:
+        """Return the server's next message; kill the server if there is none in time."""
         try:
-            # In parts: a suspension of the whole machine, however long, ends only one of them.
-            while not (await asyncio.wait({said}, timeout=idle_s / _IDLE_PARTS))[0]:
-                before_s, worked_s = worked_s, self._worked_s()
-                idle = idle + 1 if worked_s == before_s else 0
-                if idle == _IDLE_PARTS or worked_s >= began_s + WORK_S:
-                    self._kill_silent(idle_s if idle else 0)
-            return said.result()
-        finally:
-            said.cancel()
-            await asyncio.wait({said})
-
-    def _kill_silent(self, idle_s: float) -> NoReturn:
-        """Kill a server that was idle for `idle_s`, or exceeded its CPU time if `idle_s` is 0."""
-        if self._process is not None:
-            self._process.kill()
-        raise ForkServerLostError(
-            f"the fork server said nothing, and did nothing for {idle_s:g} s"
-            if idle_s
-            else f"the fork server said nothing in {WORK_S:g} s of a processor"
-        )
-
-    def _worked_s(self) -> float:
-        """Return the CPU time of the server in seconds; 0 if it has ended."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return 0.0
-        user, system = fields.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) * _TICK_S
+            async with asyncio.timeout(limit_s):
+                return await asyncio.get_running_loop().sock_recv(channel, len(HELLO))
+        except TimeoutError:
+            if self._process is not None:
+                self._process.kill()
+            raise ForkServerLostError(f"the fork server said nothing for {limit_s:g} s") from None
 
     def close(self) -> None:
         """End the server; no request is pending any more."""
@@ -235,9 +192,8 @@ class ForkServer:
         self._forget()
 
     def begin(self) -> None:
-        """Start the process and its imports."""
         idle, self._idle = self._idle, None
-        self._process, self._orders = idle or start_idle(self._imports.environment)
+        self._process, self._orders = idle or start_idle()
         with suppress(ConnectionError):  # it died: `open` detects that
             self._orders.send(msgspec.json.encode(self._imports))
         self._imported = False

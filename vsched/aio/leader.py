@@ -1,4 +1,7 @@
-"""The leader of one group: its decision log, its link to the ranks, heartbeats and deadlines.
+"""The leader of one group: its decision log, its link to the ranks, heartbeats, deadlines, failure detection.
+
+Every rank answers every step and hook, in the order of the log. A rank's process also sends heartbeats from a thread of
+its own, so a stopped process is detected during a step, and is not confused with a long step.
 
 One timer is due slightly less than a heartbeat interval after the last entry was sent. When it fires, the leader sends
 a heartbeat if nothing was sent in between, and checks for late ranks. So the gap between entries never exceeds one
@@ -12,22 +15,22 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import logging
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from vsched.aio.leader.failure_detector import (
-    Deadlines,
-    FailureDetector,
-    ProcessLiveness,
-    ResultComparison,
-)
+from vsched.config.sections import DeadlinesConfig
 from vsched.failures import (
+    AnswerOverdue,
     ErrorKind,
     GroupFailure,
+    RankBacklogged,
     RanksDiffer,
+    RankSilent,
     RankStopped,
     RankUnreachable,
     ReportRefused,
@@ -37,7 +40,7 @@ from vsched.kernel.decisions import Decision, EncodeDecision
 from vsched.memory import Sized
 from vsched.policy import RankMemory
 from vsched.probes import probe
-from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
+from vsched.transport.zmq_link import QUEUE_MAX, OnFrame, pulse_identity, rank_identity
 from vsched.types import stage_of
 from vsched.wire import (
     AcceptKv,
@@ -68,6 +71,136 @@ from vsched.wire import (
     undamaged_report,
 )
 
+
+class ProcessLiveness:
+    """Liveness of rank processes, shared by the leaders of the same processes.
+
+    A process that serves two groups follows one log at a time: a message to either leader proves that it runs, and
+    while it has to answer a step of either, only the deadline of that step counts.
+
+    Attributes:
+        turns: Orders the steps of all logs that these processes follow.
+        received_s: Time of the last message of a rank's log follower.
+        pulse_s: Time of the last message of a rank's process.
+        owing: Number of outstanding answers of a rank to all its leaders.
+    """
+
+    def __init__(self) -> None:
+        self.turns = itertools.count(1)
+        self._looked_s = 0.0
+        self._ran_s = 0.0
+        self.received_s: dict[int, float] = {}
+        self.pulse_s: dict[int, float] = {}
+        self.owing: Counter[int] = Counter()
+
+    def running_s(self, now_s: float, gap_max_s: float) -> float:
+        """Return the running time of this process at `now_s`, by which timeouts are measured.
+
+        A gap since the last call counts as at most `gap_max_s`: after a suspended VM, frozen container or starved
+        engine resumes, time passes before the frames of ranks that were suspended with it are read; they must not
+        count as silent.
+        """
+        self._ran_s += min(max(now_s - self._looked_s, 0.0), gap_max_s)
+        self._looked_s = now_s
+        return self._ran_s
+
+    def receive(self, rank: int, now_s: float, *, follows: bool) -> None:
+        """Note a message of a rank; `follows` is True if its log follower sent it."""
+        self.pulse_s[rank] = now_s
+        if follows:
+            self.received_s[rank] = now_s
+
+
+class PendingAck(NamedTuple):
+    """A step, or the hook at this position of the log, and the earliest time at which the rank could start it."""
+
+    number: int
+    hook: str
+    since_s: float
+
+
+class FailureDetector:
+    """The outstanding answers of each rank of one group, oldest first."""
+
+    def __init__(
+        self, group: str, ranks: int, deadlines: DeadlinesConfig, liveness: ProcessLiveness
+    ) -> None:
+        self._groups = (group,)
+        self._deadlines = deadlines
+        self._liveness = liveness
+        self._pending: list[deque[PendingAck]] = [deque() for _ in range(ranks)]
+
+    def expect(self, number: int, now_s: float, *, hook: str = "") -> None:
+        for rank, owed in enumerate(self._pending):
+            owed.append(PendingAck(number, hook, now_s))
+            self._liveness.owing[rank] += 1
+
+    def due(self, rank: int) -> PendingAck | None:
+        return self._pending[rank][0] if self._pending[rank] else None
+
+    def answered(self, rank: int, now_s: float) -> None:
+        """Note the expected answer of a rank; the rank started the next step or hook after it."""
+        owed = self._pending[rank]
+        owed.popleft()
+        self._liveness.owing[rank] -= 1
+        if owed:
+            owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
+
+    def renew(self, number: int, now_s: float) -> None:
+        """Restart the timeout of a step that paused and continues."""
+        for owed in self._pending:
+            if owed and not owed[0].hook and owed[0].number == number:
+                owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
+
+    def failure(self, now_s: float) -> GroupFailure | None:
+        """Return the failure of a rank that is late or silent for too long; None if there is none."""
+        limits, liveness = self._deadlines, self._liveness
+        silent_s = limits.rank_timeout_s + limits.heartbeat_s
+        for rank, owed in enumerate(self._pending):
+            waited_s = now_s - liveness.pulse_s.get(rank, now_s)
+            if waited_s > silent_s:
+                return RankSilent(self._groups, rank, waited_s)
+            if owed:
+                waited_s = now_s - owed[0].since_s
+                if waited_s > limits.step_s:
+                    step, hook, _ = owed[0]
+                    return AnswerOverdue(self._groups, rank, step, hook, waited_s, limits.step_s)
+            elif not liveness.owing[rank]:
+                waited_s = now_s - liveness.received_s.get(rank, now_s)
+                if waited_s > silent_s:
+                    return RankSilent(self._groups, rank, waited_s)
+        return None
+
+    def backlog(self) -> RankBacklogged | None:
+        """Return the failure of a rank with more outstanding answers than its queue holds; None if there is none."""
+        behind = (rank for rank, owed in enumerate(self._pending) if len(owed) > QUEUE_MAX)
+        return next((RankBacklogged(self._groups, rank) for rank in behind), None)
+
+
+class ResultComparison:
+    """Compares the digests of a step's result from all ranks with the first rank's, in any order of arrival.
+
+    Ranks answer in the order of the log and are given up if they are too far behind, so the memory is bounded.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._said: dict[int, dict[int, bytes]] = {}
+
+    def add(self, rank: int, step: int, check: bytes) -> int | None:
+        """Add the digest of a rank; return a rank whose digest differs from the first rank's."""
+        said = self._said.setdefault(step, {})
+        said[rank] = check
+        if len(said) == self._ranks:
+            del self._said[step]
+        if 0 not in said:
+            return None
+        return next((other for other, one in said.items() if one != said[0]), None)
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+
 HOOK_GAP_S = 1.0
 """Minimum time between runs of a hook on request of ranks, so that it is not part of every step."""
 
@@ -76,17 +209,11 @@ class HookTimes:
     """The hooks of one group.
 
     A hook is due when its interval has passed since its last run and there were steps in between, because nothing
-    changes while a group is idle, or when a rank requests it; with an interval of 0 only then. `override_s` replaces
-    all other intervals.
+    changes while a group is idle, or when a rank requests it; with an interval of 0 only then.
     """
 
-    def __init__(
-        self, intervals: Mapping[str, float], now_s: float, *, override_s: float | None = None
-    ) -> None:
-        self._intervals = {
-            name: interval_s if override_s is None or interval_s == 0 else override_s
-            for name, interval_s in intervals.items()
-        }
+    def __init__(self, intervals: Mapping[str, float], now_s: float) -> None:
+        self._intervals = dict(intervals)
         self._start_s = now_s
         self._ended_s: dict[str, float] = {}
         self._worked: set[str] = set()
@@ -94,7 +221,6 @@ class HookTimes:
         self._out: set[str] = set()
 
     def stepped(self) -> None:
-        """Note that a step was sent."""
         self._worked.update(self._intervals)
 
     def ask(self, name: str) -> bool:
@@ -126,7 +252,6 @@ class HookTimes:
         return now_s - (self._start_s if ended_s is None else ended_s) >= interval_s
 
     def done(self, name: str, now_s: float) -> None:
-        """Note the end of a run."""
         self._out.discard(name)
         self._ended_s[name] = now_s
 
@@ -147,7 +272,6 @@ class EncodeSlices:
         self._layer_ns = 0.0
 
     def begin(self, decision: EncodeDecision) -> EncodeDecision:
-        """Return a batch with the number of layers of its first time slice."""
         self._time_slice_ns = decision.time_slice_ns
         self._tokens = sum(task.tokens for task in decision.tasks if not task.encoded)
         self.open = bool(self._time_slice_ns and self._tokens)
@@ -155,7 +279,6 @@ class EncodeSlices:
         return msgspec.structs.replace(decision, layers=self._layers()) if self.open else decision
 
     def go_on(self, paused: Paused) -> int:
-        """Return the number of layers of the next time slice."""
         layer_ns = paused.busy_ns / paused.layers / self._tokens
         self._layer_ns = max(layer_ns, self._layer_ns) if self.busy_ns else layer_ns
         self.busy_ns += paused.busy_ns
@@ -178,22 +301,16 @@ class LeaderEnd(Protocol):
 
     def carry(self, entry: LogEntry) -> None:
         """Prepare for an entry whose frames are sent next: the arena bytes that it reads must arrive before it."""
-        ...
 
     def send(self, rank: int, frame: bytes) -> bool:
         """Queue a frame for a rank, without waiting; return False if it is gone or backlogged."""
-        ...
 
     def read(self) -> None:
         """Handle all frames that have arrived."""
-        ...
 
     def close(self) -> None:
         """Stop receiving and drop queued frames."""
-        ...
 
-
-__all__ = ["Deadlines", "Leader", "ProcessLiveness"]
 
 EARLY = 0.9
 """Heartbeats are sent after this part of the interval, to allow for late timers and transfer times."""
@@ -228,11 +345,12 @@ class Leader:
     """Leads the ranks of one group.
 
     `on_result` gets the name of the group and the result of each step. `on_lost` is called once, with the failure, when
-    the group is lost. `on_threads` gets a rank's number of threads when it changes.
+    the group is lost.
 
     Attributes:
         memory: Last memory report of each rank, in bytes by name.
         kernels_late: Number of kernels that each rank compiled or loaded after it was ready.
+        threads: Threads in use by each rank that reports them.
         heartbeats: Number of heartbeats sent.
         heartbeats_missed: Number of intervals in which nothing was sent, because this process did not run.
     """
@@ -244,10 +362,9 @@ class Leader:
         *,
         secret: str,
         ranks: int,
-        deadlines: Deadlines,
+        deadlines: DeadlinesConfig,
         on_result: Callable[[str, GenerateResult | EncodeResult], None],
         on_lost: Callable[[GroupFailure], None],
-        on_threads: Callable[[int, ThreadsInUse], None],
         on_progress: Callable[[str, float], None],
         liveness: ProcessLiveness | None = None,
     ) -> None:
@@ -256,6 +373,7 @@ class Leader:
         self._groups = (name,)
         self.memory: dict[int, dict[str, int]] = {}
         self.kernels_late: dict[int, int] = {}
+        self.threads: dict[int, ThreadsInUse] = {}
         self.heartbeats = self.heartbeats_missed = 0
         self.loaded = _Gather[RankMemory](ranks)
         self.reserved = _Gather[Reserved](ranks)
@@ -267,7 +385,6 @@ class Leader:
         self._deadlines = deadlines
         self._on_result = on_result
         self._on_lost = on_lost
-        self._on_threads = on_threads
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
         self._liveness = liveness or ProcessLiveness()
@@ -290,7 +407,6 @@ class Leader:
     # --- sending ---
 
     def decide(self, decision: Decision) -> None:
-        """Append a decision to the log, and send it to every rank."""
         self._run_hooks()
         self._hooks.stepped()
         self._detector.expect(decision.step, self._running_s())
@@ -340,11 +456,9 @@ class Leader:
         return changed.complete
 
     def accept(self, blocks: int) -> None:
-        """Tell the ranks to serve with their current KV cache."""
         self._append(AcceptKv(blocks))
 
     def stop(self) -> None:
-        """Tell the ranks to finish and exit."""
         if not self._over:
             self._append(Stop())
 
@@ -429,7 +543,7 @@ class Leader:
                 self.kernels_late[rank] = late
                 self._take_beat(rank, seq)
             case ThreadsInUse():
-                self._on_threads(rank, report)
+                self.threads[rank] = report
             case AdapterChanged(seq, error):
                 self._take_change(rank, seq, error)
             case RankFailed():
@@ -468,7 +582,7 @@ class Leader:
         self.memory[rank] = report.memory
         self._ready[rank] = report
         if report.threads is not None:
-            self._on_threads(rank, report.threads)
+            self.threads[rank] = report.threads
         if len(self._ready) == self._ranks and not self.ready.done():
             self._begin()
 
@@ -486,12 +600,11 @@ class Leader:
         for rank in range(self._ranks):
             self._liveness.receive(rank, self._running_s(), follows=True)
         now_s = self._loop.time()
-        self._hooks = HookTimes(first.hooks, now_s, override_s=self._deadlines.hooks_s)
+        self._hooks = HookTimes(first.hooks, now_s)
         self._timer = self._loop.call_later(self._beat_s, self._tick)
         self.ready.set_result([self._ready[rank] for rank in range(self._ranks)])
 
     def _take_answer(self, rank: int, answer: GenerateResult | EncodeResult | StepCheck) -> None:
-        """Handle the answer of a rank to the step that is expected next."""
         wanted: type = GenerateResult if stage_of(self.name) == "generate" else EncodeResult
         due = self._detector.due(rank)
         if due is None or due.hook or not isinstance(answer, StepCheck if rank else wanted):
@@ -562,7 +675,7 @@ class Leader:
     def _running_s(self) -> float:
         """Return the clock of all timeouts, which counts only the running time of this process."""
         gap_max_s = GAP_INTERVALS * self._deadlines.heartbeat_s
-        return self._liveness.clock.look(self._loop.time(), gap_max_s)
+        return self._liveness.running_s(self._loop.time(), gap_max_s)
 
     def _tick(self) -> None:
         if self._over:

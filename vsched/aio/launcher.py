@@ -1,4 +1,4 @@
-"""Starts ranks and connects them to their leaders; by default they are processes of this host.
+"""Starts ranks and connects them to their leaders; by default they are child processes of the engine.
 
 The ranks of a worker group run on a host, which has a folder for their sockets, and their arena. The parts of a rank's
 specification that depend on the host are filled in there (`at_home`), so a worker group sends the same to every host.
@@ -6,28 +6,181 @@ specification that depend on the host are filled in there (`at_home`), so a work
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import zmq
 
-from vsched.aio.leader.leader import LeaderEnd
-from vsched.aio.replicas.fork_server import ForkServer, IdleForkServer, rank_environment
-from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
+from vsched.aio.fork_server import ForkServer, ForkServerLostError, IdleForkServer, rank_environment
+from vsched.aio.leader import LeaderEnd
 from vsched.config import Config
 from vsched.errors import VschedError
+from vsched.fork_server import ForkOrder
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.types import ModelInfo, stage_of
 from vsched.worker.registry import load_worker
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+
+logger = logging.getLogger(__name__)
+RANK_COMMAND = ("-m", "vsched.rank")
+
+TOLD_CODES = (1, 2)
+"""Exit codes of ranks that have sent a report with the reason."""
+LAST_WORD_S = 1.0
+"""Delay of reporting such an exit: the report is more precise, and may arrive later on a busy machine."""
+
+
+class RankProcess:
+    """A rank's process; `on_exit(code)` is called once, on the event loop, when it ends by itself.
+
+    It is forked by a fork server, or a new interpreter if there is none or the server is lost.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        *,
+        environment: Mapping[str, str],
+        on_exit: Callable[[int], None],
+        command: Sequence[str],
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        """Start it with an environment from `rank_environment`; `command` are the arguments of the interpreter."""
+        self._spec = spec
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        self._exited = self._loop.create_future()
+        self._pid = 0
+        self._wait: Callable[[], int] | None = None
+        self._ordered = False
+        self._ending = False
+        self._telling: asyncio.TimerHandle | None = None
+        stdin, lifeline = os.pipe()
+        self._lifeline = os.fdopen(lifeline, "wb")
+        spawn = partial(self._spawn, stdin, environment, command)
+        self._forking: asyncio.Task[None] | None = None
+        if fork_server is not None:
+            order = ForkOrder(
+                command=command,
+                folder=os.getcwd(),
+                environment=dict(environment),
+                numbers=[0, 1, 2, spec.arena_fd],
+            )
+            self._forking = self._loop.create_task(self._fork(fork_server, order, stdin, spawn))
+            return
+        try:
+            spawn()
+        except BaseException:
+            self._lifeline.close()
+            raise
+        finally:
+            os.close(stdin)
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0 before the process exists."""
+        return self._pid
+
+    def _spawn(self, stdin: int, environment: Mapping[str, str], command: Sequence[str]) -> None:
+        process = subprocess.Popen(  # noqa: S603 - no outside input
+            [sys.executable, *command],
+            stdin=stdin,
+            pass_fds=(self._spec.arena_fd,),
+            env=environment,
+            start_new_session=True,  # a terminal's Ctrl-C must reach only the engine
+        )
+        self._started(process.pid, process.wait)
+
+    async def _fork(
+        self, server: ForkServer, order: ForkOrder, stdin: int, spawn: Callable[[], None]
+    ) -> None:
+        try:
+            with await server.open() as channel:
+                self._ordered = True
+                pid = await server.fork(channel, order, [stdin, *order.numbers[1:]])
+            self._started(pid, partial(_exit_code, pid))
+        except ForkServerLostError as error:
+            logger.warning("%s: a new process instead: %s", self._spec.name, error)
+            try:
+                spawn()
+            except OSError as failure:
+                logger.error("%s: cannot be started: %s", self._spec.name, failure)  # noqa: TRY400
+                self._ended(1)
+        finally:
+            os.close(stdin)
+
+    def _started(self, pid: int, wait: Callable[[], int]) -> None:
+        self._pid, self._wait = pid, wait
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; `_reap` reports that
+            self._lifeline.write(msgspec.json.encode(self._spec) + b"\n")
+            self._lifeline.flush()
+        self._pidfd = os.pidfd_open(pid)
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    def _reap(self) -> None:
+        assert self._wait is not None
+        code = self._wait()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._ended(code)
+
+    def _ended(self, code: int) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._lifeline.close()
+        self._exited.set_result(code)
+        if code in TOLD_CODES and not self._ending:
+            self._telling = self._loop.call_later(LAST_WORD_S, self._on_exit, code)
+        else:
+            self._on_exit(code)
+
+    async def end(self, *, grace_s: float) -> None:
+        """Wait for the process to end; kill it after the grace period.
+
+        An exit that waits for the rank's report is not reported any more.
+
+        Blocks: at most the grace period, plus the time of a pending fork and of killing.
+        """
+        self._ending = True
+        if self._telling is not None:
+            self._telling.cancel()
+        if self._forking is not None:
+            if not self._ordered:
+                self._forking.cancel()
+            await asyncio.wait([self._forking])
+        if self._wait is None:  # no process was started
+            self._lifeline.close()
+            return
+        try:
+            async with asyncio.timeout(grace_s):
+                await asyncio.shield(self._exited)
+        except TimeoutError:
+            os.kill(self._pid, signal.SIGKILL)  # not reaped yet, so the id cannot be reused
+            await asyncio.shield(self._exited)
+
+
+def _exit_code(pid: int) -> int:
+    """Reap a child that has ended; 0 if it was reaped already, as in `subprocess`."""
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:
+        return 0
+    return os.waitstatus_to_exitcode(status)
+
 
 Modules = tuple[str, ...]
 """Names of modules, in the order of their import."""
@@ -43,7 +196,6 @@ class LaunchedRank(Protocol):
 
     async def end(self, *, grace_s: float) -> None:
         """Wait for the rank to end; kill it after the grace period."""
-        ...
 
 
 class Host(Protocol):
@@ -58,15 +210,12 @@ class Host(Protocol):
 
     def open_link(self, group: str, on_frame: OnFrame) -> LeaderEnd:
         """Return the leader's end of a group, to which its ranks connect; `on_frame` gets their frames."""
-        ...
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> LaunchedRank:
         """Start a rank without waiting for it; the host fills in its folder, arena and addresses."""
-        ...
 
     def close(self) -> None:
         """Release the resources of links and ranks; all ranks have ended."""
-        ...
 
 
 class Launcher(Protocol):
@@ -86,11 +235,9 @@ class Launcher(Protocol):
 
         `on_lost` is called on the event loop, at most once, when the host is lost with all ranks, with a description.
         """
-        ...
 
     def close(self) -> None:
         """Release everything; all ranks have ended."""
-        ...
 
 
 class LocalLauncher:
@@ -116,47 +263,31 @@ class LocalLauncher:
             ConfigError: When the path of a new folder is too long for a socket's address.
         """
         self.run_dir = run_dir or make_socket_folder()
-        self._command = command
+        self.command = command
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._forked = forked
         self._fork_servers = dict(started or {})
         self._starts: Counter[str] = Counter()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def choose_host(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> LocalHost:
-        """Return this host, which is never lost."""
         del on_lost
         self._starts.update(groups)
         return LocalHost(self, groups, arena, self._starts[groups[0]])
 
-    def open_link(self, address: str, on_frame: OnFrame) -> LeaderLink:
-        """Bind a socket."""
-        # Temporary files of a long-running server may have been cleaned up.
-        os.makedirs(self.run_dir, mode=0o700, exist_ok=True)
-        return LeaderLink(self._context, address, on_frame)
-
-    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
-        """Start a process with a complete specification."""
-        return RankProcess(
-            spec,
-            environment=rank_environment(threads),
-            on_exit=on_exit,
-            command=self._command,
-            fork_server=self._fork_server(forkable_modules(spec)) if self._forked else None,
-        )
-
-    def _fork_server(self, modules: Modules) -> ForkServer | None:
-        """Return the fork server with these imports; None for no imports."""
-        if modules and modules not in self._fork_servers:
-            self._fork_servers[modules] = make_fork_server(modules)
+    def fork_server(self, spec: RankSpec) -> ForkServer | None:
+        """Return the fork server with a rank's imports; None if one of its roles needs a new process."""
+        roles = [role for role in (spec.encode, spec.generate) if role is not None]
+        modules = modules_of(spec.info, [(role.plugin, role.settings.device) for role in roles])
+        if modules and self._forked and modules not in self._fork_servers:
+            self._fork_servers[modules] = ForkServer(modules)
         return self._fork_servers.get(modules)
 
     def close(self) -> None:
-        """End the fork servers, close every socket and remove the folder."""
         for server in self._fork_servers.values():
             server.close()
-        self._context.destroy(linger=0)
+        self.context.destroy(linger=0)
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
 
@@ -175,16 +306,22 @@ class LocalHost:
         self._start = start
 
     def open_link(self, group: str, on_frame: OnFrame) -> LeaderLink:
-        """Bind the group's socket."""
-        return self._launcher.open_link(
-            link_address(self._launcher.run_dir, group, self._start), on_frame
-        )
+        launcher = self._launcher
+        # Temporary files of a long-running server may have been cleaned up.
+        os.makedirs(launcher.run_dir, mode=0o700, exist_ok=True)
+        address = link_address(launcher.run_dir, group, self._start)
+        return LeaderLink(launcher.context, address, on_frame)
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
-        """Start a process."""
-        run_dir, arena = self._launcher.run_dir, self._arena
-        spec = at_home(spec, self._groups, run_dir=run_dir, arena_fd=arena.fd, start=self._start)
-        return self._launcher.launch(spec, threads=threads, on_exit=on_exit)
+        launcher, fd, start = self._launcher, self._arena.fd, self._start
+        spec = at_home(spec, self._groups, run_dir=launcher.run_dir, arena_fd=fd, start=start)
+        return RankProcess(
+            spec,
+            environment=rank_environment(threads),
+            on_exit=on_exit,
+            command=launcher.command,
+            fork_server=launcher.fork_server(spec),
+        )
 
     def close(self) -> None:
         """No-op: leaders close their links."""
@@ -216,19 +353,6 @@ def at_home(
     return msgspec.structs.replace(spec, run_dir=run_dir, arena_fd=arena_fd, **changes)
 
 
-def make_fork_server(modules: Modules, *, idle: IdleForkServer | None = None) -> ForkServer:
-    """Return a fork server with these imports, whose first process is `idle`; without one it has not started."""
-    # One thread, because libraries start their threads when they are imported; ranks set their own number.
-    environment = rank_environment(1)
-    return ForkServer(modules, environment, idle)
-
-
-def forkable_modules(spec: RankSpec) -> Modules:
-    """Return the modules to import before a rank is forked; empty if one of its roles needs a new process."""
-    roles = [role for role in (spec.encode, spec.generate) if role is not None]
-    return modules_of(spec.info, [(role.plugin, role.settings.device) for role in roles])
-
-
 def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> Modules:
     """Return the modules to import for roles (plug-in name and device); empty if one allows no imports."""
     modules: dict[str, None] = {}  # in the order of the plug-in
@@ -257,7 +381,7 @@ def early_fork_servers(
     with suppress(VschedError):
         modules = _modules_of_generate(config)
         if modules:
-            servers[modules] = make_fork_server(modules, idle=idle)
+            servers[modules] = ForkServer(modules, idle)
             servers[modules].begin()
         elif idle is not None:
             idle.close()

@@ -1,17 +1,22 @@
-"""The output of a choice: detokenization, stop strings, log-probabilities of its prompt, and a reader's handle.
+"""The output of choices: detokenization, stop strings, prompt log-probabilities, a reader's handle, and timelines.
 
-The engine holds a reference to the `TokenStream` while the request runs, so a `TokenStream` is never garbage-collected
-before its end. Only the caller refers to the `Generation`, and the request ends when that is dropped.
+The `StreamTable` holds the `TokenStream` of each live choice, so a `TokenStream` is never garbage-collected before its
+end. Only the caller refers to the `Generation`, and the request ends when that is dropped. Each choice gets tokens and
+exactly one end, and errors of one do not affect others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+from array import array
+from bisect import bisect_left
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -19,7 +24,7 @@ import numpy as np
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason, SamplingParams
-from vsched.wire import PromptPiece
+from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
 from vsched.worker.contract import Detokenizer
 
 
@@ -47,16 +52,13 @@ class PromptReport:
 
     @property
     def values(self) -> int:
-        """Number of log-probabilities of the complete report."""
         return len(self._token_ids) * (1 + self.top)
 
     @property
     def is_whole(self) -> bool:
-        """True if the log-probabilities of all prompt tokens are known."""
         return self._known >= len(self._token_ids)
 
     def when_whole(self, call: Callable[[], object]) -> None:
-        """Call a function once the report is complete."""
         self._waiting.append(call)
 
     def take(self, piece: PromptPiece) -> None:
@@ -146,11 +148,9 @@ class StopScope(Protocol):
 
     def split(self, text: str) -> list[tuple[str, bool]]:
         """Take the next piece of text; return the parts known so far, each with True if stop strings apply to it."""
-        ...
 
     def split_rest(self, *, cut: bool) -> list[tuple[str, bool]]:
         """Return the parts held back until the end; `cut` is True if the length limit ended the choice."""
-        ...
 
 
 class StopMatcher:
@@ -279,21 +279,17 @@ class TokenStream:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens, including image placeholders."""
         return len(self.prompt_token_ids)
 
     @property
     def cached_tokens(self) -> int:
-        """Number of prompt tokens found in the prefix cache; known once the request has ended."""
         return self.times.cached_tokens
 
     @property
     def reason(self) -> FinishReason | None:
-        """The finish reason; None while it runs."""
         return None if self._finish is None else self._finish.reason
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Add the next token."""
         if self._stopped or self._finish is not None or self._prompt_only:
             return
         self.output_tokens += 1
@@ -316,7 +312,6 @@ class TokenStream:
         self._changed.set()
 
     def finish(self, finish: Finish) -> None:
-        """Handle the end; called once."""
         assert self._finish is None, "a request has two terminal replies"
         self._finish = finish
         self.times = finish.times
@@ -371,7 +366,6 @@ class TokenStream:
         self._stopped = True
 
     def abort(self) -> None:
-        """Abort the request and free its resources; no-op after its end."""
         if self._finish is None:
             self._on_stop(self.request_id, FinishReason.ABORT)
 
@@ -585,3 +579,248 @@ class _Iteration:
 
     def __del__(self) -> None:
         self._generation.abort_soon()
+
+
+class AnswerSink(Protocol):
+    """One accepted choice; for the methods see `TokenStream`."""
+
+    request_id: str
+    output_tokens: int
+    times: RequestTimes
+    prompt_report: PromptReport | None
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def reason(self) -> FinishReason | None: ...
+
+    def push(self, token_id: int, logprob: TokenLogprob | None) -> None: ...
+    def finish(self, finish: Finish) -> None: ...
+    def give_up(self, message: str) -> None: ...
+    def abort(self) -> None: ...
+    def deliver(self) -> None: ...
+
+
+def interrupt_all(choices: Sequence[AnswerSink], message: str) -> None:
+    """End all choices of a request with an error."""
+    for answer in choices:
+        answer.give_up(message)
+        answer.abort()
+
+
+class StreamTable:
+    """Live choices by id and by the kernel's number; `on_broken(request_id)` is called when one cannot continue."""
+
+    def __init__(self, on_broken: Callable[[str], None]) -> None:
+        self._on_broken = on_broken
+        self._by_number: dict[int, AnswerSink] = {}
+        self._numbers: dict[str, int] = {}
+        self._loop = asyncio.get_running_loop()
+        self._changed: dict[str, AnswerSink] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def add(self, number: int, generation: AnswerSink) -> None:
+        self._by_number[number] = generation
+        self._numbers[generation.request_id] = number
+        self._idle.clear()
+
+    def report(self, pieces: Sequence[PromptPiece]) -> None:
+        """Pass a step's prompt log-probabilities to their choices, before its tokens."""
+        for piece in pieces:
+            stream = self._by_number.get(piece.number)
+            if stream is None or stream.prompt_report is None:
+                continue
+            try:
+                stream.prompt_report.take(piece)
+            except ValueError:
+                logger.exception("request %s cannot go on", stream.request_id)
+                stream.give_up(BROKEN)
+                self._on_broken(stream.request_id)
+
+    def emit(self, result: GenerateResult) -> None:
+        logprobs: dict[int, deque[SlotLogprob]] = {}
+        for one in result.logprobs:
+            logprobs.setdefault(one.slot, deque()).append(one)
+        more = {one.slot: one.tokens for one in result.drafted}
+        numbers, tokens = int32_array(result.numbers), int32_array(result.tokens)
+        for slot, (number, token) in enumerate(zip(numbers, tokens, strict=True)):
+            stream = self._by_number.get(number) if token >= 0 else None
+            if stream is None:
+                continue  # no token, or aborted while the step was in flight
+            reported = logprobs.get(slot, ())
+            self._push(stream, token, reported)
+            for further in more.get(slot, ()):
+                self._read(stream)  # one token per delta: clients count tokens by events
+                self._push(stream, further, reported)
+            self._note(stream)
+
+    def _push(
+        self, stream: AnswerSink, token: int, reported: deque[SlotLogprob] | tuple[()]
+    ) -> None:
+        logprob = None
+        if reported:
+            found = reported.popleft()
+            logprob = TokenLogprob(token, found.logprob, found.top)
+        self._put(stream, token, logprob)
+
+    def _put(self, stream: AnswerSink, token: int, logprob: TokenLogprob | None) -> None:
+        try:
+            stream.push(token, logprob)
+        except Exception:
+            logger.exception("request %s cannot go on", stream.request_id)
+            stream.give_up(BROKEN)
+            self._on_broken(stream.request_id)
+
+    def take(self, number: int, token: int, logprob: TokenLogprob | None) -> None:
+        """Pass a token to its choice; a pending earlier token is delivered first, in its own delta."""
+        stream = self._by_number.get(number)
+        if stream is None:
+            return
+        if stream.request_id in self._changed:
+            self._read(stream)
+        self._put(stream, token, logprob)
+        self._note(stream)
+
+    def _note(self, stream: AnswerSink) -> None:
+        """Schedule the call of the choice's reader, after the current event together with all others."""
+        if not self._changed:
+            self._loop.call_soon(self._deliver)
+        self._changed[stream.request_id] = stream
+
+    def _deliver(self) -> None:
+        changed, self._changed = self._changed, {}
+        for stream in changed.values():
+            self._read(stream)
+
+    def _read(self, stream: AnswerSink) -> None:
+        try:
+            stream.deliver()
+        except Exception:
+            logger.exception("the reader of request %s failed", stream.request_id)
+
+    def finish(self, finish: Finish) -> None:
+        generation = self._by_number.pop(finish.number)
+        del self._numbers[finish.request_id]
+        if not self._by_number:
+            self._idle.set()
+        try:
+            generation.finish(finish)
+        except Exception:
+            logger.exception("request %s did not end well", finish.request_id)
+        self._note(generation)
+
+    def fail_all(self, message: str, *, code: str) -> None:
+        """End all choices with an error, without the kernel."""
+        for request_id, number in list(self._numbers.items()):
+            reason = FinishReason.ERROR
+            self.finish(Finish(request_id, number, reason, RequestTimes(), message, code))
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is live.
+
+        Blocks: without limit; wrap it in `asyncio.timeout`.
+        """
+        await self._idle.wait()
+
+    def request_ids(self, count: int) -> list[str]:
+        return list(itertools.islice(self._numbers, count))
+
+
+def int32_array(data: bytes) -> array[int]:
+    """Return little-endian int32 values."""
+    values = array("i")
+    values.frombytes(data)
+    return values
+
+
+class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of one request in each phase, in milliseconds; `ended_ns` is of the kernel's clock."""
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    encoded_items: int
+    preemptions: int
+    preprocess_ms: float
+    encode_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    finish_reason: str
+    ended_ns: int = 0
+
+
+def timeline_of(generation: AnswerSink, preprocess_ms: float) -> RequestTimeline:
+    """Return the timeline of an ended request."""
+    times = generation.times
+
+    def span_ms(start_ns: int, end_ns: int) -> float:
+        return round((end_ns - start_ns) / 1e6, 3) if start_ns and end_ns else 0.0
+
+    return RequestTimeline(
+        request_id=generation.request_id,
+        prompt_tokens=generation.prompt_tokens,
+        cached_tokens=times.cached_tokens,
+        output_tokens=generation.output_tokens,
+        encoded_items=times.encoded_items,
+        preemptions=times.preemptions,
+        preprocess_ms=round(preprocess_ms, 3),
+        encode_ms=span_ms(times.submitted_ns, times.items_ready_ns),
+        queue_ms=span_ms(times.items_ready_ns, times.admitted_ns),
+        prefill_ms=span_ms(times.admitted_ns, times.first_token_ns),
+        decode_ms=span_ms(times.first_token_ns, times.finished_ns),
+        finish_reason=(generation.reason or FinishReason.ERROR).value,
+        ended_ns=times.finished_ns,
+    )
+
+
+RECENT_MAX = 64
+_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKENS = (1, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 25000, 50000, 100000)
+HISTOGRAMS = {
+    "request_preprocess_time_seconds": ("preprocess_ms", _SECONDS),
+    "request_encode_time_seconds": ("encode_ms", _SECONDS),
+    "request_queue_time_seconds": ("queue_ms", _SECONDS),
+    "request_prefill_time_seconds": ("prefill_ms", _SECONDS),
+    "request_decode_time_seconds": ("decode_ms", _SECONDS),
+    "request_prompt_tokens": ("prompt_tokens", _TOKENS),
+    "request_generation_tokens": ("output_tokens", _TOKENS),
+}
+"""Names of the histograms: the field of a timeline, and the upper bounds of the buckets."""
+
+
+class Histogram:
+    """Counts of values by bucket; the last bucket has no bound."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def statistics(self) -> dict[str, Any]:
+        return {"bounds": self.bounds, "counts": self.counts, "sum": round(self.sum, 6)}
+
+
+class FinishedRequests:
+    """The latest timelines, oldest first; the histograms cover requests that ended with `stop` or `length`."""
+
+    def __init__(self) -> None:
+        self.recent: deque[RequestTimeline] = deque(maxlen=RECENT_MAX)
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+
+    def add(self, timeline: RequestTimeline) -> None:
+        self.recent.append(timeline)
+        if timeline.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        for name, (field, _) in HISTOGRAMS.items():
+            value = getattr(timeline, field)
+            self._histograms[name].observe(value / 1e3 if field.endswith("_ms") else value)
+
+    def histograms(self) -> dict[str, dict[str, Any]]:
+        return {name: one.statistics() for name, one in self._histograms.items()}
