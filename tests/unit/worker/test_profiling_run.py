@@ -22,13 +22,13 @@ from vsched.wire import SizeKv
 from vsched.worker.contract import Batch, ImagePlan, Sampled
 from vsched.worker.sizing import (
     KvBuilder,
-    StepLimits,
     beside_decodes,
     heap,
     image_for,
     run_profile,
     spread,
 )
+from vsched.worker.spec import StepLimits
 
 IMAGE = ImagePlan((), 6)
 
