@@ -113,19 +113,17 @@ class HostShares:
 
     def within(self, ranks: Sequence[RankMemory]) -> list[RankMemory]:
         """Return measurements of all ranks as if their memories were no larger than their shares."""
-        return [self._within(rank, ranks) for rank in ranks]
-
-    def _within(self, rank: RankMemory, ranks: Sequence[RankMemory]) -> RankMemory:
-        total_bytes = self._totals.get(rank.pool, rank.total_bytes)
-        if total_bytes >= rank.total_bytes:
-            return rank
-        held_bytes = sum(one.reserved_bytes for one in ranks if one.pool == rank.pool)
-        left_bytes = max(total_bytes - held_bytes, 0)
-        return msgspec.structs.replace(
-            rank,
-            total_bytes=total_bytes,
-            available_bytes=min(rank.available_bytes, left_bytes),
-        )
+        found = []
+        for rank in ranks:
+            total_bytes = self._totals.get(rank.pool, rank.total_bytes)
+            if total_bytes < rank.total_bytes:
+                held_bytes = sum(one.reserved_bytes for one in ranks if one.pool == rank.pool)
+                free_bytes = min(rank.available_bytes, max(total_bytes - held_bytes, 0))
+                rank = msgspec.structs.replace(
+                    rank, total_bytes=total_bytes, available_bytes=free_bytes
+                )
+            found.append(rank)
+        return found
 
     def note(self) -> str:
         """Return a sentence for an error message if a share is less than a limit; otherwise nothing."""
@@ -145,31 +143,12 @@ def size_text(size: int) -> str:
     return f"{size} bytes"
 
 
-LineName = Literal[
-    "weights",
-    "adapters",
-    "draft model",
-    "encoder activations",
-    "language activations",
-    "embeddings in flight",
-    "arena",
-    "image preprocessing",
-    "kv",
-    "state",
-    "swap",
-    "captured graphs",
-    "headroom",
-    "peers",
-    "unclaimed",
-]
-
-
 class LedgerLine(msgspec.Struct, frozen=True):
-    """The bytes of a pool that one owner uses for one thing."""
+    """The bytes of a pool that one owner uses for one thing, such as `weights`, `kv` or `peers`; see docs/memory.md."""
 
     pool: str
     owner: str
-    line: LineName
+    line: str
     bytes: int
 
 
@@ -233,10 +212,6 @@ class Ledger(msgspec.Struct, frozen=True):
     def of_pool(self, pool: str) -> list[LedgerLine]:
         """Return the lines of one pool."""
         return [line for line in self.lines if line.pool == pool]
-
-    def unclaimed(self, pool: str) -> int:
-        """Return the rest of a pool; negative when more is claimed than exists."""
-        return sum(line.bytes for line in self.of_pool(pool) if line.line == "unclaimed")
 
     def render(self) -> str:
         """Draw the table."""
@@ -394,7 +369,7 @@ def _pool_lines(
     """Yield the lines of the group's own ranks; `held_bytes` of the first one are in the line of an encoder."""
     always = ("weights", "kv", "language activations")
     for rank in pool.ranks:
-        sizes: dict[LineName, int] = {
+        sizes: dict[str, int] = {
             "weights": rank.weights_bytes,
             "adapters": rank.adapter_bytes,
             "draft model": rank.draft_bytes,

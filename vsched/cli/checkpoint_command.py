@@ -239,11 +239,7 @@ def calibrate(
 
 
 def _lines(file: Path) -> Sequence[str]:
-    """Return the non-empty lines of a file.
-
-    Raises:
-        ConfigError: When it cannot be read, or has no such line.
-    """
+    """Return the non-empty lines of a file."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -256,11 +252,7 @@ def _lines(file: Path) -> Sequence[str]:
 
 
 def _images(folders: Sequence[Path]) -> Iterator[Image.Image]:
-    """Yield the images in folders, by name.
-
-    Raises:
-        ConfigError: When a folder has no image, or an image cannot be read.
-    """
+    """Yield the images in folders, by name."""
     from PIL import Image
 
     for folder in folders:

@@ -209,11 +209,7 @@ def simulate(
 
 
 def _refuse_given(ctx: typer.Context, *, but: Collection[str], reason: str) -> None:
-    """Refuse options given on the command line, except those in `but`.
-
-    Raises:
-        ConfigError: When there is one; names them all.
-    """
+    """Refuse options given on the command line, except those in `but`."""
     given = [
         f"--{name.replace('_', '-')}"
         for name in ctx.params
@@ -402,11 +398,7 @@ def _say(load_of: Workload, outcomes: Sequence[SimulationOutcome], costs: CostMo
 
 
 def _report_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
-    """Print the number of failures of each policy, and the traceback of the first.
-
-    Raises:
-        typer.Exit: With status 1, if a policy failed: a default decided instead.
-    """
+    """Print the number of failures of each policy, and the traceback of the first."""
     for outcome in outcomes:
         for policy, count in outcome.figures.policy_faults.items():
             failures = outcome.policy_failures.items()

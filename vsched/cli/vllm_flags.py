@@ -530,11 +530,7 @@ def _values(rest: list[str], count: int) -> list[str]:
 def _apply(
     name: str, flag: Flag, negated: bool, values: list[str], done: Translation
 ) -> Assignments:
-    """Return the assignments of a flag, and add its notes and variables.
-
-    Raises:
-        ConfigError: If it is refused.
-    """
+    """Return the assignments of a flag, and add its notes and variables."""
     name, dot, field = name.partition(".")
     if dot and values:  # --limit-mm-per-prompt.image 4
         values = [json.dumps({field: _json_or_text(values[0])})]

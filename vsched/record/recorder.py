@@ -184,11 +184,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def _check_alone(path: Path) -> None:
-    """Check that no other process writes this record.
-
-    Raises:
-        ConfigError: If one does.
-    """
+    """Check that no other process writes this record."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -444,11 +444,7 @@ def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) ->
 def _adapter_memory(
     worker: EncodeWorker | GenerateWorker, settings: WorkerSettings
 ) -> dict[str, int]:
-    """Return the memory allocated by a worker for adapters, by name; empty if none are configured.
-
-    Raises:
-        ConfigError: When they are configured, and the worker does not support them.
-    """
+    """Return the memory allocated by a worker for adapters, by name; empty if none are configured."""
     if not settings.adapters:
         return {}
     if not supports(worker, "add_adapter"):

@@ -168,7 +168,6 @@ def test_group_ledger_counts_ranks_on_one_device_once() -> None:
 
 def test_ledger_shows_what_is_overdrawn() -> None:
     ledger = Ledger.balanced({"a": 10}, [LedgerLine("a", "x", "kv", 30)])
-    assert ledger.unclaimed("a") == -20
     assert "unclaimed -20 bytes" in ledger.summary()
 
 
