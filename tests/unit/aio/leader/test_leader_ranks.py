@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
@@ -207,6 +208,37 @@ async def test_leader_knows_the_threads_of_each_rank(led: LeaderHarness) -> None
     assert led.leader.threads == {0: ThreadsInUse(2, 2), 1: ThreadsInUse(1, 2)}
     led.receive(0, result(1))
     assert ([one.step for one in led.results], led.lost) == ([1], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([(0, 1)], [(5, "1 of 4")]),
+        ([(10, 1), (14, 4), (16, 1), (20, 4)], []),  # not long enough
+        ([(10, 3), (13, 1)], [(18, "1 of 4")]),  # another number
+        ([(10, 1), (13, 1)], [(15, "1 of 4")]),  # the same
+        ([(10, 1), (30, 3), (40, 4)], [(15, "1 of 4"), (35, "3 of 4"), (45, "all of its 4")]),
+        ([(10, 1), (20, 4), (22, 1), (30, 4)], [(15, "1 of 4"), (35, "all of its 4")]),
+    ],
+)
+async def test_change_of_threads_is_logged_if_it_lasts(
+    led: LeaderHarness,
+    changes: list[tuple[int, int]],
+    expected: list[tuple[int, str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    lines: list[tuple[int, str]] = []
+    for second in range(60):
+        for _, active in [change for change in changes if change[0] == second]:
+            led.receive(0, ThreadsInUse(active, 4))
+        led.advance(1.0)
+        lines.extend((second, line) for line in caplog.messages)
+        caplog.clear()
+    assert len(lines) == len(expected)
+    for (second, line), (lasting_s, words) in zip(lines, expected, strict=True):
+        assert f"generate rank 0 computes with {words}" in line
+        assert lasting_s <= second <= lasting_s + LIMITS.heartbeat_s, "at the next heartbeat"
 
 
 async def test_leader_ignores_a_pulse_without_the_secret(led: LeaderHarness) -> None:
