@@ -22,7 +22,7 @@ from tests.bench.servers.server import Spec
 from tests.bench.servers.session import Session
 from vsched.bench.load.generator import DECODER_TOKENS, LoadPlan, sessions_for
 from vsched.bench.load.shapes import Case, shape_of
-from vsched.bench.report.machine import PROCESSOR
+from vsched.bench.machine import PROCESSOR
 
 IMAGE_PIXELS = 448
 LINE = 118

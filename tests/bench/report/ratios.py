@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tests.bench.records import Key, Run
-from vsched.bench.load.figures import Figures
+from vsched.bench.load.generator import Figures
 
 Read = Callable[[Figures], float | None]
 

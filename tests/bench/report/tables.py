@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tests.bench.records import Started
 from tests.bench.report.ratios import Read, Row
-from vsched.bench.load.figures import Figures, Times
+from vsched.bench.load.generator import Figures, Times
 
 
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -21,11 +21,9 @@ from tests.bench.records import Key, Run, Started, Store
 from tests.bench.servers import processes
 from tests.bench.servers.neighbours import neighbours
 from tests.bench.servers.server import IDLE_CORES_MAX, Server, ServerError, Spec, serving
-from vsched.bench.load.cases import draw_text
 from vsched.bench.load.client import BenchClient
-from vsched.bench.load.figures import Figures
-from vsched.bench.load.generator import LoadPlan, draw, run
-from vsched.bench.report.machine import OtherLoad
+from vsched.bench.load.generator import Figures, LoadPlan, draw, draw_text, run
+from vsched.bench.machine import OtherLoad
 
 SETTLE_S = 1.0
 """Between resuming a server and its first request."""

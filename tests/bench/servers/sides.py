@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.servers.server import HOST, Spec
-from vsched.bench.load.measure import fixed_length_fields
+from vsched.bench.load.generator import fixed_length_fields
 from vsched.errors import ConfigError, limit_message
 
 ROOT = Path(__file__).parents[3]

@@ -21,8 +21,7 @@ from tests.bench.servers.start import spec_of
 from tests.bench.sessions import checkpoint_of, machine
 from tests.bench.table import report
 from tests.bench.table.sizes import PURPOSE, SIZES, plan_for, rest_s, settings_of
-from vsched.bench.load.generator import LoadPlan
-from vsched.bench.load.measure import fixed_length_fields
+from vsched.bench.load.generator import LoadPlan, fixed_length_fields
 from vsched.errors import ConfigError
 
 Work = dict[tuple[Key, ...], LoadPlan]

@@ -14,7 +14,7 @@ from tests.bench.report.ratios import Ratio, Row, rows
 from tests.bench.servers import sides
 from tests.bench.sessions import context_line, publish
 from tests.bench.table.sizes import PURPOSE, SIZES, settings_of
-from vsched.bench.load.figures import Figures
+from vsched.bench.load.generator import Figures
 
 RATE_MIN = 1.1
 """Target request rate, as a multiple of the best peer's with the same precision."""

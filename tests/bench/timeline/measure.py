@@ -22,8 +22,7 @@ from tests.bench.table.measure import specs_of
 from tests.bench.table.sizes import SIZES
 from tests.bench.timeline import report
 from vsched.bench.load.client import BenchClient, Sample
-from vsched.bench.load.figures import Answers, Figures, summarise
-from vsched.bench.load.generator import Body, LoadPlan, Message, draw
+from vsched.bench.load.generator import Answers, Body, Figures, LoadPlan, Message, draw, summarise
 from vsched.errors import ConfigError
 
 PURPOSE = "timeline"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from vsched.aio.replicas.worker_group import RankThreads
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.loop import VirtualLoop
 from vsched.wire import ThreadsInUse
 
 BUSY = "threads: other programs keep the cores busy"

@@ -16,8 +16,8 @@ from uvicorn.server import ServerState
 from tests.patience import NEVER_S, patience, until
 from tests.unit.api.fakes import FakeEngine, chat, served
 from vsched.aio.streams.stream import OutputDelta
-from vsched.api import ApiSettings, connection, create_app
-from vsched.api.connection import BoundedProtocol
+from vsched.api import ApiSettings, create_app, http_server
+from vsched.api.http_server import BoundedProtocol
 from vsched.config import ServerConfig
 
 SOON_S = 0.05
@@ -391,7 +391,7 @@ async def test_connection_client_that_sends_no_more_gets_its_answer(
     version: bytes, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a long time; the bytes written by the probe are the beginning of the response."""
-    monkeypatch.setattr(connection, "_FIRST_PROBE_S", 1e-4)
+    monkeypatch.setattr(http_server, "_FIRST_PROBE_S", 1e-4)
     released = asyncio.Event()
     engine = FakeEngine(OutputDelta("x", [1]), released, OutputDelta("y", [1], None, "stop"))
     request = LINE + version + b"\r\n" + HOST + JSON

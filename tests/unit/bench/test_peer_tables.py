@@ -13,7 +13,7 @@ from tests.bench.report import page, tables
 from tests.bench.report.pairs import pair_cells
 from tests.bench.report.ratios import rows
 from tests.bench.sessions import context_line
-from vsched.bench.load.figures import Figures, Times
+from vsched.bench.load.generator import Figures, Times
 from vsched.errors import ConfigError
 
 

@@ -43,7 +43,7 @@ from vsched.policy import (
     StepView,
 )
 from vsched.policy_host import SeatPolicies
-from vsched.testing.defaults import default_policies
+from vsched.testing.cluster import default_policies
 from vsched_policies.admission import (
     Deadline,
     Fifo,

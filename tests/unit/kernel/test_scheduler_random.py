@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from vsched.testing import run_random
-from vsched.testing.schedules.requests import random_limits
+from vsched.testing.cluster import random_limits
 
 
 @pytest.mark.parametrize("seed", range(15))

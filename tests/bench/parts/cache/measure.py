@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.bench.load.cases import draw_image
+from vsched.bench.load.generator import draw_image
 from vsched.config import load_config
 from vsched.engine import Engine
 from vsched.errors import RequestRefused

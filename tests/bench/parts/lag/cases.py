@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from vsched.api.bodies.reading import VALUES_MAX, text_bytes_max
+from vsched.api.bodies import VALUES_MAX, text_bytes_max
 from vsched.api.contract import ApiSettings
-from vsched.bench.load.cases import draw_text
+from vsched.bench.load.generator import draw_text
 from vsched.config import MediaConfig
 from vsched.types import ModelInfo
 

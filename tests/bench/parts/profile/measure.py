@@ -31,9 +31,8 @@ from vsched.api.completions import CompletionEndpoint
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.server import running_server
 from vsched.bench.load.client_processes import LoadOrder, begin_clients, figures_of, ready_clients
-from vsched.bench.load.figures import Figures
-from vsched.bench.load.generator import draw
-from vsched.bench.report.machine import TICK_S, OtherLoad
+from vsched.bench.load.generator import Figures, draw
+from vsched.bench.machine import TICK_S, OtherLoad
 from vsched.config import Config
 from vsched.engine import Engine, Progress
 from vsched.kernel import Scheduler

@@ -20,7 +20,7 @@ import zmq.asyncio
 from vsched.kernel.decisions import GenerateDecision
 from vsched.rank import follow
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.stand_in_workers import StandInEncoder
+from vsched.sim.ranks.symbolic_workers import StandInEncoder
 from vsched.transport.zmq_link import RankLink
 from vsched.wire import GenerateResult, LogEntry
 from vsched.worker.member import Member

@@ -14,7 +14,7 @@ import msgspec
 from tests.bench.servers.neighbours import neighbours
 from vsched.aio.environment import Environment, make_launcher
 from vsched.aio.replicas.worker_group import STARTING
-from vsched.bench.load.cases import draw_image
+from vsched.bench.load.generator import draw_image
 from vsched.config import load_config
 from vsched.engine import Engine
 from vsched.types import SamplingParams

@@ -13,9 +13,9 @@ import pytest
 
 from vsched.aio.leader.leader import Deadlines, Leader
 from vsched.config.sections import DeadlinesConfig
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.loop import VirtualLoop
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.stand_in_workers import StandInEncoder
+from vsched.sim.ranks.symbolic_workers import StandInEncoder
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import Hello, LogEntry, Pulse, Ready, encode_report
 from vsched.worker.member import PULSES_PER_TIMEOUT, Member, RankHost

@@ -21,7 +21,7 @@ from tests.bench.servers.server import HOST, Spec
 from tests.bench.servers.start import spec_of
 from tests.bench.table import measure, report, sizes
 from tests.unit.bench.test_peer_commands import FIGURES
-from vsched.bench.load.figures import Times
+from vsched.bench.load.generator import Times
 from vsched.errors import ConfigError
 
 SERVER = """

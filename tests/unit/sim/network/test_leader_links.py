@@ -13,8 +13,7 @@ from vsched.aio.leader.leader import Deadlines, Leader
 from vsched.errors import RankDesync
 from vsched.failures import ErrorKind
 from vsched.kernel.decisions import EncodeDecision
-from vsched.sim.faults.injection import Injector
-from vsched.sim.faults.plan import AnyFault, FaultPlan, MessageFault, MissedDecision, Partition
+from vsched.sim.faults import AnyFault, FaultPlan, Injector, MessageFault, MissedDecision, Partition
 from vsched.sim.network.links import Network, RankEnd
 from vsched.wire import (
     Beat,
