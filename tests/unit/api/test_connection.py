@@ -147,9 +147,9 @@ async def test_connection_deadline_is_of_each_request_and_not_of_the_answer() ->
 
 async def test_connection_rest_of_a_refused_body_is_not_waited_for() -> None:
     """The deadline also covers the unread rest of a request that was refused early."""
-    async with served(FakeEngine(), receive_s=SOON_S) as port, connected(port) as client:
-        await client.send(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n")
-        await client.send(b"Content-Type: application/json\r\n\r\n{")
+    async with served(FakeEngine(), receive_s=10 * SOON_S) as port, connected(port) as client:
+        head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+        await client.send(head + b"Content-Type: application/json\r\n\r\n{")
         answer = await client.answer()
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert answer.count(b"HTTP/1.1") == 1
