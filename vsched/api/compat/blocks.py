@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import (
     ChatRequest,

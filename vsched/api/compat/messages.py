@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.api.bodies import base64_fields
 from vsched.api.chat_messages import as_object
 from vsched.api.compat.blocks import (

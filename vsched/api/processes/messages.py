@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import msgspec
 
-from vsched.aio.streams.stream import TokenLogprob
+from vsched.aio.streams import TokenLogprob
 from vsched.api.contract import ApiSettings
 from vsched.api.metrics import Report
 from vsched.config import Config

@@ -16,11 +16,10 @@ import uvloop
 from setproctitle import setproctitle
 from starlette.types import Receive, Scope, Send
 
+from vsched.aio.arrivals import PendingArrivals
 from vsched.aio.grammar_checks import GrammarChecks, grammar_processes
-from vsched.aio.pending_arrivals import PendingArrivals
-from vsched.aio.serving import check_stop_tokens, load_front_end, prompts_untold
-from vsched.aio.streams.stream import ChoiceInputs, PromptReport, StopScope, TokenStream
-from vsched.aio.streams.table import StreamTable
+from vsched.aio.serving import check_stop_tokens, prompts_untold
+from vsched.aio.streams import ChoiceInputs, PromptReport, StopScope, StreamTable, TokenStream
 from vsched.api.app import create_frontend
 from vsched.api.http_exchange import ROOMLESS_BYTES, HttpExchange
 from vsched.api.http_server import favour_event_loop, forgo_models, http_server
@@ -49,6 +48,7 @@ from vsched.api.processes.messages import (
     read_order,
 )
 from vsched.api.tracing import open_tracing
+from vsched.assembly import load_front_end
 from vsched.errors import RequestFailed, RequestRefused, VschedError, limit_message
 from vsched.logs import configure_logging
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt

@@ -15,7 +15,7 @@ import msgspec
 from starlette.types import ASGIApp, Scope
 
 from vsched.aio.serving import RunningParts
-from vsched.aio.streams.stream import ChoiceInputs, PromptReport, TokenLogprob, broken
+from vsched.aio.streams import ChoiceInputs, PromptReport, TokenLogprob, broken
 from vsched.api.app import create_operations, engine_metrics
 from vsched.api.contract import ApiSettings
 from vsched.api.http_server import another

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.aio.streams.stream import Generation
+from vsched.aio.streams import Generation
 from vsched.bench.fidelity.measure import (
     Comparison,
     ObservedEngine,

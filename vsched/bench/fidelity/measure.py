@@ -22,15 +22,14 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 import numpy as np
 
-from vsched.aio.environment import Environment
 from vsched.aio.kv_sizing import Sizing
-from vsched.aio.replicas.launcher import Launcher
-from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
+from vsched.aio.launcher import Launcher
 from vsched.aio.shell import EventRecorder
+from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents
 from vsched.bench.load.generator import draw_picture, draw_text
 from vsched.bench.machine import OtherLoad
 from vsched.config import Config, MediaConfig
-from vsched.engine import Engine, Progress
+from vsched.engine import Engine, Environment, Progress
 from vsched.errors import ConfigError, GroupLostError, RequestFailed, RequestRefused
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Decide

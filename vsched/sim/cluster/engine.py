@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from vsched.aio.replicas.supervisor import RESTART_DELAYS_S
+from vsched.aio.worker_groups import RESTART_DELAYS_S
 from vsched.config import Config, resolve_policies
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Finish, Refuse
@@ -54,7 +54,6 @@ import random
 from collections.abc import Iterable
 from typing import Any, Literal, Self
 
-from vsched.aio.environment import Environment
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
 from vsched.config import (
@@ -66,7 +65,7 @@ from vsched.config import (
     ModelConfig,
 )
 from vsched.config.section import PolicyTable
-from vsched.engine import Engine
+from vsched.engine import Engine, Environment
 from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
 from vsched.sim.cluster.machines import SimulatedCluster
 from vsched.sim.cluster.media import media_of
@@ -447,13 +446,12 @@ UNDERSTOOD = (200, 409, 503)
 EXTRA = "extra"
 """The adapter that operators load and unload; no request names it."""
 POLICIES = {
-    "generate.admission": ("fifo", "priority", "deadline", "tenant-fair", "shortest-first"),
+    "generate.admission": ("fifo", "priority", "tenant-fair", "shortest-first"),
     "generate.step": ("in-order", "slo-feedback", "tenant-fair"),
     "generate.preemption": ("youngest", "cheapest"),
     "generate.eviction": ("lru", "s3-fifo", "none"),
-    "generate.insertion": ("everything", "prompts", "matching"),
+    "generate.insertion": ("everything", "matching"),
     "encode.eviction": ("lru", "s3-fifo", "none"),
-    "encode.dispatch": ("fewest-held-up", "size-classes"),
     "routing": ("least-loaded", "round-robin", "image-affinity"),
 }
 """Policies that operators install while requests run, by the paths of their tables."""

@@ -21,7 +21,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from vsched.aio.hosts.stream import WINDOW_BYTES
+from vsched.aio.hosts.link import WINDOW_BYTES
 from vsched.sim.faults import (
     Direction,
     Effect,

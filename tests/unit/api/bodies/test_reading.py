@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.each_case import each_case
 from tests.patience import NEVER_S, patience, until
 from tests.unit.api.fakes import Client, FakeEngine, chat, post
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, bodies, create_app, parameters
 from vsched.api.bodies import count_values
 from vsched.errors import RequestRefused
