@@ -17,14 +17,13 @@ from tests.patience import NEVER_S, patience, until
 from tests.unit.rank.fake_plugin import Behaviour
 from tests.unit.rank.worker_groups import (
     KV_TOKENS,
-    LIMITS,
     Place,
     Received,
     is_running,
+    limits,
     make_sizing,
 )
 from vsched.aio.launcher import RANK_COMMAND, RankProcess, at_home
-from vsched.config.sections import DeadlinesConfig
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLostError
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.transport.zmq_link import LeaderLink
@@ -32,10 +31,6 @@ from vsched.types import SamplingParams
 from vsched.wire import GenerateResult
 
 pytestmark = pytest.mark.slow
-
-
-def limits(**changes: float) -> DeadlinesConfig:
-    return msgspec.structs.replace(LIMITS, **changes)
 
 
 def one_request() -> GenerateDecision:
