@@ -38,7 +38,7 @@ MEMORY = RankMemory(
 
 @pytest.fixture
 async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
-    led = LeaderHarness(monkeypatch, ranks=3, limits=LIMITS)
+    led = LeaderHarness(monkeypatch, ranks=3)
     led.enter(0, 1, 2)
     yield led
     led.leader.close()
@@ -93,7 +93,7 @@ async def test_leader_ranks_may_be_steps_apart(led: LeaderHarness) -> None:
 
 async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch fails on all ranks or on none; the reasons they know may differ."""
-    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS, name="encode-1")
+    led = LeaderHarness(monkeypatch, ranks=2, name="encode-1")
     led.enter(0, 1)
     led.leader.decide(EncodeDecision(1, []))
     led.receive(0, EncodeResult(1, EncodeErrorKind.OUT_OF_MEMORY, 0))
@@ -264,7 +264,7 @@ async def test_leader_ranks_must_be_ready_for_the_same(
     monkeypatch: pytest.MonkeyPatch, other: Ready
 ) -> None:
     """The same KV cache and the same periodic work, or the group does not start."""
-    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
+    led = LeaderHarness(monkeypatch, ranks=2)
     led.receive(0, Hello(0, "sesame"))
     led.receive(1, Hello(1, "sesame"))
     led.receive(1, other)
@@ -279,7 +279,7 @@ async def test_leader_asks_ranks_that_voted_differently_to_meet_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All ranks retry together: if only some ran out of memory, the next order has all of them start over."""
-    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
+    led = LeaderHarness(monkeypatch, ranks=2)
     led.enter(0, 1)
     order = SizeKv(64, profile=True, headroom_bytes=0)
     for votes in (("fits", "out_of_memory"), ("out_of_memory",) * 2, ("fits", "fits")):
@@ -298,10 +298,8 @@ async def test_leaders_of_the_same_processes_share_one_order(
 ) -> None:
     """Steps of both logs have one order, and a step of one group is no silence in the other."""
     liveness = ProcessLiveness()
-    encode = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS, name="encode", liveness=liveness)
-    generate = LeaderHarness(
-        monkeypatch, ranks=2, limits=LIMITS, liveness=liveness, loop=encode.loop
-    )
+    encode = LeaderHarness(monkeypatch, ranks=2, name="encode", liveness=liveness)
+    generate = LeaderHarness(monkeypatch, ranks=2, liveness=liveness, loop=encode.loop)
     encode.enter(0, 1)
     generate.enter(0, 1)
     encode.leader.decide(EncodeDecision(1, []))
