@@ -144,8 +144,7 @@ def gallery(
     ] = False,
 ) -> None:
     """Draw the figures of docs/policies.md: every gallery case, in the simulator."""
-    from vsched.sim.gallery.cases import CASES, run_case
-    from vsched.sim.gallery.figures import draw_case
+    from vsched.sim.gallery import CASES, draw_case, run_case
     from vsched.sim.workload.traces import save_trace
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,8 +165,7 @@ def gallery(
 
 def _effect(policy: RegisteredPolicy) -> Iterable[str]:
     """Return a policy's results next to the alternatives of its gallery case, as lines."""
-    from vsched.sim.gallery.cases import case_of, run_case
-    from vsched.sim.gallery.figures import lines_of
+    from vsched.sim.gallery import case_of, lines_of, run_case
 
     case = case_of(policy.kind, policy.name)
     if case is not None:

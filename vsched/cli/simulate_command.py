@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vsched.sim.fast.metrics import SimulationOutcome
     from vsched.sim.fast.recorded import RecordedRun
     from vsched.sim.fast.simulation import EventObserver
-    from vsched.sim.faults.plan import FaultPlan, GroupOutage
+    from vsched.sim.faults import FaultPlan, GroupOutage
     from vsched.sim.workload.requests import Workload
 
 REQUESTS, RATE, COST = 2000, 2.0, "h100-7b"
@@ -176,7 +176,7 @@ def simulate(
     from vsched.sim.cost.model import load_cost_model
     from vsched.sim.fast.metrics import Targets
     from vsched.sim.fast.recorded import load_record
-    from vsched.sim.network.lane import HostLinkProfile
+    from vsched.sim.network.links import HostLinkProfile
     from vsched.sim.setup import DraftLuck, inspect_checkpoint
 
     files = {"--html": html, "--csv": csv, "--json": json, "--plot": plot}
@@ -243,7 +243,7 @@ def _run_all(
     **settings: Any,
 ) -> list[SimulationOutcome]:
     """Simulate the configurations one after another, with a progress bar for each."""
-    from vsched.sim.fast.run import simulate as run
+    from vsched.sim.fast.simulation import simulate as run
     from vsched.terminal.progress import counting_progress
 
     outcomes: list[SimulationOutcome] = []
@@ -339,7 +339,7 @@ def _workload(
 
 def _faults(outages: Sequence[str] | None, faults: Path | None) -> FaultPlan:
     """Return the fault plan, if any, with the outages added."""
-    from vsched.sim.faults.plan import FaultPlan
+    from vsched.sim.faults import FaultPlan
 
     plan = FaultPlan() if faults is None else FaultPlan.load(faults)
     named = (_outage(text) for text in outages or ())
@@ -347,7 +347,7 @@ def _faults(outages: Sequence[str] | None, faults: Path | None) -> FaultPlan:
 
 
 def _outage(text: str) -> GroupOutage:
-    from vsched.sim.faults.plan import GroupOutage
+    from vsched.sim.faults import GroupOutage
 
     group, _, span = text.partition(":")
     start, _, stop = span.partition(":")
@@ -368,7 +368,7 @@ def _timeline(
         yield ()
         return
     from vsched.record import TraceTimeline
-    from vsched.sim.fast.run import header_of
+    from vsched.sim.fast.simulation import header_of
 
     own = path.with_name(f"{path.stem}-{label}{path.suffix}") if label else path
     with open_output("--timeline", own) as file:
@@ -381,7 +381,7 @@ def _timeline(
 def _say(load_of: Workload, outcomes: Sequence[SimulationOutcome], costs: CostModel) -> None:
     """Print the comparison, with notes for the reader."""
     from vsched.sim.report.comparison import comparison, differences
-    from vsched.sim.report.load import load_warning
+    from vsched.sim.report.rendering import load_warning
 
     table_console().print(comparison(outcomes))
     for table, policies in differences(outcomes).items():
@@ -446,7 +446,7 @@ def run_swarm(
         typer.Exit: With status 1, when a scenario failed.
     """
     from vsched.probes import PROBES
-    from vsched.sim.cluster.swarm import swarm
+    from vsched.sim.cluster.scenario import swarm
     from vsched.terminal.progress import counting_progress
 
     if len(configs) > 1:

@@ -17,7 +17,7 @@ from tests.unit.sim.shapes import COST
 from vsched.cli import app, simulate_command
 from vsched.errors import ConfigError
 from vsched.sim.cost.model import save_cost_model
-from vsched.sim.faults.plan import FaultPlan, WorkerCrash
+from vsched.sim.faults import FaultPlan, WorkerCrash
 from vsched.sim.report.comparison import read_json
 
 TRACE = "arrival_s,text_tokens,image_tokens,output_tokens\n" + "".join(

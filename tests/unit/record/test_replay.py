@@ -26,7 +26,7 @@ from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
 from vsched.record import replay
 from vsched.record.files import FORMAT, VERSION, FrameReader, find_segments, frame
-from vsched.testing.defaults import default_policies
+from vsched.testing.cluster import default_policies
 
 ROOT = Path(__file__).parents[3]
 

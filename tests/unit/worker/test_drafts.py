@@ -15,8 +15,8 @@ from tests.unit.worker.test_generate_rank import GREEDY, Script, join, tokens_of
 from vsched.errors import RankDesync
 from vsched.kernel.decisions import ChunkPlan, DraftGrant, GenerateDecision, Join, Leave, SwapCopies
 from vsched.kernel.events import Drafted, Finished
-from vsched.sim.ranks.stand_in_workers import stand_in_info
-from vsched.sim.ranks.symbolic_grammars import SymbolicGrammars
+from vsched.sim.ranks.symbolic_model import SymbolicGrammars
+from vsched.sim.ranks.symbolic_workers import stand_in_info
 from vsched.types import FinishReason, ItemPlace, SamplingParams
 from vsched.wire import GenerateResult, check_of
 from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs

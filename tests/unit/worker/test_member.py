@@ -14,7 +14,7 @@ from tests.unit.rank.worker_groups import LOAD
 from vsched.errors import CheckpointError, GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInWorker
+from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInWorker
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo
 from vsched.wire import (
