@@ -18,8 +18,8 @@ from vsched.wire import GenerateResult
 from vsched.worker.contract import Batch, Sampled, SequenceState
 from vsched.worker.drafting.model import DraftModel, DraftWorker
 from vsched.worker.generate_rank import GenerateRank
+from vsched_workers.batching.packed_step import special_rows
 from vsched_workers.batching.sampling import choose_tokens
-from vsched_workers.batching.step_rows import special_rows
 
 TOKENS = 5
 ANSWERS = 1000

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.plugin import plugin
 
 CODE = """
@@ -83,7 +83,7 @@ def test_weights_are_loaded_without_leaving_holes(
     seen: list[str] = []
 
     @contextmanager
-    def without_holes(_backend: ReferenceBackend) -> Iterator[None]:
+    def without_holes(_backend: Backend) -> Iterator[None]:
         seen.append("begin")
         yield
         seen.append("end")
@@ -94,7 +94,7 @@ def test_weights_are_loaded_without_leaving_holes(
         seen.append("weights")
         fill_module(*arguments, **named)
 
-    monkeypatch.setattr(ReferenceBackend, "without_holes", without_holes)
+    monkeypatch.setattr(Backend, "without_holes", without_holes)
     monkeypatch.setattr(module, "fill_module", fill)
     info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=64)
     load = plugin.load_encoder if stage == "vision" else plugin.load_generator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,3 @@ class Plan:
     def asks(self, step: int) -> bool:
         """Return whether a step asks for answers; otherwise it only finds marks."""
         return step % 4 == 0 or step >= self.looking
-
-    def may_follow(self, other: Plan, step: int) -> bool:
-        """Return whether this plan may continue from a step of another, with the same steps before it."""
-        same = replace(other, steps=self.steps) == self
-        return same and (other == self or step <= min(self.plateau, other.plateau))

@@ -7,18 +7,17 @@ same weights, regardless of interruptions.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from demo_training.batches import TrainingBatch, make_batch
 from demo_training.drawing import COLOURS, DIGITS_MAX, OBJECT, OBJECTS_MAX, SHAPES
@@ -39,11 +38,9 @@ from vsched.errors import CheckpointError
 from vsched_workers.checkpoint.facts import inspect_checkpoint
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor, load_preprocessor
 
-STATE = "training-state.safetensors"
-_MOMENTS = {
-    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
-    torch.optim.Muon: ("momentum_buffer",),
-}
+STATE = "training-state.pt"
+DRAWN_WITHIN_S = 300.0
+"""A process that imports torch on a busy machine takes a while before its first batch."""
 _DIGIT_CLASSES, _COUNT_CLASSES = 11, OBJECTS_MAX + 1
 _MARK_CLASSES = (
     *(DIGITS_MAX * _DIGIT_CLASSES, MERGE * MERGE * _DIGIT_CLASSES),
@@ -61,7 +58,7 @@ class Progress:
     accuracies: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
 
-class BatchMaker:
+class BatchMaker(Dataset[TrainingBatch]):
     """Makes the training batch of a step: a function of the plan and the step's number.
 
     Args:
@@ -70,11 +67,31 @@ class BatchMaker:
 
     def __init__(self, plan: Plan, directory: Path) -> None:
         self.plan = plan
-        self._front = load_front(directory)
+        self.directory = directory
 
-    def __call__(self, step: int) -> TrainingBatch:
-        """Draw and preprocess the batch of a step."""
-        return make_batch(self.samples(step), self._front)
+    @cached_property
+    def front(self) -> QwenPreprocessor:
+        """The preprocessing, which a process that draws loads itself."""
+        return load_front(self.directory)
+
+    def __getitem__(self, step: int) -> TrainingBatch:
+        return make_batch(self.samples(step), self.front)
+
+    def ahead(self, steps: range) -> Iterator[TrainingBatch]:
+        """Yield the batches of steps, each drawn in another process during the step before.
+
+        Drawing takes one core a sixth of a step, and training seldom keeps two cores busy.
+        """
+        drawn: DataLoader[TrainingBatch] = DataLoader(
+            self,
+            batch_size=None,
+            sampler=steps,
+            num_workers=1,
+            prefetch_factor=1,
+            timeout=DRAWN_WITHIN_S,
+            multiprocessing_context="spawn",
+        )
+        return iter(drawn)
 
     def samples(self, step: int) -> list[DrawnConversation]:
         """Draw the conversations of a step; steps that only find marks have no questions."""
@@ -123,25 +140,19 @@ class Trainer:
         self._parameters: dict[str, nn.Parameter] = named
         self._average = {name: value.detach().clone() for name, value in named.items()}
         self._optimisers = optimisers(plan, named)
-        self._learnt_by = {
-            value: optimiser
-            for optimiser in self._optimisers
-            for group in optimiser.param_groups
-            for value in group["params"]
-        }
         if started:
             self._load()
             # The checkpoint may have been partly written when the run was killed; its state never is.
             self.write()
         else:
             self.save()
-        self.front = load_front(directory)
-        self.batch_of: Callable[[int], TrainingBatch] = BatchMaker(plan, directory)
+        self.batches = BatchMaker(plan, directory)
+        self.front = self.batches.front
 
-    def step(self) -> float:
-        """Train on one batch; return the loss of the answers."""
+    def step(self, batch: TrainingBatch | None = None) -> float:
+        """Train on one batch, by default the step's own; return the loss of the answers."""
         plan, step = self.plan, self.progress.step
-        batch = self.batch_of(step)
+        batch = batch or self.batches[step]
         for optimiser, peak in zip(self._optimisers, (plan.peak, plan.matrix_peak), strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = peak * plan.rate(step)
@@ -191,46 +202,32 @@ class Trainer:
     def save(self) -> None:
         """Write the checkpoint and the state for resuming the run."""
         self.write()
-        tensors = {f"now.{n}": v.detach() for n, v in self._parameters.items()}
-        tensors |= {f"average.{n}": v for n, v in self._average.items()}
-        for name, value in self._parameters.items():
-            for key, moment in self._learnt_by[value].state[value].items():
-                tensors[f"{key}.{name}"] = moment
-        about = {
-            "plan": json.dumps(asdict(self.plan)),
-            "progress": json.dumps(asdict(self.progress)),
+        state = {
+            "plan": asdict(self.plan),
+            "progress": asdict(self.progress),
+            "now": {name: value.detach() for name, value in self._parameters.items()},
+            "average": self._average,
+            "optimisers": [optimiser.state_dict() for optimiser in self._optimisers],
         }
         path = self.directory / STATE
         fresh = path.with_suffix(".new")
-        save_file({n: v.contiguous().clone() for n, v in tensors.items()}, fresh, metadata=about)
+        torch.save(state, fresh)
         fresh.replace(path)
 
     def _load(self) -> None:
-        with safe_open(self.directory / STATE, framework="pt") as file:
-            about = file.metadata()
-            seen = json.loads(about["progress"])
-            if not self.plan.may_follow(Plan(**json.loads(about["plan"])), seen["step"]):
-                raise CheckpointError(
-                    f"{STATE} belongs to a run of another plan: {about['plan']}. "
-                    "Remedy: give the same options, or another directory; "
-                    "the number of steps may change until the learning rate begins to fall."
-                )
-            with torch.no_grad():
-                for name, value in self._parameters.items():
-                    value.copy_(file.get_tensor(f"now.{name}"))
-                    self._average[name].copy_(file.get_tensor(f"average.{name}"))
-                    if not seen["step"]:
-                        continue  # no moments before the first step
-                    optimiser = self._learnt_by[value]
-                    optimiser.state[value] = {
-                        key: file.get_tensor(f"{key}.{name}") for key in _MOMENTS[type(optimiser)]
-                    }
-        self.progress = Progress(
-            seen["step"],
-            seen["seconds"],
-            [tuple(row) for row in seen["losses"]],
-            [(step, values) for step, values in seen["accuracies"]],
-        )
+        state = torch.load(self.directory / STATE)
+        if state["plan"] != asdict(self.plan):
+            raise CheckpointError(
+                f"{STATE} belongs to a run of another plan: {state['plan']}. "
+                "Remedy: give the same options, or another directory."
+            )
+        with torch.no_grad():
+            for name, value in self._parameters.items():
+                value.copy_(state["now"][name])
+        self._average = state["average"]
+        for optimiser, kept in zip(self._optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(kept)
+        self.progress = Progress(**state["progress"])
 
 
 def optimisers(

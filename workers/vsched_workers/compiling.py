@@ -8,8 +8,8 @@ import torch
 
 from vsched.types import ModelInfo
 from vsched.worker.contract import Progress, WorkerSettings
-from vsched_workers.backends.base import Backend
 from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.families import FAMILIES, family_of_rank, language_family
 from vsched_workers.families.decoders import text_family

@@ -50,8 +50,8 @@ RANK_MODULES = (
 """Modules that all CPU ranks import."""
 
 OWN_MODULES = (
-    "vsched_workers.families.modules.language",
-    "vsched_workers.families.modules.vision",
+    "vsched_workers.families.own_modules",
+    "vsched_workers.families.own_modules",
 )
 """Modules that CPU ranks import in addition, for a family with modules of its own in place of transformers'."""
 
@@ -77,7 +77,7 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
     def forgo_models(self, path: str) -> None:
         """Hide torch from transformers, unless torchvision processes the checkpoint's images."""
         from vsched_workers.checkpoint.files import checkpoint_directory
-        from vsched_workers.checkpoint.images.library import forgo_torch
+        from vsched_workers.checkpoint.images import forgo_torch
 
         forgo_torch(checkpoint_directory(path))
 

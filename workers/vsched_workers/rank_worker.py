@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from vsched.types import ModelInfo
 from vsched.worker.contract import Batch, Worker
 from vsched.worker.memory import DeviceMemory
-from vsched_workers.adapters.serving import ServedAdapters
-from vsched_workers.backends.base import Backend
+from vsched_workers.adapters.layers import AdaptedModule
 from vsched_workers.backends.choice import threads_here
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.parallel.rank_group import RankGroup
+
+
+def served_adapters(adapt: Callable[..., AdaptedModule], backend: Backend) -> AdaptedModule | None:
+    """Allocate memory for the configured number of adapters; return None, without preparation, if it is 0."""
+    settings = backend.settings
+    if not settings.adapters:
+        return None
+    return adapt(
+        count_max=settings.adapters,
+        rank_max=settings.adapter_rank_max,
+        allocate=functools.partial(backend.zeros, touch=True),
+        make_sums=backend.prepare_adapters(),
+    )
 
 
 class RankWorker(Worker):
@@ -22,7 +36,7 @@ class RankWorker(Worker):
         info: ModelInfo,
         backend: Backend,
         group: RankGroup,
-        adapters: ServedAdapters | None,
+        adapters: AdaptedModule | None,
         *,
         weights_bytes: int,
     ) -> None:
@@ -57,7 +71,7 @@ class RankWorker(Worker):
         Raises:
             CheckpointError: When it cannot be read, or does not fit.
         """
-        self._adapters.add(number, path)
+        self._adapters.read(number, path)
 
     def add_trial_adapter(self, number: int) -> None:
         """Add an adapter of the highest rank to all layers."""
@@ -81,13 +95,13 @@ class RankWorker(Worker):
         if self._served is None:
             yield
             return
-        self._served.expect_all(whole=False)
+        self._served.whole = False
         try:
             yield
         finally:
-            self._served.expect_all(whole=True)
+            self._served.whole = True
 
     @property
-    def _adapters(self) -> ServedAdapters:
+    def _adapters(self) -> AdaptedModule:
         assert self._served is not None, "settings ask for adapters before any comes"
         return self._served

@@ -31,7 +31,7 @@ from vsched.config import load_config
 from vsched.logs import configure_logging
 from vsched.worker.contract import Preprocessor
 from vsched_workers.checkpoint.description import describe_checkpoint
-from vsched_workers.families.generic_vision import unpack_metadata
+from vsched_workers.families.generic import unpack_metadata
 from vsched_workers.plugin import plugin
 
 TOKENS, TOKENS_KILLED = 32, 64

@@ -131,7 +131,7 @@ def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name:
     tower = any_tower(base, VISION_ARCHITECTURES[name].family or name)
     whole = make_whole_adapter(base, tmp_path / "adapter", 1)
     adapter = read_adapter(tmp_path / "adapter", rank_max=4)
-    module = AdaptedModule(tower.model, count_max=1)
+    module = AdaptedModule(tower.module, count_max=1)
     module.add("one", adapter)
     image = images_of(name)[0]
     plain = tower(image)
@@ -159,10 +159,10 @@ def test_fused_encoder_layers_with_adapters_equal_the_modules(tmp_path: Path, na
     ):
         backend: Any = choose_backend(WorkerSettings(threads=1, attention=kind), dtype)
         loaded = any_tower(tmp_path, VISION_ARCHITECTURES[name].family or name, dtype)
-        backend.prepare_any_tower(loaded.model)
-        tower = AnyTower(loaded.model, dtype)
-        module = AdaptedModule(tower.model, count_max=1, make_sums=backend.prepare_adapters())
-        places = module_places(tower.model, {})
+        backend.prepare_any_tower(loaded.module)
+        tower = AnyTower(loaded.module, dtype)
+        module = AdaptedModule(tower.module, count_max=1, make_sums=backend.prepare_adapters())
+        places = module_places(tower.module, {})
         names.append(places.keys())
         module.add("one", random_tower_adapter(places, "", 3))
         with module.all_rows("one"):

@@ -10,8 +10,7 @@ import torch
 
 from tests.workers.batching.special_rows import OPTIONS, special
 from vsched.types import SamplingParams
-from vsched_workers.batching.device_sampling import StagedDraw, is_foreseeable
-from vsched_workers.batching.sampling import SpecialRow, draw_in_numpy
+from vsched_workers.batching.sampling import SpecialRow, StagedDraw, draw_in_numpy, is_foreseeable
 
 WORDS = 5000
 

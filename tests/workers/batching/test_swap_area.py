@@ -10,9 +10,16 @@ import torch
 
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.memory import status_bytes
-from vsched_workers.batching import swap_area
-from vsched_workers.batching.kv_cache import KvCache, KvShape
-from vsched_workers.batching.swap_area import RUN_MAX, Pairs, SwapArea, runs, shared_pages
+from vsched_workers.batching import kv_cache
+from vsched_workers.batching.kv_cache import (
+    RUN_MAX,
+    KvCache,
+    KvShape,
+    Pairs,
+    SwapArea,
+    runs,
+    shared_pages,
+)
 
 SHAPES = (KvShape(2, 4, 4), KvShape(1, 8, 2))
 """Two layers that keep keys and values of different sizes."""
@@ -88,7 +95,7 @@ def test_swap_area_is_refused_if_the_host_has_too_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The error names the setting; nothing was allocated."""
-    monkeypatch.setattr(swap_area, "host_available", lambda: 4096)
+    monkeypatch.setattr(kv_cache, "host_available", lambda: 4096)
     with pytest.raises(DeviceOutOfMemory, match=r"generate\.swap_memory.*4096 bytes.*lower"):
         SwapArea(make_cache(), 1000)
 

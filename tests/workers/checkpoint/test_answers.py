@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from vsched.types import ModelInfo
 from vsched.worker.contract import AnswerPart
 from vsched_workers.checkpoint.detokenize import TokenTable
-from vsched_workers.checkpoint.preprocess.answers import TemplateParser
+from vsched_workers.checkpoint.preprocess.text import TemplateParser
 from vsched_workers.plugin import TRAINED, plugin
 
 TEMPLATE = {

@@ -10,7 +10,7 @@ import pytest
 
 from vsched.errors import CheckpointError
 from vsched.types import SamplingDefaults
-from vsched_workers.checkpoint.generation import sampling_defaults, stop_token_ids
+from vsched_workers.checkpoint.facts import sampling_defaults, stop_token_ids
 
 
 def write(folder: Path, **files: Any) -> Path:

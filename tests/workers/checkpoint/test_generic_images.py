@@ -23,10 +23,10 @@ from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout
 from vsched.worker.contract import view_arrays
 from vsched_workers.checkpoint.facts import inspect_checkpoint
-from vsched_workers.checkpoint.images.processor import BLANK_PIXELS_MAX, ImageProcessor
+from vsched_workers.checkpoint.images import BLANK_PIXELS_MAX, ImageProcessor
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
-from vsched_workers.checkpoint.preprocess.generic_images import GenericImages, image_processing
-from vsched_workers.families.generic_vision import pack_metadata
+from vsched_workers.checkpoint.preprocess.generic import GenericImages, image_processing
+from vsched_workers.families.generic import pack_metadata
 
 SIZES = ((1, 1), (30, 90), (200, 210), (333, 333), (640, 60), (59, 641))
 LARGE = (6000, 4000)

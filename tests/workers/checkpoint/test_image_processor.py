@@ -16,11 +16,10 @@ from tests.parity.vision_checkpoints import PROCESSING, TEXT_TEMPLATE, make_visi
 from tests.workers.driver import drawn_image
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.worker.contract import PixelBounds
+from vsched_workers.checkpoint import images as image_processor
 from vsched_workers.checkpoint.facts import inspect_checkpoint
-from vsched_workers.checkpoint.images import library
-from vsched_workers.checkpoint.images import processor as image_processor
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
-from vsched_workers.families.generic_vision import unpack_metadata
+from vsched_workers.families.generic import unpack_metadata
 
 SIZES = ((30, 90), (200, 210))
 
@@ -33,7 +32,7 @@ def load(path: Path, *, item_tokens_max: int = 0) -> AnyPreprocessor:
 
 
 without_torchvision = pytest.mark.skipif(
-    not library.has_torchvision(), reason="torchvision is not installed"
+    not image_processor.has_torchvision(), reason="torchvision is not installed"
 )
 
 
@@ -313,7 +312,7 @@ def test_torch_is_hidden_unless_torchvision_processes_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *, hidden: bool, installed: bool
 ) -> None:
     make_vision_checkpoint(name, tmp_path, weights=False)
-    monkeypatch.setattr(library, "has_torchvision", lambda: installed)
+    monkeypatch.setattr(image_processor, "has_torchvision", lambda: installed)
     import torch
 
     threads: list[int] = []
@@ -321,7 +320,7 @@ def test_torch_is_hidden_unless_torchvision_processes_images(
     # The import inside finds the loaded module: nothing is imported twice.
     modules = {key: module for key, module in sys.modules.items() if key != "torch"}
     monkeypatch.setattr(sys, "modules", modules)
-    library.forgo_torch(tmp_path)
+    image_processor.forgo_torch(tmp_path)
     is_hidden = "torch" in modules and modules["torch"] is None
     assert is_hidden == (hidden or not installed)
     assert threads == ([] if is_hidden else [1])

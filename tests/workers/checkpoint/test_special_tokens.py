@@ -19,7 +19,7 @@ from tests.workers.properties import REPEATABLE
 from vsched.errors import RequestRefused
 from vsched.worker.contract import ImagePlan, Preprocessor
 from vsched_workers.checkpoint.detokenize import TokenTable
-from vsched_workers.checkpoint.special_tokens import RenderedPrompt, SpecialTokens
+from vsched_workers.checkpoint.tokenize import RenderedPrompt, SpecialTokens
 from vsched_workers.plugin import plugin
 
 IMAGE = {"type": "image"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from vsched.errors import CheckpointError
-from vsched_workers.families.generic_vision import (
+from vsched_workers.families.generic import (
     METADATA_VALUES,
     pack_metadata,
     takes_images,

@@ -13,8 +13,8 @@ import torch
 
 from tests.patience import PATIENCE_S
 from vsched.aio.replicas.fork_server import rank_environment
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
-from vsched_workers.backends.cpu.row_blocks import StepRows
+from vsched_workers.backends.cpu.layer_parts import StepRows
+from vsched_workers.backends.cpu.products import QuantizedProduct
 from vsched_workers.backends.reference.host_memory import DRIFT_BYTES, SCATTERED_SHARE
 from vsched_workers.memory.sparse_runs import (
     at_most,

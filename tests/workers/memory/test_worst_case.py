@@ -18,9 +18,9 @@ from vsched_workers.families.qwen_image import (
     ResizeLimits,
     clamp_limits,
     grid_of,
+    largest_units,
     resized,
 )
-from vsched_workers.families.qwen_worst import largest_units
 from vsched_workers.memory.worst_case import compose, worst_batches
 from vsched_workers.plugin import plugin
 

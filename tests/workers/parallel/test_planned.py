@@ -18,7 +18,7 @@ from tests.workers.parallel.ranks import Ranks
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.families.sharing import parallel_plan, shares_heads
-from vsched_workers.parallel.planned import PlannedRanks, share_by_plan
+from vsched_workers.parallel.slicing import PlannedRanks, share_by_plan
 from vsched_workers.plugin import plugin
 
 SHARED = ("cohere", "deepseek_v3", "mixtral", "olmo2", "phi3", "qwen3_moe", "starcoder2")

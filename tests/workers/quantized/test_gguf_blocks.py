@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vsched_workers.checkpoint.gguf_levels import dequantized
-from vsched_workers.quantized.gguf_blocks import READERS, read_blocks
+from vsched_workers.checkpoint.gguf import READERS, dequantized, read_blocks
 
 gguf: Any = pytest.importorskip("gguf")
 

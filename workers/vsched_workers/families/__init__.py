@@ -9,10 +9,8 @@ from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.families.base import Family, LanguageFamily
 from vsched_workers.families.decoders import DECODERS, TextFamily, text_family
-from vsched_workers.families.modules.family import OwnQwen25Vl, own_modules
-from vsched_workers.families.qwen2_5_vl import Qwen25Vl
-from vsched_workers.families.qwen3_vl import Qwen3Vl
-from vsched_workers.families.qwen3_vl_moe import Qwen3VlMoe
+from vsched_workers.families.own_qwen import OwnQwen25Vl, own_modules
+from vsched_workers.families.qwen import Qwen3Vl, Qwen3VlMoe, Qwen25Vl
 
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (Qwen25Vl(), Qwen3Vl(), Qwen3VlMoe())

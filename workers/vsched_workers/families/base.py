@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from vsched_workers.families.decoder import Decoder
+    from vsched_workers.families.decoders import Decoder
 
 
 class LanguageFamily(Protocol):

@@ -18,14 +18,20 @@ import torch
 
 from tests.patience import PATIENCE_S
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.cpu.compiling import ahead, children
-from vsched_workers.backends.cpu.compiling import needs as needs_module
-from vsched_workers.backends.cpu.compiling.ahead import compile_ahead, expected_s, missing
-from vsched_workers.backends.cpu.compiling.needs import Need, language_needs, needs, tower_needs
-from vsched_workers.backends.cpu.quantized import products as quantized_products
+from vsched_workers.backends.cpu import compiling as compiling_module
+from vsched_workers.backends.cpu import products
+from vsched_workers.backends.cpu.compiling import (
+    Need,
+    compile_ahead,
+    expected_s,
+    language_needs,
+    missing,
+    needs,
+    tower_needs,
+)
 from vsched_workers.checkpoint.random_init import make_checkpoint
-from vsched_workers.families.decoder import Decoder
-from vsched_workers.quantized.model import HEAD_FORMAT
+from vsched_workers.families.decoders import Decoder
+from vsched_workers.quantized.layers import HEAD_FORMAT
 
 GREEDY, NORM = needs("greedy sampler"), needs("norm")
 LEFT = """
@@ -54,7 +60,7 @@ worker.build_kv(blocks=8, block_size=16)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Empty folder for kernels."""
-    monkeypatch.setattr(ahead, "kernel_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiling_module, "kernel_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -68,7 +74,7 @@ class Children:
         self._fails = fails
 
     def __call__(self, command: list[str], **_: object) -> Children:
-        assert command[:3] == [sys.executable, "-m", children.__name__]
+        assert command[:3] == [sys.executable, "-m", compiling_module.__name__]
         return self
 
     def __enter__(self) -> Self:
@@ -125,9 +131,9 @@ def test_nothing_is_compiled_ahead_where_it_cannot_be_kept(
     folder: Path, compiling: Callable[..., Children], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes = compiling()
-    monkeypatch.setattr(ahead, "kernel_folder", lambda: None)
+    monkeypatch.setattr(compiling_module, "kernel_folder", lambda: None)
     assert compile_ahead([GREEDY], quiet) == 0
-    monkeypatch.setattr(ahead, "kernel_folder", lambda: Path("/proc"))
+    monkeypatch.setattr(compiling_module, "kernel_folder", lambda: Path("/proc"))
     assert compile_ahead([GREEDY], quiet) == 0
     assert processes.requested == []
 
@@ -160,7 +166,7 @@ def test_tiles_are_needed_if_weights_are_widened_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For each kind of weights, on any processor."""
-    monkeypatch.setattr(quantized_products, "has_tiles", lambda: True)
+    monkeypatch.setattr(products, "has_tiles", lambda: True)
     config = SimpleNamespace(head_dim=64, hidden_act="silu")
 
     def of(dtype: torch.dtype = torch.bfloat16, **given: Any) -> set[Need]:
@@ -188,7 +194,7 @@ def test_attention_of_many_rows_is_needed_as_it_is_chosen(monkeypatch: pytest.Mo
         return found & {"attention in tiles", "prefill attention"}
 
     for has_tiles, kernel in ((True, "attention in tiles"), (False, "prefill attention")):
-        monkeypatch.setattr(needs_module, "has_tiles", lambda has=has_tiles: has)
+        monkeypatch.setattr(compiling_module, "has_tiles", lambda has=has_tiles: has)
         assert of() == {kernel}
         assert of(20) == of(deterministic=True) == set()
 
@@ -205,7 +211,7 @@ def test_products_and_the_step_in_one_call_are_needed(monkeypatch: pytest.Monkey
     assert whole in of(["int4"], activations="int8")
     assert whole not in of(weights="int4", activations="float")
     for has_dot in (True, False):
-        monkeypatch.setattr(needs_module, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
+        monkeypatch.setattr(compiling_module, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
         assert (needs("product of panels") in of()) == has_dot
         assert (needs("product", "bfloat16", "bfloat16") in of()) != has_dot
     step = needs("decode step", "bfloat16")

@@ -20,8 +20,10 @@ from tests.workers.backends.cpu.test_quantized_products import drawn, weight_of
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.cpu import products
 from vsched_workers.backends.cpu.backend import CpuBackend
-from vsched_workers.backends.cpu.quantized import block_sums, products
+from vsched_workers.backends.cpu.products import QuantizedProduct, quantizes_activations
+from vsched_workers.backends.cpu.quantized import block_sums
 from vsched_workers.backends.cpu.quantized.block_sums import (
     PAIRS,
     PLAIN,
@@ -31,7 +33,6 @@ from vsched_workers.backends.cpu.quantized.block_sums import (
 )
 from vsched_workers.backends.cpu.quantized.integers import OWN_ROWS_MAX, PASS_ROWS
 from vsched_workers.backends.cpu.quantized.kernel import PANEL
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, quantizes_activations
 from vsched_workers.quantized.weights import QuantizedWeight
 
 pytestmark = pytest.mark.slow  # kernels are compiled

@@ -9,8 +9,7 @@ pytest.importorskip("numba")
 
 from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
 from vsched_workers.backends.cpu import products
-from vsched_workers.backends.cpu.products import PanelProduct, make_product
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.products import PanelProduct, QuantizedProduct, make_product
 
 pytestmark = [needs_bf16_dot, pytest.mark.slow]
 

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("numba")
 
+from vsched_workers.backends.cpu.products import QuantizedProduct
 from vsched_workers.backends.cpu.quantized.kernel import BLOCK, FEW_ROWS_MAX, PANEL, PASS_ROWS
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.quantized.weights import QuantizedWeight, quantize
 
 pytestmark = pytest.mark.slow  # kernels are compiled

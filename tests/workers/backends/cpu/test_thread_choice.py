@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from vsched_workers.backends.cpu.thread_choice import (
+from vsched_workers.backends.cpu.threads import (
     BLIND_MAX_S,
     RETRY_MAX_S,
     RETRY_S,

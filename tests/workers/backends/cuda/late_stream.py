@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from vsched_workers.backends.cuda.graph_stream import Act, Run
+from vsched_workers.backends.cuda.graphs import Act, Run
 
 
 class LateStream:

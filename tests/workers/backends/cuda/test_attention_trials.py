@@ -23,15 +23,17 @@ from vsched_workers.backends.cuda.attention_trials import (
     require_right,
     try_kernels,
 )
-from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
+    ContextIndex,
     PagedStep,
+    ScoreRule,
     Segment,
     attend_by_rule,
     attend_plainly,
+    decode_by_rule,
 )
-from vsched_workers.batching.ruled_attention import ContextIndex, ScoreRule, decode_by_rule
 
 
 class Right:

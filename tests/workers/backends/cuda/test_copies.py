@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.cuda.copies import BUFFERS, RowCopies
-from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.cuda.device import BUFFERS, RowCopies
+from vsched_workers.backends.reference.backend import Backend
 
 Log = list[tuple[str, object]]
 
@@ -78,7 +78,7 @@ def test_fetch_brings_just_the_rows_that_are_wanted(noted: tuple[RowCopies, Log]
     """Also if a later fetch is larger, smaller, or uses the same buffer."""
     copies, _ = noted
     rows = source()
-    host = ReferenceBackend(WorkerSettings(), torch.float32)
+    host = Backend(WorkerSettings(), torch.float32)
     for wanted in ([3], [39, 0, 7, 7], [1, 2], [5], list(range(40))):
         index = np.array(wanted, dtype=np.int64)
         for found in (copies.fetch(rows, index), host.fetch_rows(rows, index)):

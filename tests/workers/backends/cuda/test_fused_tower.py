@@ -19,14 +19,14 @@ from tests.workers.backends.cuda.faulty_kernels import check_not_used
 from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cuda import fused_tower, quantized, vision_attention
+from vsched_workers.backends.cuda import fused_tower, products, vision_attention
+from vsched_workers.backends.cuda.device import VARIABLE
 from vsched_workers.backends.cuda.fused_tower import (
     INNER_MULTIPLE,
     FusedTower,
     fits,
     pad_inner,
 )
-from vsched_workers.backends.cuda.parts import VARIABLE
 from vsched_workers.families import FAMILIES, family_of_rank
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -132,7 +132,7 @@ def test_quantized_towers_are_fused(encoded: Encoded, monkeypatch: pytest.Monkey
     """A merged product has the weights of its parts; groups of inputs are not padded."""
     facts = SimpleNamespace(multi_processor_count=4, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-    monkeypatch.setattr(quantized, "FEW_ROWS_MAX", 0)
+    monkeypatch.setattr(products, "FEW_ROWS_MAX", 0)
     fused = prepared(encoded.tower, weights="int8")
     assert isinstance(fused.forward, FusedTower)
     monkeypatch.setattr(fused_tower, "load_kernels", lambda: None)

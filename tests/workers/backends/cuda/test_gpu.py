@@ -25,17 +25,17 @@ from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import vision_attention
-from vsched_workers.backends.cuda.copies import RowCopies
-from vsched_workers.backends.cuda.swapping import CudaSwapArea
-from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.cuda.device import CudaSwapArea, RowCopies
+from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
     DecodeKernel,
     PrefillKernel,
+    ScoreRule,
     Segment,
     context_slots,
+    prefill_by_rule,
 )
-from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
 from vsched_workers.batching.sampling import draw_in_numpy
 from vsched_workers.checkpoint.random_init import make_checkpoint
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from vsched_workers.backends.cuda.kernel_trials import WITHIN, passes
+from vsched_workers.backends.cuda.attention_trials import WITHIN, passes
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vsched_workers.backends.cuda.launching import FastKernel
+from vsched_workers.backends.cuda.products import FastKernel
 
 STREAM = 77
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.bench.gpu.costs import SHAPES
-from vsched_workers.backends.cuda.linear import (
+from vsched_workers.backends.cuda.products import (
     PROGRAMS_MIN,
     RowProduct,
     RowTiles,

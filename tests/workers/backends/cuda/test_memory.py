@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vsched.errors import DeviceOutOfMemory
-from vsched_workers.backends.cuda.memory import CudaMemory
+from vsched_workers.backends.cuda.device import CudaMemory
 
 
 class FakeCuda:

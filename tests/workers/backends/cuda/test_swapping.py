@@ -7,8 +7,8 @@ import torch
 
 from tests.workers.backends.cuda.test_copies import Log, NotedCuda
 from tests.workers.batching.test_swap_area import NOTHING, blocks_of, make_cache, pairs, same
-from vsched_workers.backends.cuda.swapping import CudaSwapArea
-from vsched_workers.batching.swap_area import SwapArea
+from vsched_workers.backends.cuda.device import CudaSwapArea
+from vsched_workers.batching.kv_cache import SwapArea
 
 
 def pinned(size: int) -> torch.Tensor:

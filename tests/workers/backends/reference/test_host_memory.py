@@ -105,13 +105,13 @@ import torch
 from vsched.worker import memory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.reference import host_memory
-from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.backend import Backend
 MIB = 1 << 20
 case = sys.argv[1]
 if case != "no limit":
     memory.limit_process_memory(2 << 30, keys="generate.memory_limit")
 host_memory.tells_what_is_free = lambda: case != "host does not tell"
-backend = ReferenceBackend(WorkerSettings(promises=case != "at start"), torch.float32)
+backend = Backend(WorkerSettings(promises=case != "at start"), torch.float32)
 reserved, resident = backend.memory.reserved(), memory.status_bytes("RssAnon")
 cache = backend.zeros((64, MIB), torch.float32, touch=True)
 there = memory.status_bytes("RssAnon") - resident

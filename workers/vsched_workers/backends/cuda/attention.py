@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from vsched_workers.backends.cuda.launching import FastKernel
-from vsched_workers.backends.cuda.parts import has_triton
-from vsched_workers.batching.ruled_attention import ScoreRule
+from vsched_workers.backends.cuda.device import has_triton
+from vsched_workers.backends.cuda.products import FastKernel
+from vsched_workers.batching.paged_attention import ScoreRule
 from vsched_workers.device_copies import sent
 
 if TYPE_CHECKING:

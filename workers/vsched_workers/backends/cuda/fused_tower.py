@@ -4,7 +4,7 @@ transformers' modules launch about forty kernels per block, most of them over fl
 is four matrix products, attention, and three kernels between them. Everything that depends on image sizes alone is
 computed on the host, which does not wait for the device before the rows are complete.
 
-Blocks with windows attend in `triton_vision.attend_windows`, others in torch's `varlen_attn` if it is correct on the
+Blocks with windows attend in `triton_kernels.attend_windows`, others in torch's `varlen_attn` if it is correct on the
 device (`vision_attention.py`), otherwise sequence by sequence.
 
 On an H200, an image of 720p takes 17 ms instead of 46 ms with transformers' modules (Qwen2.5-VL, bfloat16).
@@ -27,13 +27,13 @@ from torch.nn import functional
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda import vision_attention
 from vsched_workers.backends.cuda.attention import power_of_two
+from vsched_workers.backends.cuda.attention_trials import passes
+from vsched_workers.backends.cuda.device import has_triton
 from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
-from vsched_workers.backends.cuda.kernel_trials import passes
-from vsched_workers.backends.cuda.launching import FastKernel
-from vsched_workers.backends.cuda.parts import has_triton
-from vsched_workers.backends.reference.merged_layers import frozen, merged
+from vsched_workers.backends.cuda.products import FastKernel
+from vsched_workers.backends.reference.layers import frozen, merged
 from vsched_workers.device_copies import sent
-from vsched_workers.families.qwen_windows import (
+from vsched_workers.families.qwen_positions import (
     Grid,
     frame_lengths,
     patch_places,
@@ -57,7 +57,7 @@ _MLPS = ((("gate_proj", "up_proj"), "down_proj"), (("linear_fc1",), "linear_fc2"
 
 
 class VisionKernels(NamedTuple):
-    """The kernels of `triton_layers.py` and `triton_vision.py`, or stand-ins for them."""
+    """The kernels of `triton_kernels.py`, or stand-ins for them."""
 
     add_norm: Any
     add_layer_norm: Any
@@ -77,17 +77,17 @@ def load_kernels() -> VisionKernels | None:
     """Return the kernels; None if Triton is not installed."""
     if not has_triton():
         return None
-    from vsched_workers.backends.cuda import triton_layers, triton_vision
+    from vsched_workers.backends.cuda import triton_kernels
 
     return VisionKernels(
         *map(
             FastKernel,
             (
-                triton_layers.add_norm,
-                triton_vision.add_layer_norm,
-                triton_layers.gate,
-                triton_vision.rotate_patches,
-                triton_vision.attend_windows,
+                triton_kernels.add_norm,
+                triton_kernels.add_layer_norm,
+                triton_kernels.gate,
+                triton_kernels.rotate_patches,
+                triton_kernels.attend_windows,
             ),
         )
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from vsched.types import ModelInfo
 from vsched_workers.checkpoint.files import checkpoint_directory
-from vsched_workers.checkpoint.preprocess.generic import AnyPreprocessor
-from vsched_workers.checkpoint.preprocess.generic_images import load_images
+from vsched_workers.checkpoint.preprocess.generic import AnyPreprocessor, load_images
 from vsched_workers.checkpoint.preprocess.qwen import load_qwen
 from vsched_workers.checkpoint.preprocess.text import TextPreprocessor
 from vsched_workers.checkpoint.tokenizer_files import load_tokenizer

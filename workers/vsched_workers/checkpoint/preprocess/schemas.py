@@ -14,8 +14,7 @@ from typing import Any, ClassVar, NoReturn
 from urllib.parse import unquote, urldefrag, urljoin
 
 from vsched.errors import limit_message
-from vsched_workers.checkpoint.preprocess.chains import longest_chain
-from vsched_workers.checkpoint.preprocess.disjoint import Disjointness, LocatedSchema
+from vsched_workers.checkpoint.preprocess.disjoint import Disjointness, LocatedSchema, longest_chain
 from vsched_workers.checkpoint.preprocess.patterns import (
     PatternError,
     split_lookaheads,

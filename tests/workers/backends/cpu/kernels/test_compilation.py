@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from vsched_workers.backends.cpu.compiling.ahead import KERNEL_FILES
+from vsched_workers.backends.cpu.compiling import KERNEL_FILES
 from vsched_workers.backends.cpu.kernel_store import CONSTANTS
 from vsched_workers.backends.cpu.kernels import compilation
 

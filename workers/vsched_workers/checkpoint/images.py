@@ -1,25 +1,28 @@
 """The image processor of any architecture, from transformers: arrays and placeholder text of images.
 
 Arrays and text follow from an image's size alone, and are determined by processing a hollow image of that size
-(`hollow.py`), or a blank one for processors with other pixel operations. Callers cache the results. Processors on
-Pillow and numpy are preferred; the others need torchvision (`library.py`).
+(`hollow_images.py`), or a blank one for processors with other pixel operations. Callers cache the results. Processors
+on Pillow and numpy are preferred; the others need torchvision.
 
 Transformers' combined processor is built without its video and audio parts, which would need torchvision or torch. Only
 two of its steps are used: images to arrays, and arrays to placeholder text. The others tokenize, which is not
-thread-safe.
+thread-safe. A process without torch hides torch before transformers is imported (`forgo_torch`).
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import inspect
+import os
 import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,16 +34,80 @@ from PIL import Image
 from vsched.errors import CheckpointError, ConfigError, limit_message
 from vsched.worker.contract import FrameSize, VideoFacts
 from vsched_workers.checkpoint.files import read_json
-from vsched_workers.checkpoint.images.library import (
-    PROCESSOR_FILES,
-    has_torchvision,
-    needs_torchvision,
-    on_pillow,
-)
 from vsched_workers.checkpoint.tokenizer_files import load_part
-from vsched_workers.families.generic import refusal
-from vsched_workers.families.generic_vision import is_metadata
+from vsched_workers.families.generic import is_metadata, refusal
 from vsched_workers.families.qwen_image import ResizeLimits
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files that may name the image processor's class: the newer layout, within `image_processor`, and the older."""
+
+EXTRA = "pip install 'vsched[torchvision]'"
+
+
+def forgo_torch(directory: Path) -> None:
+    """Hide torch from transformers, which imports it even for tokenizers: that takes three seconds and 250 MB.
+
+    If torchvision processes the images of this checkpoint, torch is kept, with one thread: images are processed in
+    several threads already.
+    """
+    if "torch" in sys.modules:
+        return
+    if has_torchvision() and not on_pillow(directory):
+        import torch
+
+        torch.set_num_threads(1)
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # importing it raises ImportError
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def has_torchvision() -> bool:
+    """Return whether torchvision is installed."""
+    return importlib.util.find_spec("torchvision") is not None
+
+
+def on_pillow(directory: Path) -> bool:
+    """Return whether transformers has an image processor for the checkpoint that does without torchvision."""
+    newer, older = (
+        read_json(directory, name) if (directory / name).is_file() else {}
+        for name in PROCESSOR_FILES
+    )
+    stated = newer.get("image_processor")
+    stated = stated if isinstance(stated, dict) else older
+    name = str(stated.get("image_processor_type", "")).removesuffix("Fast")
+    known = _image_processors()
+    kinds = [kind for kind in known.values() if kind and name in kind.values()]
+    family = read_json(directory, "config.json").get("model_type", "")
+    kinds = kinds or [kind for kind in (known.get(family),) if kind]
+    return not kinds or any("pil" in kind for kind in kinds)
+
+
+def needs_torchvision(family: str) -> CheckpointError:
+    """Return the error that only torchvision can process a model's images, and is not installed."""
+    return CheckpointError(
+        f"config.json: model_type {family!r} has an image processor that transformers has for torchvision alone, which "
+        f"is not installed. Remedy: {EXTRA}; it brings torch into the engine's process, three seconds and 250 MB."
+    )
+
+
+@cache
+def _image_processors() -> Mapping[str, Mapping[str, str]]:
+    """Return the classes of transformers' image processors by library, by `model_type`.
+
+    The file is a table without imports; importing its package would look for torch.
+    """
+    package = importlib.util.find_spec("transformers")
+    assert package is not None, "vsched-workers depends on it"
+    assert package.origin is not None, "it is a folder with an __init__.py"
+    path = Path(package.origin).with_name("models") / "auto" / "auto_mappings.py"
+    spec = importlib.util.spec_from_file_location("vsched_image_processors", path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Mapping[str, Mapping[str, str]] = module.IMAGE_PROCESSOR_MAPPING_NAMES
+    return found
+
 
 STATING_FILES = (*PROCESSOR_FILES, "tokenizer_config.json")
 """Files that may name the processor's class, in transformers' order of precedence."""
@@ -103,7 +170,7 @@ class ImageProcessor:
 
     def _hollow_processor(self) -> Any:
         """Return the processor for hollow images; None if its results differ."""
-        from vsched_workers.checkpoint.images.hollow import hollow_processor
+        from vsched_workers.checkpoint.hollow_images import hollow_processor
 
         made = hollow_processor(self._processor)
         if made is None:

@@ -1,19 +1,45 @@
-"""List of the compiled kernels of a model, by name, to load in a rank or to compile beforehand."""
+"""The compiled kernels of a model, by name: to load in a rank, or to compile in child processes, on all cores, before.
+
+A kernel takes seconds of a core, and the compiler 200 MiB. So child processes compile on all cores, and a rank reads
+the results from disk (`kernel_store.py`). If that fails, the rank compiles each kernel on first use.
+
+The processes are forked from one (`python -m vsched_workers.backends.cpu.compiling PROCESSES`), which has imported the
+libraries and has one thread. It reads the kernels as JSON from standard input and writes the index of each compiled
+kernel to standard output, one per line. All end with their parent process.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
+import msgspec
 import numpy.typing as npt
 import torch
 
-from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.cpu.decode_attention import (
+from vsched.worker.contract import Progress, WorkerSettings
+from vsched.worker.memory import host_available
+from vsched.worker.shares import usable_cores
+from vsched_workers.backends.cpu import low_rank
+from vsched_workers.backends.cpu.attention import (
     NumbaDecode,
+    fits,
+    operand,
     sample_cache,
 )
 from vsched_workers.backends.cpu.decode_step import compiled_step
+from vsched_workers.backends.cpu.kernel_store import content_key, kernel_folder, processor
 from vsched_workers.backends.cpu.kernels import (
     activation,
     decode_attention,
@@ -25,19 +51,17 @@ from vsched_workers.backends.cpu.kernels import (
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import GATED
-from vsched_workers.backends.cpu.low_rank import kernel as low_rank
-from vsched_workers.backends.cpu.prefill_attention import fits, operand
-from vsched_workers.backends.cpu.products import make_product
-from vsched_workers.backends.cpu.quantized.products import (
+from vsched_workers.backends.cpu.products import (
     QuantizedProduct,
+    make_product,
     quantizes_activations,
     widens_in_tiles,
 )
 from vsched_workers.backends.cpu.tiles import attention
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
-from vsched_workers.backends.cpu.vision_blocks import can_fuse
-from vsched_workers.families.decoder import Decoder, head_dim
-from vsched_workers.quantized.model import HEAD_FORMAT
+from vsched_workers.backends.cpu.vision_layers import can_fuse
+from vsched_workers.families.decoders import Decoder, head_dim
+from vsched_workers.quantized.layers import HEAD_FORMAT
 from vsched_workers.quantized.weights import QuantizedWeight
 
 _ACTIVATIONS = {each.py_func.__name__: each for each in (*GATED.values(), activation.gelu_quick)}
@@ -242,3 +266,157 @@ KERNELS: Mapping[str, _Kernel] = {
     "product of panels": _Kernel(_load_panels, 5.0),
     "product in tiles": _Kernel(_load_tiles, 2.0),
 }
+
+
+CHILD_BYTES = 512 << 20
+"""Memory of a compiling process: libraries and the compiler."""
+LOCK_S = 600.0
+"""Maximum wait for another process that compiles for this processor; then both compile."""
+_POLL_S = 0.2
+KERNEL_FILES = [
+    Path(__file__).parent / name
+    for name in (
+        *(
+            "quantized/kernel.py",
+            "quantized/integers.py",
+            "tiles/kernel.py",
+            "tiles/attention.py",
+            "quantized/widened.py",
+            "low_rank.py",
+        ),
+        "decode_step/kernel.py",
+    )
+]
+"""Kernel sources that are not part of the folder's name."""
+
+
+def compile_ahead(wanted: Sequence[Need], progress: Progress) -> int:
+    """Compile the kernels that are not on disk; return their number.
+
+    Does nothing if the folder is not writable; the rank then compiles them, as it does if a child fails.
+    """
+    folder = kernel_folder()
+    if folder is None or not os.access(folder, os.W_OK) or not missing(wanted, folder):
+        return 0
+    try:
+        lock = open(folder / "compiling", "w", encoding="ascii")  # noqa: SIM115 - closed below
+    except OSError:
+        return 0
+    with lock:
+        _wait_for(lock, progress)
+        found = missing(wanted, folder)
+        if found:
+            _compile(found, folder, progress)
+        return len(found)
+
+
+def missing(wanted: Sequence[Need], folder: Path) -> list[Need]:
+    """Return the kernels, without duplicates, that were never compiled into a folder for this processor."""
+    return [each for each in dict.fromkeys(wanted) if not mark_of(each, folder).exists()]
+
+
+def mark_of(need: Need, folder: Path) -> Path:
+    """Return the marker file of a kernel that is in a folder, for this processor."""
+    described = repr((tuple(need), processor(), content_key(KERNEL_FILES)))
+    return folder / f"compiled-{hashlib.blake2b(described.encode(), digest_size=8).hexdigest()}"
+
+
+def at_once(count: int) -> int:
+    """Number of processes that compile at a time, limited by cores and memory."""
+    return max(1, min(count, usable_cores(), host_available() // CHILD_BYTES))
+
+
+def expected_s(wanted: Sequence[Need], processes: int) -> float:
+    """Estimated duration: the maximum of the longest kernel and all of them divided among processes."""
+    seconds = [each.seconds for each in wanted]
+    return max(max(seconds), sum(seconds) / processes)
+
+
+def _wait_for(lock: IO[str], progress: Progress) -> None:
+    """Wait while another process compiles: it may compile the same kernels, and cores are shared."""
+    deadline_s, reported = time.monotonic() + LOCK_S, False
+    while time.monotonic() < deadline_s:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if not reported:
+            progress("waiting for another process that compiles kernels", 0.0)
+            reported = True
+        time.sleep(_POLL_S)
+
+
+def _compile(wanted: Sequence[Need], folder: Path, progress: Progress) -> None:
+    processes = at_once(len(wanted))
+    what = (
+        f"compiling {len(wanted)} kernels for this processor, once, about "
+        f"{expected_s(wanted, processes):.0f} s"
+    )
+    progress(what, 0.0)
+    command = [sys.executable, "-m", "vsched_workers.backends.cpu.compiling"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    total_s = sum(each.seconds for each in wanted)
+    done_s = 0.0
+    with subprocess.Popen(  # noqa: S603 - our own words
+        [*command, str(processes)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as children:
+        assert children.stdin is not None
+        assert children.stdout is not None
+        children.stdin.write(msgspec.json.encode(wanted))
+        children.stdin.close()
+        for line in children.stdout:
+            need = wanted[int(line)]
+            with suppress(OSError):
+                mark_of(need, folder).touch()
+            done_s += need.seconds
+            progress(what, done_s / total_s)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Compile all, the longest first; return 1 if any failed."""
+    _end_with_parent()
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Need])
+    waiting = sorted(range(len(wanted)), key=lambda index: wanted[index].seconds)
+    running: dict[int, int] = {}
+    failed = False
+    while waiting or running:
+        while waiting and len(running) < int(sys.argv[1]):
+            index = waiting.pop()
+            running[_fork(wanted[index])] = index
+        pid, status = os.wait()
+        index = running.pop(pid)
+        if status:
+            failed = True
+            sys.stderr.write(f"{wanted[index]} was not compiled: status {status}\n")
+            continue
+        sys.stdout.write(f"{index}\n")
+        sys.stdout.flush()
+    return int(failed)
+
+
+def _fork(need: Need) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _end_with_parent()
+        need.load()
+        code = 0
+    except BaseException:  # noqa: BLE001 - as the interpreter does with an exception
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,14 +1,19 @@
-"""Fused layers of vision towers with the common encoder architecture (`families/encoder.py`) in bfloat16 on a CPU.
+"""Fused layers of a bfloat16 vision tower on a CPU, similar to the layers of `language_layers.py`.
 
-As in `vision_blocks.py`, rows go through the products in blocks. A layer is four products with packed weights and the
-calls between them: QKV is one product, whose result attention reads in place. Heads that are not whole vectors are
-padded with zeros, in the weights, so that an attention kernel fits them.
+Rows go through the products in blocks, so that the result of one product is still in the cache for the next. Windows
+of equal size are attended to in one call: a single one is too small to be worth a call. Towers of other architectures
+keep transformers' modules.
 
-Layers remain the same modules, with only their `forward` replaced: transformers records hidden states by module
+**Encoders.** Most towers have the structure of the first vision transformers (Dosovitskiy et al., "An Image is Worth
+16x16 Words", ICLR 2021): layer norms, full attention with as many key heads as query heads, an MLP with GELU. They
+differ in names, and some scale the outputs in residual sums. A tower is recognized by its modules, not by its family's
+name. As its computation is in its code, the first layer is verified: in float32, against a reference computation. The
+activation function is identified by its values as well.
+
+A layer is four products with packed weights and the calls between them: QKV is one product, whose result attention
+reads in place. Heads that are not whole vectors are padded with zeros, in the weights, so that an attention kernel fits
+them. Layers remain the same modules, with only their `forward` replaced: transformers records hidden states by module
 class, and some models use those of an earlier layer. For the same reason a layer does not overwrite its input.
-
-A layer with the modules of a known architecture may combine them differently. So the first layer of a tower is
-verified: in float32, against a reference computation. The activation function is identified by its values as well.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,19 +33,210 @@ from torch import nn
 from torch.nn import functional
 
 from vsched_workers.adapters.places import LayerPlace, carrier_of, held_places
-from vsched_workers.backends.cpu.kernels import activation, norm
-from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gelu_tanh
-from vsched_workers.backends.cpu.kernels.norm import add_layer_norm
+from vsched_workers.backends.cpu.attention import fits, patch_kernel
+from vsched_workers.backends.cpu.kernels import activation, norm, rope
+from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gelu_tanh, swiglu
+from vsched_workers.backends.cpu.kernels.norm import add_layer_norm, add_norm
+from vsched_workers.backends.cpu.kernels.rope import rope_patches
 from vsched_workers.backends.cpu.kernels.simd import LANES
 from vsched_workers.backends.cpu.language_layers import product_of
-from vsched_workers.backends.cpu.prefill_attention import patch_kernel
-from vsched_workers.backends.cpu.row_blocks import block_slices
+from vsched_workers.backends.cpu.layer_parts import Norm, block_slices
 from vsched_workers.backends.cpu.threads import pool_of
-from vsched_workers.backends.reference.merged_layers import frozen, merged
+from vsched_workers.backends.reference.layers import frozen, merged
 from vsched_workers.backends.reference.packed_weights import BLOCK_ROWS
 from vsched_workers.batching.paged_attention import PatchKernel
-from vsched_workers.families.encoder import ENCODERS, Encoder
+from vsched_workers.memory.sparse_runs import is_left_out
 from vsched_workers.parallel.slicing import Cut
+
+
+def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> bool:
+    """Fuse the blocks of a tower with packed linear layers; return False if they cannot be fused.
+
+    With `deterministic`, the result for an image does not depend on the others.
+    """
+    if not can_fuse(tower):
+        return False
+    norm.warm_up()
+    activation.warm_up(swiglu)
+    rope.warm_up_patches()
+    attend = patch_kernel(deterministic=deterministic)
+    for index, block in enumerate(tower.blocks):
+        tower.blocks[index] = FusedBlock(block, threads, attend)
+    return True
+
+
+def can_fuse(tower: Any) -> bool:
+    """Return True if the blocks of a tower have the architecture that can be fused."""
+    return bool(tower.blocks) and all(
+        _is_known(block) and fits(block_head_dim(block)) for block in tower.blocks
+    )
+
+
+def _is_known(block: Any) -> bool:
+    return (
+        all(hasattr(norm, "variance_epsilon") for norm in (block.norm1, block.norm2))
+        and all(hasattr(block.mlp, f"{name}_proj") for name in ("gate", "up", "down"))
+        and all(hasattr(block.attn, name) for name in ("qkv", "proj", "num_heads", "scaling"))
+        and (isinstance(block.mlp.act_fn, nn.SiLU) or _is_librarys_silu(block.mlp.act_fn))
+    )
+
+
+def _is_librarys_silu(activation: object) -> bool:
+    """Return True if an activation is transformers' own; avoids importing transformers, which takes seconds."""
+    library: Any = sys.modules.get("transformers.activations")
+    return library is not None and isinstance(activation, library.SiLUActivation)
+
+
+def block_head_dim(block: Any) -> int:
+    """Return the head dimension of a block."""
+    size: int = block.attn.qkv.out_features // (3 * block.attn.num_heads)
+    return size
+
+
+class FusedBlock(nn.Module):
+    """Fused block, with the same arguments and result as transformers' own."""
+
+    def __init__(
+        self,
+        block: Any,
+        threads: int,
+        attend: PatchKernel,
+    ) -> None:
+        super().__init__()
+        self.block = block
+        self._pool = pool_of(threads)
+        self._attend_within = attend
+        self._norms = Norm.of(block.norm1), Norm.of(block.norm2)
+        self._qkv, self._proj = product_of(block.attn.qkv), product_of(block.attn.proj)
+        mlp = block.mlp
+        self._gate, self._up, self._down = map(
+            product_of, (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        )
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **_: object,
+    ) -> torch.Tensor:
+        """Run the block over patches [patches, hidden], which are overwritten."""
+        assert hidden.is_contiguous(), "`hidden` must be contiguous"
+        if is_left_out((hidden.shape, len(cu_seqlens))):
+            return hidden
+        attended = self._attend(hidden, cu_seqlens, position_embeddings)
+        for part in block_slices(len(hidden)):
+            rows = hidden[part]
+            normed = torch.empty_like(rows)
+            self._add_norm(rows, self._proj(attended[part]), self._norms[1], normed)
+            gate, up = self._gate(normed), self._up(normed)
+            swiglu(self._pool, gate.data_ptr(), up.data_ptr(), *gate.shape)
+            rows += self._down(gate)
+        return hidden
+
+    def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
+        """Return the positions of adapters; see `Fused`."""
+        attention, mlp = self.block.attn, self.block.mlp
+        return held_places(
+            self,
+            within,
+            cuts,
+            {
+                "attn.qkv": ("_qkv", attention.qkv),
+                "attn.proj": ("_proj", attention.proj),
+                "mlp.gate_proj": ("_gate", mlp.gate_proj),
+                "mlp.up_proj": ("_up", mlp.up_proj),
+                "mlp.down_proj": ("_down", mlp.down_proj),
+            },
+        )
+
+    def _attend(
+        self,
+        hidden: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the input of the output projection, [patches, heads * head_dim]."""
+        heads = self.block.attn.num_heads
+        count = len(hidden)
+        half = angles[0].shape[1] // 2
+        # Both halves of a head are rotated by the same angles.
+        cos, sin = (each[:, :half].float().contiguous().numpy() for each in angles)
+        heads_buffer = hidden.new_empty(3 * heads, count, 2 * half)
+        for part in block_slices(len(hidden)):
+            rows = hidden[part]
+            normed = torch.empty_like(rows)
+            self._add_norm(rows, None, self._norms[0], normed)
+            qkv = self._qkv(normed)
+            start_at = qkv.data_ptr() - part.start * qkv.shape[1] * qkv.itemsize
+            stop = part.start + len(rows)
+            rope_patches(
+                *(self._pool, start_at, part.start, stop, heads, cos, sin, heads_buffer.data_ptr())
+            )
+        query, key, value = heads_buffer.split(heads)
+        attended = hidden.new_empty(count, heads, 2 * half)
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        start = 0
+        for length, equal in itertools.groupby(lengths):
+            number = sum(1 for _ in equal)
+            part = slice(start, start + number * length)
+            queries, keys, values = (
+                each[:, part].unflatten(1, (number, length)) for each in (query, key, value)
+            )
+            scale: float = self.block.attn.scaling
+            to = attended[part].unflatten(0, (number, length))
+            self._attend_within(queries, keys, values, scale, to)
+            start = part.stop
+        return attended.flatten(1)
+
+    def _add_norm(
+        self, rows: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: torch.Tensor
+    ) -> None:
+        add_norm(
+            self._pool,
+            rows.data_ptr(),
+            0 if delta is None else delta.data_ptr(),
+            norm.weight_at,
+            norm.width,
+            norm.eps,
+            out.data_ptr(),
+            len(rows),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """The names of modules within a layer.
+
+    Attributes:
+        norms: The norms before attention and before the MLP.
+        attention: The attention module, with query, key and value projections, and `num_heads`.
+        output: Its output projection.
+        inner: The MLP module, with two linear layers and an activation in between.
+        scales: Parameters that scale the outputs of attention and MLP in residual sums; empty if there are none.
+    """
+
+    norms: Sequence[str] = ("layer_norm1", "layer_norm2")
+    attention: str = "self_attn"
+    qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj")
+    output: str = "out_proj"
+    inner: str = "mlp"
+    linears: Sequence[str] = ("fc1", "fc2")
+    activation: str = "activation_fn"
+    scales: Sequence[str] = ()
+
+
+ENCODERS: Sequence[Encoder] = (
+    Encoder(),
+    Encoder(
+        norms=("layernorm_before", "layernorm_after"),
+        attention="attention",
+        output="projection_layer",
+        scales=("lambda_1", "lambda_2"),
+    ),
+)
+"""Known structures: CLIP and SigLIP, and InternVL."""
+
 
 VERIFIED_ROWS = 5
 VERIFIED_WITHIN = 1e-3

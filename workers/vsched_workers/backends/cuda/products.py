@@ -1,7 +1,19 @@
-"""Matrix products with quantized weights on a GPU: int8, int4 and FP8 with group scales."""
+"""Matrix products of a linear layer on a GPU: of one row by an own kernel, of more rows by torch.
+
+Launches of compiled Triton kernels without Triton's own dispatch.
+
+For every launch, Triton binds the arguments, derives the specialization from them and looks it up, which takes several
+times as long as the launch itself. In eager steps, with several launches per layer, the device then waits for the host.
+Here the specialization is looked up by the properties that Triton specializes on: data types, alignment to 16 bytes,
+and for integers divisibility by 16 and equality to 1.
+
+Matrix products with quantized weights on a GPU: int8, int4 and FP8 with group scales.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +21,151 @@ from torch import nn
 from torch.nn import functional
 
 from vsched_workers.backends.cuda.attention import power_of_two
-from vsched_workers.backends.cuda.launching import FastKernel
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
+
+TILE_MIN, TILE_MAX = 32, 512
+"""Values of a weight's row that a program reads at a time."""
+
+PROGRAM_VALUES = 4096
+"""Values of a weight that a program reads at a time."""
+
+PROGRAMS_MIN = 256
+"""Programs that keep a large GPU busy; with fewer, each takes fewer rows of the weight."""
+
+
+class RowTiles(NamedTuple):
+    """A program's share of a weight: rows, values of a row at a time, and tiles that are loaded in parallel."""
+
+    outputs: int
+    tile: int
+    stages: int
+
+
+def row_tiles(outputs: int, inputs: int, *, parts: int = 1) -> RowTiles | None:
+    """Return the tiles for a product of one row; None if they do not divide the weight.
+
+    `parts` weights are read at a time, as gate and up.
+    """
+    tile = min(inputs & -inputs, TILE_MAX)
+    fitting = [
+        each for each in (16, 8, 4) if each * tile * parts <= PROGRAM_VALUES and outputs % each == 0
+    ]
+    if tile < TILE_MIN or not fitting:
+        return None
+    busy = [each for each in fitting if outputs // each >= PROGRAMS_MIN]
+    return RowTiles((busy or fitting[-1:])[0], tile, 3 if tile == TILE_MAX else 4)
+
+
+class RowProduct:
+    """The product by the weight of a linear layer [out, in]; it takes one row faster than torch."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernel: Any) -> None:
+        """Take `multiply_row` or a stand-in for it."""
+        self.weight, self._bias, self._kernel = weight, bias, kernel
+        self._turned = weight.t()
+        outputs, inputs = weight.shape
+        self._tiles = row_tiles(outputs, inputs) if weight.is_contiguous() else None
+        self._gated = row_tiles(outputs // 2, inputs, parts=2) if weight.is_contiguous() else None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply activations [rows, in]; return [rows, out]."""
+        if len(rows) != 1 or self._tiles is None:
+            if self._bias is None:  # with less host time than functional.linear
+                return torch.mm(rows, self._turned)
+            return torch.addmm(self._bias, rows, self._turned)
+        return self._run(rows, self._tiles, len(self.weight), None)
+
+    def gated(self, rows: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """Multiply one row by a merged gate and up weight; return the gated values [1, out / 2].
+
+        None if the rows must be multiplied and gated separately.
+        """
+        if len(rows) != 1 or self._gated is None or self._bias is not None:
+            return None
+        return self._run(rows, self._gated, len(self.weight) // 2, activation)
+
+    def _run(
+        self, rows: torch.Tensor, tiles: RowTiles, outputs: int, activation: str | None
+    ) -> torch.Tensor:
+        out = rows.new_empty(1, outputs)
+        self._kernel[(outputs // tiles.outputs,)](
+            rows,
+            self.weight,
+            self.weight if self._bias is None else self._bias,
+            out,
+            outputs,
+            rows.shape[1],
+            HAS_BIAS=self._bias is not None,
+            ACTIVATION=activation,
+            OUTPUTS=tiles.outputs,
+            TILE=tiles.tile,
+            STAGES=tiles.stages,
+        )
+        return out
+
+
+def with_row_kernel(product: Any, kernel: Any) -> Any:
+    """Return the product of a plain linear layer with the kernel for one row; any other product as it is."""
+    if type(product) is not nn.Linear or product._forward_hooks:  # noqa: SLF001
+        return product
+    return RowProduct(product.weight, product.bias, kernel)
+
+
+Grid = Sequence[int]
+
+_ALIGNED = 15
+_INT32_MAX = 2**31 - 1
+
+
+class FastKernel:
+    """A Triton kernel; `kernel[grid](...)` launches as Triton's own, with constants and options as keywords."""
+
+    def __init__(self, kernel: Any) -> None:
+        """Take a kernel as `triton.jit` returns it."""
+        self._kernel = kernel
+        self._compiled: dict[object, Callable[..., None]] = {}
+
+    def __getitem__(self, grid: Grid) -> Callable[..., None]:
+        """Return the launch with a grid of one to three dimensions."""
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: Grid, *arguments: Any, **constants: Any) -> None:
+        key = (*[_kind(each) for each in arguments], *constants.values())
+        known = self._compiled.get(key)
+        if known is None:
+            compiled = self._kernel[grid](*arguments, **constants)
+            self._compiled[key] = _launch_of(self._kernel, compiled, len(arguments), constants)
+        else:
+            known(grid, arguments)
+
+
+def _kind(value: Any) -> object:
+    """Return what Triton specializes an argument on."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.get_device(), value.data_ptr() & _ALIGNED == 0
+    if isinstance(value, int):
+        return value == 1, value & _ALIGNED == 0, value > _INT32_MAX
+    return type(value)
+
+
+def _launch_of(
+    kernel: Any, compiled: Any, count: int, constants: dict[str, Any]
+) -> Callable[[Grid, Sequence[Any]], None]:
+    """Return the direct launch of a compiled kernel, for `count` arguments before the constants."""
+    if not hasattr(compiled, "packed_metadata"):  # an interpreted kernel
+        return lambda grid, arguments: kernel[grid](*arguments, **constants)
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    rest = [constants[name] for name in kernel.arg_names[count:]]
+    # As Triton does: torch.cuda.current_stream makes an object.
+    stream_of: Any = torch._C._cuda_getCurrentRawStream  # noqa: SLF001
+
+    def launch(grid: Grid, arguments: Sequence[Any]) -> None:
+        first, second, third = (*grid, 1, 1)[:3]
+        stream = stream_of(arguments[0].get_device())
+        run(first, second, third, stream, function, metadata, None, None, None, *arguments, *rest)
+
+    return launch
+
 
 FEW_ROWS_MAX = 64
 """The largest M for multiplication by quantized values; above, dequantizing first costs less than it saves."""
@@ -34,7 +189,7 @@ Kernels = tuple[Any, Any]
 
 def load_kernels() -> Kernels:
     """Return the Triton kernels."""
-    from vsched_workers.backends.cuda.triton_products import multiply_few, widen
+    from vsched_workers.backends.cuda.triton_kernels import multiply_few, widen
 
     return FastKernel(multiply_few), FastKernel(widen)
 
