@@ -1,10 +1,12 @@
-"""Template, tokenizer and image processor compared with transformers'."""
+"""Template, tokenizer and image processor compared with transformers'; detokenization and parsing of output."""
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -19,14 +21,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests.workers.driver import drawn_image, values_of
 from tests.workers.properties import REPEATABLE
 from vsched.errors import CheckpointError, RequestRefused
-from vsched.types import ArraySpec
-from vsched.worker.contract import ImagePlan, PixelBounds, Preprocessor
+from vsched.types import ArraySpec, ModelInfo
+from vsched.worker.contract import AnswerPart, ImagePlan, PixelBounds, Preprocessor
+from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.preprocess.qwen import QwenPreprocessor
+from vsched_workers.checkpoint.preprocess.text import TemplateParser
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
     PIXELS,
@@ -34,7 +39,7 @@ from vsched_workers.families.qwen_image import (
     grid_of,
     image_processing,
 )
-from vsched_workers.plugin import plugin
+from vsched_workers.plugin import TRAINED, plugin
 
 Load = Callable[..., Preprocessor]
 
@@ -444,3 +449,106 @@ def test_load_preprocessor_refuses_incomplete_checkpoints(
         (path / name).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"{message}.*Remedy"):
         plugin.load_preprocessor(info)
+
+
+BYTES = [bytes([byte]) for byte in range(256)]
+WORDS = [*BYTES, " wörd".encode(), "日本".encode(), "日".encode()[:2], b"\xff\xfe", b""]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_detokenizer_gives_what_the_codec_gives(seed: int) -> None:
+    rng = random.Random(seed)
+    detokenizer = ByteDetokenizer(TokenTable(WORDS, WORDS))
+    codec = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for _ in range(200):
+        likely = range(256, len(WORDS)) if rng.random() < 0.5 else range(len(WORDS))
+        token_ids = rng.choices([*likely, -1, 10_000], k=rng.choice((1, 1, 1, 2, 5)))
+        joined = b"".join(WORDS[one] for one in token_ids if 0 <= one < len(WORDS))
+        assert detokenizer.push(token_ids) == codec.decode(joined)
+    assert detokenizer.flush() == codec.decode(b"", final=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["<|tool_call>", "call:", "<tool_call|>", "<|turn>"], "<|tool_call>call:<tool_call|>"),
+        (["<|channel|>", "<|end|>", "<|return|>"], "<|channel|><|end|>"),
+        (["<|end|>", "<|message|>", "a"], "a"),
+    ],
+)
+def test_texts_show_the_marks_of_calls_and_of_channels_if_there_are_any(
+    tokens: list[str], text: str
+) -> None:
+    backend = Tokenizer(models.BPE())
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(each, special=each.startswith("<")) for each in tokens])
+    table = TokenTable.of_tokenizer(backend)
+    assert table.decode([backend.get_vocab()[each] for each in tokens]) == text
+
+
+TEMPLATE = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "thinking": {"open": "<mull>", "close": "</mull>"},
+        "content": {"close": "<end>"},
+        "tool_calls": {
+            "open": "<do>",
+            "close": "</do>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def read(pieces: Any, prompt: str = "<assistant>") -> dict[str, str]:
+    parser = TemplateParser(TEMPLATE, prompt, TOOLS)
+    parts: list[AnswerPart] = [part for piece in pieces for part in parser.push(piece)]
+    reported: dict[str, str] = {}
+    for part in [*parts, *parser.finish()]:
+        key = f"call {part.name}" if part.kind == "call" else part.kind
+        reported[key] = reported.get(key, "") + part.text
+    return reported
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        ("Hello.", {"content": "Hello."}),
+        ("<mull>A < b.</mull>Yes.", {"reasoning": "A < b.", "content": "Yes."}),
+        ('<do>{"name": "f", "arguments": {"a": "é"}}</do>', {"call f": '{"a": "é"}'}),
+        (
+            'I do.<do>{"name": "f", "arguments": {}}</do><do>{"name": "g", "arguments": {}}</do>',
+            {"content": "I do.", "call f": "{}", "call g": "{}"},
+        ),
+        ("<do>no JSON</do> more", {"content": "<do>no JSON</do> more"}),
+        ('<do>{"a": 1}</do>', {"content": '<do>{"a": 1}</do>'}),
+    ],
+)
+def test_answers_are_read_as_their_checkpoint_says(answer: str, wanted: dict[str, str]) -> None:
+    for pieces in ([answer], list(answer)):
+        assert read(pieces) == wanted
+
+
+def test_constructs_begun_in_the_prompt_are_continued() -> None:
+    assert read(["A.</mull>Yes."], "<user>Hi<assistant><mull>") == {
+        "reasoning": "A.",
+        "content": "Yes.",
+    }
+
+
+def test_texts_show_the_special_tokens_that_a_template_names() -> None:
+    backend = Tokenizer(models.BPE())
+    backend.decoder = decoders.ByteLevel()
+    tokens = ["<mull>", "</mull>", "<pad>"]
+    backend.add_tokens([AddedToken(each, special=True) for each in tokens])
+    table = TokenTable.of_tokenizer(backend, shown=json.dumps(TEMPLATE))
+    assert table.decode([backend.get_vocab()[each] for each in tokens]) == "<mull></mull>"
+
+
+def test_a_checkpoint_without_a_template_reads_no_answers() -> None:
+    info: ModelInfo = plugin.inspect(str(TRAINED), dtype="auto", item_tokens_max=0)
+    front = plugin.load_preprocessor(info)
+    assert not front.parses_answers

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.workers.backends.cuda.races import Event, Machine, RaceError, Stream
-from tests.workers.batching.test_swap_area import NOTHING, make_cache, pairs
+from tests.workers.batching.test_kv_cache import NOTHING, make_cache, pairs
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Stage
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.types import SamplingParams

@@ -23,10 +23,14 @@ from torch import nn
 from torch.nn import functional
 
 from vsched_workers.backends.base import Product
-from vsched_workers.backends.cuda.attention import power_of_two
 from vsched_workers.backends.cuda.attention_trials import passes
 from vsched_workers.backends.cuda.device import has_triton
-from vsched_workers.backends.cuda.products import FastKernel, RowProduct, with_row_kernel
+from vsched_workers.backends.cuda.products import (
+    FastKernel,
+    RowProduct,
+    power_of_two,
+    with_row_kernel,
+)
 from vsched_workers.backends.reference.layers import MergedAttention, angles_of, merged
 from vsched_workers.batching.paged_attention import PagedStep, attend_plainly
 

@@ -26,11 +26,10 @@ from torch.nn import functional
 
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda import vision_attention
-from vsched_workers.backends.cuda.attention import power_of_two
 from vsched_workers.backends.cuda.attention_trials import passes
 from vsched_workers.backends.cuda.device import has_triton
 from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
-from vsched_workers.backends.cuda.products import FastKernel
+from vsched_workers.backends.cuda.products import FastKernel, power_of_two
 from vsched_workers.backends.reference.layers import frozen, merged
 from vsched_workers.device_copies import sent
 from vsched_workers.families.qwen_positions import (

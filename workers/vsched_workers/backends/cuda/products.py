@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vsched_workers.backends.cuda.attention import power_of_two
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
 
 TILE_MIN, TILE_MAX = 32, 512
@@ -333,3 +332,8 @@ def plan_of(rows: int, outputs: int, tiles: int, processors: int) -> ProductPlan
     wanted = min(PARTS_MAX, tiles, -(-4 * processors // programs))
     part_tiles = -(-tiles // wanted)
     return ProductPlan(per_rows, per_outputs, -(-tiles // part_tiles), part_tiles)
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not less than a number."""
+    return 1 << (number - 1).bit_length()
