@@ -78,7 +78,6 @@ from vsched_workers.checkpoint.whole_model import (
     left_out,
     load_whole,
 )
-from vsched_workers.compiling import compile_language
 from vsched_workers.families import LanguageFamily, language_family
 from vsched_workers.families.decoders import AttentionKind, text_family, text_positions
 from vsched_workers.families.generic import read_config
@@ -101,7 +100,7 @@ from vsched_workers.parallel.slicing import (
 )
 from vsched_workers.quantized.layers import check_groups, quantize_calibrated
 from vsched_workers.quantized.schemes import scheme_of
-from vsched_workers.rank_worker import RankWorker, served_adapters
+from vsched_workers.rank_worker import RankWorker, compile_language, served_adapters
 
 if TYPE_CHECKING:
     from torch import nn

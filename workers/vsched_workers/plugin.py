@@ -112,7 +112,7 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress, *, stage: str
     ) -> int:
         """Compile the kernels of a stage's ranks and cache them on disk; return the number that was not cached yet."""
-        from vsched_workers.compiling import compile_kernels
+        from vsched_workers.rank_worker import compile_kernels
 
         return compile_kernels(info, settings, progress, stage=stage)
 

@@ -35,7 +35,8 @@ from vsched_workers.checkpoint.preprocess.text import TemplateParser
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
     PIXELS,
-    clamp_settings,
+    ResizeLimits,
+    clamp_limits,
     grid_of,
     image_processing,
 )
@@ -118,11 +119,9 @@ def test_any_size_under_any_budget_is_within_it_or_refused(
     assert info.item_tokens_max <= budget
     preprocessor, processor = plugin.load_preprocessor(info), processor_of(checkpoints(size))
     factor = processor.patch_size * processor.merge_size
-    clamped = clamp_settings(processor.to_dict(), tokens=budget, factor=factor)
-    limits = {
-        "min_pixels": clamped["size"]["shortest_edge"],
-        "max_pixels": clamped["size"]["longest_edge"],
-    }
+    own = ResizeLimits(processor.size["shortest_edge"], processor.size["longest_edge"])
+    clamped = clamp_limits(own, tokens=budget, factor=factor)
+    limits = {"min_pixels": clamped.minimum, "max_pixels": clamped.maximum}
     too_thin = max(width, height) / min(width, height) > ASPECT_RATIO_MAX
     if too_thin or encoder_tokens(processor, width, height, limits) > budget:
         with pytest.raises(RequestRefused, match="Remedy"):
@@ -173,7 +172,7 @@ def processor_of(path: Path) -> Any:
     return AutoImageProcessor.from_pretrained(path, backend="pil")
 
 
-def encoder_tokens(processor: Any, width: int, height: int, limits: dict[str, int]) -> int:
+def encoder_tokens(processor: Any, width: int, height: int, limits: dict[str, int | None]) -> int:
     """Return the number of tokens of an image by transformers' own arithmetic."""
     patches = processor.get_number_of_image_patches(height, width, limits)
     return int(patches // processor.merge_size**2)

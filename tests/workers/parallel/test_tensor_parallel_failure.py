@@ -35,7 +35,7 @@ from vsched_workers.parallel.rank_group import RankGroup
 pytestmark = pytest.mark.slow
 
 OUT_OF_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory")
-QUESTIONS = [Question("What is in the image?", [drawn_image(1, 90, 60)], count=6)]
+QUESTION = [Question("What is in the image?", [drawn_image(1, 90, 60)], count=6)]
 
 
 class Once:
@@ -276,7 +276,7 @@ def generate_with_faults(
     stage = on_rank.load(settings, path)
     worker: Any = stage.generator
     driver = on_rank.driver_of(settings, stage, 16)
-    running = driver.start(0, QUESTIONS[0])
+    running = driver.start(0, QUESTION[0])
     faults = [
         (language, "pack"),
         (worker.module.layers[1].mlp, "forward"),
@@ -301,7 +301,7 @@ def test_step_fails_on_every_rank_and_can_be_run_again(
 ) -> None:
     """Before the first collective, between two, and after the last; the tokens are unchanged."""
     found = ranks.run(generate_with_faults, str(checkpoints("nano25")), failing)
-    wanted = Driver(stages("nano25"), chunk=16).run(QUESTIONS)[0].output
+    wanted = Driver(stages("nano25"), chunk=16).run(QUESTION)[0].output
     for rank, (seen, tokens) in enumerate(found):
         assert tokens == wanted
         words = "memory ran out while running a step" if rank == failing else f"{failing}, ran out"

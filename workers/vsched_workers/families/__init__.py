@@ -7,10 +7,12 @@ from typing import Any
 
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.families.base import Family, LanguageFamily
+from vsched_workers.families.base import Family
 from vsched_workers.families.decoders import DECODERS, TextFamily, text_family
 from vsched_workers.families.own_qwen import OwnQwen25Vl, own_modules
 from vsched_workers.families.qwen import Qwen3Vl, Qwen3VlMoe, Qwen25Vl
+
+LanguageFamily = Family | TextFamily
 
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (Qwen25Vl(), Qwen3Vl(), Qwen3VlMoe())

@@ -347,7 +347,7 @@ DECODERS: Mapping[str, Decoder] = {
 
 
 class TextFamily:
-    """A text model with a `Decoder` description; see `LanguageFamily`."""
+    """A text model with a `Decoder` description; attributes and methods as in `Family`."""
 
     flips: tuple[str, ...] = ()
     language_prefixes: tuple[str, ...] = ("model.", "")

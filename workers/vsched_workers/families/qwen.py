@@ -12,12 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vsched_workers.families.base import Family
 from vsched_workers.families.decoders import Decoder, usual_sharing
 from vsched_workers.families.sharing import Sharing, Split
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-from typing import TYPE_CHECKING
-
 from vsched_workers.families.video_processors import VIDEO_PROCESSORS, VideoProcessor
 
 if TYPE_CHECKING:

@@ -180,34 +180,6 @@ def clamp_limits(limits: ResizeLimits, *, tokens: int, factor: int) -> ResizeLim
     return ResizeLimits(minimum=minimum, maximum=maximum)
 
 
-def clamp_settings(settings: Mapping[str, Any], *, tokens: int, factor: int) -> dict[str, Any]:
-    """Return processor settings with all present limits bounded likewise.
-
-    Other keys are unchanged and missing keys are not added; a key without a value means no limit.
-    """
-    clamped = dict(settings)
-    if tokens == 0:
-        return clamped
-
-    def bounded(limits: ResizeLimits) -> ResizeLimits:
-        return clamp_limits(limits, tokens=tokens, factor=factor)
-
-    def bound(table: dict[str, Any], low: str, high: str) -> None:
-        if high in table:
-            value = table[high]
-            table[high] = bounded(ResizeLimits(1, None if value is None else int(value))).maximum
-        if table.get(low) is not None:
-            table[low] = bounded(ResizeLimits(int(table[low]), None)).minimum
-
-    bounded(ResizeLimits(1, None))
-    bound(clamped, "min_pixels", "max_pixels")
-    if isinstance(clamped.get("size"), Mapping):
-        size = dict(clamped["size"])
-        bound(size, "shortest_edge", "longest_edge")
-        clamped["size"] = size
-    return clamped
-
-
 def worst_tokens(limits: ResizeLimits, *, factor: int) -> int | None:
     """Return an upper bound of the tokens of any image within these limits; None without a maximum."""
     if limits.maximum is None:

@@ -17,7 +17,9 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -25,17 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vsched_workers.families.sharing import Sharing, Split
+from vsched_workers.families.sharing import PlanEntry, Sharing, Split, unshared
 from vsched_workers.parallel.experts import SharedExperts
-
-if TYPE_CHECKING:
-    from vsched_workers.parallel.rank_group import RankGroup
-import functools
-import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-from vsched_workers.families.sharing import PlanEntry, unshared
 
 if TYPE_CHECKING:
     from vsched_workers.parallel.rank_group import RankGroup

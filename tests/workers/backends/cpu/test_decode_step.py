@@ -19,7 +19,7 @@ pytest.importorskip("numba")
 import numba
 
 from tests.parity.architectures import make_checkpoint
-from tests.workers.backends.cpu.test_quantized_products import weight_of
+from tests.workers.backends.cpu.test_products import weight_of
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, SequenceState, WorkerSettings
 from vsched_workers.adapters.places import NOBODY, PassRows

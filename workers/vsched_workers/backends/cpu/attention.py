@@ -7,33 +7,26 @@ The latter uses bfloat16 pairs if the processor multiplies them, otherwise float
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vsched_workers.backends.cpu.kernels.decode_attention import decode_queries
-from vsched_workers.backends.cpu.threads import pool_of
-from vsched_workers.batching.kv_cache import KvCache, KvShape
-from vsched_workers.memory.sparse_runs import attended_contexts
-
-if TYPE_CHECKING:
-    from vsched_workers.batching.paged_attention import PagedStep
-import functools
-from typing import TYPE_CHECKING
-
 from vsched_workers.backends.cpu.kernels import prefill_attention as kernel
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32, LOG2_E
+from vsched_workers.backends.cpu.kernels.decode_attention import decode_queries
 from vsched_workers.backends.cpu.kernels.gemm import PANEL
 from vsched_workers.backends.cpu.kernels.simd import LANES, has_bf16_dot
-from vsched_workers.backends.cpu.threads import process_pool
+from vsched_workers.backends.cpu.threads import pool_of, process_pool
 from vsched_workers.backends.cpu.tiles import attention
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.reference.attention import prefill_by_gather
+from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import PatchKernel, ScoreRule
 from vsched_workers.batching.paged_attention import prefill_by_rule as prefill_by_torch
-from vsched_workers.memory.sparse_runs import at_most, is_sparse
+from vsched_workers.memory.sparse_runs import at_most, attended_contexts, is_sparse
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment

@@ -14,21 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from vsched_workers.adapters.places import Carrier, LayerPlace, carrier_of, place_of
+from vsched_workers.adapters.places import (
+    CallRows,
+    Carrier,
+    LayerPlace,
+    Part,
+    Room,
+    carrier_of,
+    place_of,
+)
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array, narrow, widen
 from vsched_workers.backends.cpu.kernels.compilation import compiled
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
+from vsched_workers.backends.cpu.threads import pool_of
 
 if TYPE_CHECKING:
-    import torch
-
     from vsched_workers.families.decoders import Decoder
     from vsched_workers.parallel.slicing import Cut
-import torch
 
-from vsched_workers.adapters.places import CallRows, Part, Room
-from vsched_workers.backends.cpu.threads import pool_of
 
 RANKS = 4
 """Ranks are padded with zeros to a multiple of this number, which are accumulated at once."""

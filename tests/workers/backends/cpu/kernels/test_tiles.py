@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from tests.workers.backends.cpu.test_quantized_products import drawn, weight_of
+from tests.workers.backends.cpu.test_products import drawn, weight_of
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.cpu.kernels.simd import LINE

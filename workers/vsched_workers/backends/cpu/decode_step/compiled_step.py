@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
-import torch
-
-from vsched_workers.backends.cpu.kernels.rope import Bf16Array
-from vsched_workers.backends.reference.layers import Angles
-
-if TYPE_CHECKING:
-    from vsched_workers.families.decoders import AttentionKind
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
+import numpy as np
 import numpy.typing as npt
+import torch
 
 from vsched_workers.backends.cpu.attention import shares_of
 from vsched_workers.backends.cpu.decode_step.kernel import (
@@ -43,16 +35,18 @@ from vsched_workers.backends.cpu.kernels.bf16 import BF16
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import NORM, add_norm, add_normed, norm_parts
-from vsched_workers.backends.cpu.kernels.rope import HEADS
+from vsched_workers.backends.cpu.kernels.rope import HEADS, Bf16Array
 from vsched_workers.backends.cpu.products import PanelProduct, QuantizedProduct
 from vsched_workers.backends.cpu.quantized import kernel as floats
 from vsched_workers.backends.cpu.quantized.integers import multiply_int8
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.tiles.kernel import multiply_in_tiles
+from vsched_workers.backends.reference.layers import Angles
 
 if TYPE_CHECKING:
     from vsched_workers.backends.cpu.layer_parts import Norm
     from vsched_workers.batching.paged_attention import PagedStep
+    from vsched_workers.families.decoders import AttentionKind
 
 
 _ONE = np.uint16(0x3F80)
