@@ -1,4 +1,4 @@
-"""The sampler alone: filters, penalties, limits, the inputs of a draw; in numpy, compiled, and in torch on a CPU."""
+"""The sampler alone: filters, penalties, limits, the inputs of a draw; compiled, and in torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vsched_workers.batching.sampling import (
     SpecialRow,
     StagedDraw,
     choose_tokens,
-    draw_in_numpy,
+    draw_in_torch,
     is_foreseeable,
     uniform,
 )
@@ -198,17 +198,17 @@ def test_logits_that_are_no_numbers_are_reported(value: float, top_p: float) -> 
 
 
 def drawn(logits: torch.Tensor, rows: Sequence[SpecialRow]) -> list[int]:
-    """Draw with the compiled sampler, and compare with numpy's."""
+    """Draw with the compiled sampler, and compare with torch's."""
     backend = choose_backend(WorkerSettings(), torch.bfloat16)
     found: list[int] = backend.draw(logits, rows).tolist()
-    assert found == draw_in_numpy(logits, rows).tolist()
+    assert found == draw_in_torch(logits, rows).tolist()
     return found
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 9.0])
-def test_compiled_sampler_equals_numpy(
+def test_compiled_sampler_equals_torch(
     options: dict[str, Any], dtype: torch.dtype, spread: float
 ) -> None:
     """Also with ties, forbidden tokens and a mask; a row is the same alone and in a batch."""
@@ -236,7 +236,7 @@ LARGE = 100_000
 
 @pytest.mark.parametrize("shape", ["flat", "trained", "clustered", "apart", "tied"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_sampler_equals_numpy_at_a_large_vocabulary(
+def test_compiled_sampler_equals_torch_at_a_large_vocabulary(
     shape: str, dtype: torch.dtype
 ) -> None:
     """Thresholds are estimated on some blocks, which may mislead; or logits are few values far apart."""
@@ -312,7 +312,7 @@ def test_draws_pass_a_chi_square_test(options: dict[str, Any]) -> None:
 def test_empty_token_mask_is_reported() -> None:
     row = special(0, SamplingParams(seed=1))
     row.sequence.token_mask = np.zeros(2, np.uint32)
-    with pytest.raises(FloatingPointError, match="-inf"):
+    with pytest.raises(FloatingPointError, match="no finite number"):
         sample(logits_of({3: 1.0}), [row])
 
 
@@ -327,8 +327,8 @@ def sampled_logits(spread: float, dtype: torch.dtype = torch.bfloat16) -> torch.
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 9.0])
-def test_device_sampler_equals_numpy(dtype: torch.dtype, spread: float) -> None:
-    """All parameters in one batch, with ties, forbidden tokens and a mask; a row is the same alone."""
+def test_rows_of_a_batch_are_drawn_as_alone(dtype: torch.dtype, spread: float) -> None:
+    """All parameters in one batch, with ties, forbidden tokens and a mask."""
     logits = sampled_logits(spread, dtype)
     rows = [
         special(index % 6, SamplingParams(seed=index, **options), [1, 9], [5, 9, 9])
@@ -336,7 +336,6 @@ def test_device_sampler_equals_numpy(dtype: torch.dtype, spread: float) -> None:
     ]
     rows[2].sequence.token_mask = np.random.default_rng(1).integers(0, 2**32, 100, dtype=np.uint32)
     together = StagedDraw(rows, WORDS).run(logits).tolist()
-    assert together == draw_in_numpy(logits, rows).tolist()
     assert [StagedDraw([row], WORDS).run(logits).tolist() for row in rows] == [
         [token] for token in together
     ]
@@ -360,7 +359,7 @@ def test_draw_is_staged_before_the_last_token_is_known(options: dict[str, Any]) 
         special(row, SamplingParams(seed=row, **options), [1, 9], [5, 9, 5], frozenset({5}))
         for row in range(6)
     ]
-    expected = draw_in_numpy(logits, rows).tolist()
+    expected = draw_in_torch(logits, rows).tolist()
     last = torch.tensor([5] * 6, dtype=torch.int32)
     for entry in rows:
         entry.sequence.tokens[entry.position - 1] = 4

@@ -8,12 +8,12 @@ is recomputed after a preemption draws the same tokens again.
 Order of the steps: penalties, logit bias, minimum length and bad words, the mask of allowed tokens, temperature, top-k,
 top-p, min-p, draw. Log-probabilities are computed from the raw logits.
 
-The definition is in numpy; `Backend.draw` may compute the same faster. `StagedDraw` is the definition in torch, for any
-device, all rows at once. Its inputs are gathered on the host first, from the sequences as they are then. The device
-adds at most one token to them, the last: the one that the step before has drawn and the host has not read. So a step
-can be started before the tokens of the step before are known, and dropping such a step has no effect. Logits are sorted
-for top-k or top-p, as in vLLM without FlashInfer. Sums are in float64, in another order than numpy's: if a threshold or
-a draw falls within their rounding error (1e-15), the results may differ.
+`StagedDraw` is the definition, in torch, for any device, all rows at once; `Backend.draw` may compute the same faster.
+Its inputs are gathered on the host first, from the sequences as they are then. The device adds at most one token to
+them, the last: the one that the step before has drawn and the host has not read. So a step can be started before the
+tokens of the step before are known, and dropping such a step has no effect. Logits are sorted for top-k or top-p, as in
+vLLM without FlashInfer. Sums are in float64: if a threshold or a draw falls within the rounding error of another order
+(1e-15), results may differ.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SpecialRow:
 
 
 Draw = Callable[[torch.Tensor, Sequence[SpecialRow]], npt.NDArray[np.int32]]
-"""Samples the tokens of special rows, from the logits of all rows; see `draw_in_numpy`."""
+"""Samples the tokens of special rows, from the logits of all rows; see `draw_in_torch`."""
 
 
 def choose_tokens(
@@ -59,8 +59,6 @@ def choose_tokens(
 ) -> Sampled:
     """Choose one token per row: sample the special rows, and write their tokens into `tokens`, the argmax of all rows.
 
-    `draw` is the backend's; without it, numpy's.
-
     Shape: `tokens` [rows]; `logits` [rows, vocabulary], any float type.
 
     Raises:
@@ -68,8 +66,7 @@ def choose_tokens(
     """
     if not special:
         return Sampled(tokens=tokens)
-    drawn = (draw or draw_in_numpy)(logits, special)
-    tokens[[entry.row for entry in special]] = drawn
+    tokens[[entry.row for entry in special]] = (draw or draw_in_torch)(logits, special)
     return with_logprobs(tokens, logits, special)
 
 
@@ -87,17 +84,15 @@ def with_logprobs(
     return Sampled(tokens=tokens, logprobs=reported)
 
 
-def draw_in_numpy(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
+def draw_in_torch(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
     """Return the token of each special row: the definition, which compiled samplers are tested against.
 
     Raises:
         FloatingPointError: When no token can be drawn.
     """
-    drawn = np.empty(len(special), np.int32)
-    for index, (entry, raw) in enumerate(zip(special, _on_host(logits, special), strict=True)):
-        adjusted = _adjust(raw, entry)
-        greedy = entry.sequence.sampling.temperature == 0.0
-        drawn[index] = int(adjusted.argmax()) if greedy else _draw(adjusted, entry)
+    staged = StagedDraw(special, logits.shape[1])
+    drawn: npt.NDArray[np.int32] = staged.run(logits).cpu().numpy()
+    staged.check(drawn)
     return drawn
 
 
@@ -129,72 +124,6 @@ def biases(entry: SpecialRow, vocabulary: int) -> dict[int, float]:
             forbidden.append(last)
     added.update((token, -np.inf) for token in forbidden if 0 <= token < vocabulary)
     return added
-
-
-def _adjust(raw: Logits, entry: SpecialRow) -> Logits:
-    """Apply penalties, biases and the mask; return `raw` itself if there is nothing to apply."""
-    params, sequence = entry.sequence.sampling, entry.sequence
-    added = biases(entry, len(raw))
-    if not (added or params.has_penalty or sequence.token_mask is not None):
-        return raw
-    adjusted = raw.copy()
-    if params.has_penalty:
-        _penalise(adjusted, entry)
-    for token, bias in added.items():
-        adjusted[token] += np.float32(bias)
-    if sequence.token_mask is not None:
-        allowed = np.unpackbits(sequence.token_mask.view(np.uint8), bitorder="little")
-        adjusted[: len(allowed)][allowed[: len(adjusted)] == 0] = -np.inf
-        adjusted[len(allowed) :] = -np.inf
-    return adjusted
-
-
-def _penalise(adjusted: Logits, entry: SpecialRow) -> None:
-    params, sequence = entry.sequence.sampling, entry.sequence
-    tokens = sequence.tokens[: entry.position]
-    seen = np.unique(tokens[tokens < len(adjusted)])
-    values = adjusted[seen]
-    penalty = np.float32(params.repetition_penalty)
-    adjusted[seen] = np.where(values > 0, values / penalty, values * penalty)
-    outputs = tokens[sequence.prompt_length :]
-    ids, counts = np.unique(outputs[outputs < len(adjusted)], return_counts=True)
-    adjusted[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(
-        np.float32
-    )
-
-
-def _draw(logits: Logits, entry: SpecialRow) -> int:
-    """Draw a token; candidates stay in order of their ids through all filters.
-
-    Raises:
-        FloatingPointError: When no token can be drawn.
-    """
-    params = entry.sequence.sampling
-    scaled = logits.astype(np.float64)
-    highest = scaled.max()
-    check_highest(float(highest), entry)
-    scaled -= highest
-    scaled /= max(params.temperature, TEMPERATURE_MIN)
-    candidates: npt.NDArray[np.int64] | None = None
-    if 0 < params.top_k < len(scaled):
-        candidates = _largest(scaled, params.top_k, np.partition(scaled, -params.top_k))
-        scaled = scaled[candidates]
-    weights = np.exp(scaled)
-    if params.top_p < 1.0:
-        # Sorting values is vectorized, sorting indices by value is not.
-        ordered = np.sort(weights)
-        reached = np.searchsorted(np.cumsum(ordered[::-1]), params.top_p * weights.sum()) + 1
-        kept = _largest(weights, min(int(reached), len(weights)), ordered)
-        weights = weights[kept]
-        candidates = kept if candidates is None else candidates[kept]
-    if params.min_p > 0.0:
-        kept = np.flatnonzero(weights >= params.min_p * weights.max())
-        weights = weights[kept]
-        candidates = kept if candidates is None else candidates[kept]
-    cumulative = np.cumsum(weights)
-    target = uniform(params.seed or 0, entry.position) * cumulative[-1]
-    place = min(int(np.searchsorted(cumulative, target, side="right")), len(cumulative) - 1)
-    return place if candidates is None else int(candidates[place])
 
 
 def check_highest(highest: float, entry: SpecialRow) -> None:

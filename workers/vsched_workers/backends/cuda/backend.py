@@ -48,7 +48,6 @@ from vsched_workers.backends.reference.packed_weights import (
 from vsched_workers.batching.kv_cache import KvCache, SwapArea
 from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.recurrent_state import RecurrentStates
-from vsched_workers.batching.sampling import SpecialRow, StagedDraw
 from vsched_workers.device_copies import sent
 from vsched_workers.quantized.layers import QuantizedLinear, Quantizer
 from vsched_workers.quantized.weights import QuantizedWeight
@@ -181,12 +180,6 @@ class CudaBackend(Backend):
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         return logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
-
-    def draw(self, logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
-        staged = StagedDraw(special, logits.shape[1])
-        drawn: npt.NDArray[np.int32] = staged.run(logits).cpu().numpy()
-        staged.check(drawn)
-        return drawn
 
     def load_attention(self) -> None:
         if not self._captures:

@@ -37,7 +37,7 @@ from vsched_workers.backends.reference.packed_weights import (
 from vsched_workers.batching.kv_cache import KvCache, SwapArea
 from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.recurrent_state import RecurrentStates
-from vsched_workers.batching.sampling import SpecialRow, draw_in_numpy
+from vsched_workers.batching.sampling import SpecialRow, draw_in_torch
 from vsched_workers.parallel.rank_group import Collectives
 
 if TYPE_CHECKING:
@@ -173,12 +173,12 @@ class Backend:
         return logits.argmax(dim=-1).numpy().astype(np.int32)
 
     def draw(self, logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
-        """Sample the tokens of special rows, by default with `draw_in_numpy`.
+        """Sample the tokens of special rows, by default in torch.
 
         Raises:
             FloatingPointError: When no token can be drawn.
         """
-        return draw_in_numpy(logits, special)
+        return draw_in_torch(logits, special)
 
     # --- attention and captured steps ---
 
