@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from demo_training.drawing import BUILT_IN_FONT, HELD_OUT_FONTS
-from demo_training.plan import Plan
 from demo_training.report import FINAL_COUNT, accuracy_table, smoothed, write_report
 from demo_training.samples import TASKS, held_out
-from demo_training.train import Trainer, held_out_batches
+from demo_training.train import Plan, Trainer, held_out_batches
 from vsched.errors import VschedError
 
 MEASURED_EVERY = 250

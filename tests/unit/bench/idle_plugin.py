@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator, stand_in_info
@@ -20,7 +21,6 @@ from vsched.worker.contract import (
     WorkerPlugin,
     WorkerSettings,
 )
-from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 
 NAME = "tests.unit.bench.idle_plugin:plugin"
 LETTER = ord("e")

@@ -22,7 +22,6 @@ from vsched.api.tools.formats import CALL_FORMATS
 from vsched.api.tools.grammar import forced_calls
 from vsched.errors import RequestRefused
 from vsched.types import FinishReason, ModelInfo
-from vsched_workers.checkpoint.detokenize import TokenTable
 from vsched_workers.checkpoint.preprocess import grammars as grammars_module
 from vsched_workers.checkpoint.preprocess.grammars import (
     RECENT_MAX,
@@ -30,6 +29,7 @@ from vsched_workers.checkpoint.preprocess.grammars import (
     TokenGrammars,
     load_grammars,
 )
+from vsched_workers.checkpoint.tokenize import TokenTable
 from vsched_workers.plugin import TRAINED, plugin
 
 TOKENS_MAX = 400

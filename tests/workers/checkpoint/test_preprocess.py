@@ -29,9 +29,9 @@ from tests.workers.properties import REPEATABLE
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.types import ArraySpec, ModelInfo
 from vsched.worker.contract import AnswerPart, ImagePlan, PixelBounds, Preprocessor
-from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.preprocess.qwen import QwenPreprocessor
 from vsched_workers.checkpoint.preprocess.text import TemplateParser
+from vsched_workers.checkpoint.tokenize import ByteDetokenizer, TokenTable
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
     PIXELS,

@@ -20,12 +20,12 @@ from tests.workers.properties import REPEATABLE
 from vsched.errors import RequestRefused
 from vsched.worker.contract import ImagePlan, Preprocessor
 from vsched_workers.checkpoint import tokenize
-from vsched_workers.checkpoint.detokenize import TokenTable
 from vsched_workers.checkpoint.tokenize import (
     NFC_SHRINKS,
     RenderedPrompt,
     SpecialTokens,
     TextTokenizer,
+    TokenTable,
 )
 from vsched_workers.plugin import plugin
 

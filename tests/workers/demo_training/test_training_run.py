@@ -21,9 +21,12 @@ from demo_training import model as small  # noqa: E402
 from demo_training import report, samples, train  # noqa: E402
 from demo_training.batches import make_batch, placed  # noqa: E402
 from demo_training.drawing import Mark  # noqa: E402
-from demo_training.plan import Plan  # noqa: E402
 from demo_training.samples import DrawnConversation, held_out  # noqa: E402
-from demo_training.train import BatchMaker, Trainer  # noqa: E402
+from demo_training.train import (  # noqa: E402
+    BatchMaker,
+    Plan,
+    Trainer,
+)
 from tests.workers.driver import values_of  # noqa: E402
 from vsched.errors import CheckpointError  # noqa: E402
 from vsched.types import ItemPlace  # noqa: E402

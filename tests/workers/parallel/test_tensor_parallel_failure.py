@@ -28,7 +28,7 @@ from vsched.worker.contract import WorkerSettings
 from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import StepLimits
 from vsched_workers import language
-from vsched_workers.backends.reference.collectives import GlooCollectives
+from vsched_workers.backends.reference.backend import GlooCollectives
 from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.parallel.rank_group import RankGroup
 
@@ -387,7 +387,7 @@ KILLED = """
 import os, signal, sys
 import torch
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.reference.collectives import GlooCollectives
+from vsched_workers.backends.reference.backend import GlooCollectives
 from vsched_workers.parallel.rank_group import RankGroup
 settings = WorkerSettings(ranks=2, rank=int(sys.argv[1]), rendezvous=sys.argv[2])
 group = RankGroup(settings, "generate", GlooCollectives())

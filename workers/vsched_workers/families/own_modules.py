@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vsched_workers.families.own_qwen import QwenTextSettings, QwenVisionSettings
+from vsched_workers.families.qwen import QwenTextSettings, QwenVisionSettings
 from vsched_workers.families.qwen_positions import frame_lengths, patch_places, window_order
 
 

@@ -25,7 +25,7 @@ from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cuda import fused_tower, products, vision_attention
+from vsched_workers.backends.cuda import fused_tower, products
 from vsched_workers.backends.cuda.device import VARIABLE
 from vsched_workers.backends.cuda.fused_tower import (
     INNER_MULTIPLE,
@@ -126,7 +126,7 @@ def test_long_sequences_attend_in_one_call(
 
     tower = prepared(encoded.tower)
     tower.forward._flash = True
-    monkeypatch.setattr(vision_attention, "varlen", counted)
+    monkeypatch.setattr(fused_tower, "varlen", counted)
     encoded.check(tower)
     blocks = 1 if encoded.family.name == "qwen2_5_vl" else SIZES["depth"]
     assert calls == [(4, 10 * 14)] * blocks, "windows have a kernel of their own"
@@ -235,9 +235,9 @@ def test_flash_gives_the_rows_of_attention_window_by_window(
 
     counted.__signature__ = inspect.signature(varlen_on_cpu)  # type: ignore[attr-defined]
     monkeypatch.setattr(varlen, "varlen_attn", counted)
-    vision_attention.register()
+    fused_tower.register()
     flash = Stage.load(str(checkpoints(size)), attention="exact", dtype="float32")
-    vision_attention.switch(flash.encoder._tower.module)  # type: ignore[attr-defined]
+    fused_tower.switch(flash.encoder._tower.module)  # type: ignore[attr-defined]
     question = Question("Compare.", [drawn_image(2, 200, 70), drawn_image(4, 31, 150)])
     rows = []
     for stage in (plain, flash):
@@ -250,12 +250,12 @@ def test_flash_gives_the_rows_of_attention_window_by_window(
 
 
 def test_flash_is_for_gpus_and_16_bit_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_attention, "runs", lambda *_: True)
+    monkeypatch.setattr(fused_tower, "runs", lambda *_: True)
     for settings, dtype, name in [
         (WorkerSettings(), torch.bfloat16, "sdpa"),
         (WorkerSettings(device="cuda"), torch.float32, "sdpa"),
         (WorkerSettings(device="cuda", attention="exact"), torch.bfloat16, "sdpa"),
-        (WorkerSettings(device="cuda"), torch.bfloat16, vision_attention.FLASH),
+        (WorkerSettings(device="cuda"), torch.bfloat16, fused_tower.FLASH),
     ]:
         tower: Any = nn.Module()
         tower.config, tower.blocks = SimpleNamespace(_attn_implementation="sdpa"), []
@@ -265,4 +265,4 @@ def test_flash_is_for_gpus_and_16_bit_types(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_flash_is_not_taken_where_it_does_not_run() -> None:
     """Torch's own kernel does not run on a CPU, which the trial detects."""
-    assert not vision_attention.runs("cpu", torch.bfloat16)
+    assert not fused_tower.runs("cpu", torch.bfloat16)

@@ -24,7 +24,7 @@ from tests.workers.test_language import mixed_questions, outputs
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cuda import vision_attention
+from vsched_workers.backends.cuda import fused_tower
 from vsched_workers.backends.cuda.device import CudaSwapArea, RowCopies
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
@@ -247,7 +247,7 @@ def test_flash_prefill_in_a_window_equals_torch(first: int, rows: int, window: i
 
 
 def test_vision_attention_runs_in_one_call() -> None:
-    assert vision_attention.runs(DEVICE, torch.bfloat16)
+    assert fused_tower.runs(DEVICE, torch.bfloat16)
 
 
 def test_rows_are_right_when_copies_overlap_with_computing() -> None:

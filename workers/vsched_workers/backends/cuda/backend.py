@@ -24,7 +24,7 @@ from vsched_workers.backends.base import (
     RunModel,
     RunnableLanguage,
 )
-from vsched_workers.backends.cuda import fused_tower, vision_attention
+from vsched_workers.backends.cuda import fused_tower
 from vsched_workers.backends.cuda.attention_trials import load_decode, try_kernels
 from vsched_workers.backends.cuda.device import (
     VARIABLE,
@@ -123,7 +123,7 @@ class CudaBackend(Backend):
         return RunnableLanguage(layers=layers, head=few_bits, weights_bytes=size)
 
     def prepare_tower(self, tower: nn.Module) -> int:
-        flash = vision_attention.use_flash(tower, self.settings, self.dtype)
+        flash = fused_tower.use_flash(tower, self.settings, self.dtype)
         flatten_patches(tower, None)
         kernels = None
         # LoRA adapters are applied to transformers' unfused layers, in their own sizes.

@@ -12,11 +12,13 @@ import functools
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed
 from torch.nn import functional
 
 from vsched.worker.contract import Progress, WorkerSettings
@@ -24,7 +26,6 @@ from vsched.worker.memory import DeviceMemory
 from vsched_workers.adapters.places import MakeSums, TorchSums
 from vsched_workers.backends.base import CapturedSteps, RunModel, RunnableLanguage
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
-from vsched_workers.backends.reference.collectives import GlooCollectives
 from vsched_workers.backends.reference.host_memory import HostMemory, mapped_pieces, zeroed_pages
 from vsched_workers.backends.reference.layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_weights import (
@@ -44,6 +45,25 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vsched_workers.families.decoders import Decoder
+
+
+_DISTRIBUTED: Any = torch.distributed
+
+
+class GlooCollectives:
+    """See `Collectives`."""
+
+    exchanges = True
+    wakes_peers = True
+    runs_behind = False
+
+    def connect(self, store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
+        gloo = _DISTRIBUTED.ProcessGroupGloo
+        options = gloo._Options()  # noqa: SLF001  # torch offers these under such names only
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
+        options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+        options._threads = 1  # noqa: SLF001
+        return gloo(store, rank, size, options)
 
 
 class Backend:

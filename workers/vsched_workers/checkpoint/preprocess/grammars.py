@@ -23,15 +23,15 @@ import numpy.typing as npt
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.types import FinishReason, ModelInfo
 from vsched.worker.drafting.drafts import allows, foresee_with, only_token
-from vsched_workers.checkpoint.detokenize import TokenTable
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.preprocess.disjoint import longest_chain
-from vsched_workers.checkpoint.preprocess.patterns import (
+from vsched_workers.checkpoint.preprocess.schema_numbers import (
     PatternError,
     split_lookaheads,
     translate_pattern,
 )
 from vsched_workers.checkpoint.preprocess.schemas import SchemaError, rewrite_schema
+from vsched_workers.checkpoint.tokenize import TokenTable
 from vsched_workers.checkpoint.tokenizer_files import TOKENIZER_JSON, load_tokenizer
 
 if TYPE_CHECKING:
