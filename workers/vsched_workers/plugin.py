@@ -49,10 +49,7 @@ RANK_MODULES = (
 )
 """Modules that all CPU ranks import."""
 
-OWN_MODULES = (
-    "vsched_workers.families.own_modules",
-    "vsched_workers.families.own_modules",
-)
+OWN_MODULES = ("vsched_workers.families.own_modules",)
 """Modules that CPU ranks import in addition, for a family with modules of its own in place of transformers'."""
 
 

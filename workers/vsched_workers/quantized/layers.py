@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -157,34 +157,15 @@ def check_groups(cuts: Mapping[str, Cut], settings: WorkerSettings, *, stage: st
         )
 
 
-class LookedUpProduct(Protocol):
-    """A product with a quantized weight [out, in], whose rows can be looked up.
-
-    Attributes:
-        size_bytes: Bytes of the weight.
-    """
-
-    size_bytes: int
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply activations [..., in]; return [..., out]."""
-        ...
-
-    def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return rows of the weight, as for an embedding; indices int64 [n], returns [n, in]."""
-        ...
-
-
-Made = TypeVar("Made", bound=LookedUpProduct)
-MakeProduct = Callable[[QuantizedWeight, torch.Tensor | None], Made]
+MakeProduct = Callable[[QuantizedWeight, torch.Tensor | None], Any]
 """Build a product from a weight and its bias."""
 
 HEAD_FORMAT = "int8"
 """Format of the head and the embedding: int4 would cost more accuracy there than it saves."""
 
 
-class Quantizer(Generic[Made]):
-    """Builds the quantized products of one model.
+class Quantizer:
+    """Builds the quantized products of one model; a product also returns rows of its weight (`rows_of`).
 
     Weights are quantized on the device of their products.
 
@@ -192,19 +173,19 @@ class Quantizer(Generic[Made]):
         embedding_bytes: Bytes of an embedding that is not tied to the head.
     """
 
-    def __init__(self, kind: str, group: int, make: MakeProduct[Made], device: str = "cpu") -> None:
+    def __init__(self, kind: str, group: int, make: MakeProduct, device: str = "cpu") -> None:
         """Take a format, the group size or 0, the factory of products, and their device."""
         self._kind, self._group, self._make, self._device = kind, group, make, device
-        self._tied: Made | None = None
+        self._tied: Any = None
         self.embedding_bytes = 0
 
-    def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Made:
+    def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Any:
         """Return the product of a layer's weight; a weight that is quantized already is unchanged."""
         if isinstance(weight, torch.Tensor):
             weight = quantize(weight.detach().to(self._device), self._kind, group=self._group)
         return self._make(weight, bias)
 
-    def head(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Made:
+    def head(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Any:
         """Return the product of the output projection; the embedding's if `embed` found the two tied."""
         if self._tied is not None:
             product, self._tied = self._tied, None
@@ -230,7 +211,7 @@ class Quantizer(Generic[Made]):
 class QuantizedEmbedding(nn.Module):
     """An embedding that looks up rows in the weight of a product."""
 
-    def __init__(self, product: LookedUpProduct, weight: torch.Tensor) -> None:
+    def __init__(self, product: Any, weight: torch.Tensor) -> None:
         """Take the product, and its original weight."""
         super().__init__()
         self._product = product

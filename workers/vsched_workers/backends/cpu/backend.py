@@ -65,7 +65,7 @@ class CpuBackend(Backend):
             tiles=widens_in_tiles(settings, dtype),
             deterministic=settings.deterministic,
         )
-        self._quantizer: Quantizer[QuantizedProduct] | None = None
+        self._quantizer: Quantizer | None = None
         if self._fuses:
             self._pack_weights()
         if settings.quantizes:
@@ -126,7 +126,7 @@ class CpuBackend(Backend):
         self._load_decode()
         return size
 
-    def _quantize_ends(self, model: Any, quantizer: Quantizer[QuantizedProduct]) -> int:
+    def _quantize_ends(self, model: Any, quantizer: Quantizer) -> int:
         """Quantize the embedding and the head of a model of any architecture; return their bytes."""
         head, size = model.get_output_embeddings(), 0
         if type(head) is nn.Linear:

@@ -80,7 +80,7 @@ class CudaBackend(Backend):
         # Ranks that share a model communicate in every step, which cannot be captured.
         self._captures = settings.ranks == 1 and "graphs" not in self._off
         self.spare_blocks = 1 if self._captures else 0
-        self._quantizer: Quantizer[TritonProduct] | None = None
+        self._quantizer: Quantizer | None = None
         if settings.quantizes:
             self._quantizer = Quantizer(
                 settings.weights, settings.weights_group, self._product, self.device
