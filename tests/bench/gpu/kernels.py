@@ -76,8 +76,8 @@ def compile_merge(name: str) -> Compiled:
 def compile_layer(name: str) -> list[Compiled]:
     """Compile the kernels between the matrix products of a layer, for the heads of this name, in bfloat16."""
     from vsched_workers.backends.cuda import triton_kernels
-    from vsched_workers.backends.cuda.attention import power_of_two
     from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
+    from vsched_workers.backends.cuda.products import power_of_two
 
     heads, kv_heads, head_dim = HEADS[name]
     half, width = head_dim // 2, power_of_two(heads * head_dim)
@@ -118,8 +118,8 @@ def compile_row() -> list[Compiled]:
 def compile_vision(heads: int, head_dim: int, width: int) -> list[Compiled]:
     """Compile the kernels of a fused vision tower with these heads and rows of this width, in bfloat16."""
     from vsched_workers.backends.cuda import triton_kernels
-    from vsched_workers.backends.cuda.attention import power_of_two
     from vsched_workers.backends.cuda.fused_tower import WINDOW_MAX
+    from vsched_workers.backends.cuda.products import power_of_two
 
     half, name = head_dim // 2, f"{heads} x {head_dim}"
     norm = dict.fromkeys(("hidden", "added", "weight", "bias", "normed"), "*bf16")

@@ -220,5 +220,5 @@ class QuantizedEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [..., hidden] of token ids [...]."""
-        rows = self._product.rows_of(ids.flatten())
+        rows: torch.Tensor = self._product.rows_of(ids.flatten())
         return rows.view(*ids.shape, rows.shape[1])
