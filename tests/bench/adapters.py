@@ -90,7 +90,7 @@ class Ours:
         self._options = options
         worker: Any = self._with.generator
         for number in range(1, count + 1):
-            worker._served._module.add(str(number), _chance(worker, options.rank, number))
+            worker._served.add(number, _chance(worker, options.rank, number))
 
     def round(self, rows: int, adapters: int | None) -> Round:
         """Run rows to their end; None uses the worker without adapters."""
@@ -110,7 +110,7 @@ def _chance(worker: Any, rank: int, seed: int) -> Adapter:
     """Return a random adapter for all supported layers."""
     chance = torch.Generator().manual_seed(seed)
     pairs = {}
-    module = worker._served._module
+    module = worker._served
     for name, (place, *_) in sorted(module._places.items()):
         down = torch.randn(rank, place.inputs, generator=chance) * place.inputs**-0.5
         up = torch.randn(place.outputs, rank, generator=chance) * 0.01

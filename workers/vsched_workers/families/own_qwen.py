@@ -52,7 +52,7 @@ class OwnQwen25Vl(Qwen25Vl):
         )
 
 
-def own_modules(family: Qwen25Vl, path: str) -> OwnQwen25Vl | None:
+def own_family(family: Qwen25Vl, path: str) -> OwnQwen25Vl | None:
     """Return the family with vsched's own modules for a checkpoint; None if transformers' are needed.
 
     Raises:

@@ -169,7 +169,7 @@ def _launch_of(
 FEW_ROWS_MAX = 64
 """The largest M for multiplication by quantized values; above, dequantizing first costs less than it saves."""
 
-TILE_MAX = 64
+QUANTIZED_TILE_MAX = 64
 """The largest tile of K."""
 
 PARTS_MAX = 8
@@ -314,8 +314,8 @@ def tile_of(kind: str, group: int) -> int | None:
     Tensor cores need at least 16 values, for int4 in each nibble. A `group` of 0 is all of K.
     """
     if not group:
-        return TILE_MAX
-    tile = min(group & -group, TILE_MAX)
+        return QUANTIZED_TILE_MAX
+    tile = min(group & -group, QUANTIZED_TILE_MAX)
     return tile if tile >= (32 if kind == "int4" else 16) else None
 
 
