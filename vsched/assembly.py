@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from vsched.aio.adapters import AdapterOrders, AdapterTable
-from vsched.aio.draft_checks import inspect_draft
 from vsched.aio.kv_sizing import Sizing
-from vsched.aio.leader.leader import Deadlines
-from vsched.aio.replicas.launcher import Launcher
-from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents, rank_device
+from vsched.aio.launcher import Launcher
+from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
 from vsched.config.byte_sizes import size_bytes
 from vsched.config.calibration import check_calibration
@@ -24,15 +23,125 @@ from vsched.errors import ConfigError, limit_message
 from vsched.kernel import SchedulerLimits
 from vsched.media.pipeline import MediaStatistics
 from vsched.memory import LedgerLine
-from vsched.policy import MemoryView
+from vsched.policy import DRAFT_TOKENS_MAX, Draft, DraftingView, MemoryView
+from vsched.policy_host.seats import PolicySeats
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names, replica_of, stage_of
-from vsched.worker.contract import WorkerSettings, supports
+from vsched.worker.contract import Preprocessor, WorkerPlugin, WorkerSettings, supports
 from vsched.worker.memory import host_available, status_bytes
 from vsched.worker.profiling_run import StepLimits
 from vsched.worker.registry import load_worker
 from vsched.worker.shares import default_limit
 from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec
+
+logger = logging.getLogger(__name__)
+SAMPLES = 1000
+"""Number of tokens compared between two vocabularies, evenly spread."""
+
+
+def verifies_drafts(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> bool:
+    """Return True if ranks can verify draft tokens; otherwise `generate.drafting` is never called.
+
+    Raises:
+        ConfigError: When ranks cannot, and the policy drafts for a request without a grammar; or when the policy uses a
+            draft model, and none is configured.
+    """
+    plugin = load_worker(config.generate.plugin, path="generate.plugin")
+    device = config.generate.device
+    verifies = plugin.verifies_drafts(info, device=device)
+    view = DraftingView(
+        now_ns=0,
+        held=False,
+        outputs=1,
+        outputs_max=256,
+        running=1,
+        rows_free=DRAFT_TOKENS_MAX,
+        model=info.draft is not None,
+    )
+    seat = PolicySeats(policies.for_kernel()).add_seat("generate.drafting")
+    draft: Draft = seat.decide(msgspec.structs.replace(view, state=seat.state))
+    if draft.tokens and not verifies:
+        raise ConfigError(
+            limit_message(
+                f"generate.drafting: the ranks of a model of type {info.family!r} cannot verify drafts on {device}",
+                value=f"{draft.tokens} tokens a step",
+                limit="none: drafts are for CPUs, and for models whose layers keep no state",
+                remedy='set generate.drafting to {use = "none"}, or leave it out',
+            )
+        )
+    if draft.tokens and draft.model and info.draft is None:
+        raise ConfigError(
+            "generate.drafting: the policy drafts with a model, and there is none. Remedy: set generate.draft_model to "
+            "the folder of a smaller checkpoint of the same vocabulary, or choose another policy."
+        )
+    if info.draft is not None and not draft.model:
+        logger.warning(
+            "generate.draft_model is loaded, and generate.drafting does not ask it for a request that runs alone; "
+            'the policy that does is {use = "draft-model"}'
+        )
+    return verifies
+
+
+def inspect_draft(config: Config, plugin: WorkerPlugin, info: ModelInfo) -> ModelInfo | None:
+    """Return the text part of the configured draft model; None if there is none.
+
+    Raises:
+        CheckpointError: When the checkpoint does not exist, or does not support the number of ranks.
+        ConfigError: When it cannot be used as a draft model.
+    """
+    path, generate = config.generate.draft_model, config.generate
+    if not path:
+        return None
+    draft = plugin.inspect(path, dtype=config.model.dtype, item_tokens_max=0).text_alone
+    # It reads prompts in chunks, even with bidirectional attention in the prompt: guesses may be slightly worse.
+    draft = msgspec.structs.replace(draft, prompt_atomic=False, item_atomic=False)
+    if generate.tensor_parallel > 1:
+        plugin.check_parallel(draft, stage="generate", ranks=generate.tensor_parallel)
+    for model, key in ((info, "model.path"), (draft, "generate.draft_model")):
+        if not plugin.verifies_drafts(model, device=generate.device):
+            raise ConfigError(
+                limit_message(
+                    f"generate.draft_model: ranks cannot run drafts with the model of {key} on {generate.device}",
+                    value=f"model_type {model.family!r}",
+                    limit="drafts are for CPUs, and for models whose layers keep no state",
+                    remedy="leave generate.draft_model out",
+                )
+            )
+    return draft
+
+
+def check_vocabulary(info: ModelInfo, own: Preprocessor, other: Preprocessor) -> None:
+    """Check that a draft model has the target model's vocabulary; sizes may differ by padding.
+
+    Raises:
+        ConfigError: When a token differs.
+    """
+    size = min(own.info.vocab_size, other.info.vocab_size)
+    for token in range(0, size, max(size // SAMPLES, 1)):
+        one, drafted = own.token_bytes(token), other.token_bytes(token)
+        if one != drafted:
+            raise ConfigError(
+                limit_message(
+                    "generate.draft_model: it has another vocabulary",
+                    value=f"token {token} is {drafted!r} there",
+                    limit=f"{one!r}, as in {info.path}",
+                    remedy="choose a smaller model of the same family, or leave it out",
+                )
+            )
+
+
+FrontEnd = tuple[Preprocessor, bool]
+"""The preprocessor of requests, and whether ranks can report the log-probabilities of prompt tokens."""
+
+
+def load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> FrontEnd:
+    """Load the preprocessor, and ask the plug-in whether `ranks` ranks can report prompt log-probabilities."""
+    tells = plugin.computes_prompt_logprobs(info, ranks=ranks)
+    preprocessor = plugin.load_preprocessor(info)
+    if info.draft is not None:
+        check_vocabulary(info, preprocessor, plugin.load_preprocessor(info.draft))
+    return preprocessor, tells
+
 
 STATE_SNAPSHOTS_MAX = 64
 """Maximum number of recurrent state snapshots by default: with tens of MB each, more would displace the KV cache."""
@@ -207,7 +316,6 @@ def _check_atoms(config: Config, info: ModelInfo) -> None:
 
 
 def _check_swapping(config: Config, info: ModelInfo) -> None:
-    """If swapping is configured, check that ranks support it."""
     generate = config.generate
     plugin = load_worker(generate.plugin, path="generate.plugin")
     if not swap_blocks(config, info):
@@ -268,18 +376,6 @@ def adapter_table(
     return AdapterTable(config, orders, keep, kept_in=str(Path(run_dir) / "adapters"))
 
 
-def leader_deadlines(config: Config) -> Deadlines:
-    """Deadlines for the ranks, as leaders use them."""
-    limits = config.deadlines
-    return Deadlines(
-        ready_s=limits.ready_s,
-        step_s=limits.step_s,
-        heartbeat_s=limits.heartbeat_s,
-        rank_timeout_s=limits.rank_timeout_s,
-        hooks_s=config.generate.hooks_s,
-    )
-
-
 def check_parallel(config: Config, info: ModelInfo) -> None:
     """Check with the plug-ins that the model can be split across the configured number of ranks.
 
@@ -329,22 +425,32 @@ def worker_group_plans(
     ]
 
 
+def _worker_settings(
+    config: Config, stage: Literal["encode", "generate"], replica: int, **own: Any
+) -> WorkerSettings:
+    section = config.encode if stage == "encode" else config.generate
+    return WorkerSettings(
+        device=rank_device(section.device, replica * section.tensor_parallel),
+        threads=config.threads(stage),
+        threads_fixed=bool(config.threads_fixed_by(stage)),
+        deterministic=config.model.deterministic,
+        promises=config.generate.kv_pages == "on_use",
+        adapter_rank_max=config.adapters.rank_max,
+        **section.quantization,
+        **own,
+    )
+
+
 def _encode_role(config: Config, policies: ConfiguredPolicies, replica: int) -> EncodeRole:
-    section = config.encode
-    device = rank_device(section.device, replica * section.tensor_parallel)
-    reserved = section.reserved
+    section, reserved = config.encode, config.encode.reserved
     return EncodeRole(
         address="",
         plugin=section.plugin,
-        settings=WorkerSettings(
-            device=device,
-            threads=config.threads("encode"),
-            threads_fixed=bool(config.threads_fixed_by("encode")),
-            deterministic=config.model.deterministic,
-            promises=config.generate.kv_pages == "on_use",
-            **section.quantization,
+        settings=_worker_settings(
+            config,
+            "encode",
+            replica,
             adapters=config.adapters.count_max if config.adapters.encoder else 0,
-            adapter_rank_max=config.adapters.rank_max,
         ),
         items=policies.encode_items_max,
         tokens=policies.item_tokens_max or 0,
@@ -358,18 +464,14 @@ def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRol
     return GenerateRole(
         address="",
         plugin=section.plugin,
-        settings=WorkerSettings(
-            device=rank_device(section.device, replica * section.tensor_parallel),
-            threads=config.threads("generate"),
-            threads_fixed=bool(config.threads_fixed_by("generate")),
+        settings=_worker_settings(
+            config,
+            "generate",
+            replica,
             attention=section.attention,
             slots=section.slots,
             state_snapshots=state_snapshots(config, info),
-            deterministic=config.model.deterministic,
-            promises=section.kv_pages == "on_use",
-            **section.quantization,
             adapters=config.adapters.count_max,
-            adapter_rank_max=config.adapters.rank_max,
         ),
         limits=StepLimits(
             slots=section.slots,
@@ -410,7 +512,6 @@ def cached_bytes_per_token(config: Config, info: ModelInfo) -> int:
 
 
 def _share_of(config: Config, info: ModelInfo) -> ModelInfo:
-    """The same facts, with one rank's share of the KV cache."""
     kv_bytes = rank_kv_bytes_per_token(config, info)
     return msgspec.structs.replace(info, kv_bytes_per_token=kv_bytes)
 
@@ -465,7 +566,7 @@ def make_worker_groups(
             arena,
             groups=plan.groups,
             ranks=plan.ranks,
-            deadlines=leader_deadlines(config),
+            deadlines=config.deadlines,
             events=events,
             sizing=sizing,
         )

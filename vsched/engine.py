@@ -12,66 +12,127 @@ import os
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
-from vsched.aio.adapters import AdapterTable
-from vsched.aio.draft_checks import verifies_drafts
-from vsched.aio.environment import Environment
-from vsched.aio.grammar_checks import GrammarChecks
+from vsched.aio.adapters import AdapterHold, AdapterTable, with_adapter
+from vsched.aio.arrivals import PendingArrival
+from vsched.aio.fork_server import ForkServer
+from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
+from vsched.aio.hosts.remote import placed
 from vsched.aio.kv_sizing import Sizing
+from vsched.aio.launcher import RANK_COMMAND, Launcher, LocalLauncher, Modules
 from vsched.aio.live import COUNTERS, LiveState, live_policies, served_state
-from vsched.aio.replicas.launcher import Launcher
-from vsched.aio.replicas.worker_group import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.aio.serving import (
-    FrontEnd,
     RequestIds,
     RunningParts,
-    Sink,
+    check_numbers,
+    check_prompt_values,
+    check_stop_tokens,
     checked_argument,
     checked_images,
     checked_prompt,
-    load_front_end,
+    final_length,
+    further_choices,
     request_of,
-    submit_choices,
 )
-from vsched.aio.shell import start_shell
-from vsched.aio.streams.finished import FinishedRequests
-from vsched.aio.streams.stream import ChoiceInputs, Generation, StopScope, TokenStream
+from vsched.aio.shell import EventRecorder, Shell, start_shell
+from vsched.aio.streams import (
+    AnswerSink,
+    ChoiceInputs,
+    FinishedRequests,
+    Generation,
+    PromptReport,
+    StopScope,
+    TokenStream,
+    interrupt_all,
+    timeline_of,
+)
+from vsched.aio.worker_groups import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.assembly import (
+    FrontEnd,
     adapter_table,
     arena_layout,
     as_served,
     create_sizing,
     engine_memory,
     inspect_checkpoint,
+    load_front_end,
     make_worker_groups,
     memory_in_use,
     scheduler_limits,
+    verifies_drafts,
 )
-from vsched.config import Config, plain_config, resolve_policies
+from vsched.config import Config, MediaConfig, plain_config, resolve_policies
 from vsched.config.devices import settle
 from vsched.config.policies import check_combinations, check_replacement, policy_tables
 from vsched.devices import log_devices, resolve_devices
 from vsched.errors import ConfigError, PolicyError, RequestRefused
+from vsched.kernel import Scheduler
 from vsched.kernel.events import Arrived, PolicyReplaced
-from vsched.media import ImageReference, Prompt
+from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
 from vsched.media.pipeline import PreparedRequest
-from vsched.media.pixels import PixelStore
-from vsched.media.pruning import make_pruning
+from vsched.media.pruning import Pruning, make_pruning
 from vsched.memory import Ledger
 from vsched.notebook import Statistics
 from vsched.policy import Policy
+from vsched.policy_host.call_times import QueueClock
 from vsched.record.left import PartialOutput
-from vsched.record.recorder import check_record_path
+from vsched.record.recorder import check_record_path, open_recorder
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker
 
+MakeMedia = Callable[[Preprocessor, PixelStore, MediaConfig, Pruning | None], MediaPipeline]
+
+
+def make_launcher(
+    config: Config,
+    *,
+    command: Sequence[str] = RANK_COMMAND,
+    forked: bool = True,
+    started: Mapping[Modules, ForkServer] | None = None,
+) -> Launcher:
+    """Return a launcher for the configured hosts; for the other arguments see `LocalLauncher`.
+
+    Raises:
+        ConfigError: When the key file of other hosts cannot be read, or Ray cannot be reached.
+    """
+    own = LocalLauncher(command=command, forked=forked, started=started)
+    try:
+        return placed(config, own) if config.cluster.elsewhere else own
+    except BaseException:
+        own.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The environment of an engine; the defaults are for a server, and a simulation passes its own.
+
+    Attributes:
+        make_launcher: Called once; returns the launcher of all worker groups.
+        make_grammar_checker: Returns the grammar checker; None if the plug-in has no grammars.
+        make_media: Returns the pipeline that prepares requests, with its threads and network.
+        open_record: Returns the record of a kernel, or None to keep none.
+        now_ns: The kernel's clock.
+        make_queue_clock: Called once on the event loop's thread; returns the clock of its waits for a core, in ns.
+    """
+
+    make_launcher: Callable[[Config], Launcher] = make_launcher
+    make_grammar_checker: Callable[[Config, ModelInfo], GrammarChecker | None] = grammar_processes
+    make_media: MakeMedia = MediaPipeline
+    open_record: Callable[[Config, Scheduler], EventRecorder | None] = open_recorder
+    now_ns: Callable[[], int] = time.monotonic_ns
+    make_queue_clock: Callable[[], Callable[[], int]] = QueueClock
+
+
 logger = logging.getLogger(__name__)
+Sink = TypeVar("Sink", bound=AnswerSink)
 Progress = Callable[[str, str, float], None]
 """Called while loading: the group, its current activity, and the fraction done."""
 
@@ -156,7 +217,6 @@ class Engine:
                 raise ConfigError(f"adapters.load.{name}: {error.message}") from error
 
     async def _start_parts(self, load_front_end: Callable[[ModelInfo], FrontEnd]) -> RunningParts:
-        """Start all parts; release those already started if a later one fails."""
         config, info, environment = self.config, self.info, self._environment
         drafts = verifies_drafts(config, info, self._policies)
         self._sizing = create_sizing(config, info, self._policies)
@@ -366,25 +426,95 @@ class Engine:
                 prepared = await prepare(parts)
                 given.callback(prepared.lease.release)
                 # Accepted before a drain, it is served: the engine's state is not checked again.
-                return submit_choices(
+                return self._submit(
                     parts.shell,
                     msgspec.structs.replace(
                         requested, prompt_token_ids=prepared.token_ids, items=prepared.items
                     ),
                     request_ids,
-                    arrival=arrival,
-                    info=self.info,
-                    prompt_logprobs_max=self.config.server.prompt_logprobs_max,
-                    make_answer=make_answer,
+                    arrival,
+                    make_answer,
                     hold=hold,
                     give_back=given.close,
-                    on_timeline=self._finished.add,
                     preprocess_ms=(time.perf_counter() - received_s) * 1e3,
                     started=started,
                 )
         except BaseException:
             given.close()
             raise
+
+    def _submit(
+        self,
+        shell: Shell,
+        request: Request,
+        request_ids: Sequence[str],
+        arrival: PendingArrival,
+        make_answer: Callable[[ChoiceInputs], Sink],
+        *,
+        hold: AdapterHold | None,
+        give_back: Callable[[], None],
+        preprocess_ms: float,
+        started: PartialOutput | None,
+    ) -> list[Sink]:
+        """Submit a request with a choice for each id; after the end of the last one, `give_back` frees its resources.
+
+        The first choice continues one that was `started`; its stream has all of it.
+
+        Raises:
+            RequestRefused: If one of its numbers is out of bounds, or its prompt is not the one that was begun.
+        """
+        emitted = () if started is None else started.continued(request)
+        token_ids, sampling = request.prompt_token_ids, request.sampling
+        check_numbers(
+            [*token_ids, *emitted] if emitted else token_ids,
+            sampling,
+            vocab_size=self.info.vocab_size,
+        )
+        report = None
+        if sampling.prompt_logprobs is not None:
+            report = PromptReport(token_ids, sampling.prompt_logprobs)
+            check_prompt_values(report.values, self.config.server.prompt_logprobs_max)
+        sampling = final_length(sampling, shell.limits, len(token_ids))
+        own = () if sampling.ignore_eos else self.info.stop_token_ids
+        stop_token_ids = check_stop_tokens(sampling.stop_token_ids, own)
+        request = msgspec.structs.replace(request, sampling=sampling)
+        if hold is not None:
+            request = with_adapter(request, hold)
+        generations: list[Sink] = []
+        running = len(request_ids)
+
+        def end(index: int) -> None:
+            nonlocal running
+            running -= 1
+            if not running:
+                give_back()
+            self._finished.add(timeline_of(generations[index], preprocess_ms))
+
+        for index, request_id in enumerate(request_ids):
+            inputs = ChoiceInputs(
+                request_id=request_id,
+                prompt_token_ids=token_ids,
+                sampling=sampling,
+                stop_token_ids=frozenset(stop_token_ids),
+                report=report,
+                on_stop=shell.end,
+                on_end=partial(end, index),
+            )
+            generations.append(make_answer(inputs))
+        if hold is not None:
+            hold.run(partial(interrupt_all, generations))
+        further = further_choices(request_ids, sampling.seed or 0)
+        shell.submit(
+            request,
+            stop_token_ids,
+            generations[0],
+            dict(zip(further, generations[1:], strict=True)),
+            arrival=arrival,
+            emitted=emitted,
+        )
+        for token_id in emitted:  # after acceptance: a stop string among them ends the choice
+            generations[0].push(token_id, None)
+        return generations
 
     def default_sampling(self) -> SamplingParams:
         """Return the checkpoint's sampling parameters, up to the end of the context."""
@@ -443,6 +573,8 @@ class Engine:
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests that use it may finish first, within `deadlines.drain_s`.
+
+        Blocks: until then, and until the ranks have unloaded it.
 
         Raises:
             RequestRefused: If there is no adapter of this name, or it is being loaded or unloaded already.
@@ -591,7 +723,6 @@ class Engine:
         return Statistics(found)
 
     def __repr__(self) -> str:
-        """Return a line with the model, the state, and the requests."""
         counts = self._running.shell.statistics() if self._running is not None else {}
         load = "".join(
             f", {counts[name]:,} {name}" for name in ("running", "waiting") if name in counts
@@ -645,7 +776,6 @@ class Engine:
     def _worker_groups(
         self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents
     ) -> list[WorkerGroup]:
-        """Create the worker groups, without starting them."""
         return make_worker_groups(
             self.config,
             self.info,

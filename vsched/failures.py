@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import signal
+from typing import ClassVar
 
 import msgspec
 
@@ -43,10 +44,12 @@ class EncodeErrorKind(enum.StrEnum):
 class _GroupFailure(msgspec.Struct, frozen=True, tag=True):
     """Reason that a worker group was lost, failed to start or stays down; `groups` are the groups that it served.
 
-    Subclasses add facts and format them in `words`.
+    Subclasses add facts.
     """
 
     groups: tuple[str, ...]
+    text: ClassVar[str]
+    """Format of `words`, with the failure as the only argument."""
 
     def __str__(self) -> str:
         return f"{' and '.join(self.groups)}: {self.words}"
@@ -54,7 +57,7 @@ class _GroupFailure(msgspec.Struct, frozen=True, tag=True):
     @property
     def words(self) -> str:
         """Description of the failure, without the groups."""
-        raise NotImplementedError
+        return self.text.format(self)
 
 
 class ProcessExited(_GroupFailure, frozen=True):
@@ -100,10 +103,7 @@ class RankStopped(_GroupFailure, frozen=True):
     kind: ErrorKind
     error: str
     message: str
-
-    @property
-    def words(self) -> str:
-        return f"rank {self.rank} stopped with {self.error}: {self.message}"
+    text = "rank {0.rank} stopped with {0.error}: {0.message}"
 
 
 class RankSilent(_GroupFailure, frozen=True):
@@ -111,10 +111,7 @@ class RankSilent(_GroupFailure, frozen=True):
 
     rank: int
     waited_s: float
-
-    @property
-    def words(self) -> str:
-        return f"rank {self.rank} was silent for {self.waited_s:.0f} s"
+    text = "rank {0.rank} was silent for {0.waited_s:.0f} s"
 
 
 class AnswerOverdue(_GroupFailure, frozen=True):
@@ -142,33 +139,24 @@ class StepTooLong(_GroupFailure, frozen=True):
     step: int
     busy_s: float
     limit_s: float
-
-    @property
-    def words(self) -> str:
-        return (
-            f"rank {self.rank} has worked on step {self.step} for {self.busy_s:.0f} s, "
-            f"limit {self.limit_s:g} (deadlines.step_s)"
-        )
+    text = (
+        "rank {0.rank} has worked on step {0.step} for {0.busy_s:.0f} s, limit {0.limit_s:g} "
+        "(deadlines.step_s)"
+    )
 
 
 class RankBacklogged(_GroupFailure, frozen=True):
     """A rank is behind by more steps than its queue can hold."""
 
     rank: int
-
-    @property
-    def words(self) -> str:
-        return f"rank {self.rank} is more steps behind than its queue is long"
+    text = "rank {0.rank} is more steps behind than its queue is long"
 
 
 class RankUnreachable(_GroupFailure, frozen=True):
     """A decision could not be sent to a rank."""
 
     rank: int
-
-    @property
-    def words(self) -> str:
-        return f"rank {self.rank} is gone or does not read its decisions"
+    text = "rank {0.rank} is gone or does not read its decisions"
 
 
 class HostLost(_GroupFailure, frozen=True):
@@ -176,10 +164,7 @@ class HostLost(_GroupFailure, frozen=True):
 
     host: str
     what: str
-
-    @property
-    def words(self) -> str:
-        return f"host {self.host} {self.what}"
+    text = "host {0.host} {0.what}"
 
 
 class ReportRefused(_GroupFailure, frozen=True):
@@ -187,10 +172,7 @@ class ReportRefused(_GroupFailure, frozen=True):
 
     rank: int
     what: str
-
-    @property
-    def words(self) -> str:
-        return f"rank {self.rank} {self.what}"
+    text = "rank {0.rank} {0.what}"
 
 
 class RanksDiffer(_GroupFailure, frozen=True):
@@ -198,10 +180,7 @@ class RanksDiffer(_GroupFailure, frozen=True):
 
     rank: int
     what: str
-
-    @property
-    def words(self) -> str:
-        return f"rank {self.rank} {self.what} (RankDesync)"
+    text = "rank {0.rank} {0.what} (RankDesync)"
 
 
 class NotReady(_GroupFailure, frozen=True):
@@ -222,39 +201,31 @@ class StartFailed(_GroupFailure, frozen=True):
     kind: ErrorKind
     message: str
 
-    def __str__(self) -> str:
-        return self.message
+    text = "{0.message}"
 
-    @property
-    def words(self) -> str:
+    def __str__(self) -> str:
         return self.message
 
 
 class LostTooOften(_GroupFailure, frozen=True):
     """The group was lost too often in a short time, so it is not restarted again."""
 
-    @property
-    def words(self) -> str:
-        return "lost too often"
+    text = "lost too often"
 
 
 class RestartedByOperator(_GroupFailure, frozen=True):
     """An operator requested a restart."""
 
+    text = "restarted by an operator"
+
     def __str__(self) -> str:
         return self.words
-
-    @property
-    def words(self) -> str:
-        return "restarted by an operator"
 
 
 class Simulated(_GroupFailure, frozen=True):
     """A test or simulation removed the group."""
 
-    @property
-    def words(self) -> str:
-        return "lost on purpose"
+    text = "lost on purpose"
 
 
 GroupFailure = (

@@ -5,7 +5,7 @@ own session, environment, working directory and descriptors. It is a child of th
 kills it without the fork server. Running ranks survive the end of the fork server.
 
 A rank becomes the engine's child by a double fork: the intermediate process exits at once, and the kernel reparents the
-orphan to the nearest subreaper, which the engine is for that moment (`vsched.aio.replicas.fork_server`).
+orphan to the nearest subreaper, which the engine is for that moment (`vsched.aio.fork_server`).
 
 A forked process has one thread, and locks held by other threads would stay locked forever. So the fork server starts no
 thread: no ZeroMQ context, no thread pool, no device (CUDA cannot be used after a fork).

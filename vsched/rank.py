@@ -24,8 +24,7 @@ from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
 from vsched.fork_server import drop_code_pages, release_free_memory
 from vsched.logs import configure_logging
 from vsched.transport.arena import Arena
-from vsched.transport.pulse import PulseThread
-from vsched.transport.zmq_link import RankLink, wait_readable
+from vsched.transport.zmq_link import PulseThread, RankLink, wait_readable
 from vsched.worker.loading import RankLoading
 from vsched.worker.member import PULSES_PER_TIMEOUT, Following, Member
 from vsched.worker.memory import limit_process_memory, memory_errors, spare_memory
@@ -75,7 +74,6 @@ def run(spec: RankSpec) -> None:
 
 
 def _load(loading: RankLoading[RankLink]) -> None:
-    """Load the rank until it is ready."""
     loading.begin()
     while loading.sizing is not None:
         # The lifeline thread ends this process if the engine is gone.

@@ -15,7 +15,9 @@ Rank to leader: one frame with a checksum and a msgpack body, which is a tagged 
 
 from __future__ import annotations
 
+import itertools
 import struct
+from collections.abc import Iterator
 from hashlib import blake2b
 from zlib import crc32
 
@@ -310,27 +312,23 @@ def check_of(result: GenerateResult | EncodeResult) -> bytes:
     return b"failed" if result.failure else b""
 
 
-class Turns:
-    """Counts the steps of all logs that the same processes follow."""
-
-    def __init__(self) -> None:
-        self.last = 0
-
-
 class LeaderLog:
-    """Numbers decisions and keeps the rolling digest; leaders of the same processes share `turns`."""
+    """Numbers decisions and keeps the rolling digest; leaders of the same processes share `turns`.
 
-    def __init__(self, turns: Turns | None = None) -> None:
+    A turn is the number of a step among those of all logs that the same processes follow.
+    """
+
+    def __init__(self, turns: Iterator[int] | None = None) -> None:
         self.seq = 0
         self.digest = bytes(16)
-        self._turns = turns or Turns()
+        self._turns = turns or itertools.count(1)
 
     def append(self, entry: LogEntry) -> bytes:
         """Encode the next entry as a frame, which is the same for every rank."""
         body = _encoder.encode(entry)
         turn = 0
         if isinstance(entry, GenerateDecision | EncodeDecision | Continue | RunHook):
-            turn = self._turns.last = self._turns.last + 1
+            turn = next(self._turns)
         covered = turn.to_bytes(8, "little") + body
         self.seq += 1
         self.digest = blake2b(self.digest + covered, digest_size=16).digest()

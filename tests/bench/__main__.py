@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
-from collections.abc import Callable, Mapping
 from subprocess import CalledProcessError
 from types import FrameType
 from typing import NoReturn
 
 from rich.console import Console
 
-from tests.bench import adapters, price, regress
 from tests.bench.options import make_parser
-from tests.bench.samplers.table import samplers
 from tests.bench.servers import setup
 from tests.bench.servers.peers import PEERS
-from tests.bench.table.measure import table
-from tests.bench.timeline.measure import timeline
+from tests.bench.table import table
+from tests.bench.timeline import timeline
 from vsched.errors import VschedError
-
-MEASURED: Mapping[str, Callable[[argparse.Namespace, Console], None]] = {
-    "table": table,
-    "timeline": timeline,
-    "regress": regress.regress,
-    "samplers": samplers,
-}
-"""Commands that measure in turns and write tables."""
 
 
 def stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -41,21 +29,19 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     console = Console(stderr=True)
     try:
-        if command := MEASURED.get(options.command):
-            command(options, console)
-            return
         match options.command:
+            case "table":
+                table(options, console)
+            case "timeline":
+                timeline(options, console)
             case "setup":
+                peer = PEERS[options.peer]
                 setup.install(
-                    PEERS[options.peer],
-                    PEERS[options.peer].folder(options.peers),
+                    peer,
+                    peer.folder(options.peers),
                     pip_arguments=options.pip_arguments,
                     console=console,
                 )
-            case "price":
-                price.price(options)
-            case "adapters":
-                adapters.adapters(options)
     except (VschedError, CalledProcessError) as error:
         console.print(f"error: {error}", markup=False)
         sys.exit(2)

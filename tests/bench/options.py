@@ -9,18 +9,13 @@ from pathlib import Path
 
 from tests.bench.servers.peers import PEERS
 from tests.bench.servers.sides import ROOT, ServerSizes
-from vsched.bench.load.shapes import Case
 
-CASES = tuple(case.value for case in Case)
 SMOLLM2 = "smollm2"
 MADE = ("tiny25", "mid25")
-WIDE = "wide25"
-"""Created like the others, for sampling with a real vocabulary size; not in the tables of the pages."""
-CHECKPOINTS = (*MADE, WIDE, SMOLLM2)
 TABLED = (*MADE, SMOLLM2)
 SIDES = (
     *("vsched", "vsched-best", "vsched-int8", "vsched-int4"),
-    *(name for name in PEERS if name != "transformers"),
+    *PEERS,
 )
 """Sides of the table, in order."""
 PAGES = ROOT / "docs" / "benchmarks"
@@ -74,10 +69,6 @@ def among(names: Sequence[str]) -> Callable[[str], list[str]]:
     return read
 
 
-cases = among(CASES)
-"""Parses names of cases."""
-
-
 def assignment(text: str) -> str:
     """Parse `name=value`."""
     name, equals, _ = text.partition("=")
@@ -101,7 +92,6 @@ def _sizes(parser: argparse.ArgumentParser) -> None:
     add("--slots", type=_count, default=64, help="maximum running requests, both sides")
     add("--context", type=_count, default=8192, help="longest prompt and output, both sides")
     add("--kv-gib", type=_count, default=2, help="GiB of KV cache, both sides")
-    add("--turns", type=_count, default=8, help="turns of a conversation")
     add("--repeats", type=_count, default=3, help="pairs of runs")
     add("--out", type=Path, required=True, help="folder for all runs; earlier runs are kept")
     add("--ready-s", type=float, default=600.0, help="deadline for a server to be ready")
@@ -111,26 +101,9 @@ def _sizes(parser: argparse.ArgumentParser) -> None:
     add("--write-docs", action="store_true", help="put tables and plots into docs/benchmarks/")
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
-    _sizes(parser)
-    add = parser.add_argument
-    add(
-        "--checkpoint",
-        choices=CHECKPOINTS,
-        default="tiny25",
-        help="checkpoint name, created if missing",
-    )
-    add(
-        "--set", type=assignment, action="append", default=[], help="section.field=value for vsched"
-    )
-    add("--sessions", type=_count, help="sessions per run; default 2 x clients, at least 8")
-    add("--words", type=_count, help="words per message; default by case")
-    add("--output-tokens", type=_count, help="output tokens per request; default by case")
-
-
 def _timeline(parser: argparse.ArgumentParser) -> None:
     _sizes(parser)
-    parser.set_defaults(slots=32, context=2048, turns=1, idle_s=5.0, timeout_s=600.0)
+    parser.set_defaults(slots=32, context=2048, idle_s=5.0, timeout_s=600.0)
     add = parser.add_argument
     add("--peers", type=Path, required=True, help="folder of `setup`")
     add("--budget", type=_count, default=2048, help="of vLLM's steps, in tokens")
@@ -163,7 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     table = commands.add_parser("table", help="vsched and all peers, in rounds: one table")
     _sizes(table)
-    table.set_defaults(slots=32, context=2048, turns=1, idle_s=5.0, timeout_s=600.0)
+    table.set_defaults(slots=32, context=2048, idle_s=5.0, timeout_s=600.0)
     table.add_argument("--peers", type=Path, required=True, help="folder of `setup`")
     table.add_argument("--budget", type=_count, default=2048, help="of vLLM's steps, in tokens")
     table.add_argument("--models", type=among(TABLED), default=list(TABLED))
@@ -190,43 +163,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     _timeline(commands.add_parser("timeline", help="requests/s with temporary neighbours"))
-
-    regress = commands.add_parser("regress", help="vsched compared with an earlier commit")
-    _common(regress)
-    regress.add_argument("--before", required=True, help="the commit")
-    regress.add_argument("--before-set", type=assignment, action="append", help="in place of --set")
-    regress.add_argument("--cases", type=cases, default=list(CASES))
-    regress.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
-
-    samplers = commands.add_parser("samplers", help="samplers of vsched, vLLM and llama.cpp")
-    samplers.add_argument("--peers", type=Path, required=True)
-    samplers.add_argument("--vocabulary", type=_count, default=152_064)
-    samplers.add_argument("--repeats", type=_count, default=5, help="steps a case")
-    samplers.add_argument("--out", type=Path, required=True)
-    samplers.add_argument("--write-docs", action="store_true")
-
-    price = commands.add_parser("price", help="CPU time with model.deterministic and without")
-    price.add_argument("folder", help="of the checkpoint")
-    price.add_argument("--words", type=numbers, default=[50, 1000], help="of a prompt")
-    price.add_argument("--tokens", type=numbers, default=[32], help="of an answer")
-    price.add_argument("--chunk", type=numbers, default=[512], help="maximum rows of a chunk")
-    price.add_argument("--requests", type=int, choices=range(1, 33), default=4, metavar="N")
-    price.add_argument("--rounds", type=_count, default=7, help="runs of each, in turns")
-    price.add_argument("--threads", type=_count, default=1, help="of a worker")
-
-    adapters = commands.add_parser("adapters", help="decode and prefill with LoRA adapters")
-    adapters.add_argument("folder", help="of the checkpoint")
-    adapters.add_argument(
-        "--adapters", type=numbers, default=[1, 4, 8], help="in a batch, beside 0"
-    )
-    adapters.add_argument("--rows", type=numbers, default=[1, 8], help="in a batch")
-    adapters.add_argument("--rank", type=_count, default=16)
-    adapters.add_argument("--prompt", type=_count, default=128, help="tokens of a row")
-    adapters.add_argument("--tokens", type=_count, default=32, help="of an answer")
-    adapters.add_argument("--rounds", type=_count, default=3, help="runs of each, in turns")
-    adapters.add_argument("--threads", type=_count, default=1, help="of a worker")
-    adapters.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    adapters.add_argument("--peft", action="store_true", help="PEFT's own batch, too: text alone")
     return parser
 
 
@@ -237,33 +173,5 @@ def sizes_of(options: argparse.Namespace) -> ServerSizes:
         slots=options.slots,
         context=options.context,
         kv_bytes=options.kv_gib << 30,
-        images=max(options.turns, 1),
+        images=1,
     )
-
-
-def settings_text(options: argparse.Namespace) -> str:
-    """Describe everything that figures depend on beyond their keys."""
-    parts = [sizes_of(options).text, f"turns={options.turns}"]
-    parts += [
-        f"{name}={getattr(options, name)}"
-        for name in ("sessions", "words", "output_tokens")
-        if getattr(options, name, None)
-    ]
-    parts += sorted(options.set)
-    parts += [f"before_set:{text}" for text in getattr(options, "before_set", None) or ()]
-    return " ".join(parts)
-
-
-def options_of(command: str, *, tokens: int, rounds: int) -> argparse.ArgumentParser:
-    """Return the common options of a command that alternates two variants; the command may add others."""
-    parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{command}")
-    parser.add_argument("checkpoint")
-    parser.add_argument("--tokens", type=int, default=tokens)
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--set", action="append", default=[], help="a setting, as of the server")
-    return parser
-
-
-def settings_of(options: argparse.Namespace) -> list[str]:
-    """Return the settings of an engine that serves the checkpoint."""
-    return [f"model.path={options.checkpoint}", "model.name=bench", *options.set]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,10 +16,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of a run.
 
     Attributes:
-        purpose: Command or part of one, such as `compare`, `sweep`, `table` or `timeline`.
-        side: `vsched`, the name of the peer, or `before`.
-        length: Requested prompt tokens, if prompt lengths vary; otherwise 0.
-        budget: The peer's token budget; 0 if it has none.
+        purpose: `table` or `timeline`.
+        side: `vsched`, or the name of the peer.
         neighbours: Number of busy loops next to the server.
         settings: Everything else that the figures depend on.
     """
@@ -31,8 +29,6 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     repeat: int
     checkpoint: str
     settings: str
-    length: int = 0
-    budget: int = 0
     neighbours: int = 0
 
 
@@ -59,14 +55,11 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
         answered_s: From the start of the process to the end of the first response.
         idle_cores: Cores kept busy without a request, after the first response.
         memory_mib: Resident memory by process, with shared pages divided among their users (PSS).
-        paused: Whether it is paused during the other side's turn, because it keeps cores busy when
-            idle.
     """
 
     side: str
     checkpoint: str
     settings: str
-    budget: int
     version: str
     command: list[str]
     environment: dict[str, str]
@@ -74,7 +67,6 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     answered_s: float
     idle_cores: float
     memory_mib: dict[str, float]
-    paused: bool
     taken: str
 
 
@@ -119,7 +111,7 @@ class Store:
 
         self.report.runs = [run for run in self.report.runs if is_current(run)]
 
-    def missing(self, pairs: Iterable[Sequence[Key]]) -> list[Sequence[Key]]:
-        """Return the groups with any missing run: incomplete groups are measured again, next to each other."""
+    def missing(self, keys: Iterable[Key]) -> list[Key]:
+        """Return the keys without a run."""
         made = {run.key for run in self.report.runs}
-        return [pair for pair in pairs if not made.issuperset(pair)]
+        return [key for key in keys if key not in made]

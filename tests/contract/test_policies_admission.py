@@ -6,16 +6,12 @@ import pytest
 
 from tests.contract.waiting import SECOND_NS, Item, admit, ask
 from vsched.config.policies import items_per_replica
-from vsched.policy import Admission, RequestPolicy
-from vsched_policies.admission import Deadline, Fifo, Gathered, Priority, TokenBudget
+from vsched.policy import RequestPolicy
+from vsched_policies.admission import Fifo, Priority, Tiers, TokenBudget
 
-Budgeted = type[TokenBudget] | type[Gathered] | type[Priority] | type[Deadline]
-BUDGETED = pytest.mark.parametrize("cls", [TokenBudget, Gathered, Priority, Deadline])
-"""Policies with a token budget and a count cap. Gathered has no deadline here: it holds nothing."""
-
-
-def budgeted(cls: Budgeted, **fields: int) -> RequestPolicy:
-    return Gathered(**fields, deadline_s=0.0) if cls is Gathered else cls(**fields)
+Budgeted = type[TokenBudget] | type[Priority] | type[Tiers]
+BUDGETED = pytest.mark.parametrize("cls", [TokenBudget, Priority, Tiers])
+"""Policies with a token budget and a count cap."""
 
 
 @BUDGETED
@@ -36,13 +32,13 @@ def test_budget_stops_before_the_item_that_exceeds(
     remaining: list[int | None],
 ) -> None:
     """Admission stops before the item that would exceed; equal is admitted. Exact order."""
-    assert admit(budgeted(cls, max_tokens=200), sizes) == (admitted, remaining)
+    assert admit(cls(max_tokens=200), sizes) == (admitted, remaining)
 
 
 @BUDGETED
 def test_budget_admits_a_first_item_above_it_alone(cls: Budgeted) -> None:
     """No deadlock, and nothing with it, not even free items."""
-    policy = budgeted(cls, max_tokens=200)
+    policy = cls(max_tokens=200)
     assert admit(policy, [500, 1]) == ([500], [1])
     assert admit(policy, [500, 0]) == ([500], [0])
     assert admit(policy, [500]) == ([500], [])
@@ -57,7 +53,7 @@ def test_budget_holds_count_and_tokens(
     cls: Budgeted, max_items: int, entries_free: int, admitted: int
 ) -> None:
     """Whichever of count cap and token cap binds first."""
-    policy = budgeted(cls, max_tokens=40, max_items=max_items)
+    policy = cls(max_tokens=40, max_items=max_items)
     taken, rest = admit(policy, [10] * 6, entries_free=entries_free)
     assert (len(taken), len(rest)) == (admitted, 6 - admitted)
 
@@ -65,15 +61,13 @@ def test_budget_holds_count_and_tokens(
 @BUDGETED
 def test_budget_of_zero_is_the_count_cap_alone(cls: Budgeted) -> None:
     """0 disables the budget, not the count cap."""
-    assert admit(budgeted(cls, max_tokens=0, max_items=3), [9999] * 4) == ([9999] * 3, [9999])
-    assert TokenBudget(max_tokens=0).budget(2048) is None
+    assert admit(cls(max_tokens=0, max_items=3), [9999] * 4) == ([9999] * 3, [9999])
 
 
 @BUDGETED
 def test_budget_default_derives_from_the_view(cls: Budgeted) -> None:
     """Without a value of its own it takes the stage's."""
-    assert TokenBudget().budget(2048) == 2048
-    assert admit(budgeted(cls), [10, 10, 10], default_tokens=20) == ([10, 10], [10])
+    assert admit(cls(), [10, 10, 10], default_tokens=20) == ([10, 10], [10])
 
 
 @pytest.mark.parametrize(
@@ -81,11 +75,8 @@ def test_budget_default_derives_from_the_view(cls: Budgeted) -> None:
     [
         TokenBudget(max_tokens=200),
         TokenBudget(max_tokens=0),
-        TokenBudget(look_ahead=3),
         Fifo(),
-        Gathered(deadline_s=0.0),
         Priority(max_tokens=0),
-        Deadline(),
     ],
     ids=repr,
 )
@@ -100,12 +91,11 @@ def test_admission_runs_an_item_of_unknown_size_alone(policy: RequestPolicy) -> 
 @BUDGETED
 def test_budget_admits_by_what_an_entry_can_take_of_it(cls: Budgeted) -> None:
     """Prompts join with a part of their tokens: one that exceeds the budget uses it up."""
-    policy = budgeted(cls, max_tokens=100)
+    policy = cls(max_tokens=100)
     assert admit(policy, [60, 60, 60], divisible=True, tokens_free=50) == ([60], [60, 60])
-    unlimited = budgeted(cls, max_tokens=0)
+    unlimited = cls(max_tokens=0)
     assert admit(unlimited, [60] * 4, divisible=True, tokens_free=121) == ([60] * 3, [60])
-    if cls is not Gathered:  # which also considers blocks
-        assert admit(policy, [60, 60, 60], divisible=True, tokens_free=1000) == ([60, 60], [60])
+    assert admit(policy, [60, 60, 60], divisible=True, tokens_free=1000) == ([60, 60], [60])
 
 
 def test_fifo_takes_what_there_is_room_for() -> None:
@@ -121,127 +111,6 @@ def test_fifo_takes_what_there_is_room_for() -> None:
 def test_batch_cap_is_shared_by_replicas(batch: int, replicas: int, each: int) -> None:
     """`max(batch // replicas, 1)`: 8 over 2 is 4, and never 0."""
     assert items_per_replica(batch, replicas) == each
-
-
-# --- look-ahead ---
-
-
-@pytest.mark.parametrize(
-    ("look_ahead", "chosen"),
-    [(0, [0]), (1, [0, 2]), (2, [0, 2]), (3, [0, 2, 4]), (4, [0, 2, 4])],
-)
-def test_token_budget_looks_so_far_past_an_item_that_does_not_fit(
-    look_ahead: int, chosen: list[int]
-) -> None:
-    """Off by default; counted from the first that does not fit."""
-    waiting = [Item(100), Item(500), Item(50), Item(500), Item(50)]
-    policy = TokenBudget(max_tokens=200, look_ahead=look_ahead)
-    assert list(ask(policy, waiting).indices) == chosen
-
-
-@pytest.mark.parametrize("cls", [Fifo, TokenBudget])
-def test_look_ahead_passes_a_request_without_blocks(cls: type[Fifo | TokenBudget]) -> None:
-    """In the generate stage the head lacks blocks."""
-    waiting = [Item(10, blocks=9), Item(10, blocks=3), Item(10, blocks=3), Item(10, blocks=1)]
-
-    def indices(policy: RequestPolicy) -> list[int]:
-        answer = ask(policy, waiting, divisible=True, tokens_free=100, blocks_free=4)
-        return list(answer.indices)
-
-    assert indices(cls()) == [0, 1, 2, 3], "the kernel stops at the first without blocks"
-    assert indices(cls(look_ahead=1)) == [1]
-    assert indices(cls(look_ahead=3)) == [1, 3]
-
-
-def test_look_ahead_does_not_pass_an_item_above_the_budget() -> None:
-    """Waiting is useless: it never fits together with others."""
-    waiting = [Item(500), Item(10), Item(10)]
-    assert list(ask(TokenBudget(max_tokens=200, look_ahead=2), waiting).indices) == [0]
-
-
-def test_look_ahead_ends_when_the_head_starves() -> None:
-    """No entry overtakes one that has waited for `starvation_s`; it is proposed, so the kernel sees when it fits."""
-    waiting = [Item(10, blocks=9, arrived_ns=0), Item(10, blocks=1, arrived_ns=SECOND_NS)]
-    policy = Fifo(look_ahead=5, starvation_s=2.0)
-
-    def indices(now_ns: int) -> list[int]:
-        answer = ask(policy, waiting, divisible=True, tokens_free=100, blocks_free=4, now_ns=now_ns)
-        return list(answer.indices)
-
-    assert indices(2 * SECOND_NS - 1) == [1]
-    assert indices(2 * SECOND_NS) == [0]
-
-
-def test_look_ahead_proposes_the_front_if_nothing_fits() -> None:
-    """The kernel finds that it does not fit, and calls the policy again only after a change."""
-    waiting = [Item(10, blocks=9), Item(10, blocks=8)]
-    answer = ask(TokenBudget(look_ahead=5), waiting, divisible=True, tokens_free=100, blocks_free=4)
-    assert list(answer.indices) == [0]
-
-
-# --- gathered ---
-
-
-@pytest.mark.parametrize(
-    ("sizes", "admitted"),
-    [
-        ([10], None),
-        ([10, 10, 19], None),
-        ([10, 10, 20], 3),
-        ([10, 10, 21], 2),
-        ([1, 1, 1, 1], 4),
-        ([1, 1, 1, 1, 1], 4),
-        ([100], 1),
-        ([None], 1),
-        ([10, None], 1),
-    ],
-)
-def test_gathered_goes_when_a_step_is_full(sizes: list[int | None], admitted: int | None) -> None:
-    """Token budget (reached, or exceeded by the next), batch size, or an item that cannot share a step."""
-    policy = Gathered(max_tokens=40, max_items=4)
-    answer = ask(policy, [Item(size, arrived_ns=500) for size in sizes], now_ns=1000)
-    if admitted is None:
-        assert answer == Admission(hold_until_ns=500 + SECOND_NS // 10)
-    else:
-        assert answer == Admission(list(range(admitted)))
-
-
-@pytest.mark.parametrize(
-    ("waiting", "entries_free", "blocks_free", "admitted"),
-    [
-        ([Item(5, blocks=3)], 9, 99, None),
-        ([Item(5, blocks=3), Item(5, blocks=5)], 9, 99, 2),
-        ([Item(5, blocks=3), Item(5, blocks=6)], 9, 99, 1),
-        ([Item(5, blocks=3), Item(5, blocks=2)], 9, 4, 1),
-        ([Item(5, blocks=9)], 9, 99, 1),
-        ([Item(5, blocks=1)], 1, 99, 1),
-        ([Item(60, blocks=1), Item(60, blocks=1)], 9, 99, 2),
-    ],
-)
-def test_gathered_goes_when_blocks_or_permits_or_room_are_used_up(
-    waiting: list[Item], entries_free: int, blocks_free: int, admitted: int | None
-) -> None:
-    """No more can join, so there is no reason to wait."""
-    policy = Gathered(max_tokens=200, max_blocks=8)
-    answer = ask(
-        policy,
-        waiting,
-        divisible=True,
-        tokens_free=100,
-        entries_free=entries_free,
-        blocks_free=blocks_free,
-    )
-    assert len(answer.indices) == (admitted or 0)
-    assert (answer.hold_until_ns is None) == (admitted is not None)
-
-
-def test_gathered_goes_when_the_oldest_has_waited_long_enough() -> None:
-    """0.1 s by default, counted from the oldest, at any position; one time to wait for."""
-    waiting = [Item(1, arrived_ns=300), Item(1, arrived_ns=200)]
-    due_ns = 200 + SECOND_NS // 10
-    assert ask(Gathered(), waiting, now_ns=400) == Admission(hold_until_ns=due_ns)
-    assert ask(Gathered(), waiting, now_ns=due_ns - 1) == Admission(hold_until_ns=due_ns)
-    assert ask(Gathered(), waiting, now_ns=due_ns) == Admission([0, 1])
 
 
 # --- priority ---
@@ -265,47 +134,3 @@ def test_priority_rises_with_age(waited_s: float, order: list[int]) -> None:
     waiting = [Item(1, priority=0, arrived_ns=0), Item(1, priority=1, arrived_ns=now_ns)]
     assert list(ask(Priority(ageing_s=10.0), waiting, now_ns=now_ns).indices) == order
     assert list(ask(Priority(ageing_s=0.0), waiting, now_ns=now_ns).indices) == [1, 0]
-
-
-# --- deadline ---
-
-
-@pytest.mark.parametrize("divisible", [False, True])
-def test_deadline_takes_the_earliest_target_first(*, divisible: bool) -> None:
-    """Without a target of its own, an entry gets the default from its arrival on."""
-    millisecond_ns = SECOND_NS // 1000
-    waiting = [
-        Item(1, target_ns=900 * millisecond_ns),
-        Item(1, arrived_ns=100),
-        Item(1, target_ns=300 * millisecond_ns),
-        Item(1, arrived_ns=50),
-    ]
-    policy = Deadline(default_target_ms=500)
-    answer = ask(policy, waiting, now_ns=100, divisible=divisible, tokens_free=100)
-    assert list(answer.indices) == [2, 3, 1, 0]
-
-
-def test_deadline_puts_what_is_late_last() -> None:
-    """An entry that can no longer meet its target does not make others late; late ones go in order of arrival."""
-    waiting = [
-        Item(1, arrived_ns=20, target_ns=90),
-        Item(1, arrived_ns=10, target_ns=95),
-        Item(1, arrived_ns=30, target_ns=100),
-        Item(1, arrived_ns=40, target_ns=2_000_000),
-    ]
-    assert list(ask(Deadline(), waiting, now_ns=100).indices) == [2, 3, 1, 0]
-    assert list(ask(Deadline(lead_ms=1), waiting, now_ns=100).indices) == [3, 1, 0, 2]
-
-
-def test_deadline_starves_nothing() -> None:
-    """After `starvation_s` an entry goes first, and of several the one that arrived first."""
-    waiting = [
-        Item(1, arrived_ns=9 * SECOND_NS, target_ns=11 * SECOND_NS),
-        Item(1, arrived_ns=2, target_ns=4),
-        Item(1, arrived_ns=1, target_ns=5),
-    ]
-    assert list(ask(Deadline(starvation_s=5.0), waiting, now_ns=SECOND_NS).indices) == [0, 2, 1]
-    exactly = ask(Deadline(starvation_s=5.0), waiting[:2], now_ns=5 * SECOND_NS + 2)
-    assert list(exactly.indices) == [1, 0]
-    late = ask(Deadline(starvation_s=5.0, max_items=2), waiting, now_ns=10 * SECOND_NS)
-    assert list(late.indices) == [2, 1]

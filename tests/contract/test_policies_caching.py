@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import pytest
 
 from vsched.policy import EncodingView, EvictionOrder, ImagePolicy, ItemSpan
-from vsched_policies.encoding import ChunkAware, Combined, Eager
+from vsched_policies.encoding import ChunkAware, Combined
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 
 
@@ -54,11 +54,6 @@ def test_chunk_aware_selects_items_that_meet_the_chunk(
 def test_chunk_aware_looks_so_many_chunks_ahead(chunks: int, chosen: list[int]) -> None:
     """The chunk is [0, 10), and a chunk has 10 tokens."""
     assert select(ChunkAware(look_ahead_chunks=chunks), (0, 10), ready=()) == chosen
-
-
-@pytest.mark.parametrize(("chunk", "chosen"), [((0, 5), [0, 2]), ((20, 30), [2]), ((50, 60), [])])
-def test_eager_selects_all_that_lies_ahead(chunk: tuple[int, int], chosen: list[int]) -> None:
-    assert select(Eager(), chunk) == chosen
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,14 @@ from tests.unit.kernel.setups import generate_statistics, make_limits, words
 from vsched.policy import Draft, DraftingPolicy, DraftingView
 from vsched.policy.measured import Measurements, StepTime
 from vsched.testing import ModelCluster, default_policies, make_request
-from vsched_policies.drafting import ForcedTokens, ModelDrafts, NoDrafts, PromptLookup
-from vsched_policies.drafting.trials import Trials, TriedDrafts
+from vsched_policies.drafting import (
+    ForcedTokens,
+    ModelDrafts,
+    NoDrafts,
+    PromptLookup,
+    Trials,
+    TriedDrafts,
+)
 
 FREE = DraftingView(now_ns=0, held=False, outputs=1, outputs_max=100, running=1, rows_free=20)
 TRIAL = Draft(4, 4, 3)

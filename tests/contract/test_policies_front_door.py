@@ -21,10 +21,8 @@ from vsched.policy import (
 from vsched.policy.measured import FirstTokenTime, Measurements
 from vsched.sim import SimulationOutcome, generate_workload, load_cost_model, simulate
 from vsched.sim.workload.requests import Arrival, Text, workload_of
-from vsched_policies.front_door import DeadlineShed
-from vsched_policies.front_door.deadline_shed import busy_gap_ns
-from vsched_policies.requests import TenantFair
-from vsched_policies.requests.tenant_fair import TENANTS_MAX, ServedTokens
+from vsched_policies.front_door import DeadlineShed, busy_gap_ns
+from vsched_policies.requests import TENANTS_MAX, ServedTokens, TenantFair
 
 MS = 1_000_000
 SECOND_NS = 1000 * MS

@@ -6,9 +6,8 @@ import pytest
 
 from vsched.policy import Preemption, PreemptionView, RunningView
 from vsched.policy.measured import Measurements, StepTime, SwapTime
-from vsched_policies.preemption import Cheapest, ReaderPace, SwapLong, Youngest
-from vsched_policies.requests import TenantFair
-from vsched_policies.requests.tenant_fair import ServedTokens
+from vsched_policies.preemption import Cheapest, SwapLong, Youngest
+from vsched_policies.requests import ServedTokens, TenantFair
 
 
 def running(*tokens: int, blocks: int = 1) -> PreemptionView:
@@ -37,27 +36,6 @@ def test_cheapest_takes_the_fewest_tokens_of_several_the_youngest(
     assert swapping.victim(running(*tokens)) == Preemption(victim, "swap")
 
 
-@pytest.mark.parametrize(
-    ("now_s", "victim"),
-    [
-        (1, 1),  # no output is read yet: leads are 20, 40, 30 and 10
-        (2, 2),  # 20 - 10, 40 - 10, 30 and 10: of equals the youngest
-        (4, 2),  # 20 - 30, 40 - 30, 30 - 10 and 10
-        (7, 3),  # 20 - 60, 40 - 60, 30 - 40 and 10 - 10
-    ],
-)
-def test_reader_pace_preempts_the_request_furthest_ahead(now_s: int, victim: int) -> None:
-    """At 10 tokens a second, starting a second after the arrival."""
-    second = 1_000_000_000
-    requests = [
-        RunningView(tokens=outputs, blocks=1, outputs=outputs, priority=0, arrived_ns=at * second)
-        for outputs, at in ((20, 0), (40, 0), (30, 2), (10, 5))
-    ]
-    view = PreemptionView(now_ns=now_s * second, running=requests)
-    assert ReaderPace(tokens_s=10).victim(view) == Preemption(victim)
-    assert ReaderPace(tokens_s=10, mode="swap").victim(view).mode == "swap"
-
-
 def test_victims_are_eligible() -> None:
     """The first request needs no block, so it is older than the one in need, and goes on."""
     requests = [
@@ -70,7 +48,6 @@ def test_victims_are_eligible() -> None:
         now_ns=9, running=requests, in_need=1, state=ServedTokens(tokens={"a": 50})
     )
     assert Cheapest().victim(view) == Preemption(1)
-    assert ReaderPace().victim(view) == Preemption(1)
     assert TenantFair().victim(view) == Preemption(2)
     assert TenantFair(mode="swap").victim(view).mode == "swap"
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from tests.contract.waiting import Item, ask
 from vsched.policy.measured import EndTime, Measurements
-from vsched_policies.admission import ShortestFirst
-from vsched_policies.admission.shortest_first import OutputLengths
-from vsched_policies.requests import TenantFair
-from vsched_policies.requests.tenant_fair import TENANTS_MAX, ServedTokens
+from vsched_policies.admission import OutputLengths, ShortestFirst
+from vsched_policies.requests import TENANTS_MAX, ServedTokens, TenantFair
 
 SECOND_NS = 1_000_000_000
 

@@ -8,10 +8,8 @@ import msgspec
 
 from vsched.policy import PrefillView, StepShares, StepView
 from vsched.policy.measured import FirstTokenTime, Measurements, StepTime
-from vsched_policies.requests import TenantFair
-from vsched_policies.requests.tenant_fair import ServedTokens
-from vsched_policies.step import InOrder, SloFeedback
-from vsched_policies.step.slo_feedback import PrefillTime
+from vsched_policies.requests import ServedTokens, TenantFair
+from vsched_policies.step import InOrder, PrefillTime, SloFeedback
 
 MS = 1_000_000
 

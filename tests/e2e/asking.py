@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.patience import patience
 from vsched import Engine, SamplingParams
-from vsched.aio.streams.stream import Generation, OutputDelta, TokenLogprob
+from vsched.aio.streams import Generation, OutputDelta, TokenLogprob
 from vsched.worker.contract import Preprocessor
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)

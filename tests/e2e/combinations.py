@@ -17,7 +17,7 @@ CORE: dict[str, dict[str, tuple[str, ...]]] = {
     "encoding": {
         "chunk-aware": (),
         "look-ahead": ("encode.encoding.look_ahead_chunks=1",),
-        "eager": ("encode.encoding.use=eager",),
+        "eager": ("encode.encoding.look_ahead_chunks=100",),
         "combined": ("encode.encoding.use=combined",),
     },
     "eviction": {
@@ -34,11 +34,9 @@ CORE: dict[str, dict[str, tuple[str, ...]]] = {
 def admissions(stage: str) -> dict[str, tuple[str, ...]]:
     """Return the admission policies of a stage with settings small enough to bind."""
     chosen = {
-        "fifo": ("look_ahead=1",),
-        "token-budget": ("max_tokens=128", "max_items=3", "look_ahead=2"),
-        "gathered": ("max_tokens=160", "max_items=3", "deadline_s=0.003"),
+        "fifo": (),
+        "token-budget": ("max_tokens=128", "max_items=3"),
         "priority": ("max_tokens=128", "max_items=2", "ageing_s=0.05"),
-        "deadline": ("max_items=2", "default_target_ms=30", "lead_ms=5", "starvation_s=0.2"),
     }
     return {
         name: tuple(f"{stage}.admission.{each}" for each in (f"use={name}", *fields))

@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -18,10 +19,10 @@ pytest.importorskip("transformers")
 
 from tests.e2e.asking import Ask, held, in_flight, mixed_asks  # noqa: E402
 from tests.e2e.fork_servers import one_fork_server  # noqa: E402
-from tests.patience import until  # noqa: E402
+from tests.patience import PATIENCE_S, until  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
-from vsched.aio.replicas import fork_server, launcher  # noqa: E402
+from vsched.aio import fork_server, launcher  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
 from vsched.types import ModelInfo  # noqa: E402
@@ -148,6 +149,26 @@ async def engine(shared_engine: Engine) -> AsyncIterator[Engine]:
     """The shared engine, which must hold nothing after the test."""
     yield shared_engine
     await assert_idle(shared_engine)
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
+    """An HTTP client of the shared server; `engine` checks that nothing is held after the test."""
+    del engine
+    httpx = pytest.importorskip("httpx")
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def sdk(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
+    """OpenAI's client of the shared server, without retries."""
+    del engine
+    openai = pytest.importorskip("openai")
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as client:
+        yield client
 
 
 async def assert_idle(engine: Engine) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.e2e.asking import Ask, drawn_image
 from tests.patience import PATIENCE_S
 from vsched import Config, Engine
-from vsched.aio.hosts.sockets import write_key_file
+from vsched.aio.hosts.link import write_key_file
 
 ASKS = [
     Ask("What is in the image?", [drawn_image(1)]),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.workers.parallel.ranks import forkable_everywhere
-from vsched.aio.replicas import fork_server, launcher
+from vsched.aio import fork_server, launcher
 
 
 class SharedForkServer(fork_server.ForkServer):
@@ -25,8 +25,7 @@ class SharedForkServer(fork_server.ForkServer):
 @contextmanager
 def one_fork_server() -> Iterator[None]:
     """Let all engines share one fork server, which has imported the modules of most tests."""
-    environment = fork_server.rank_environment(1)
-    shared = SharedForkServer(forkable_everywhere(), environment)
+    shared = SharedForkServer(forkable_everywhere())
     asyncio.run(shared.import_all())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "ForkServer", lambda *_: shared)

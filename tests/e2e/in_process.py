@@ -9,15 +9,15 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
 from vsched import Engine
 from vsched.aio.kv_sizing import Sizing
-from vsched.aio.leader.leader import Leader
-from vsched.aio.replicas.launcher import Launcher
-from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
+from vsched.aio.launcher import Launcher
+from vsched.aio.leader import Leader
+from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents
 from vsched.assembly import worker_group_plans
 from vsched.config import Config, resolve_policies
 from vsched.kernel.decisions import Decision, EncodeDecision, GenerateDecision
@@ -55,6 +55,8 @@ class InProcessLeader:
     """Carries out the decisions of one group."""
 
     decide: Callable[[Decision], None]
+    memory: dict[int, dict[str, int]] = field(default_factory=dict)
+    threads: dict[int, ThreadsInUse] = field(default_factory=dict)
 
 
 class InProcessRanks(WorkerGroup):
@@ -64,6 +66,8 @@ class InProcessRanks(WorkerGroup):
         self, config: Config, info: ModelInfo, arena: Arena, events: WorkerGroupEvents
     ) -> None:
         self.groups = ["encode", "generate"]
+        self.down, self.retired, self._restarting = False, None, None
+        self._settled = asyncio.Event()
         self._config = config
         self._info = info
         self._arena = arena
@@ -123,9 +127,3 @@ class InProcessRanks(WorkerGroup):
     @property
     def pids(self) -> list[int]:
         return []
-
-    def memory(self) -> dict[str, dict[int, dict[str, int]]]:
-        return {}
-
-    def threads(self) -> dict[int, ThreadsInUse]:
-        return {}

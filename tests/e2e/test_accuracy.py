@@ -18,18 +18,17 @@ def test_accuracy_bench_finds_no_change_if_requests_preempt_each_other(
     tmp_path: Path, checkpoints: Callable[[str], Path]
 ) -> None:
     """Answers equal those of an undisturbed engine, and the report has the preemptions."""
-    out, plot = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
-    words = ["--count", "3", "--only", "preempted", "--budgets", ""]
+    out = tmp_path / "accuracy.json"
+    words = ["--count", "3", "--only", "preempted"]
     words += ["--set", "encode.threads=1", "--set", "generate.threads=1"]
-    words += ["--json", str(out), "--plot", str(plot)]
-    printed = run_command(app, "accuracy", str(checkpoints("nano25")), *words)
-    assert "No answer changed under 2 settings without a clamp." in printed
+    words += ["--json", str(out)]
+    run_command(app, "accuracy", str(checkpoints("nano25")), *words)
     report = json.loads(out.read_bytes())
-    undisturbed, preempted = report["outcomes"]
+    undisturbed, preempted = report["results"]
     assert (undisturbed["name"], preempted["name"]) == ("default", "preempted")
     assert preempted["preemptions"] > undisturbed["preemptions"] == 0
     assert undisturbed["tokens_cached"] > 0
-    assert [task["task"] for task in undisturbed["tasks"]][-1] == "conversation"
-    assert sum(task["total"] for task in preempted["tasks"]) == report["questions"] == 5 * 3 + 9
+    assert list(undisturbed["tasks"])[-1] == "conversation"
+    asked = sum(total for _, total in preempted["tasks"].values())
+    assert asked == report["questions"] == 5 * 3 + 9
     assert undisturbed["changed"] == preempted["changed"] == []
-    assert plot.stat().st_size > 1000

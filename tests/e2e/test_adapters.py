@@ -208,7 +208,7 @@ async def test_every_dialect_takes_an_adapter_as_its_model_and_reports_it(
     assert 'vsched_adapter_requests_total{adapter="two",' in (await client.get("/metrics")).text
 
 
-async def test_openai_client_uses_an_adapter_as_a_model(
+async def test_sdk_uses_an_adapter_as_a_model(
     client: Any, adapting: RunningServer, adapted: Adapted
 ) -> None:
     await loaded(client)

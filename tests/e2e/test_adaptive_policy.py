@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import SETTINGS
-from tests.e2e.test_life import _address
+from tests.e2e.serving import ServeProcess
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -40,16 +37,8 @@ def ask(url: str, body: dict[str, object] | None = None) -> str:
         return answer
 
 
-def serve(path: Path, folder: Path) -> subprocess.Popen[str]:
-    """Start `vsched serve` in a folder with a configuration."""
-    command = [sys.executable, "-c", "from vsched.cli.main import main; main()", "serve", str(path)]
-    command += ["--config", "steady.toml"]
-    for setting in SETTINGS:
-        command += ["--set", setting]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder)
-
-
 @pytest.mark.slow
+@pytest.mark.thorough  # docs run the policy, and test_unseen_policy.py has policies of a configuration
 async def test_the_adaptive_example_serves_by_configuration(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -57,17 +46,13 @@ async def test_the_adaptive_example_serves_by_configuration(
     (tmp_path / "steady.toml").write_text(
         from_the_page("The same configuration, here `steady.toml`")
     )
-    process = serve(checkpoints("nano25"), tmp_path)
-    try:
-        url = await asyncio.to_thread(_address, process)
+    with ServeProcess(checkpoints("nano25"), "--config", "steady.toml", folder=tmp_path) as server:
+        url = await asyncio.to_thread(lambda: server.url)
         body: dict[str, object] = {"prompt": "1 2 3", "max_tokens": 8, "ignore_eos": True}
-        many = [asyncio.to_thread(ask, f"{url}/completions", body) for _ in range(6)]
+        many = [asyncio.to_thread(ask, f"{url}/v1/completions", body) for _ in range(6)]
         choices = [json.loads(text) for text in await asyncio.gather(*many)]
         assert [one["usage"]["completion_tokens"] for one in choices] == [8] * 6
-        metrics = await asyncio.to_thread(ask, url.removesuffix("/v1") + "/metrics")
-    finally:
-        process.terminate()
-        process.communicate(timeout=PATIENCE_S)
+        metrics = await asyncio.to_thread(ask, f"{url}/metrics")
     counted = re.search(rf"vsched_policy_call_seconds_count{{[^}}]*{SEAT}}} (\S+)", metrics)
     assert counted is not None
     assert float(counted[1]) >= 2

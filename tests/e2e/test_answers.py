@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 httpx = pytest.importorskip("httpx")
 
 from tests.e2e.asking import TEXTS, Ask, answer, data_url, drawn_image, held, read  # noqa: E402
-from tests.patience import PATIENCE_S  # noqa: E402
 from vsched import Engine, SamplingParams  # noqa: E402
-from vsched.api.server import RunningServer  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 PLAIN = "/v1/completions"
 CHAT = "/v1/chat/completions"
-
-
-@pytest_asyncio.fixture(loop_scope="package")
-async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """A client; `engine` checks that nothing is held after the test."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-        yield client
 
 
 async def ask_for(engine: Engine, ask: Ask, count: int, **chosen: Any) -> list[list[int]]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,49 +13,19 @@ import pytest
 
 from tests.e2e.asking import data_url, drawn_image
 from tests.e2e.conftest import SETTINGS
+from tests.e2e.serving import ServeProcess
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, generated, prompts
 from tests.patience import PATIENCE_S
 from vsched_workers.plugin import plugin
 
 VISION_WORDS = re.compile("image|vision|encod|pixel|arena", re.IGNORECASE)
-SETS = [one for one in SETTINGS if one.startswith(("generate.", "server."))]
-LONGER = "generate.context_tokens"
+SETS = [
+    one
+    for one in SETTINGS
+    if one.startswith(("generate.", "server.")) and not one.startswith("generate.context_tokens")
+]
 """The model has a context of 512."""
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("served") / "llama"
-    make_checkpoint("llama", path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(llama: Path) -> Iterator[tuple[str, list[str]]]:
-    """The address of the server, and its log until it was ready."""
-    command = [
-        sys.executable,
-        "-c",
-        "from vsched.cli.main import main; main()",
-        "serve",
-        str(llama),
-    ]
-    for setting in SETS:
-        if not setting.startswith(LONGER):
-            command += ["--set", setting]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    log: list[str] = []
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            log.append(line)
-            if "http://" in line:
-                break
-        yield "http://" + log[-1].partition("http://")[2].split()[0], log
-    finally:
-        process.terminate()
-        process.communicate(timeout=PATIENCE_S)
 
 
 def post(url: str, **body: Any) -> tuple[int, Any]:
@@ -73,21 +40,25 @@ def post(url: str, **body: Any) -> tuple[int, Any]:
 
 
 @pytest.mark.slow
-def test_serve_answers_as_generate_does(server: tuple[str, list[str]], llama: Path) -> None:
-    url, log = server
-    assert not VISION_WORDS.search("".join(log)), log
+@pytest.mark.thorough  # test_text_models.py has the tokens, test_life.py the command
+def test_serve_answers_as_generate_does(tmp_path: Path) -> None:
+    llama = tmp_path / "llama"
+    make_checkpoint("llama", llama)
     front = plugin.load_preprocessor(plugin.inspect(str(llama), dtype="auto", item_tokens_max=0))
     options = {"temperature": 0, "max_tokens": OUTPUTS, "ignore_eos": True}
-    for prompt, tokens in zip(prompts(), generated(llama, prompts()), strict=True):
-        status, answer = post(f"{url}/completions", prompt=prompt, **options)
-        assert (status, answer["choices"][0]["text"]) == (200, front.detokenize(tokens))
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
-    chat = front.tokenize(front.render(messages))
-    status, answer = post(f"{url}/chat/completions", messages=messages, **options)
-    assert status == 200
-    expected = front.detokenize(generated(llama, [chat])[0])
-    assert answer["choices"][0]["message"]["content"] == expected
-    picture = {"type": "image_url", "image_url": {"url": data_url(drawn_image(1))}}
-    messages[0]["content"] = [{"type": "text", "text": "Hello"}, picture]
-    status, answer = post(f"{url}/chat/completions", messages=messages, **options)
-    assert (status, answer["error"]["code"]) == (400, "images_not_taken")
+    with ServeProcess(llama, settings=SETS) as server:
+        url = f"{server.url}/v1"
+        assert not VISION_WORDS.search("".join(server.log)), server.log
+        for prompt, tokens in zip(prompts(), generated(llama, prompts()), strict=True):
+            status, answer = post(f"{url}/completions", prompt=prompt, **options)
+            assert (status, answer["choices"][0]["text"]) == (200, front.detokenize(tokens))
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+        chat = front.tokenize(front.render(messages))
+        status, answer = post(f"{url}/chat/completions", messages=messages, **options)
+        assert status == 200
+        expected = front.detokenize(generated(llama, [chat])[0])
+        assert answer["choices"][0]["message"]["content"] == expected
+        picture = {"type": "image_url", "image_url": {"url": data_url(drawn_image(1))}}
+        messages[0]["content"] = [{"type": "text", "text": "Hello"}, picture]
+        status, answer = post(f"{url}/chat/completions", messages=messages, **options)
+        assert (status, answer["error"]["code"]) == (400, "images_not_taken")

@@ -284,7 +284,7 @@ async def test_combination_with_rank_processes_equals_generate(
         "embeddings": "thrashing",
         "prefix": "on",
         "encode_admission": "priority",
-        "generate_admission": "deadline",
+        "generate_admission": "priority",
         "prefix_eviction": "s3-fifo",
         "features": "brought",
         "family": family,

@@ -32,6 +32,7 @@ def load_small(load: Callable[..., LoadedConfig], path: None, **options: Any) ->
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_demo_shows_answer_timeline_and_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 httpx = pytest.importorskip("httpx")
 
 from tests.e2e.asking import TEXTS, Ask, answer, drawn_image, held  # noqa: E402
-from tests.patience import PATIENCE_S, until  # noqa: E402
+from tests.patience import until  # noqa: E402
 from vsched import Engine  # noqa: E402
-from vsched.api.server import RunningServer  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -28,14 +25,6 @@ SCHEMA = {
     "required": ["unit"],
     "additionalProperties": False,
 }
-
-
-@pytest_asyncio.fixture(loop_scope="package")
-async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """A client of the server; `engine` checks that nothing is held after the test."""
-    del engine
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-        yield client
 
 
 async def events_of(client: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

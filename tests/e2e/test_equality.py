@@ -14,7 +14,7 @@ from tests.e2e.asking import Ask, choices, data_url, mixed_asks
 from tests.e2e.conftest import assert_idle
 from tests.workers.driver import values_of
 from vsched import Config, Engine
-from vsched.aio.leader.leader import EncodeSlices
+from vsched.aio.leader import EncodeSlices
 from vsched.wire import Paused
 from vsched.worker.contract import view_arrays
 from vsched_workers.families.qwen_image import grid_of

@@ -6,19 +6,17 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 
 openai = pytest.importorskip("openai")
 
 from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read  # noqa: E402
-from tests.patience import PATIENCE_S, until  # noqa: E402
+from tests.patience import until  # noqa: E402
 from vsched import Config, Engine, SamplingParams  # noqa: E402
-from vsched.api.server import RunningServer  # noqa: E402
 from vsched.api.structured_outputs import constraint_from_schema  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -53,31 +51,28 @@ def check_list(text: str) -> None:
         assert item["note"] is None or len(item["note"]) <= 12
 
 
-@pytest_asyncio.fixture(loop_scope="package")
-async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
-        yield client
-
-
 async def chat(client: Any, **options: Any) -> Any:
     return await client.chat.completions.create(
         **{"model": "nano25", "messages": ASK.messages, "max_tokens": 300, "seed": 3, **options}
     )
 
 
-async def test_chat_keeps_to_a_json_schema(client: Any) -> None:
+async def test_chat_keeps_to_a_json_schema(sdk: Any) -> None:
     """Sampled and greedy, many at once together with an unconstrained one."""
     requested = {
         "type": "json_schema",
         "json_schema": {"name": "l", "schema": LIST, "strict": True},
     }
     tasks = [
-        chat(client, response_format=requested, seed=seed, temperature=0.0 if seed == 0 else 1.5)
+        chat(
+            sdk,
+            response_format=requested,
+            seed=seed,
+            temperature=0.0 if seed == 0 else 1.5,
+        )
         for seed in range(6)
     ]
-    *held, free = await asyncio.gather(*tasks, chat(client, max_tokens=20))
+    *held, free = await asyncio.gather(*tasks, chat(sdk, max_tokens=20))
     for reply in held:
         assert reply.choices[0].finish_reason == "stop"
         check_list(reply.choices[0].message.content)
@@ -85,9 +80,9 @@ async def test_chat_keeps_to_a_json_schema(client: Any) -> None:
     assert free.choices[0].message.content
 
 
-async def test_chat_streams_json_and_is_cut_at_its_limit(client: Any) -> None:
+async def test_chat_streams_json_and_is_cut_at_its_limit(sdk: Any) -> None:
     options = {"response_format": {"type": "json_object"}, "stream": True}
-    chunks = [chunk async for chunk in await chat(client, max_tokens=8, **options)]
+    chunks = [chunk async for chunk in await chat(sdk, max_tokens=8, **options)]
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text.lstrip().startswith("{")
     assert chunks[-1].choices[0].finish_reason == "length"
@@ -103,9 +98,9 @@ async def test_chat_streams_json_and_is_cut_at_its_limit(client: Any) -> None:
     ],
 )
 async def test_plain_completions_keep_to_vllm_s_fields(
-    client: Any, fields: dict[str, Any], texts: set[str]
+    sdk: Any, fields: dict[str, Any], texts: set[str]
 ) -> None:
-    reply = await client.completions.create(
+    reply = await sdk.completions.create(
         model="nano25", prompt="Which?", max_tokens=40, extra_body=fields
     )
     assert reply.choices[0].text.strip() in texts
@@ -124,10 +119,10 @@ async def test_plain_completions_keep_to_vllm_s_fields(
     ],
 )
 async def test_bad_forms_are_refused_in_openai_s_form(
-    client: Any, fields: dict[str, Any], param: str
+    sdk: Any, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="Remedy") as refusal:
-        await chat(client, extra_body=fields)
+        await chat(sdk, extra_body=fields)
     assert (refusal.value.param, refusal.value.code) == (param, "invalid_grammar")
 
 

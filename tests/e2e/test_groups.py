@@ -26,7 +26,7 @@ from tests.e2e.conftest import assert_idle
 from tests.patience import PATIENCE_S, patience, until
 from tests.traces import is_alive, parent, running
 from vsched import Config, Engine, SamplingParams
-from vsched.aio.streams.stream import Generation
+from vsched.aio.streams import Generation
 from vsched.errors import RequestFailed, VschedError
 
 REQUESTS = int(os.environ.get("VSCHED_REQUESTS", "0"))

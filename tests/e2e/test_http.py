@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -22,7 +21,7 @@ from tests.e2e.asking import (  # noqa: E402
     in_flight,
 )
 from tests.e2e.conftest import CONTEXT_TOKENS, KV_TOKENS, WAITING_MAX  # noqa: E402
-from tests.patience import PATIENCE_S, until  # noqa: E402
+from tests.patience import until  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
 from vsched.api import ApiSettings, create_app  # noqa: E402
 from vsched.api.server import RunningServer  # noqa: E402
@@ -33,24 +32,15 @@ ASK = Ask(TEXTS[1], [drawn_image(6000, (112, 84)), drawn_image(6001)], count=40)
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
 
 
-@pytest_asyncio.fixture(loop_scope="package")
-async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """A client without retries; `engine` checks that nothing is held after the test."""
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
-        yield client
-
-
 async def chat(client: Any, ask: Ask, **options: Any) -> Any:
     return await client.chat.completions.create(
         model="nano25", messages=ask.messages, max_tokens=ask.count, **OPTIONS, **options
     )
 
 
-async def test_chat_streams_the_engine_s_text_with_usage(client: Any, engine: Engine) -> None:
+async def test_chat_streams_the_engine_s_text_with_usage(sdk: Any, engine: Engine) -> None:
     wanted = await answer(engine, ASK)
-    stream = await chat(client, ASK, stream=True, stream_options={"include_usage": True})
+    stream = await chat(sdk, ASK, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
     *body, last = chunks
     assert body[0].choices[0].delta.role == "assistant"
@@ -63,9 +53,9 @@ async def test_chat_streams_the_engine_s_text_with_usage(client: Any, engine: En
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-async def test_chat_answers_whole(client: Any, engine: Engine) -> None:
+async def test_chat_answers_whole(sdk: Any, engine: Engine) -> None:
     wanted = await answer(engine, ASK)
-    response = await chat(client, ASK)
+    response = await chat(sdk, ASK)
     (choice,) = response.choices
     assert choice.message.content == wanted.text
     assert choice.message.role == "assistant"
@@ -75,8 +65,8 @@ async def test_chat_answers_whole(client: Any, engine: Engine) -> None:
     assert response.model == "nano25"
 
 
-async def test_chat_gives_logprobs(client: Any, engine: Engine) -> None:
-    response = await chat(client, ASK, logprobs=True, top_logprobs=3)
+async def test_chat_gives_logprobs(sdk: Any, engine: Engine) -> None:
+    response = await chat(sdk, ASK, logprobs=True, top_logprobs=3)
     content = response.choices[0].logprobs.content
     assert len(content) == 40
     assert all(len(one.top_logprobs) == 3 for one in content)
@@ -85,24 +75,24 @@ async def test_chat_gives_logprobs(client: Any, engine: Engine) -> None:
     assert text == (await answer(engine, ASK)).text
 
 
-async def test_chat_stops_at_a_string(client: Any, engine: Engine) -> None:
+async def test_chat_stops_at_a_string(sdk: Any, engine: Engine) -> None:
     text = (await answer(engine, ASK)).text
-    response = await chat(client, ASK, stop=[text[4:7]])
+    response = await chat(sdk, ASK, stop=[text[4:7]])
     assert response.choices[0].message.content == text[: text.index(text[4:7])]
     assert response.choices[0].finish_reason == "stop"
 
 
-async def test_second_turn_encodes_its_image_only(client: Any, engine: Engine) -> None:
+async def test_second_turn_encodes_its_image_only(sdk: Any, engine: Engine) -> None:
     """As a user sees it: the prefix is there, and one image is new."""
     first = Ask(TEXTS[2], [drawn_image(6010)], count=8)
-    said = (await chat(client, first)).choices[0].message.content
+    said = (await chat(sdk, first)).choices[0].message.content
     before = engine.statistics()["encode"]["items_encoded"]
     messages = [
         *first.messages,
         {"role": "assistant", "content": said},
         *Ask(TEXTS[0], [drawn_image(6011)]).messages,
     ]
-    response = await client.chat.completions.create(
+    response = await sdk.chat.completions.create(
         model="nano25", messages=messages, max_tokens=8, **OPTIONS
     )
     assert engine.statistics()["encode"]["items_encoded"] == before + 1
@@ -110,49 +100,49 @@ async def test_second_turn_encodes_its_image_only(client: Any, engine: Engine) -
     assert response.usage.prompt_tokens_details.cached_tokens >= prompt // 16 * 16
 
 
-async def test_completions_take_text_and_tokens(client: Any, engine: Engine) -> None:
+async def test_completions_take_text_and_tokens(sdk: Any, engine: Engine) -> None:
     ask = Ask(TEXTS[4], count=20)
     wanted = await answer(engine, ask)
     text = engine.preprocessor.render(ask.messages)
     for prompt in (text, engine.preprocessor.tokenize(text)):
-        response = await client.completions.create(
+        response = await sdk.completions.create(
             model="nano25", prompt=prompt, max_tokens=20, **OPTIONS
         )
         assert response.choices[0].text == wanted.text
         assert response.choices[0].finish_reason == "length"
-    stream = await client.completions.create(
+    stream = await sdk.completions.create(
         model="nano25", prompt=text, max_tokens=20, stream=True, **OPTIONS
     )
     assert "".join([chunk.choices[0].text async for chunk in stream]) == wanted.text
 
 
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|vision_start|>", "<|im_end|>"])
-async def test_a_special_token_in_a_text_is_text(client: Any, engine: Engine, token: str) -> None:
+async def test_a_special_token_in_a_text_is_text(sdk: Any, engine: Engine, token: str) -> None:
     """In a client's text it is no image and no end of a turn; the request is served, alone and next to an image."""
     pad = engine.info.placeholder
     ask = Ask(f"What is {token}?", [drawn_image(6020)], count=4)
     plan = engine.preprocessor.plan_image(*ask.images[0].size)
     assert ask.prompt(engine.preprocessor).count(pad) == plan.tokens
     for one in (ask, Ask(f"What is {token}?", count=4)):
-        response = await chat(client, one)
+        response = await chat(sdk, one)
         assert response.usage.prompt_tokens == len(one.prompt(engine.preprocessor))
-    raw = await client.completions.create(
+    raw = await sdk.completions.create(
         model="nano25", prompt=f"What is {token}?", max_tokens=4, **OPTIONS
     )
     assert raw.choices[0].finish_reason == "length"
 
 
-async def test_models_lists_the_one(client: Any) -> None:
-    (model,) = (await client.models.list()).data
+async def test_models_lists_the_one(sdk: Any) -> None:
+    (model,) = (await sdk.models.list()).data
     assert model.id == "nano25"
-    assert (await client.models.retrieve("nano25")).id == "nano25"
+    assert (await sdk.models.retrieve("nano25")).id == "nano25"
     with pytest.raises(openai.NotFoundError):
-        await client.models.retrieve("another")
+        await sdk.models.retrieve("another")
 
 
-async def test_unknown_model_is_not_found(client: Any) -> None:
+async def test_unknown_model_is_not_found(sdk: Any) -> None:
     with pytest.raises(openai.NotFoundError, match="nano25"):
-        await client.chat.completions.create(model="gpt", messages=ASK.messages)
+        await sdk.chat.completions.create(model="gpt", messages=ASK.messages)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -179,13 +169,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 async def test_bad_request_is_a_400_and_others_are_served(
-    client: Any, engine: Engine, name: str
+    sdk: Any, engine: Engine, name: str
 ) -> None:
     body, words = BAD[name]
     wanted = await answer(engine, ASK)
-    beside = asyncio.create_task(chat(client, ASK))
+    beside = asyncio.create_task(chat(sdk, ASK))
     with pytest.raises(openai.BadRequestError, match=words) as caught:
-        await client.chat.completions.create(model="nano25", **body)
+        await sdk.chat.completions.create(model="nano25", **body)
     error = caught.value.body
     assert isinstance(error, dict)
     assert error["type"] == "invalid_request_error"
@@ -193,16 +183,17 @@ async def test_bad_request_is_a_400_and_others_are_served(
     assert (await beside).choices[0].message.content == wanted.text
 
 
-async def test_full_queue_is_a_429_with_retry_after(client: Any, engine: Engine) -> None:
+async def test_full_queue_is_a_429_with_retry_after(sdk: Any, engine: Engine) -> None:
     """Accepted requests are answered; the others get a time to retry."""
     ask = Ask(TEXTS[1], count=100)
-    outcomes = await asyncio.gather(*(chat(client, ask) for _ in range(60)), return_exceptions=True)
+    outcomes = await asyncio.gather(*(chat(sdk, ask) for _ in range(60)), return_exceptions=True)
     refused = [one for one in outcomes if isinstance(one, openai.RateLimitError)]
     served = [one for one in outcomes if not isinstance(one, BaseException)]
     assert len(refused) + len(served) == 60
     assert refused
     assert len(served) >= WAITING_MAX
     assert all(int(one.response.headers["retry-after"]) > 0 for one in refused)
+    assert f"limit {WAITING_MAX}. Remedy: " in str(refused[0])
     assert len({one.choices[0].message.content for one in served}) == 1
 
 
@@ -211,9 +202,9 @@ async def freed(engine: Engine) -> None:
     await until(lambda: not any(in_flight(engine).values()), "the step in flight ends")
 
 
-async def test_client_that_leaves_a_stream_is_aborted(client: Any, engine: Engine) -> None:
+async def test_client_that_leaves_a_stream_is_aborted(sdk: Any, engine: Engine) -> None:
     before = engine.statistics()["finished"]["abort"]
-    stream = await chat(client, Ask(TEXTS[1], [drawn_image(6020)], count=400), stream=True)
+    stream = await chat(sdk, Ask(TEXTS[1], [drawn_image(6020)], count=400), stream=True)
     await anext(aiter(stream))
     assert engine.statistics()["running"] == 1
     await stream.close()
@@ -221,10 +212,10 @@ async def test_client_that_leaves_a_stream_is_aborted(client: Any, engine: Engin
     assert engine.statistics()["finished"]["abort"] == before + 1
 
 
-async def test_client_that_leaves_while_it_waits_is_aborted(client: Any, engine: Engine) -> None:
+async def test_client_that_leaves_while_it_waits_is_aborted(sdk: Any, engine: Engine) -> None:
     """Without streaming too."""
     before = engine.statistics()["finished"]["abort"]
-    waiting = asyncio.create_task(chat(client, Ask(TEXTS[1], [drawn_image(6021)], count=400)))
+    waiting = asyncio.create_task(chat(sdk, Ask(TEXTS[1], [drawn_image(6021)], count=400)))
     await until(lambda: engine.statistics()["generate"]["decoding"] == 1, "it is being answered")
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -233,14 +224,12 @@ async def test_client_that_leaves_while_it_waits_is_aborted(client: Any, engine:
     assert engine.statistics()["finished"]["abort"] == before + 1
 
 
-async def test_clear_ends_and_reports_all(
-    client: Any, server: RunningServer, engine: Engine
-) -> None:
+async def test_clear_ends_and_reports_all(sdk: Any, server: RunningServer, engine: Engine) -> None:
     """A stream ends in an error event, a waiting request in a 503."""
     ask = Ask(TEXTS[1], count=400)
-    stream = await chat(client, ask, stream=True)
+    stream = await chat(sdk, ask, stream=True)
     await anext(aiter(stream))
-    waiting = asyncio.create_task(chat(client, Ask(TEXTS[0], count=300)))
+    waiting = asyncio.create_task(chat(sdk, Ask(TEXTS[0], count=300)))
     await until(
         lambda: engine.statistics()["running"] + engine.statistics()["waiting"] == 2,
         "both are accepted",
@@ -324,11 +313,11 @@ async def test_server_is_unavailable_until_the_engine_is_ready(
     assert "loading" in requested.json()["error"]["message"]
 
 
-async def test_image_url_is_fetched_as_data_only(client: Any) -> None:
+async def test_image_url_is_fetched_as_data_only(sdk: Any) -> None:
     """Remote images are off unless hosts are configured."""
     content = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}]
     with pytest.raises(openai.BadRequestError, match=r"add its host to media\.hosts"):
-        await client.chat.completions.create(
+        await sdk.chat.completions.create(
             model="nano25", messages=[{"role": "user", "content": content}]
         )
 

@@ -66,6 +66,9 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
+QUICK = ("nano25 bfloat16, two threads", "nano3 bfloat16")
+
+
 def requests() -> Iterator[tuple[Ask, SamplingParams]]:
     """Yield each kind of sampling, for text, for a picture and for several of other sizes."""
     for number, sampling in enumerate(SAMPLINGS):
@@ -115,10 +118,7 @@ async def test_no_request_waits_for_a_kernel_with_adapters(
 
 @pytest.mark.parametrize(
     "way",
-    [
-        pytest.param(way, marks=pytest.mark.thorough if "drafts" in way or "8-bit" in way else ())
-        for way in WAYS
-    ],
+    [pytest.param(way, marks=() if way in QUICK else pytest.mark.thorough) for way in WAYS],
 )
 async def test_no_request_waits_for_a_kernel(way: str, configure: Callable[..., Config]) -> None:
     size = way.split()[0]

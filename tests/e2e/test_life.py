@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read
-from tests.e2e.conftest import SETTINGS
+from tests.e2e.serving import ServeProcess
 from tests.patience import PATIENCE_S, until
-from tests.traces import is_alive, left_behind, parent, running, traces
+from tests.traces import is_alive, left_behind, traces
 from vsched import Config, Engine
 from vsched.config import load_config
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, RequestRefused
@@ -184,37 +182,21 @@ async def test_drained_and_stopped_engine_leaves_nothing(
         await begin(engine, Ask())
 
 
-def serve(path: Path) -> subprocess.Popen[str]:
-    """Start `vsched serve` in a process group of its own."""
-    command = [sys.executable, "-c", "from vsched.cli.main import main; main()", "serve", str(path)]
-    for setting in SETTINGS:
-        command += ["--set", setting]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
 CHILDREN = 5
 """Processes of a server: two ranks, and the servers that ranks, image processes and grammar processes come from."""
-
-
-def children_of(pid: int) -> list[int]:
-    return [one for one in running() if parent(one) == pid]
 
 
 @pytest.mark.slow
 async def test_killed_server_leaves_no_process(checkpoints: Checkpoints, temporary: Path) -> None:
     """SIGKILL gives the engine no chance to clean up: its children notice, clean up and exit."""
-    process = serve(checkpoints("nano25"))
-    children: list[int] = []
+    with ServeProcess(checkpoints("nano25")) as server:
+        children: list[int] = []
 
-    def all_started() -> bool:
-        children[:] = children_of(process.pid)
-        return len(children) == CHILDREN and bool(traces(temporary).files)
+        def all_started() -> bool:
+            children[:] = server.children
+            return len(children) == CHILDREN and bool(traces(temporary).files)
 
-    try:
         await until(all_started, "all processes are started")
-    finally:
-        process.kill()
-        process.communicate()
     await until(lambda: not any(map(is_alive, children)), "they end")
     assert traces(temporary).files == frozenset()
 
@@ -222,10 +204,9 @@ async def test_killed_server_leaves_no_process(checkpoints: Checkpoints, tempora
 @pytest.mark.slow
 async def test_interrupted_server_drains(checkpoints: Checkpoints, temporary: Path) -> None:
     """One Ctrl-C: the running response is completed, and the process exits with 0."""
-    process = serve(checkpoints("nano25"))
-    try:
-        url = await asyncio.to_thread(_address, process)
-        children = children_of(process.pid)
+    with ServeProcess(checkpoints("nano25")) as server:
+        url = await asyncio.to_thread(lambda: server.url)
+        children = server.children
         assert len(children) == CHILDREN
         body: dict[str, Any] = {
             "messages": Ask("Count.").messages,
@@ -234,26 +215,15 @@ async def test_interrupted_server_drains(checkpoints: Checkpoints, temporary: Pa
             "ignore_eos": True,
         }
         request = urllib.request.Request(
-            f"{url}/chat/completions",
+            f"{url}/v1/chat/completions",
             data=json.dumps(body).encode(),
             headers={"content-type": "application/json"},
         )
-        lines = await asyncio.to_thread(_interrupt_in_mid_stream, request, process.pid)
+        lines = await asyncio.to_thread(_interrupt_in_mid_stream, request, server.process.pid)
         assert lines[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in lines[-2]
-        assert await asyncio.to_thread(process.wait, 20) == 0
+        assert await asyncio.to_thread(server.process.wait, 20) == 0
         await until(lambda: not any(map(is_alive, children)), "they end")
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _address(process: subprocess.Popen[str]) -> str:
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "http://" in line:
-            return "http://" + line.partition("http://")[2].split()[0]
-    raise AssertionError("the server ended before it was ready")
 
 
 def _interrupt_in_mid_stream(request: urllib.request.Request, pid: int) -> list[str]:

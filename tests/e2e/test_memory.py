@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.parts.memory.measure import measure_memory
+from tests.bench.parts.memory import measure_memory
 from tests.e2e.command_line import run_vsched
 from tests.parity.architectures import make_checkpoint as make_text_checkpoint
 from tests.parity.vision_checkpoints import make_vision_checkpoint
@@ -71,13 +71,11 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
             *SETTINGS,
             *("generate.context_tokens=0",) * (path.name != "nano25"),
             f"model.path={path}",
+            f"generate.memory_limit={LIMIT_BYTES}",
+            'generate.memory={use="auto-profile"}',
         ],
-        policy="auto-profile",
-        overrides=['generate.memory={use="auto-profile"}'],
-        limit_bytes=LIMIT_BYTES,
         seconds=LOAD_S,
         answers_min=ANSWERS,
-        advanced=lambda _seconds: None,
     )
     assert run.verdict == "kept", run
     assert run.refusals == {}
@@ -85,7 +83,7 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
     assert run.kv_tokens > 2048
     assert "out of memory" not in capfd.readouterr().err
     # The limit was real, and close: more than half of it was in use.
-    assert LIMIT_BYTES / 2 < max(sample.bytes for sample in run.samples) <= LIMIT_BYTES + (1 << 20)
+    assert LIMIT_BYTES / 2 < run.peak_bytes <= LIMIT_BYTES + (1 << 20)
 
 
 @on_one_loop
@@ -105,7 +103,7 @@ async def test_limit_that_leaves_no_room_fails_at_start_and_reports_what_to_chan
 
 
 @on_one_loop
-@pytest.mark.parametrize("pages", ["on_use", "at_start"])
+@pytest.mark.parametrize("pages", [pytest.param("on_use", marks=pytest.mark.thorough), "at_start"])
 @pytest.mark.usefixtures("own_fork_server")
 async def test_kv_pages_come_when_the_configuration_says(
     pages: str, checkpoints: Callable[[str], Path]

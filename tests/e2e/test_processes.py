@@ -9,8 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,9 @@ httpx = pytest.importorskip("httpx")
 from tests.e2e.asking import TEXTS, Ask, answer, drawn_image  # noqa: E402
 from tests.e2e.command_line import run_vsched  # noqa: E402
 from tests.e2e.conftest import SETTINGS  # noqa: E402
-from tests.patience import PATIENCE_S, patience, until, wait_until  # noqa: E402
-from tests.traces import is_alive, parent, running  # noqa: E402
+from tests.e2e.serving import ServeProcess  # noqa: E402
+from tests.patience import PATIENCE_S, patience, until  # noqa: E402
+from tests.traces import is_alive, running  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
 from vsched.api.processes import supervisor  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
@@ -223,32 +222,6 @@ def standing_still(pids: Sequence[int]) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-class Served:
-    """`vsched serve` with two processes, and their ids."""
-
-    def __init__(self, path: Path, record: Path) -> None:
-        self.record = record
-        sets = [*SETTINGS, ROOM, "server.processes=2", f"record.path={record}"]
-        command = [sys.executable, "-m", "vsched", "serve", str(path)]
-        self.process = subprocess.Popen(
-            [*command, *(word for one in sets for word in ("--set", one))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.url = self._url()
-        self.pids = [pid for pid in running() if parent(pid) == self.process.pid and is_api(pid)]
-
-    def _url(self) -> str:
-        assert self.process.stdout is not None
-        reported = []
-        for line in self.process.stdout:
-            reported.append(line)
-            if " is served at " in line:
-                return line.rpartition(" is served at ")[2].split("/v1")[0]
-        raise AssertionError("".join(reported))
-
-
 def is_api(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text("utf-8").startswith("vsched: api")
@@ -256,16 +229,19 @@ def is_api(pid: int) -> bool:
 
 
 @pytest.fixture
-def served(checkpoints: Callable[[str], Path], tmp_path: Path) -> Iterator[Served]:
-    made = Served(checkpoints("nano25"), tmp_path / "run.vlog")
-    with made.process:
+def served(checkpoints: Callable[[str], Path], tmp_path: Path) -> Iterator[ServeProcess]:
+    """`vsched serve` with two processes."""
+    sets = [*SETTINGS, ROOM, "server.processes=2", f"record.path={tmp_path / 'run.vlog'}"]
+    with ServeProcess(checkpoints("nano25"), settings=sets) as made:
         yield made
-        made.process.kill()
-    wait_until(lambda: not any(map(is_alive, made.pids)), "its processes end with it")
+
+
+def api_pids(served: ServeProcess) -> list[int]:
+    return [pid for pid in served.children if is_api(pid)]
 
 
 @contextlib.asynccontextmanager
-async def stream_of(served: Served, ask: Ask) -> AsyncIterator[Any]:
+async def stream_of(served: ServeProcess, ask: Ask) -> AsyncIterator[Any]:
     async with (
         httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as client,
         client.stream("POST", CHAT, json=body(ask, stream=True)) as response,
@@ -273,30 +249,32 @@ async def stream_of(served: Served, ask: Ask) -> AsyncIterator[Any]:
         yield response
 
 
-async def test_processes_drain_with_the_engine(served: Served) -> None:
+async def test_processes_drain_with_the_engine(served: ServeProcess, tmp_path: Path) -> None:
     """After a signal, responses in progress are completed, and nothing is left; the record replays."""
     async with stream_of(served, LONG) as response:
+        pids = api_pids(served)
         texts = said(response)
         await anext(texts)
         served.process.send_signal(signal.SIGTERM)
         rest = [text async for text in texts]
     assert len(rest) >= LONG.count - 2
     assert await asyncio.to_thread(served.process.wait, PATIENCE_S) == 0
-    assert len(served.pids) == 2
-    await until(lambda: not any(map(is_alive, served.pids)))
-    reported = run_vsched("replay", str(served.record))
+    assert len(pids) == 2
+    await until(lambda: not any(map(is_alive, pids)))
+    reported = run_vsched("replay", str(tmp_path / "run.vlog"))
     assert "Everything was decided the same again." in reported
 
 
-async def test_processes_end_with_an_engine_that_dies(served: Served) -> None:
+async def test_processes_end_with_an_engine_that_dies(served: ServeProcess) -> None:
     """The last event of a stream is an error, not silence; then the port is closed."""
     async with stream_of(served, Ask(TEXTS[2], count=1500)) as response:
+        pids = api_pids(served)
         lines = response.aiter_lines()
         await anext(lines)
         served.process.kill()
         rest = [line async for line in lines if line.startswith("data: {")]
     last = json.loads(rest[-1].removeprefix("data: "))
     assert last["error"]["code"] == "stopping"
-    await until(lambda: not any(map(is_alive, served.pids)), "they end")
+    await until(lambda: not any(map(is_alive, pids)), "they end")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{served.url}/health")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 torch = pytest.importorskip("torch")
 httpx = pytest.importorskip("httpx")
 
 from tests.e2e.asking import TEXTS, Ask, data_url, drawn_image, read  # noqa: E402
-from tests.patience import PATIENCE_S  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Engine, SamplingParams  # noqa: E402
-from vsched.aio.streams.stream import PromptToken  # noqa: E402
-from vsched.api.server import RunningServer  # noqa: E402
+from vsched.aio.streams import PromptToken  # noqa: E402
 from vsched.errors import RequestRefused  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -27,13 +24,6 @@ TEXT = (
     "What a request tells of its prompt is what the model makes of each token by those before it."
     * 2
 )
-
-
-@pytest_asyncio.fixture(loop_scope="package")
-async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """A client; `engine` checks that nothing is held after the test."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

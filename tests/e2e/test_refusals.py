@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, begin, data_url, drawn_image, read
-from tests.e2e.conftest import CONTEXT_TOKENS, IMAGES_MAX, KV_TOKENS, WAITING_MAX
+from tests.e2e.conftest import CONTEXT_TOKENS, IMAGES_MAX, KV_TOKENS
 from vsched import Engine, RequestRefused, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -127,21 +127,3 @@ async def test_too_many_stop_tokens_are_refused(engine: Engine) -> None:
     sampling = SamplingParams(stop_token_ids=tuple(range(100)))
     error = await refusal(engine, prompt=[100], sampling=sampling)
     assert error.code == "too_many_stop_tokens"
-
-
-async def test_full_queue_refuses_and_takes_again(engine: Engine) -> None:
-    """The queue is bounded; accepted requests are served."""
-    ask = Ask(TEXTS[1], count=100)
-    outcomes = await asyncio.gather(
-        *(begin(engine, ask) for _ in range(60)), return_exceptions=True
-    )
-    refused = [one for one in outcomes if isinstance(one, RequestRefused)]
-    accepted = [one for one in outcomes if not isinstance(one, BaseException)]
-    assert len(refused) + len(accepted) == 60
-    assert refused
-    assert {(one.code, one.status) for one in refused} == {("queue_full", 429)}
-    assert all(one.retry_after_s for one in refused)
-    assert f"limit {WAITING_MAX}. Remedy: " in refused[0].message
-    found = await asyncio.gather(*(read(one) for one in accepted))
-    assert len({tuple(one.token_ids) for one in found}) == 1
-    assert (await answer(engine, ask)).token_ids == found[0].token_ids

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -17,8 +15,9 @@ import pytest
 
 from tests.e2e.asking import TEXTS, Ask, answer, data_url, drawn_image, read
 from tests.e2e.conftest import SETTINGS
+from tests.e2e.serving import ServeProcess
 from tests.patience import PATIENCE_S, patience, until
-from tests.traces import abandoned_memory, is_alive, parent, running
+from tests.traces import abandoned_memory, is_alive
 from vsched import Engine, SamplingParams
 from vsched.errors import RequestRefused
 from vsched.record.journal import folder_of
@@ -107,53 +106,21 @@ QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 """By the id that the client gives."""
 
 
-class Serving:
-    """`vsched serve` in a process, with a record and a journal."""
+class Serving(ServeProcess):
+    """A server with a record and a journal, and its client."""
 
     def __init__(self, checkpoint: Path, record: Path, port: int = 0) -> None:
-        command = [sys.executable, "-c", "from vsched.cli.main import main; main()", "serve"]
-        command += [str(checkpoint), "--record", str(record), "--resume"]
-        for setting in (*SETTINGS, f"server.port={port}"):
-            command += ["--set", setting]
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        self.said: list[str] = []
-        self.url = ""
-        self._ready = threading.Event()
-        self._listener = threading.Thread(target=self._listen)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.said.append(line)
-            if "http://" in line:
-                self.url = "http://" + line.partition("http://")[2].split("/v1")[0]
-                self._ready.set()
-        self._ready.set()
+        sets = [*SETTINGS, f"server.port={port}"]
+        super().__init__(checkpoint, "--record", str(record), "--resume", settings=sets)
 
     async def ready(self) -> Serving:
         """Wait until it serves."""
-        await asyncio.to_thread(self._ready.wait, PATIENCE_S)
-        assert self.url, "".join(self.said)
+        await asyncio.to_thread(lambda: self.url)
         return self
 
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
-
-    @property
-    def children(self) -> list[int]:
-        return [one for one in running() if parent(one) == self.process.pid]
-
-    def kill(self) -> None:
-        """Kill it without a chance to clean up."""
-        self.process.kill()
-        self.process.wait()
-        self._listener.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
 
     async def get(self, path: str, **headers: str) -> list[str]:
         return await asyncio.to_thread(lambda: list(self.lines(path, headers=headers)))
@@ -249,7 +216,7 @@ async def test_killed_server_goes_on_with_its_streams(
         second = await servers[1].ready()
         assert not any(map(is_alive, ranks))
         assert any(
-            "4 requests were left by a server that died: 4 go on" in line for line in second.said
+            "4 requests were left by a server that died: 4 go on" in line for line in second.log
         )
         for name, (path, _) in QUESTIONS.items():
             last = event_ids(had[name])[-1]

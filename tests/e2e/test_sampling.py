@@ -44,13 +44,20 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = ("all", "biased", "greedy-penalised")
+"""Together they have every parameter."""
+
+
 def sampling(name: str, **changes: Any) -> SamplingParams:
     chosen: dict[str, Any] = {"max_tokens": ASK.count, "ignore_eos": True}
     return SamplingParams(**chosen | SAMPLINGS[name] | changes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in SAMPLINGS],
+)
 async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(
     engine: Engine, name: str
 ) -> None:

@@ -17,7 +17,7 @@ from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import expected_of, generated
 from tests.patience import patience, until
 from vsched import Config, Engine, SamplingParams
-from vsched.aio.streams.stream import Generation
+from vsched.aio.streams import Generation
 from vsched.config import load_config
 from vsched.record import replay
 from vsched.sim.cost.model import load_cost_model

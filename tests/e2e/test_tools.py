@@ -6,17 +6,14 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 openai = pytest.importorskip("openai")
 
-from tests.patience import PATIENCE_S, until  # noqa: E402
+from tests.patience import until  # noqa: E402
 from vsched import Engine  # noqa: E402
-from vsched.api.server import RunningServer  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -41,23 +38,14 @@ def check_weather(arguments: str) -> None:
     assert found["unit"] in {"C", "F"}
 
 
-@pytest_asyncio.fixture(loop_scope="package")
-async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    del engine
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
-        yield client
-
-
 async def chat(client: Any, **options: Any) -> Any:
     requested = {"model": "nano25", "messages": MESSAGES, "tools": [WEATHER], "max_tokens": 150}
     return await client.chat.completions.create(**{**requested, "seed": 3, **options})
 
 
-async def test_a_named_function_is_called_with_arguments_that_fit(client: Any) -> None:
+async def test_a_named_function_is_called_with_arguments_that_fit(sdk: Any) -> None:
     replies = await asyncio.gather(
-        *(chat(client, tool_choice=NAMED, seed=seed, temperature=1.2) for seed in range(4))
+        *(chat(sdk, tool_choice=NAMED, seed=seed, temperature=1.2) for seed in range(4))
     )
     for reply in replies:
         (choice,) = reply.choices
@@ -70,10 +58,10 @@ async def test_a_named_function_is_called_with_arguments_that_fit(client: Any) -
     assert len({call.id for call in calls}) == len({call.function.arguments for call in calls}) == 4
 
 
-async def test_stream_of_a_required_call_equals_the_response(client: Any) -> None:
+async def test_stream_of_a_required_call_equals_the_response(sdk: Any) -> None:
     options = {"tool_choice": "required", "parallel_tool_calls": False}
-    whole = (await chat(client, **options)).choices[0].message.tool_calls[0].function
-    chunks = [chunk async for chunk in await chat(client, stream=True, **options)]
+    whole = (await chat(sdk, **options)).choices[0].message.tool_calls[0].function
+    chunks = [chunk async for chunk in await chat(sdk, stream=True, **options)]
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert deltas[0].function.name == whole.name == "weather"
     assert deltas[0].id
@@ -83,29 +71,29 @@ async def test_stream_of_a_required_call_equals_the_response(client: Any) -> Non
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-async def test_a_history_with_the_call_is_answered(client: Any) -> None:
-    message = (await chat(client, tool_choice=NAMED)).choices[0].message
+async def test_a_history_with_the_call_is_answered(sdk: Any) -> None:
+    message = (await chat(sdk, tool_choice=NAMED)).choices[0].message
     (call,) = message.tool_calls
     answered = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     history = [*MESSAGES, message.model_dump(), answered]
-    reply = await chat(client, messages=history, max_tokens=5, tool_choice="none")
+    reply = await chat(sdk, messages=history, max_tokens=5, tool_choice="none")
     assert reply.choices[0].message.content is not None
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-async def test_a_bad_schema_is_refused(client: Any, choice: Any) -> None:
+async def test_a_bad_schema_is_refused(sdk: Any, choice: Any) -> None:
     bad = {"type": "object", "properties": {"city": {"type": "nothing"}}}
     tool = {"type": "function", "function": {"name": "weather", "parameters": bad}}
     with pytest.raises(openai.BadRequestError, match="Remedy") as refusal:
-        await chat(client, tools=[tool], tool_choice=choice)
+        await chat(sdk, tools=[tool], tool_choice=choice)
     assert (refusal.value.param, refusal.value.code) == ("tools", "invalid_grammar")
 
 
 @pytest.mark.slow
-async def test_a_killed_rank_does_not_disturb_a_forced_call(client: Any, engine: Engine) -> None:
+async def test_a_killed_rank_does_not_disturb_a_forced_call(sdk: Any, engine: Engine) -> None:
     options = {"tool_choice": NAMED, "temperature": 1.2}
-    wanted = (await chat(client, **options)).choices[0].message.tool_calls[0].function.arguments
-    stream = await chat(client, stream=True, **options)
+    wanted = (await chat(sdk, **options)).choices[0].message.tool_calls[0].function.arguments
+    stream = await chat(sdk, stream=True, **options)
     text = ""
     async for chunk in stream:
         for call in chunk.choices[0].delta.tool_calls or []:

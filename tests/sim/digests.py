@@ -98,7 +98,7 @@ async def use_the_loop(seed: int) -> None:
 def simulate_quickly() -> str:
     """Return the digest of a run of the fast simulator in which a group is lost."""
     lost = GroupOutage(group="generate-0", at_ns=30_000_000, duration_ns=20_000_000)
-    settings = config(*SCARCE, "generate.replicas=2", "encode.encoding.use=eager")
+    settings = config(*SCARCE, "generate.replicas=2", "encode.encoding.look_ahead_chunks=100")
     return simulate(settings, scarce(4), cost=COST, faults=FaultPlan(faults=(lost,))).digest
 
 

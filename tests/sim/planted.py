@@ -31,7 +31,7 @@ PLANTS = (
         "put at the tail",
         "vsched.kernel.request_moves:RequestMoves.requeue",
         "commands = list(",
-        "self._table._arrivals += 1; state.order = (self._table._arrivals, 0); commands = list(",
+        "self._table.arrivals += 1; state.order = (self._table.arrivals, 0); commands = list(",
         seed=35,
     ),
     Plant(
@@ -65,7 +65,7 @@ PLANTS = (
     ),
     Plant(
         "a heartbeat with two deadlines",
-        "vsched.aio.leader.failure_detector:FailureDetector.failure",
+        "vsched.aio.leader:FailureDetector.failure",
         "silent_s = limits.rank_timeout_s + limits.heartbeat_s",
         "silent_s = limits.heartbeat_s",
         seed=3,
@@ -100,7 +100,7 @@ PLANTS = (
     ),
     Plant(
         "a lost terminal reply",
-        "vsched.aio.streams.table:StreamTable.finish",
+        "vsched.aio.streams:StreamTable.finish",
         "generation.finish(finish)",
         "generation.finish(finish) if self._by_number else None",
         seed=0,
@@ -108,8 +108,8 @@ PLANTS = (
     Plant(
         "a broken connection that nobody looks at",
         "vsched.aio.hosts.remote:RemoteHost.__init__",
-        "connect(self._stream.receive, self._stream.fail)",
-        "connect(self._stream.receive, lambda why: None)",
+        "connect(self.stream.receive, self.stream.fail)",
+        "connect(self.stream.receive, lambda why: None)",
         seed=98,
     ),
 )

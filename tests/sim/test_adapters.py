@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from vsched.kernel import prefix_hashes, request_moves
+from vsched.kernel import request, request_moves
 from vsched.probes import observed
 from vsched.sim.cluster.scenario import draw_scenario, run_scenario
 
@@ -28,6 +28,6 @@ def test_requests_keep_to_their_adapters_while_groups_are_lost_and_adapters_chan
 
 
 def test_blocks_that_adapters_share_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = prefix_hashes.root_hash
+    real = request.root_hash
     monkeypatch.setattr(request_moves, "root_hash", lambda salt, adapter: real(salt))
     assert any(run_scenario(draw_scenario(seed)).violations for seed in SEEDS)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from vsched.aio.streams.stream import Generation, TokenStream
+from vsched.aio.streams import Generation, TokenStream
 from vsched.config.sections import RecordConfig
 from vsched.engine import Engine
 from vsched.errors import RequestRefused

@@ -15,7 +15,6 @@ from vsched.assembly import (
     check_parallel,
     create_sizing,
     inspect_checkpoint,
-    leader_deadlines,
     memory_in_use,
     rank_kv_bytes_per_token,
     rank_spec,
@@ -153,14 +152,6 @@ def test_kernel_is_told_how_long_a_request_may_wait() -> None:
             scheduler_limits(config, INFO, resolve_policies(config), blocks=1).waiting_ns
             == expected_ns
         )
-
-
-@pytest.mark.parametrize(
-    ("set_", "hooks_s"), [("generate.slots=1", None), ("generate.hooks_s=0", 0.0), ("generate.hooks_s=9", 9.0)]
-)  # fmt: skip
-def test_leaders_are_told_when_periodic_work_is_due(set_: str, hooks_s: float | None) -> None:
-    """The worker's own interval unless the operator sets another."""
-    assert leader_deadlines(config_of(set_)).hooks_s == hooks_s
 
 
 def test_ranks_without_heads_of_their_own_keep_the_whole_kv_cache() -> None:

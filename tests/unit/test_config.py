@@ -194,8 +194,8 @@ def test_config_later_set_wins() -> None:
             "generate.tensor_parallel (from command line) is not valid: value 65, limit int, 1 to 64.",
         ),
         (
-            "generate.hooks_s=-1",
-            "generate.hooks_s (from command line) is not valid: value -1,",
+            "generate.state_snapshots=-1",
+            "generate.state_snapshots (from command line) is not valid: value -1,",
         ),
         (
             'media.hosts=["https://images.example.com"]',
@@ -407,7 +407,6 @@ def test_config_default_item_limit_is_the_one_that_is_reported() -> None:
         (["encode.admission.max_items=3"], 3),
         (["encode.admission.use=fifo"], 1),
         (["encode.admission.use=fifo", "encode.device=cuda:0"], 8),
-        (["encode.admission.use=gathered"], 8),
     ],
 )
 def test_config_encode_items_follow_the_admission_policy(sets: list[str], expected: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from vsched.aio.draft_checks import inspect_draft, verifies_drafts
+from vsched.assembly import inspect_draft, verifies_drafts
 from vsched.config import Config, load_config, resolve_policies
 from vsched.errors import ConfigError
 from vsched.sim.cluster.plugin import HYBRID, NAME, plugin

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vsched.integrations.vllm.embeddings import PolicyEncoderCache
 from vsched.policy import CachePolicy, EvictionOrder, Key
-from vsched_policies.eviction.lru import LruOrder
+from vsched_policies.eviction import LruOrder
 
 HERE = "tests.vllm.test_embeddings"
 SIZES = {"a": 4, "b": 2, "c": 1, "d": 3}

@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from vsched.aio.leader.leader import Leader
-from vsched.aio.replicas.groups import ServedGroup, ServedGroups
+from vsched.aio.leader import Leader
+from vsched.aio.worker_groups import ServedGroup, ServedGroups
 from vsched.config import Config
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.probes import probe
@@ -142,7 +142,7 @@ class ServedAdapter:
     Attributes:
         state: `loading`, `ready` or `unloading`; requests are accepted only when it is `ready`.
         requests: Number of requests so far.
-        users: Current requests, each with a function that ends it; None while a request is being prepared.
+        users: Current requests, oldest first.
     """
 
     def __init__(self, name: str, number: int, path: str) -> None:
@@ -152,23 +152,29 @@ class ServedAdapter:
         self.state = "loading"
         self.facts = AdapterFacts(0)
         self.requests = 0
-        self.users: dict[int, Callable[[str], None] | None] = {}
+        self.users: dict[AdapterHold, None] = {}
         self.idle = asyncio.Event()
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages whose ranks load it."""
         return ("encode", "generate") if self.facts.changes_encoder else ("generate",)
 
 
 class AdapterHold:
-    """A request's use of an adapter, from its arrival to its end."""
+    """A request's use of an adapter, from its arrival to its end.
 
-    def __init__(self, adapter: ServedAdapter, user: int) -> None:
-        self._adapter = adapter
-        self._user = user
+    Attributes:
+        interrupt: Ends the request with a message; None while it is being prepared.
+    """
+
+    def __init__(self, adapter: ServedAdapter) -> None:
         self.number = adapter.number
         self.changes_encoder = adapter.facts.changes_encoder
+        self.interrupt: Callable[[str], None] | None = None
+        self._adapter = adapter
+        adapter.users[self] = None
+        adapter.requests += 1
+        adapter.idle.clear()
 
     def run(self, interrupt: Callable[[str], None]) -> None:
         """Note that the request is being submitted; `interrupt` ends it from now on.
@@ -176,13 +182,12 @@ class AdapterHold:
         Raises:
             RequestRefused: When the adapter was unloaded while the request was prepared.
         """
-        if self._user not in self._adapter.users:
+        if self not in self._adapter.users:
             raise _unknown(self._adapter.name)
-        self._adapter.users[self._user] = interrupt
+        self.interrupt = interrupt
 
     def release(self) -> None:
-        """Note the end of the request."""
-        self._adapter.users.pop(self._user, None)
+        self._adapter.users.pop(self, None)
         if not self._adapter.users:
             self._adapter.idle.set()
 
@@ -229,7 +234,6 @@ class AdapterTable:
         self._keep = keep
         self._named: dict[str, ServedAdapter] = {}
         self._numbers = itertools.count(1)
-        self._users = itertools.count(1)
         self._changes: set[asyncio.Task[None]] = set()
 
     # --- requests ---
@@ -243,14 +247,9 @@ class AdapterTable:
         adapter = self._named.get(name)
         if adapter is None or adapter.state != "ready":
             raise _unknown(name)
-        user = next(self._users)
-        adapter.users[user] = None
-        adapter.requests += 1
-        adapter.idle.clear()
-        return AdapterHold(adapter, user)
+        return AdapterHold(adapter)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the operator's view of every adapter."""
         return [
             {
                 "name": adapter.name,
@@ -295,25 +294,13 @@ class AdapterTable:
         return str(found)
 
     async def load(self, name: str, path: str) -> None:
-        """Load an adapter; afterwards requests can use it.
-
-        Blocks: until its files are copied, then up to `adapters.load_s`. Cancelling does not stop it.
-
-        Raises:
-            RequestRefused: When it cannot be loaded; nothing of it remains.
-        """
+        """Load an adapter; see `Engine.load_adapter`. Cancelling does not stop it."""
         self._check(name)
         adapter = self._named[name] = ServedAdapter(name, next(self._numbers), path)
         await self._to_the_end(self._load(adapter))
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter: new requests are refused, and running ones may finish within the deadline.
-
-        Blocks: up to `deadlines.drain_s`, and until the ranks have unloaded it. Cancelling does not stop it.
-
-        Raises:
-            RequestRefused: When there is no such adapter, or it is being loaded or unloaded.
-        """
+        """Unload an adapter; see `Engine.unload_adapter`. Cancelling does not stop it."""
         adapter = self._named.get(name)
         if adapter is None:
             raise _unknown(name)
@@ -389,9 +376,9 @@ class AdapterTable:
 
     def _interrupt(self, adapter: ServedAdapter) -> None:
         users, adapter.users = adapter.users, {}
-        for interrupt in users.values():
-            if interrupt is not None:
-                interrupt(
+        for user in users:
+            if user.interrupt is not None:
+                user.interrupt(
                     f"the adapter {adapter.name!r} was unloaded, and the request was not done within "
                     f"{self._drain_s:g} s (deadlines.drain_s)"
                 )

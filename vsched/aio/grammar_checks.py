@@ -43,27 +43,12 @@ milliseconds."""
 
 
 class GrammarChecker(Protocol):
-    """Checks grammars; several threads may call it at once."""
+    """Checks grammars; several threads may call it at once. See `GrammarProcesses`."""
 
     @property
-    def pid(self) -> int:
-        """The process id of the server; 0 if there is none."""
-        ...
-
-    def check(self, grammar: str) -> float:
-        """Compile a grammar and return the CPU time in seconds; a rank takes about as long.
-
-        Blocks: until the check is done or its deadline has passed.
-
-        Raises:
-            RequestRefused: When the grammar cannot be used.
-            RequestFailed: When it could not be checked.
-        """
-        ...
-
-    def close(self) -> None:
-        """End all processes of the checker."""
-        ...
+    def pid(self) -> int: ...
+    def check(self, grammar: str) -> float: ...
+    def close(self) -> None: ...
 
 
 class GrammarProcesses:
@@ -84,11 +69,17 @@ class GrammarProcesses:
 
     @property
     def pid(self) -> int:
-        """The process id of the server; 0 while it is not running."""
         return self._calls.pid
 
     def check(self, grammar: str) -> float:
-        """See `GrammarChecker`."""
+        """Compile a grammar and return the CPU time in seconds; a rank takes about as long.
+
+        Blocks: until the check is done or its deadline has passed.
+
+        Raises:
+            RequestRefused: When the grammar cannot be used.
+            RequestFailed: When it could not be checked.
+        """
         try:
             outcome = self._calls.call(
                 grammar.encode(),
@@ -103,7 +94,6 @@ class GrammarProcesses:
         return outcome.cpu_s
 
     def close(self) -> None:
-        """See `GrammarChecker`."""
         self._calls.close()
 
 
@@ -116,7 +106,6 @@ def grammar_processes(config: Config, info: ModelInfo) -> GrammarProcesses | Non
 
 
 def _failure(error: CallFailedError, *, deadline_s: float) -> RequestRefused | RequestFailed:
-    """Return the client's error for a grammar whose process died or took too long."""
     if error.expired:
         return _late(deadline_s)
     if error.signal in EXTERNAL_SIGNALS:
@@ -205,7 +194,6 @@ class GrammarChecks:
 
     @property
     def server_pid(self) -> int:
-        """The process id of the grammar server; 0 if there is none."""
         return 0 if self._checker is None else self._checker.pid
 
     def statistics(self) -> dict[str, float]:
@@ -220,7 +208,6 @@ class GrammarChecks:
         }
 
     def close(self) -> None:
-        """End running checks and the threads."""
         if self._checker is not None:
             self._checker.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

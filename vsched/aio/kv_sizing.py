@@ -21,7 +21,7 @@ from itertools import chain
 
 import msgspec
 
-from vsched.aio.leader.leader import Leader
+from vsched.aio.leader import Leader
 from vsched.errors import limit_message
 from vsched.memory import (
     Accepted,

@@ -1,37 +1,28 @@
-"""Requests of an engine: checks of their parameters, common to HTTP clients and library users, and submission."""
+"""Requests of an engine: checks of their parameters, common to HTTP clients and library users, and preparation."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 
-from vsched.aio.adapters import AdapterHold, AdapterTable, with_adapter
-from vsched.aio.draft_checks import check_vocabulary
+from vsched.aio.adapters import AdapterTable
 from vsched.aio.grammar_checks import GrammarChecks
-from vsched.aio.pending_arrivals import PendingArrival
-from vsched.aio.replicas.launcher import Launcher
+from vsched.aio.launcher import Launcher
 from vsched.aio.shell import Shell
-from vsched.aio.streams.stream import ChoiceInputs, PromptReport
-from vsched.aio.streams.table import AnswerSink, RequestTimeline, interrupt_all, timeline_of
 from vsched.errors import RequestRefused, limit_message
+from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import FurtherChoice
 from vsched.media import ImageReference, Prompt
 from vsched.media.pipeline import MediaPipeline, PreparedRequest
 from vsched.plain_values import InvalidValue, field_types, plain_value
-from vsched.record.left import PartialOutput
 from vsched.transport.arena import Arena
-from vsched.types import ModelInfo, Request, SamplingParams
-from vsched.worker.contract import Preprocessor, WorkerPlugin
+from vsched.types import Request, SamplingParams
 from vsched.worker.slots import STOP_TOKENS_MAX
-
-FrontEnd = tuple[Preprocessor, bool]
-"""The preprocessor of requests, and whether ranks can report the log-probabilities of prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,135 +75,27 @@ class RunningParts:
             self.arena.close()
 
 
-Sink = TypeVar("Sink", bound=AnswerSink)
+_SEED_BITS = 63
 
 
-def submit_choices(
-    shell: Shell,
-    request: Request,
-    request_ids: Sequence[str],
-    *,
-    arrival: PendingArrival,
-    info: ModelInfo,
-    prompt_logprobs_max: int,
-    make_answer: Callable[[ChoiceInputs], Sink],
-    hold: AdapterHold | None,
-    give_back: Callable[[], None],
-    on_timeline: Callable[[RequestTimeline], None],
-    preprocess_ms: float,
-    started: PartialOutput | None = None,
-) -> list[Sink]:
-    """Submit a request with a choice for each id, and return the stream of each choice.
-
-    When a choice ends, `on_timeline` gets its timeline. After the last one,
-    `give_back` frees their resources. The first choice continues one that was `started`; its stream has all of it.
-
-    Raises:
-        RequestRefused: If one of its numbers is out of bounds, or its prompt is not the one that was begun.
-    """
-    emitted = () if started is None else started.continued(request)
-    prompt_token_ids, sampling = request.prompt_token_ids, request.sampling
-    all_token_ids = [*prompt_token_ids, *emitted] if emitted else prompt_token_ids
-    check_numbers(all_token_ids, sampling, vocab_size=info.vocab_size)
-    report = None
-    if sampling.prompt_logprobs is not None:
-        report = PromptReport(prompt_token_ids, sampling.prompt_logprobs)
-        check_prompt_values(report.values, prompt_logprobs_max)
-    sampling = _with_length(sampling, shell, prompt_tokens=len(prompt_token_ids))
-    own = () if sampling.ignore_eos else info.stop_token_ids
-    stop_token_ids = check_stop_tokens(sampling.stop_token_ids, own)
-    request = msgspec.structs.replace(request, sampling=sampling)
-    if hold is not None:
-        request = with_adapter(request, hold)
-    release = LastEnd(len(request_ids), give_back)
-
-    def answer(request_id: str) -> Sink:
-        def on_end() -> None:
-            release()
-            on_timeline(timeline_of(made, preprocess_ms))
-
-        made = make_answer(
-            ChoiceInputs(
-                request_id=request_id,
-                prompt_token_ids=prompt_token_ids,
-                sampling=sampling,
-                stop_token_ids=frozenset(stop_token_ids),
-                report=report,
-                on_stop=shell.end,
-                on_end=on_end,
-            )
-        )
-        return made
-
-    generations = [answer(request_id) for request_id in request_ids]
-    if hold is not None:
-        hold.run(partial(interrupt_all, generations))
-    further = further_choices(request_ids, sampling.seed or 0)
-    with_streams = dict(zip(further, generations[1:], strict=True))
-    shell.submit(
-        request,
-        stop_token_ids,
-        generations[0],
-        with_streams,
-        arrival=arrival,
-        emitted=emitted,
-    )
-    for token_id in emitted:  # after acceptance: a stop string among them ends the choice
-        generations[0].push(token_id, None)
-    return generations
+def further_choices(request_ids: Sequence[str], seed: int) -> tuple[FurtherChoice, ...]:
+    """Return the choices after the first, which has the request's seed, so it equals a single choice."""
+    found = []
+    for index, request_id in enumerate(request_ids[1:], 1):
+        digest = blake2b(f"{seed}/{index}".encode(), digest_size=8, person=b"vsched.seed").digest()
+        own = int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+        found.append(FurtherChoice(request_id, own))
+    return tuple(found)
 
 
-def _with_length(sampling: SamplingParams, shell: Shell, *, prompt_tokens: int) -> SamplingParams:
-    """Return the parameters with `max_tokens` 0 replaced by the remaining context."""
+def final_length(sampling: SamplingParams, limits: SchedulerLimits, tokens: int) -> SamplingParams:
+    """Return the parameters for a prompt of `tokens` with `max_tokens` 0 replaced by the remaining context."""
     if sampling.prompt_only:
         return msgspec.structs.replace(sampling, max_tokens=1, min_tokens=0)
     if sampling.max_tokens:
         return sampling
-    limits = shell.limits
-    room = min(limits.context_tokens, limits.blocks * limits.block_size) - prompt_tokens
+    room = min(limits.context_tokens, limits.blocks * limits.block_size) - tokens
     return msgspec.structs.replace(sampling, max_tokens=max(room, 1))
-
-
-def load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> FrontEnd:
-    """Load the preprocessor, and ask the plug-in whether `ranks` ranks can report prompt log-probabilities."""
-    tells = plugin.computes_prompt_logprobs(info, ranks=ranks)
-    preprocessor = plugin.load_preprocessor(info)
-    if info.draft is not None:
-        check_vocabulary(info, preprocessor, plugin.load_preprocessor(info.draft))
-    return preprocessor, tells
-
-
-_SEED_BITS = 63
-
-
-def answer_seed(seed: int, index: int) -> int:
-    """Return the seed of a further choice; the first has the request's seed, so it equals a single choice."""
-    text = f"{seed}/{index}".encode()
-    digest = blake2b(text, digest_size=8, person=b"vsched.seed").digest()
-    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
-
-
-def further_choices(request_ids: Sequence[str], seed: int) -> tuple[FurtherChoice, ...]:
-    """Return the choices after the first of a request whose choices have these ids."""
-    return tuple(
-        FurtherChoice(request_id, answer_seed(seed, index))
-        for index, request_id in enumerate(request_ids)
-        if index
-    )
-
-
-class LastEnd:
-    """Calls `release` when the last of `count` choices has ended."""
-
-    def __init__(self, count: int, release: Callable[[], None]) -> None:
-        self._left = count
-        self._release = release
-
-    def __call__(self) -> None:
-        """Note the end of a choice."""
-        self._left -= 1
-        if not self._left:
-            self._release()
 
 
 _INT32_MAX = 2**31 - 1

@@ -15,18 +15,16 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 from vsched.aio.adapters import AdapterOrders
-from vsched.aio.pending_arrivals import PendingArrival, PendingArrivals
-from vsched.aio.refusals import refusal_error
-from vsched.aio.replicas.groups import ServedGroups
-from vsched.aio.replicas.supervisor import Reports, Supervisor
-from vsched.aio.replicas.worker_group import (
+from vsched.aio.arrivals import PendingArrival, PendingArrivals, refusal_error
+from vsched.aio.streams import AnswerSink, StreamTable, failure_of, int32_array
+from vsched.aio.worker_groups import (
     STOP_GRACE_S,
+    Reports,
+    ServedGroups,
     WorkerGroup,
     WorkerGroupEvents,
     all_or_first_error,
 )
-from vsched.aio.streams.stream import failure_of
-from vsched.aio.streams.table import AnswerSink, StreamTable, int32_array
 from vsched.errors import GroupLostError, RequestRefused, StartFailedError, limit_message
 from vsched.failures import GroupFailure
 from vsched.kernel import Scheduler, SchedulerLimits
@@ -79,13 +77,9 @@ LIVE_SHOWN_MAX = 100
 class EventRecorder(Protocol):
     """Records events and commands of the kernel; never raises."""
 
-    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
-        """Record one event and its commands."""
-        ...
+    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None: ...
 
-    def close(self) -> None:
-        """Stop recording."""
-        ...
+    def close(self) -> None: ...
 
 
 async def start_shell(
@@ -180,11 +174,15 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self._start_loss: asyncio.Future[GroupFailure] = self._loop.create_future()
         events = WorkerGroupEvents(
-            on_result=self.on_result, on_lost=self.on_lost, on_progress=on_progress
+            on_result=self.on_result,
+            on_lost=self.on_lost,
+            on_progress=on_progress,
+            check=self._check_size,
+            on_back=self._on_back,
+            on_retired=self._retire,
         )
         self.worker_groups = list(make(events))
-        self._supervisors = [self._make_supervisor(one) for one in self.worker_groups]
-        self.groups = ServedGroups(self._supervisors, self.handle, drain_s=drain_s)
+        self.groups = ServedGroups(self.worker_groups, self.handle, drain_s=drain_s)
         self.adapters = AdapterOrders(self.groups, deadline_s=adapters_s)
         self._kernel: Scheduler
         self._policy_times: PolicyTimes
@@ -199,15 +197,6 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._serving = self._stopping = False
         self.given_up = ""
-
-    def _make_supervisor(self, worker_group: WorkerGroup) -> Supervisor:
-        supervisor = Supervisor(
-            worker_group,
-            check=self._check_size,
-            on_back=lambda: self._on_back(supervisor),
-            on_failed=lambda failure: self._retire(supervisor, failure),
-        )
-        return supervisor
 
     # --- the start ---
 
@@ -227,7 +216,6 @@ class Shell:
     def serve(
         self, kernel: Scheduler, policy_times: PolicyTimes, record: EventRecorder | None
     ) -> None:
-        """Serve with a kernel, whose policies are timed."""
         self._kernel, self._policy_times, self._record = kernel, policy_times, record
         kernel.watch_policies(policy_times.watch)
         self._serving = True
@@ -240,7 +228,7 @@ class Shell:
         Blocks: at most the grace period; then ranks are killed.
         """
         self._stopping = True
-        await self._end_supervisors()
+        await self._cancel_restarts()
         try:
             self._interrupt(Cleared("the server is stopping", "stopping"))
         finally:
@@ -357,11 +345,11 @@ class Shell:
         if not self._stopping:
             self._ending = self._loop.create_task(self._end_worker_groups())
 
-    async def _end_supervisors(self) -> None:
-        await asyncio.gather(*(supervisor.end() for supervisor in self._supervisors))
+    async def _cancel_restarts(self) -> None:
+        await asyncio.gather(*(one.cancel_restart() for one in self.worker_groups))
 
     async def _end_worker_groups(self) -> None:
-        await self._end_supervisors()  # first, or they would restart ranks
+        await self._cancel_restarts()  # first, or they would start new ranks
         await stop_all(self.worker_groups, grace_s=0)
 
     def _carry_out(self, commands: Sequence[Command], result: GenerateResult) -> None:
@@ -385,7 +373,7 @@ class Shell:
                     self._log_policy_failures()
                 case RestartGroup(group):
                     if not self._stopping:
-                        self.groups[group].supervisor.restart()
+                        self.groups[group].worker_group.restart()
                 case Drained(group):
                     self.groups[group].drained.set()
 
@@ -404,7 +392,6 @@ class Shell:
                 self.groups[command.group].leader.decide(command.decision)
 
     def _set_timer(self, deadline_ns: int) -> None:
-        """Replace the timer; there is only one."""
         if self._timer is not None:
             self._timer.cancel()
         delay_s = max(0.0, (deadline_ns - self._now_ns()) / 1e9)
@@ -413,10 +400,10 @@ class Shell:
     # --- ranks ---
 
     def on_result(self, name: str, result: GenerateResult | EncodeResult) -> None:
-        """Report the result of a step to the kernel."""
         group = self.groups[name]
-        if self._stopping or self.given_up or group.down:
-            if group.down:
+        down = group.worker_group.down
+        if self._stopping or self.given_up or down:
+            if down:
                 probe("shell.result_after_loss")
             return
         group.busy_ns += result.busy_ns
@@ -444,29 +431,24 @@ class Shell:
             if not self._start_loss.done():
                 self._start_loss.set_result(failure)
             return
-        if self._stopping or self.given_up:
-            return
-        supervisor = self.groups[names[0]].supervisor
-        if supervisor.down:
-            return  # it rejected these ranks, and continues with the next attempt
-        supervisor.note_loss(failure)
-        for name in names:
-            self.handle(GroupLost(name, failure))
+        if not (self._stopping or self.given_up):
+            for name in names:
+                self.handle(GroupLost(name, failure))
 
-    def _on_back(self, supervisor: Supervisor) -> None:
+    def _on_back(self, names: Sequence[str]) -> None:
         """Report the return of a lost worker group to the kernel; its requests continue."""
-        groups = self.groups.supervised_by(supervisor)
+        groups = [self.groups[name] for name in names]
         for group in groups:
             self.adapters.restore_adapters(group)
         for group in groups:
-            if not group.down:  # it may have been lost again within this loop
+            if not group.worker_group.down:  # it may have been lost again within this loop
                 self.handle(GroupReady(group.name))
                 self.groups.back(group)
 
-    def _retire(self, supervisor: Supervisor, failure: GroupFailure) -> None:
+    def _retire(self, names: Sequence[str], failure: GroupFailure) -> None:
         """Report groups that will not come back; the kernel gives up if it was the last of a stage."""
-        for group in self.groups.supervised_by(supervisor):
-            self.handle(GroupRetired(group.name, failure))
+        for name in names:
+            self.handle(GroupRetired(name, failure))
 
     def _check_size(self, reports: Reports) -> None:
         """Reject ranks with fewer KV blocks than the kernel uses."""
@@ -490,7 +472,6 @@ class Shell:
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The kernel's limits."""
         return self._kernel.limits
 
     def explain(self, request_id: str) -> str:
@@ -506,11 +487,9 @@ class Shell:
         return self._kernel
 
     def now_ns(self) -> int:
-        """Time of the kernel's clock."""
         return self._now_ns()
 
     def arriving(self, most: int, now_ns: int) -> list[RequestRow]:
-        """Return views of the oldest requests that are not submitted yet."""
         rows = []
         for arrival in self.arrivals.oldest(most):
             why = self._kernel.arrival_reason(arrival.arrival_id, now_ns) or PREPARED
@@ -527,7 +506,6 @@ class Shell:
         return rows
 
     def group_rows(self) -> list[dict[str, Any]]:
-        """Return the operator's view of every group; see `ServedGroup.row`."""
         statistics = self._kernel.statistics()
         return [group.row(statistics.get(group.stage, {})) for group in self.groups.values()]
 
@@ -544,17 +522,15 @@ class Shell:
             **kernel,
             "waiting": kernel["waiting"] + len(self.arrivals),
             "ranks": {
-                group: {str(rank): dict(fields) for rank, fields in ranks.items()}
-                for worker_group in self.worker_groups
-                for group, ranks in worker_group.memory().items()
+                name: {str(rank): dict(fields) for rank, fields in group.leader.memory.items()}
+                for name, group in self.groups.items()
             },
             "threads": {
-                group: {
+                name: {
                     str(rank): {"active": threads.active, "total": threads.total}
-                    for rank, threads in worker_group.threads().items()
+                    for rank, threads in group.leader.threads.items()
                 }
-                for worker_group in self.worker_groups
-                for group in worker_group.groups
+                for name, group in self.groups.items()
             },
             "policy_calls": self._policy_times.statistics(),
             "busy_ms": self.groups.busy_ms(),
@@ -563,5 +539,4 @@ class Shell:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of all ranks."""
         return [pid for worker_group in self.worker_groups for pid in worker_group.pids]

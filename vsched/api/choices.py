@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.api.contract import Generation
 from vsched.api.formatters import Formatter, usage_of
 from vsched.api.http_exchange import HttpExchange

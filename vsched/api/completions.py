@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
-from vsched.aio.streams.stream import StopScope
+from vsched.aio.streams import StopScope
 from vsched.api import parameters
 from vsched.api.bodies.reading import RequestBodies
 from vsched.api.chat_messages import arguments_characters, split_messages, with_template_calls

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from vsched.aio.live import LiveState
-from vsched.aio.streams.stream import OutputDelta, PromptReport, StopScope
+from vsched.aio.streams import OutputDelta, PromptReport, StopScope
 from vsched.kernel.commands import RequestTimes
 from vsched.media import ImageReference, Prompt
 from vsched.record.left import PartialOutput

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api.contract import Generation
 from vsched.api.response_schema import (
     ChatChoice,

@@ -12,8 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Protocol
 
-from vsched.aio.environment import Environment
-from vsched.aio.replicas.worker_group import STOP_GRACE_S
+from vsched.aio.worker_groups import STOP_GRACE_S
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
 from vsched.api.http_server import favour_event_loop, http_server, listen
@@ -23,7 +22,7 @@ from vsched.api.resuming.resumption import Resumption, open_resumption
 from vsched.api.tracing import open_tracing, traces_url
 from vsched.config import Config
 from vsched.config.sections import ServerConfig
-from vsched.engine import Engine, Progress
+from vsched.engine import Engine, Environment, Progress
 from vsched.errors import ConfigError
 from vsched.record.recorder import check_record_path
 

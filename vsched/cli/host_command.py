@@ -36,8 +36,8 @@ def host(
     """Start ranks for engines on other hosts, and forward decisions and data; see docs/hosts.md."""
     import uvloop
 
+    from vsched.aio.hosts.link import read_key_file, write_key_file
     from vsched.aio.hosts.server import serve_host
-    from vsched.aio.hosts.sockets import read_key_file, write_key_file
 
     if make_key is not None:
         write_key_file(make_key)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from vsched.aio.replicas.fork_server import ForkServer, IdleForkServer
+    from vsched.aio.fork_server import ForkServer, IdleForkServer
     from vsched.api.server import RunningServer
     from vsched.config import Config
 
@@ -79,7 +79,7 @@ def serve(
 
     Flags of `vllm serve` are understood, too: docs/reference/vllm-flags.md.
     """
-    from vsched.aio.replicas.fork_server import idle_fork_server
+    from vsched.aio.fork_server import idle_fork_server
 
     change_logging(level=log_level or "", form=log_format or "")
     for note in context.meta[NOTES]:
@@ -105,7 +105,7 @@ def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> Non
     """Load the configuration and serve; on a terminal raise errors, elsewhere log them."""
     from rich.console import Console
 
-    from vsched.aio.replicas.launcher import early_fork_servers
+    from vsched.aio.launcher import early_fork_servers
     from vsched.devices import log_devices
 
     console = Console(stderr=True)
@@ -133,10 +133,10 @@ def _serve(
     gc.disable()
     import uvloop
 
-    from vsched.aio.environment import Environment, make_launcher
     from vsched.api.http_server import forgo_models
     from vsched.api.server import serve as serve_http
     from vsched.config.placement import placement_here
+    from vsched.engine import Environment, make_launcher
     from vsched.terminal.progress import loading_progress
 
     forgo_models(settings)

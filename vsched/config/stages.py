@@ -207,13 +207,6 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
             description="Maximum length of prompt and output together; 0 for the checkpoint's.",
         ),
     ] = 0
-    hooks_s: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
-        Meta(
-            description="Interval of a worker's hooks, such as expert rebalancing; by default the worker's own, and "
-            "with 0 only when a rank requests one."
-        ),
-    ] = None
     kv_pages: Annotated[
         Literal["on_use", "at_start"],
         Meta(

@@ -112,7 +112,6 @@ class PolicyFrontDoor:
         return self._host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on as the policies say."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -239,7 +238,6 @@ class PolicyFrontDoor:
         return int(seat.decide(view, count, range(count), loads))
 
     def _watched(self, one: InFlight, send: Send) -> Send:
-        """Return `send`, which notes the first and the last output of a request."""
 
         async def watched(message: Message) -> None:
             await send(message)
@@ -297,7 +295,6 @@ async def _read(receive: Receive) -> bytes | None:
 
 
 def _replayed(data: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that begins with a body that was read."""
     rest = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def replayed() -> Message:

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from vsched.errors import RequestFailed
-from vsched.isolated.frames import ANSWERED, HEAD_BYTES, KILLED, frame_header
+from vsched.isolated.server import ANSWERED, HEAD_BYTES, KILLED, frame_header
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -88,7 +88,6 @@ class CallCancellation:
 
     @contextlib.contextmanager
     def watch(self, process: _Forked) -> Iterator[None]:
-        """Within the context, `cancel` kills the process."""
         with self._lock:
             self._process = process
             if self.is_cancelled:
@@ -165,7 +164,6 @@ class _Forked:
         self._channel.close()
 
     def kill(self) -> None:
-        """Kill the process."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 

@@ -1,6 +1,7 @@
 """The server of isolated calls: forks a process on request, and reports the signal if one is killed.
 
 It has a single thread, so that forking is safe. Forked processes end with the server, and the server with the engine.
+A call and its answer are frames: an 8-byte size, then the content.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import resource
 import select
@@ -17,7 +19,40 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from vsched.isolated.frames import ANSWERED, KILLED, Channel, frame_header, send_frame
+HEAD_BYTES = 8
+ANSWERED, KILLED = b"a", b"k"
+"""The first byte of a reply; an answer, or the number of the signal that killed the process, follows it."""
+
+
+Channel = io.BufferedIOBase
+"""One end of a byte stream."""
+
+
+def frame_header(content: bytes) -> bytes:
+    """Return the header of a frame."""
+    return len(content).to_bytes(HEAD_BYTES, "little")
+
+
+def send_frame(channel: Channel, content: bytes) -> None:
+    """Write one frame and flush it."""
+    channel.write(frame_header(content))
+    channel.write(content)  # separately, to avoid a copy: it may be an image
+    channel.flush()
+
+
+def read_frame(channel: Channel) -> bytes:
+    """Return the content of the next frame.
+
+    Raises:
+        EOFError: When the stream ends within the frame.
+    """
+    head = channel.read(HEAD_BYTES)
+    size = int.from_bytes(head, "little")
+    content = channel.read(size)
+    if len(head) < HEAD_BYTES or len(content) < size:
+        raise EOFError
+    return content
+
 
 _PR_SET_PDEATHSIG = 1
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -17,7 +17,7 @@ from vsched.kernel.events import Arrived, Withdrawn
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.request_table import RequestTable, add_to, at_least
+from vsched.kernel.request import RequestTable, add_to, at_least
 from vsched.policy import Admit, ArrivalView, ArrivingRequest, Hold, Redirect
 from vsched.policy.measured import Measured
 from vsched.policy_host.seats import PolicySeat
@@ -81,23 +81,16 @@ class ArrivalGate(Restorable):
         self.leave(event.arrival_id)
         return []
 
-    def ask_again(self, now_ns: int) -> list[Command]:
-        """Decide about the requests whose hold is over, earliest first."""
+    def ask_again(self, now_ns: int, *, all_held: bool = False) -> list[Command]:
+        """Decide about the requests whose hold is over, or with a new policy about all of them, those due first."""
         commands: list[Command] = []
-        while self.due_ns is not None and self.due_ns <= now_ns:
-            _, arrival_id = heappop(self._due)
-            request = self._held.pop(arrival_id)
-            self._count(request.arrived, -1)
-            commands += self._ask(request, now_ns)
-            self._look_ahead()
-        return commands
-
-    def ask_all_again(self, now_ns: int) -> list[Command]:
-        """Decide about all held requests with a new policy, those due first."""
-        order = sorted((one.until_ns, arrival_id) for arrival_id, one in self._held.items())
-        self._due = []
-        commands: list[Command] = []
-        for _, arrival_id in order:
+        if not all_held and (self.due_ns is None or self.due_ns > now_ns):
+            return commands
+        for _, arrival_id in sorted(
+            (one.until_ns, arrival_id)
+            for arrival_id, one in self._held.items()
+            if all_held or one.until_ns <= now_ns
+        ):
             request = self._held.pop(arrival_id)
             self._count(request.arrived, -1)
             commands += self._ask(request, now_ns)
@@ -119,8 +112,9 @@ class ArrivalGate(Restorable):
         add_to(self._priorities, arrived.priority, change)
 
     def _look_ahead(self) -> None:
-        while self._due and self._due[0][1] not in self._held:
-            heappop(self._due)
+        due, held = self._due, self._held
+        while due and ((one := held.get(due[0][1])) is None or one.until_ns != due[0][0]):
+            heappop(due)
         self.due_ns = self._due[0][0] if self._due else None
 
     def _ask(self, request: HeldRequest, now_ns: int) -> list[Command]:

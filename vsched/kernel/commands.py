@@ -76,7 +76,7 @@ class RefusalCode(enum.StrEnum):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """A request is refused, and nothing of it is kept; `vsched.aio.refusals` writes the message.
+    """A request is refused, and nothing of it is kept; `vsched.aio.arrivals` writes the message.
 
     Attributes:
         value: The number that exceeds the limit.

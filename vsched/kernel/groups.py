@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
 from typing import Protocol
 
 from vsched.policy_host.snapshot import Restorable, Saved
@@ -85,16 +84,13 @@ class DirtyGroups:
 
     def __init__(self, count: int) -> None:
         """Start with all of `count` groups unmarked."""
-        self._marked = [False] * count
-        self._indices: list[int] = []
+        self._marked: set[int] = set()
         self.changed = dict.fromkeys(range(count))
 
     def mark(self, index: int) -> None:
         """Add a group."""
         self.changed[index] = None
-        if not self._marked[index]:
-            self._marked[index] = True
-            heappush(self._indices, index)
+        self._marked.add(index)
 
     def walk(self) -> Iterator[int]:
         """Remove and yield the marked groups in order.
@@ -102,21 +98,14 @@ class DirtyGroups:
         A group that is marked meanwhile is yielded, too, if it comes later in the order; else it waits for the next
         walk.
         """
-        indices, marked, at = self._indices, self._marked, -1
-        later: list[int] = []
-        while indices:
-            index = heappop(indices)
-            if index <= at:
-                later.append(index)
-                continue
-            at = index
-            marked[index] = False
-            yield index
-        for index in later:
-            heappush(indices, index)
+        marked, at = self._marked, -1
+        while later := [index for index in marked if index > at]:
+            at = min(later)
+            marked.remove(at)
+            yield at
 
     def __contains__(self, index: int) -> bool:
-        return self._marked[index]
+        return index in self._marked
 
 
 class LoadedGroup(Protocol):

@@ -1,26 +1,90 @@
-"""A request inside the kernel."""
+"""A request inside the kernel, the table of live requests, and the hashes of KV blocks for the prefix cache."""
 
 from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
-from struct import pack
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import starmap
+from struct import Struct, pack
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
 
 from vsched.kernel.decisions import RequestData
-from vsched.kernel.prefix_hashes import chain_hashes
+from vsched.kernel.limits import SchedulerLimits
 from vsched.policy import Draft
-from vsched.types import ItemPlace, MediaItem, Request
+from vsched.policy_host.snapshot import Restorable, Saved
+from vsched.types import FinishReason, ItemPlace, MediaItem, Request
 
 if TYPE_CHECKING:
     Int32Array: TypeAlias = array[int]
 else:
     Int32Array = array
     """`array` takes type arguments from Python 3.12 on, and annotations are evaluated at run time."""
+
+_HASHER = blake2b(digest_size=16)
+_PLACE = Struct("<qq")
+
+
+def chain_hashes(
+    tokens: array[int],
+    items: Sequence[MediaItem],
+    *,
+    block_size: int,
+    parent: bytes,
+    start_block: int = 0,
+) -> list[bytes]:
+    """Return the hashes of the full blocks of `tokens` from `start_block` on; each covers all blocks before it.
+
+    `parent` is the hash of the block before, or a root. The block where an item begins includes its digest, position
+    and length, because all placeholders have the same token id; later blocks include them through the chain. It
+    includes its metadata, kept rows and attention spans, too: the same frames at another time, or pruned otherwise,
+    have other keys and values.
+    """
+    width = block_size * tokens.itemsize
+    stop_block = len(tokens) // block_size
+    data = memoryview(tokens)[start_block * block_size : stop_block * block_size].tobytes()
+    beginning: dict[int, bytes] = {}
+    for item in items:
+        block, place = divmod(item.offset, block_size)
+        at = (block - start_block) * width
+        beginning[at] = beginning.get(at, b"") + b"".join(
+            (item.key, _PLACE.pack(place, item.tokens), item.metadata, _ranges(item))
+        )
+    hashes: list[bytes] = []
+    fresh = _HASHER.copy  # copying a hasher takes half as long as creating one
+    for at in range(0, len(data), width):
+        hasher = fresh()
+        hasher.update(parent + data[at : at + width])
+        if at in beginning:
+            hasher.update(beginning[at])
+        parent = hasher.digest()
+        hashes.append(parent)
+    return hashes
+
+
+def _ranges(item: MediaItem) -> bytes:
+    kept = b"".join(starmap(_PLACE.pack, item.kept))
+    if item.attention is None:
+        return kept
+    spans = ((start - item.offset, stop - item.offset) for start, stop in item.attention)
+    return kept + b"attention" + b"".join(starmap(_PLACE.pack, spans))
+
+
+def root_hash(cache_salt: str, adapter: int = 0) -> bytes:
+    """Return the parent of the first block of a sequence; different salts or adapters share nothing."""
+    of_adapter = adapter.to_bytes(8, "little") if adapter else b""
+    return blake2b(
+        cache_salt.encode(), digest_size=16, salt=of_adapter, person=b"vsched.prefix"
+    ).digest()
+
+
+def choices_root(number: int) -> bytes:
+    """Return the parent of blocks that only the choices of one request share; `number` is that of the first choice."""
+    return blake2b(number.to_bytes(8, "little"), digest_size=16, person=b"vsched.answers").digest()
 
 
 class Phase(enum.StrEnum):
@@ -174,6 +238,23 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         """Maximum number of its tokens."""
         return self.prompt_length + self.request.sampling.max_tokens
 
+    def reach(self, start: int, limits: SchedulerLimits) -> int:
+        """Return the furthest end of the next chunk from `start`; items before it have to be encoded."""
+        stop = min(len(self.tokens), start + limits.chunk_tokens)
+        atom = self.cut_atom(stop, limits)
+        return stop if atom is None else atom[1]
+
+    def cut_atom(self, stop: int, limits: SchedulerLimits) -> tuple[int, int] | None:
+        """Return the atom, positions that attend to each other, that a chunk end at `stop` would cut."""
+        if limits.prompt_atomic:
+            return (0, self.prompt_length) if 0 < stop < self.prompt_length else None
+        if limits.item_atomic:
+            for item in self.items:
+                for first, end in item.atoms if item.offset < stop < item.end else ():
+                    if first < stop < end:
+                        return first, end
+        return None
+
     def extend_hashes(self, block_size: int) -> None:
         """Compute missing hashes of full blocks, if blocks can be shared."""
         if self.root is None:
@@ -233,3 +314,97 @@ def keyed_by_set(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
         )
         for index, item in enumerate(items)
     )
+
+
+Counted = TypeVar("Counted", bound=Hashable)
+
+
+class RequestTable(Restorable):
+    """The live requests of a scheduler.
+
+    Attributes:
+        live: The requests by number, oldest first.
+        arrivals: Number of the latest request.
+        live_bytes: Host memory of all of them.
+        finished: Number of ended requests by reason.
+        refused: Number of refused requests by code.
+        tenants: Number of live requests by tenant.
+        priorities: Number of live requests by priority.
+        expiries: Deadlines for the first step, and request numbers, in order.
+    """
+
+    live: Saved[dict[int, RequestState]]
+    finished: Saved[dict[str, int]]
+    refused: Saved[dict[str, int]]
+    expiries: Saved[deque[tuple[int, int]]]
+    arrivals: Saved[int] = 0
+
+    def __init__(self, waiting_ns: int) -> None:
+        """Create an empty table; `waiting_ns` is the limit for the wait for the first step, 0 for none."""
+        self.live = {}
+        self.live_bytes = 0
+        self.finished = {reason.value: 0 for reason in FinishReason}
+        self.refused = {}
+        self.tenants: dict[str, int] = {}
+        self.priorities: dict[int, int] = {}
+        self._numbers: dict[str, int] = {}
+        self._waiting_ns = waiting_ns
+        self.expiries = deque()
+
+    def add(self, state: RequestState) -> None:
+        """Add a request, or one of its choices."""
+        request = state.request
+        self.arrivals += 1
+        assert state.number == self.arrivals, "a number was left out"
+        self.live[state.number] = state
+        self.live_bytes += state.host_bytes
+        self._numbers[request.request_id] = state.number
+        self._count(request, 1)
+        if self._waiting_ns:
+            self.expiries.append((state.submitted_ns + self._waiting_ns, state.number))
+
+    def choices_with(self, state: RequestState) -> list[RequestState]:
+        """Return the live choices of the same request, in order."""
+        numbers = range(state.first, state.first + state.choices)
+        return [self.live[number] for number in numbers if number in self.live]
+
+    def remove(self, state: RequestState, reason: FinishReason) -> None:
+        """Remove a request that ended."""
+        self.live_bytes -= state.host_bytes
+        del self.live[state.number]
+        del self._numbers[state.request.request_id]
+        self._count(state.request, -1)
+        self.finished[reason.value] += 1
+
+    def _count(self, request: Request, change: int) -> None:
+        add_to(self.tenants, request.tenant, change)
+        add_to(self.priorities, request.priority, change)
+
+    def find(self, request_id: str) -> RequestState | None:
+        """Return the live request of this id; None when there is none."""
+        number = self._numbers.get(request_id)
+        return None if number is None else self.live[number]
+
+    def get_all(self, numbers: Iterable[int]) -> list[RequestState]:
+        """Return live requests by their numbers."""
+        return [self.live[number] for number in numbers]
+
+    def rebuild(self) -> None:
+        for one in self.live.values():
+            self._numbers[one.request.request_id] = one.number
+            self.live_bytes += one.host_bytes
+            self._count(one.request, 1)
+
+
+def add_to(counts: dict[Counted, int], key: Counted, change: int) -> None:
+    """Change the count of a key; keys with a count of 0 are removed."""
+    count = counts.get(key, 0) + change
+    if count:
+        counts[key] = count
+    else:
+        del counts[key]
+
+
+def at_least(counts: dict[int, int], priority: int) -> int:
+    """Return the sum of the counts of this priority and higher ones."""
+    return sum(count for one, count in counts.items() if one >= priority)

@@ -2,25 +2,23 @@
 
 It *claims* the items for its next chunk, is *enqueued* once that chunk could run, and *finishes* with exactly one
 terminal command. Waiting, preemption, recovery and moves to other groups consist of these three. Methods return the
-commands that follow.
+commands that follow. Requests that can never be served, or not now, are refused at once; the others are routed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import cast
 
 import msgspec
 
-from vsched.kernel.admission_checks import refuse_full, refuse_impossible
 from vsched.kernel.commands import Accept, Command, Finish, RefusalCode, Refuse, RequestTimes
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.events import FurtherChoice, Submitted
-from vsched.kernel.generate.chunks import drop_claims_before, reach
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.prefix_hashes import choices_root, root_hash
 from vsched.kernel.request import (
     DECODE,
     ITEMS,
@@ -30,16 +28,224 @@ from vsched.kernel.request import (
     SUSPENDED,
     Phase,
     RequestState,
+    RequestTable,
+    choices_root,
     host_bytes,
+    root_hash,
 )
-from vsched.kernel.request_table import RequestTable
-from vsched.kernel.routing import Router
-from vsched.policy import EncodingView, ImagePolicy, ItemSpan
+from vsched.policy import EncodingView, ImagePolicy, ItemSpan, ReplicaView, RoutingView
 from vsched.policy.measured import Measured
-from vsched.policy_host.seats import PolicySeats
+from vsched.policy.router import default_replica
+from vsched.policy_host.seats import PolicySeat, PolicySeats
 from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.probes import probe
-from vsched.types import FinishReason, Request
+from vsched.types import FinishReason, MediaItem, Request, count_of
+
+
+def refuse_impossible(
+    request: Request, limits: SchedulerLimits, *, scope: str, emitted: int = 0
+) -> Refuse | None:
+    """Return the refusal of a request that can never be served with these limits; None for others.
+
+    `scope` is from the encoding policy. `emitted` is the number of outputs from an earlier engine.
+    """
+    name, prompt = request.request_id, len(request.prompt_token_ids)
+    outputs = request.sampling.max_tokens
+    total = prompt + outputs
+    if not prompt or outputs - emitted < 1:
+        return Refuse(name, RefusalCode.EMPTY, prompt, 1, detail=(outputs - emitted,))
+    if not _items_fit(request.items, prompt):
+        spans = tuple(at for item in request.items for run in item.runs for at in run)
+        return Refuse(name, RefusalCode.BAD_ITEMS, limit=prompt, detail=spans)
+    if total > limits.context_tokens:
+        context = limits.context_tokens
+        return Refuse(name, RefusalCode.CONTEXT_EXCEEDED, total, context, "generate.context_tokens")
+    if limits.blocks_for(total) > limits.blocks:
+        room = limits.blocks * limits.block_size
+        return Refuse(name, RefusalCode.KV_EXCEEDED, total, room, "generate.memory")
+    return _refuse_atoms(request, limits) or _refuse_images(request, limits, scope)
+
+
+def _refuse_atoms(request: Request, limits: SchedulerLimits) -> Refuse | None:
+    largest = 0
+    if limits.prompt_atomic:
+        largest = len(request.prompt_token_ids)
+    elif limits.item_atomic:
+        atoms = (end - first for item in request.items for first, end in item.atoms)
+        largest = max(atoms, default=0)
+    if largest <= limits.atom_tokens:
+        return None
+    code, setting = RefusalCode.CHUNK_EXCEEDED, "generate.max_batch_tokens"
+    return Refuse(request.request_id, code, largest, limits.atom_tokens, setting)
+
+
+def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Refuse | None:
+    name, setting = request.request_id, "arena.embedding_bytes"
+    room = limits.pages * limits.page_rows
+    for item in request.items:
+        if limits.pages_for(item.tokens) > limits.pages:
+            return Refuse(name, RefusalCode.IMAGE_EXCEEDS_CACHE, item.tokens, room, setting)
+    by_choice = scope == "request"
+    if not (by_choice or limits.prompt_atomic):
+        return None
+    # All images must be in the cache at once: with an entry each in a set, or one for equal images in a chunk.
+    entries = {index if by_choice else item.key: item for index, item in enumerate(request.items)}
+    pages = sum(limits.pages_for(item.tokens) for item in entries.values())
+    if pages > limits.pages:
+        tokens, rows = pages * limits.page_rows, limits.page_rows
+        code = RefusalCode.IMAGES_EXCEED_CACHE
+        return Refuse(name, code, tokens, room, setting, detail=(rows, int(by_choice)))
+    return None
+
+
+def _items_fit(items: tuple[MediaItem, ...], prompt_tokens: int) -> bool:
+    """Return True if items are in order, do not overlap, and lie within the prompt.
+
+    Each of an item's rows, or of those that it keeps, has a placeholder, and its attention spans are within them.
+    """
+    for item in items:
+        runs, rows = item.runs, item.tokens
+        if item.kept:
+            if not (item.spans and _ascend(item.kept, rows)):
+                return False
+            rows = count_of(item.kept)
+        if item.offset != runs[0][0] or count_of(runs) != rows:
+            return False
+        if item.attention and not item.offset <= item.attention[0][0]:
+            return False
+        if not _ascend(item.attention or (), item.end):
+            return False
+    return _ascend([run for item in items for run in item.runs], prompt_tokens)
+
+
+def _ascend(spans: Sequence[tuple[int, int]], stop: int) -> bool:
+    """Return True if ranges are in order within [0, stop), and none is empty."""
+    position = 0
+    for start, end in spans:
+        if not position <= start < end <= stop:
+            return False
+        position = end
+    return True
+
+
+ITEMS_MAX = 8192
+"""Items whose replica is remembered; the one sent longest ago is dropped first."""
+
+
+class RoutingContext:
+    """The request that is routed, the number of its items last sent to each replica, and the loads of all replicas."""
+
+    __slots__ = ("loads", "seen", "state")
+
+    state: RequestState
+    seen: Counter[int]
+
+    def __init__(self, loads: Loads) -> None:
+        self.loads = loads
+
+
+class RoutedGroup(msgspec.Struct, frozen=True, eq=False):
+    """View of a generate group for routing policies; what depends on the request is computed when it is read."""
+
+    index: int
+    _group: GenerateGroup
+    _context: RoutingContext
+
+    @property
+    def load_tokens(self) -> int:
+        return self._context.loads.tokens[self.index]
+
+    @property
+    def healthy(self) -> bool:
+        return self._context.loads.open[self.index]
+
+    @property
+    def prefix_tokens(self) -> int:
+        return self._group.cached_tokens(self._context.state)
+
+    @property
+    def items_seen(self) -> int:
+        return self._context.seen[self.index]
+
+    @property
+    def measured(self) -> Measured:
+        return self._group.measured
+
+    def __repr__(self) -> str:
+        values = {name: getattr(self, name) for name in ReplicaView.__struct_fields__}
+        return repr(ReplicaView(**values))
+
+
+class Router(Restorable):
+    """Chooses groups for requests.
+
+    Attributes:
+        _routed: Requests that it has routed.
+        _sent: The replica that each item was sent to last.
+    """
+
+    _routed: Saved[int] = 0
+    _sent: Saved[dict[bytes, int]]
+
+    def __init__(
+        self,
+        seat: PolicySeat,
+        limits: SchedulerLimits,
+        groups: Sequence[GenerateGroup],
+        measured: Measured,
+        loads: Loads,
+    ) -> None:
+        self._seat = seat
+        self._groups = groups
+        self._loads = loads
+        self._context = RoutingContext(loads)
+        self._replicas = tuple(RoutedGroup(group.index, group, self._context) for group in groups)
+        self._measured = measured
+        self._limits = limits
+        self._sent = {}
+
+    def choose(self, state: RequestState) -> GenerateGroup:
+        """Return the group of a request: one that takes work, or else one that will be restarted."""
+        groups, opened = self._groups, self._loads.refresh().open
+        usable = [index for index, is_open in enumerate(opened) if is_open] or [
+            group.index for group in groups if not group.retired
+        ]
+        chosen = groups[usable[0] if len(usable) == 1 else self._ask(state, usable)]
+        self._routed += 1
+        if len(groups) > 1:
+            self._remember(state, chosen.index)
+        return chosen
+
+    def _ask(self, state: RequestState, usable: Sequence[int]) -> int:
+        keys = tuple([item.key for item in state.items])
+        self._context.state = state
+        self._context.seen = Counter(self._sent[key] for key in keys if key in self._sent)
+        view = RoutingView(
+            replicas=self._replicas,
+            prompt_tokens=state.prompt_length,
+            item_keys=keys,
+            routed=self._routed,
+            load_limit_tokens=self._limits.blocks * self._limits.block_size,
+            max_tokens=state.request.sampling.max_tokens,
+            priority=state.request.priority,
+            tenant=state.request.tenant,
+            session=state.request.session,
+            measured=self._measured,
+            state=self._seat.state,
+        )
+        count, loads = len(self._groups), self._loads.tokens
+        chosen: int = self._seat.decide(view, count, usable, loads)
+        if self._loads.open[chosen] or chosen in usable:
+            return chosen
+        self._seat.overrule("the replica takes no requests")
+        return default_replica(count, usable, loads)
+
+    def _remember(self, state: RequestState, index: int) -> None:
+        for item in state.items:
+            self._sent.pop(item.key, None)  # it becomes the most recent
+            self._sent[item.key] = index
+        while len(self._sent) > ITEMS_MAX:
+            del self._sent[next(iter(self._sent))]
 
 
 class RequestMoves(Restorable):
@@ -47,11 +253,11 @@ class RequestMoves(Restorable):
 
     Attributes:
         ended_choices: Ended choices for which `release_prompts` has yet to be called.
-        _given_up: Why no request can be served any more; empty while some can.
+        given_up: Why no request can be served any more; empty while some can.
     """
 
     _router: Saved[Router]
-    _given_up: Saved[str] = ""
+    given_up: Saved[str] = ""
 
     def __init__(
         self,
@@ -79,7 +285,11 @@ class RequestMoves(Restorable):
 
     def requests_of(self, group: GenerateGroup, *phases: Phase) -> list[RequestState]:
         """Return the requests of a group, of all or some phases, oldest first."""
-        return self._table.of_replica(group.index, *phases)
+        return [
+            state
+            for state in self._table.live.values()
+            if state.replica == group.index and (not phases or state.phase in phases)
+        ]
 
     # --- arrivals ---
 
@@ -89,15 +299,17 @@ class RequestMoves(Restorable):
         requests = [request, *[_another(request, one) for one in event.further]]
         refusal = self._refuse(event, requests)
         if refusal is not None:
-            self._table.count_refusal(refusal.code)
+            refused, code = self._table.refused, refusal.code.value
+            refused[code] = refused.get(code, 0) + 1
             return [refusal]
         table = self._table
         commands: list[Command] = []
-        first, choices = table.next_number, len(requests)
+        first, choices = table.arrivals + 1, len(requests)
         root = self._root(request, first, choices)
-        for each in requests:
-            state = table.add(
+        for number, each in enumerate(requests, start=first):
+            state = RequestState.arrived(
                 each,
+                number,
                 event.stop_token_ids,
                 now_ns,
                 scope=self._scope,
@@ -106,7 +318,8 @@ class RequestMoves(Restorable):
                 choices=choices,
                 emitted=event.emitted if each is request else (),
             )
-            commands.append(Accept(each.request_id, state.number))
+            table.add(state)
+            commands.append(Accept(each.request_id, number))
             commands += self._route(state, now_ns, arriving=True)
         return commands
 
@@ -118,27 +331,34 @@ class RequestMoves(Restorable):
 
     def _refuse(self, event: Submitted, requests: Sequence[Request]) -> Refuse | None:
         request, emitted = event.request, len(event.emitted)
-        if self._given_up:
-            return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self._given_up)
+        if self.given_up:
+            return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self.given_up)
         refusal = refuse_impossible(request, self._limits, scope=self._scope, emitted=emitted)
         if refusal is None and any(self._table.find(one.request_id) for one in requests):
             refusal = Refuse(request.request_id, RefusalCode.DUPLICATE_ID)
         return refusal or self._refuse_full(request, len(requests))
 
     def _refuse_full(self, request: Request, choices: int) -> Refuse | None:
+        """Return the refusal if too many requests would wait, or hold too many bytes; a single one may exceed both."""
         table, limits = self._table, self._limits
         waiting_bytes = table.live_bytes + host_bytes(request)
         if choices > 1:
             waiting_bytes += (choices - 1) * host_bytes(request, items=False)
         if len(table.live) + choices <= limits.waiting and waiting_bytes <= limits.waiting_bytes:
             return None  # independent of the number of running ones
+        name, code = request.request_id, RefusalCode.QUEUE_FULL
         waiting = len(table.live) - self._loads.refresh().slots_total
-        if waiting_bytes > limits.waiting_bytes:  # else the bytes of running ones do not matter
+        if waiting and waiting + choices > limits.waiting:
+            return Refuse(name, code, waiting + choices, limits.waiting, "generate.max_waiting")
+        if (
+            waiting and waiting_bytes > limits.waiting_bytes
+        ):  # then the bytes of running ones matter
             running = [state for group in self._groups for state in group.running]
             waiting_bytes -= sum(state.host_bytes for state in running)
-        return refuse_full(
-            request, choices=choices, waiting=waiting, waiting_bytes=waiting_bytes, limits=limits
-        )
+            if waiting_bytes > limits.waiting_bytes:
+                setting = "generate.max_waiting_bytes"
+                return Refuse(name, code, waiting_bytes, limits.waiting_bytes, setting)
+        return None
 
     def _route(
         self, state: RequestState, now_ns: int, *, arriving: bool = False
@@ -172,14 +392,14 @@ class RequestMoves(Restorable):
             state.phase = PROMPT
             return ()
         state.phase = ITEMS
-        drop_claims_before(state, computed, cache=self._cache)
+        self._cache.release_before(state, computed)
         ended = self.claim_items(state, computed, now_ns, arriving=arriving)
         if ended:
             return ended
         if group.can_start(state, computed):
             if not state.items_ready_ns:
                 state.items_ready_ns = now_ns
-            group.enqueue(state)
+            group.queue.enqueue(state)
         return ()
 
     def claim_items(
@@ -191,7 +411,7 @@ class RequestMoves(Restorable):
         """
         if not state.items or state.items[-1].end <= start:
             return ()
-        stop, is_ready = reach(state, start, self._limits), self._cache.is_ready
+        stop, is_ready = state.reach(start, self._limits), self._cache.is_ready
         spans = [ItemSpan(item.offset, item.end, is_ready(item.key)) for item in state.items]
         view = EncodingView(
             items=tuple(spans),
@@ -214,7 +434,7 @@ class RequestMoves(Restorable):
             state.wanted.add(index)
             ready = self._cache.claim(state, index, now_ns)
             state.encoded_items += not ready
-            if not self._cache.matches(item):
+            if self._cache.entries[item.key].item.tokens != item.tokens:
                 message = "the image's token count differs from its cached embedding's"
                 return [self.fail(state, now_ns, message, code="length_mismatch")]
         return ()
@@ -379,19 +599,19 @@ class RequestMoves(Restorable):
             for state in list(self._table.live.values())
         ]
 
-    @property
-    def given_up(self) -> str:
-        """Why no request can be served any more; empty while some can."""
-        return self._given_up
-
     def give_up(self, reason: str, now_ns: int) -> list[Command]:
         """End all requests, and refuse new ones: no group is left to serve them."""
-        self._given_up = reason
+        self.given_up = reason
         return self.clear(now_ns, reason, code="given_up")
 
     def expire(self, now_ns: int) -> list[Command]:
         """End the requests that waited too long for their first step."""
-        expired = self._table.take_expired(now_ns)
+        expiries, live = self._table.expiries, self._table.live
+        expired: list[RequestState] = []
+        while expiries and expiries[0][0] <= now_ns:
+            state = live.get(expiries.popleft()[1])
+            if state is not None and not state.admitted_ns:
+                expired.append(state)
         if not expired:
             return []
         probe("moves.expired")

@@ -48,14 +48,13 @@ from vsched.kernel.events import (
 )
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.measures import MeasuredGroups
-from vsched.kernel.generate.quarantine import is_suspect
-from vsched.kernel.generate.step_plan import NOTHING_PLANNED, PlanResult
+from vsched.kernel.generate.requests import is_suspect
+from vsched.kernel.generate.steps import NOTHING_PLANNED, PlanResult
 from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import RequestRow, live_request
-from vsched.kernel.request import ITEMS, PROMPT, READY, SUSPENDED, Phase, RequestState
+from vsched.kernel.request import ITEMS, PROMPT, READY, SUSPENDED, Phase, RequestState, RequestTable
 from vsched.kernel.request_moves import RequestMoves
-from vsched.kernel.request_table import RequestTable
 from vsched.policy import POLICY_TABLES, SEVERAL, without_seats
 from vsched.policy_host.seats import Ask, PolicyMemory, PolicySeats, SeatPolicies
 from vsched.policy_host.snapshot import Restorable, Saved, SavedKeys, SnapshotRoot
@@ -150,11 +149,11 @@ class Scheduler(SnapshotRoot):
         )
         self._groups = {group.name: group for group in (*self.encode.groups, *self.generators)}
         # The generate group in the processes of each encode group, which delays its steps.
-        shared = (
-            zip(self.encode.groups, self.generators, strict=True) if limits.encode_pauses else ()
-        )
-        self._hosts = {encoder.name: generator for encoder, generator in shared}
-        self.encode.set_hosts(self._hosts)
+        self._hosts: dict[str, GenerateGroup] = {}
+        if limits.encode_pauses:
+            pairs = zip(self.encode.groups, self.generators, strict=True)
+            self._hosts = {encoder.name: generator for encoder, generator in pairs}
+        self.encode.hosts = self._hosts
         self._queues: tuple[OrderedQueue[Any], ...] = (
             *(group.queue for group in self.generators),
             self.embeddings.queue,
@@ -261,7 +260,7 @@ class Scheduler(SnapshotRoot):
             for path, table in tables.items()
         ]
         if any("front_door" in (path, *table.get("seats", ())) for path, table in tables.items()):
-            commands += self._gate.ask_all_again(now_ns)
+            commands += self._gate.ask_again(now_ns, all_held=True)
         return commands
 
     def _install_policies(self, tables: Mapping[str, PolicyTable]) -> None:
@@ -378,17 +377,14 @@ class Scheduler(SnapshotRoot):
         """Remove the draining groups without work, and return a command for each."""
         drained: list[Command] = []
         for name, group in list(self._draining.items()):
-            if group.ready and (not group.idle or self._awaited(group)):
+            waiting = (ITEMS, READY, PROMPT)  # requests that will be served there
+            awaited = isinstance(group, GenerateGroup) and self._moves.requests_of(group, *waiting)
+            if group.ready and (awaited or not group.idle):
                 continue
             del self._draining[name]
             if group.status is Status.DRAINING:
                 drained.append(Drained(name))
         return drained
-
-    def _awaited(self, group: Group) -> bool:
-        """Return True if a request waits in a group, and will be served there."""
-        waiting = (ITEMS, READY, PROMPT)
-        return isinstance(group, GenerateGroup) and bool(self._moves.requests_of(group, *waiting))
 
     # --- planning ---
 

@@ -34,7 +34,6 @@ from vsched.policy.drafter import DraftingView as DraftingView
 from vsched.policy.images import Dispatch as Dispatch
 from vsched.policy.images import DispatchView as DispatchView
 from vsched.policy.images import EncodeGroupView as EncodeGroupView
-from vsched.policy.images import EncodeReplica as EncodeReplica
 from vsched.policy.images import EncodingView as EncodingView
 from vsched.policy.images import ImagePolicy as ImagePolicy
 from vsched.policy.images import ItemSpan as ItemSpan

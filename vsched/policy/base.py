@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from vsched.policy.measured import Measured, Measurements
+
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
@@ -42,19 +44,53 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return ()
 
 
-class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """Input of a policy that is called while requests run.
+
+    Attributes:
+        measured: Measurements of the replica that the decision is about; of all replicas at arrival, in routing, and in
+            the encode stage.
+        state: State of the policy, to be changed in place; None without a `state_type`.
+    """
+
+    measured: Measured = msgspec.field(default_factory=Measurements)
+    state: Any = None
+
+
+class RequestView(View, frozen=True, kw_only=True):
+    """Input of a policy that decides about one request.
+
+    Attributes:
+        priority: Its priority; larger is more urgent.
+        tenant: Its tenant; empty for none.
+        session: Identifier of its conversation; empty if the client sent none.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    session: str = ""
+
+
+class OfRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request in a view; attributes as in `RequestView`."""
+
+    priority: int = 0
+    tenant: str = ""
+    session: str = ""
+
+
+class WaitingEntry(OfRequest, frozen=True, kw_only=True):
     """One waiting entry: an image in the encode stage, a request in the generate stage.
+
+    An image has the highest priority of the requests that need it, the tenant of the first, and no session.
 
     Attributes:
         tokens: Tokens that it adds to steps: encoder output tokens, or prompt tokens that are not cached. None if
             unknown: do not count it as 0.
         blocks: KV blocks for all its tokens, including cached blocks; 0 for an image.
-        priority: Larger is more urgent. Of an image: the highest of the requests that need it.
         arrived_ns: Time of arrival. Of an image: when a request first needed it.
         target_ns: Deadline of the first token; None for no target. Of an image: the earliest of the requests that need
             it.
-        tenant: Tenant of the request; empty for none. Of an image: of the first request that needed it.
-        session: Identifier of its conversation; empty if the client sent none, and for an image.
         images: Number of its images; 0 for an image.
         image_tokens: Tokens of its images, a part of the prompt; 0 for an image.
         max_tokens: Maximum output tokens; 0 for an image.
@@ -63,11 +99,8 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: int | None
     blocks: int = 0
-    priority: int = 0
     arrived_ns: int = 0
     target_ns: int | None = None
-    tenant: str = ""
-    session: str = ""
     images: int = 0
     image_tokens: int = 0
     max_tokens: int = 0

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey
+from vsched.policy.base import Decision, Policy, PolicyKey, RequestView
 from vsched.policy.checks import check_index
 from vsched.policy.measured import Measured, Measurements
 
@@ -66,7 +66,7 @@ class RecordableOrder(Protocol):
 # --- insertion --------------------------------------------------------------------------------------------------------
 
 
-class InsertionView(msgspec.Struct, frozen=True, kw_only=True):
+class InsertionView(RequestView, frozen=True, kw_only=True):
     """Input of an insertion policy: a finished request and its KV blocks.
 
     Attributes:
@@ -80,11 +80,6 @@ class InsertionView(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: Tokens in its prompt.
         output_tokens: Tokens that it generated.
         items: Images in its prompt.
-        priority: Its priority.
-        tenant: Its tenant; empty for none.
-        session: Identifier of its conversation; empty if the client sent none.
-        measured: Measurements of its replica.
-        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -95,9 +90,6 @@ class InsertionView(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     items: int = 0
-    priority: int = 0
-    tenant: str = ""
-    session: str = ""
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey
+from vsched.policy.base import Decision, Policy, PolicyKey, RequestView
 from vsched.policy.checks import COUNT_MAX, check_number
 from vsched.policy.measured import Measured, Measurements
 
@@ -34,7 +34,7 @@ class Draft(msgspec.Struct, frozen=True):
     model: bool = False
 
 
-class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
+class DraftingView(RequestView, frozen=True, kw_only=True):
     """Input of a drafting policy: one decoding request.
 
     Attributes:
@@ -49,10 +49,6 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
         drafted: Tokens drafted under that grant, as far as known.
         accepted: Tokens of these that were accepted.
         model: Whether ranks have a draft model.
-        priority: Its priority; larger is more urgent.
-        tenant: Its tenant; empty for none.
-        measured: Measurements of its replica.
-        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -65,8 +61,6 @@ class DraftingView(msgspec.Struct, frozen=True, kw_only=True):
     drafted: int = 0
     accepted: int = 0
     model: bool = False
-    priority: int = 0
-    tenant: str = ""
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import index as to_int
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey, WaitingEntry
+from vsched.policy.base import Decision, Policy, PolicyKey, RequestView, View, WaitingEntry
 from vsched.policy.checks import check_distinct, check_indices
 from vsched.policy.measured import Measured, Measurements
 
@@ -23,7 +23,7 @@ class ItemSpan(msgspec.Struct, frozen=True):
     ready: bool
 
 
-class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
+class EncodingView(RequestView, frozen=True, kw_only=True):
     """Input of an encoding policy: one request with images.
 
     Attributes:
@@ -33,12 +33,7 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
         chunk_tokens: Maximum tokens of a prefill chunk.
         prompt_tokens: Tokens to prefill: the prompt and, after a preemption, the outputs so far.
         arriving: True on the first call for the request.
-        priority: Its priority; larger is more urgent.
         target_ns: Deadline of its first token; None without a target, and after the first token.
-        tenant: Its tenant; empty for none.
-        session: Identifier of its conversation; empty if the client sent none.
-        measured: Measurements of its replica.
-        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     items: Sequence[ItemSpan]
@@ -47,12 +42,7 @@ class EncodingView(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     prompt_tokens: int
     arriving: bool
-    priority: int = 0
     target_ns: int | None = None
-    tenant: str = ""
-    session: str = ""
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -72,10 +62,8 @@ def default_selection(count: int) -> list[int]:
 # --- dispatch ---------------------------------------------------------------------------------------------------------
 
 
-class EncodeReplica(Protocol):
+class EncodeGroupView(msgspec.Struct, frozen=True, kw_only=True):
     """One encode group that accepts work.
-
-    Attributes are computed on access: an unread attribute costs nothing.
 
     Attributes:
         free: Whether it has no batch, so that it can get one now.
@@ -90,27 +78,6 @@ class EncodeReplica(Protocol):
             processes of its own.
     """
 
-    @property
-    def free(self) -> bool: ...
-    @property
-    def items(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def largest(self) -> int: ...
-    @property
-    def since_ns(self) -> int: ...
-    @property
-    def tokens_encoded(self) -> int: ...
-    @property
-    def held_up(self) -> int: ...
-    @property
-    def load_tokens(self) -> int: ...
-
-
-class EncodeGroupView(msgspec.Struct, frozen=True, kw_only=True):
-    """An `EncodeReplica` with plain values, for tests of policies."""
-
     free: bool
     items: int = 0
     tokens: int = 0
@@ -121,7 +88,7 @@ class EncodeGroupView(msgspec.Struct, frozen=True, kw_only=True):
     load_tokens: int = 0
 
 
-class DispatchView(msgspec.Struct, frozen=True, kw_only=True):
+class DispatchView(View, frozen=True, kw_only=True):
     """Input of a dispatch policy: the encode groups, at least one of them free, and the waiting images.
 
     Attributes:
@@ -130,12 +97,10 @@ class DispatchView(msgspec.Struct, frozen=True, kw_only=True):
         waiting: The waiting images in queue order. `tokens` is None if the image was in a batch that failed.
         overdue: Index into `waiting` of the image that goes first whatever the policy returns: it was passed over for
             longer than `policies.passed_over_max_s`. None for none.
-        measured: Measurements of all replicas.
-        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
-    groups: Sequence[EncodeReplica]
+    groups: Sequence[EncodeGroupView]
     waiting: Sequence[WaitingEntry]
     overdue: int | None = None
     measured: Measured = msgspec.field(default_factory=Measurements)
@@ -207,7 +172,7 @@ class ReadyEmbedding(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
 
 
-class ReclaimView(msgspec.Struct, frozen=True, kw_only=True):
+class ReclaimView(View, frozen=True, kw_only=True):
     """Input of a reclaim policy: an image for which pages are missing, and the embeddings that can be evicted for it.
 
     Attributes:
@@ -220,8 +185,6 @@ class ReclaimView(msgspec.Struct, frozen=True, kw_only=True):
         priority: Priority of the image's request.
         target_ns: Deadline of the first token of the image's request; None without a target.
         tenant: Tenant of the image's request; empty for none.
-        measured: Measurements of all replicas.
-        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int

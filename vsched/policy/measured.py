@@ -129,72 +129,49 @@ class Measured(Protocol):
     """Measurements of one or several replicas, valid only during the policy call.
 
     Lists are computed on access: an unread list costs nothing. They are empty before the first measurement.
+
+    Attributes:
+        steps: The latest generate steps.
+        swaps: The latest steps that swapped blocks.
+        encodes: The latest encode steps, of all encode groups.
+        first_tokens: The latest first tokens.
+        ends: The latest finished requests.
+        blocks_total: Total number of KV blocks, over all replicas of the view.
+        blocks_held: KV blocks held by running requests.
+        blocks_cached: KV blocks held only by the prefix cache.
+        tokens_running: Computed tokens of running requests, prompt and output, by tenant.
+        tokens_prefilled: Prompt tokens computed since the start.
+        tokens_cached: Prompt tokens found in the prefix cache since the start.
+        embedding_hits: Embedding cache hits since the start.
+        embedding_misses: Embedding cache misses since the start.
     """
 
     @property
-    def steps(self) -> Sequence[StepTime]:
-        """The latest generate steps."""
-        ...
-
+    def steps(self) -> Sequence[StepTime]: ...
     @property
-    def swaps(self) -> Sequence[SwapTime]:
-        """The latest steps that swapped blocks."""
-        ...
-
+    def swaps(self) -> Sequence[SwapTime]: ...
     @property
-    def encodes(self) -> Sequence[EncodeTime]:
-        """The latest encode steps, of all encode groups."""
-        ...
-
+    def encodes(self) -> Sequence[EncodeTime]: ...
     @property
-    def first_tokens(self) -> Sequence[FirstTokenTime]:
-        """The latest first tokens."""
-        ...
-
+    def first_tokens(self) -> Sequence[FirstTokenTime]: ...
     @property
-    def ends(self) -> Sequence[EndTime]:
-        """The latest finished requests."""
-        ...
-
+    def ends(self) -> Sequence[EndTime]: ...
     @property
-    def blocks_total(self) -> int:
-        """Total number of KV blocks, over all replicas of the view."""
-        ...
-
+    def blocks_total(self) -> int: ...
     @property
-    def blocks_held(self) -> int:
-        """KV blocks held by running requests."""
-        ...
-
+    def blocks_held(self) -> int: ...
     @property
-    def blocks_cached(self) -> int:
-        """KV blocks held only by the prefix cache."""
-        ...
-
+    def blocks_cached(self) -> int: ...
     @property
-    def tokens_running(self) -> Mapping[str, int]:
-        """Computed tokens of running requests, prompt and output, by tenant."""
-        ...
-
+    def tokens_running(self) -> Mapping[str, int]: ...
     @property
-    def tokens_prefilled(self) -> int:
-        """Prompt tokens computed since the start."""
-        ...
-
+    def tokens_prefilled(self) -> int: ...
     @property
-    def tokens_cached(self) -> int:
-        """Prompt tokens found in the prefix cache since the start."""
-        ...
-
+    def tokens_cached(self) -> int: ...
     @property
-    def embedding_hits(self) -> int:
-        """Embedding cache hits since the start."""
-        ...
-
+    def embedding_hits(self) -> int: ...
     @property
-    def embedding_misses(self) -> int:
-        """Embedding cache misses since the start."""
-        ...
+    def embedding_misses(self) -> int: ...
 
 
 class Measurements(msgspec.Struct, frozen=True, kw_only=True):

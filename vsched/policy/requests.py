@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey, WaitingEntry
+from vsched.policy.base import Decision, OfRequest, Policy, PolicyKey, View, WaitingEntry
 from vsched.policy.checks import (
     COUNT_MAX,
     TIME_MAX_NS,
@@ -24,12 +24,10 @@ from vsched.policy.measured import Measured, Measurements
 # --- arrival ----------------------------------------------------------------------------------------------------------
 
 
-class ArrivingRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ArrivingRequest(OfRequest, frozen=True, kw_only=True):
     """An arrived request.
 
     Attributes:
-        tenant: Its tenant; empty for none.
-        priority: Its priority; larger is more urgent.
         arrived_ns: Time of its arrival.
         target_ns: Deadline of its first token; None without a target.
         images: Number of its images.
@@ -38,8 +36,6 @@ class ArrivingRequest(msgspec.Struct, frozen=True, kw_only=True):
         asks: Number of times that it was held.
     """
 
-    tenant: str = ""
-    priority: int = 0
     arrived_ns: int
     target_ns: int | None = None
     images: int = 0
@@ -48,7 +44,7 @@ class ArrivingRequest(msgspec.Struct, frozen=True, kw_only=True):
     asks: int = 0
 
 
-class ArrivalView(msgspec.Struct, frozen=True, kw_only=True):
+class ArrivalView(View, frozen=True, kw_only=True):
     """Input of a front-door policy: an arrived request and the load of the server.
 
     Attributes:
@@ -63,8 +59,6 @@ class ArrivalView(msgspec.Struct, frozen=True, kw_only=True):
         tenant_requests: Number of requests of the same tenant: held, preparing, waiting or running.
         load_tokens: Prompt and output tokens of all waiting and running requests.
         load_limit_tokens: Tokens that can run at the same time: the size of all KV caches.
-        measured: Measurements of all replicas.
-        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -150,17 +144,14 @@ def default_arrival(*_: int) -> ArrivalDecision:
 # --- admission --------------------------------------------------------------------------------------------------------
 
 
-class RunningView(msgspec.Struct, frozen=True, kw_only=True):
+class RunningView(OfRequest, frozen=True, kw_only=True):
     """One running request.
 
     Attributes:
         tokens: Tokens computed so far, prompt and output.
         blocks: KV blocks that it holds.
         outputs: Output tokens so far.
-        priority: Its priority; larger is more urgent.
         arrived_ns: Time of its arrival.
-        tenant: Its tenant; empty for none.
-        session: Identifier of its conversation; empty if the client sent none.
         target_ns: Deadline of its first token; None without a target, and after the first token.
         images: Number of its images.
         max_tokens: Maximum output tokens.
@@ -171,10 +162,7 @@ class RunningView(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     blocks: int
     outputs: int
-    priority: int
     arrived_ns: int
-    tenant: str = ""
-    session: str = ""
     target_ns: int | None = None
     images: int = 0
     max_tokens: int = 0
@@ -192,7 +180,7 @@ def check_mode(returned: str) -> PreemptionMode:
     return MODES[MODES.index(returned)]
 
 
-class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
+class AdmissionView(View, frozen=True, kw_only=True):
     """Input of an admission policy: the waiting entries and the free capacity of a stage.
 
     Attributes:
@@ -212,8 +200,6 @@ class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
             Empty for a policy class whose `preempts` is False.
         overdue: Index of the entry that goes first whatever the policy returns: it was passed over for longer than
             `policies.passed_over_max_s`. None for none.
-        measured: Measurements of this replica; of all replicas in the encode stage.
-        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     stage: str
@@ -291,33 +277,27 @@ def default_admission(waiting: Sequence[WaitingEntry], entries_free: int, *_: An
 # --- step -------------------------------------------------------------------------------------------------------------
 
 
-class PrefillView(msgspec.Struct, frozen=True, kw_only=True):
+class PrefillView(OfRequest, frozen=True, kw_only=True):
     """One request that is being prefilled.
 
     Attributes:
         tokens: Prompt tokens still to be computed.
         computed: Prompt tokens before them, which are computed or cached: attention reads their KV.
-        priority: Its priority; larger is more urgent.
         arrived_ns: Time of its arrival.
         joined_ns: Time at which it first got a slot.
         target_ns: Deadline of its first token; None without a target.
-        tenant: Its tenant; empty for none.
-        session: Identifier of its conversation; empty if the client sent none.
         max_tokens: Maximum output tokens.
     """
 
     tokens: int
     computed: int
-    priority: int
     arrived_ns: int
     joined_ns: int
     target_ns: int | None = None
-    tenant: str = ""
-    session: str = ""
     max_tokens: int = 0
 
 
-class StepView(msgspec.Struct, frozen=True, kw_only=True):
+class StepView(View, frozen=True, kw_only=True):
     """Input of a step policy: the requests that a step can prefill, and its limits.
 
     Attributes:
@@ -333,8 +313,6 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
         pair_ns: Estimated time per pair of a prompt token and an earlier token; 0 before there is an estimate.
         overdue: Indices into `prefilling` of requests that advance whatever the policy returns, and first if it leaves
             them out: they have not advanced for longer than `policies.passed_over_max_s`.
-        measured: Measurements of this replica.
-        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -387,7 +365,7 @@ def default_shares(count: int) -> StepShares:
 # --- preemption -------------------------------------------------------------------------------------------------------
 
 
-class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
+class PreemptionView(View, frozen=True, kw_only=True):
     """Input of a preemption policy: the running requests when no KV block is free.
 
     Attributes:
@@ -396,8 +374,6 @@ class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
         in_need: Index into `running` of the request that needs a block. No older request is preempted for it.
         swap_blocks_free: KV blocks that can be swapped out now; 0 without swap space.
         block_tokens: Tokens per KV block.
-        measured: Measurements of this replica.
-        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     now_ns: int
@@ -405,8 +381,6 @@ class PreemptionView(msgspec.Struct, frozen=True, kw_only=True):
     in_need: int = 0
     swap_blocks_free: int = 0
     block_tokens: int = 16
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
     @property
     def eligible(self) -> range:

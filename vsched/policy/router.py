@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey
+from vsched.policy.base import Decision, Policy, PolicyKey, RequestView
 from vsched.policy.checks import check_index
 from vsched.policy.measured import Measured, Measurements
 
@@ -51,7 +51,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     measured: Measured = msgspec.field(default_factory=Measurements)
 
 
-class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
+class RoutingView(RequestView, frozen=True, kw_only=True):
     """Input of a routing policy: the replicas and the request.
 
     Attributes:
@@ -61,11 +61,6 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
         routed: Number of requests routed before it.
         load_limit_tokens: Tokens that one replica can run at the same time: the size of its KV cache.
         max_tokens: Maximum output tokens of the request.
-        priority: Its priority; larger is more urgent.
-        tenant: Its tenant; empty for none.
-        session: Identifier of its conversation; empty if the client sent none.
-        measured: Measurements of all replicas together.
-        state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
     replicas: Sequence[Replica]
@@ -74,9 +69,6 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     routed: int
     load_limit_tokens: int = 0
     max_tokens: int = 0
-    priority: int = 0
-    tenant: str = ""
-    session: str = ""
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 

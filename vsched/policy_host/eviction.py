@@ -14,6 +14,7 @@ from vsched.policy_host.seats import PolicyFaults
 from vsched.policy_host.snapshot import Restorable, Saved
 
 Key = TypeVar("Key", bound=Hashable)
+AnyResult = TypeVar("AnyResult")
 
 
 class OrderState(msgspec.Struct):
@@ -77,21 +78,17 @@ class GuardedOrder(Restorable, Generic[Key]):
 
     def reuse(self, key: Key) -> None:
         """Remove a key that is in use again."""
-        del self._released[key]
-        order = self._order
-        if order is not None:
-            try:
-                order.reuse(key)
-            except BaseException as error:  # noqa: BLE001
-                self._give_up(error)
+        self._remove("reuse", key)
 
     def drop(self, key: Key) -> None:
         """Remove a key that left the cache."""
+        self._remove("drop", key)
+
+    def _remove(self, method: str, key: Key) -> None:
         del self._released[key]
-        order = self._order
-        if order is not None:
+        if self._order is not None:
             try:
-                order.drop(key)
+                getattr(self._order, method)(key)
             except BaseException as error:  # noqa: BLE001
                 self._give_up(error)
 
@@ -149,29 +146,21 @@ class GuardedOrder(Restorable, Generic[Key]):
         if state.given_up:
             self._order = None
             return
-        order = _recordable(self._order)
-        try:
-            order.restore(msgspec.msgpack.decode(state.policy))
-        except BaseException as error:
-            reraise_interrupt(error)
-            name = type(order).__qualname__
-            raise RecordError(f"{name}.restore() failed: {safe_text(error)}") from error
+        data = msgspec.msgpack.decode(state.policy)
+        self._call("restore", lambda order: order.restore(data))
 
     def _policy_state(self) -> msgspec.Raw:
         if self._order is None:
             return msgspec.Raw(msgspec.msgpack.encode(None))
+        return self._call("state", lambda order: msgspec.Raw(msgspec.msgpack.encode(order.state())))
+
+    def _call(self, method: str, call: Callable[[RecordableOrder], AnyResult]) -> AnyResult:
+        order: object = self._order
+        name = type(order).__qualname__
+        if not isinstance(order, RecordableOrder):
+            raise RecordError(f"the eviction order {name} has no methods state() and restore()")
         try:
-            return msgspec.Raw(msgspec.msgpack.encode(_recordable(self._order).state()))
-        except RecordError:
-            raise
+            return call(order)
         except BaseException as error:
             reraise_interrupt(error)
-            name = type(self._order).__qualname__
-            raise RecordError(f"{name}.state() cannot be recorded: {safe_text(error)}") from error
-
-
-def _recordable(order: object) -> RecordableOrder:
-    if not isinstance(order, RecordableOrder):
-        name = type(order).__qualname__
-        raise RecordError(f"the eviction order {name} has no methods state() and restore()")
-    return order
+            raise RecordError(f"{name}.{method}() failed: {safe_text(error)}") from error

@@ -42,27 +42,22 @@ class HostMeasured:
 
     @property
     def steps(self) -> Sequence[StepTime]:
-        """The latest steps."""
         return tuple(self._steps)
 
     @property
     def first_tokens(self) -> Sequence[FirstTokenTime]:
-        """The latest first tokens."""
         return tuple(self._first_tokens)
 
     @property
     def ends(self) -> Sequence[EndTime]:
-        """The latest ends of requests."""
         return tuple(self._ends)
 
     @property
     def blocks_held(self) -> int:
-        """KV blocks of running requests."""
         return self.blocks_total - self._blocks_free()
 
     @property
     def tokens_running(self) -> Mapping[str, int]:
-        """Computed tokens of running requests, by tenant."""
         return MappingProxyType(self._tokens_running())
 
     def note_step(self, step: StepTime) -> None:

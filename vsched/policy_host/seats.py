@@ -8,7 +8,7 @@ the same state in a replay. The cost is to encode and decode a small struct per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import PurePath
 from traceback import TracebackException
 from typing import Any
@@ -419,36 +419,22 @@ def _unfit(kind: Any, path: str, above: tuple[type, ...]) -> Iterator[tuple[str,
     inspect = msgspec.inspect
     match kind:
         case inspect.StructType():
-            if kind.cls not in above:
-                for field in kind.fields:
-                    yield from _unfit(field.type, f"{path}.{field.name}", (*above, kind.cls))
-        case _ if parts := _parts(kind):
+            for field in kind.fields if kind.cls not in above else ():
+                yield from _unfit(field.type, f"{path}.{field.name}", (*above, kind.cls))
+        case inspect.ListType() | inspect.VarTupleType():
+            yield from _unfit(kind.item_type, path, above)
+        case inspect.DictType():
+            yield from _unfit(kind.key_type, path, above)
+            yield from _unfit(kind.value_type, path, above)
+        case inspect.TupleType(parts) | inspect.UnionType(parts):
             for one in parts:
                 yield from _unfit(one, path, above)
+        case inspect.Metadata():
+            yield from _unfit(kind.type, path, above)
         case inspect.SetType() | inspect.FrozenSetType():
             yield path, "is a set, whose order differs between processes; use a list or a dict"
         case inspect.AnyType():
             yield path, "has no type of its own; say what it holds"
         case _ if not isinstance(kind, _PLAIN):
-            yield (
-                path,
-                f"is no plain value ({type(kind).__name__}); use numbers, text, lists and dicts",
-            )
-
-
-def _parts(kind: Any) -> Sequence[Any]:
-    """Return the element types of a container type; nothing for others."""
-    inspect = msgspec.inspect
-    match kind:
-        case inspect.ListType() | inspect.VarTupleType():
-            return (kind.item_type,)
-        case inspect.TupleType():
-            return kind.item_types
-        case inspect.UnionType():
-            return kind.types
-        case inspect.DictType():
-            return kind.key_type, kind.value_type
-        case inspect.Metadata():
-            return (kind.type,)
-        case _:
-            return ()
+            name = type(kind).__name__
+            yield path, f"is no plain value ({name}); use numbers, text, lists and dicts"

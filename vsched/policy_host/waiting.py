@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
 from vsched.policy import Admission, AdmissionView, WaitingEntry
@@ -165,32 +164,27 @@ class Holds:
 
     def __init__(self, queues: Sequence[OrderedQueue[Any]]) -> None:
         self._queues = queues
-        self._noted: list[int | None] = [None] * len(queues)
-        self._ends: list[tuple[int, int]] = []
+        self._ends: dict[int, int] = {}
 
     def note(self, index: int, now_ns: int) -> None:
         """Note the hold of a queue, if any, after its policy may have been called."""
         until_ns = self._queues[index].hold_until_ns
-        if until_ns is not None and until_ns > now_ns and until_ns != self._noted[index]:
-            self._noted[index] = until_ns
-            heappush(self._ends, (until_ns, index))
+        if until_ns is not None and until_ns > now_ns:
+            self._ends[index] = until_ns
 
     def take_ended(self, now_ns: int) -> list[int]:
         """Return the queues whose holds have ended since the last call."""
-        ends, ended = self._ends, []
-        while ends and ends[0][0] <= now_ns:
-            ended.append(self._pop())
+        if not self._ends:
+            return []
+        ended = [index for index, until_ns in self._ends.items() if until_ns <= now_ns]
+        for index in ended:
+            del self._ends[index]
         return ended
 
     def first_end(self) -> int | None:
-        """Return the end of the first hold; None without one."""
-        ends = self._ends
-        while ends and self._queues[ends[0][1]].hold_until_ns != ends[0][0]:
-            self._pop()  # a new entry ended it
-        return ends[0][0] if ends else None
-
-    def _pop(self) -> int:
-        until_ns, index = heappop(self._ends)
-        if self._noted[index] == until_ns:
-            self._noted[index] = None
-        return index
+        """Return the end of the first hold; None without one. A new entry may have ended a noted hold."""
+        if not self._ends:
+            return None
+        queues = self._queues
+        held = [end for index, end in self._ends.items() if queues[index].hold_until_ns == end]
+        return min(held, default=None)

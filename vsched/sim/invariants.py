@@ -25,7 +25,7 @@ from vsched.kernel.events import (
     Stepped,
     Submitted,
 )
-from vsched.kernel.waiting_queue import ReadyEntry
+from vsched.kernel.generate.requests import ReadyEntry
 from vsched.plugins import load_policy_class
 from vsched.sim.setup import Setup
 from vsched.types import MediaItem, group_names, stage_of
@@ -342,4 +342,4 @@ def _is_fifo(setup: Setup) -> bool:
     """Return True if the admission policy in use, which may not be the configured one, is `fifo`."""
     policy = setup.policies.by_table["generate.admission"]
     fifo = load_policy_class("admission", "fifo")
-    return type(policy) is fifo and not getattr(policy, "look_ahead", 0)
+    return type(policy) is fifo

@@ -14,15 +14,17 @@ than a step of the kernel and put an `await` between a decision and its effect.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import zmq
 
 from vsched.errors import ConfigError, limit_message
-from vsched.wire import FRAME_BYTES_MAX, LogEntry
+from vsched.wire import FRAME_BYTES_MAX, Hello, LogEntry, Pulse, encode_report
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,44 @@ def is_pulse(identity: bytes) -> bool:
     return identity.startswith(_PULSE)
 
 
+OnFrame = Callable[[bytes, bytes], None]
+"""Called with the sender's identity and its frame."""
+
+
+class SocketReader:
+    """Reads a socket with `take` when its descriptor becomes readable, and after each send."""
+
+    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[], None]) -> None:
+        self._socket = socket
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._due = self.closed = False
+        self._loop.add_reader(self._fd, self.read)
+        self.sent()  # the descriptor does not signal before EVENTS is read once
+
+    def sent(self) -> None:
+        """Check for messages after a send, which may have consumed the edge of the descriptor."""
+        if not self._due and not self.closed and self._readable():
+            self._due = True
+            self._loop.call_soon(self.read)
+
+    def _readable(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def read(self) -> None:
+        self._due = False
+        while not self.closed and self._readable():
+            self._take()
+
+    def close(self, linger_ms: int) -> None:
+        """Stop reading and close the socket."""
+        if not self.closed:
+            self.closed = True
+            self._loop.remove_reader(self._fd)
+            self._socket.close(linger=linger_ms)
+
+
 class LeaderLink:
     """The leader's end of the links to a group's ranks."""
 
@@ -79,17 +119,14 @@ class LeaderLink:
     ) -> None:
         self.address = address
         self._on_frame = on_frame
-        self._loop = asyncio.get_running_loop()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MAX)
         self._socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         self._socket.bind(address)
-        self._fd = int(self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self.read)
-        self._read_due = False
-        self._closed = False
+        self._reader = SocketReader(self._socket, self._take)
+        self.read = self._reader.read
 
     def carry(self, entry: LogEntry) -> None:
         """No-op: ranks on this host access the arena directly."""
@@ -103,36 +140,19 @@ class LeaderLink:
             socket.send(frame, zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
-        # Sending may have consumed the edge that announced a message.
-        if not self._read_due and self._readable():
-            self._read_due = True
-            self._loop.call_soon(self.read)
+        self._reader.sent()
         return True
 
-    def _readable(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def read(self) -> None:
-        """Read all messages that have arrived; the event loop calls this, too."""
-        self._read_due = False
-        while not self._closed and self._readable():
-            identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            if len(frames) == 1:
-                try:
-                    self._on_frame(identity, frames[0])
-                except Exception:
-                    logger.exception("a report could not be handled")
+    def _take(self) -> None:
+        identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
+        if len(frames) == 1:
+            try:
+                self._on_frame(identity, frames[0])
+            except Exception:
+                logger.exception("a report could not be handled")
 
     def close(self) -> None:
-        """Close the socket and drop queued frames."""
-        if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self._fd)
-            self._socket.close(linger=0)
-
-
-OnFrame = Callable[[bytes, bytes], None]
-"""Called with the sender's identity and its frame."""
+        self._reader.close(0)
 
 
 class RankLink:
@@ -163,7 +183,6 @@ class RankLink:
             return None
 
     def send(self, frame: bytes) -> None:
-        """Queue a report."""
         self.socket.send(frame)
 
     def close(self) -> None:
@@ -178,3 +197,41 @@ def wait_readable(links: list[RankLink], timeout_s: float) -> bool:
     for link in links:
         poller.register(link.socket, zmq.POLLIN)
     return bool(poller.poll(int(timeout_s * 1000) + 1))
+
+
+_STACK_BYTES = 256 << 10
+"""The thread does little, and its stack counts toward the memory limit of the process."""
+
+
+class PulseThread:
+    """Sends a pulse until closed; stops if the process is stopped or holds the interpreter lock forever.
+
+    A ZeroMQ socket belongs to one thread, so this thread has its own, with its own identity.
+    """
+
+    def __init__(self, link: RankLink, rank: int, secret: str, *, every_s: float) -> None:
+        """Start the pulse; it shares the context of `link`, so close it before `link`."""
+        self._socket = link.context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, pulse_identity(rank))
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 1)  # pulses that cannot be delivered need not queue up
+        self._socket.connect(link.address)
+        self._hello = encode_report(Hello(rank, secret))
+        self._every_s = every_s
+        self._over = threading.Event()
+        usual = threading.stack_size(_STACK_BYTES)
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread.start()
+        threading.stack_size(usual)
+
+    def _beat(self) -> None:
+        frame = encode_report(Pulse())
+        self._socket.send(self._hello)
+        while not self._over.wait(self._every_s):
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(frame, zmq.DONTWAIT)
+        self._socket.close()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()

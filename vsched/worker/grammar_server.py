@@ -16,8 +16,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from vsched.errors import RequestRefused
-from vsched.isolated.frames import Channel, read_frame
-from vsched.isolated.server import limit_resources, read_setup, serve
+from vsched.isolated.server import Channel, limit_resources, read_frame, read_setup, serve
 from vsched.types import ModelInfo
 from vsched.worker.contract import GRAMMAR_NOT_SUPPORTED, INVALID_GRAMMAR, Grammars
 from vsched.worker.registry import load_worker

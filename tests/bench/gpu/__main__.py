@@ -1,11 +1,11 @@
 """All GPU measurements in one command of ten minutes: `python -m tests.bench.gpu --out FOLDER`.
 
-In this order, each with a time limit: small models of many families, a killed rank, the tests that
-need a GPU, the tables of workers alone (3B and 7B shapes), a `vsched serve` under `vsched bench
-serve`, the memory ledger compared with the driver, the KV cache size compared with the largest that
-works, conversations, and quantized weights. `--seconds 200` measures fewer cases. Results are
-written after every case, and a failed step does not end the others. `python -m
-tests.bench.gpu.page FOLDER` writes the page of the results.
+In this order, each with a time limit: small models of many families compared with transformers, a
+killed rank, the tests that need a GPU, the tables of workers alone (3B and 7B shapes), a `vsched
+serve` under `vsched bench serve`, the memory ledger compared with the driver, the KV cache size
+compared with the largest that works, conversations, and quantized weights. `--seconds 200` measures
+fewer cases. Results are written after every case, and a failed step does not end the others.
+`python -m tests.bench.gpu.page FOLDER` writes the page of the results.
 
 `--wheels` installs missing packages into a separate folder, from local files alone: `python -m
 tests.bench.gpu.pack` collects them. `--device cpu` with the smallest models tests the command
@@ -32,6 +32,21 @@ TESTS = (
     *("test_gpu.py", "test_triton_kernels.py", "test_quantized.py", "test_fused_layers.py"),
     "test_fused_tower.py",
 )
+FAMILIES = (
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llama", "qwen3", "mistral", "gemma2", "gpt_oss"),
+    *(
+        "qwen3_moe",
+        "deepseek_v3",
+        "qwen3_next",
+        "bamba",
+        "qwen2_vl",
+        "gemma3",
+        "internvl",
+        "smolvlm",
+    ),
+)
+"""Own paths; decoder-only layers, sliding windows, soft caps, attention sinks; experts, latent attention; states of the
+gated delta rule and of Mamba 2; images."""
 TESTS_AT_ONCE = 4
 FULL_S = 300
 """Time from which on all cases are measured; below, the most important ones."""
@@ -137,7 +152,7 @@ def _run(
 
     on_cpu, full = options.device == "cpu", options.seconds >= FULL_S
     patience = 10 if on_cpu else 1
-    few, families_s = ([], 110) if full else (["--few"], 80)
+    few = [] if full else ["--few"]
     python, device = [sys.executable, "-m"], ["--device", options.device]
     checkpoint, small = str(checkpoints / "served"), str(checkpoints / "small")
     tests = [str(ROOT / "tests/workers/backends/cuda" / name) for name in TESTS]
@@ -149,8 +164,9 @@ def _run(
     models = [*python, "tests.bench.gpu.models", *device, *few]
     names = options.models.split(",")
     steps = [
-        Step("families", [*python, "tests.bench.gpu.families", "--out", str(out), *device, *few, "--keep", small,
-                          f"--seconds={families_s * patience}"], families_s + 10),
+        Step("families", [*python, "tests.parity", *FAMILIES, *device, f"--json={out}/parity.json",
+                          f"--jobs={len(os.sched_getaffinity(0))}"], 120),
+        Step("small", [*python, "tests.bench.gpu.checkpoint", small, "--size=nano25", *device], 30),
         Step("recovery", [*python, "tests.bench.parts", "recovery", small, "--rounds=1",
                           "--dtype=float32", "--busy=0", f"--json={out}/recovery.json",
                           *(f"--set={one}" for one in settings_of(options.device))], 60),

@@ -8,7 +8,6 @@ multiply-add counts as two operations.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -202,16 +201,3 @@ def patches_of(size: tuple[int, int]) -> int:
     """Return the number of patches of an image of this size."""
     _, high, wide = grid_of(size)
     return high * wide
-
-
-def cases(shape: Shape) -> dict[str, Cost]:
-    """Return the cost of every measured step, by its name in the tables."""
-    found = {f"decode {rows} x {context}": shape.decode(rows, context) for rows, context in DECODES}
-    for kind, (rows, context) in itertools.product(BYTES_A_WEIGHT, FEW_BITS):
-        cost = shape.decode(rows, context, weights=kind)
-        found[f"decode {rows} x {context} {kind}"] = cost
-    for first, rows in PREFILLS:
-        found[f"prefill {rows} after {first}"] = shape.prefill(first, rows)
-    for label, size in IMAGES.items():
-        found[f"encode {label}"] = shape.encode(patches_of(size), 1)
-    return found

@@ -13,8 +13,6 @@ from typing import TypeVar
 
 import msgspec
 
-from tests.bench.gpu import family_rows
-from tests.bench.gpu.family_rows import FamilyRow
 from tests.bench.gpu.steps import StepResult
 from tests.bench.gpu.tables import Figures, tables
 
@@ -56,7 +54,7 @@ def page(folder: Path) -> str:
         return "Nothing has been measured on a GPU yet.\n"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     parts = [f"{machine.device}; {versions}; commit {machine.commit}.\n"]
-    parts += [_steps(folder), _families(folder / "families.json"), _tests(folder / "tests.xml")]
+    parts += [_steps(folder), _families(folder / "parity.json"), _tests(folder / "tests.xml")]
     parts += [_recovery(folder / "recovery.json")]
     for figures in sorted(folder.glob("*/gpu.json")):
         parts.append(tables(msgspec.json.decode(figures.read_bytes(), type=Figures)))
@@ -77,16 +75,12 @@ def _steps(folder: Path) -> str:
 
 
 def _families(path: Path) -> str:
-    rows = _read(path, list[FamilyRow])
-    if not rows:
+    if not path.exists():
         return ""
-    counts = []
-    for dtype in dict.fromkeys(row.dtype for row in rows):
-        of_type = [row for row in rows if row.dtype == dtype]
-        equal = sum(row.outcome == "equal" for row in of_type)
-        counts.append(f"{equal} of {len(of_type)} equal in {dtype}")
-    head = f"Small models, tokens compared with transformers' `generate` on the device: {', '.join(counts)}."
-    return f"{head}\n\n{family_rows.table(rows)}"
+    rows: dict[str, str] = msgspec.json.decode(path.read_bytes())["rows"]
+    others = {name: result for name, result in rows.items() if result != "equal"}
+    head = f"Small models in float32: {len(rows) - len(others)} of {len(rows)} generate the tokens of transformers."
+    return "\n".join([head, *(f"- `{name}`: {result}" for name, result in others.items()), ""])
 
 
 def _tests(path: Path) -> str:
@@ -151,13 +145,13 @@ def _serve(path: Path) -> str:
     return f"`vsched bench serve`:\n\n```json\n{text}\n```\n"
 
 
-def replaced(text: str, made: str, *, mark: str = "gpu") -> str:
+def replaced(text: str, made: str) -> str:
     """Return a page with the text between its two comments replaced.
 
     Raises:
         ValueError: When the page lacks the comments.
     """
-    opening, closing = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    opening, closing = "<!-- gpu: begin -->", "<!-- gpu: end -->"
     before, begin, rest = text.partition(opening)
     _, end, after = rest.partition(closing)
     if not begin or not end:

@@ -1,18 +1,15 @@
 """The peers in one table: installation, start and requests of each.
 
-All of them respond to `/health` when ready, and are paused by a signal during the other side's turn
-if they keep a core busy when idle.
+All of them respond to `/health` when ready.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.bench.servers import llamacpp, openvino_export
 from tests.bench.servers.server import HOST, Spec
@@ -24,7 +21,6 @@ from vsched.errors import ConfigError
 MODEL = "bench"
 VLLM_VERSIONS = ("0.32.0", "0.31.0")
 """The first is the peer `vllm` of the benchmarks; `tests/vllm` passes with all of them."""
-TRANSFORMERS = "5.23.0"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
 
@@ -55,11 +51,7 @@ class Peer:
         contents: Further inputs of an installation.
         version: Describes the installed version.
         command: Command of the server.
-        model: Model name in requests; by default the name of the checkpoint's folder.
-        exactly: Additional request fields for an exact number of output tokens.
         prepare: Preparation of a checkpoint before the start of the server, unless done.
-        budgeted: Whether its token budget is a setting that can be swept.
-        spins: Whether its idle threads may disturb the other side even if they look idle.
     """
 
     name: str
@@ -71,12 +63,8 @@ class Peer:
     unwanted: tuple[str, ...] = ()
     steps: tuple[tuple[str, Callable[[Path], None]], ...] = ()
     contents: tuple[str, ...] = ()
-    model: str | None = MODEL
     environment: Callable[[PeerStart], dict[str, str]] = lambda start: {}
-    exactly: Callable[[int], dict[str, Any]] = fixed_length_fields
     prepare: Callable[[Path, Path], None] | None = None
-    budgeted: bool = False
-    spins: bool = False
 
     def folder(self, peers: Path) -> Path:
         """Return its environment in the folder of all peers."""
@@ -92,15 +80,12 @@ class Peer:
         return Spec(
             side=self.name,
             command=[*self.command(start, self.port), *start.arguments],
-            model=self.model or str(start.checkpoint),
+            model=MODEL,
             port=self.port,
             version=self.version(start.folder),
             environment={**OFFLINE, **self.environment(start), **start.environment},
-            exactly=self.exactly,
+            exactly=fixed_length_fields,
             prepare=functools.partial(prepare, start.folder, start.checkpoint) if prepare else None,
-            pausable=True,
-            spins=self.spins,
-            budget=start.budget if self.budgeted else 0,
         )
 
 
@@ -129,15 +114,6 @@ def write_metadata(folder: Path) -> None:
     (path / "METADATA").write_text(text)
 
 
-def generation_config(tokens: int) -> dict[str, Any]:
-    """Return request fields for exactly `tokens` output tokens with `transformers serve`.
-
-    They are arguments of `generate` as JSON.
-    """
-    content = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    return {"generation_config": json.dumps(content)}
-
-
 def _vllm_command(start: PeerStart, port: int) -> list[str]:
     sizes = start.sizes
     return [
@@ -158,14 +134,6 @@ def _vllm_environment(start: PeerStart) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": str(max(start.sizes.kv_bytes >> 30, 1)),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
     }
-
-
-def _transformers_command(start: PeerStart, port: int) -> list[str]:
-    return [
-        *(str(start.folder / "bin" / "transformers"), "serve", str(start.checkpoint)),
-        *("--host", HOST, "--port", str(port)),
-        *("--device", "cpu", "--dtype", "bfloat16"),
-    ]
 
 
 def _llamacpp_command(weights: str, start: PeerStart, port: int) -> list[str]:
@@ -217,7 +185,6 @@ def _llamacpp(name: str, port: int, weights: str) -> Peer:
         version=llamacpp.version,
         command=functools.partial(_llamacpp_command, weights),
         prepare=functools.partial(llamacpp.convert_when_missing, weights),
-        spins=True,
     )
 
 
@@ -251,7 +218,6 @@ def _vllm(name: str, port: int, version: str) -> Peer:
         version=functools.partial(version_of, "vllm-cpu"),
         command=_vllm_command,
         environment=_vllm_environment,
-        budgeted=True,
     )
 
 
@@ -260,23 +226,6 @@ _TABLE = (
     *(
         _vllm(f"vllm-{version}", 8311 + index, version)
         for index, version in enumerate(VLLM_VERSIONS[1:])
-    ),
-    Peer(
-        name="transformers",
-        port=8304,
-        packages=(
-            f"transformers[serving]=={TRANSFORMERS}",
-            "torchvision",
-            "accelerate",
-            "pillow",
-        ),
-        steps=(("mending torchvision", patch_torchvision),),
-        contents=(DECODER,),
-        version=functools.partial(version_of, "transformers"),
-        command=_transformers_command,
-        model=None,
-        environment=lambda start: {"OMP_NUM_THREADS": str(start.sizes.threads)},
-        exactly=generation_config,
     ),
     _llamacpp("llamacpp", 8305, "bf16"),
     _llamacpp("llamacpp-q8_0", 8307, "q8_0"),

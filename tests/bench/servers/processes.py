@@ -1,11 +1,13 @@
-"""CPU time and memory of a server's processes, read from /proc."""
+"""CPU time and memory of a server's processes, read from /proc, and busy loops next to it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -68,3 +70,26 @@ def memory_mib(pids: Sequence[int]) -> dict[str, float]:
             name = (PROC / str(pid) / "comm").read_text().strip()
             result[f"{name} {pid}"] = round(kib / 1024, 1)
     return result
+
+
+LOOP = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):
+    for _ in range(100_000):
+        pass
+"""
+"""Ends with its parent process, even if that was killed."""
+
+
+@contextlib.contextmanager
+def neighbours(count: int) -> Iterator[list[int]]:
+    """Run busy loops of normal priority and always end them; yields their process ids."""
+    command = [sys.executable, "-S", "-c", LOOP, str(os.getpid())]
+    with contextlib.ExitStack() as stack:
+        started = []
+        for _ in range(count):
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            started.append(process.pid)
+        yield started

@@ -1,4 +1,4 @@
-"""One server as a child process: start, readiness, idle measurement, pauses during other turns, and end."""
+"""One server as a child process: start, readiness, idle measurement, and end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ HOST = "127.0.0.1"
 POLL_S = 0.1
 END_S = 30.0
 LOG_LINES = 25
-IDLE_CORES_MAX = 0.05
-"""A server that keeps more cores busy without a request is paused during the other side's turn."""
 
 
 class ServerError(VschedError):
@@ -41,14 +39,11 @@ class Spec:
     """Start command and requests of one side of a comparison.
 
     Attributes:
-        side: The name of the side: `vsched`, the name of the peer, or `before`.
+        side: The name of the side: `vsched`, or the name of the peer.
         model: Model name in requests.
         environment: Additional environment variables.
         exactly: Additional request fields for an exact number of output tokens.
-        pausable: Whether it can be paused by a signal without harm.
         prepare: Preparation before the start, unless done.
-        spins: Whether its idle threads may disturb others even if they look idle.
-        budget: Its token budget, in a sweep.
         directory: Working directory; `python -c` imports from there first.
         version: Its name and version.
     """
@@ -61,9 +56,6 @@ class Spec:
     environment: dict[str, str] = field(default_factory=dict)
     exactly: Callable[[int], dict[str, Any]] = nothing
     prepare: Callable[[], None] | None = None
-    pausable: bool = False
-    spins: bool = False
-    budget: int = 0
     directory: Path | None = None
 
     @property
@@ -87,7 +79,6 @@ class Server:
         """
         self.spec = spec
         self.log = log
-        self.paused = False
         with socket.socket() as probe:
             if not probe.connect_ex((HOST, spec.port)):
                 raise ServerError(
@@ -148,25 +139,9 @@ class Server:
         time.sleep(seconds)
         return busy()
 
-    def pause(self) -> None:
-        """Pause it during the other side's turn, if it is pausable."""
-        if self.paused:
-            self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Resume it."""
-        if self.paused:
-            self._signal(signal.SIGCONT)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
     def end(self) -> None:
         """End it and all its processes."""
         began = processes.identities(self.pids())
-        self._signal(signal.SIGCONT)
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,15 +1,21 @@
-"""Both servers running, with loads in turn; each run is stored immediately."""
+"""Measurements of one command: checkpoint, server, load, storage of each run, and published tables."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import functools
 import os
-import random
+import platform
+import shutil
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,18 +23,23 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tests.bench import report
+from tests.bench.options import IMAGES, PAGES, SMOLLM2
 from tests.bench.records import Key, Run, Started, Store
-from tests.bench.servers import processes
-from tests.bench.servers.neighbours import neighbours
-from tests.bench.servers.server import IDLE_CORES_MAX, Server, ServerError, Spec, serving
-from vsched.bench.load.cases import draw_text
+from tests.bench.servers import processes, sides
+from tests.bench.servers.processes import neighbours
+from tests.bench.servers.server import Server, ServerError, Spec, serving
 from vsched.bench.load.client import BenchClient
 from vsched.bench.load.figures import Figures
-from vsched.bench.load.generator import LoadPlan, draw, run
-from vsched.bench.report.machine import OtherLoad
+from vsched.bench.load.generator import WARMUP, LoadPlan, draw, run, sessions_for
+from vsched.bench.load.shapes import Case, shape_of
+from vsched.bench.report.machine import PROCESSOR, OtherLoad
 
+IMAGE_PIXELS = 448
+LINE = 118
+"""Maximum line length of a page."""
 SETTLE_S = 1.0
-"""Between resuming a server and its first request."""
+"""Before the first request of a load."""
 
 Drive = Callable[..., Coroutine[Any, Any, Figures]]
 """Sends a load, given a client and `body`, and returns its figures."""
@@ -72,7 +83,6 @@ class Session:
         *,
         purpose: str,
         repeat: int,
-        length: int = 0,
         neighbours: int = 0,
     ) -> Key:
         """Return the key of a run."""
@@ -84,36 +94,25 @@ class Session:
             repeat=repeat,
             checkpoint=self.checkpoint,
             settings=self.settings,
-            length=length,
-            budget=spec.budget,
             neighbours=neighbours,
         )
 
-    def missing(
-        self, work: Mapping[tuple[Key, ...], LoadPlan], specs: Sequence[Spec]
-    ) -> dict[tuple[Key, ...], LoadPlan]:
-        """Return the missing work for servers of these versions."""
-        versions = {spec.side: spec.version for spec in specs}
-        self.store.drop_outdated(versions, self.checkpoint, self.settings)
-        left = self.store.missing(work)
-        return {keys: plan for keys, plan in work.items() if keys in left}
+    def missing(self, work: Mapping[Key, LoadPlan], spec: Spec) -> dict[Key, LoadPlan]:
+        """Return the missing work of a side for its version."""
+        self.store.drop_outdated({spec.side: spec.version}, self.checkpoint, self.settings)
+        left = set(self.store.missing(work))
+        return {key: plan for key, plan in work.items() if key in left}
 
     @contextlib.contextmanager
-    def servers(self, specs: Sequence[Spec]) -> Iterator[list[Server]]:
-        """Start servers one after another and measure each start, with the earlier ones idle."""
-        with contextlib.ExitStack() as stack:
-            servers: list[Server] = []
-            for spec in specs:
-                for other in servers:
-                    other.pause()
-                if spec.prepare is not None:
-                    with self.console.status(f"preparing {self.checkpoint} for {spec.side}"):
-                        spec.prepare()
-                name = f"{spec.side}-{self.checkpoint}-{spec.budget}.log"
-                log = self.store.folder / "logs" / name
-                servers.append(stack.enter_context(serving(spec, log)))
-                self._measure_start(servers[-1])
-            yield servers
+    def server(self, spec: Spec) -> Iterator[Server]:
+        """Start a server, and measure its start."""
+        if spec.prepare is not None:
+            with self.console.status(f"preparing {self.checkpoint} for {spec.side}"):
+                spec.prepare()
+        log = self.store.folder / "logs" / f"{spec.side}-{self.checkpoint}.log"
+        with serving(spec, log) as server:
+            self._measure_start(server)
+            yield server
 
     def _measure_start(self, server: Server) -> None:
         spec = server.spec
@@ -128,12 +127,10 @@ class Session:
             time.sleep(SETTLE_S)
             idle = server.idle_cores(self._idle_s)
             memory = processes.memory_mib(server.pids())
-        server.paused = spec.pausable and (spec.spins or idle > IDLE_CORES_MAX)
         started = Started(
             side=spec.side,
             checkpoint=self.checkpoint,
             settings=self.settings,
-            budget=spec.budget,
             version=spec.version,
             command=spec.command,
             environment=spec.environment,
@@ -141,7 +138,6 @@ class Session:
             answered_s=round(answered_s, 2),
             idle_cores=idle,
             memory_mib=memory,
-            paused=server.paused,
             taken=now(),
         )
         self.store.report.starts.append(started)
@@ -149,7 +145,6 @@ class Session:
         self.console.print(
             f"{spec.side}: ready after {ready_s:.1f} s, idle at {idle:.1%} of a core, "
             f"{sum(memory.values()):,.0f} MiB in {len(memory)} processes"
-            + ("; stopped when it is not its turn" if server.paused else "")
         )
 
     async def _first_answer(self, spec: Spec) -> str | None:
@@ -157,45 +152,21 @@ class Session:
         body = spec.body([{"role": "user", "content": "hello"}], 4)
         return (await client.chat_when_ready(body)).error
 
-    def ask_prompt_tokens(self, server: Server, words: int) -> int:
-        """Return the number of tokens of a prompt of `words` random words."""
-        text = draw_text(random.Random(words), words)
-        body = server.spec.body([{"role": "user", "content": text}], 1)
-        _let_go_on(server)
-        client = BenchClient(server.spec.url, timeout_s=self._timeout_s)
-        sample = self._runner.run(client.chat(body))
-        server.pause()
-        if sample.error is not None:
-            raise ServerError(f"{server.spec.side}: {sample.error}")
-        return sample.prompt_tokens
-
-    def measure(
-        self,
-        server: Server,
-        others: Sequence[Server],
-        drive: Drive,
-        beside: Sequence[int] = (),
-    ) -> Figures:
-        """Drive a load on a server while the others are idle; `beside` are the neighbours' process ids."""
-        for other in others:
-            other.pause()
-        _let_go_on(server)
+    def measure(self, server: Server, drive: Drive, beside: Sequence[int] = ()) -> Figures:
+        """Drive a load on a server; `beside` are the neighbours' process ids."""
+        time.sleep(SETTLE_S)
         server.check_alive()
-        everyone = [server, *others]
-        watch = OtherLoad(lambda: [*beside, *(pid for one in everyone for pid in one.pids())])
-        waiting = processes.busy_cores([pid for one in others for pid in one.pids()])
+        watch = OtherLoad(lambda: [*beside, *server.pids()])
         client = BenchClient(server.spec.url, timeout_s=self._timeout_s)
         figures = self._runner.run(drive(client, body=server.spec.body))
         server.check_alive()  # failures of a server that has ended say nothing about its speed
-        result = msgspec.structs.replace(figures, others=watch.cores(), waiting=waiting())
+        result = msgspec.structs.replace(figures, others=watch.cores())
         for text in result.errors:
             self.console.print(f"{server.spec.side}, {figures.case}: {text}", markup=False)
         return result
 
-    def take_turns(
-        self, servers: Sequence[Server], work: Mapping[tuple[Key, ...], LoadPlan]
-    ) -> None:
-        """Run each plan on every server, one after another, and store the results."""
+    def run_all(self, server: Server, work: Mapping[Key, LoadPlan]) -> None:
+        """Run each plan on a server, and store the results."""
         columns = (
             TextColumn("{task.description:<44}"),
             BarColumn(),
@@ -203,39 +174,103 @@ class Session:
             TimeElapsedColumn(),
         )
         with Progress(*columns, console=self.console) as progress:
-            total = progress.add_task("all", total=len(work) * len(servers))
-            for keys, plan in work.items():
-                drawn = draw(plan)
-                pairs = list(zip(servers, keys, strict=True))
-                # The second one runs on a warm machine, so the order alternates.
-                for server, key in pairs[:: -1 if keys[0].repeat % 2 else 1]:
-                    others = [one for one in servers if one is not server]
-                    long = f" of {key.length:,} tokens" if key.length else ""
-                    busy = f" beside {key.neighbours}" if key.neighbours else ""
-                    title = (
-                        f"{key.case}{long} x {key.concurrency}{busy}, {key.repeat + 1}: {key.side}"
-                    )
-                    task = progress.add_task(title, total=plan.requests)
-                    drive = functools.partial(
-                        run, drawn=drawn, finished=functools.partial(progress.advance, task)
-                    )
-                    with neighbours(key.neighbours) as pids:
-                        figures = self.measure(server, others, drive, pids)
-                    self.keep(key, server.spec, figures)
-                    progress.remove_task(task)
-                    progress.advance(total)
-                    progress.print(
-                        f"{title}: {figures.requests_s:.2f} requests/s, failed {figures.failed}"
-                    )
+            for key, plan in work.items():
+                busy = f" beside {key.neighbours}" if key.neighbours else ""
+                title = f"{key.case} x {key.concurrency}{busy}, {key.repeat + 1}: {key.side}"
+                task = progress.add_task(title, total=plan.requests)
+                finished = functools.partial(progress.advance, task)
+                drive = functools.partial(run, drawn=draw(plan), finished=finished)
+                with neighbours(key.neighbours) as pids:
+                    figures = self.measure(server, drive, pids)
+                self.keep(key, server.spec, figures)
+                progress.remove_task(task)
+                progress.print(
+                    f"{title}: {figures.requests_s:.2f} requests/s, failed {figures.failed}"
+                )
 
-    def keep(self, key: Key, spec: Spec, figures: Figures) -> None:
+    def keep(self, key: Key, spec: Spec, figures: Figures, rates: Sequence[float] = ()) -> None:
         """Store a run."""
-        load = round(os.getloadavg()[0], 2)
-        run = Run(key=key, figures=figures, version=spec.version, taken=now(), load=load)
-        self.store.add(run)
+        self.store.add(
+            Run(
+                key=key,
+                figures=figures,
+                version=spec.version,
+                taken=now(),
+                load=round(os.getloadavg()[0], 2),
+                rates=list(rates),
+            )
+        )
 
 
-def _let_go_on(server: Server) -> None:
-    """Resume a server, and give it the same time to settle as one that was never paused."""
-    server.resume()
-    time.sleep(SETTLE_S)
+def checkpoint_of(options: argparse.Namespace, console: Console) -> Path:
+    """Return the folder of the checkpoint, created if missing."""
+    path: Path = options.checkpoints / options.checkpoint
+    if not (path / "config.json").exists():
+        with console.status(f"making {options.checkpoint}"):
+            command = [sys.executable, "-c", sides.ENTRY, "make-checkpoint", str(path)]
+            made = ["--smollm2"] if options.checkpoint == SMOLLM2 else ["--size", path.name]
+            subprocess.run([*command, *made], check=True)
+    return path.resolve()
+
+
+def machine() -> str:
+    """Describe the machine."""
+    lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+
+
+def plan_of(
+    case: str,
+    concurrency: int,
+    *,
+    words: int,
+    tokens: int,
+    sessions: int,
+    seed: str,
+    warmup: int = WARMUP,
+) -> LoadPlan:
+    """Return the plan of a run."""
+    kind = Case(case)
+    shape = shape_of(kind, words=words, output_tokens=tokens, image_pixels=IMAGE_PIXELS, turns=1)
+    return LoadPlan(
+        case=kind,
+        shape=shape,
+        concurrency=concurrency,
+        sessions=sessions_for(kind, concurrency, sessions),
+        seed=seed,
+        warmup=warmup,
+        decoder_tokens=tokens * 4,
+    )
+
+
+def context_line(machine: str, settings: str, runs: Sequence[Run]) -> str:
+    """Describe the machine of some runs, the other load on it, the dates and the versions."""
+    others = sorted(run.figures.others for run in runs)
+    client = max(run.figures.client_cpu for run in runs)
+    taken = sorted(run.taken for run in runs)
+    versions = ", ".join(sorted({run.version for run in runs}))
+    text = (
+        f"{machine}; {versions}; {taken[0]} to {taken[-1]}; {settings}. "
+        f"Other programs kept {others[len(others) // 2]:.2f} cores busy at the median, {others[-1]:.2f} at most; "
+        f"the client at most {client:.0%} of one."
+    )
+    return textwrap.fill(text, LINE)
+
+
+def publish(
+    options: argparse.Namespace,
+    name: str,
+    parts: Sequence[str],
+    pictures: dict[str, str],
+    console: Console,
+) -> None:
+    """Write the tables to the folder of runs and, if requested, tables and pictures into the documentation."""
+    text = "\n\n".join(parts)
+    (options.out / f"{name}.md").write_text(text + "\n")
+    console.print(text, markup=False, soft_wrap=True)
+    if options.write_docs:
+        for file in pictures:
+            shutil.copyfile(options.out / file, IMAGES / file)
+        shown = [f"![{caption}](../images/{file})" for file, caption in pictures.items()]
+        report.write(report.holding(PAGES, name), name, "\n\n".join([*parts, *shown]))

@@ -27,10 +27,9 @@ from PIL import Image
 
 from tests.bench.options import assignment
 from tests.bench.servers import processes
-from tests.bench.servers.server import HOST, Server, Spec, serving
-from tests.bench.servers.sides import BYTECODE, ENTRY, ROOT, python_path
+from tests.bench.servers.server import Server, serving
+from tests.bench.servers.sides import spec_of
 
-PORT = 8306
 _STAGE = re.compile(r"^\S+ (\d+):(\d+):([\d.]+) INFO \[engine\] vsched\.(?:loading|serve): (.*)$")
 
 
@@ -43,23 +42,6 @@ def stages(log: str) -> Iterator[tuple[float, str]]:
             at = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
             first = at if first is None else first
             yield round((at - first) % 86400, 1), said
-
-
-def spec_of(checkpoint: Path, assignments: Sequence[str]) -> Spec:
-    """Return the specification of a server for a checkpoint."""
-    sets = [word for text in assignments for word in ("--set", text)]
-    return Spec(
-        side=checkpoint.name,
-        command=[
-            *(sys.executable, "-c", ENTRY, "serve", str(checkpoint)),
-            *("--host", HOST, "--port", str(PORT), *sets),
-        ],
-        model=checkpoint.name,
-        port=PORT,
-        version="",
-        environment={"PYTHONPATH": python_path(ROOT), **BYTECODE},
-        directory=ROOT,
-    )
 
 
 def measure(checkpoint: Path, assignments: Sequence[str], ready_s: float) -> dict[str, Any]:

@@ -16,14 +16,14 @@ import msgspec
 import pytest
 
 from tests.patience import NEVER_S, patience
-from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator
+from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator, expected_tokens
 from tests.unit.rank.worker_groups import Place, limits_for, make_sizing
-from vsched.aio.leader.leader import Deadlines
-from vsched.aio.replicas.launcher import at_home, link_address
+from vsched.aio.launcher import at_home, link_address
 from vsched.aio.serving import RunningParts
 from vsched.aio.shell import EventRecorder, Shell, start_shell
-from vsched.aio.streams.stream import ChoiceInputs, TokenStream
+from vsched.aio.streams import ChoiceInputs, TokenStream
 from vsched.config import Config
+from vsched.config.sections import DeadlinesConfig
 from vsched.engine import Engine
 from vsched.errors import RequestFailed
 from vsched.kernel import Scheduler
@@ -57,7 +57,7 @@ from vsched.worker.spec import GenerateRole, RankSpec
 BLOCKS = 100
 DRAIN_S = 0.02
 """Short: only a test of the deadline waits for it."""
-LIMITS = Deadlines(ready_s=NEVER_S, step_s=60, heartbeat_s=60, rank_timeout_s=60)
+LIMITS = DeadlinesConfig(ready_s=NEVER_S, step_s=60, heartbeat_s=60, rank_timeout_s=60)
 SEPARATE = (("encode",), ("generate",))
 TOGETHER = (("encode", "generate"),)
 TWO_GENERATE = (("encode",), ("generate-0",), ("generate-1",))
@@ -351,6 +351,7 @@ class Stream:
         end_error: Exception | None = None,
     ) -> None:
         self.ends = 0
+        self.prompt = request.prompt_token_ids
         self._end_error = end_error
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         self.generation = TokenStream(
@@ -384,6 +385,12 @@ class Stream:
         with pytest.raises(RequestFailed) as caught:
             await self.tokens()
         return caught.value
+
+
+async def check_tokens(streams: Sequence[Stream]) -> None:
+    """Assert that all streams have the tokens that follow from their prompts."""
+    for stream in streams:
+        assert await stream.tokens() == expected_tokens(stream.prompt, 10)
 
 
 class Absent:
@@ -451,6 +458,15 @@ class ShellHarness:
         )
         engine._state = "ready"
         return engine
+
+    async def recover(self) -> None:
+        """Wait until all groups are up."""
+        await self.ranks.until(lambda: self.shell.healthy)
+
+    async def run_out(self, streams: Sequence[Stream]) -> None:
+        """Carry everything out, and assert that all streams have their tokens."""
+        self.ranks.run()
+        await check_tokens(streams)
 
     async def stop(self) -> None:
         """Stop, and forget the ranks, which have ended."""

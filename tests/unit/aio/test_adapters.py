@@ -10,7 +10,7 @@ import pytest
 
 from tests.patience import until
 from vsched.aio.adapters import AdapterOrders, AdapterTable, with_adapter
-from vsched.aio.replicas.groups import ServedGroup, ServedGroups
+from vsched.aio.worker_groups import ServedGroup, ServedGroups
 from vsched.config import Config
 from vsched.config.adapters import AdaptersConfig
 from vsched.config.sections import DeadlinesConfig, ModelConfig

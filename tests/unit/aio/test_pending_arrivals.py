@@ -84,7 +84,7 @@ async def test_held_request_waits_and_is_served(
     assert media.started.empty()
     assert played.shell.statistics()["waiting"] == 1
     assert "the front-door policy holds it" in engine.explain("held")
-    played.shell._kernel._gate._due[0] = (0, 1)
+    played.shell._kernel._gate._held[1].until_ns = 0
     played.shell._kernel._gate.due_ns = 0
     played.shell.handle(TimerFired())
     async with patience():

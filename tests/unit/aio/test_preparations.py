@@ -11,8 +11,8 @@ import pytest
 
 from tests.patience import patience
 from tests.unit.aio.ranks import ShellHarness, Text
-from vsched.aio.pending_arrivals import PendingArrivals
-from vsched.aio.streams.stream import Generation
+from vsched.aio.arrivals import PendingArrivals
+from vsched.aio.streams import Generation
 from vsched.engine import Engine
 from vsched.errors import RequestFailed
 from vsched.kernel.events import Cleared, Event

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vsched.aio.refusals import refusal_error
+from vsched.aio.arrivals import refusal_error
 from vsched.kernel.commands import RefusalCode, Refuse
 
 

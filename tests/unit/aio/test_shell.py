@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
-import zmq
 
-from tests.unit.aio.ranks import ShellHarness, Stream, Text
-from tests.unit.rank.fake_plugin import expected_tokens
+from tests.unit.aio.ranks import ShellHarness, Stream, Text, check_tokens
 from vsched.errors import RequestRefused
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, SetTimer
@@ -52,8 +50,7 @@ async def test_shell_stream_whose_text_fails_ends_alone(
     )
     assert streams[1].reason is FinishReason.ERROR
     assert streams[1].generation.output_tokens == taken
-    for index in (0, 2):
-        assert await streams[index].tokens() == expected_tokens(PROMPTS[index], 10)
+    await check_tokens([streams[0], streams[2]])
     assert [stream.ends for stream in streams] == [1, 1, 1]
     statistics = played.shell.statistics()
     assert (statistics["running"], statistics["waiting"]) == (0, 0)
@@ -75,8 +72,7 @@ async def test_shell_on_end_that_raises_does_no_harm(played: ShellHarness) -> No
     """The stream still ends."""
     streams = streams_of(played, end_error=RuntimeError("a lease"))
     played.ranks.run()
-    for prompt, stream in zip(PROMPTS, streams, strict=True):
-        assert await stream.tokens() == expected_tokens(prompt, 10)
+    await check_tokens(streams)
     assert played.shell._streams.request_ids(1) == []
 
 
@@ -227,53 +223,24 @@ async def test_shell_stop_of_a_scheduler_that_fails_ends_everything(
     assert all(rank.ended for rank in played.ranks.made)
 
 
-class FakeTimer:
-    def __init__(self, delay_s: float, fire: Callable[[], None]) -> None:
-        self.delay_s, self.fire, self.cancelled = delay_s, fire, False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
 async def test_shell_has_one_timer(played: ShellHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new time replaces the old one, or thousands of submissions would leave thousands of timers."""
-    shell, timers = played.shell, list[FakeTimer]()
+    shell, timers = played.shell, list[asyncio.TimerHandle]()
     rung: list[Event] = []
-
-    class Loop:
-        def call_later(
-            self, delay_s: float, call: Callable[[Event], None], event: Event
-        ) -> FakeTimer:
-            timers.append(FakeTimer(delay_s, lambda: call(event)))
-            return timers[-1]
 
     def handle(kernel: Scheduler, event: Event, now_ns: int) -> list[Command]:
         rung.append(event)
-        return [SetTimer(now_ns + 1_000_000_000 // len(rung))]
+        return [SetTimer(now_ns + 1_000_000_000)] if len(rung) < 5 else [SetTimer(now_ns)]
 
-    real_loop = shell._loop
-    monkeypatch.setattr(Scheduler, "handle", handle)
-    monkeypatch.setattr(shell, "_loop", Loop())
-    for count in range(1, 6):
-        shell.clear()
-        assert [timer.cancelled for timer in timers] == [True] * (count - 1) + [False]
-        assert 0.9 / count < timers[-1].delay_s <= 1 / count
-    timers[-1].fire()
-    assert rung[-1] == TimerFired()
-    monkeypatch.undo()
-    shell._loop = real_loop
-
-
-@pytest.mark.parametrize("error", [OSError("no socket"), zmq.ZMQError(2)])
-async def test_shell_that_cannot_start_leaves_nothing(
-    played: ShellHarness, error: Exception
-) -> None:
-    """An exception at the start of a rank reaches the caller, and the other worker group is stopped."""
-    await played.shell.stop()
-    played.ranks.failures.append(error)
-    with pytest.raises(type(error)):
-        await played.start()
-    assert all(rank.ended for rank in played.ranks.made)
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "handle", handle)
+        for _ in range(5):
+            shell.clear()
+            assert shell._timer is not None
+            timers.append(shell._timer)
+        assert [timer.cancelled() for timer in timers] == [True] * 4 + [False]
+        assert timers[3].when() < asyncio.get_running_loop().time() + 2
+        await played.ranks.until(lambda: rung[-1] == TimerFired())
 
 
 class Noted:

@@ -17,11 +17,12 @@ from tests.unit.aio.ranks import (
     TWO_TOGETHER,
     ShellHarness,
     Stream,
+    check_tokens,
 )
-from tests.unit.aio.test_shell_groups import ITEM, check_tokens, state_of, streams_of
+from tests.unit.aio.test_shell_groups import ITEM, state_of, streams_of
 from tests.unit.api.fakes import Client
 from tests.unit.rank.fake_plugin import expected_tokens
-from vsched.aio.replicas.supervisor import LOSSES_MAX
+from vsched.aio.worker_groups import LOSSES_MAX
 from vsched.api import ApiSettings, create_app
 from vsched.config import Config
 from vsched.engine import Engine
@@ -99,8 +100,7 @@ async def test_drain_ends_when_it_is_taken_back(played: ShellHarness) -> None:
     played.shell.groups.resume("generate-1")
     assert await soon(draining) is False
     assert played.shell.healthy
-    played.ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
@@ -116,8 +116,7 @@ async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Sh
     await ranks.until(lambda: ranks.of("generate-1").serves and ranks.starts == starts + 1)
     await ranks.until(lambda: state_of(played, "generate-1") == "draining")
     await serve_until(played, draining)
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +150,7 @@ async def test_restart_under_load_costs_no_request_a_token(
     assert ranks.pauses_s == []
     assert played.shell.healthy
     late = Stream(played.shell, make_request("late", [51]))
-    ranks.run()
-    await check_tokens([*streams])
+    await played.run_out(streams)
     assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
     assert await late.tokens() == expected_tokens([51], 10)
     row = next(row for row in played.shell.group_rows() if row["name"] == group)
@@ -168,8 +166,7 @@ async def test_restart_goes_on_after_the_deadline(played: ShellHarness) -> None:
     group = list(ranks.wires)[-1]
     assert await soon(asyncio.ensure_future(played.shell.groups.restart(group))) is True
     assert played.shell.healthy
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
 
 
 @pytest.mark.parametrize("played", [SEPARATE], indirect=True)
@@ -179,7 +176,7 @@ async def test_restarts_are_no_losses(played: ShellHarness) -> None:
     for _ in range(6):
         assert await played.shell.groups.restart("generate") is True
     ranks.of("generate").exit(-9)
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     assert ranks.pauses_s == []
 
 
@@ -210,8 +207,7 @@ async def test_retired_group_can_be_restarted(played: ShellHarness) -> None:
     streams = streams_of(played)
     ranks.run_all(1)
     assert running(played) == [2, 2]
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
@@ -278,9 +274,8 @@ async def test_upkeep_of_a_group_in_the_wrong_state_is_refused(played: ShellHarn
     played.ranks.of("generate-1").exit(-9)
     for action in ("drain", "restart", "resume"):
         assert "which is down" in str(await refusal(played, action, "generate-1"))
-    await played.ranks.until(lambda: played.shell.healthy)
-    played.ranks.run()
-    await check_tokens(streams)
+    await played.recover()
+    await played.run_out(streams)
 
 
 async def post(engine: Engine, group: str, action: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
@@ -20,7 +20,7 @@ from tests.unit.aio.ranks import (
     Stream,
 )
 from tests.unit.rank.fake_plugin import expected_tokens
-from vsched.aio.replicas.supervisor import RESTART_DELAYS_S
+from vsched.aio.worker_groups import RESTART_DELAYS_S
 from vsched.errors import CheckpointError, GroupLostError, RequestRefused
 from vsched.testing import make_request
 from vsched.types import stage_of
@@ -36,12 +36,6 @@ def streams_of(played: ShellHarness, *, named: str = "r") -> list[Stream]:
         Stream(played.shell, make_request(f"{named}{index}", prompt))
         for index, prompt in enumerate(PROMPTS)
     ]
-
-
-async def check_tokens(streams: Sequence[Stream]) -> None:
-    """Assert that all streams have their tokens."""
-    for prompt, stream in zip(PROMPTS, streams, strict=True):
-        assert await stream.tokens() == expected_tokens(prompt, 10)
 
 
 def state_of(played: ShellHarness, group: str) -> object:
@@ -79,9 +73,8 @@ async def test_shell_without_one_generate_crew_serves_with_the_other(played: She
     assert await late.tokens() == expected_tokens([51], 10)
     ranks.broken.clear()
     ranks.pause_over.set()
-    await ranks.until(lambda: played.shell.healthy)
-    ranks.run()
-    await check_tokens(streams)
+    await played.recover()
+    await played.run_out(streams)
 
 
 async def test_shell_shows_operators_each_group(played: ShellHarness) -> None:
@@ -103,7 +96,7 @@ async def test_shell_shows_operators_each_group(played: ShellHarness) -> None:
     assert pids == played.shell.pids
     assert rows["generate-1"]["last_loss"] is None
     played.ranks.of("generate-1", 1).exit(-9)
-    await played.ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     row = played.shell.group_rows()[2]
     assert row["restarts"] == 1
     assert row["last_loss"]["reason"] == "generate-1: rank 1 was killed by SIGKILL"
@@ -125,7 +118,7 @@ async def test_shell_without_one_encode_crew_encodes_with_the_other(played: Shel
     assert not played.shell.healthy
     ranks.broken.clear()
     ranks.pause_over.set()
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
 
 
 @pytest.mark.parametrize(
@@ -151,9 +144,8 @@ async def test_shell_groups_lost_at_once_all_come_back(
     ranks.run_all(2)
     for group in lost:
         ranks.of(group).exit(-9)
-    await ranks.until(lambda: played.shell.healthy)
-    ranks.run()
-    await check_tokens(streams)
+    await played.recover()
+    await played.run_out(streams)
     assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
     assert ranks.pauses_s == []
 
@@ -164,11 +156,11 @@ async def test_shell_losses_of_one_crew_do_not_delay_another(played: ShellHarnes
     ranks = played.ranks
     for _ in RESTART_DELAYS_S:
         ranks.of("generate-0").exit(-9)
-        await ranks.until(lambda: played.shell.healthy)
+        await played.recover()
     assert ranks.pauses_s == [delay_s for delay_s in RESTART_DELAYS_S if delay_s]
     ranks.pauses_s.clear()
     ranks.of("generate-1").exit(-9)
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     assert ranks.pauses_s == []
 
 
@@ -190,9 +182,8 @@ async def test_shell_fault_during_recovery_ends_in_service(
     if second != "generate-0":
         await ranks.until(lambda: ranks.starts == starts + 2)
         ranks.of("generate-0").exit(-9)  # or it would load for ever
-    await ranks.until(lambda: played.shell.healthy)
-    ranks.run()
-    await check_tokens(streams)
+    await played.recover()
+    await played.run_out(streams)
 
 
 @pytest.mark.parametrize("groups", [TWO_OF_EACH, TWO_TOGETHER], ids=str)
@@ -262,8 +253,7 @@ async def test_shell_crew_that_stays_away_hands_its_requests_on(played: ShellHar
     assert ranks.pauses_s == [delay_s for delay_s in RESTART_DELAYS_S if delay_s]
     assert not played.shell.healthy
     assert not played.shell.given_up
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
     last = Stream(played.shell, make_request("last", [51]))
     ranks.broken.add("generate-0")
     ranks.of("generate-0").exit(-9)
@@ -284,7 +274,7 @@ async def test_shell_ranks_that_were_refused_last_do_not_stay(played: ShellHarne
     await ranks.until(lambda: state_of(played, "generate-1") == "retired")
     assert ranks.of("generate-1").ended
     assert "smaller KV cache: value 99 blocks" in str(
-        played.shell.groups["generate-1"].supervisor.retired
+        played.shell.groups["generate-1"].worker_group.retired
     )
 
 
@@ -302,8 +292,7 @@ async def test_shell_deaf_rank_takes_its_own_crew_down(
     await ranks.until(lambda: played.shell.healthy and not ranks.backlogged)
     assert ranks.starts == 2 * len(groups) + 2
     assert not any(rank.ended for rank in others)
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
 
 
 FAULTS: dict[str, Callable[[ShellHarness], None]] = {
@@ -324,12 +313,11 @@ async def test_shell_any_rank_takes_the_whole_crew_down(played: ShellHarness, fa
     victims = [ranks.of("generate", number) for number in (0, 1)]
     FAULTS[fault](played)
     assert not played.shell.healthy
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     assert all(rank.ended for rank in victims)
     assert ranks.starts == 6
     assert ranks.places - ranks.places_closed == 2, "the host of the lost start was released"
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
 
 
 async def test_shell_names_the_host_that_was_lost(played: ShellHarness) -> None:
@@ -339,7 +327,7 @@ async def test_shell_names_the_host_that_was_lost(played: ShellHarness) -> None:
     await played.start(SEPARATE, ranks=2)
     ranks.lose_host("cannot be reached")
     ranks.of("generate", 1).exit(-9)
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     (row,) = (row for row in played.shell.group_rows() if row["name"] == "generate")
     assert row["losses"] == {"HostLost": 1}
     assert row["last_loss"]["reason"] == "generate: host far cannot be reached"
@@ -363,7 +351,7 @@ async def test_crew_gives_each_rank_its_number(played: ShellHarness) -> None:
     assert len(places) == 4
     assert all(place.startswith(ranks.made[0].spec.run_dir) for place in places)
     ranks.of("generate-0").exit(-9)
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     role = ranks.of("generate-0").spec.generate
     assert role is not None
     assert role.settings.rendezvous not in places

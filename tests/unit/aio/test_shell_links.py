@@ -73,7 +73,7 @@ async def test_shell_report_that_is_no_text_loses_the_group(
     ranks.run(3)
     ranks.wires["generate"].receive(rank_identity(0), garbled(report))
     assert not played.shell.healthy
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     ranks.run()
     assert await stream.tokens() == expected_tokens([11, 12], 10)
 
@@ -87,5 +87,5 @@ async def test_shell_stranger_that_sends_no_text_is_ignored(
     ranks.of("generate").exit(-9)
     await ranks.until(lambda: ranks.starts == 3)  # the new one has not reported anything yet
     ranks.wires["generate"].receive(rank_identity(0), garbled(report))
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     assert ranks.starts == 3

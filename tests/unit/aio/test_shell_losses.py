@@ -10,7 +10,7 @@ import zmq
 
 from tests.unit.aio.ranks import BLOCKS, SEPARATE, TOGETHER, Result, ShellHarness, Stream
 from tests.unit.rank.fake_plugin import expected_tokens
-from vsched.aio.replicas.supervisor import LOSSES_WINDOW_S, RESTART_DELAYS_S
+from vsched.aio.worker_groups import LOSSES_WINDOW_S, RESTART_DELAYS_S
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.testing import make_request
 from vsched.wire import EncodeResult, GenerateResult
@@ -27,12 +27,6 @@ def streams_of(played: ShellHarness) -> list[Stream]:
         Stream(played.shell, make_request(f"r{index}", prompt))
         for index, prompt in enumerate(PROMPTS)
     ]
-
-
-async def check_tokens(streams: list[Stream]) -> None:
-    """Assert that all streams have their tokens."""
-    for prompt, stream in zip(PROMPTS, streams, strict=True):
-        assert await stream.tokens() == expected_tokens(prompt, 10)
 
 
 def of_step(result: Result, step: int) -> Result:
@@ -71,11 +65,10 @@ async def test_shell_result_that_cannot_be_loses_the_group(played: ShellHarness,
     starts, victim = ranks.starts, ranks.of("generate")
     ranks.say("generate", ODD[odd](ranks.step()))
     assert not played.shell.healthy
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     assert victim.ended
     assert ranks.starts == starts + 1
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
 
 
 @pytest.mark.parametrize("odd", ["step ahead", "type"])
@@ -93,7 +86,7 @@ async def test_shell_encode_result_that_cannot_be_loses_the_encoder(
     while ranks.wires["generate"].frames[0]:
         ranks.say("generate", ranks.step())
     assert await text.tokens() == expected_tokens([11], 10)
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     ranks.run()
     assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
 
@@ -106,9 +99,8 @@ async def test_shell_report_of_a_lost_rank_is_dropped(played: ShellHarness) -> N
     late = ranks.step()
     ranks.of("generate").exit(-9)
     ranks.say("generate", late)
-    await ranks.until(lambda: played.shell.healthy)
-    ranks.run()
-    await check_tokens(streams)
+    await played.recover()
+    await played.run_out(streams)
 
 
 ANYTHING = (
@@ -130,10 +122,9 @@ async def test_shell_restart_goes_on_whatever_an_attempt_raises(
     ranks.run(3)
     ranks.failures.extend(ANYTHING[:failures])
     ranks.of("generate").exit(-9)
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     assert ranks.pauses_s == list(RESTART_DELAYS_S[1 : failures + 1])
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
 
 
 async def test_shell_that_cannot_restart_ends_every_stream(played: ShellHarness) -> None:
@@ -168,8 +159,7 @@ async def test_shell_lost_while_it_resumes_restarts_again(played: ShellHarness) 
     streams = streams_of(played)
     await ranks.until(lambda: played.shell.healthy and not ranks.backlogged)
     assert ranks.starts == starts + 2
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
     # It was running at both losses, but not alone: it is under suspicion, and clears itself.
     assert await twice.tokens() == expected_tokens([51], 10)
 
@@ -185,8 +175,7 @@ async def test_shell_together_lost_by_its_encoder_while_it_resumes(played: Shell
     ranks.of("generate").exit(-9)
     await ranks.until(lambda: played.shell.healthy and not ranks.backlogged)
     assert ranks.starts == starts + 2
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
     # The encoder was lost twice with this image, which may be the cause: only this request ends.
     assert (await image.error()).code == "encode_failed"
 
@@ -198,10 +187,9 @@ async def test_shell_comes_back_with_as_many_blocks(played: ShellHarness, blocks
     ranks.run(3)
     ranks.blocks = blocks
     ranks.of("generate").exit(-9)
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     assert ranks.pauses_s == []
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
 
 
 async def test_shell_refuses_ranks_with_fewer_blocks(
@@ -216,12 +204,11 @@ async def test_shell_refuses_ranks_with_fewer_blocks(
     await ranks.until(lambda: ranks.starts == 3)
     small = ranks.of("generate")
     ranks.blocks = BLOCKS
-    await ranks.until(lambda: played.shell.healthy)
+    await played.recover()
     assert small.ended
     assert ranks.starts == 4
     assert f"value {BLOCKS - 1} blocks, limit at least {BLOCKS} blocks" in caplog.text
-    ranks.run()
-    await check_tokens(streams)
+    await played.run_out(streams)
 
 
 async def test_shell_refused_ranks_that_are_lost_as_well_change_nothing(
@@ -236,10 +223,9 @@ async def test_shell_refused_ranks_that_are_lost_as_well_change_nothing(
     await ranks.until(lambda: ranks.pauses_s)
     ranks.blocks = BLOCKS
     ranks.of("generate").exit(-9)
-    await ranks.until(lambda: played.shell.healthy)
-    assert len(played.shell._supervisors[1]._losses_s) == 1, "it counts as no second loss"
-    ranks.run()
-    await check_tokens(streams)
+    await played.recover()
+    assert len(played.shell.worker_groups[1]._losses_s) == 1, "it counts as no second loss"
+    await played.run_out(streams)
 
 
 async def lose(played: ShellHarness) -> None:
@@ -268,6 +254,6 @@ async def test_shell_losses_far_apart_are_each_the_first(played: ShellHarness) -
     for _ in range(3 * len(RESTART_DELAYS_S)):
         await lose(played)
         assert played.ranks.pauses_s == []
-        losses_s = played.shell._supervisors[1]._losses_s
+        losses_s = played.shell.worker_groups[1]._losses_s
         losses_s.append(losses_s.pop() - LOSSES_WINDOW_S - 1)
     assert played.shell.healthy

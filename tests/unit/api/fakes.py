@@ -12,13 +12,13 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tests.unit.media.fakes import FakePreprocessor
-from vsched.aio.environment import Environment
 from vsched.aio.live import LiveState
-from vsched.aio.streams.stream import OutputDelta, PromptReport
+from vsched.aio.streams import OutputDelta, PromptReport
 from vsched.api import ApiSettings, create_app
 from vsched.api.http_server import http_server, listen
 from vsched.api.server import api_settings
 from vsched.config import Config, ServerConfig
+from vsched.engine import Environment
 from vsched.errors import RequestRefused
 from vsched.kernel.commands import RequestTimes
 from vsched.media import ImageReference, Prompt

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
-from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
 
@@ -70,21 +70,6 @@ async def test_each_prompt_of_a_list_is_a_request_and_choices_follow_the_prompts
     )
     assert reply.json["usage"]["prompt_tokens"] == 21
     assert reply.json["usage"]["completion_tokens"] == 6
-
-
-async def test_a_list_of_one_prompt_is_that_prompt() -> None:
-    engine = FakeEngine()
-    for prompt in (["x"], [[1, 2]], [1, 2]):
-        reply = await post(engine, PLAIN, {"prompt": prompt})
-        assert len(reply.json["choices"]) == 1
-    assert [call["prompt"] for call in engine.calls] == ["x", [1, 2], [1, 2]]
-
-
-@each_case("prompt", [[], [[]], [[1], []], ["x", 1], ["x", [1]], [[1], 2]])
-async def test_prompts_of_no_one_form_are_refused(prompt: list[Any]) -> None:
-    reply = await post(FakeEngine(), PLAIN, {"prompt": prompt})
-    assert (reply.status, reply.error["param"]) == (400, "prompt")
-    assert "Remedy: " in reply.error["message"]
 
 
 async def test_a_token_that_the_model_has_not_is_refused_in_any_prompt() -> None:

@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from tests.patience import NEVER_S, patience, until
 from tests.unit.api.fakes import FakeEngine, chat, served
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, connection, create_app
 from vsched.api.connection import BoundedProtocol
 from vsched.config import ServerConfig

@@ -11,7 +11,7 @@ import pytest
 
 from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
-from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings
 from vsched.api.formatters import TextOffsets
 

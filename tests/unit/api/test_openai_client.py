@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.unit.api.fakes import Client, FakeEngine
-from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed
 

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from tests.each_case import each_case
 from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, Reply
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api.app import create_frontend
 from vsched.api.metrics import ApiMetrics

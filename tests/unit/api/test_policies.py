@@ -55,7 +55,7 @@ async def test_engine_replaces_policies_while_requests_run() -> None:
         engine.engine.replace_policy("generate.step", TenantFair(quantum_tokens=64))
         engine.engine.replace_policy("generate.admission", OneAtATime(most=2))
         after = engine.engine.policies()
-        assert after["generate.step"]["use"] == "vsched_policies.requests.tenant_fair:TenantFair"
+        assert after["generate.step"]["use"] == "vsched_policies.requests:TenantFair"
         assert after["generate.step"]["quantum_tokens"] == 64
         assert after["generate.admission"] == {"use": f"{__name__}:OneAtATime", "most": 2}
         assert after["routing"] == before["routing"]

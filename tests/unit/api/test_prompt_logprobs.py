@@ -9,7 +9,7 @@ import pytest
 
 from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, FakeGeneration, chat, post
-from vsched.aio.streams.stream import OutputDelta, PromptReport, TokenLogprob
+from vsched.aio.streams import OutputDelta, PromptReport, TokenLogprob
 from vsched.api import ApiSettings
 from vsched.wire import PromptPiece
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from tests.patience import PATIENCE_S, patience, until
-from vsched.aio.replicas.worker_group import STOP_GRACE_S
+from vsched.aio.worker_groups import STOP_GRACE_S
 from vsched.api import ApiSettings, create_app
 from vsched.api import http_server as http_server_module
 from vsched.api import server as server_module

@@ -12,7 +12,7 @@ from tests.each_case import each_case
 from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import FakeEngine, FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
-from vsched.aio.streams.stream import ChoiceInputs, OutputDelta, TokenStream
+from vsched.aio.streams import ChoiceInputs, OutputDelta, TokenStream
 from vsched.api.choices import ChoiceStream, SseWriter
 from vsched.api.formatters import ChatFormatter, CompletionFormatter
 from vsched.api.http_exchange import HttpExchange

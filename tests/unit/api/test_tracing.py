@@ -27,7 +27,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, Reply, chat
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api import tracing as tracing_module
 from vsched.api.tracing import spans, traces_url

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator, stand_in_info
@@ -21,6 +20,7 @@ from vsched.worker.contract import (
     WorkerPlugin,
     WorkerSettings,
 )
+from vsched_workers.checkpoint.tokenize import ByteDetokenizer, TokenTable
 
 NAME = "tests.unit.bench.idle_plugin:plugin"
 LETTER = ord("e")

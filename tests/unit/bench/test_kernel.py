@@ -1,24 +1,49 @@
-"""`python -m tests.bench.parts kernel` works with any number of events."""
+"""`python -m tests.bench.kernel` drives the real kernel, for the configured numbers."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from tests.bench.parts.kernel.measure import measure_arrival, measure_decode, measure_request
+from tests.bench import kernel
+from tests.bench.kernel import Fleet, Row, most_replicas
 from vsched.testing import default_policies
 
 
-@pytest.mark.parametrize(("running", "steps"), [(1, 1), (1, 20), (64, 20), (96, 3)])
-def test_decode_steps_are_measured_with_as_few_events_as_are_requested(
-    running: int, steps: int
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_replica_runs_its_requests_and_visitors_come_and_go(replicas: int) -> None:
+    fleet = Fleet(replicas, 2, policies=default_policies(), events=30)
+    for _ in range(10):
+        for name in fleet.names:
+            fleet.step(name)
+        visit = fleet.visit()
+        assert 0 < visit.arrival_ns <= visit.all_ns
+    fleet.kernel.check_invariants()
+    statistics = fleet.kernel.statistics()
+    assert statistics["running"] == statistics["generate"]["decoding"] == 2 * replicas
+    assert statistics["encode"]["items_encoded"] == statistics["finished"]["length"] == 10
+    assert not statistics["policy_faults"]
+    each = [one["decoding"] for one in statistics["generate"]["groups"].values()]
+    assert each == [2] * replicas
+
+
+def test_replicas_of_a_core_follow_from_a_line_through_the_costs_of_a_step() -> None:
+    rows = [Row(1, [9.0, 11.0], [1.0], [1.0]), Row(101, [110.0], [1.0], [1.0])]
+    # A step costs 9 + 1 x replicas: with 137 of them 146 µs, and all of them 20,002.
+    assert most_replicas(rows, 20.0) == 136
+    # If nothing grows, it is the time of a step by the cost of one.
+    assert most_replicas([rows[0], Row(10, [10.0], [1.0], [1.0])], 20.0) == pytest.approx(
+        2000, rel=0.01
+    )
+
+
+def test_the_command_prints_a_table_and_how_far_a_kernel_goes(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    row = measure_decode(default_policies(), running, steps=steps, repeats=1)
-    assert (row.running, row.events) == (running, steps)
-    assert 0 < row.p50_us <= row.p99_us
-
-
-def test_requests_come_and_go_while_they_are_measured() -> None:
-    whole = measure_request(default_policies(), requests=4, repeats=2)
-    arrival = measure_arrival(default_policies(), requests=4, repeats=2)
-    assert whole.events == arrival.events == 8
-    assert arrival.case == "arrival of 8 images, 2,300 tokens"
+    lines: list[str] = []
+    options = "--replicas 2 1 --running 1 --events 2 --repeats 1 --set routing.use=round-robin"
+    monkeypatch.setattr(sys, "argv", ["kernel", *options.split()])
+    kernel.main(lines.append)
+    assert [line.split("|")[1].strip() for line in lines[1:3]] == ["1", "2"]
+    assert "One core drives" in lines[-1]

@@ -1,8 +1,7 @@
-"""Options of the bench harness, start of servers, resuming, and repair of a peer's environment."""
+"""Sides of the bench harness, start of servers, stored runs, and repair of a peer's environment."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import socket
 import sys
@@ -13,8 +12,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tests.bench import options, sessions
-from tests.bench.options import CASES
 from tests.bench.records import Key, Run, Store
 from tests.bench.servers import setup, sides, torchvision
 from tests.bench.servers.peers import PEERS, PeerStart
@@ -22,6 +19,7 @@ from tests.bench.servers.server import HOST, Server, ServerError, Spec
 from tests.bench.servers.session import Session
 from vsched.bench.load.figures import Figures
 from vsched.bench.load.generator import LoadPlan, draw
+from vsched.bench.load.measure import fixed_length_fields
 from vsched.bench.load.shapes import Case, Shape
 from vsched.errors import ConfigError
 
@@ -45,44 +43,7 @@ FIGURES = Figures(
 )
 
 
-def parsed(*words: str) -> argparse.Namespace:
-    return options.make_parser().parse_args([*words, "--out", "o"])
-
-
-# --- options ---
-
-
-def test_settings_tell_runs_apart_that_differ() -> None:
-    same, other = (
-        parsed("regress", "--before", "HEAD"),
-        parsed("regress", "--before", "HEAD", "--repeats", "5"),
-    )
-    assert options.settings_text(same) == options.settings_text(other)
-    for words in (
-        ["--set", "a.b=1"],
-        ["--slots", "8"],
-        ["--sessions", "4"],
-        ["--words", "4"],
-        ["--output-tokens", "4"],
-    ):
-        assert options.settings_text(
-            parsed("regress", "--before", "HEAD", *words)
-        ) != options.settings_text(same)
-
-
 # --- sides ---
-
-
-@pytest.mark.parametrize("threads", [2, 3, 8, 15])
-def test_ranks_of_vsched_have_the_threads_of_the_peer_together(threads: int) -> None:
-    found = [int(text.partition("=")[2]) for text in sides.thread_sets(threads, [])]
-    assert sum(found) == threads
-    assert min(found) >= 1
-    together = sides.thread_sets(threads, ["placement=together"])
-    assert together == [f"encode.threads={threads}", f"generate.threads={threads}"]
-    halves = sides.thread_sets(threads, ["placement=together", "generate.replicas=2"])
-    each = max(threads // 2, 1)
-    assert halves == [f"encode.threads={each}", f"generate.threads={each}"]
 
 
 def peer_folder(tmp_path: Path) -> Path:
@@ -91,9 +52,8 @@ def peer_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_both_sides_get_the_same_sizes(tmp_path: Path) -> None:
+def test_a_peer_gets_the_sizes_of_the_other_side(tmp_path: Path) -> None:
     sizes = sides.ServerSizes(threads=2, slots=16, context=4096, kv_bytes=3 << 30)
-    ours = sides.vsched(tmp_path, sizes, ["media.threads=1"])
     theirs = PEERS["vllm"].spec(
         PeerStart(
             checkpoint=tmp_path,
@@ -104,11 +64,6 @@ def test_both_sides_get_the_same_sizes(tmp_path: Path) -> None:
             environment={"A": "1"},
         )
     )
-    for word in ("generate.slots=16", "generate.context_tokens=4096", "media.threads=1"):
-        assert word in ours.command
-    assert f"generate.memory.bytes={3 << 30}" in ours.command
-    limits = [word for word in ours.command if "memory_limit" in word]
-    assert limits == [f"generate.memory_limit={7 << 30}"], "no pages on use without one"
     words = " ".join(theirs.command)
     for part in ("--max-num-seqs 16", "--max-model-len 4096", "--more"):
         assert part in words
@@ -129,16 +84,12 @@ def test_a_peer_that_is_not_installed_is_reported(tmp_path: Path, name: str) -> 
         PEERS[name].spec(start)
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_answers_of_peers_are_exactly_so_long(name: str) -> None:
-    exactly = PEERS[name].exactly
-    spec = Spec(side="x", command=[], model="m", port=1, version="v", exactly=exactly)
+def test_answers_of_a_side_are_exactly_so_long() -> None:
+    spec = Spec(side="x", command=[], model="m", port=1, version="v", exactly=fixed_length_fields)
     body = msgspec.json.decode(spec.body([{"role": "user", "content": "a"}], 7))
     assert (body["max_tokens"], body["temperature"], body["stream"]) == (7, 0, True)
-    field = {"transformers": "generation_config"}.get(name, "min_tokens")
-    assert "7" in str(body[field])
-    if name.startswith("llamacpp"):
-        assert body["ignore_eos"], "it does not know min_tokens"
+    assert body["min_tokens"] == 7
+    assert body["ignore_eos"], "llama.cpp does not know min_tokens"
 
 
 def write_config(folder: Path) -> None:
@@ -149,13 +100,13 @@ def write_config(folder: Path) -> None:
 # --- requests ---
 
 
-def plan(case: str, *, seed: str = "0", concurrency: int = 2, turns: int = 1) -> LoadPlan:
+def plan(case: Case, *, seed: str = "0", concurrency: int = 2, turns: int = 1) -> LoadPlan:
     shape = Shape(words=4, output_tokens=3, image_pixels=16, turns=turns)
-    return LoadPlan(case=Case(case), shape=shape, concurrency=concurrency, sessions=3, seed=seed)
+    return LoadPlan(case=case, shape=shape, concurrency=concurrency, sessions=3, seed=seed)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_both_sides_get_the_same_and_each_repeat_something_else(case: str) -> None:
+@pytest.mark.parametrize("case", Case)
+def test_both_sides_get_the_same_and_each_repeat_something_else(case: Case) -> None:
     turns = 2 if case == "conversation" else 1
     first = draw(plan(case, turns=turns))
     assert first == draw(plan(case, turns=turns))
@@ -193,37 +144,13 @@ def test_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
     assert len(store.report.runs) == 1
 
 
-def test_store_makes_halves_of_pairs_again(tmp_path: Path) -> None:
+def test_store_lists_missing_runs(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    pairs = [(key_of("vsched", index), key_of("vllm", index)) for index in range(3)]
-    for key in (*pairs[0], pairs[1][0]):
-        store.add(run_with(key))
-    assert store.missing(pairs) == pairs[1:]
-    changed = [tuple(key_of(key.side, 0, settings="other") for key in pairs[0])]
-    assert store.missing(changed) == changed
-
-
-@pytest.mark.slow
-def test_measure_starts_nothing_when_all_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = parsed(
-        "regress", "--before", "HEAD", "--cases", "text", "--concurrency", "1", "--repeats", "2"
-    )
-    found.out = tmp_path
-    specs = (
-        Spec(side="vsched", command=["no-such-program"], model="m", port=1, version="v"),
-        Spec(side="vllm", command=["no-such-program"], model="m", port=2, version="v", budget=2048),
-    )
-    session = sessions.session_of(found, Console(file=io.StringIO()))
-    with pytest.raises(FileNotFoundError):
-        sessions.measure(found, session, specs, found.cases)
-    for repeat in range(2):
-        for spec in specs:
-            one = sessions.plan_of(found, "text", 1, seed=str(repeat))
-            key = session.key(one, spec, purpose="compare", repeat=repeat)
-            session.store.add(run_with(key))
-    sessions.measure(found, session, specs, found.cases)
+    keys = [key_of("vsched", index) for index in range(3)]
+    store.add(run_with(keys[0]))
+    assert store.missing(keys) == keys[1:]
+    changed = key_of("vsched", 0, settings="other")
+    assert store.missing([changed]) == [changed]
 
 
 # --- servers ---
@@ -246,7 +173,7 @@ def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> N
     spec = Spec(side="x", command=command, model="m", port=1, version="v")
     with (
         pytest.raises(ServerError, match=r"status 3(.|\n)*out of luck"),
-        session_in(tmp_path).servers([spec]),
+        session_in(tmp_path).server(spec),
     ):
         pass
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vsched.aio.hosts.sockets import read_key_file
+from vsched.aio.hosts.link import read_key_file
 from vsched.cli import app
 from vsched.cli.main import import_commands
 from vsched.errors import ConfigError

@@ -15,14 +15,13 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
-from vsched.aio.environment import Environment
-from vsched.aio.replicas import fork_server, launcher
+from vsched.aio import fork_server, launcher
 from vsched.api import http_server as http_server_module
 from vsched.api import server as server_module
 from vsched.api.server import RunningServer
 from vsched.cli import app, serve_command
 from vsched.config import Config
-from vsched.engine import Engine
+from vsched.engine import Engine, Environment
 from vsched.errors import GroupLostError
 
 

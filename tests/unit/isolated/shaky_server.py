@@ -9,8 +9,7 @@ import sys
 
 import msgspec
 
-from vsched.isolated.frames import Channel, read_frame
-from vsched.isolated.server import limit_resources, read_setup, serve
+from vsched.isolated.server import Channel, limit_resources, read_frame, read_setup, serve
 
 
 def act(setup: bytes, channel: Channel) -> bytes:

@@ -14,6 +14,7 @@ from tests.unit.kernel.remembering import (
     Tally,
     digest,
 )
+from tests.unit.kernel.setups import Gathering
 from vsched.policy import (
     Admission,
     AdmissionView,
@@ -44,20 +45,13 @@ from vsched.policy import (
 )
 from vsched.policy_host import SeatPolicies
 from vsched.testing.defaults import default_policies
-from vsched_policies.admission import (
-    Deadline,
-    Fifo,
-    Gathered,
-    Priority,
-    ShortestFirst,
-    TokenBudget,
-)
-from vsched_policies.dispatch import FewestHeldUp, SizeClasses
+from vsched_policies.admission import Fifo, Priority, ShortestFirst, Tiers, TokenBudget
+from vsched_policies.dispatch import FewestHeldUp
 from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup
-from vsched_policies.encoding import ChunkAware, Combined, Eager
+from vsched_policies.encoding import ChunkAware, Combined
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 from vsched_policies.front_door import DeadlineShed, Open
-from vsched_policies.insertion import Everything, Matching, Prompts
+from vsched_policies.insertion import Everything, Matching
 from vsched_policies.preemption import Youngest
 from vsched_policies.reclaim import YoungestEmbedding
 from vsched_policies.requests import TenantFair
@@ -234,26 +228,12 @@ def random_admission(rng: random.Random) -> RequestPolicy:
     budget = rng.choice([None, 0, 1, 10, 64])
     items = rng.choice([1, 2, 8])
     seconds = rng.choice([0.0, 0.000_01, 0.001, 0.1, 10.0])
-    ahead = rng.choice([0, 0, 1, 5])
     makers: list[Callable[[], RequestPolicy]] = [
-        lambda: Fifo(look_ahead=ahead, starvation_s=seconds),
-        lambda: TokenBudget(
-            max_tokens=budget, max_items=items, look_ahead=ahead, starvation_s=seconds
-        ),
-        lambda: Gathered(
-            max_tokens=budget,
-            max_items=items,
-            max_blocks=rng.choice([None, 1, 20]),
-            deadline_s=seconds,
-        ),
+        Fifo,
+        lambda: TokenBudget(max_tokens=budget, max_items=items),
+        lambda: Gathering(count=items, deadline_s=seconds),
         lambda: Priority(max_tokens=budget, max_items=items, ageing_s=seconds),
-        lambda: Deadline(
-            max_tokens=budget,
-            max_items=items,
-            default_target_ms=rng.choice([0, 1, 1000]),
-            lead_ms=rng.choice([0, 1]),
-            starvation_s=seconds,
-        ),
+        lambda: Tiers(ageing_s=seconds, mode=rng.choice(["recompute", "swap"])),
         lambda: TenantFair(output_weight=rng.choice([1, 5]), max_items=rng.choice([None, 1])),
         lambda: ShortestFirst(ageing_s=rng.choice([0.001, 10.0]), forget=rng.choice([0.1, 1.0])),
         Reversed,
@@ -268,10 +248,9 @@ def random_admission(rng: random.Random) -> RequestPolicy:
 
 
 def random_encoding(rng: random.Random) -> ImagePolicy:
-    ahead = rng.choice([0, 1, 3])
+    ahead = rng.choice([0, 1, 3, 100])
     makers: list[Callable[[], ImagePolicy]] = [
         lambda: ChunkAware(look_ahead_chunks=ahead),
-        Eager,
         Combined,
         lambda: Scattered(wrong=rng.choice(WRONG)),
         FromTheEnd,
@@ -468,7 +447,6 @@ class TalliedDispatch(ImagePolicy, frozen=True, kw_only=True):
 def random_dispatch(rng: random.Random) -> ImagePolicy:
     makers: list[Callable[[], ImagePolicy]] = [
         FewestHeldUp,
-        lambda: SizeClasses(small_tokens=rng.choice([1, 8, 64]), patience_s=rng.choice([0.0, 2.0])),
         lambda: AnyDispatch(wrong=rng.choice(WRONG)),
         lambda: TalliedDispatch(fails=rng.choice([0, 2, 5])),
     ]
@@ -537,7 +515,6 @@ class TalliedInsertion(CachePolicy, frozen=True, kw_only=True):
 def random_insertion(rng: random.Random) -> CachePolicy:
     makers: list[Callable[[], CachePolicy]] = [
         Everything,
-        Prompts,
         lambda: Matching(tokens_min=rng.choice([0, 20]), tokens_max=rng.choice([None, 40])),
         lambda: AnyBlocks(wrong=rng.choice(WRONG)),
         lambda: TalliedInsertion(fails=rng.choice([0, 2, 5])),

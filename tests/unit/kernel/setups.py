@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from vsched.kernel import SchedulerLimits
+from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.sim.ranks.stepped import correct_outputs
 from vsched.testing import ModelCluster, make_request
 from vsched.types import Request
@@ -39,6 +40,19 @@ def words(count: int, *, start: int = 10) -> list[int]:
 def image_request(name: str, *images: tuple[bytes, int], **changes: Any) -> Request:
     """Return a request of images (key, tokens) and one word after the last."""
     return make_request(name, [7], [(0, tokens, key) for key, tokens in images], **changes)
+
+
+class Gathering(RequestPolicy, frozen=True, kw_only=True):
+    """Holds entries until `count` of them wait, for at most `deadline_s`."""
+
+    count: int = 8
+    deadline_s: float = 0.1
+
+    def admit(self, view: AdmissionView) -> Admission:
+        due_ns = min(entry.arrived_ns for entry in view.waiting) + int(self.deadline_s * 1e9)
+        if view.now_ns < due_ns and len(view.waiting) < self.count:
+            return Admission(hold_until_ns=due_ns)
+        return Admission(range(min(len(view.waiting), self.count)))
 
 
 ViewStruct = TypeVar("ViewStruct", bound=msgspec.Struct)

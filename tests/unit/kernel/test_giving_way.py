@@ -11,6 +11,7 @@ from tests.unit.kernel.policy_pool import random_policies
 from vsched.policy import Admission, AdmissionView, PreemptionMode, RequestPolicy
 from vsched.testing import default_policies, run_random
 from vsched.testing.policy_run import PolicyRun, RequestAt, run_policy
+from vsched_policies.admission import Priority, Tiers
 
 SLOTS = 4
 CHATS = [
@@ -23,20 +24,6 @@ def urgent_first(view: AdmissionView) -> list[int]:
     return sorted(range(len(view.waiting)), key=lambda index: -view.waiting[index].priority)
 
 
-class GivesWay(RequestPolicy, frozen=True, kw_only=True):
-    """The batch tier (priority 0) gives way to the chat tier, the youngest first."""
-
-    preempts = True
-    mode: PreemptionMode = "recompute"
-
-    def admit(self, view: AdmissionView) -> Admission:
-        order = urgent_first(view)
-        urgent = sum(one.priority > 0 for one in view.waiting)
-        batch = [i for i in view.eligible if view.running_requests[i].priority == 0]
-        victims = batch[::-1][: max(urgent - view.entries_free, 0)]
-        return Admission(order[: view.entries_free + len(victims)], preempt=victims, mode=self.mode)
-
-
 class Reserved(RequestPolicy, frozen=True, kw_only=True):
     """The batch tier leaves half of the slots to the chat tier."""
 
@@ -47,13 +34,6 @@ class Reserved(RequestPolicy, frozen=True, kw_only=True):
         chats = [index for index in order if view.waiting[index].priority]
         joined = [*chats, *batch][: view.entries_free]
         return Admission(joined or ([0] if view.running == 0 else []))
-
-
-class Priority(RequestPolicy, frozen=True, kw_only=True):
-    """Chats join first, once a slot is free."""
-
-    def admit(self, view: AdmissionView) -> Admission:
-        return Admission(urgent_first(view)[: view.entries_free])
 
 
 def run(policy: RequestPolicy, **limits: int) -> PolicyRun:
@@ -73,7 +53,7 @@ def ttft_p95_ms(found: PolicyRun) -> float:
 def test_chat_starts_as_soon_as_with_reserved_slots(mode: PreemptionMode) -> None:
     """Without either it waits for the end of a batch request. All slots serve the batch tier while no chat is there."""
     waiting, reserved = run(Priority()), run(Reserved())
-    found = run(GivesWay(mode=mode), swap_blocks=64)
+    found = run(Tiers(mode=mode), swap_blocks=64)
     assert ttft_p95_ms(found) <= ttft_p95_ms(reserved) < ttft_p95_ms(waiting) / 5
     generate = found.statistics["generate"]
     assert generate["preemptions"] > 0
@@ -86,7 +66,7 @@ def test_chat_starts_as_soon_as_with_reserved_slots(mode: PreemptionMode) -> Non
     assert ends[0] < ends[1]
 
 
-class Endless(GivesWay, frozen=True, kw_only=True):
+class Endless(Tiers, frozen=True, kw_only=True):
     """Everyone gives way to anyone."""
 
     def admit(self, view: AdmissionView) -> Admission:
@@ -108,8 +88,8 @@ def test_requests_give_way_for_limited_time_in_total() -> None:
     """Then the batch request keeps its slot, and chats wait for it."""
     chats = [RequestAt(at_s=1 + n / 10, priority=1, output_tokens=20) for n in range(40)]
     batch = RequestAt(name="batch", output_tokens=200)
-    free = run_policy(GivesWay(), batch, *chats, slots=1)
-    limited = run_policy(GivesWay(), batch, *chats, slots=1, passed_over_ns=1_000_000_000)
+    free = run_policy(Tiers(), batch, *chats, slots=1)
+    limited = run_policy(Tiers(), batch, *chats, slots=1, passed_over_ns=1_000_000_000)
     ends = [one.times["batch"].finished_ns / 1e9 for one in (free, limited)]
     assert ends[1] < ends[0] - 2
 
@@ -117,7 +97,7 @@ def test_requests_give_way_for_limited_time_in_total() -> None:
 def test_policy_sees_preemptible_requests() -> None:
     seen: list[tuple[Sequence[int], int]] = []
 
-    class Watching(GivesWay, frozen=True, kw_only=True):
+    class Watching(Tiers, frozen=True, kw_only=True):
         def admit(self, view: AdmissionView) -> Admission:
             seen.append((view.eligible, len(view.running_requests)))
             assert all(
@@ -134,6 +114,6 @@ def test_policy_sees_preemptible_requests() -> None:
 def test_giving_way_keeps_every_promise_under_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     drawn = random_policies(rng)
-    policy = Endless() if seed % 2 else GivesWay(mode="swap")
+    policy = Endless() if seed % 2 else Tiers(mode="swap")
     changed = {**drawn.by_table, "generate.admission": policy}
     run_random(rng, default_policies().__class__(by_table=changed))

@@ -7,14 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import image_request, make_limits, words
+from tests.unit.kernel.setups import Gathering, image_request, make_limits, words
 from vsched.failures import Simulated
 from vsched.kernel import Scheduler
 from vsched.kernel.events import Drain, Event, GroupLost
 from vsched.kernel.live import CELL_SAMPLES_MAX, MAP_CELLS_MAX, MemoryMap, RequestRow
 from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.testing import ModelCluster, default_policies, make_request
-from vsched_policies.admission import Gathered
 
 
 def rows(cluster: ModelCluster, most: int = 100) -> dict[str, RequestRow]:
@@ -50,7 +49,7 @@ def test_request_without_blocks_names_their_number() -> None:
 
 
 def test_held_queue_names_the_rest_of_the_hold() -> None:
-    policies = default_policies(generate_admission=Gathered(deadline_s=2))
+    policies = default_policies(generate_admission=Gathering(deadline_s=2))
     cluster = ModelCluster(make_limits(), policies)
     cluster.submit(make_request("held", words(3)))
     why = rows(cluster)["held"].why

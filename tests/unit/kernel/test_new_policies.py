@@ -184,7 +184,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "generate.admission": [{"use": "shortest-first"}, {"use": "tenant-fair"}],
     "generate.eviction": [{"use": "lru"}, {"use": "s3-fifo"}, {"use": "none"}],
     "generate.step": [{"use": "tenant-fair"}, {"use": "slo-feedback"}, {"use": "in-order"}],
-    "generate.insertion": [{"use": "matching", "tokens_min": 20}, {"use": "prompts"}],
+    "generate.insertion": [{"use": "matching", "tokens_min": 20}, {"use": "everything"}],
     "front_door": [{"use": "tenant-fair", "rate": 0.5, "burst": 1, "wait_s": 5}, {"use": "open"}],
     "policy": [{"use": f"{HERE}:OneAtATime", "hold_s": 1, "seats": ["front_door"]}],
 }

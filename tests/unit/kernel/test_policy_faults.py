@@ -166,6 +166,8 @@ INVALID: dict[str, tuple[tuple[Any, ...], list[Any]]] = {
             ANY_STEPSHARES([0, 0]),
             ANY_STEPSHARES([0], [1, 2]),
             ANY_STEPSHARES([0], [-1]),
+            ANY_STEPSHARES([0], None, -1),
+            ANY_STEPSHARES(["first"]),
         ],
     ),
     "front_door": (

@@ -30,7 +30,7 @@ from vsched.policy import (
 )
 from vsched.probes import observed
 from vsched.testing import ModelCluster, default_policies, make_request
-from vsched_policies.encoding import Eager
+from vsched_policies.encoding import ChunkAware
 from vsched_policies.eviction import KeepNothing
 
 SECOND_NS = 1_000_000_000
@@ -177,7 +177,7 @@ def test_request_that_moves_has_its_image_encoded_once() -> None:
 def test_request_suspended_by_a_draining_group_claims_nothing() -> None:
     """Preempted while its only group drains, it would keep embeddings from others until the group is back."""
     limits = make_limits(blocks=14, slots=4, prefix_cache=False, chunk_tokens=8, generate_depth=1)
-    cluster = ModelCluster(limits, default_policies(encoding=Eager()))
+    cluster = ModelCluster(limits, default_policies(encoding=ChunkAware(look_ahead_chunks=9)))
     cluster.submit(make_request("old", words(12), max_tokens=40))
     cluster.submit(make_request("young", words(30), [(0, 8, b"a"), (25, 8, b"b")], max_tokens=2))
     cluster.send(Drain("generate"))

@@ -18,10 +18,10 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.aio.refusals import refusal_error
+from vsched.aio.arrivals import refusal_error
 from vsched.failures import ErrorKind, StartFailed
 from vsched.kernel.events import Drain, GroupRetired, Resume
-from vsched.kernel.routing import ITEMS_MAX
+from vsched.kernel.request_moves import ITEMS_MAX
 from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import FinishReason

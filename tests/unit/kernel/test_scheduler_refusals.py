@@ -15,7 +15,7 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.aio.refusals import refusal_error
+from vsched.aio.arrivals import refusal_error
 from vsched.kernel import SchedulerLimits
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Extent, MediaItem, Request, Spans

@@ -9,8 +9,7 @@ from tests.each_case import each_case
 from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.kernel.prefix_hashes import chain_hashes
-from vsched.kernel.request import int32
+from vsched.kernel.request import chain_hashes, int32
 from vsched.media import ImageReference, MediaPipeline, PixelStore, SpannedImage, VideoReference
 from vsched.media.attention import place_attention
 from vsched.types import MediaItem, Spans

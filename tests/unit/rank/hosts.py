@@ -13,11 +13,10 @@ import zmq
 from tests.cable import Cable
 from tests.host_process import HostProcess
 from tests.unit.rank.worker_groups import Place
-from vsched.aio.hosts.placement import PlacedLauncher
-from vsched.aio.hosts.remote import Patience
+from vsched.aio.hosts.link import Context, EngineSocket, HostSocket, curve_keys, make_secret
+from vsched.aio.hosts.remote import Patience, PlacedLauncher
 from vsched.aio.hosts.server import HostServer
-from vsched.aio.hosts.sockets import Context, EngineSocket, HostSocket, curve_keys, make_secret
-from vsched.aio.replicas.launcher import LocalLauncher
+from vsched.aio.launcher import LocalLauncher
 
 PATIENT = Patience(alive_s=0.1, silence_s=60, open_s=60)
 

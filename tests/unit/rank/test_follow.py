@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from types import SimpleNamespace
@@ -20,7 +21,6 @@ from vsched.wire import (
     LeaderLog,
     LogEntry,
     Stop,
-    Turns,
 )
 from vsched.worker.member import Member
 
@@ -76,7 +76,7 @@ class Following:
         monkeypatch.setattr(rank_module, "wait_readable", self._wait)
         self.done: Done = []
         self.late: list[tuple[str, bytes]] = []
-        self.turns = Turns()
+        self.turns = itertools.count(1)
         self.logs = {name: LeaderLog(self.turns) for name in ("encode", "generate")}
         spec = SimpleNamespace(rank=0, secret="sesame")
         self.members = {name: Member(spec, Link()) for name in self.logs}  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def test_follow_keeps_the_order_of_turns(monkeypatch: pytest.MonkeyPatch, seed: 
 def test_follow_stops_where_no_log_has_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn that is missing in both logs is a divergence, not a wait for ever."""
     following = Following(monkeypatch)
-    following.turns.last = 1
+    next(following.turns)
     following.decide("encode", EncodeDecision(1, []))
     following.decide("generate", GenerateDecision(1))
     with pytest.raises(RankDesync, match="waits for a turn that none of them has"):

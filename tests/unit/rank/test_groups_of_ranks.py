@@ -15,8 +15,8 @@ import pytest
 from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.unit.rank.fake_plugin import Behaviour
 from tests.unit.rank.worker_groups import LIMITS, Place, Received, is_running
-from vsched.aio.leader.leader import Deadlines
-from vsched.aio.replicas.worker_group import WorkerGroup
+from vsched.aio.worker_groups import WorkerGroup
+from vsched.config.sections import DeadlinesConfig
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.types import SamplingParams
 from vsched.wire import EncodeResult, GenerateResult
@@ -27,7 +27,7 @@ IDLE_BEATS = int(os.environ.get("VSCHED_IDLE_BEATS", "3"))
 PROMPT = (7).to_bytes(4, "little") * 3
 
 
-def limits(**changes: float) -> Deadlines:
+def limits(**changes: float) -> DeadlinesConfig:
     return msgspec.structs.replace(LIMITS, **changes)
 
 
@@ -63,18 +63,6 @@ async def started(*worker_groups: WorkerGroup) -> AsyncIterator[None]:
     finally:
         for worker_group in worker_groups:
             await worker_group.stop(grace_s=0)
-
-
-async def test_group_of_ranks_agrees(place: Place) -> None:
-    """Every rank reports every step; rank 0's result is the group's."""
-    received = Received()
-    worker_group = place.worker_group(received.events, ranks=2)
-    async with started(worker_group):
-        await steps(worker_group, received, 30)
-        results = [result for _, result in received.results]
-        assert [result.step for result in results] == list(range(1, 31))
-        assert all(isinstance(result, GenerateResult) for result in results)
-        assert received.lost == []
 
 
 async def test_group_of_ranks_that_differ_is_lost(place: Place) -> None:
@@ -187,10 +175,7 @@ async def test_group_together_follows_one_order(place: Place) -> None:
 
 
 async def test_group_of_ranks_idles(place: Place, tmp_path: Path) -> None:
-    """Idle for VSCHED_IDLE_BEATS heartbeats: alive, and then at work.
-
-    `tests/unit/aio/leader/test_idle_group.py` has the gaps between them.
-    """
+    """Idle for VSCHED_IDLE_BEATS heartbeats: alive, and then at work."""
     received = Received()
     worker_group = place.worker_group(
         received.events,

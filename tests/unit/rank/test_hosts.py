@@ -17,8 +17,7 @@ from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import PATIENT, cable_to, host_process, hosts_of
 from tests.unit.rank.worker_groups import Place, generate, read, shell_of
 from vsched.aio.hosts import server
-from vsched.aio.replicas.launcher import LocalLauncher
-from vsched.aio.replicas.process import RankProcess
+from vsched.aio.launcher import LocalHost, RankProcess
 from vsched.aio.shell import Shell
 from vsched.errors import GroupLostError, StartFailedError
 from vsched.testing import make_request
@@ -78,7 +77,7 @@ async def test_hosts_rank_that_is_killed_there_comes_back(place: Place) -> None:
             request = make_request("image", [14, 15], [(1, 6, b"image1")])
             stream = generate(shell, request, max_tokens=60)
             before = await read(stream, at_least=20)
-            (rank,) = shell.groups["generate"].supervisor.worker_group._processes
+            (rank,) = shell.groups["generate"].worker_group._processes
             os.kill(rank.pid, signal.SIGKILL)
             assert before + await read(stream) == expected_tokens(request.prompt_token_ids, 60)
             assert shell.healthy
@@ -180,13 +179,13 @@ async def test_hosts_say_what_a_rank_may_take_of_them(
 ) -> None:
     """Defaults come from the host that starts a rank, not from the engine's host."""
     launched: list[tuple[int, int]] = []
-    launch = LocalLauncher.launch
+    launch = LocalHost.launch
 
-    def spied(launcher: LocalLauncher, spec: RankSpec, **options: Any) -> RankProcess:
+    def spied(host: LocalHost, spec: RankSpec, **options: Any) -> RankProcess:
         launched.append((options["threads"], spec.memory_limit_bytes))
-        return launch(launcher, spec, **options)
+        return launch(host, spec, **options)
 
-    monkeypatch.setattr(LocalLauncher, "launch", spied)
+    monkeypatch.setattr(LocalHost, "launch", spied)
     monkeypatch.setattr(server, "host_available", lambda: 400 << 30)
     pretend_cores(monkeypatch, 12)
     place.share = HostShare(processes=3, threads=("generate",), memory=1, memory_bytes=1 << 30)

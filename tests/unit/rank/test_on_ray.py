@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,10 +17,9 @@ from tests.patience import NEVER_S, until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import RunningHost
 from tests.unit.rank.worker_groups import ROOT, Place, generate, python_path, read, shell_of
-from vsched.aio.hosts.placement import placed
 from vsched.aio.hosts.ray_hosts import ActorDied, InstalledRay, RayHosts, Resources
-from vsched.aio.replicas.launcher import LocalLauncher
-from vsched.aio.replicas.process import RankProcess
+from vsched.aio.hosts.remote import placed
+from vsched.aio.launcher import LocalHost, RankProcess
 from vsched.config import Config, load_config
 from vsched.config.cluster import ClusterConfig
 from vsched.errors import ConfigError
@@ -134,13 +131,13 @@ async def test_ray_ranks_share_the_cpus_of_their_bundle(
 ) -> None:
     """Not the cores of the node, which other bundles use too."""
     launched: list[int] = []
-    launch = LocalLauncher.launch
+    launch = LocalHost.launch
 
-    def spied(launcher: LocalLauncher, spec: RankSpec, **options: Any) -> RankProcess:
+    def spied(host: LocalHost, spec: RankSpec, **options: Any) -> RankProcess:
         launched.append(options["threads"])
-        return launch(launcher, spec, **options)
+        return launch(host, spec, **options)
 
-    monkeypatch.setattr(LocalLauncher, "launch", spied)
+    monkeypatch.setattr(LocalHost, "launch", spied)
     pretend_cores(monkeypatch, 12)
     ray = FakeRay()
     config = config_of("encode.replicas=0", "cluster.generate_resources={CPU=6}")
@@ -283,30 +280,6 @@ def test_ray_cluster_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPat
         InstalledRay().connect("head:6379")
 
 
-def imports_of_ray(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    text = path.read_text()
-    if "import ray" not in text and "from ray" not in text:
-        return []  # parsing all takes seconds
-    return [
-        node
-        for node in ast.walk(ast.parse(text))
-        if (isinstance(node, ast.Import) and any(n.name.split(".")[0] == "ray" for n in node.names))
-        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray")
-    ]
-
-
-def test_ray_is_imported_by_its_calls_alone() -> None:
-    """In one file, and inside functions."""
-    found: list[str] = []
-    for folder in ("vsched", "policies", "workers"):
-        for path in (ROOT / folder).rglob("*.py"):
-            nodes = imports_of_ray(path)
-            if nodes:
-                found.append(path.name)
-                assert all(node.col_offset for node in nodes)
-    assert found == ["ray_hosts.py"]
-
-
 def test_ray_is_not_needed_without_it() -> None:
     """Every module of vsched can be imported, and a launcher created, without Ray."""
     program = """
@@ -316,7 +289,7 @@ import vsched
 for module in pkgutil.walk_packages(vsched.__path__, "vsched."):
     if module.name.startswith("vsched.aio") or module.name.startswith("vsched.cli"):
         importlib.import_module(module.name)
-from vsched.aio.environment import make_launcher
+from vsched.engine import make_launcher
 from vsched.config import load_config
 make_launcher(load_config(None, sets=[], environ={}).config).close()
 """

@@ -23,8 +23,7 @@ from tests.unit.rank.worker_groups import (
     read,
     shell_of,
 )
-from vsched.aio.replicas import supervisor as revival_module
-from vsched.errors import RequestFailed, RequestRefused
+from vsched.errors import RequestFailed
 from vsched.testing import make_request
 
 pytestmark = pytest.mark.slow
@@ -61,19 +60,6 @@ async def test_shell_streams_go_on_when_ranks_are_killed(
         assert victim not in shell.pids
         assert shell.healthy
         assert shell.statistics()["finished"]["length"] == 4
-
-
-async def test_shell_encoder_killed_leaves_text_alone(place: Place) -> None:
-    """With a process of its own, a lost encoder stops no text; images wait until it is back."""
-    async with shell_of(place, behaviour=Behaviour(step_s=0.002)) as shell:
-        text = generate(shell, make_request("text", [11, 12, 13]), max_tokens=40)
-        await read(text, at_least=2)
-        generate_pid = shell.pids[1]
-        os.kill(shell.pids[0], signal.SIGKILL)
-        image = generate(shell, make_request("image", [7], [(0, 6, b"a")]), max_tokens=5)
-        await read(text)
-        assert await read(image) == expected_tokens([5] * 6 + [7], 5)
-        assert shell.pids[1] == generate_pid
 
 
 async def test_shell_request_that_kills_its_ranks_twice_is_ended(
@@ -119,46 +105,6 @@ def place_children() -> set[int]:
     """Return the running children of this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {int(pid) for pid in children if is_running(int(pid))}
-
-
-async def test_shell_that_cannot_restart_ends_and_refuses_requests(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the last attempt every request ends with an error, and none waits for ever."""
-    monkeypatch.setattr(revival_module, "RESTART_DELAYS_S", (0.0, 0.0))
-    async with shell_of(place, behaviour=Behaviour(step_s=0.005)) as shell:
-        stream = generate(shell, make_request("r", [11, 12]), max_tokens=300)
-        await read(stream, at_least=2)
-        monkeypatch.setattr(sys, "executable", "/bin/false")
-        os.kill(shell.pids[1], signal.SIGKILL)
-        with pytest.raises(RequestFailed):
-            await read(stream)
-        assert shell.given_up == "generate could not be restarted"
-        assert not shell.healthy
-        with pytest.raises(RequestRefused, match="could not be restarted") as caught:
-            generate(shell, make_request("r2", [11]), max_tokens=3)
-        assert caught.value.status == 503
-
-
-async def test_shell_abort_frees_and_others_go_on(place: Place) -> None:
-    """An aborted stream ends with its reason; clearing ends the rest and reports 0 and 0."""
-    async with shell_of(place, behaviour=Behaviour(step_s=0.002)) as shell:
-        streams = [
-            generate(shell, make_request(f"r{index}", [11 + index]), max_tokens=200)
-            for index in range(6)
-        ]
-        await read(streams[0], at_least=3)
-        streams[0].abort()
-        assert streams[0].reason == "abort"
-        await read(streams[1], at_least=3)
-        shell.clear()
-        statistics = shell.statistics()
-        assert (statistics["running"], statistics["waiting"]) == (0, 0)
-        for stream in streams[1:]:
-            with pytest.raises(RequestFailed, match="cleared"):
-                await read(stream)
-        last = generate(shell, make_request("last", [50, 51]), max_tokens=4)
-        assert await read(last) == expected_tokens([50, 51], 4)
 
 
 PARENT = """

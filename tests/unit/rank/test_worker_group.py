@@ -23,9 +23,8 @@ from tests.unit.rank.worker_groups import (
     is_running,
     make_sizing,
 )
-from vsched.aio.leader.leader import Deadlines
-from vsched.aio.replicas.launcher import at_home
-from vsched.aio.replicas.process import RANK_COMMAND, RankProcess
+from vsched.aio.launcher import RANK_COMMAND, RankProcess, at_home
+from vsched.config.sections import DeadlinesConfig
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLostError
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.transport.zmq_link import LeaderLink
@@ -35,7 +34,7 @@ from vsched.wire import GenerateResult
 pytestmark = pytest.mark.slow
 
 
-def limits(**changes: float) -> Deadlines:
+def limits(**changes: float) -> DeadlinesConfig:
     return msgspec.structs.replace(LIMITS, **changes)
 
 
@@ -62,8 +61,8 @@ async def test_worker_group_starts_all_ranks_in_parallel(place: Place, tmp_path:
         ("vsched: generat", f"vsched: generate rank {rank}") for rank in range(3)
     ]
     assert ("generate", "weights", 1.0) in received.progress
-    assert worker_group.memory()["generate"].keys() == {0, 1, 2}
-    assert worker_group.memory()["generate"][2]["kv"] == KV_TOKENS * 8
+    assert worker_group.leader("generate").memory.keys() == {0, 1, 2}
+    assert worker_group.leader("generate").memory[2]["kv"] == KV_TOKENS * 8
     worker_group.leader("generate").decide(one_request())
     await received.wait_until(lambda: received.results)
     pids = worker_group.pids
@@ -306,7 +305,8 @@ async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first
 ) -> None:
     """On a busy machine, the last report is still in flight when the process has ended."""
     received = Received()
-    worker_group = place.worker_group(received.events)
+    # Without heartbeats, which could find it gone before its exit is noticed.
+    worker_group = place.worker_group(received.events, limits=limits(heartbeat_s=60))
     await worker_group.start()
     (process,) = worker_group._processes
     assert isinstance(process, RankProcess)

@@ -13,11 +13,11 @@ import msgspec
 from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import KV_BYTES, LAYOUT, NAME, Behaviour, model_info
 from vsched.aio.kv_sizing import Sizing
-from vsched.aio.leader.leader import Deadlines
-from vsched.aio.replicas.launcher import Launcher, LocalLauncher
-from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
+from vsched.aio.launcher import Launcher, LocalLauncher
 from vsched.aio.shell import Shell, start_shell
-from vsched.aio.streams.stream import ChoiceInputs, TokenStream
+from vsched.aio.streams import ChoiceInputs, TokenStream
+from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents
+from vsched.config.sections import DeadlinesConfig
 from vsched.kernel import SchedulerLimits
 from vsched.policy import MemoryPolicy, MemoryView
 from vsched.testing import default_policies
@@ -30,7 +30,7 @@ from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec
 from vsched_policies.memory import Pinned
 
 ROOT = Path(__file__).parents[3]
-LIMITS = Deadlines(ready_s=NEVER_S, step_s=NEVER_S, heartbeat_s=0.2, rank_timeout_s=60)
+LIMITS = DeadlinesConfig(ready_s=NEVER_S, step_s=NEVER_S, heartbeat_s=0.2, rank_timeout_s=60)
 """Tests of a deadline set their own."""
 KV_TOKENS = 512
 
@@ -113,7 +113,7 @@ class Place:
         groups: Sequence[str] = ("generate",),
         behaviour: Behaviour | None = None,
         ranks: int = 1,
-        limits: Deadlines = LIMITS,
+        limits: DeadlinesConfig = LIMITS,
         sizing: Sizing | None = None,
         memory_limit_bytes: int = 0,
     ) -> WorkerGroup:
@@ -183,7 +183,7 @@ async def shell_of(
     *,
     groups: Sequence[Sequence[str]] = (("encode",), ("generate",)),
     behaviour: Behaviour | None = None,
-    limits: Deadlines = LIMITS,
+    limits: DeadlinesConfig = LIMITS,
     ranks: int = 1,
 ) -> AsyncIterator[Shell]:
     """Yield a started shell of one worker group for each tuple of groups."""

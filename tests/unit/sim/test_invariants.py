@@ -17,7 +17,7 @@ from vsched.kernel.commands import Decide, Finish
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.group import GenerateGroup
-from vsched.kernel.generate.running import RunningSet
+from vsched.kernel.generate.requests import RunningSet
 from vsched.policy_host.waiting import OrderedQueue
 from vsched.sim.fast.run import simulate
 from vsched.sim.invariants import Oracles, SimulationFailed
@@ -43,8 +43,8 @@ def pages_of_a_reader_given_away(patch: pytest.MonkeyPatch) -> None:
     def broken(self: EmbeddingCache, keys: Any) -> None:
         real(self, keys)
         for entry in list(self):
-            if entry.pages and entry.phase.value == "ready" and len(self._free) < 2:
-                self._free.append(entry.pages[0])
+            if entry.pages and entry.phase.value == "ready" and len(self.free) < 2:
+                self.free.append(entry.pages[0])
 
     patch.setattr(EmbeddingCache, "unpin", broken)
 

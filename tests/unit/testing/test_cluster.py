@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
-from vsched.kernel import prefix_hashes, request, request_moves
+from vsched.kernel import request, request_moves
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
 from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.group import GenerateGroup
@@ -24,7 +24,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def hash_without_items(patch: pytest.MonkeyPatch) -> None:
-    real = prefix_hashes.chain_hashes
+    real = request.chain_hashes
 
     def broken(tokens: array[int], items: Sequence[MediaItem], **rest: Any) -> list[bytes]:
         return real(tokens, [], **rest)
@@ -37,7 +37,7 @@ def hash_without_salt(patch: pytest.MonkeyPatch) -> None:
 
 
 def hash_without_adapter(patch: pytest.MonkeyPatch) -> None:
-    real = prefix_hashes.root_hash
+    real = request.root_hash
     patch.setattr(request_moves, "root_hash", lambda cache_salt, adapter: real(cache_salt))
 
 

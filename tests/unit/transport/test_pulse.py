@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from vsched.transport.pulse import PulseThread
-from vsched.transport.zmq_link import RankLink, pulse_identity
+from vsched.transport.zmq_link import PulseThread, RankLink, pulse_identity
 from vsched.wire import Hello, Pulse, RankReport, decode_report
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The control plane: no message is lost after an edge, and a rank that does not read delays no other."""
+"""The control plane: no message is lost after an edge; the rest is in `tests/contract/test_transports.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from tests.patience import patience
-from vsched.transport.zmq_link import QUEUE_MAX, LeaderLink, RankLink, rank_identity, wait_readable
+from vsched.transport.zmq_link import LeaderLink, RankLink, rank_identity, wait_readable
 
 Frame = tuple[bytes, bytes]
 
@@ -105,71 +105,6 @@ async def test_link_hears_reports_whose_edge_a_send_has_swallowed(
     assert len(leading.received) == 51
 
 
-async def test_link_keeps_order_in_both_directions(
-    leading: Leading, connect: Callable[[int], RankLink]
-) -> None:
-    """Entries arrive in the order in which they were sent, to every rank."""
-    links = [connect(rank) for rank in range(3)]
-    for link in links:
-        link.send(b"hello")
-    await leading.receive(3)
-    for index in range(200):
-        for rank in range(3):
-            assert leading.link.send(rank, b"%d" % index)
-    expected = [b"%d" % index for index in range(200)]
-    assert [receive(link, 200) for link in links] == [expected] * 3
-
-
-async def test_link_reports_that_a_rank_was_never_there(leading: Leading) -> None:
-    """Sending to an unknown peer fails."""
-    assert not leading.link.send(7, b"decision")
-
-
-async def test_link_reports_that_a_rank_is_gone(
-    leading: Leading, connect: Callable[[int], RankLink]
-) -> None:
-    """A missing rank is detected by sending, at the latest when its queue is full."""
-    link = RankLink(leading.link.address, 0)
-    link.send(b"hello")
-    await leading.receive(1)
-    link.close()
-    async with patience():
-        while leading.link.send(0, b"decision"):  # noqa: ASYNC110 - sending tells
-            await asyncio.sleep(0)
-
-
-async def test_link_never_waits_for_a_peer_that_never_reads(
-    leading: Leading, connect: Callable[[int], RankLink]
-) -> None:
-    """A rank that does not read is reported once its queue is full; the others are not affected."""
-    deaf, good = RankLinkThatNeverReads(leading.link.address, 0), connect(1)
-    deaf.send(b"hello")
-    good.send(b"hello")
-    await leading.receive(2)
-    sent = 0
-    frame = bytes(4096)
-    while leading.link.send(0, frame):
-        sent += 1
-        assert sent < 20 * QUEUE_MAX, "the queue to a rank has no bound"
-    assert sent >= QUEUE_MAX
-    assert leading.link.send(1, b"still here")
-    assert receive(good, 1) == [b"still here"]
-    deaf.close()
-
-
-class RankLinkThatNeverReads(RankLink):
-    """A rank with a bounded queue of its own, like a stuck process."""
-
-    def __init__(self, address: str, rank: int) -> None:
-        self.address = address
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, rank_identity(rank))
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 1)
-        self.socket.connect(address)
-
-
 async def test_link_drops_messages_of_another_shape(
     leading: Leading, connect: Callable[[int], RankLink]
 ) -> None:
@@ -198,12 +133,6 @@ async def test_link_second_peer_with_a_rank_identity_is_not_heard(
     assert leading.link.send(0, b"for the first")
     assert receive(link, 1) == [b"for the first"]
     assert thief.receive() is None
-
-
-async def test_link_close_may_be_called_twice(leading: Leading) -> None:
-    leading.link.close()
-    leading.link.close()
-    assert not leading.link.send(0, b"decision")
 
 
 async def test_link_rank_hears_nothing_for_the_timeout(

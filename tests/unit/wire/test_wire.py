@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
 from hashlib import blake2b
@@ -49,7 +50,6 @@ from vsched.wire import (
     StepCheck,
     Stop,
     ThreadsInUse,
-    Turns,
     check_of,
     decode_report,
     encode_report,
@@ -273,7 +273,7 @@ def test_wire_follower_refuses_a_body_that_is_no_decision(body: bytes) -> None:
 
 def test_wire_steps_of_all_logs_have_turns() -> None:
     """A follower of two logs knows the one order in which their steps were decided."""
-    turns = Turns()
+    turns = itertools.count(1)
     encode, generate = LeaderLog(turns), LeaderLog(turns)
     received = {"encode": FollowerLog(), "generate": FollowerLog()}
     order = []

@@ -2,10 +2,7 @@
 
 Ray places, starts and restarts the actors; engine and host communicate over the same stream as with other hosts. The
 stream's secret is generated for one run of the engine and passed to the actors. The stream detects a lost host before
-Ray does; Ray then restarts the actor, perhaps on another node, and may report the old address for a while. So the
-address is looked up again until the host answers, and all frames sent so far are repeated at a new address. These are
-few: a stream sends at most its window without an acknowledgement. Once the host has answered, its address does not
-change.
+Ray does; Ray then restarts the actor, perhaps on another node. Each start of a worker group looks its address up.
 
 Only this module imports Ray, when it is called.
 """
@@ -23,7 +20,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from vsched.aio.hosts.remote import Connect, EngineEnd
+from vsched.aio.hosts.link import Connect, EngineEnd
 from vsched.aio.hosts.server import serve_host
 from vsched.config.cluster import ClusterConfig
 from vsched.errors import ConfigError, VschedError, limit_message
@@ -36,8 +33,8 @@ NAMESPACE = "vsched"
 """Namespace of named placement groups."""
 STOP_S = 2.0
 """Time for actors to stop before they are killed."""
-ASK_AGAIN_S = 1.0
-"""Interval of address look-ups while the host has not answered."""
+ANSWER_S = 10.0
+"""Time for a host that was found to answer."""
 Find = Callable[[], Awaitable[str]]
 """Returns a host's address once it has one; raises a `VschedError` if it never will."""
 
@@ -160,11 +157,9 @@ class HostActor:
         await serve_host(where, secret, name="", on_ready=self._listening.set_result, cores=cores)
 
     def address(self) -> str:
-        """Return the address of the host."""
         return self._listening.result()
 
     def stop(self) -> None:
-        """End all ranks."""
         self._listening.result()
         if self._serving is not None:
             self._loop.call_soon_threadsafe(self._serving.cancel)
@@ -313,68 +308,54 @@ class SoughtEnd:
         connect_to: Callable[[str], Connect],
         on_frame: Callable[[bytes], None],
         on_cut: Callable[[str], None],
-        *,
-        ask_again_s: float = ASK_AGAIN_S,
     ) -> None:
         """Start looking up the address; `connect_to` returns a function that connects to an address."""
         self._find = find
         self._connect_to = connect_to
         self._on_frame = on_frame
         self._on_cut = on_cut
-        self._ask_again_s = ask_again_s
-        self._address = ""
         self._end: EngineEnd | None = None
         self._said: list[bytes] = []
-        self._received = False
+        self._timer: asyncio.TimerHandle | None = None
         self._seeking = asyncio.get_running_loop().create_task(self._seek())
 
     @property
     def hung_up(self) -> int:
-        """Number of connections that the host closed during the handshake, at the latest address."""
         return 0 if self._end is None else self._end.hung_up
 
     async def _seek(self) -> None:
-        while not self._received:
-            try:
-                address = await self._find()
-            except VschedError as error:
-                self._on_cut(f"was not found: {error}")
-                return
-            if address != self._address and not self._received:
-                self._address = address
-                if not self._move(self._connect_to(address)):
-                    self._on_cut("cannot be reached")
-                    return
-            await asyncio.sleep(self._ask_again_s)
-
-    def _move(self, connect: Connect) -> bool:
-        """Connect to another address, and repeat all frames there."""
-        if self._end is not None:
-            self._end.close()
-        logger.info("looking for a host at %s", self._address)
-        end = self._end = connect(self._receive, self._on_cut)
-        return all(end.send(frame) for frame in self._said)
+        try:
+            address = await self._find()
+        except VschedError as error:
+            self._on_cut(f"was not found: {error}")
+            return
+        logger.info("looking for a host at %s", address)
+        end = self._end = self._connect_to(address)(self._receive, self._on_cut)
+        # Ray may have restarted it elsewhere meanwhile: the next start of the worker group looks it up again.
+        self._timer = asyncio.get_running_loop().call_later(
+            ANSWER_S, self._on_cut, f"did not answer for {ANSWER_S:g} s at {address}"
+        )
+        if not all(end.send(frame) for frame in self._said):
+            self._on_cut("cannot be reached")
+        self._said.clear()
 
     def _receive(self, frame: bytes) -> None:
-        if not self._received:
-            self._received = True
-            self._said.clear()
-            self._seeking.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._on_frame(frame)
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame, without waiting; return False if that fails."""
-        if not self._received:
+        if self._end is None:
             self._said.append(frame)
         return self._end is None or self._end.send(frame)
 
     def read(self) -> None:
-        """Handle all frames that have arrived."""
         if self._end is not None:
             self._end.read()
 
     def close(self) -> None:
-        """Stop looking up the address, and close."""
         self._seeking.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._end is not None:
             self._end.close()

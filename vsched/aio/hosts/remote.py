@@ -1,18 +1,27 @@
-"""The engine's end of one start of a worker group on another host."""
+"""Worker groups on other hosts: the choice of a host for each start, and the engine's end of that start."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
+import zmq
 
-from vsched.aio.hosts.messages import (
+from vsched.aio.hosts.link import (
     VERSION,
+    WINDOW_BYTES,
     Bye,
     ByteRange,
+    Connect,
+    Context,
+    EngineEnd,
+    EngineSocket,
     Exited,
     Fetch,
     Fetched,
@@ -23,18 +32,23 @@ from vsched.aio.hosts.messages import (
     Opened,
     OpenGroups,
     Refused,
+    Stream,
     ToEngine,
-    ToHost,
     ToRank,
     Unsent,
     Write,
+    curve_keys,
+    make_secret,
+    read_key_file,
 )
-from vsched.aio.hosts.stream import WINDOW_BYTES, Stream
-from vsched.aio.replicas.launcher import OnExit
+from vsched.aio.hosts.ray_hosts import InstalledRay, RayHosts
+from vsched.aio.launcher import Host, Launcher, OnExit
+from vsched.config import Config
+from vsched.config.cluster import OWN_HOST, RAY_HOST
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, EncodeTask, GenerateDecision
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame
-from vsched.types import ArenaLayout, ItemPlace
+from vsched.types import ArenaLayout, ItemPlace, replica_of, stage_of
 from vsched.wire import LogEntry
 from vsched.worker.spec import RankSpec
 
@@ -43,23 +57,6 @@ KILL_S = 5.0
 """Time for a host to confirm that it killed a rank; after that it is given up."""
 LOST_CODE = 1
 """Exit code reported for ranks of a lost host; the loss of the host is reported first."""
-
-
-class EngineEnd(Protocol):
-    """The engine's end of a link; see `vsched.aio.hosts.sockets.EngineSocket`."""
-
-    @property
-    def hung_up(self) -> int: ...
-
-    def send(self, frame: bytes) -> bool: ...
-
-    def read(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-Connect = Callable[[Callable[[bytes], None], Callable[[str], None]], EngineEnd]
-"""Opens a link to a host, given a callback for its frames and one for a broken connection."""
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,69 +94,45 @@ class RemoteHost:
         self._ranks: dict[int, RemoteRank] = {}
         self._fetching: dict[tuple[str, int], Sequence[ByteRange]] = {}
         self._loop = asyncio.get_running_loop()
-        self._end: EngineEnd | None = None
-        self._stream = Stream(
+        self._end: EngineEnd
+        self.stream = Stream(
             ToEngine,
             arena,
-            send=self._send,
+            send=lambda frame: self._end.send(frame),
             take=self._take,
             write=self._write,
             on_broken=self._lose,
             window_bytes=window_bytes,
         )
-        self._end = connect(self._stream.receive, self._stream.fail)
+        self._end = connect(self.stream.receive, self.stream.fail)
         open_s = patience.open_s
         self._opening = self._loop.call_later(open_s, self._miss) if open_s else None
         alive_s, silence_s = patience.alive_s, patience.silence_s
-        self._stream.put(OpenGroups(VERSION, engine, [*groups], arena.layout, alive_s, silence_s))
+        self.stream.put(OpenGroups(VERSION, engine, [*groups], arena.layout, alive_s, silence_s))
 
     def _miss(self) -> None:
-        """Give up a host that did not answer in time."""
         why = f"did not answer for {self._patience.open_s:g} s"
-        if self._end is not None and self._end.hung_up:
+        if self._end.hung_up:
             why += f" and hung up {self._end.hung_up} times. Remedy: see that it has the same key"
-        self._stream.fail(why)
-
-    def _send(self, frame: bytes) -> bool:
-        return self._end is not None and self._end.send(frame)
+        self.stream.fail(why)
 
     def open_link(self, group: str, on_frame: OnFrame) -> RemoteLink:
-        """Return the leader's end of a group."""
         link = self._links[group] = RemoteLink(self, group, on_frame)
         return link
 
     def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RemoteRank:
-        """Have a rank started."""
         rank = self._ranks[spec.rank] = RemoteRank(self, spec.rank, on_exit)
         del threads  # unless configured, the host chooses
-        self._stream.put(Launch(spec))
+        self.stream.put(Launch(spec))
         return rank
 
-    def kill(self, rank: int) -> None:
-        """Have a rank killed."""
-        self._stream.put(Kill(rank))
-
-    def give_up(self, why: str) -> None:
-        """Treat the host as lost."""
-        self._stream.fail(why)
-
     def read(self) -> None:
-        """Handle all frames that have arrived."""
-        if self._end is not None:
-            self._end.read()
-
-    def put(self, message: ToHost) -> bool:
-        """Put a message into the stream; False if it cannot be sent."""
-        return self._stream.put(message)
-
-    def put_range(self, where: ByteRange) -> None:
-        """Put arena bytes into the stream."""
-        self._stream.put_range(where)
+        self._end.read()
 
     def fetch(self, group: str, step: int, ranges: list[ByteRange]) -> None:
         """Have arena bytes sent here before the result of a step."""
         self._fetching[group, step] = ranges
-        self._stream.put(Fetch(group, step, ranges))
+        self.stream.put(Fetch(group, step, ranges))
 
     # --- receiving ---
 
@@ -168,7 +141,7 @@ class RemoteHost:
             case Opened():
                 self._open()
             case Refused(why):
-                self._stream.fail(why)
+                self.stream.fail(why)
             case Launched(rank, pid) if rank in self._ranks:
                 self._ranks[rank].pid = pid
             case FromRank(group, identity, frame) if group in self._links:
@@ -180,14 +153,14 @@ class RemoteHost:
             case Exited(rank, code) if rank in self._ranks:
                 self._ranks[rank].ended(code)
             case _:
-                self._stream.fail(f"sent {type(message).__name__} of what is not there")
+                self.stream.fail(f"sent {type(message).__name__} of what is not there")
 
     def _open(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
         logger.info("host %s: connected", self.name)
         self._on_open()
-        self._stream.watch(
+        self.stream.watch(
             alive_s=self._patience.alive_s, silence_s=self._patience.silence_s, look=self.read
         )
 
@@ -201,13 +174,12 @@ class RemoteHost:
         ):
             self._arena.put(start, message.data)
         else:
-            self._stream.fail("sent bytes that nobody asked for")
+            self.stream.fail("sent bytes that nobody asked for")
 
     def _lose(self, why: str) -> None:
         if self._opening is not None:
             self._opening.cancel()
-        if self._end is not None:
-            self._end.close()
+        self._end.close()
         logger.warning("host %s %s", self.name, why)
         self._on_lost(why)
         for rank in self._ranks.values():
@@ -217,10 +189,9 @@ class RemoteHost:
         """Send `Bye` and close the link; the host kills ranks that still run."""
         if self._opening is not None:
             self._opening.cancel()
-        self._stream.put(Bye())
-        self._stream.close()
-        if self._end is not None:
-            self._end.close()
+        self.stream.put(Bye())
+        self.stream.close()
+        self._end.close()
 
 
 class RemoteRank:
@@ -246,9 +217,9 @@ class RemoteRank:
         """
         if await self._wait(grace_s):
             return
-        self._host.kill(self._rank)
+        self._host.stream.put(Kill(self._rank))
         if not await self._wait(KILL_S):
-            self._host.give_up(f"has not ended rank {self._rank} in {KILL_S:g} s")
+            self._host.stream.fail(f"has not ended rank {self._rank} in {KILL_S:g} s")
 
     async def _wait(self, timeout_s: float) -> bool:
         done, _ = await asyncio.wait([self._exited], timeout=timeout_s)
@@ -273,29 +244,25 @@ class RemoteLink:
     def carry(self, entry: LogEntry) -> None:
         """Send the bytes that ranks read for this entry, and request the bytes that they write."""
         for where in self._traffic.read_by(entry):
-            self._host.put_range(where)
+            self._host.stream.put_range(where)
         if isinstance(entry, EncodeDecision):
             self._host.fetch(self._group, entry.step, written_by(self._host.layout, entry.tasks))
 
     def send(self, rank: int, frame: bytes) -> bool:
-        """Queue a frame for a rank, without waiting; return False if it is gone or backlogged."""
         return (
             not self._closed
             and rank not in self.gone
-            and self._host.put(ToRank(self._group, rank, frame))
+            and self._host.stream.put(ToRank(self._group, rank, frame))
         )
 
     def read(self) -> None:
-        """Handle all frames that have arrived."""
         self._host.read()
 
     def receive(self, identity: bytes, frame: bytes) -> None:
-        """Pass a report to the leader."""
         if not self._closed:
             self._on_frame(identity, frame)
 
     def close(self) -> None:
-        """Stop receiving."""
         self._closed = True
 
 
@@ -363,3 +330,136 @@ def row_ranges(layout: ArenaLayout, pages: Sequence[int], start: int, stop: int)
             found.append(ByteRange(offset, size))
         row += past - first
     return found
+
+
+class PlacedLauncher:
+    """Starts the worker groups of each stage on the hosts that are listed for it.
+
+    Replica i uses the i-th host, and the next one when its host is lost or does not answer. The first start fails if a
+    host does not answer. Later, the only host of a stage is waited for until the deadline for readiness; so is Ray,
+    which may have to start nodes first.
+
+    Attributes:
+        run_dir: Of the engine's host.
+    """
+
+    def __init__(
+        self,
+        own: Launcher,
+        hosts: Mapping[str, Connect],
+        stages: Mapping[str, Sequence[str]],
+        patience: Patience,
+        *,
+        close: Callable[[], None] = lambda: None,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        """Create a launcher; `stages` lists host names by stage, empty for the engine's host.
+
+        Names may include `OWN_HOST`, and `RAY_HOST`, which stands for the replica's `ray_host` in `hosts`.
+        """
+        self.run_dir = own.run_dir
+        self._own = own
+        self._hosts = hosts
+        self._stages = stages
+        self._patience = patience
+        self._close = close
+        self._window_bytes = window_bytes
+        self._engine = secrets.token_hex(8)
+        self._lost: Counter[str] = Counter()
+        self._served: set[str] = set()
+
+    def choose_host(
+        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
+    ) -> Host:
+        group = groups[-1]
+        names = self._stages.get(stage_of(group)) or (OWN_HOST,)
+        name = names[(replica_of(group) + self._lost[group]) % len(names)]
+        if name == OWN_HOST:
+            return self._own.choose_host(groups, arena, on_lost)
+        on_ray = name == RAY_HOST
+        if on_ray:
+            name = ray_host(stage_of(group), replica_of(group))
+        waited_for = on_ray or (len(names) == 1 and group in self._served)
+        patience = self._patience
+        if waited_for:
+            patience = msgspec.structs.replace(patience, open_s=0)
+
+        def lost(why: str) -> None:
+            self._lost[group] += 1
+            on_lost(why)
+
+        logger.info("%s: starting on host %s", " and ".join(groups), name)
+        return RemoteHost(
+            name,
+            self._hosts[name],
+            engine=self._engine,
+            groups=groups,
+            arena=arena,
+            patience=patience,
+            on_open=lambda: self._served.add(group),
+            on_lost=lost,
+            window_bytes=self._window_bytes,
+        )
+
+    def close(self) -> None:
+        self._close()
+        self._own.close()
+
+
+def ray_host(stage: str, replica: int) -> str:
+    """Return the host name of a replica that Ray places; it has a space, which no other host name has."""
+    return f"{RAY_HOST} {stage}-{replica}"
+
+
+def placed(config: Config, own: Launcher, *, ray: InstalledRay | None = None) -> PlacedLauncher:
+    """Return a launcher for the hosts of a cluster."""
+    cluster = config.cluster
+    hosts: dict[str, Connect] = {}
+    with contextlib.ExitStack() as opened:
+        context: Context = zmq.Context()
+        opened.callback(context.destroy)
+        if cluster.used & cluster.hosts.keys():
+            shared = read_key_file(cluster.key_file, key="cluster.key_file")
+            keys = curve_keys(shared, "engine")
+            for name, address in cluster.hosts.items():
+                hosts[name] = partial(EngineSocket, context, address, keys)
+        on_ray = config.on_ray
+        if on_ray:
+            secret = make_secret()
+            replicas = {ray_host(*which): resources for which, resources in on_ray.items()}
+            ray_hosts = RayHosts(ray or InstalledRay(), cluster, replicas, secret)
+            opened.callback(ray_hosts.close)
+            own_keys = curve_keys(secret, "engine")
+            hosts |= ray_hosts.links(
+                lambda address: partial(EngineSocket, context, address, own_keys)
+            )
+        closing = opened.pop_all()
+    return placed_on(config, own, hosts, close=closing.close)
+
+
+def placed_on(
+    config: Config,
+    own: Launcher,
+    hosts: Mapping[str, Connect],
+    *,
+    close: Callable[[], None] = lambda: None,
+    window_bytes: int = WINDOW_BYTES,
+) -> PlacedLauncher:
+    """Return a launcher for these hosts, with the configured placement and timeouts."""
+    cluster, deadlines = config.cluster, config.deadlines
+    patience = Patience(
+        alive_s=deadlines.heartbeat_s,
+        silence_s=deadlines.rank_timeout_s + deadlines.heartbeat_s,
+        open_s=cluster.connect_s,
+    )
+    stages = {stage: cluster.hosts_of(stage) for stage in ("encode", "generate")}
+    if config.placement == "together":
+        stages["encode"] = stages["generate"]
+    return PlacedLauncher(
+        own,
+        hosts,
+        stages,
+        patience,
+        close=close,
+        window_bytes=window_bytes,
+    )

@@ -20,29 +20,32 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from vsched.aio.hosts.messages import (
+from vsched.aio.hosts.link import (
     VERSION,
+    WINDOW_BYTES,
     Bye,
     ByteRange,
+    Context,
     Exited,
     Fetch,
     Fetched,
     FromRank,
+    HostSocket,
     Kill,
     Launch,
     Launched,
     Opened,
     OpenGroups,
     Refused,
+    Stream,
     ToHost,
     ToRank,
     Unsent,
     Write,
+    curve_keys,
 )
-from vsched.aio.hosts.sockets import Context, HostSocket, curve_keys
-from vsched.aio.hosts.stream import WINDOW_BYTES, Stream
-from vsched.aio.leader.leader import LeaderEnd
-from vsched.aio.replicas.launcher import Host, LaunchedRank, Launcher, LocalLauncher
+from vsched.aio.launcher import Host, LaunchedRank, Launcher, LocalLauncher
+from vsched.aio.leader import LeaderEnd
 from vsched.errors import ConfigError, VschedError
 from vsched.memory import Sized
 from vsched.policy import RankMemory, Reservation
@@ -70,7 +73,14 @@ AnyMeasurement = TypeVar("AnyMeasurement", RankMemory, Reservation)
 
 
 class HostServer:
-    """Serves all starts of worker groups that engines request; each is one peer of the socket."""
+    """Serves all starts of worker groups that engines request; each is one peer of the socket.
+
+    Attributes:
+        name: Name of this host.
+        cores: Number of cores that ranks share; None for all that this process may use.
+        starts: Starts that have not ended, by peer.
+        ending: Tasks that must finish before all ranks have ended.
+    """
 
     def __init__(
         self,
@@ -85,51 +95,32 @@ class HostServer:
         """Create a server whose `receive` is called with each frame.
 
         `send` queues a frame for a peer and returns whether it could; `read` handles all frames that have arrived.
-        `cores` is the number of cores that ranks share, by default all that this process may use.
         """
         self.name = name or socket.gethostname()
-        self._cores = cores
-        self._window_bytes = window_bytes
-        self._launcher = launcher
-        self._send = send
-        self._read = read
-        self._starts: dict[bytes, HostedStart] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self.cores = cores
+        self.window_bytes = window_bytes
+        self.launcher = launcher
+        self.send = send
+        self.read = read
+        self.starts: dict[bytes, HostedStart] = {}
+        self.ending: set[asyncio.Task[None]] = set()
         self._closing = False
 
     def receive(self, peer: bytes, frame: bytes) -> None:
         """Handle a frame of a peer; an unknown peer begins a new start."""
-        start = self._starts.get(peer)
+        start = self.starts.get(peer)
         if start is None:
             if self._closing:
                 return  # an engine that lost its ranks here reconnects at once; its connection ends soon
-            if len(self._starts) >= STARTS_MAX:
+            if len(self.starts) >= STARTS_MAX:
                 logger.warning("more than %d starts at a time: one was not heard", STARTS_MAX)
                 return
-            start = HostedStart(
-                self._launcher,
-                partial(self._send, peer),
-                self._read,
-                name=self.name,
-                cores=self._cores,
-                window_bytes=self._window_bytes,
-                on_open=self._replace,
-                ending=self._ending,
-            )
-            self._starts[peer] = start
-            start.on_end = partial(self._starts.pop, peer, None)
+            start = self.starts[peer] = HostedStart(self, peer)
         start.receive(frame)
-
-    def _replace(self, opened: HostedStart) -> None:
-        """End an engine's earlier start of the same groups: the engine has given it up, even if its link stands."""
-        for start in [*self._starts.values()]:
-            if start is not opened and start.whose == opened.whose:
-                start.end("was replaced by a new start")
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of all ranks here."""
-        return [pid for start in self._starts.values() for pid in start.pids]
+        return [pid for start in self.starts.values() for pid in start.pids]
 
     async def close(self) -> None:
         """End all ranks and accept no new starts.
@@ -137,46 +128,28 @@ class HostServer:
         Blocks: until the ranks are killed.
         """
         self._closing = True
-        for start in [*self._starts.values()]:
+        for start in [*self.starts.values()]:
             start.refuse("is stopping")
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await asyncio.gather(*self.ending, return_exceptions=True)
 
 
 class HostedStart:
     """One start of a worker group, on this host.
 
     Attributes:
-        on_end: Called when it has ended.
         whose: The engine and its groups; None until they are known.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        send: Callable[[bytes], bool],
-        read: Callable[[], None],
-        *,
-        name: str,
-        cores: int | None,
-        window_bytes: int,
-        on_open: Callable[[HostedStart], None],
-        ending: set[asyncio.Task[None]],
-    ) -> None:
-        """Create a start; tasks that must finish before all its ranks have ended are added to `ending`."""
-        self.on_end: Callable[[], object] = lambda: None
+    def __init__(self, server: HostServer, peer: bytes) -> None:
         self.whose: tuple[str, tuple[str, ...]] | None = None
-        self._launcher = launcher
-        self._read = read
+        self._server = server
+        self._peer = peer
         self._fetches: dict[tuple[str, int], list[ByteRange]] = {}
-        self._name = name
-        self._cores = cores
-        self._on_open = on_open
         self._arena: Arena | None = None
         self._place: Host | None = None
         self._links: dict[str, LeaderEnd] = {}
         self._ranks: dict[int, LaunchedRank] = {}
         self._running: set[int] = set()
-        self._ending = ending
         self._ready: set[tuple[str, bytes]] = set()
         self._reported: set[int] = set()
         self._over = False
@@ -185,17 +158,16 @@ class HostedStart:
         self._stream = Stream(
             ToHost,
             None,
-            send=send,
+            send=partial(server.send, peer),
             take=self._take,
             write=self._write,
             on_broken=lambda why: self.end(f"the engine {why}"),
-            window_bytes=window_bytes,
+            window_bytes=server.window_bytes,
         )
         self.receive = self._stream.receive
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of its running ranks."""
         return [self._ranks[rank].pid for rank in self._running if self._ranks[rank].pid]
 
     # --- messages of the engine ---
@@ -222,19 +194,22 @@ class HostedStart:
             return
         self.whose = (requested.engine, tuple(requested.groups))
         self._alive_s = requested.alive_s
-        self._on_open(self)
+        for start in [*self._server.starts.values()]:
+            if start is not self and start.whose == self.whose:
+                # The engine has given it up, even if its link stands.
+                start.end("was replaced by a new start")
         # Nothing here is lost without its engine.
-        self._place = self._launcher.choose_host(requested.groups, self._arena, lambda _why: None)
+        launcher = self._server.launcher
+        self._place = launcher.choose_host(requested.groups, self._arena, lambda _why: None)
         for group in requested.groups:
             self._links[group] = self._place.open_link(group, partial(self._report, group))
         logger.info("serves %s", " and ".join(requested.groups))
-        self._stream.put(Opened(self._name))
+        self._stream.put(Opened(self._server.name))
         self._stream.watch(
-            alive_s=requested.alive_s, silence_s=requested.silence_s, look=self._read
+            alive_s=requested.alive_s, silence_s=requested.silence_s, look=self._server.read
         )
 
     def refuse(self, why: str) -> None:
-        """Tell the engine the reason, and end this start."""
         self._stream.put(Refused(why))
         self.end(f"it {why}")
 
@@ -259,7 +234,7 @@ class HostedStart:
         rank = message.spec.rank
         try:
             on_exit = partial(self._exited, rank)
-            cores = self._cores or usable_cores()
+            cores = self._server.cores or usable_cores()
             spec = shared_out(message.spec, cores=cores, available_bytes=host_available())
             started = place.launch(spec, threads=threads_of(spec), on_exit=on_exit)
         except Exception:
@@ -319,7 +294,7 @@ class HostedStart:
             return frame
         if isinstance(report, Ready):
             self._ready.add((group, identity))
-        named = _with_pools_of(report, self._name)
+        named = _with_pools_of(report, self._server.name)
         return frame if named is report else encode_report(named)
 
     def _tell_pids(self) -> None:
@@ -339,7 +314,6 @@ class HostedStart:
     # --- the end ---
 
     def end(self, why: str) -> None:
-        """Kill its ranks and forget it."""
         if self._over:
             return
         self._over = True
@@ -347,7 +321,7 @@ class HostedStart:
         if self.whose is not None:
             logger.info("serves %s no more: %s", " and ".join(self.whose[1]), why)
         self._keep(self._end())
-        self.on_end()
+        self._server.starts.pop(self._peer, None)
 
     async def _end(self) -> None:
         await asyncio.gather(*(self._ranks[rank].end(grace_s=0) for rank in [*self._running]))
@@ -360,8 +334,8 @@ class HostedStart:
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._server.ending.add(task)
+        task.add_done_callback(self._server.ending.discard)
 
 
 def _with_pools_of(report: RankReport, host: str) -> RankReport:
@@ -393,11 +367,14 @@ async def serve_host(
     """
     launcher = LocalLauncher()
     context: Context = zmq.Context()
+    server: HostServer
     try:
-        received: list[Callable[[bytes, bytes], None]] = []
         try:
             link = HostSocket(
-                context, address, curve_keys(shared, "host"), lambda *said: received[0](*said)
+                context,
+                address,
+                curve_keys(shared, "host"),
+                lambda peer, frame: server.receive(peer, frame),
             )
         except zmq.ZMQError as error:
             raise ConfigError(
@@ -405,7 +382,6 @@ async def serve_host(
                 "tcp://0.0.0.0:7700"
             ) from error
         server = HostServer(launcher, send=link.send, read=link.read, name=name, cores=cores)
-        received.append(server.receive)
         on_ready(link.address)
         try:
             await asyncio.get_running_loop().create_future()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.api.chat_messages import as_object
 from vsched.api.compat.blocks import (
     BlockDelta,

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api.compat.blocks import (
     BlockDelta,
     BlockKind,

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vsched.aio.streams.finished import Histogram as PlainHistogram
+from vsched.aio.streams import Histogram as PlainHistogram
 from vsched.api.contract import EngineContract
 from vsched.api.metrics.engine import EngineCollector, cumulative, exposed
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.aio.streams.stream import TokenLogprob
+from vsched.aio.streams import TokenLogprob
 from vsched.api.contract import ApiSettings
 from vsched.api.metrics.requests import Report
 from vsched.api.processes.link import WAITING_BYTES_MAX

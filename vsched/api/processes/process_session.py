@@ -12,7 +12,7 @@ import msgspec
 from starlette.types import ASGIApp, Scope
 
 from vsched.aio.serving import RunningParts
-from vsched.aio.streams.stream import ChoiceInputs, PromptReport, TokenLogprob, broken
+from vsched.aio.streams import ChoiceInputs, PromptReport, TokenLogprob, broken
 from vsched.api.processes.link import Link
 from vsched.api.processes.messages import (
     AcceptedRequest,

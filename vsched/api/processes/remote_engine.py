@@ -8,11 +8,10 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from vsched.aio.arrivals import PendingArrivals
 from vsched.aio.grammar_checks import GrammarChecks, grammar_processes
-from vsched.aio.pending_arrivals import PendingArrivals
-from vsched.aio.serving import check_stop_tokens, load_front_end, prompts_untold
-from vsched.aio.streams.stream import ChoiceInputs, PromptReport, StopScope, TokenStream
-from vsched.aio.streams.table import StreamTable
+from vsched.aio.serving import check_stop_tokens, prompts_untold
+from vsched.aio.streams import ChoiceInputs, PromptReport, StopScope, StreamTable, TokenStream
 from vsched.api.http_exchange import ROOMLESS_BYTES, HttpExchange
 from vsched.api.processes.link import Link
 from vsched.api.processes.messages import (
@@ -30,6 +29,7 @@ from vsched.api.processes.messages import (
     Submit,
     Tokenize,
 )
+from vsched.assembly import load_front_end
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
 from vsched.record.left import PartialOutput

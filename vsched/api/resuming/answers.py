@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
-from vsched.aio.streams.stream import OutputDelta, PromptReport
+from vsched.aio.streams import OutputDelta, PromptReport
 from vsched.api.choices import AcceptedChoices
 from vsched.api.completions import CheckedRequest
 from vsched.api.contract import Generation

@@ -18,7 +18,7 @@ from starlette.datastructures import QueryParams
 from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
-from vsched.aio.streams.stream import failure_of
+from vsched.aio.streams import failure_of
 from vsched.api.choices import AcceptedChoices
 from vsched.api.completions import CheckedRequest, CompletionEndpoint
 from vsched.api.errors import ParameterRefused, out_of_bounds

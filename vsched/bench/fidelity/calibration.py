@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.aio.streams.stream import Generation
+from vsched.aio.streams import Generation
 from vsched.bench.fidelity.arrivals import RequestTexts
 from vsched.bench.fidelity.measure import Comparison, at_rate, small_requests
 from vsched.bench.fidelity.observed_engine import ObservedEngine

@@ -14,13 +14,12 @@ from typing import ParamSpec, TypeVar
 import msgspec
 import numpy as np
 
-from vsched.aio.environment import Environment
 from vsched.aio.kv_sizing import Sizing
-from vsched.aio.replicas.launcher import Launcher
-from vsched.aio.replicas.worker_group import WorkerGroup, WorkerGroupEvents
+from vsched.aio.launcher import Launcher
 from vsched.aio.shell import EventRecorder
+from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents
 from vsched.config import Config, MediaConfig
-from vsched.engine import Engine, Progress
+from vsched.engine import Engine, Environment, Progress
 from vsched.errors import GroupLostError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Decide

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import cast
 
 import msgspec
 
+from vsched.kernel.decisions import ChunkItem
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import MemoryMap, cell_size
 from vsched.kernel.request import RequestState
@@ -118,13 +119,14 @@ class EmbeddingCache(Restorable):
     Attributes:
         entries: All entries, by the keys of their items.
         queue: The entries that wait for an encoder.
+        free: Free pages.
         measured: Measured times for the reclaim policy; the scheduler sets it.
     """
 
     queue: Saved[OrderedQueue[EmbeddingEntry]]
     entries: Saved[dict[bytes, EmbeddingEntry]]
     _order: Saved[GuardedOrder[bytes]]
-    _free: Saved[list[int]]
+    free: Saved[list[int]]
     _hits: Saved[int] = 0
     _misses: Saved[int] = 0
     _evictions: Saved[int] = 0
@@ -142,7 +144,7 @@ class EmbeddingCache(Restorable):
         self._limits = limits
         self.entries = {}
         self._order = GuardedOrder(eviction, seats.faults)
-        self._free = list(range(limits.pages - 1, -1, -1))
+        self.free = list(range(limits.pages - 1, -1, -1))
         self._evictable_pages = 0
 
     # --- claims of requests ---
@@ -153,7 +155,9 @@ class EmbeddingCache(Restorable):
         entry = self.entries.get(item.key)
         if entry is not None and entry.item.tokens != item.tokens and entry.is_idle:
             # An equal digest with another length: the cached entry cannot be trusted.
-            self._discard(entry)
+            self._order.drop(item.key)
+            self._evictable_pages -= len(entry.pages)
+            self._drop(entry)
             entry = None
         if entry is None:
             self._misses += 1
@@ -178,12 +182,12 @@ class EmbeddingCache(Restorable):
             if entry.phase is QUEUED:
                 self.queue.renew_view(entry)
         entry.claims[state.number] = min(order, entry.claims.get(state.number, order))
-        self._move_up(entry, order)
+        if order < entry.order and entry.phase is QUEUED:  # an older request
+            probe("embeddings.moved_up")
+            self.queue.remove(entry)
+            entry.order = order
+            self.queue.put(entry)
         return self.is_ready(item.key)
-
-    def matches(self, item: MediaItem) -> bool:
-        """Return True if the entry of a claimed item has the length of the item."""
-        return self.entries[item.key].item.tokens == item.tokens
 
     def release(self, state: RequestState, index: int) -> None:
         """Drop a request's claim on one item; another of its items may have the same content."""
@@ -208,18 +212,27 @@ class EmbeddingCache(Restorable):
 
     # --- pins of generate steps ---
 
+    def release_before(self, state: RequestState, computed: int) -> None:
+        """Drop claims on items before `computed`: their KV is computed, and their embeddings are not needed."""
+        for index, item in enumerate(state.items):
+            if item.end > computed:
+                break
+            if index in state.wanted:
+                state.wanted.discard(index)
+                self.release(state, index)
+
     def is_ready(self, key: bytes) -> bool:
         """Return True if an item's embedding is in the arena."""
         entry = self.entries.get(key)
         return entry is not None and entry.phase is READY
 
-    def pin(self, key: bytes) -> list[int]:
-        """Keep a ready entry in place for a generate step, and return its pages."""
-        entry = self.entries[key]
+    def pin(self, item: MediaItem) -> ChunkItem:
+        """Keep a ready embedding in place for a generate step, and return its position and pages."""
+        entry = self.entries[item.key]
         assert entry.phase is READY, "a step reads an embedding that is not ready"
         self._use(entry)
         entry.pins += 1
-        return list(entry.pages)
+        return ChunkItem(item.offset, item.tokens, list(entry.pages))
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Unpin the items of a step that has ended."""
@@ -251,7 +264,7 @@ class EmbeddingCache(Restorable):
 
     def requeue(self, entry: EmbeddingEntry) -> None:
         """Free an entry's pages; it is queued again if it is claimed, and else removed."""
-        self._free.extend(entry.pages)
+        self.free.extend(entry.pages)
         entry.pages = []
         entry.phase = QUEUED
         entry.stale = False
@@ -261,21 +274,17 @@ class EmbeddingCache(Restorable):
         else:
             del self.entries[entry.item.key]
 
-    def free_pages(self, pages: Sequence[int]) -> None:
-        """Free pages that a lost group could write to until now."""
-        self._free += pages
-
     def _allocate(self, entry: EmbeddingEntry, now_ns: int) -> bool:
         """Allocate all pages of an entry, with evictions and preemptions, or none; return False without room."""
         count = self._limits.pages_for(entry.item.tokens)
-        missing = count - len(self._free) - self._evictable_pages
+        missing = count - len(self.free) - self._evictable_pages
         victims: list[EmbeddingEntry] = []
         if missing > 0:
             victims = self._preemptible(entry, missing, now_ns)
             if sum(len(other.pages) for other in victims) < missing:
                 probe("embeddings.no_room")
                 return False
-        while len(self._free) < count and len(self._order) > 0:
+        while len(self.free) < count and len(self._order) > 0:
             evicted = self.entries[self._order.take_victims(1)[0]]
             self._evictions += 1
             self._evictable_pages -= len(evicted.pages)
@@ -284,7 +293,7 @@ class EmbeddingCache(Restorable):
             probe("embeddings.claimed_preempted")
             self._preemptions += 1
             self.requeue(other)
-        entry.pages = [self._free.pop() for _ in range(count)]
+        entry.pages = [self.free.pop() for _ in range(count)]
         return True
 
     def _preemptible(self, entry: EmbeddingEntry, pages: int, now_ns: int) -> list[EmbeddingEntry]:
@@ -293,12 +302,12 @@ class EmbeddingCache(Restorable):
         There may be fewer, since the policy may spare some, except for the first entry of the queue.
         """
         candidates = [
-            (min(other.claims.values()), other)
+            (oldest, other)
             for other in self.entries.values()
             if other.phase is READY and not other.pins and other.claims
+            if (oldest := min(other.claims.values())) > entry.order
         ]
-        candidates = sorted((one for one in candidates if one[0] > entry.order), key=_claimed)
-        ready = [other for _, other in candidates]
+        ready = [other for _, other in sorted(candidates, key=itemgetter(0))]
         if sum(len(other.pages) for other in ready) < pages:
             return ready
         front = self.queue.entries[0] is entry
@@ -352,22 +361,9 @@ class EmbeddingCache(Restorable):
         else:
             self._drop(entry)
 
-    def _discard(self, entry: EmbeddingEntry) -> None:
-        self._order.drop(entry.item.key)
-        self._evictable_pages -= len(entry.pages)
-        self._drop(entry)
-
     def _drop(self, entry: EmbeddingEntry) -> None:
-        self._free.extend(entry.pages)
+        self.free.extend(entry.pages)
         del self.entries[entry.item.key]
-
-    def _move_up(self, entry: EmbeddingEntry, order: tuple[int, int]) -> None:
-        """Move a queued entry to the place of an older request."""
-        if order < entry.order and entry.phase is QUEUED:
-            probe("embeddings.moved_up")
-            self.queue.remove(entry)
-            entry.order = order
-            self.queue.put(entry)
 
     # --- views ---
 
@@ -392,7 +388,7 @@ class EmbeddingCache(Restorable):
             "cache_evictions": self._evictions,
             "cache_preemptions": self._preemptions,
             "pages_total": self._limits.pages,
-            "pages_free": len(self._free),
+            "pages_free": len(self.free),
             "pages_evictable": self._evictable_pages,
         }
 
@@ -409,7 +405,7 @@ class EmbeddingCache(Restorable):
     def check(self, live: Iterable[int], orphaned: Sequence[int]) -> None:
         """Assert that no page is lost, phases are consistent, and claiming requests are live."""
         alive = set(live)
-        pages = [*self._free, *orphaned]
+        pages = [*self.free, *orphaned]
         for key, entry in self.entries.items():
             assert key == entry.item.key
             assert entry.claims.keys() <= alive, "a dead request claims an item"
@@ -425,10 +421,6 @@ class EmbeddingCache(Restorable):
 
     def __iter__(self) -> Iterator[EmbeddingEntry]:
         return iter(self.entries.values())
-
-
-def _claimed(candidate: tuple[tuple[int, int], EmbeddingEntry]) -> tuple[int, int]:
-    return candidate[0]
 
 
 def _ready_view(entry: EmbeddingEntry) -> ReadyEmbedding:

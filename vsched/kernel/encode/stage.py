@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
 from vsched.kernel.groups import Group, unready_reason
@@ -119,57 +117,6 @@ class EncodeGroup(Group):
         }
 
 
-class DispatchedGroup(msgspec.Struct, frozen=True, eq=False):
-    """View of an encode group for dispatch policies, with the generate group of the same processes, if any."""
-
-    _group: EncodeGroup
-    _host: HostingGroup | None
-
-    @property
-    def free(self) -> bool:
-        """Whether it has no batch."""
-        return not self._group.batch
-
-    @property
-    def items(self) -> int:
-        """Number of images in its batch."""
-        return len(self._group.batch)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of its batch."""
-        return sum(entry.tokens or 0 for entry in self._group.batch.values())
-
-    @property
-    def largest(self) -> int:
-        """Tokens of the largest image in its batch."""
-        return max((entry.tokens or 0 for entry in self._group.batch.values()), default=0)
-
-    @property
-    def since_ns(self) -> int:
-        """Time of its latest batch."""
-        return self._group.sent_ns
-
-    @property
-    def tokens_encoded(self) -> int:
-        """Tokens of all its batches."""
-        return self._group.tokens_given
-
-    @property
-    def held_up(self) -> int:
-        """Number of requests that get no token while it encodes."""
-        return 0 if self._host is None else self._host.decoding
-
-    @property
-    def load_tokens(self) -> int:
-        """Tokens of the requests of the generate group in its processes."""
-        return 0 if self._host is None else self._host.load_tokens
-
-    def __repr__(self) -> str:
-        values = {name: getattr(self, name) for name in EncodeGroupView.__struct_fields__}
-        return repr(EncodeGroupView(**values))
-
-
 class EncodeStage(Restorable):
     """The encode groups of a scheduler.
 
@@ -177,6 +124,7 @@ class EncodeStage(Restorable):
         in_flight: Number of items that are being encoded.
         encodes: Times of the latest steps.
         measured: Measured times for policies; the scheduler sets it.
+        hosts: The generate group in the processes of each encode group, by name; the scheduler sets it.
     """
 
     encodes: Saved[deque[EncodeTime]]
@@ -201,16 +149,11 @@ class EncodeStage(Restorable):
         self.groups = [
             EncodeGroup(name, self._mark_dirty) for name in group_names("encode", limits.encoders)
         ]
-        self.set_hosts({})
+        self.hosts: Mapping[str, HostingGroup] = {}
         self.encodes = deque(maxlen=WINDOW)
         self.measured: Measured = Measurements()
 
     # --- batches ---
-
-    def set_hosts(self, hosts: Mapping[str, HostingGroup]) -> None:
-        """Set the generate group in the processes of each encode group, by name."""
-        self._hosts = hosts
-        self._views = [DispatchedGroup(one, hosts.get(one.name)) for one in self.groups]
 
     def _mark_dirty(self) -> None:
         self._all_at_work = False
@@ -281,9 +224,7 @@ class EncodeStage(Restorable):
             return None, (), ()
         view = DispatchView(
             now_ns=now_ns,
-            groups=tuple(
-                [view for view, one in zip(self._views, self.groups, strict=True) if one.open]
-            ),
+            groups=tuple([self._view(one) for one in groups]),
             waiting=shown,
             overdue=overdue,
             measured=self.measured,
@@ -303,9 +244,23 @@ class EncodeStage(Restorable):
             return group, waiting, shown
         return group, [waiting[index] for index in order], tuple([shown[i] for i in order])
 
+    def _view(self, group: EncodeGroup) -> EncodeGroupView:
+        sizes = [entry.tokens or 0 for entry in group.batch.values()]
+        host = self.hosts.get(group.name)
+        return EncodeGroupView(
+            free=group.idle,
+            items=len(sizes),
+            tokens=sum(sizes),
+            largest=max(sizes, default=0),
+            since_ns=group.sent_ns,
+            tokens_encoded=group.tokens_given,
+            held_up=0 if host is None else host.decoding,
+            load_tokens=0 if host is None else host.load_tokens,
+        )
+
     def _held_up(self, group: EncodeGroup) -> int:
-        """Return how many requests get no token while a group works."""
-        host = self._hosts.get(group.name)
+        """Return the number of requests that get no token while a group works."""
+        host = self.hosts.get(group.name)
         return 0 if host is None else host.decoding
 
     def _take(self, chosen: list[EmbeddingEntry], now_ns: int) -> list[EmbeddingEntry]:
@@ -366,7 +321,7 @@ class EncodeStage(Restorable):
         if group.orphaned:
             probe("encode.orphaned_freed")
         orphaned, group.orphaned = group.orphaned, []
-        self._cache.free_pages(orphaned)
+        self._cache.free += orphaned
 
     def _set_apart(self, entries: Iterable[EmbeddingEntry]) -> None:
         self._retry_batches += 1

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: reference counts and the prefix cache.
+"""The KV blocks of a generate group: the pool with the prefix cache, snapshots of recurrent states, and swap space.
 
 A full block is published under a hash of its tokens, all tokens before, and the digests of their items, so equal
 hashes mean equal KV. A published block without a holder stays cached until the pool needs it.
@@ -7,14 +7,35 @@ The keys of the eviction order are hashes, so a policy that remembers evicted ke
 
 A block may be published when the step that fills it is decided, before it runs: ranks execute decisions in order, so a
 request that finds the block reads it in a later step.
+
+A model whose layers have a recurrent state can use cached blocks only up to a *snapshot*: the state of the sequence at
+the end of a block. Each rank has a number of places for snapshots. The kernel decides which chunk writes its state to
+which place, and which request begins with which snapshot; a snapshot has the hash of the block at its end.
+
+Two block ends get a snapshot: the last one of a prompt, where the next turn of a conversation continues, and the end of
+the cached blocks when a request joined, where other requests with the same prefix continue.
+
+Swap space has KV blocks of preempted requests. Each rank of a group has *places* in host memory for a block each. When
+a request is preempted by swapping, its blocks are copied to places; when it joins again, they are copied to its new
+blocks, and it continues. Copies are the first part of a decision. Steps run in order, so a copy sees the writes of
+earlier steps, and comes before any later write to its block or place.
+
+Blocks that other requests hold as well are not copied, since the prefix cache has them. If they are evicted before the
+request joins again, its places are useless, and it is recomputed, as after a loss of its group.
+
+Rejected: copying evicted blocks, as a second prefix cache. Under pressure that copies all cached blocks, also of
+requests that never come back, and adds a check to every allocation.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import eq
 
+import msgspec
+
+from vsched.kernel.decisions import StateWrite, SwapCopies
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import CELL_SAMPLES_MAX, MemoryMap, cell_size
 from vsched.kernel.request import RequestState
@@ -23,13 +44,19 @@ from vsched.policy.measured import Measured
 from vsched.policy_host.eviction import GuardedOrder
 from vsched.policy_host.seats import PolicySeat
 from vsched.policy_host.snapshot import Restorable, Saved
+from vsched.probes import probe
 
 
 class BlockPool(Restorable):
-    """Blocks 0 to `count` - 1, each free, held (counted), or cached (published, without a holder)."""
+    """Blocks 0 to `count` - 1, each free, held, or cached (published, without a holder).
+
+    Attributes:
+        holders: Number of holders of each block.
+    """
 
     evictions: Saved[int] = 0
     _order: Saved[GuardedOrder[bytes]]
+    holders: list[int]
     _free: Saved[list[int]]
     _by_hash: Saved[dict[bytes, int]]
 
@@ -37,7 +64,7 @@ class BlockPool(Restorable):
         self.count = count
         self._order = order
         self._free = list(range(count - 1, -1, -1))
-        self._holders = [0] * count
+        self.holders = [0] * count
         self._hash_of: list[bytes | None] = [None] * count
         self._by_hash = {}
 
@@ -54,12 +81,12 @@ class BlockPool(Restorable):
     def allocate(self) -> int:
         """Allocate a block; one must be available."""
         block = self._free.pop() if self._free else self._evict(1)[0]
-        self._holders[block] = 1
+        self.holders[block] = 1
         return block
 
     def take(self, count: int) -> list[int]:
         """Allocate `count` blocks; they must be available."""
-        free, holders = self._free, self._holders
+        free, holders = self._free, self.holders
         at = max(len(free) - count, 0)
         blocks = free[: at - 1 if at else None : -1] if free else []
         del free[at:]
@@ -79,33 +106,25 @@ class BlockPool(Restorable):
             found.append(block)
         return found
 
-    def cached_among(self, blocks: Sequence[int]) -> int:
-        """Return the number of these blocks without a holder, which would become unavailable."""
-        return sum(1 for block in blocks if self._holders[block] == 0)
-
     def shared(self, blocks: Sequence[int]) -> int:
         """Return the number of leading blocks of a sequence that other sequences hold as well."""
-        holders = self._holders
+        holders = self.holders
         return bisect_left(blocks, True, key=lambda block: holders[block] < 2)
-
-    def freed_by(self, blocks: Iterable[int]) -> list[int]:
-        """Return the blocks that become available once their only holder releases these."""
-        return [block for block in blocks if self._holders[block] == 1]
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Add a holder to found blocks."""
         for block in blocks:
             block_hash = self._hash_of[block]
-            if self._holders[block] == 0 and block_hash is not None:
+            if self.holders[block] == 0 and block_hash is not None:
                 self._order.reuse(block_hash)
-            self._holders[block] += 1
+            self.holders[block] += 1
 
     def release(self, blocks: Sequence[int], *, kept: int | None = None) -> None:
         """Release blocks, last first, so that the end of a prefix is evicted before its beginning.
 
         Only the first `kept` stay cached, None for all, and those that others hold.
         """
-        holders, hash_of = self._holders, self._hash_of
+        holders, hash_of = self.holders, self._hash_of
         for block in blocks[kept:] if kept is not None else ():
             if holders[block] == 1 and (known := hash_of[block]) is not None:
                 del self._by_hash[known]
@@ -159,7 +178,7 @@ class BlockPool(Restorable):
         cells = []
         for start in range(0, self.count, size):
             looked_at = slice(start, start + size, every)
-            holders, hashes = self._holders[looked_at], self._hash_of[looked_at]
+            holders, hashes = self.holders[looked_at], self._hash_of[looked_at]
             idle = holders.count(0)
             cached = sum(
                 [not held and one is not None for held, one in zip(holders, hashes, strict=True)]
@@ -183,7 +202,7 @@ class BlockPool(Restorable):
     def add_holder(self, blocks: Iterable[int]) -> None:
         """Count a holder of blocks, after a snapshot is restored."""
         for block in blocks:
-            self._holders[block] += 1
+            self.holders[block] += 1
 
     def rebuild(self) -> None:
         for block_hash, block in self._by_hash.items():
@@ -195,7 +214,7 @@ class BlockPool(Restorable):
         for blocks in held_by:
             for block in blocks:
                 counted[block] += 1
-        assert counted == self._holders, "holders of blocks do not match what sequences hold"
+        assert counted == self.holders, "holders of blocks do not match what sequences hold"
         by_hash = self._by_hash
         idle = sorted([*self._free, *map(by_hash.__getitem__, self._order)])
         assert idle == [block for block, count in enumerate(counted) if not count], "block lost"
@@ -240,3 +259,231 @@ def blocks_kept(
         seat.overrule("blocks that were found in the cache stay")
         kept = found
     return kept if kept < full else None
+
+
+class StateSnapshots(Restorable):
+    """Places 0 to `limits.state_snapshots` - 1, each free or with a snapshot; none for models without a state.
+
+    A step reads snapshots before it writes any. So it may write to the place of a snapshot that it reads, and a request
+    cannot begin with a snapshot in the step that writes it.
+    """
+
+    _order: Saved[GuardedOrder[bytes] | None]
+    _free: Saved[list[int]]
+    _places: Saved[dict[bytes, int]]
+
+    def __init__(
+        self, limits: SchedulerLimits, make_order: Callable[[], GuardedOrder[bytes]]
+    ) -> None:
+        self.count = limits.state_snapshots or 0
+        self._block_size = limits.block_size
+        self._order = make_order() if limits.state_snapshots is not None else None
+        self._free = list(range(self.count - 1, -1, -1))
+        self._places = {}
+        self.written: dict[bytes, int] = {}  # by the step that is being planned
+
+    def usable(self, hashes: Sequence[bytes], blocks: int) -> int:
+        """Return the number of leading cached blocks, up to `blocks`, at whose end there is a snapshot."""
+        if self._order is not None:
+            while blocks and hashes[blocks - 1] not in self._places:
+                blocks -= 1
+        return blocks
+
+    def read(self, state: RequestState, *, found: int, used: int) -> int | None:
+        """Return the place of the snapshot for a joining request; None if it begins without one.
+
+        It found `found` cached blocks, and uses the first `used` of them.
+        """
+        state.branch = found * self._block_size
+        if self._order is None or not used:
+            return None
+        block_hash = state.hashes[used - 1]
+        place = self._places[block_hash]
+        self._order.reuse(block_hash)
+        if not self._order.add(block_hash, 1):
+            self._free.append(self._places.pop(block_hash))
+        return place
+
+    def write(self, state: RequestState, stop: int) -> list[StateWrite]:
+        """Return the snapshots that a chunk from `state.computed` to `stop` writes."""
+        if self._order is None or not state.hashes:
+            return []
+        size, writes = self._block_size, []
+        last = (len(state.tokens) - 1) // size * size
+        for end in sorted({state.branch, last}):
+            if state.computed < end <= stop:
+                place = self._place_for(state.hashes[end // size - 1], self._order)
+                if place is not None:
+                    writes.append(StateWrite(end, place))
+        return writes
+
+    def _place_for(self, block_hash: bytes, order: GuardedOrder[bytes]) -> int | None:
+        """Return a place for a new snapshot; None if it exists already, or no place is available."""
+        if block_hash in self._places or block_hash in self.written:
+            return None
+        if not self._free:
+            if not len(order):
+                return None
+            (victim,) = order.take_victims(1)
+            self._free.append(self._places.pop(victim))
+        place = self.written[block_hash] = self._free.pop()
+        return place
+
+    def replace_order(self, policy: CachePolicy) -> None:
+        """Hand the snapshots to another eviction policy, and drop those that it does not keep."""
+        if self._order is not None:
+            refused = self._order.replace(policy, lambda _: 1)
+            self._free += map(self._places.pop, refused)
+
+    def publish(self) -> None:
+        """Make the snapshots of a decided step available to later requests."""
+        assert self._order is not None, "states were written without places"
+        for block_hash in self._order.add_all(list(self.written)):
+            self._free.append(self.written.pop(block_hash))
+        self._places |= self.written
+        self.written = {}
+
+    def check(self) -> None:
+        """Assert that no place is lost, and that the eviction order has the available snapshots."""
+        assert not self.written, "a step was not published"
+        taken = sorted([*self._free, *self._places.values()])
+        assert taken == list(range(self.count)), "a place for a state is lost"
+        assert sorted(self._order or ()) == sorted(self._places), "snapshots and order disagree"
+
+
+class SwappedOut(msgspec.Struct):
+    """The swapped-out blocks of a request.
+
+    Attributes:
+        tokens: Number of its tokens with KV.
+        first: Index of its first swapped-out block; those before have other holders.
+        places: The places of that block and the blocks after it.
+    """
+
+    tokens: int
+    first: int
+    places: list[int]
+
+
+class SwapSpace(Restorable):
+    """Places 0 to `limits.swap_blocks` - 1, each free or with a block of a request without a slot.
+
+    Attributes:
+        pending: Whether the next decision has copies.
+    """
+
+    _free: Saved[list[int]]
+    _kept: Saved[dict[int, SwappedOut]]
+    _out: Saved[list[int]]
+    _back: Saved[list[int]]
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.count = limits.swap_blocks
+        self.pending = False
+        self._block_size = limits.block_size
+        self._free = list(range(self.count - 1, -1, -1))
+        self._kept = {}
+        self._out = []
+        self._back = []
+        self._read: list[
+            int
+        ] = []  # places that the next decision reads, after it has written others
+
+    def __len__(self) -> int:
+        """Number of requests with swapped-out blocks."""
+        return len(self._kept)
+
+    @property
+    def free(self) -> int:
+        """Number of free places."""
+        return len(self._free)
+
+    def keep(self, state: RequestState, tokens: int, pool: BlockPool) -> bool:
+        """Copy out the blocks of the first `tokens` tokens of a request; return False if there is no room.
+
+        Called while it holds them. A request whose prompt log-probabilities are still due is not swapped, since only
+        computing the prompt yields them.
+        """
+        if not tokens or state.tells_prompt:
+            return False
+        held = state.blocks[: -(-tokens // self._block_size)]
+        first = pool.shared(held)
+        if len(held) - first > len(self._free):
+            probe("generate.no_room_to_swap")
+            return False
+        at = len(self._free) - (len(held) - first)
+        places = self._free[at:]
+        del self._free[at:]
+        for block, place in zip(held[first:], places, strict=True):
+            self._out += (block, place)
+        self._kept[state.number] = SwappedOut(tokens, first, places)
+        self.pending = self.pending or bool(places)
+        return True
+
+    def reach(self, state: RequestState, cached: int) -> int:
+        """Number of tokens that the request can skip, given `cached` cached blocks."""
+        reached = cached * self._block_size
+        kept = self._kept.get(state.number) if self._kept else None
+        if kept is None or cached < kept.first:
+            return reached
+        return max(reached, min(kept.tokens, len(state.tokens) - 1))
+
+    def swap_in(self, state: RequestState, blocks: list[int], *, cached: int, computed: int) -> int:
+        """Copy blocks of a joining request back, free its places, and return the number of copied blocks.
+
+        The places are free after the next decision, which writes blocks of preempted requests first.
+        `blocks` are its new blocks, the first `cached` of them found in the prefix cache; `computed` is from `reach`.
+        """
+        kept = self._kept.get(state.number) if self._kept else None
+        if kept is None:
+            return 0
+        needed = range(cached, -(-computed // self._block_size))
+        for index in needed:
+            self._back += (kept.places[index - kept.first], blocks[index])
+        del self._kept[state.number]
+        if needed:
+            self.pending = True
+            self._read += reversed(kept.places)
+        else:
+            self._free += reversed(kept.places)
+        return len(needed)
+
+    def drop(self, number: int) -> bool:
+        """Free the places of a request; return False if it had none."""
+        kept = self._kept.pop(number, None) if self._kept else None
+        if kept is None:
+            return False
+        self._free += reversed(kept.places)
+        if self._out:  # its own copies are cancelled: its places may be reused in the same decision
+            gone, out = set(kept.places), self._out
+            pairs = zip(out[::2], out[1::2], strict=True)
+            self._out = [one for pair in pairs if pair[1] not in gone for one in pair]
+        return True
+
+    def take_copies(self) -> SwapCopies:
+        """Return the copies for the next decision."""
+        copies = SwapCopies(self._out, self._back)
+        self._free += self._read
+        self._out, self._back, self._read, self.pending = [], [], [], False
+        return copies
+
+    def statistics(self) -> dict[str, int]:
+        """Return gauges."""
+        return {
+            "swapped": len(self._kept),
+            "swap_blocks_total": self.count,
+            "swap_blocks_held": self.count - len(self._free),
+        }
+
+    def rebuild(self) -> None:
+        self.pending = bool(self._out or self._back)
+
+    def check(self, without_slot: Collection[int]) -> None:
+        """Assert that no place is lost, and that only these requests have any."""
+        kept = [place for one in self._kept.values() for place in one.places]
+        assert sorted([*self._free, *kept]) == list(range(self.count)), (
+            "a place for a block is lost"
+        )
+        assert self._kept.keys() <= set(without_slot), (
+            "a request with a slot has swapped-out blocks"
+        )

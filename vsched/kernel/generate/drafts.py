@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from vsched.kernel.decisions import DraftGrant
 from vsched.kernel.events import Drafted
-from vsched.kernel.generate.running import RunningSet
+from vsched.kernel.generate.requests import RunningSet
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import RequestState
 from vsched.policy import Draft, DraftingView
@@ -73,9 +73,6 @@ class DraftGrants(Restorable):
         self._in_flight = {}
         self._changes = {}
         self.active = False  # no property, because every step reads it
-
-    def _see_whether_active(self) -> None:
-        self.active = self._is_pending()
 
     def _is_pending(self) -> bool:
         return bool(self._bounded or self._asks or self._in_flight or self._changes)
@@ -140,7 +137,7 @@ class DraftGrants(Restorable):
             self._in_flight[step] = noted
         changes = list(self._changes.values())
         self._changes.clear()
-        self._see_whether_active()
+        self.active = self._is_pending()
         return changes
 
     def _bound(self, state: RequestState, step: int, *, drafts: int = 0) -> int:
@@ -233,7 +230,7 @@ class DraftGrants(Restorable):
     def rebuild(self) -> None:
         granted = (state.granted for state in self._running.decoding.values())
         self.tokens = sum(draft.tokens for draft in granted if draft is not None)
-        self._see_whether_active()
+        self.active = self._is_pending()
 
     def check(self, planned: int) -> None:
         """Assert that just the requests without a bucket are bounded, and that they have enough blocks."""

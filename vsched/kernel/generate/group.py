@@ -27,37 +27,35 @@ from typing import cast
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.events import Stepped
-from vsched.kernel.generate.blocks import BlockPool, blocks_kept
-from vsched.kernel.generate.chunks import chunk_stop, drop_claims_before, pin_items
+from vsched.kernel.generate.blocks import BlockPool, StateSnapshots, SwapSpace, blocks_kept
 from vsched.kernel.generate.drafts import NO_DRAFTS, DraftGrants, count_drafts
-from vsched.kernel.generate.in_flight import ChunkRead, InFlightSteps
 from vsched.kernel.generate.measures import Measures
-from vsched.kernel.generate.quarantine import Quarantine
-from vsched.kernel.generate.running import RunningSet, order_of
-from vsched.kernel.generate.state_snapshots import StateSnapshots
-from vsched.kernel.generate.step_plan import (
+from vsched.kernel.generate.requests import Quarantine, RequestQueue, RunningSet, order_of
+from vsched.kernel.generate.steps import (
     NOTHING_PLANNED,
+    ChunkRead,
+    InFlightSteps,
     PlanResult,
     StepPlan,
-    prefill_shares,
 )
-from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.kernel.groups import DirtyGroups, Group, unready_reason
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import MemoryMap
 from vsched.kernel.request import DECODE, ITEMS, PREEMPTED, READY, Phase, RequestState
-from vsched.kernel.waiting_queue import RequestQueue
 from vsched.policy import (
     Admission,
     AdmissionView,
     CachePolicy,
     Preemption,
     PreemptionView,
+    PrefillView,
     RequestPolicy,
+    StepView,
 )
 from vsched.policy.measured import Measured, Measurements, SwapTime
 from vsched.policy_host.eviction import GuardedOrder
 from vsched.policy_host.seats import PolicySeats
+from vsched.policy_host.shares import NONE_ADVANCES, decide_shares
 from vsched.policy_host.snapshot import Saved
 from vsched.policy_host.step_times import StepTimeModel
 from vsched.probes import probe
@@ -159,10 +157,6 @@ class GenerateGroup(Group):
         state.counted = len(state.tokens)
         self._known_tokens += state.counted
 
-    def enqueue(self, state: RequestState) -> None:
-        """Add a request that could run to the queue."""
-        self.queue.enqueue(state)
-
     def dequeue(self, state: RequestState) -> None:
         """Remove a request from the queue, if it is there."""
         if state.phase is READY:
@@ -200,7 +194,42 @@ class GenerateGroup(Group):
         return self._chunk_stop(state, computed, tokens, room=tokens) > computed
 
     def _chunk_stop(self, state: RequestState, start: int, budget: int, *, room: int) -> int:
-        return chunk_stop(state, start, budget, room=room, limits=self._limits, cache=self._cache)
+        """Return the end of the next chunk from `start`; `start` if it must wait.
+
+        A chunk has at most `budget` tokens, unless it begins with or in an atom, a range that no chunk may cut: it has
+        the whole atom if that fits into `room`, the tokens left in the step. It ends before any later atom that does
+        not fit.
+
+        A chunk ends before an item whose embedding is not ready. A little text before that item is not worth a step, so
+        the chunk then ends at a block boundary, but not within another item: ready items must be consumed as far as
+        possible, or their pages could keep out the missing item.
+        """
+        limits, is_ready = self._limits, self._cache.is_ready
+        stop = min(len(state.tokens), start + limits.chunk_tokens, start + budget)
+        atomic = limits.item_atomic or limits.prompt_atomic
+        if atomic and (atom := state.cut_atom(stop, limits)) is not None:
+            probe("generate.chunk_holds_atom")
+            first, end = atom
+            stop = first if first > start else end
+            if stop > start + room:
+                return start
+        consumed = start
+        for item in state.items:
+            if item.offset >= stop:
+                break
+            end = item.end
+            if end <= start:
+                continue
+            if not is_ready(item.key):
+                cut = max(item.offset, start)
+                whole = max(consumed, cut - cut % limits.block_size)
+                if atomic and state.cut_atom(whole, limits) is not None:
+                    return start
+                if start < whole < cut:
+                    probe("generate.chunk_cut_to_block")
+                return whole
+            consumed = end
+        return stop
 
     # --- planning ---
 
@@ -219,22 +248,27 @@ class GenerateGroup(Group):
         if self._drafts.active:
             self._drafts.begin(step, now_ns)
         grown = self._grow(step, now_ns)
-        able = self._able() if running.prefilling else ()
+        able: Sequence[RequestState] = ()  # prefilling requests that do not wait for an embedding
+        if running.prefilling:
+            able = [
+                one
+                for one in sorted(running.prefilling.values(), key=order_of)
+                if self.can_start(one, one.computed)
+            ]
         # In the steady state, with decodes only, there is no budget to share.
         preemptions = self._counts["preemptions"]
         plan = self._fill(step, able, now_ns) if able or entries else None
         if grown and self._counts["preemptions"] > preemptions:
             grown = running.without_left(grown)  # of requests that gave way to joining ones
-        decodes = len(running.decoding) - (in_flight.firsts(step) if plan else 0)
+        decodes = len(running.decoding) - (len(in_flight.firsts.get(step, ())) if plan else 0)
         chunks, prefilled = (plan.chunks, plan.prefilled) if plan else ((), ())
         sent = self._send(step, decodes, grown, plan) if decodes or chunks else None
         if sent is None:  # a policy may decide otherwise in the next call
-            more = bool(able) or self.queue.may_join(now_ns)
-        return PlanResult(sent, self._take_requeued(), prefilled, more)
-
-    def _able(self) -> Sequence[RequestState]:
-        """Return the requests that can be prefilled, oldest first; others wait for their embeddings."""
-        return [s for s in self._running.prefilling_in_order() if self.can_start(s, s.computed)]
+            queue = self.queue  # a request may be held back only by the admission policy
+            may_join = entries and not queue.blocked and queue.held_until(now_ns) is None
+            more = bool(able or may_join)
+        requeued, self._requeued = self._requeued, []
+        return PlanResult(sent, requeued, prefilled, more)
 
     def _fill(self, step: int, able: Sequence[RequestState], now_ns: int) -> StepPlan:
         """Share the budget of a step among prefilling requests, then among joining ones."""
@@ -243,30 +277,57 @@ class GenerateGroup(Group):
         budget = self.step_times.budget_for(self._limits.batch_tokens - rows, decodes=rows)
         plan = StepPlan(step, budget)
         if able or (joins and budget.time_ns is not None):
-            shares = prefill_shares(
-                self._step,
-                self.step_times,
-                able,
-                plan,
-                now_ns,
-                passed_over_ns=self._limits.passed_over_ns,
-                decodes=rows,
-                waiting=len(self.queue),
-                measured=self.measured,
-            )
-            for state, most in shares:
-                fitting = budget.tokens_at(state.computed)
-                tokens = fitting if most is None else min(fitting, most)
-                stop = self._chunk_stop(state, state.computed, tokens, room=budget.tokens)
-                self._chunk(state, stop, plan, now_ns)
-            self._left_out_ns = max(self._left_out_ns, plan.passed_ns)
+            self._prefill(able, plan, rows, now_ns)
         if joins and not budget.spent:
             self._admit(plan, now_ns)
         return plan
 
-    def _take_requeued(self) -> Sequence[RequestState]:
-        requeued, self._requeued = self._requeued, []
-        return requeued
+    def _prefill(
+        self, able: Sequence[RequestState], plan: StepPlan, decodes: int, now_ns: int
+    ) -> None:
+        """Let requests advance as the step policy says, first those that were left out for too long.
+
+        `able` are in order of arrival. If nothing decodes and the answer leads to no chunk, all advance: a share that
+        ends before a missing embedding must not stop the others.
+        """
+        budget, times, seat = plan.budget, self.step_times, self._step
+        token_ns, pair_ns = times.costs()
+        late_ns = now_ns - self._limits.passed_over_ns
+        late = [
+            index
+            for index, state in enumerate(able)
+            if state.advanced_ns <= late_ns and state.admitted_ns <= late_ns
+        ]
+        view = StepView(
+            now_ns=now_ns,
+            prefilling=tuple([_prefill_view(state) for state in able]),
+            waiting=len(self.queue),
+            decodes=decodes,
+            tokens_free=budget.tokens,
+            time_ns=budget.time_ns,
+            decode_ns=times.decode_ns(decodes) if decodes else 0.0,
+            token_ns=token_ns,
+            pair_ns=pair_ns,
+            overdue=tuple(late),
+            measured=self.measured,
+            state=seat.state,
+        )
+        decided = decide_shares(seat, view, budget)
+        if decided.left_out:
+            advanced = [max(able[i].advanced_ns, able[i].admitted_ns) for i in decided.left_out]
+            self._left_out_ns = max(self._left_out_ns, now_ns - min(advanced))
+        for index, most in decided.shares.items():
+            self._advance(able[index], most, plan, now_ns)
+        if not (decodes or plan.chunks or decided.unlimited):
+            seat.overrule(NONE_ADVANCES)
+            for state in able:
+                self._advance(state, None, plan, now_ns)
+
+    def _advance(self, state: RequestState, most: int | None, plan: StepPlan, now_ns: int) -> None:
+        fitting, room = plan.budget.tokens_at(state.computed), plan.budget.tokens
+        tokens = fitting if most is None else min(fitting, most)
+        stop = self._chunk_stop(state, state.computed, tokens, room=room)
+        self._chunk(state, stop, plan, now_ns)
 
     def _send(
         self, step: int, decodes: int, grown: list[int], plan: StepPlan | None = None
@@ -278,8 +339,9 @@ class GenerateGroup(Group):
         if self._snapshots.written:
             self._snapshots.publish()
         self._counts["tokens_decoded"] += decodes
-        forgotten, left = self._running.take_changes()
-        drafts, swap = self._drafts, self._swap
+        running, drafts, swap = self._running, self._drafts, self._swap
+        forgotten, left = running.forgotten, running.left
+        running.forgotten, running.left = [], []
         if plan is None and not (drafts.active or swap.pending):
             return GenerateDecision(step, forgotten, left, [], grown)
         granted = drafts.send(step) if drafts.active else []
@@ -342,12 +404,14 @@ class GenerateGroup(Group):
             return
         state.advanced_ns = now_ns
         plan.budget.take(start, stop - start)
-        items, keys = pin_items(state, start, stop, cache=self._cache)
+        met = [one for one in state.items if one.offset < stop and one.end > start]
+        items = [self._cache.pin(item) for item in met]
         writes = self._snapshots.write(state, stop)
         plan.chunks.append(ChunkPlan(state.slot, start, stop, items, writes))
         plan.prefilled.append(state)
-        if keys:
-            self._in_flight.note_read(step, ChunkRead(state.number, stop, keys))
+        if met:
+            read = ChunkRead(state.number, stop, [item.key for item in met])
+            self._in_flight.reads.setdefault(step, []).append(read)
         state.computed = stop
         size = self._limits.block_size
         first, last = start // size, stop // size
@@ -356,7 +420,7 @@ class GenerateGroup(Group):
         self._counts["tokens_prefilled"] += stop - start
         if stop == len(state.tokens):
             self._running.start_decoding(state, step)
-            self._in_flight.note_first(step, state.number)
+            self._in_flight.firsts.setdefault(step, []).append(state.number)
             self._drafts.began(state, step, now_ns)
 
     def _admit(self, plan: StepPlan, now_ns: int) -> None:
@@ -470,9 +534,11 @@ class GenerateGroup(Group):
             probe("generate.atom_waits")
             return
         missing = self._limits.blocks_for(len(state.tokens)) - len(prefix)
-        available = self._pool.available - self._pool.cached_among(prefix)
+        holders = self._pool.holders
+        available = self._pool.available - sum([not holders[block] for block in prefix])
         if victim is not None:
-            available += len({*self._pool.freed_by(victim.blocks)}.difference(prefix))
+            freed = {block for block in victim.blocks if holders[block] == 1}
+            available += len(freed.difference(prefix))
         if missing > available:
             self.queue.blocked = True
             return
@@ -483,7 +549,13 @@ class GenerateGroup(Group):
             self._preempt(victim, swap=swap)
             victim.yielded_ns = now_ns
         blocks = prefix + self._pool.take(missing)
-        self._swap_in(state, blocks, cached=len(prefix), computed=computed)
+        copied = self._swap.swap_in(state, blocks, cached=len(prefix), computed=computed)
+        if copied:
+            self._counts["swapped_in"] += 1
+            self._counts["swap_blocks_in"] += copied
+            if state.hashes:
+                full = slice(len(prefix), computed // self._limits.block_size)
+                self._pool.publish(blocks[full], state.hashes[full])
         self._running.assign_slot(state, blocks, computed)
         self._quarantine.begin(state)
         self._counts["tokens_cached"] += len(prefix) * self._limits.block_size
@@ -503,20 +575,7 @@ class GenerateGroup(Group):
         )
         self._chunk(state, stop, plan, now_ns)
         # After the chunk, whose items may have the content of an earlier one.
-        drop_claims_before(state, computed, cache=self._cache)
-
-    def _swap_in(
-        self, state: RequestState, blocks: list[int], *, cached: int, computed: int
-    ) -> None:
-        """Copy the swapped-out blocks of a joining request back, and publish the full ones."""
-        copied = self._swap.swap_in(state, blocks, cached=cached, computed=computed)
-        if not copied:
-            return
-        self._counts["swapped_in"] += 1
-        self._counts["swap_blocks_in"] += copied
-        full = computed // self._limits.block_size
-        if state.hashes:
-            self._pool.publish(blocks[cached:full], state.hashes[cached:full])
+        self._cache.release_before(state, computed)
 
     # --- results ---
 
@@ -538,7 +597,7 @@ class GenerateGroup(Group):
             self._cache.unpin(read.keys)
             state = self._requests.get(read.number)
             if state is not None:
-                drop_claims_before(state, min(read.stop, state.computed), cache=self._cache)
+                self._cache.release_before(state, min(read.stop, state.computed))
             else:
                 probe("generate.reader_ended")
         if self._quarantine.number:
@@ -571,10 +630,11 @@ class GenerateGroup(Group):
             self._running.forget(state)
         if self._swap.drop(state.number):
             probe("generate.swap_ended")
-        if self._in_flight.drop_preempted(state.number):
+        if self._in_flight.preempted.pop(state.number, None) is not None:
             probe("generate.settling_ended")
         self._known_tokens -= state.counted
-        self._trim_log()
+        # Requests begin to decode in order of steps, so the first in the set is the oldest.
+        self._in_flight.trim(next(iter(self._running.decoding.values()), None))
 
     def _release_slot(
         self, state: RequestState, *, keep: bool, blocks_kept: int | None = None
@@ -593,8 +653,8 @@ class GenerateGroup(Group):
         state.preemptions += 1
         self._release_slot(state, keep=True)
         state.phase = PREEMPTED
-        if self._in_flight.count:
-            self._in_flight.await_last(state.number, slot)
+        if self.steps_in_flight:  # they yield tokens of the request
+            self._in_flight.preempted[state.number] = (slot, self._in_flight.planned)
         else:
             self._in_flight.gather(state, slot)
             self._know_outputs(state)
@@ -628,19 +688,16 @@ class GenerateGroup(Group):
         self._preempt(youngest)
         return True
 
-    def _trim_log(self) -> None:
-        # Requests begin to decode in order of steps, so the first in the set is the oldest.
-        self._in_flight.trim(next(iter(self._running.decoding.values()), None))
-
     def lose(self, *, blame: bool) -> tuple[list[RequestState], RequestState | None]:
         """Empty a lost group; return the requests that ran there, oldest first, and the poison request.
 
         That is the request to blame for the loss; None if it is not certain.
         """
         self.step_times.drop_planned()
-        for read in self._in_flight.lost_reads():
+        for reads in self._in_flight.reads.values():
             probe("generate.lost_while_reading")
-            self._cache.unpin(read.keys)
+            for read in reads:
+                self._cache.unpin(read.keys)
         if self._in_flight.preempted:
             probe("generate.lost_while_settling")
         if self._swap:
@@ -667,7 +724,7 @@ class GenerateGroup(Group):
 
     @property
     def idle(self) -> bool:
-        return not (self._running or self._in_flight.count or self._in_flight.preempted)
+        return not (self._running or self.steps_in_flight or self._in_flight.preempted)
 
     @property
     def steps_in_flight(self) -> int:
@@ -724,7 +781,8 @@ class GenerateGroup(Group):
             case Phase.PREFILL:
                 why = f"{state.computed} of {len(state.tokens)} tokens in slot {state.slot}"
             case Phase.DECODE:
-                why = f"{self._decoded(state)} tokens since it joined slot {state.slot}"
+                tokens = self.outputs(state) - len(state.tokens) + state.prompt_length
+                why = f"{tokens} tokens since it joined slot {state.slot}"
             case Phase.SUSPENDED:
                 why = unready_reason(self.name, self.status)
             case _:
@@ -763,14 +821,10 @@ class GenerateGroup(Group):
             f"{behind}. {_OTHER_ADMISSION}"
         )
 
-    def _decoded(self, state: RequestState) -> int:
-        """Output tokens since a decoding request joined."""
-        return max(0, self._in_flight.done - state.decoding_since + 1)
-
     def outputs(self, state: RequestState) -> int:
         """Output tokens of a request so far."""
-        decoded = self._decoded(state) if state.phase is DECODE else 0
-        return len(state.tokens) - state.prompt_length + decoded
+        decoded = self._in_flight.done - state.decoding_since + 1 if state.phase is DECODE else 0
+        return len(state.tokens) - state.prompt_length + max(0, decoded)
 
     def block_map(self) -> MemoryMap:
         """Return the states of all KV blocks."""
@@ -793,7 +847,7 @@ class GenerateGroup(Group):
             "decoding": len(self._running.decoding),
             "preempted": len(self._in_flight.preempted),
             "steps": self._in_flight.done,
-            "steps_in_flight": self._in_flight.count,
+            "steps_in_flight": self.steps_in_flight,
             **self.counts(),
             "slots_total": self._limits.slots,
         }
@@ -826,3 +880,17 @@ class GenerateGroup(Group):
         assert self._known_tokens == sum(state.counted for state in own), "load is miscounted"
         ready = [state.number for state in own if state.phase is READY]
         assert ready == [entry.state.number for entry in self.queue.entries], "the queue is wrong"
+
+
+def _prefill_view(state: RequestState) -> PrefillView:
+    return PrefillView(
+        tokens=len(state.tokens) - state.computed,
+        computed=state.computed,
+        priority=state.request.priority,
+        arrived_ns=state.submitted_ns,
+        joined_ns=state.admitted_ns,
+        target_ns=state.target_ns,
+        tenant=state.request.tenant,
+        session=state.request.session,
+        max_tokens=state.request.sampling.max_tokens,
+    )

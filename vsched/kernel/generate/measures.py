@@ -101,7 +101,6 @@ class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def steps(self) -> Sequence[StepTime]:
-        """The latest generate steps."""
         noted = (group.measures.steps for group in self._groups)
         return _latest(
             [
@@ -113,22 +112,18 @@ class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def swaps(self) -> Sequence[SwapTime]:
-        """The latest steps that swapped blocks."""
         return _latest(group.measures.swaps for group in self._groups)
 
     @property
     def encodes(self) -> Sequence[EncodeTime]:
-        """The latest encode steps."""
         return tuple(self._stage.encodes)
 
     @property
     def first_tokens(self) -> Sequence[FirstTokenTime]:
-        """The latest first tokens."""
         return _latest(group.measures.first_tokens for group in self._groups)
 
     @property
     def ends(self) -> Sequence[EndTime]:
-        """The latest ends of requests."""
         return _latest(group.measures.ends for group in self._groups)
 
     def _sum(self, name: str) -> int:
@@ -136,22 +131,18 @@ class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def blocks_total(self) -> int:
-        """Number of KV blocks."""
         return self._sum("blocks_total")
 
     @property
     def blocks_held(self) -> int:
-        """KV blocks of running requests."""
         return self._sum("blocks_held")
 
     @property
     def blocks_cached(self) -> int:
-        """KV blocks that are only in the prefix cache."""
         return self._sum("blocks_cached")
 
     @property
     def tokens_running(self) -> Mapping[str, int]:
-        """Computed tokens of running requests, prompts and outputs, by tenant."""
         tokens: dict[str, int] = {}
         for group in self._groups:
             for tenant, count in group.running_tokens():
@@ -160,22 +151,18 @@ class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def tokens_prefilled(self) -> int:
-        """Prompt tokens computed since the start."""
         return self._sum("tokens_prefilled")
 
     @property
     def tokens_cached(self) -> int:
-        """Prompt tokens found in the prefix cache since the start."""
         return self._sum("tokens_cached")
 
     @property
     def embedding_hits(self) -> int:
-        """Hits of the embedding cache since the start."""
         return self._stage.counts()["cache_hits"]
 
     @property
     def embedding_misses(self) -> int:
-        """Misses of the embedding cache since the start."""
         return self._stage.counts()["cache_misses"]
 
 

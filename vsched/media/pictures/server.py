@@ -15,8 +15,7 @@ import numpy.typing as npt
 from setproctitle import setproctitle
 
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.isolated.frames import Channel, read_frame
-from vsched.isolated.server import limit_resources, read_setup, serve
+from vsched.isolated.server import Channel, limit_resources, read_frame, read_setup, serve
 from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.measure import within
 from vsched.media.pictures.filling import process_encoded, process_video

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import msgspec
 
-from vsched.aio.environment import Environment
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
 from vsched.config import (
@@ -25,7 +24,7 @@ from vsched.config import (
     GenerateConfig,
     ModelConfig,
 )
-from vsched.engine import Engine
+from vsched.engine import Engine, Environment
 from vsched.kernel import Scheduler
 from vsched.sim.cluster import run_checks
 from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession

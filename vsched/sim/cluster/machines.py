@@ -13,9 +13,9 @@ from contextvars import copy_context
 from functools import partial
 from typing import NamedTuple
 
-from vsched.aio.hosts.placement import placed_on
+from vsched.aio.hosts.remote import placed_on
 from vsched.aio.hosts.server import HostServer
-from vsched.aio.replicas.launcher import Host, Launcher
+from vsched.aio.launcher import Host, Launcher
 from vsched.config import Config
 from vsched.errors import ConfigError
 from vsched.sim.faults.plan import HostCrash, HostCut, HostFault, HostStall

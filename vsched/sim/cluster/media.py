@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from vsched.aio.environment import MakeMedia
 from vsched.config import MediaConfig
+from vsched.engine import MakeMedia
 from vsched.errors import RequestRefused
 from vsched.media import MediaPipeline, PixelStore
 from vsched.media.allocator import return_freed_memory

@@ -19,13 +19,12 @@ UNDERSTOOD = (200, 409, 503)
 EXTRA = "extra"
 """The adapter that operators load and unload; no request names it."""
 POLICIES = {
-    "generate.admission": ("fifo", "priority", "deadline", "tenant-fair", "shortest-first"),
+    "generate.admission": ("fifo", "priority", "tenant-fair", "shortest-first"),
     "generate.step": ("in-order", "slo-feedback", "tenant-fair"),
     "generate.preemption": ("youngest", "cheapest"),
     "generate.eviction": ("lru", "s3-fifo", "none"),
-    "generate.insertion": ("everything", "prompts", "matching"),
+    "generate.insertion": ("everything", "matching"),
     "encode.eviction": ("lru", "s3-fifo", "none"),
-    "encode.dispatch": ("fewest-held-up", "size-classes"),
     "routing": ("least-loaded", "round-robin", "image-affinity"),
 }
 """Policies that operators install while requests run, by the paths of their tables."""

@@ -41,7 +41,7 @@ def press_config(rng: random.Random, config: Config) -> Config:
             [
                 {"use": "token-budget", "max_items": 8},
                 {"use": "priority"},
-                {"use": "deadline"},
+                {"use": "fifo"},
             ]
         ),
     )

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from vsched.aio.replicas.supervisor import RESTART_DELAYS_S
+from vsched.aio.worker_groups import RESTART_DELAYS_S
 from vsched.sim.cluster.observer import EngineObserver
 from vsched.sim.faults.injection import Struck
 from vsched.sim.faults.plan import (

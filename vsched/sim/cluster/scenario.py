@@ -310,7 +310,7 @@ def draw_config(rng: random.Random) -> Config:
         "chunk_tokens": rng.choice([8, 24, 60]),
         "prefix_cache": rng.random() < 0.8,
         "step_target_ms": rng.choice([0.0, 5.0, 100.0]),
-        "admission": {"use": rng.choice(["fifo", "fifo", "priority", "deadline"])},
+        "admission": {"use": rng.choice(["fifo", "fifo", "priority", "shortest-first"])},
         "preemption": {"use": rng.choice(["youngest", "cheapest"])},
         "memory": {"use": "pinned", "tokens": rng.choice([256, 320, 600])},
         "step_target_ratio": rng.choice([1.5, 8.0]),
@@ -329,7 +329,14 @@ def draw_config(rng: random.Random) -> Config:
             base.encode,
             replicas=encoders,
             tensor_parallel=ranks,
-            encoding={"use": rng.choice(["chunk-aware", "chunk-aware", "eager", "combined"])},
+            encoding=rng.choice(
+                [
+                    {"use": "chunk-aware"},
+                    {"use": "chunk-aware"},
+                    {"use": "chunk-aware", "look_ahead_chunks": 100},
+                    {"use": "combined"},
+                ]
+            ),
             admission={"use": "token-budget", "max_items": rng.choice([1, 4, 8])},
         ),
         generate=msgspec.structs.replace(base.generate, **generate),

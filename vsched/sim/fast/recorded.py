@@ -41,7 +41,7 @@ from vsched.kernel.events import (
     Submitted,
     Withdrawn,
 )
-from vsched.kernel.prefix_hashes import chain_hashes, root_hash
+from vsched.kernel.request import chain_hashes, root_hash
 from vsched.notebook import html_table
 from vsched.record import read_events
 from vsched.record.entries import SegmentHeader, decode_command

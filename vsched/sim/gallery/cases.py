@@ -96,7 +96,6 @@ CASES: dict[str, GalleryCase] = {
             choices={
                 "fifo": (),
                 "priority": (("generate.admission", {"use": "priority"}),),
-                "deadline": (("generate.admission", {"use": "deadline"}),),
                 "deadline-shed": (("front_door", {"use": "deadline-shed"}),),
                 "deadline-shed + priority": (
                     ("front_door", {"use": "deadline-shed", "by_priority": True}),
@@ -135,7 +134,6 @@ CASES: dict[str, GalleryCase] = {
                 "lru": (),
                 "s3-fifo": (("generate.eviction", {"use": "s3-fifo"}),),
                 "none": (("generate.eviction", {"use": "none"}),),
-                "prompts": (("generate.insertion", {"use": "prompts"}),),
                 "matching": (("generate.insertion", {"use": "matching", "tenants": ["chat"]}),),
             },
             shown=("chat", "scan"),
@@ -149,7 +147,6 @@ CASES: dict[str, GalleryCase] = {
             choices={
                 "youngest": (),
                 "cheapest": (("generate.preemption", {"use": "cheapest"}),),
-                "reader-pace": (("generate.preemption", {"use": "reader-pace"}),),
                 "youngest, swap": (("generate.preemption", {"use": "youngest", "mode": "swap"}),),
                 "swap-long": (("generate.preemption", {"use": "swap-long"}),),
             },
@@ -162,9 +159,10 @@ CASES: dict[str, GalleryCase] = {
             settings=("encode.replicas=2",),
             choices={
                 "chunk-aware": (),
-                "eager": (("encode.encoding", {"use": "eager"}),),
+                "look-ahead": (
+                    ("encode.encoding", {"use": "chunk-aware", "look_ahead_chunks": 100}),
+                ),
                 "combined": (("encode.encoding", {"use": "combined"}),),
-                "size-classes": (("encode.dispatch", {"use": "size-classes"}),),
             },
             shown=("single", "albums"),
         ),

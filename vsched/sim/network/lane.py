@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from vsched.aio.hosts.stream import WINDOW_BYTES
+from vsched.aio.hosts.link import WINDOW_BYTES
 from vsched.sim.faults.injection import Injector
 from vsched.sim.faults.plan import HostCut, SlowHostLink
 from vsched.sim.loop.virtual_loop import SECOND_NS, VirtualLoop

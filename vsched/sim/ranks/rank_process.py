@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from vsched.aio.replicas.launcher import at_home, link_address
+from vsched.aio.launcher import at_home, link_address
 from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
 from vsched.sim.faults.plan import Hang, OutOfMemory, Slowdown, WorkerCrash
 from vsched.sim.network.links import RankEnd, SimulatedLeaderEnd, wait_readable
@@ -136,7 +136,7 @@ class _Crashed(Exception):
 
 
 class SimulatedRank:
-    """One rank process; has the interface of `vsched.aio.replicas.process.RankProcess`."""
+    """One rank process; has the interface of `vsched.aio.launcher.RankProcess`."""
 
     def __init__(
         self,

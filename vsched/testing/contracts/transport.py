@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from vsched.aio.leader.leader import LeaderEnd
+from vsched.aio.leader import LeaderEnd
 from vsched.testing.contracts.base import ContractBroken, demand, demand_members
 from vsched.transport.zmq_link import OnFrame, rank_identity
 from vsched.worker.member import MemberLink

@@ -33,7 +33,7 @@ def video(
     from rich.console import Console
 
     from tests.bench.servers.server import serving
-    from tests.bench.servers.start import spec_of
+    from tests.bench.servers.sides import spec_of
 
     console = Console()
     spec = spec_of(path.resolve(), assignments or ())

@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.rank.fake_plugin import NAME, model_info
-from vsched.aio.hosts.messages import (
+from vsched.aio.hosts.link import (
+    PIECE_BYTES,
     VERSION,
+    WINDOW_BYTES,
     Bye,
     ByteRange,
     Fetch,
@@ -18,13 +20,13 @@ from vsched.aio.hosts.messages import (
     FromRank,
     Launch,
     OpenGroups,
+    Stream,
     ToEngine,
     ToRank,
     Write,
 )
 from vsched.aio.hosts.server import HostServer
-from vsched.aio.hosts.stream import PIECE_BYTES, WINDOW_BYTES, Stream
-from vsched.aio.replicas.launcher import OnExit
+from vsched.aio.launcher import OnExit
 from vsched.failures import EncodeErrorKind
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity

@@ -12,7 +12,7 @@ import zmq
 
 from tests.cable import Cable
 from tests.patience import until
-from vsched.aio.hosts.sockets import (
+from vsched.aio.hosts.link import (
     Context,
     EngineSocket,
     HostSocket,

@@ -1,4 +1,4 @@
-"""A host whose address is looked up is found, and found again after it moves."""
+"""A host whose address is looked up is found, or lost if it does not answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from tests.patience import until
+from vsched.aio.hosts import ray_hosts
+from vsched.aio.hosts.link import Connect
 from vsched.aio.hosts.ray_hosts import SoughtEnd
-from vsched.aio.hosts.remote import Connect
 from vsched.errors import ConfigError
 
 
@@ -40,16 +43,12 @@ class Search:
 
     def __init__(self) -> None:
         self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.requested = 0
         self.ends: list[End] = []
         self.received: list[bytes] = []
         self.cuts: list[str] = []
-        self.end = SoughtEnd(
-            self.find, self.connect_to, self.received.append, self.cuts.append, ask_again_s=0
-        )
+        self.end = SoughtEnd(self.find, self.connect_to, self.received.append, self.cuts.append)
 
     async def find(self) -> str:
-        self.requested += 1
         return await asyncio.shield(self.address)
 
     def connect_to(self, address: str) -> Connect:
@@ -58,17 +57,6 @@ class Search:
             return self.ends[-1]
 
         return connect
-
-    def moves_to(self, address: str) -> None:
-        """Resolve to another address from now on."""
-        if self.address.done():
-            self.address = asyncio.get_running_loop().create_future()
-        self.address.set_result(address)
-
-    async def asks_again(self) -> None:
-        """Wait until the next lookup has been answered."""
-        requested = self.requested
-        await until(lambda: self.requested >= requested + 2)
 
 
 @contextmanager
@@ -88,7 +76,7 @@ async def test_sought_host_hears_everything_once_it_is_found() -> None:
         seen.end.read()
         await asyncio.sleep(0)
         assert not seen.ends
-        seen.moves_to("there")
+        seen.address.set_result("there")
         await until(lambda: seen.ends)
         assert seen.end.send(b"2")
         (end,) = seen.ends
@@ -100,34 +88,23 @@ async def test_sought_host_hears_everything_once_it_is_found() -> None:
         assert seen.received == [b"hello"]
 
 
-async def test_sought_host_is_told_again_where_it_went() -> None:
-    """A repeated address changes nothing; a new one replaces the old connection."""
+@pytest.mark.parametrize("answers", [True, False])
+async def test_sought_host_must_answer_once_it_is_found(
+    monkeypatch: pytest.MonkeyPatch, *, answers: bool
+) -> None:
+    """It may have moved meanwhile: the loss has it looked up again."""
+    monkeypatch.setattr(ray_hosts, "ANSWER_S", 60.0 if answers else 0.0)
     with search() as seen:
-        seen.moves_to("old")
+        seen.address.set_result("there")
         await until(lambda: seen.ends)
-        seen.end.send(b"1")
-        await seen.asks_again()
-        assert len(seen.ends) == 1
-        seen.moves_to("new")
-        await until(lambda: len(seen.ends) == 2)
-        old, new = seen.ends
-        assert old.closed
-        assert (new.address, new.frames) == ("new", [b"1"])
-
-
-async def test_sought_host_stays_where_it_spoke() -> None:
-    """No more lookups after the first message: the stream itself detects its loss."""
-    with search() as seen:
-        seen.moves_to("there")
-        await until(lambda: seen.ends)
-        seen.ends[0].say(b"hello")
-        requested = seen.requested
-        seen.moves_to("elsewhere")
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert (seen.requested, len(seen.ends)) == (requested, 1)
-        seen.ends[0].cut("closed the connection")
-        assert seen.cuts == ["closed the connection"]
+        if answers:
+            seen.ends[0].say(b"hello")
+            assert seen.end._timer is not None
+            assert seen.end._timer.cancelled()
+            seen.ends[0].cut("closed the connection")
+        await until(lambda: seen.cuts)
+        expected = "closed the connection" if answers else "did not answer for 0 s at there"
+        assert seen.cuts == [expected]
 
 
 async def test_sought_host_that_will_never_be_is_lost() -> None:
@@ -153,9 +130,9 @@ async def test_moved_host_without_the_missed_frames_is_lost() -> None:
 
         seen.end._connect_to = closed
         seen.end.send(b"1")
-        seen.moves_to("there")
+        seen.address.set_result("there")
         await until(lambda: seen.cuts)
-        assert seen.cuts == ["cannot be reached"]
+        assert seen.cuts[0] == "cannot be reached"
 
 
 async def test_sought_host_is_looked_for_until_the_end_is_closed() -> None:

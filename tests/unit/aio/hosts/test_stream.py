@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.hosts.messages import Alive, Bye, ByteRange, Kill, ToHost, ToRank, Write
-from vsched.aio.hosts.stream import PIECE_BYTES, Stream
+from vsched.aio.hosts.link import (
+    PIECE_BYTES,
+    Alive,
+    Bye,
+    ByteRange,
+    Kill,
+    Stream,
+    ToHost,
+    ToRank,
+    Write,
+)
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout
 
@@ -94,7 +103,7 @@ async def test_stream_lets_a_sign_of_life_go_ahead_of_bytes_that_wait() -> None:
 
 
 async def test_stream_refuses_when_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vsched.aio.hosts.stream.WAITING_MAX", 10)
+    monkeypatch.setattr("vsched.aio.hosts.link.WAITING_MAX", 10)
     engine = Side()
     engine.stream.put_range(ByteRange(0, 1 << 20))
     taken = [engine.stream.put(Kill(1)) for _ in range(20)]

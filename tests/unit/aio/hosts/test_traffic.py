@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vsched.aio.hosts.messages import ByteRange
+from vsched.aio.hosts.link import ByteRange
 from vsched.aio.hosts.remote import Traffic, row_ranges, written_by
 from vsched.kernel.decisions import (
     ChunkItem,

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.leader.leader import Deadlines, Leader, ProcessLiveness
+from vsched.aio.leader import Leader, ProcessLiveness
+from vsched.config.sections import DeadlinesConfig
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import (
     EncodeResult,
@@ -21,11 +22,10 @@ from vsched.wire import (
     Pulse,
     RankReport,
     Ready,
-    ThreadsInUse,
     encode_report,
 )
 
-LIMITS = Deadlines(ready_s=60, step_s=30, heartbeat_s=4, rank_timeout_s=20)
+LIMITS = DeadlinesConfig(ready_s=60, step_s=30, heartbeat_s=4, rank_timeout_s=20)
 
 
 class FakeLink:
@@ -102,7 +102,7 @@ class LeaderHarness:
         monkeypatch: pytest.MonkeyPatch,
         *,
         ranks: int,
-        limits: Deadlines,
+        limits: DeadlinesConfig,
         name: str = "generate",
         liveness: ProcessLiveness | None = None,
         loop: FakeLoop | None = None,
@@ -110,7 +110,6 @@ class LeaderHarness:
         self.results: list[GenerateResult | EncodeResult] = []
         self.lost: list[str] = []
         self.progress: list[tuple[str, float]] = []
-        self.threads: list[tuple[int, ThreadsInUse]] = []
         self.loop = loop or FakeLoop()
         self.ranks = ranks
         monkeypatch.setattr(asyncio, "get_running_loop", lambda: self.loop)
@@ -122,7 +121,6 @@ class LeaderHarness:
             deadlines=limits,
             on_result=lambda _group, result: self.results.append(result),
             on_lost=lambda failure: self.lost.append(str(failure)),
-            on_threads=lambda rank, threads: self.threads.append((rank, threads)),
             on_progress=lambda what, fraction: self.progress.append((what, fraction)),
             liveness=liveness,
         )

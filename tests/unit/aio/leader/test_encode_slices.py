@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader.leader import EncodeSlices, ProcessLiveness
+from vsched.aio.leader import EncodeSlices, ProcessLiveness
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
 from vsched.types import Extent

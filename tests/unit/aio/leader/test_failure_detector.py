@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS
-from vsched.aio.leader.failure_detector import FailureDetector, ProcessLiveness
+from vsched.aio.leader import FailureDetector, ProcessLiveness
 from vsched.failures import AnswerOverdue, RankSilent
 
 SILENT_S = LIMITS.rank_timeout_s + LIMITS.heartbeat_s

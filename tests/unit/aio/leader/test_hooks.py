@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import msgspec
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader.leader import HOOK_GAP_S, HookTimes
+from vsched.aio.leader import HOOK_GAP_S, HookTimes
 from vsched.kernel.decisions import GenerateDecision
 from vsched.wire import Beat, GenerateResult, Heartbeat, RunHook, StepCheck, check_of
 
@@ -77,15 +76,6 @@ def test_hooks_that_run_are_not_due_again() -> None:
     hooks.done("balance", 31.0)
     assert hooks.take_due(40.0) == []
     assert hooks.take_due(41.0) == ["balance"]
-
-
-@pytest.mark.parametrize(("override_s", "due_s"), [(None, 10.0), (3.0, 3.0), (0.0, None)])
-def test_hooks_intervals_may_be_overridden(override_s: float | None, due_s: float | None) -> None:
-    """By the configuration; a hook that runs only on signals stays that way."""
-    hooks = HookTimes({"balance": 10.0, "signalled": 0.0}, 0.0, override_s=override_s)
-    hooks.stepped()
-    ran = [(name, at) for at in range(12) for name in run(hooks, float(at))]
-    assert ran == ([] if due_s is None else [("balance", due_s)])
 
 
 async def test_leader_puts_due_hooks_before_a_step(led: LeaderHarness) -> None:
@@ -198,17 +188,3 @@ async def test_leader_gives_up_a_rank_that_wants_what_is_not_there(led: LeaderHa
     led.receive(0, result(1, wanted=["tidy"]))
     assert led.lost == ["generate: rank 0 asked for the hook 'tidy', which it did not announce"]
     assert led.results == []
-
-
-async def test_leader_takes_the_interval_of_the_configuration(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`hooks_s` of the deadlines overrides the worker's interval."""
-    led = LeaderHarness(monkeypatch, ranks=1, limits=msgspec.structs.replace(LIMITS, hooks_s=2.0))
-    led.enter(0, hooks={"balance": 1000.0})
-    led.leader.decide(GenerateDecision(1))
-    led.receive(0, result(1))
-    led.advance(3)
-    led.leader.decide(GenerateDecision(2))
-    assert led.entries() == [GenerateDecision(1), RunHook("balance"), GenerateDecision(2)]
-    led.leader.close()

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader.failure_detector import ResultComparison
-from vsched.aio.leader.leader import ProcessLiveness
+from vsched.aio.leader import ProcessLiveness, ResultComparison
 from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.memory import Sized
@@ -106,27 +105,34 @@ async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.M
     led.leader.close()
 
 
+NO_STEP = "sent a result of no step that is out"
+
+
 @pytest.mark.parametrize(
-    ("rank", "report", "reason"),
+    ("decided", "rank", "report", "reason"),
     [
-        (1, result(1), "rank 1 sent a result of no step that is out"),
-        (0, StepCheck(1, b""), "rank 0 sent a result of no step that is out"),
-        (0, EncodeResult(1, None, 0), "rank 0 sent a result of no step that is out"),
-        (2, StepCheck(2, b""), "rank 2 sent the result of step 2, due was 1"),
+        (0, 0, result(1), NO_STEP),
+        (1, 1, result(1), NO_STEP),
+        (1, 0, StepCheck(1, b""), NO_STEP),
+        (1, 0, EncodeResult(1, None, 0), NO_STEP),
+        (2, 0, result(2), "sent the result of step 2, due was 1"),
+        (1, 2, StepCheck(2, b""), "sent the result of step 2, due was 1"),
         (
             1,
+            1,
             RankFailed(ErrorKind.OUT_OF_MEMORY, "DeviceOutOfMemory", "full"),
-            "rank 1 stopped with DeviceOutOfMemory: full",
+            "stopped with DeviceOutOfMemory: full",
         ),
     ],
 )
 async def test_leader_gives_up_a_rank_that_is_out_of_order(
-    led: LeaderHarness, rank: int, report: GenerateResult, reason: str
+    led: LeaderHarness, decided: int, rank: int, report: GenerateResult, reason: str
 ) -> None:
-    """Each rank reports every step once, in order, with the report of its role."""
-    led.leader.decide(GenerateDecision(1))
+    """Each rank reports every step once, in order, with the report of its role; nothing else is passed on."""
+    for step in range(1, decided + 1):
+        led.leader.decide(GenerateDecision(step))
     led.receive(rank, report)
-    assert led.lost == [f"generate: {reason}"]
+    assert (led.lost, led.results) == ([f"generate: rank {rank} {reason}"], [])
 
 
 async def test_leader_rank_that_stops_reporting_is_given_up(led: LeaderHarness) -> None:
@@ -193,12 +199,12 @@ async def test_leader_hears_nothing_but_life_from_a_pulse(led: LeaderHarness) ->
     assert led.leader.memory[0] == {"kv": 0}
 
 
-async def test_leader_passes_the_threads_of_each_rank_on(led: LeaderHarness) -> None:
+async def test_leader_knows_the_threads_of_each_rank(led: LeaderHarness) -> None:
     """Whatever else is due: a report of threads counts as no reply."""
     led.leader.decide(GenerateDecision(1))
     led.receive(0, Ready(10, {}, threads=ThreadsInUse(2, 2)))
     led.receive(1, ThreadsInUse(1, 2))
-    assert led.threads == [(0, ThreadsInUse(2, 2)), (1, ThreadsInUse(1, 2))]
+    assert led.leader.threads == {0: ThreadsInUse(2, 2), 1: ThreadsInUse(1, 2)}
     led.receive(0, result(1))
     assert ([one.step for one in led.results], led.lost) == ([1], [])
 
@@ -274,7 +280,7 @@ async def test_leaders_of_the_same_processes_share_one_order(
         encode.receive(rank, EncodeResult(2, None, 0) if rank == 0 else StepCheck(2, b""))
     encode.advance(LIMITS.step_s - 1)
     assert (encode.lost, generate.lost) == ([], [])
-    assert liveness.turns.last == 3
+    assert next(liveness.turns) == 4
     encode.advance(LIMITS.heartbeat_s + 2)
     assert encode.lost == []
     assert "has not answered step 1" in generate.lost[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vsched.aio.streams.stream import PromptReport, PromptToken
+from vsched.aio.streams import PromptReport, PromptToken
 from vsched.wire import PromptPiece
 
 TOKENS = [7, 8, 9, 10, 11]

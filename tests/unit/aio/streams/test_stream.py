@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.patience import patience
-from vsched.aio.streams.stream import (
+from vsched.aio.streams import (
     ChoiceInputs,
     OutputDelta,
     StopMatcher,

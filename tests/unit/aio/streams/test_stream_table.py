@@ -11,8 +11,14 @@ import pytest
 
 from tests.patience import patience
 from tests.unit.aio.ranks import Text
-from vsched.aio.streams.stream import ChoiceInputs, OutputDelta, PromptReport, TokenStream
-from vsched.aio.streams.table import StreamTable, int32_array
+from vsched.aio.streams import (
+    ChoiceInputs,
+    OutputDelta,
+    PromptReport,
+    StreamTable,
+    TokenStream,
+    int32_array,
+)
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.kernel.events import Drafted

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.each_case import each_case
 from tests.patience import NEVER_S, patience, until
 from tests.unit.api.fakes import Client, FakeEngine, chat, post
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app, parameters
 from vsched.api.bodies import reading
 from vsched.api.bodies.reading import count_values

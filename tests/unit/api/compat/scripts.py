@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tests.unit.api.fakes import FakeEngine, Reply
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 
 CALLS = (
     'Look.<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'

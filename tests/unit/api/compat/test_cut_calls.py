@@ -10,7 +10,7 @@ from tests.each_case import each_case
 from tests.unit.api.compat.scripts import named_events, saying
 from tests.unit.api.fakes import CHAT, Reply, chat, post
 from tests.unit.api.tools.written_calls import written_calls
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.api.tools.formats import CALL_FORMATS
 
 ARGUMENTS = '{"a": "b"}'

@@ -8,7 +8,7 @@ from typing import Any
 from tests.each_case import each_case
 from tests.unit.api.compat.scripts import CALLS, named_events, saying
 from tests.unit.api.fakes import FakeEngine, post
-from vsched.aio.streams.stream import OutputDelta, TokenLogprob
+from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings
 from vsched.errors import RequestFailed, RequestRefused
 

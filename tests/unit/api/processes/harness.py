@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.aio.ranks import ShellHarness
 from tests.unit.media.fakes import FakePreprocessor, model_info
-from vsched.aio.streams.stream import OutputDelta, TokenStream
+from vsched.aio.streams import OutputDelta, TokenStream
 from vsched.api.app import create_operations
 from vsched.api.contract import ApiSettings
 from vsched.api.metrics import ApiMetrics

@@ -12,7 +12,7 @@ import pytest
 from tests.patience import patience
 from tests.unit.aio.ranks import SEPARATE, ShellHarness
 from tests.unit.api.processes.harness import PREPARING_MAX, Joined
-from vsched.aio.streams.stream import StopScope
+from vsched.aio.streams import StopScope
 from vsched.api.processes.messages import CancelRequest, HttpForward, Submit
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import Aborted, Arrived, Cleared, Event, Submitted, Withdrawn

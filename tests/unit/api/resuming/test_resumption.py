@@ -11,7 +11,7 @@ import pytest
 
 from tests.patience import until
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, Reply, chat
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api.resuming import resumption as resuming
 from vsched.api.resuming.resumption import Resumption

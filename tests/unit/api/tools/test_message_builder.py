@@ -9,7 +9,7 @@ import pytest
 
 from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.api.contract import ApiSettings
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]

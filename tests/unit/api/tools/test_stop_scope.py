@@ -9,7 +9,7 @@ from tests.unit.aio.streams.test_stream import Ended
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.api.tools.written_calls import written_calls
 from tests.unit.media.fakes import FakeDetokenizer
-from vsched.aio.streams.stream import ChoiceInputs, TokenStream
+from vsched.aio.streams import ChoiceInputs, TokenStream
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS
 from vsched.api.tools.reader import CallStopScope
 from vsched.kernel.commands import Finish, RequestTimes

@@ -8,7 +8,7 @@ from typing import Any
 from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.media.fakes import FakePreprocessor
-from vsched.aio.streams.stream import OutputDelta
+from vsched.aio.streams import OutputDelta
 from vsched.worker.contract import AnswerPart
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

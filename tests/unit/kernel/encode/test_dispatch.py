@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import msgspec
-import pytest
-
-from tests.unit.kernel.setups import as_shown, assert_served, image_request, make_limits
-from vsched.policy import Dispatch, DispatchView, EncodeGroupView, ImagePolicy
+from tests.unit.kernel.setups import assert_served, image_request, make_limits
+from vsched.policy import Dispatch, DispatchView, ImagePolicy
 from vsched.testing import ModelCluster, default_policies, make_request
-from vsched_policies.dispatch import SizeClasses
 
 SECOND_NS = 1_000_000_000
 
@@ -22,8 +18,7 @@ class Watched(ImagePolicy, frozen=True, kw_only=True):
     waiting: ClassVar[list[list[int | None]]] = []
 
     def dispatch(self, view: DispatchView) -> Dispatch:
-        groups = [as_shown(group, EncodeGroupView) for group in view.groups]
-        self.views.append(msgspec.structs.replace(view, groups=groups))
+        self.views.append(view)
         self.waiting.append([entry.tokens for entry in view.waiting])
         return Dispatch(max(index for index, group in enumerate(view.groups) if group.free))
 
@@ -115,24 +110,3 @@ def test_dispatch_lets_no_group_wait_for_over_a_minute() -> None:
     assert out(cluster)["encode-0"] == [b"a"]
     cluster.drain()
     assert_served(cluster, "r", "another")
-
-
-@pytest.mark.parametrize("encode_items", [1, 8])
-def test_size_classes_keep_a_group_for_small_images(encode_items: int) -> None:
-    cluster = two_groups(SizeClasses(small_tokens=10), encode_items=encode_items)
-    for index in range(2):
-        cluster.submit(image_request(f"large{index}", (b"large%d" % index, 40)))
-    assert out(cluster) == {"encode-0": [b"large0"], "encode-1": []}
-    cluster.submit(image_request("small", (b"small", 8)))
-    assert out(cluster) == {"encode-0": [b"large0"], "encode-1": [b"small"]}
-    cluster.drain()
-    assert_served(cluster, "large0", "large1", "small")
-
-
-def test_size_classes_make_no_batch_of_both() -> None:
-    limits = make_limits(encode_items=8)
-    cluster = ModelCluster(limits, default_policies(dispatch=SizeClasses(small_tokens=10)))
-    cluster.submit(image_request("first", (b"busy", 8)))
-    cluster.submit(image_request("r", (b"large", 40), (b"small", 8), (b"small too", 8)))
-    cluster.drain()
-    assert cluster.encoded == [[b"busy"], [b"small", b"small too"], [b"large"]]

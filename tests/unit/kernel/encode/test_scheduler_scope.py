@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vsched.aio.refusals import refusal_error
+from vsched.aio.arrivals import refusal_error
 from vsched.kernel import SchedulerLimits
 from vsched.testing import ModelCluster as Cluster
 from vsched.testing import default_policies, make_request

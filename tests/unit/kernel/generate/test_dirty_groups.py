@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
 from vsched.kernel.commands import Command
-from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import DirtyGroups
 from vsched.policy_host.waiting import Holds, OrderedQueue
 from vsched.testing import ModelCluster, run_random
@@ -43,37 +41,17 @@ def test_marked_groups_decide_what_asking_all_would(
 ) -> None:
     marked = run(seed)
     assert isinstance(marked, Listening)
-    walk = DirtyGroups.walk
+    walk, count = DirtyGroups.walk, marked.limits.generators
 
     def all_of(marks: DirtyGroups) -> Iterator[int]:
         list(walk(marks))
-        yield from range(len(marks._marked))
+        yield from range(count)
 
     monkeypatch.setattr(DirtyGroups, "walk", all_of)
     full = run(seed)
     assert isinstance(full, Listening)
     assert marked.received == full.received
     assert marked.kernel.statistics() == full.kernel.statistics()
-
-
-def without_mark_from(caller: str) -> Callable[[GenerateGroup], None]:
-    """Return a `mark_dirty` that marks nothing when this function calls it."""
-
-    def mark_dirty(group: GenerateGroup) -> None:
-        group._dirty.changed[group.index] = None
-        if sys._getframe(1).f_code.co_name != caller:
-            group._dirty.mark(group.index)
-
-    return mark_dirty
-
-
-@pytest.mark.parametrize(
-    "caller", ["unblock", "complete_step", "set_status", "items_ready", "_plan_generate"]
-)
-def test_checks_find_a_mark_that_is_missing(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GenerateGroup, "mark_dirty", without_mark_from(caller))
-    with pytest.raises(AssertionError, match=r"could plan, and is not marked"):
-        run_many()
 
 
 def test_checks_find_a_hold_whose_end_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:

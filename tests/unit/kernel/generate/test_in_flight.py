@@ -17,8 +17,8 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel.events import Cleared
-from vsched.kernel.generate.in_flight import InFlightSteps
 from vsched.kernel.generate.measures import Measures
+from vsched.kernel.generate.steps import InFlightSteps
 from vsched.probes import observed
 from vsched.testing import ModelCluster, make_request
 
@@ -110,7 +110,7 @@ def test_only_requests_older_than_a_preempted_one_may_join() -> None:
     steps = _in_flight({3: 1, 1: 1, 2: 1})
     assert steps.oldest_preempted() is None
     for number in (3, 1, 2):
-        steps.await_last(number, slot=number)
+        steps.preempted[number] = (number, steps.planned)
     assert steps.oldest_preempted() == (1, 0)
     steps._requests[1].yielded_ns = 5  # it gave its slot to a younger one, which may join
     assert steps.oldest_preempted() == (2, 0)
@@ -122,7 +122,7 @@ def test_tokens_are_forgotten_though_a_request_without_any_waits_for_its_last_st
     for step in range(1, 5):
         steps.planned = step
         steps.complete(step, array("i", [7]), now_ns=0)
-    steps.await_last(1, slot=0)
+    steps.preempted[1] = (0, steps.planned)
     steps.trim(steps._requests[2])
     assert steps._log.first_step == 3
     assert len(steps._log.batches) == 2

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from tests.unit.kernel.setups import assert_served, generate_statistics, make_limits, words
 from vsched.policy import CachePolicy, InsertionView
 from vsched.testing import ModelCluster, default_policies, make_request
-from vsched_policies.insertion import Prompts
 
 
 class Chosen(CachePolicy, frozen=True, kw_only=True):
@@ -87,9 +86,3 @@ def test_preempted_request_finds_what_it_computed() -> None:
     assert generate_statistics(cluster)["tokens_cached"] > 0
     assert len(Chosen.views) == 2
     assert generate_statistics(cluster)["blocks_cached"] == 0
-
-
-def test_prompts_keeps_no_answers() -> None:
-    cluster = cluster_with(Prompts())
-    serve(cluster, "a", 12)
-    assert generate_statistics(cluster)["blocks_cached"] == 3

@@ -15,7 +15,7 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.kernel.prefix_hashes import chain_hashes
+from vsched.kernel.request import chain_hashes
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import MediaItem, Request
 from vsched_policies.eviction import KeepNothing

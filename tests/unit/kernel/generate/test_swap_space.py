@@ -7,8 +7,7 @@ import pytest
 
 from tests.unit.kernel.setups import make_limits, words
 from vsched.kernel.decisions import SwapCopies
-from vsched.kernel.generate.blocks import BlockPool
-from vsched.kernel.generate.swap_space import SwapSpace
+from vsched.kernel.generate.blocks import BlockPool, SwapSpace
 from vsched.kernel.request import RequestState
 from vsched.policy_host.eviction import GuardedOrder
 from vsched.policy_host.seats import PolicyFaults

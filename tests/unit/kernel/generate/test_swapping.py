@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import random
-import textwrap
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -22,20 +18,15 @@ from tests.unit.kernel.setups import (
 )
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.events import Cleared, Drain
-from vsched.kernel.generate.group import GenerateGroup
-from vsched.kernel.generate.swap_space import SwapSpace
 from vsched.policy import (
-    DECISIONS,
     Draft,
     DraftingPolicy,
     DraftingView,
     Preemption,
     PreemptionView,
     RequestPolicy,
-    RunningView,
 )
 from vsched.policy_host import SeatPolicies
-from vsched.policy_host.seats import PolicyFaults, PolicySeat
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request, run_random
 from vsched.testing.schedules.requests import random_limits
@@ -241,122 +232,3 @@ def run_seed(seed: int) -> int:
 def test_swapping_keeps_every_promise_under_random_schedules() -> None:
     """With faults, aborts, draft tokens, shared prefixes and images, under any policy."""
     assert sum(map(run_seed, range(40))) > 0
-
-
-class Mistake(NamedTuple):
-    """Replacements in the source of a method, from right to wrong."""
-
-    kind: type
-    name: str
-    changes: Sequence[str]
-
-
-MISTAKES = {
-    "forgets a copy out": Mistake(
-        SwapSpace, "keep", ("zip(held[first:]", "zip(held[first + 1:]", "places,", "places[1:],")
-    ),
-    "forgets a copy back": Mistake(SwapSpace, "swap_in", ("range(cached, ", "range(cached + 1, ")),
-    "copies where it was": Mistake(SwapSpace, "swap_in", ("blocks[index])", "blocks[index - 1])")),
-    "frees places too early": Mistake(SwapSpace, "keep", ("del self._free[at:]", "pass")),
-    "copies after the block is given away": Mistake(
-        GenerateGroup,
-        "_send",
-        ("swap.take_copies() if swap.pending", "swap.late() if True"),
-    ),
-    "believes a prefix that is gone": Mistake(SwapSpace, "reach", ("or cached < kept.first", "")),
-    "keeps a token that was not computed": Mistake(
-        SwapSpace, "reach", ("len(state.tokens) - 1", "len(state.tokens)")
-    ),
-    "keeps what ended": Mistake(
-        GenerateGroup, "remove", ("self._swap.drop(state.number)", "False")
-    ),
-    "keeps what moved": Mistake(
-        GenerateGroup, "let_go", ("self._swap.drop(state.number)", "False")
-    ),
-    "keeps what was lost": Mistake(
-        GenerateGroup,
-        "_reset",
-        (
-            "self._swap = SwapSpace(self._limits)",
-            "self._swap = getattr(self, '_swap', None) or SwapSpace(self._limits)",
-        ),
-    ),
-}
-
-
-def mistaken(mistake: Mistake) -> Callable[..., object]:
-    """Return the method with these replacements."""
-    _, name, changes = mistake
-    method = getattr(mistake.kind, name)
-    source = textwrap.dedent(inspect.getsource(method))
-    for right, wrong in zip(changes[::2], changes[1::2], strict=True):
-        assert right in source, f"{right!r} is not in {name}"
-        source = source.replace(right, wrong)
-    found: dict[str, Callable[..., object]] = {}
-    exec(compile(source, name, "exec"), method.__globals__, found)
-    return found[name]
-
-
-def run_all() -> None:
-    """Run the tests that must notice a mistake."""
-    for what in ("lose all", "drain"):
-        test_swapped_request_that_ends_or_moves_holds_nothing(what)
-    test_swapped_request_with_drafts_in_flight_goes_on_where_it_was(2)
-    for seed in range(60):
-        run_seed(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_swapping_mistakes_are_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that is forgotten, made too late or to the wrong place fails some random run."""
-
-    def late(self: SwapSpace) -> object:
-        """Return the copies of the decision before."""
-        kept = getattr(self, "kept_back", None)
-        self.kept_back = SwapSpace.take_copies(self) if self.pending else None  # type: ignore[attr-defined]
-        return kept
-
-    monkeypatch.setattr(SwapSpace, "late", late, raising=False)
-    kind, name, _ = made = MISTAKES[mistake]
-    monkeypatch.setattr(kind, name, mistaken(made))
-    with pytest.raises((AssertionError, KeyError, IndexError)):
-        run_all()
-
-
-def running(*tokens: int) -> list[RunningView]:
-    return [
-        RunningView(tokens=one, blocks=one // 4, outputs=0, priority=0, arrived_ns=index)
-        for index, one in enumerate(tokens)
-    ]
-
-
-class Answers(RequestPolicy, frozen=True, kw_only=True):
-    """Returns the given decisions."""
-
-    answer: object
-
-    def victim(self, view: PreemptionView) -> int | Preemption:
-        return self.answer  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(
-    ("answer", "found", "faults"),
-    [
-        (0, Preemption(0), 0),
-        (Preemption(0, "swap"), Preemption(0, "swap"), 0),
-        (Preemption(0), Preemption(0, "recompute"), 0),
-        (Preemption(2, "swap"), Preemption(1), 1),
-        (Preemption(0, "forget"), Preemption(1), 1),  # type: ignore[arg-type]
-        ("0", Preemption(1), 1),
-    ],
-)
-def test_preemption_answers_are_checked(answer: object, found: Preemption, faults: int) -> None:
-    """A number means recomputation; without a victim or a valid mode it is a fault, and the default decides."""
-    reported = PolicyFaults()
-    view = PreemptionView(now_ns=0, running=running(4, 8))
-    assert (
-        PolicySeat(Answers(answer=answer), DECISIONS["preemption"], reported).decide(view, 2)
-        == found
-    )
-    assert len(reported.take_notices()) == faults

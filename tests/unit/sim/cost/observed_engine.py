@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from tests.unit.sim.virtual import current
-from vsched.aio.environment import Environment
 from vsched.bench.fidelity.arrivals import RequestTexts
 from vsched.bench.fidelity.observed_engine import ObservedEngine
 from vsched.config import Config
 from vsched.config.sections import ArenaConfig, ModelConfig
 from vsched.config.stages import EncodeConfig, GenerateConfig
+from vsched.engine import Environment
 from vsched.kernel.commands import Accept, Command
 from vsched.kernel.events import Event, Submitted
 from vsched.sim.cluster.media import media_of

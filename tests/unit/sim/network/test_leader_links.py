@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.unit.sim.virtual import current
-from vsched.aio.leader.leader import Deadlines, Leader
+from vsched.aio.leader import Leader
+from vsched.config.sections import DeadlinesConfig
 from vsched.errors import RankDesync
 from vsched.failures import ErrorKind
 from vsched.kernel.decisions import EncodeDecision
@@ -32,7 +33,7 @@ from vsched.wire import (
 
 SECOND_NS = 10**9
 ADDRESS = "ipc:///run/encode-0-1"
-LIMITS = Deadlines(ready_s=10, step_s=20, heartbeat_s=1, rank_timeout_s=5)
+LIMITS = DeadlinesConfig(ready_s=10, step_s=20, heartbeat_s=1, rank_timeout_s=5)
 
 
 class Group:
@@ -51,7 +52,6 @@ class Group:
             deadlines=LIMITS,
             on_result=lambda _group, result: self.results.append(result.step),
             on_lost=lambda failure: self.lost.append((current().time(), str(failure))),
-            on_threads=print,
             on_progress=lambda *_: None,
         )
 

@@ -34,7 +34,7 @@ from vsched.sim.report.rendering import render_html, write_png
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[SimulationOutcome]:
-    settings = {"chunk <aware>": "chunk-aware", "eager": "eager"}
+    settings = {"chunk <aware>": "chunk-aware", "combined": "combined"}
     return [
         simulate(
             config(*SCARCE, f"encode.encoding.use={use}", "generate.context_tokens=100"),
@@ -146,7 +146,7 @@ def test_best_trial_must_be_measurably_better(outcomes: list[SimulationOutcome])
 
 def test_differences_are_the_policies_that_differ(outcomes: list[SimulationOutcome]) -> None:
     assert differences(outcomes) == {
-        "encode.encoding": ["ChunkAware(look_ahead_chunks=0)", "Eager()"]
+        "encode.encoding": ["ChunkAware(look_ahead_chunks=0)", "Combined()"]
     }
 
 
@@ -154,7 +154,7 @@ def test_csv_has_a_row_for_each_outcome(outcomes: list[SimulationOutcome], tmp_p
     path = tmp_path / "out.csv"
     write_csv(outcomes, str(path))
     rows = list(csv.DictReader(path.read_text().splitlines()))
-    assert [row["label"] for row in rows] == ["chunk <aware>", "eager"]
+    assert [row["label"] for row in rows] == ["chunk <aware>", "combined"]
     for row, outcome in zip(rows, outcomes, strict=True):
         figures = outcome.figures
         assert float(row["TTFT p50, ms"]) == pytest.approx(figures.ttft_ms.p50, rel=1e-4)
@@ -223,7 +223,7 @@ def test_html_charts_have_titles_units_and_values(
 ) -> None:
     elements = elements_of(report)
     data = json.loads(elements.texts["script"][0])
-    assert data["labels"] == ["chunk <aware>", "eager"]
+    assert data["labels"] == ["chunk <aware>", "combined"]
     charts = {chart["key"]: chart for chart in data["charts"]}
     assert len(charts) == len(elements.texts["figcaption"]) == 4 + 10
     for chart, caption in zip(charts.values(), elements.texts["figcaption"], strict=True):

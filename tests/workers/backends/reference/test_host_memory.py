@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
-from vsched.aio.replicas.fork_server import rank_environment
+from vsched.aio.fork_server import rank_environment
 from vsched_workers.backends.reference.host_memory import HostMemory, HugePages
 
 

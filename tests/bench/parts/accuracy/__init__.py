@@ -1,1 +1,0 @@
-"""`python -m tests.bench.parts accuracy`: output accuracy under different settings."""

@@ -1,1 +1,0 @@
-"""`python -m tests.bench.parts front`: cost of serving HTTP, measured with ranks that compute nothing."""

@@ -1,1 +1,0 @@
-"""`python -m tests.bench.parts kernel`: cost of the scheduler."""

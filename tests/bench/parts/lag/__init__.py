@@ -1,1 +1,0 @@
-"""`python -m tests.bench.parts lag`: event loop latency under the largest legal requests."""

@@ -1,1 +1,0 @@
-"""`python -m tests.bench.parts memory`: memory policies under a hard limit."""

@@ -1,1 +1,0 @@
-"""`python -m tests.bench.parts profile`: time spent on a served load, by component."""

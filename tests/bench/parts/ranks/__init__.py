@@ -1,1 +1,0 @@
-"""`python -m tests.bench.parts ranks`: latency of a decision from leader to rank."""

@@ -1,1 +1,0 @@
-"""`python -m tests.bench.parts recovery`: cost of a killed generate rank."""

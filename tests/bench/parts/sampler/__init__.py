@@ -1,1 +1,0 @@
-"""Sampling cost by sampling parameters."""

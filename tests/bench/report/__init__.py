@@ -1,1 +1,0 @@
-"""Tables and plots of a comparison, and the pages that contain them."""

@@ -1,1 +1,0 @@
-"""Sampling cost: vsched compared with the samplers of peers, each in its own environment."""

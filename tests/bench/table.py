@@ -1,0 +1,428 @@
+"""One table: all sides, models, cases and numbers of clients, in rounds that can be interrupted and continued.
+
+Each side is started once per round and model, and loaded cell after cell. Three rounds of ten sides take about two and
+a half hours on two cores: a model that serves less than one text per second gets few and short requests, because the
+third digit of a rate does not matter here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from tests.bench import report
+from tests.bench.options import sizes_of
+from tests.bench.records import Key, Run, Store
+from tests.bench.report import Ratio, Row, rows
+from tests.bench.servers import sides
+from tests.bench.servers.peers import PEERS, PeerStart
+from tests.bench.servers.server import ServerError, Spec
+from tests.bench.servers.session import (
+    Session,
+    checkpoint_of,
+    context_line,
+    machine,
+    plan_of,
+    publish,
+)
+from tests.bench.servers.sides import spec_of
+from vsched.bench.load.figures import Figures
+from vsched.bench.load.generator import LoadPlan
+from vsched.bench.load.measure import fixed_length_fields
+from vsched.errors import ConfigError
+
+PURPOSE = "table"
+WARMUP = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """The requests of a case; `sessions` by number of clients."""
+
+    words: int
+    tokens: int
+    sessions: Mapping[int, int]
+
+
+SIZES: Mapping[str, Mapping[str, Size]] = {
+    "tiny25": {
+        "text": Size(words=120, tokens=128, sessions={1: 8, 8: 32, 32: 64}),
+        "image": Size(words=100, tokens=64, sessions={1: 8, 8: 24, 32: 64}),
+    },
+    "mid25": {
+        "text": Size(words=60, tokens=32, sessions={1: 3, 8: 8, 32: 32}),
+        "image": Size(words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}),
+        "video": Size(words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}),
+    },
+    "smollm2": {
+        "text": Size(words=120, tokens=64, sessions={1: 4, 8: 16, 32: 32}),
+    },
+}
+
+
+def settings_of(options: argparse.Namespace, model: str) -> str:
+    """Describe everything that figures of a model depend on except their side, whose settings are in its version."""
+    parts = [sizes_of(options).text]
+    sizes = {case: size for case, size in SIZES[model].items() if case in options.cases}
+    for case, size in sizes.items():
+        counts = ",".join(map(str, size.sessions.values()))
+        parts.append(f"{case}={size.words}words/{size.tokens}tokens/{counts}")
+    return " ".join(parts)
+
+
+def plan_for(model: str, case: str, clients: int, repeat: int, neighbours: int = 0) -> LoadPlan:
+    """Return the load of a cell in a round; prompts differ between numbers of neighbours."""
+    size = SIZES[model][case]
+    seed = f"{repeat} beside {neighbours}" if neighbours else str(repeat)
+    return plan_of(
+        case,
+        clients,
+        words=size.words,
+        tokens=size.tokens,
+        sessions=size.sessions.get(clients, max(clients, min(size.sessions.values()))),
+        seed=f"{PURPOSE}/{seed}",
+        warmup=WARMUP,
+    )
+
+
+VLLM_VIDEOS = (
+    *("--limit-mm-per-prompt", '{"image": 1, "video": 1}'),
+    *("--media-io-kwargs", '{"video": {"num_frames": -1, "fps": 2}}'),
+)
+"""Arguments for the case `video`: two frames per second, as the checkpoint's video processor samples in vsched."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One side in one round, with the session of its model and its loads."""
+
+    session: Session
+    spec: Spec
+    work: dict[Key, LoadPlan]
+
+
+def table(options: argparse.Namespace, console: Console) -> None:
+    """Make the missing runs, and write all results.
+
+    Raises:
+        ConfigError: When a side could not be measured; all others have been by then.
+    """
+    store = Store(options.out)
+    store.report.machine = machine()
+    failed = [] if options.report_only else measure(turns(options, store, console), console)
+    for model in options.models:
+        write_table(options, store, model, console)
+    if failed:
+        raise ConfigError(
+            f"not all was measured: {'; '.join(failed)}. Remedy: see the logs in {options.out / 'logs'}; "
+            "the same command makes the missing runs, and --sides omits a side"
+        )
+
+
+def turns(options: argparse.Namespace, store: Store, console: Console) -> list[Turn]:
+    """Return all turns of the table in order: rounds, models, sides; every other round in reverse order of sides."""
+    models: list[tuple[str, Session, list[Spec]]] = []
+    for model in options.models:
+        options.checkpoint = model
+        checkpoint = checkpoint_of(options, console)
+        session = Session(
+            store,
+            console,
+            checkpoint=model,
+            settings=settings_of(options, model),
+            ready_s=options.ready_s,
+            idle_s=options.idle_s,
+            timeout_s=options.timeout_s,
+        )
+        models.append((model, session, specs_of(options, model, checkpoint)))
+    return [
+        Turn(session=session, spec=spec, work=work_of(options, session, model, spec, repeat))
+        for repeat in range(options.repeats)
+        for model, session, specs in models
+        for spec in specs[:: -1 if repeat % 2 else 1]
+    ]
+
+
+def work_of(
+    options: argparse.Namespace, session: Session, model: str, spec: Spec, repeat: int
+) -> dict[Key, LoadPlan]:
+    """Return the loads of a side in a round."""
+    # Runs without and with neighbours alternate, so that both see the same machine.
+    cells = [
+        (plan_for(model, case, clients, repeat, neighbours), neighbours)
+        for case in SIZES[model]
+        if case in options.cases
+        for clients in options.concurrency
+        for neighbours in options.neighbours[:: -1 if repeat % 2 else 1]
+    ]
+    return {
+        session.key(plan, spec, purpose=PURPOSE, repeat=repeat, neighbours=neighbours): plan
+        for plan, neighbours in cells
+    }
+
+
+def measure(found: Sequence[Turn], console: Console) -> list[str]:
+    """Make the missing runs; return the sides that could not be measured, with reasons."""
+    left = [dataclasses.replace(one, work=one.session.missing(one.work, one.spec)) for one in found]
+    total = sum(len(one.work) for one in found)
+    failed: dict[str, None] = {}
+    while left:
+        turn, *left = left
+        if not turn.work:
+            continue
+        made = total - sum(len(one.work) for one in (turn, *left))
+        now = f"now {turn.spec.side} with {turn.session.checkpoint}"
+        console.print(f"{made} of {total} cells; {now}", markup=False)
+        try:
+            with turn.session.server(turn.spec) as server:
+                turn.session.run_all(server, turn.work)
+        except (ServerError, ConfigError) as error:
+            console.print(f"left out: {error}", markup=False)
+            failed[f"{turn.spec.side} with {turn.session.checkpoint}"] = None
+    return list(failed)
+
+
+def specs_of(options: argparse.Namespace, model: str, checkpoint: Path) -> list[Spec]:
+    """Return the server specification of each side, in the order of the table."""
+    return [_spec(options, side, model, checkpoint) for side in options.sides]
+
+
+def _spec(options: argparse.Namespace, side: str, model: str, checkpoint: Path) -> Spec:
+    if side in PEERS:
+        return peer_spec(options, side, checkpoint)
+    sets = [] if side == sides.VSCHED else best_of(options.best, model)
+    weights = side.rpartition("-")[2]
+    if weights in {"int8", "int4"}:
+        sees = "vision_config" in json.loads((checkpoint / "config.json").read_text())
+        stages = ("encode", "generate") if sees else ("generate",)
+        sets += [f"{stage}.weights={weights}" for stage in stages]
+    return our_spec(side, checkpoint, sets)
+
+
+def peer_spec(options: argparse.Namespace, side: str, checkpoint: Path) -> Spec:
+    """Return the specification of a peer running alone."""
+    peer = PEERS[side]
+    has_videos = side == "vllm" and "video" in getattr(options, "cases", ())
+    start = PeerStart(
+        checkpoint=checkpoint,
+        sizes=sizes_of(options),
+        folder=peer.folder(options.peers),
+        budget=options.budget,
+        arguments=VLLM_VIDEOS if has_videos else (),
+    )
+    return peer.spec(start)
+
+
+def our_spec(side: str, checkpoint: Path, sets: Sequence[str]) -> Spec:
+    """Return the specification of vsched with some settings and defaults otherwise."""
+    version = f"vsched {sides.described(sides.ROOT)}"
+    return dataclasses.replace(
+        spec_of(checkpoint, sets),
+        side=side,
+        version=f"{version} with {' '.join(sets)}" if sets else version,
+        exactly=fixed_length_fields,
+    )
+
+
+def best_of(best: Sequence[str], model: str) -> list[str]:
+    """Return the settings given for a model, or for all: `mid25:placement=together`, `placement=together`."""
+    found = []
+    for text in best:
+        head, colon, rest = text.partition(":")
+        if colon and head in SIZES:
+            found += [rest] if head == model else []
+        else:
+            found.append(text)
+    return found
+
+
+RATE_MIN = 1.1
+"""Target request rate, as a multiple of the best peer's with the same precision."""
+KEPT_MIN = 0.5
+"""Target request rate with one neighbour, as a share of our rate on a quiet machine."""
+OURS = {"16 bits": "vsched-best", "8 bits": "vsched-int8", "4 bits": "vsched-int4"}
+PRECISIONS = {
+    "vllm": "16 bits",
+    "llamacpp": "16 bits",
+    "openvino": "16 bits",
+    "llamacpp-q8_0": "8 bits",
+    "openvino-int8": "8 bits",
+    "llamacpp-q4_0": "4 bits",
+}
+"""Approximate weight precision of each peer, which selects our side for the comparison."""
+LEGEND = """\
+Times in ms. Ratios are of requests/s, round by round: median, least and greatest. Columns without a figure, and counts
+of failed requests and wrong lengths that are 0, are left out."""
+_TPOT = report.quantile("tpot_ms", "p50")
+_TIMES = report.columns(
+    ("ttft_ms", "p50"),
+    ("ttft_ms", "p99"),
+    ("itl_ms", "p99"),
+    ("tpot_ms", "p50"),
+)
+
+
+class Place(NamedTuple):
+    """A cell of the table, for all sides."""
+
+    case: str
+    clients: int
+    neighbours: int
+
+    @classmethod
+    def of(cls, run: Run) -> Place:
+        """Return the cell of a run."""
+        return cls(run.key.case, run.key.concurrency, run.key.neighbours)
+
+    @property
+    def text(self) -> str:
+        """The cell in words."""
+        loops = f", {self.neighbours} loop" if self.neighbours else ""
+        return f"{self.case} x {self.clients}{loops}"
+
+
+def write_table(options: argparse.Namespace, store: Store, model: str, console: Console) -> None:
+    """Write all results of a model."""
+    settings = settings_of(options, model)
+    mine = (PURPOSE, model, settings)
+    runs = [
+        run
+        for run in store.report.runs
+        if (run.key.purpose, run.key.checkpoint, run.key.settings) == mine
+    ]
+    if not runs:
+        return
+    by_side = {
+        side: found
+        for side in options.sides
+        if (found := [run for run in runs if run.key.side == side])
+    }
+    versions = {run.version for run in runs}
+    started = [
+        one
+        for side in by_side
+        for one in store.report.starts
+        if (one.side, one.checkpoint, one.settings) == (side, *mine[1:]) and one.version in versions
+    ]
+    parts = [
+        report.starts(started),
+        cells(by_side, model),
+        LEGEND,
+        missed(by_side, model),
+        context_line(store.report.machine, settings, runs),
+    ]
+    name = f"table-{model}-video" if options.cases == ["video"] else f"table-{model}"
+    publish(options, name, parts, {}, console)
+
+
+def cells(by_side: dict[str, list[Run]], model: str) -> str:
+    """Return the table of all cells: per case and clients a line for each side."""
+    lines = []
+    found = list(places(by_side, model))
+    for place in found:
+        for side in by_side:
+            row = row_of(by_side, side, side, place)
+            if row is None:
+                continue
+            ratios = []
+            for ours in (sides.VSCHED, OURS.get(PRECISIONS.get(side, ""), "")):
+                pair = row_of(by_side, ours, side, place) if ours not in {side, ""} else None
+                ratio = pair.ratio(report.requests_s) if pair else None
+                ratios.append(ratio.text if ratio else "-")
+            kept = kept_of(by_side, side, place)
+            lines.append(
+                [
+                    place.text,
+                    side,
+                    report.number(row.medians(report.requests_s)[0]),
+                    kept.text if kept else "-",
+                    *ratios,
+                    *(report.number(row.medians(read)[0]) for _, read in _TIMES),
+                    report.number(row.medians(_prompt_tokens)[0]),
+                    str(row.failed[0]),
+                    str(row.wrong_length[0]),
+                    str(len(row.ours)),
+                ]
+            )
+    headings = (
+        *("case x clients", "side", "requests/s"),
+        "kept of quiet",
+        *("defaults / it", "best of its precision / it"),
+        *(name for name, _ in _TIMES),
+        *("prompt tokens", "failed", "wrong length", "rounds"),
+    )
+    return report.markdown(*report.without_empty(headings, lines))
+
+
+def missed(by_side: dict[str, list[Run]], model: str) -> str:
+    """Return a list of the cells that miss the target, at each precision."""
+    lines = []
+    for place in places(by_side, model):
+        for precision, best in OURS.items():
+            ours = best if best in by_side or precision != "16 bits" else sides.VSCHED
+            pairs = [
+                (peer, row)
+                for peer, kind in PRECISIONS.items()
+                if kind == precision and (row := row_of(by_side, ours, peer, place))
+            ]
+            if not pairs:
+                continue
+            where = f"- {place.text}, {precision}:"
+            peer, row = max(pairs, key=lambda pair: pair[1].medians(report.requests_s)[1] or 0.0)
+            ratio = row.ratio(report.requests_s)
+            if ratio and ratio.median < RATE_MIN:
+                lines.append(f"{where} {ratio.text} times the requests/s of {peer}")
+            peer, row = min(pairs, key=lambda pair: pair[1].medians(_TPOT)[1] or float("inf"))
+            ratio = row.ratio(_TPOT) if place.clients == 1 else None
+            if ratio and ratio.median > 1:
+                lines.append(f"{where} TPOT {ratio.text} times that of {peer}")
+        for side in (sides.VSCHED, *OURS.values()):
+            kept = kept_of(by_side, side, place) if place.neighbours == 1 else None
+            if kept and kept.median < KEPT_MIN:
+                lines.append(f"- {place.text}: {side} keeps {kept.text} of its quiet requests/s")
+    if not lines:
+        return "No cell misses the aim."
+    aims = [f"below {RATE_MIN} times the best peer's requests/s", "above its TPOT at 1 client"]
+    if any(place.neighbours for place in places(by_side, model)):
+        aims.append(f"below {KEPT_MIN} of our own quiet requests/s next to 1 busy loop")
+    return "\n".join([f"Cells {', or '.join(aims)}:", "", *lines])
+
+
+def places(by_side: dict[str, list[Run]], model: str) -> Iterator[Place]:
+    """Yield each combination of case, clients and neighbours that has runs."""
+    found = {Place.of(run) for runs in by_side.values() for run in runs}
+    for case in SIZES[model]:
+        yield from sorted(place for place in found if place.case == case)
+
+
+def row_of(by_side: dict[str, list[Run]], ours: str, theirs: str, place: Place) -> Row | None:
+    """Return the common rounds of both sides in a cell."""
+    return _paired(_at(by_side, ours, place), _at(by_side, theirs, place), place)
+
+
+def kept_of(by_side: dict[str, list[Run]], side: str, place: Place) -> Ratio | None:
+    """Return the share of a side's quiet request rate that remains with neighbours, round by round."""
+    if not place.neighbours:
+        return None
+    quiet = place._replace(neighbours=0)
+    row = _paired(_at(by_side, side, place), _at(by_side, side, quiet), place)
+    return row.ratio(report.requests_s) if row else None
+
+
+def _prompt_tokens(figures: Figures) -> float:
+    return figures.prompt_tokens_mean
+
+
+def _at(by_side: dict[str, list[Run]], side: str, place: Place) -> Sequence[Run]:
+    return [run for run in by_side.get(side, []) if Place.of(run) == place]
+
+
+def _paired(ours: Sequence[Run], theirs: Sequence[Run], place: Place) -> Row | None:
+    return next(iter(rows(ours, theirs, [place.case])), None)

@@ -1,1 +1,0 @@
-"""`python -m tests.bench.thousand_hosts`: scaling of one kernel with the number of replicas."""

@@ -1,1 +1,0 @@
-"""Requests/s over time, with neighbours for some seconds."""

@@ -1,1 +1,0 @@
-"""Starts of the real engine under each limit of memory: served, or one clear error that names the right setting."""

@@ -1,0 +1,249 @@
+"""The table of all sides: rounds on servers with canned responses, resuming, and the page."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tests.bench import options, table
+from tests.bench.records import Key, Run, Store
+from tests.bench.servers import session as sessions
+from tests.bench.servers.server import HOST, Spec
+from tests.bench.servers.sides import spec_of
+from tests.unit.bench.test_peer_commands import FIGURES
+from vsched.bench.load.figures import Times
+from vsched.errors import ConfigError
+
+SERVER = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *words): pass
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        print("asked", len(str(body["messages"])), flush=True)
+        self.send_response(200); self.send_header("Transfer-Encoding", "chunked"); self.end_headers()
+        said = [{"choices": [{"delta": {"content": "a"}}]}] * body["max_tokens"]
+        said += [{"usage": {"prompt_tokens": 5, "completion_tokens": body["max_tokens"]}}]
+        data = b"".join(b"data: " + json.dumps(one).encode() + b"\\n\\n" for one in said)
+        self.wfile.write(b"%x\\r\\n%b\\r\\n0\\r\\n\\r\\n" % (len(data), data))
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+SIDES = ["vsched", "vsched-best", "llamacpp"]
+
+
+def parsed(folder: Path, *words: str) -> argparse.Namespace:
+    line = ["table", "--out", str(folder / "runs"), "--peers", "p", "--idle-s", "0"]
+    line += ["--cases", "text", "--concurrency", "1,8", "--models", "mid25", "--repeats", "2"]
+    return options.make_parser().parse_args([*line, "--sides", ",".join(SIDES), *words])
+
+
+def fake(side: str, *, version: str = "1", code: str = SERVER) -> Spec:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-S", "-c", code, str(port)]
+    return Spec(side=side, command=command, model="m", port=port, version=f"{side} {version}")
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Spec]:
+    """Server specifications by side, which a test may change."""
+    result = {side: fake(side) for side in SIDES}
+    monkeypatch.setattr(table, "checkpoint_of", lambda *_: Path())
+    monkeypatch.setattr(table, "specs_of", lambda *_: list(result.values()))
+    monkeypatch.setattr(sessions, "SETTLE_S", 0.0)
+    return result
+
+
+def run_table(found: argparse.Namespace) -> str:
+    """Return the output of the command."""
+    said = io.StringIO()
+    try:
+        table.table(found, Console(file=said, width=200))
+    except ConfigError as error:
+        said.write(f"error: {error}")
+    return said.getvalue()
+
+
+def starts_of(found: argparse.Namespace) -> list[str]:
+    return [one.side for one in Store(found.out).report.starts]
+
+
+@pytest.mark.slow
+def test_each_side_is_started_once_a_round_and_nothing_is_made_twice(
+    tmp_path: Path, servers: dict[str, Spec]
+) -> None:
+    found = parsed(tmp_path)
+    said = run_table(found)
+    assert starts_of(found) == [*SIDES, *SIDES[::-1]], "the second round begins with the last side"
+    assert "0 of 12 cells; now vsched with mid25" in said
+    runs = Store(found.out).report.runs
+    assert len(runs) == 12
+    assert {(run.figures.failed, run.figures.wrong_length) for run in runs} == {(0, 0)}
+    page = (found.out / "table-mid25.md").read_text()
+    assert "| text x 8 | llamacpp |" in page
+    assert page.count("| text x 1 |") == 3
+    assert run_table(found).count("; now ") == 0
+    assert len(starts_of(found)) == 6
+
+
+@pytest.mark.slow
+def test_interrupted_rounds_continue_and_another_version_is_measured_again(
+    tmp_path: Path, servers: dict[str, Spec]
+) -> None:
+    found = parsed(tmp_path, "--repeats", "1")
+    run_table(found)
+    store = Store(found.out)
+    cut = [run for run in store.report.runs if run.key.side == "llamacpp"][-1]
+    store.report.runs.remove(cut)
+    store.save()
+    assert "5 of 6 cells" in run_table(found)
+    assert starts_of(found) == [*SIDES, "llamacpp"]
+    assert len(Store(found.out).report.runs) == 6
+    servers["vsched"] = fake("vsched", version="2")
+    run_table(found)
+    assert starts_of(found)[4:] == ["vsched"], "the peers are unchanged"
+    assert len(Store(found.out).report.runs) == 6
+
+
+@pytest.mark.slow
+def test_a_side_that_does_not_start_keeps_no_other_from_being_measured(
+    tmp_path: Path, servers: dict[str, Spec]
+) -> None:
+    servers["vsched-best"] = fake("vsched-best", code="raise SystemExit('no such setting')")
+    found = parsed(tmp_path, "--repeats", "1")
+    said = run_table(found)
+    assert "no such setting" in said
+    assert "error: not all was measured: vsched-best with mid25. Remedy" in said
+    assert {run.key.side for run in Store(found.out).report.runs} == {"vsched", "llamacpp"}
+    servers["vsched-best"] = fake("vsched-best")
+    assert "error" not in run_table(found)
+
+
+@pytest.mark.slow
+def test_table_measures_quiet_and_next_to_neighbours_in_turns(
+    tmp_path: Path, servers: dict[str, Spec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    @contextlib.contextmanager
+    def beside(count: int) -> Iterator[list[int]]:
+        started.append(count)
+        yield []
+
+    monkeypatch.setattr(sessions, "neighbours", beside)
+    del servers["vsched-best"], servers["llamacpp"]
+    found = parsed(tmp_path, "--neighbours", "0,1", "--concurrency", "8")
+    run_table(found)
+    assert started == [0, 1, 1, 0], "each comes first every other round"
+    page = (found.out / "table-mid25.md").read_text()
+    assert "| kept of quiet |" in page
+    assert "| text x 8, 1 loop | vsched |" in page
+
+
+# --- sides ---
+
+
+def test_sides_of_vsched_have_the_settings_of_their_names(tmp_path: Path) -> None:
+    found = parsed(tmp_path, "--best", "mid25:placement=together")
+    found.sides = ["vsched", "vsched-best", "vsched-int8", "vsched-int4"]
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode({"vision_config": {}}))
+    default, best, eight, four = table.specs_of(found, "mid25", tmp_path)
+    assert default.command == spec_of(tmp_path, []).command, "the defaults"
+    assert best.command[-2:] == ["--set", "placement=together"]
+    for spec, weights in ((eight, "int8"), (four, "int4")):
+        for setting in (
+            "placement=together",
+            *(f"{s}.weights={weights}" for s in ("encode", "generate")),
+        ):
+            assert setting in spec.command
+            assert setting in spec.version, "other settings are measured again"
+    assert "with" not in default.version
+
+
+# --- the page ---
+
+
+def key(side: str, clients: int = 1, repeat: int = 0, neighbours: int = 0) -> Key:
+    return Key(
+        purpose=table.PURPOSE,
+        side=side,
+        case="text",
+        concurrency=clients,
+        repeat=repeat,
+        checkpoint="mid25",
+        settings="",
+        neighbours=neighbours,
+    )
+
+
+def made(one: Key, rate: float, *, tpot: float = 10.0) -> Run:
+    spread = Times(p50=tpot, p95=tpot, p99=tpot, mean=tpot, worst=tpot)
+    figures = msgspec.structs.replace(
+        FIGURES, requests_s=rate, requests=4, wall_s=8, tpot_ms=spread
+    )
+    return Run(key=one, figures=figures, version="v", taken="t", load=0)
+
+
+def sides_of(**rates: Sequence[float]) -> dict[str, list[Run]]:
+    return {
+        side.replace("_", "-"): [
+            made(key(side.replace("_", "-"), repeat=index), rate)
+            for index, rate in enumerate(found)
+        ]
+        for side, found in rates.items()
+    }
+
+
+def test_ratios_are_of_the_same_round_and_the_same_precision() -> None:
+    found = sides_of(vsched=[1, 2], vsched_best=[2, 3], vsched_int8=[4, 4], llamacpp=[1, 2])
+    found |= {"llamacpp-q8_0": [made(key("llamacpp-q8_0"), 2)]}
+    lines = table.cells(found, "mid25").splitlines()
+    by_side = {line.split(" | ")[1]: line.split(" | ")[2:5] for line in lines[2:]}
+    assert by_side["llamacpp"][1:] == ["1.00", "1.75 (1.50 to 2.00)"]
+    assert by_side["llamacpp-q8_0"][1:] == ["0.50", "2.00"]
+    assert by_side["vsched-best"][1:] == ["0.58 (0.50 to 0.67)", "-"]
+    assert by_side["vsched"][1:] == ["-", "-"]
+
+
+def test_a_cell_is_missed_by_the_best_peer_of_its_precision() -> None:
+    found = sides_of(vsched_best=[1.0], vsched_int8=[1.0], llamacpp=[0.5], openvino=[0.95])
+    found |= {"openvino-int8": [made(key("openvino-int8"), 0.5, tpot=9)]}
+    said = table.missed(found, "mid25").splitlines()[2:]
+    assert said == [
+        "- text x 1, 16 bits: 1.05 times the requests/s of openvino",
+        "- text x 1, 8 bits: TPOT 1.11 times that of openvino-int8",
+    ]
+    assert table.missed(sides_of(vsched_best=[2], vllm=[1]), "mid25") == "No cell misses the aim."
+
+
+def test_share_that_is_kept_next_to_neighbours_is_of_the_same_round() -> None:
+    found = sides_of(vsched=[1.0, 2.0], vllm=[1.0, 1.0])
+    assert "kept of quiet" not in table.cells(found, "mid25")
+    for side, rates in (("vsched", (0.5, 0.8)), ("vllm", (0.3, 0.5))):
+        found[side] += [
+            made(key(side, repeat=index, neighbours=1), rate) for index, rate in enumerate(rates)
+        ]
+    lines = [line.split(" | ") for line in table.cells(found, "mid25").splitlines()[2:]]
+    kept = {(line[0].lstrip("| "), line[1]): line[3] for line in lines}
+    assert kept == {
+        ("text x 1", "vsched"): "-",
+        ("text x 1", "vllm"): "-",
+        ("text x 1, 1 loop", "vsched"): "0.45 (0.40 to 0.50)",
+        ("text x 1, 1 loop", "vllm"): "0.40 (0.30 to 0.50)",
+    }
+    said = table.missed(found, "mid25")
+    assert "- text x 1, 1 loop: vsched keeps 0.45 (0.40 to 0.50) of its quiet requests/s" in said
+    assert "1 loop, 16 bits" not in said, "1.6 times vLLM in the same condition"

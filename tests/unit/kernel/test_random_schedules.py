@@ -1,0 +1,138 @@
+"""The kernel under any policies, sizes, faults and order of events: nothing is lost, wrong, or stuck.
+
+`VSCHED_SEEDS=100000 pytest tests/unit/kernel/test_random_schedules.py` runs more seeds than usual.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import msgspec
+import pytest
+
+from tests.unit.kernel.policy_pool import (
+    HoldingBack,
+    HoldingForEver,
+    LastAlone,
+    Reversed,
+    random_policies,
+)
+from tests.unit.kernel.setups import Gathering, assert_served, image_request, make_limits, words
+from vsched.policy import RequestPolicy
+from vsched.testing import (
+    ModelCluster,
+    default_policies,
+    make_request,
+    random_limits,
+    run_random,
+)
+from vsched_policies.admission import Priority, Tiers
+from vsched_policies.eviction import KeepNothing
+
+SEEDS = int(os.environ.get("VSCHED_SEEDS", "200"))
+BATCH = 100
+
+
+def run_seed(seed: int) -> ModelCluster:
+    rng = random.Random(seed)
+    policies = random_policies(rng)
+    try:
+        return run_random(rng, policies)
+    except BaseException as error:
+        error.add_note(f"seed {seed} with {policies}")
+        raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, SEEDS, BATCH))
+def test_kernel_survives_random_policies(start: int) -> None:
+    """Whatever is legal to configure: every request is served or refused, and then nothing is held."""
+    ended = refused = 0
+    for seed in range(start, min(start + BATCH, SEEDS)):
+        cluster = run_seed(seed)
+        ended += len(cluster.ended)
+        refused += len(cluster.refused)
+    assert ended > refused > 0, "the runs are about serving, and refuse some"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Reversed(),
+        LastAlone(),
+        LastAlone(patient=True),
+        HoldingBack(),
+        HoldingForEver(),
+        Gathering(count=1),
+        Priority(),
+        Tiers(),
+    ],
+    ids=repr,
+)
+def test_kernel_lets_the_front_pass_when_nothing_else_moves(policy: RequestPolicy) -> None:
+    """The younger in the slot waits for pages that the front claims, and the policy never picks the front."""
+    limits = make_limits(slots=1, pages=4, page_rows=4, chunk_tokens=8, prefix_cache=False)
+    cluster = ModelCluster(limits, default_policies(generate_admission=policy))
+    cluster.lose("generate")
+    cluster.submit(image_request("front", (b"large", 16)))
+    cluster.run_encode()
+    for number in range(3):
+        text = words(9, start=50 * number)
+        item = (8, 4, b"small%d" % number)
+        cluster.submit(make_request(f"younger{number}", text, [item], priority=number))
+    cluster.restore_group("generate")
+    cluster.drain(steps_max=2000)
+    assert_served(cluster, *cluster.requests)
+    cluster.check_settled()
+
+
+def test_kernel_overrules_a_policy_that_never_admits() -> None:
+    """A policy may delay, but a minute after its arrival an entry cannot be held any more."""
+    policy = HoldingForEver()
+    cluster = ModelCluster(
+        make_limits(), default_policies(encode_admission=policy, generate_admission=policy)
+    )
+    cluster.submit(image_request("held", (b"image", 8)))
+    cluster.wait(58_000_000_000)
+    assert not cluster.encoded
+    cluster.wait(3_000_000_000)
+    assert cluster.encoded == [[b"image"]]
+    cluster.drain()
+    assert_served(cluster, "held")
+    assert "held for over 60 s" in cluster.notices[0]
+
+
+def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
+    """The cached prefix ends between two occurrences of one image that is not retained."""
+    limits = make_limits(slots=1, chunk_tokens=8, block_size=4)
+    cluster = ModelCluster(limits, default_policies(encode_eviction=KeepNothing()))
+    image = b"image"
+    cluster.submit(make_request("once", words(2), [(0, 12, image)]))
+    cluster.submit(make_request("twice", words(9), [(0, 12, image), (0, 12, image)]))
+    cluster.drain()
+    assert_served(cluster, "once", "twice")
+    assert cluster.ended["twice"].times.cached_tokens == 12
+    assert cluster.encoded == [[image]]
+    cluster.check_settled()
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_scheduler_serves_or_refuses_everything(seed: int) -> None:
+    """One terminal reply for all, right outputs, and a drained kernel holds nothing."""
+    cluster = run_random(random.Random(seed), events=120)
+    assert cluster.requests.keys() == cluster.ended.keys() | cluster.refused.keys()
+    assert not cluster.kernel.statistics()["policy_faults"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scheduler_serves_text_without_encoders(seed: int) -> None:
+    """Requests with images are refused; the others are served, and lost groups do not end them all."""
+    rng = random.Random(seed)
+    limits = msgspec.structs.replace(
+        random_limits(rng), encoders=0, pages=0, generators=2, encode_pauses=False
+    )
+    cluster = run_random(rng, limits=limits, events=120)
+    assert cluster.requests.keys() == cluster.ended.keys() | cluster.refused.keys()
+    with_images = {name for name, request in cluster.requests.items() if request.items}
+    assert with_images <= cluster.refused.keys()

@@ -1,1 +1,0 @@
-"""Replicas: the rank processes of a group, how they start, fail, restart and are administered."""

@@ -1,1 +1,0 @@
-"""Token streams to clients: detokenizing, stop strings, buffers, timing."""
