@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.bench.gpu.costs import FAMILY, SHAPES
-from tests.workers.backends.cuda.late_stream import LateStream
+from tests.workers.backends.cuda.races import LateStream
 from vsched_workers.backends.base import LanguageLayers, RunModel
 from vsched_workers.backends.cuda.attention import TritonDecode, VarlenDecode
 from vsched_workers.backends.cuda.fused_layers import FusedLayers, LayerKernels, merge

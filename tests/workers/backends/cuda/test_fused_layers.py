@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from tests.bench.gpu.kernels import compiled
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import Twins
-from tests.workers.backends.cuda.faulty_kernels import check_not_used
+from tests.workers.backends.cuda.races import check_not_used
 from tests.workers.driver import Driver, Question, Stage
 from tests.workers.test_language import mixed_questions
 from vsched_workers import language

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tests.bench.gpu.kernels import compiled
-from tests.workers.backends.cuda.faulty_kernels import check_not_used
+from tests.workers.backends.cuda.races import check_not_used
 from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from vsched.worker.contract import WorkerSettings

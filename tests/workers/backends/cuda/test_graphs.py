@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, compare, generated, prompts
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
-from tests.workers.backends.cuda.late_stream import LateStream
+from tests.workers.backends.cuda.races import LateStream
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Running, Stage
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.errors import DeviceOutOfMemory
