@@ -24,7 +24,6 @@ from vsched_workers.adapters.places import (
     NOBODY,
     AdapterPass,
     AdapterRoom,
-    Allocate,
     Carrier,
     LayerPlace,
     MakeSums,
@@ -33,7 +32,6 @@ from vsched_workers.adapters.places import (
     Places,
     Room,
     RowsOfOne,
-    Sums,
     TorchSums,
     bytes_of_one,
     module_places,
@@ -75,7 +73,7 @@ class AdaptedModule:
         others: Sequence[str] = (),
         count_max: int,
         rank_max: int = 0,
-        allocate: Allocate = own_memory,
+        allocate: Room = own_memory,
         make_sums: MakeSums = TorchSums,
     ) -> None:
         """Take a module, without changing it yet."""
@@ -94,7 +92,7 @@ class AdaptedModule:
             each = bytes_of_one(self._places, make_sums, rank_max=rank_max)
             self._room = AdapterRoom(each, count_max, allocate)
         self._make_sums = make_sums
-        self._joined: dict[Carrier, Sums] = {}
+        self._joined: dict[Carrier, TorchSums] = {}
         self._numbers: dict[Name | None, int] = {None: NOBODY, 0: NOBODY}
         self._bytes: dict[Name, int] = {}
 
@@ -233,7 +231,7 @@ class AdaptedModule:
             if any(place.carrier in carriers for place in places)
         ]
 
-    def _join(self, carrier: Carrier) -> Sums:
+    def _join(self, carrier: Carrier) -> TorchSums:
         """Return the adapter parts of a carrier; attach it to this module's passes the first time."""
         if carrier not in self._joined:
             self._joined[carrier] = self._make_sums(carrier.dtype, carrier.device)

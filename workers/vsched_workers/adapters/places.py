@@ -22,7 +22,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -137,35 +137,15 @@ class Part(NamedTuple):
     scaling: float
 
 
-class Sums(Protocol):
-    """The adapter parts of one product."""
-
-    def place(self, parts: Sequence[Part], room: Room) -> Sequence[Part]:
-        """Copy an adapter's parts into memory from `room` and return them; no other memory is kept."""
-        ...
-
-    def put(self, owner: int, parts: Sequence[Part]) -> None:
-        """Install the parts that `place` returned for an adapter."""
-        ...
-
-    def drop(self, owner: int) -> None:
-        """Remove an adapter's parts, if there are any."""
-        ...
-
-    def add(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
-        """Add the adapters' contributions to results [n, outputs] of rows [n, inputs]."""
-        ...
-
-
 Room = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""Allocates a tensor of this shape and type on the device."""
+"""Allocates a tensor of a shape and type on the device; zeros, if for all adapters."""
 
-MakeSums = Callable[[torch.dtype, torch.device], Sums]
+MakeSums = Callable[[torch.dtype, torch.device], "TorchSums"]
 """Factory of the adapter parts of a product with this type on this device."""
 
 
 class TorchSums:
-    """Adapter parts with torch's own products, on any device; see `Sums`."""
+    """The adapter parts of one product, with torch's own products, on any device."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         """Take the type and the device of the product's weight."""
@@ -173,6 +153,7 @@ class TorchSums:
         self._parts: dict[int, Sequence[Part]] = {}
 
     def place(self, parts: Sequence[Part], room: Room) -> Sequence[Part]:
+        """Copy an adapter's parts into memory from `room` and return them; no other memory is kept."""
         kept = []
         for first, down, up, scaling in parts:
             own_down, own_up = (
@@ -182,12 +163,15 @@ class TorchSums:
         return kept
 
     def put(self, owner: int, parts: Sequence[Part]) -> None:
+        """Install the parts that `place` returned for an adapter."""
         self._parts[owner] = parts
 
     def drop(self, owner: int) -> None:
+        """Remove an adapter's parts, if there are any."""
         self._parts.pop(owner, None)
 
     def add(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
+        """Add the adapters' contributions to results [n, outputs] of rows [n, inputs]."""
         for owner, index in call.groups_on(made.device):
             parts = self._parts.get(owner, ())
             own = rows[index].to(self._dtype) if parts else rows
@@ -228,14 +212,14 @@ class Carrier(ABC):
         self.called = False
         self._pass = AdapterPass()
         self._owners: set[int] = set()
-        self._sums: Sums | None = None
+        self._sums: TorchSums | None = None
 
-    def join(self, passes: AdapterPass, sums: Sums) -> None:
+    def join(self, passes: AdapterPass, sums: TorchSums) -> None:
         """Set the pass that a module's products share, and the adapter parts of this product."""
         self._pass, self._sums = passes, sums
 
     def put(self, owner: int, parts: Sequence[Part]) -> None:
-        """Install an adapter's parts, as returned by `Sums.place`."""
+        """Install an adapter's parts, as returned by `TorchSums.place`."""
         assert self._sums is not None, "join comes first"
         self._sums.put(owner, parts)
         if not self._owners:
@@ -401,20 +385,10 @@ def held_places(
     }
 
 
-class Fused(Protocol):
-    """A part of a module that computes with products of its own."""
-
-    def adapter_places(
-        self, within: str, cuts: Mapping[str, Cut], /
-    ) -> Mapping[str, list[LayerPlace]]:
-        """Return its places; `within` is the prefix of its layers' names in transformers' module."""
-        ...
-
-
 def module_places(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
     """Return the places of a module's linear layers that are called; `cuts` are by the names of weights.
 
-    Parts that compute with products of their own return their own places.
+    Parts that compute with products of their own return their own places (`adapter_places`).
     """
     places: dict[str, list[LayerPlace]] = {}
     fused: list[str] = []
@@ -437,9 +411,6 @@ def _is_summed(module: nn.Module, name: str) -> bool:
 
 LINE = 64
 """Alignment of tensors in bytes."""
-
-Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""Allocates zeros of a shape and dtype on the device."""
 
 
 def zero_parts(places: Places, rank: int) -> dict[Carrier, list[Part]]:
@@ -483,7 +454,7 @@ class _Counted:
 class AdapterRoom:
     """Memory for a number of adapters, each of the maximum size."""
 
-    def __init__(self, bytes_each: int, count: int, allocate: Allocate) -> None:
+    def __init__(self, bytes_each: int, count: int, allocate: Room) -> None:
         """Allocate the memory."""
         # One line extra, for alignment of the beginning.
         self._memory = allocate((count * bytes_each + LINE,), torch.uint8)
@@ -495,7 +466,7 @@ class AdapterRoom:
         """Bytes of the memory for all adapters."""
         return self._memory.nbytes
 
-    def place(self, number: int) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
+    def place(self, number: int) -> Room:
         """Return an allocator of one adapter's memory, from its beginning; previous contents are overwritten."""
         start = self._start + number * self._bytes_each
         stop = start + self._bytes_each

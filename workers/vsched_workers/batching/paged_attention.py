@@ -20,7 +20,7 @@ of one row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -177,14 +177,11 @@ def _weights(
 NAME = "vsched_paged"
 
 
-class DecodeKernel(Protocol):
-    """Attention of single query rows over contexts in the cache."""
+DecodeKernel = Callable[[torch.Tensor, int, "PagedStep", float], torch.Tensor]
+"""Attention of single query rows over contexts in the cache, given query, layer, step and scaling.
 
-    def __call__(
-        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
-    ) -> torch.Tensor:
-        """Return [rows, heads, head dim] for a query of the same shape."""
-        ...
+Returns [rows, heads, head dim] for a query of the same shape.
+"""
 
 
 @runtime_checkable
@@ -204,21 +201,14 @@ class RuledDecode(Protocol):
         ...
 
 
-class PrefillKernel(Protocol):
-    """Causal attention of the tokens of one chunk over their context."""
+PrefillKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, int, "Segment", "PagedStep", float], torch.Tensor
+]
+"""Causal attention of the tokens of one chunk over their context.
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: int,
-        segment: Segment,
-        step: PagedStep,
-        scaling: float,
-    ) -> torch.Tensor:
-        """Return [heads, rows, head dim] for a query of the same shape; key and value are the chunk's own."""
-        ...
+It is given query, key, value, layer, segment, step and scaling; key and value are the chunk's own. Returns [heads,
+rows, head dim] for a query of the same shape.
+"""
 
 
 @runtime_checkable
@@ -260,20 +250,11 @@ class AttentionKernels(NamedTuple):
     prefill: PrefillKernel
 
 
-class PatchKernel(Protocol):
-    """Bidirectional attention within each of several sequences of equal length."""
+PatchKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor], None]
+"""Bidirectional attention within each of several sequences of equal length, given query, key, value, scaling and `out`.
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        out: torch.Tensor,
-        /,
-    ) -> None:
-        """Take [heads, sequences, rows, head dim] each; write to [sequences, rows, heads, head dim]."""
-        ...
+Shape: query, key and value [heads, sequences, rows, head dim]; `out` [sequences, rows, heads, head dim].
+"""
 
 
 class Segment:

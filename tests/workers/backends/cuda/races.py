@@ -29,7 +29,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from vsched_workers.backends.cuda.graphs import Act, Run
+from vsched_workers.backends.cuda.graphs import Act, CudaGraphStream, Run
 
 HOST = "the host"
 
@@ -309,7 +309,7 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class LateStream:
+class LateStream(CudaGraphStream):
     """Runs work in order, but only on a wait for it or for later work.
 
     So code that overwrites a copy's source too early, or reads its target too early, fails here.

@@ -15,7 +15,7 @@ from torch import nn
 
 from vsched.errors import ConfigError
 from vsched.worker.contract import Progress, WorkerSettings
-from vsched_workers.adapters.places import MakeSums, Sums, TorchSums
+from vsched_workers.adapters.places import MakeSums, TorchSums
 from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cpu import attention, low_rank
 from vsched_workers.backends.cpu.attention import NumbaDecode
@@ -158,7 +158,7 @@ class CpuBackend(Backend):
         low_rank.warm_up()
         kernel = functools.partial(KernelSums, self._threads)
 
-        def make(dtype: torch.dtype, device: torch.device) -> Sums:
+        def make(dtype: torch.dtype, device: torch.device) -> TorchSums:
             return kernel() if dtype == torch.bfloat16 else TorchSums(dtype, device)
 
         return make

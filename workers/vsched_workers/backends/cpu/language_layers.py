@@ -200,7 +200,7 @@ class FusedLanguage:
         self._compiled_step = self._make_compiled_step(cached)
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
-        """Return the positions of adapters; see `Fused`."""
+        """Return the positions of adapters; see `module_places`."""
         return layer_places(self._layers, self._decoder, within, cuts)
 
     def __call__(

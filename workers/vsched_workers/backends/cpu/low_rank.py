@@ -22,6 +22,7 @@ from vsched_workers.adapters.places import (
     LayerPlace,
     Part,
     Room,
+    TorchSums,
     carrier_of,
     place_of,
 )
@@ -216,8 +217,8 @@ PARALLEL_VALUES_MIN = 1 << 18
 """Products of fewer values run on one thread: waking the others takes longer."""
 
 
-class KernelSums:
-    """`Sums` by the compiled kernel."""
+class KernelSums(TorchSums):
+    """The adapter parts of one product, by the compiled kernel."""
 
     def __init__(self, threads: int) -> None:
         self._pool = pool_of(threads)

@@ -135,7 +135,7 @@ class FusedBlock(nn.Module):
         return hidden
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
-        """Return the positions of adapters; see `Fused`."""
+        """Return the positions of adapters; see `module_places`."""
         attention, mlp = self.block.attn, self.block.mlp
         return held_places(
             self,
@@ -349,7 +349,7 @@ class FusedEncoderLayer:
         return rows.view(hidden.shape)
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
-        """Return the positions of adapters; see `Fused`. Matrices are padded as the weights are."""
+        """Return the positions of adapters; see `module_places`. Matrices are padded as the weights are."""
         layer, encoder, attention = (
             self._recognized.layer,
             self._recognized.encoder,

@@ -37,7 +37,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,47 +58,11 @@ Run = Callable[[], torch.Tensor]
 Act = Callable[[], None]
 
 
-class GraphStream(Protocol):
-    """Runs captured steps in the order in which they are started; only the methods marked so block."""
-
-    def host(self, *shape: int) -> torch.Tensor:
-        """Return host memory, int32, for `upload` and `download`."""
-        ...
-
-    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Act:
-        """Copy from the host to the device; return a function that waits until the source is no longer read."""
-        ...
-
-    def download(self, source: torch.Tensor, target: torch.Tensor) -> Act:
-        """Copy from the device to the host; return a function that waits until the target is complete."""
-        ...
-
-    def capture(self, run: Run) -> tuple[Act, torch.Tensor]:
-        """Capture `run`; return a function that replays it, and the tensor that `run` returned, which is reused.
-
-        Blocks: during one eager run first, so that nothing is compiled or permanently allocated in the capture.
-        """
-        ...
-
-    def start(self, replay: Act) -> None:
-        """Start a captured step."""
-        ...
-
-    def wait_for_others(self) -> None:
-        """Make later work on this stream wait for earlier work on other streams."""
-        ...
-
-    def let_others_wait(self) -> None:
-        """Make later work on other streams wait for earlier work on this stream."""
-        ...
-
-    def forget(self) -> None:
-        """Free the captured steps."""
-        ...
-
-
 class CudaGraphStream:
-    """A high-priority stream, CUDA graphs with a shared memory pool, and asynchronous copies."""
+    """A high-priority stream, CUDA graphs with a shared memory pool, and asynchronous copies.
+
+    It runs captured steps in the order in which they are started; only the methods marked so block.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -107,12 +71,15 @@ class CudaGraphStream:
         self._pool: Any = None
 
     def host(self, *shape: int) -> torch.Tensor:
+        """Return host memory, int32, for `upload` and `download`."""
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> Act:
+        """Copy from the host to the device; return a function that waits until the source is no longer read."""
         return self._copy(source, target)
 
     def download(self, source: torch.Tensor, target: torch.Tensor) -> Act:
+        """Copy from the device to the host; return a function that waits until the target is complete."""
         return self._copy(source, target)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Act:
@@ -123,6 +90,10 @@ class CudaGraphStream:
         return _waiting(done)
 
     def capture(self, run: Run) -> tuple[Act, torch.Tensor]:
+        """Capture `run`; return a function that replays it, and the tensor that `run` returned, which is reused.
+
+        Blocks: during one eager run first, so that nothing is compiled or permanently allocated in the capture.
+        """
         self.wait_for_others()
         with torch.cuda.stream(self._stream):
             run()
@@ -141,17 +112,21 @@ class CudaGraphStream:
         return replay, result
 
     def start(self, replay: Act) -> None:
+        """Start a captured step."""
         with torch.cuda.stream(self._stream):
             replay()
 
     def wait_for_others(self) -> None:
+        """Make later work on this stream wait for earlier work on other streams."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def let_others_wait(self) -> None:
+        """Make later work on other streams wait for earlier work on this stream."""
         current: Any = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
 
     def forget(self) -> None:
+        """Free the captured steps."""
         self._stream.synchronize()
         for graph in self._graphs:
             graph.reset()
@@ -252,7 +227,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        stream: GraphStream,
+        stream: CudaGraphStream,
         cache: KvCache,
         attention: AttentionKernels,
         run: RunModel,

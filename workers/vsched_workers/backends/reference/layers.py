@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -169,12 +169,8 @@ def frozen(values: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)
 
 
-class Angles(Protocol):
-    """Computes angles from positions."""
-
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [rows, head dim / 2] of positions [4, 1, rows]: the text's and three of mrope."""
-        ...
+Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Computes cosines and sines [rows, head dim / 2] of positions [4, 1, rows]: the text's and three of mrope."""
 
 
 def angles_of(rotary: Any, kind: str, *, axes: bool, dtype: torch.dtype) -> Angles:
