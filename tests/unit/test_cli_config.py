@@ -75,8 +75,7 @@ def test_cli_policies_lists_names_fields_and_defaults() -> None:
     output = run("policies")
     for expected in (
         "token-budget",
-        "max_items = 8",
-        "look_ahead = 0",
+        "ageing_s = 10.0",
         "mem_fraction = 0.95",
         "youngest",
         "the next prefill chunk reads",

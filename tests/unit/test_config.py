@@ -66,7 +66,7 @@ def test_config_built_in_python_has_values_of_the_declared_types() -> None:
         generate=GenerateConfig(
             slots=np.int64(3),  # type: ignore[arg-type]
             step_target_ms=np.float32(20),  # type: ignore[arg-type]
-            admission={"use": "fifo", "look_ahead": np.int64(4)},
+            admission={"use": "token-budget", "max_items": np.int64(4)},
         ),
     )
     plain = plain_config(odd)

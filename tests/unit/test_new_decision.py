@@ -17,6 +17,12 @@ class PauseView(msgspec.Struct, frozen=True, kw_only=True):
 class PausingPolicy(Policy, frozen=True, kw_only=True):
     """Decides how many requests pause."""
 
+    @decides(
+        "pausing",
+        PolicyKey("generate.pausing", "vsched.policy.router:Some", "Choice of the paused requests."),
+        check=check_index,
+        default=lambda count: 0,
+    )
     def pause(self, view: PauseView) -> int:
         """Return the number of requests that pause."""
         raise NotImplementedError
@@ -30,17 +36,6 @@ class Some(PausingPolicy, frozen=True, kw_only=True):
     def pause(self, view: PauseView) -> int:
         return min(view.waiting, self.limit)
 
-
-DECISIONS += (
-    Decision(
-        "pausing",
-        PausingPolicy,
-        "pause",
-        (PolicyKey("generate.pausing", "vsched.policy.router:Some", "Choice of the paused requests."),),
-        check_index,
-        lambda count: 0,
-    ),
-)
 '''
 USED = """
 from vsched.config import keys_table, load_config

@@ -103,6 +103,10 @@ class Phase(enum.StrEnum):
 ITEMS, READY, PREEMPTED, SUSPENDED, PROMPT, PREFILL, DECODE = Phase
 
 
+LOSSES_MAX = 2
+"""Losses of its group after which a request is a suspect."""
+
+
 class RequestState(msgspec.Struct, eq=False, kw_only=True):
     """State of an accepted request, as plain values, which a snapshot has as they are.
 
@@ -232,6 +236,11 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     def tells_prompt(self) -> bool:
         """Whether its whole prompt must be computed, cached or not, for its log-probabilities."""
         return self.request.sampling.prompt_logprobs is not None and not self.first_token_ns
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it ran in so many losses of its group that it must not run together with another such request."""
+        return self.losses >= LOSSES_MAX
 
     @property
     def length_max(self) -> int:

@@ -132,40 +132,28 @@ ITEMS_MAX = 8192
 """Items whose replica is remembered; the one sent longest ago is dropped first."""
 
 
-class RoutingContext:
-    """The request that is routed, the number of its items last sent to each replica, and the loads of all replicas."""
-
-    __slots__ = ("loads", "seen", "state")
-
-    state: RequestState
-    seen: Counter[int]
-
-    def __init__(self, loads: Loads) -> None:
-        self.loads = loads
-
-
 class RoutedGroup(msgspec.Struct, frozen=True, eq=False):
-    """View of a generate group for routing policies; what depends on the request is computed when it is read."""
+    """A `ReplicaView` of a generate group; what depends on the request is computed when it is read."""
 
     index: int
     _group: GenerateGroup
-    _context: RoutingContext
+    _router: Router
 
     @property
     def load_tokens(self) -> int:
-        return self._context.loads.tokens[self.index]
+        return self._router.loads.tokens[self.index]
 
     @property
     def healthy(self) -> bool:
-        return self._context.loads.open[self.index]
+        return self._router.loads.open[self.index]
 
     @property
     def prefix_tokens(self) -> int:
-        return self._group.cached_tokens(self._context.state)
+        return self._group.cached_tokens(self._router.state)
 
     @property
     def items_seen(self) -> int:
-        return self._context.seen[self.index]
+        return self._router.seen[self.index]
 
     @property
     def measured(self) -> Measured:
@@ -180,10 +168,15 @@ class Router(Restorable):
     """Chooses groups for requests.
 
     Attributes:
+        state: The request that is routed.
+        seen: Number of its items last sent to each replica.
+        loads: Loads of all replicas.
         _routed: Requests that it has routed.
         _sent: The replica that each item was sent to last.
     """
 
+    state: RequestState
+    seen: Counter[int]
     _routed: Saved[int] = 0
     _sent: Saved[dict[bytes, int]]
 
@@ -197,30 +190,31 @@ class Router(Restorable):
     ) -> None:
         self._seat = seat
         self._groups = groups
-        self._loads = loads
-        self._context = RoutingContext(loads)
-        self._replicas = tuple(RoutedGroup(group.index, group, self._context) for group in groups)
+        self.loads = loads
+        replicas = tuple(RoutedGroup(group.index, group, self) for group in groups)
+        self._replicas = cast("tuple[ReplicaView, ...]", replicas)
         self._measured = measured
         self._limits = limits
         self._sent = {}
 
-    def choose(self, state: RequestState) -> GenerateGroup:
+    def choose(self, state: RequestState, now_ns: int) -> GenerateGroup:
         """Return the group of a request: one that takes work, or else one that will be restarted."""
-        groups, opened = self._groups, self._loads.refresh().open
+        groups, opened = self._groups, self.loads.refresh().open
         usable = [index for index, is_open in enumerate(opened) if is_open] or [
             group.index for group in groups if not group.retired
         ]
-        chosen = groups[usable[0] if len(usable) == 1 else self._ask(state, usable)]
+        chosen = groups[usable[0] if len(usable) == 1 else self._ask(state, usable, now_ns)]
         self._routed += 1
         if len(groups) > 1:
             self._remember(state, chosen.index)
         return chosen
 
-    def _ask(self, state: RequestState, usable: Sequence[int]) -> int:
+    def _ask(self, state: RequestState, usable: Sequence[int], now_ns: int) -> int:
         keys = tuple([item.key for item in state.items])
-        self._context.state = state
-        self._context.seen = Counter(self._sent[key] for key in keys if key in self._sent)
+        self.state = state
+        self.seen = Counter(self._sent[key] for key in keys if key in self._sent)
         view = RoutingView(
+            now_ns=now_ns,
             replicas=self._replicas,
             prompt_tokens=state.prompt_length,
             item_keys=keys,
@@ -233,9 +227,9 @@ class Router(Restorable):
             measured=self._measured,
             state=self._seat.state,
         )
-        count, loads = len(self._groups), self._loads.tokens
+        count, loads = len(self._groups), self.loads.tokens
         chosen: int = self._seat.decide(view, count, usable, loads)
-        if self._loads.open[chosen] or chosen in usable:
+        if self.loads.open[chosen] or chosen in usable:
             return chosen
         self._seat.overrule("the replica takes no requests")
         return default_replica(count, usable, loads)
@@ -369,7 +363,7 @@ class RequestMoves(Restorable):
         if first is not None and first is not state and self.group_of(first).open:
             group = self.group_of(first)  # which computes the prompt
         else:
-            group = self._router.choose(state)
+            group = self._router.choose(state, now_ns)
         state.replica = group.index
         group.add(state)
         self._loads.change(group.index)
@@ -414,6 +408,7 @@ class RequestMoves(Restorable):
         stop, is_ready = state.reach(start, self._limits), self._cache.is_ready
         spans = [ItemSpan(item.offset, item.end, is_ready(item.key)) for item in state.items]
         view = EncodingView(
+            now_ns=now_ns,
             items=tuple(spans),
             chunk_start=start,
             chunk_stop=stop,

@@ -48,7 +48,6 @@ from vsched.kernel.events import (
 )
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.measures import MeasuredGroups
-from vsched.kernel.generate.requests import is_suspect
 from vsched.kernel.generate.steps import NOTHING_PLANNED, PlanResult
 from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
 from vsched.kernel.limits import SchedulerLimits
@@ -233,7 +232,7 @@ class Scheduler(SnapshotRoot):
         state = self._table.find(event.request_id)
         if state is None:
             return []  # it has ended meanwhile
-        if is_suspect(state):
+        if state.is_suspect:
             probe("kernel.suspect_aborted")
         return [self._moves.finish(state, event.reason, now_ns)]
 

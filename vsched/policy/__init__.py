@@ -67,7 +67,6 @@ from vsched.policy.requests import RunningView as RunningView
 from vsched.policy.requests import Shed as Shed
 from vsched.policy.requests import StepShares as StepShares
 from vsched.policy.requests import StepView as StepView
-from vsched.policy.router import Replica as Replica
 from vsched.policy.router import ReplicaView as ReplicaView
 from vsched.policy.router import RoutingPolicy as RoutingPolicy
 from vsched.policy.router import RoutingView as RoutingView

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -48,11 +48,13 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """Input of a policy that is called while requests run.
 
     Attributes:
+        now_ns: Current time.
         measured: Measurements of the replica that the decision is about; of all replicas at arrival, in routing, and in
             the encode stage.
         state: State of the policy, to be changed in place; None without a `state_type`.
     """
 
+    now_ns: int = 0
     measured: Measured = msgspec.field(default_factory=Measurements)
     state: Any = None
 
@@ -121,8 +123,11 @@ class PolicyKey(msgspec.Struct, frozen=True):
     description: str
 
 
-class Decision(msgspec.Struct, frozen=True):
-    """A decision: one method of a policy class.
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision: one method of a policy class, which `decides` declares.
 
     Attributes:
         name: Name of the decision, and of its entry points: `vsched.admission`.
@@ -151,3 +156,26 @@ class Decision(msgspec.Struct, frozen=True):
     def tables(self) -> tuple[str, ...]:
         """Paths of the configuration tables."""
         return tuple(one.path for one in self.selected_by)
+
+
+def decides(
+    name: str,
+    *selected_by: PolicyKey,
+    check: Callable[..., Any] | None = None,
+    default: Callable[..., Any] | None = None,
+    **facts: bool,
+) -> Callable[[Method], Method]:
+    """Declare that a method of a policy base class makes a decision; the arguments are the fields of `Decision`."""
+
+    def declare(method: Method) -> Method:
+        fields = {"selected_by": selected_by, "check": check, "default": default, **facts}
+        method.__dict__["decision"] = {"name": name, "method": method.__name__, **fields}
+        return method
+
+    return declare
+
+
+def decisions_in(cls: type) -> list[Decision]:
+    """Return the decisions that the methods of a class declare."""
+    declared = [getattr(method, "decision", None) for method in vars(cls).values()]
+    return [Decision(base=cls, **one) for one in declared if one is not None]

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import msgspec
-
-from vsched.policy.base import Decision, Policy, PolicyKey, RequestView
+from vsched.policy.base import Policy, PolicyKey, RequestView, decides
 from vsched.policy.checks import check_index
-from vsched.policy.measured import Measured, Measurements
 
 # --- eviction ---------------------------------------------------------------------------------------------------------
 
@@ -70,7 +67,6 @@ class InsertionView(RequestView, frozen=True, kw_only=True):
     """Input of an insertion policy: a finished request and its KV blocks.
 
     Attributes:
-        now_ns: Current time.
         hashes: Hashes of its full computed blocks, from the start of the prompt. A hash stands for all tokens up to the
             end of its block, so a block can be reused only while all blocks before it are cached.
         prompt_blocks: Number of leading blocks in `hashes` with prompt tokens only.
@@ -82,7 +78,6 @@ class InsertionView(RequestView, frozen=True, kw_only=True):
         items: Images in its prompt.
     """
 
-    now_ns: int
     hashes: Sequence[bytes]
     prompt_blocks: int
     found: int
@@ -90,8 +85,6 @@ class InsertionView(RequestView, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     items: int = 0
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 def check_kept(returned: int, count: int) -> int:
@@ -113,6 +106,12 @@ class CachePolicy(Policy, frozen=True, kw_only=True):
     A subclass overrides the methods of the decisions that it makes.
     """
 
+    @decides(
+        "eviction",
+        PolicyKey("encode.eviction", "lru", "Choice of the cached embeddings to evict."),
+        PolicyKey("generate.eviction", "lru", "Choice of the cached prefix blocks to evict."),
+        remembers=False,
+    )
     def build_order(self) -> EvictionOrder[Hashable]:
         """Return a new, empty eviction order for one embedding cache or prefix cache.
 
@@ -120,6 +119,16 @@ class CachePolicy(Policy, frozen=True, kw_only=True):
         """
         raise NotImplementedError
 
+    @decides(
+        "insertion",
+        PolicyKey(
+            "generate.insertion",
+            "everything",
+            "Choice of the blocks of a finished request that the prefix cache keeps.",
+        ),
+        check=check_kept,
+        default=default_kept,
+    )
     def keep(self, view: InsertionView) -> int:
         """Return the number of leading blocks of `view.hashes` to keep in the prefix cache: 0 for none, all by default.
 
@@ -127,31 +136,3 @@ class CachePolicy(Policy, frozen=True, kw_only=True):
         requests use stay until these end.
         """
         return len(view.hashes)
-
-
-DECISIONS = (
-    Decision(
-        "eviction",
-        CachePolicy,
-        "build_order",
-        (
-            PolicyKey("encode.eviction", "lru", "Choice of the cached embeddings to evict."),
-            PolicyKey("generate.eviction", "lru", "Choice of the cached prefix blocks to evict."),
-        ),
-        remembers=False,
-    ),
-    Decision(
-        "insertion",
-        CachePolicy,
-        "keep",
-        (
-            PolicyKey(
-                "generate.insertion",
-                "everything",
-                "Choice of the blocks of a finished request that the prefix cache keeps.",
-            ),
-        ),
-        check_kept,
-        default_kept,
-    ),
-)

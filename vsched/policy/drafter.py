@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey, RequestView
+from vsched.policy.base import Policy, PolicyKey, RequestView, decides
 from vsched.policy.checks import COUNT_MAX, check_number
-from vsched.policy.measured import Measured, Measurements
 
 DRAFT_TOKENS_MAX = 32
 """Maximum draft tokens of one request in one step."""
@@ -38,7 +35,6 @@ class DraftingView(RequestView, frozen=True, kw_only=True):
     """Input of a drafting policy: one decoding request.
 
     Attributes:
-        now_ns: Current time.
         held: Whether its output is constrained by a grammar.
         outputs: Tokens that it has generated, as far as known: results of steps in flight are missing.
         outputs_max: Maximum tokens that it may generate.
@@ -51,7 +47,6 @@ class DraftingView(RequestView, frozen=True, kw_only=True):
         model: Whether ranks have a draft model.
     """
 
-    now_ns: int
     held: bool
     outputs: int
     outputs_max: int
@@ -61,8 +56,6 @@ class DraftingView(RequestView, frozen=True, kw_only=True):
     drafted: int = 0
     accepted: int = 0
     model: bool = False
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 def check_draft(returned: Draft) -> Draft:
@@ -78,28 +71,20 @@ def check_draft(returned: Draft) -> Draft:
 class DraftingPolicy(Policy, frozen=True, kw_only=True):
     """Decides the number of draft tokens of a request, and for how many steps it applies."""
 
+    @decides(
+        "drafting",
+        PolicyKey(
+            "generate.drafting",
+            "forced-tokens",
+            "Number of draft tokens per request in a step (speculative decoding); see "
+            "docs/speculative-decoding.md.",
+        ),
+        check=check_draft,
+        default=Draft,
+    )
     def grant(self, view: DraftingView) -> Draft:
         """Return the draft tokens to grant to the request; the kernel cuts them to `view.rows_free`.
 
         Called when a request begins to decode, and at the end of each grant with `steps`.
         """
         raise NotImplementedError
-
-
-DECISIONS = (
-    Decision(
-        "drafting",
-        DraftingPolicy,
-        "grant",
-        (
-            PolicyKey(
-                "generate.drafting",
-                "forced-tokens",
-                "Number of draft tokens per request in a step (speculative decoding); see "
-                "docs/speculative-decoding.md.",
-            ),
-        ),
-        check_draft,
-        Draft,
-    ),
-)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import index as to_int
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey, RequestView, View, WaitingEntry
+from vsched.policy.base import Policy, PolicyKey, RequestView, View, WaitingEntry, decides
 from vsched.policy.checks import check_distinct, check_indices
-from vsched.policy.measured import Measured, Measurements
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
 
@@ -92,19 +91,15 @@ class DispatchView(View, frozen=True, kw_only=True):
     """Input of a dispatch policy: the encode groups, at least one of them free, and the waiting images.
 
     Attributes:
-        now_ns: Current time.
         groups: The encode groups that accept work.
         waiting: The waiting images in queue order. `tokens` is None if the image was in a batch that failed.
         overdue: Index into `waiting` of the image that goes first whatever the policy returns: it was passed over for
             longer than `policies.passed_over_max_s`. None for none.
     """
 
-    now_ns: int
     groups: Sequence[EncodeGroupView]
     waiting: Sequence[WaitingEntry]
     overdue: int | None = None
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 class Dispatch(msgspec.Struct, frozen=True):
@@ -172,31 +167,23 @@ class ReadyEmbedding(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
 
 
-class ReclaimView(View, frozen=True, kw_only=True):
+class ReclaimView(RequestView, frozen=True, kw_only=True):
     """Input of a reclaim policy: an image for which pages are missing, and the embeddings that can be evicted for it.
 
     Attributes:
-        now_ns: Current time.
         ready: The embeddings that can be evicted, those of the oldest requests first: no step in flight reads them, and
             only requests younger than the image's need them. Together they have enough pages.
         pages: Number of missing pages.
         front: Whether the image is the first in the queue.
         tokens: Encoder output tokens of the image; None if unknown.
-        priority: Priority of the image's request.
         target_ns: Deadline of the first token of the image's request; None without a target.
-        tenant: Tenant of the image's request; empty for none.
     """
 
-    now_ns: int
     ready: Sequence[ReadyEmbedding]
     pages: int
     front: bool
     tokens: int | None = None
-    priority: int = 0
     target_ns: int | None = None
-    tenant: str = ""
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 def check_reclaim(returned: Sequence[int], count: int) -> list[int]:
@@ -221,6 +208,14 @@ class ImagePolicy(Policy, frozen=True, kw_only=True):
     scope: ClassVar[Literal["item", "request"]] = "item"
     """Key of a cached embedding: `item` for the image's content, `request` for all images of a request in order."""
 
+    @decides(
+        "encoding",
+        PolicyKey(
+            "encode.encoding", "chunk-aware", "Choice of the images of a request to encode now."
+        ),
+        check=check_indices,
+        default=default_selection,
+    )
     def select(self, view: EncodingView) -> Sequence[int]:
         """Return indices into `view.items` of the images to encode now; by default only those of the next chunk.
 
@@ -229,6 +224,16 @@ class ImagePolicy(Policy, frozen=True, kw_only=True):
         """
         return ()
 
+    @decides(
+        "dispatch",
+        PolicyKey(
+            "encode.dispatch",
+            "fewest-held-up",
+            "Choice of the replica for the next images, and of the eligible images.",
+        ),
+        check=check_dispatch,
+        default=default_dispatch,
+    )
     def dispatch(self, view: DispatchView) -> Dispatch:
         """Return the encode group of the next batch, and the images that the batch may contain.
 
@@ -240,6 +245,16 @@ class ImagePolicy(Policy, frozen=True, kw_only=True):
         free = [index for index, group in enumerate(view.groups) if group.free]
         return Dispatch(min(free, key=lambda index: view.groups[index].held_up))
 
+    @decides(
+        "reclaim",
+        PolicyKey(
+            "encode.reclaim",
+            "youngest",
+            "Choice of the ready embedding to evict for an image of an older request.",
+        ),
+        check=check_reclaim,
+        default=default_reclaim,
+    )
     def reclaim(self, view: ReclaimView) -> Sequence[int]:
         """Return indices into `view.ready` of the embeddings to evict for an image of an older request, in order.
 
@@ -248,47 +263,3 @@ class ImagePolicy(Policy, frozen=True, kw_only=True):
         others follow, the youngest first. The default is the youngest first.
         """
         return default_reclaim(len(view.ready))
-
-
-DECISIONS = (
-    Decision(
-        "encoding",
-        ImagePolicy,
-        "select",
-        (
-            PolicyKey(
-                "encode.encoding", "chunk-aware", "Choice of the images of a request to encode now."
-            ),
-        ),
-        check_indices,
-        default_selection,
-    ),
-    Decision(
-        "dispatch",
-        ImagePolicy,
-        "dispatch",
-        (
-            PolicyKey(
-                "encode.dispatch",
-                "fewest-held-up",
-                "Choice of the replica for the next images, and of the eligible images.",
-            ),
-        ),
-        check_dispatch,
-        default_dispatch,
-    ),
-    Decision(
-        "reclaim",
-        ImagePolicy,
-        "reclaim",
-        (
-            PolicyKey(
-                "encode.reclaim",
-                "youngest",
-                "Choice of the ready embedding to evict for an image of an older request.",
-            ),
-        ),
-        check_reclaim,
-        default_reclaim,
-    ),
-)

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from vsched.policy.base import Decision, Fraction, Policy, PolicyKey
+from vsched.policy.base import Fraction, Policy, PolicyKey, decides
 
 AttemptOutcome = Literal["fits", "out_of_memory", "leak"]
 
@@ -19,7 +19,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rank: Number among the ranks that are sized together; in a rank's own report, the number within its group.
-        pool: Identity of the memory: `cuda:GPU-<uuid>`, `cpu`, or `cpu limit of <pid>` for a limit of one process.
+        pool: Identity of the memory: `cuda:GPU-<uuid>`, `cpu`, or `cpu limit of <rank>` for a limit of one process.
         total_bytes: Maximum that the process could use if it were alone.
         available_bytes: Free on the device, without the cache of this process's allocator.
         reserved_bytes: Currently held by this process, including the cache of its allocator.
@@ -167,6 +167,13 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
     mem_fraction: Fraction = 0.95
     """Share of the measured budget to use, in (0, 1]: the one safety margin."""
 
+    @decides(
+        "memory",
+        PolicyKey("generate.memory", "auto-profile", "Size of the KV cache."),
+        remembers=False,
+        yields=True,
+        in_kernel=False,
+    )
     def plan(self, view: MemoryView) -> MemoryPlan:
         """Yield probes and builds, 16 at most, and return to serve with the last build.
 
@@ -175,16 +182,3 @@ class MemoryPolicy(Policy, frozen=True, kw_only=True):
         that does not fit raises one. If memory is not released, the start fails without a call.
         """
         raise NotImplementedError
-
-
-DECISIONS = (
-    Decision(
-        "memory",
-        MemoryPolicy,
-        "plan",
-        (PolicyKey("generate.memory", "auto-profile", "Size of the KV cache."),),
-        remembers=False,
-        yields=True,
-        in_kernel=False,
-    ),
-)

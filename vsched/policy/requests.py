@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
-from vsched.policy.base import Decision, OfRequest, Policy, PolicyKey, View, WaitingEntry
+from vsched.policy.base import OfRequest, Policy, PolicyKey, View, WaitingEntry, decides
 from vsched.policy.checks import (
     COUNT_MAX,
     TIME_MAX_NS,
@@ -19,7 +19,6 @@ from vsched.policy.checks import (
     check_number,
     check_text,
 )
-from vsched.policy.measured import Measured, Measurements
 
 # --- arrival ----------------------------------------------------------------------------------------------------------
 
@@ -48,7 +47,6 @@ class ArrivalView(View, frozen=True, kw_only=True):
     """Input of a front-door policy: an arrived request and the load of the server.
 
     Attributes:
-        now_ns: Current time.
         request: The arrived request, which the numbers below do not include.
         held: Number of held requests.
         preparing: Number of admitted requests whose prompt and images are being preprocessed.
@@ -61,7 +59,6 @@ class ArrivalView(View, frozen=True, kw_only=True):
         load_limit_tokens: Tokens that can run at the same time: the size of all KV caches.
     """
 
-    now_ns: int
     request: ArrivingRequest
     held: int = 0
     preparing: int = 0
@@ -72,8 +69,6 @@ class ArrivalView(View, frozen=True, kw_only=True):
     tenant_requests: int = 0
     load_tokens: int = 0
     load_limit_tokens: int = 0
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -185,7 +180,6 @@ class AdmissionView(View, frozen=True, kw_only=True):
 
     Attributes:
         stage: `encode` or `generate`.
-        now_ns: Current time.
         waiting: Waiting entries in queue order, the front first.
         tokens_free: Tokens that the step can still take.
         entries_free: Maximum number of entries that can join: free slots, or the maximum images of a batch in the
@@ -203,7 +197,6 @@ class AdmissionView(View, frozen=True, kw_only=True):
     """
 
     stage: str
-    now_ns: int
     waiting: Sequence[WaitingEntry]
     tokens_free: int
     entries_free: int
@@ -215,8 +208,6 @@ class AdmissionView(View, frozen=True, kw_only=True):
     running_requests: Sequence[RunningView] = ()
     eligible: Sequence[int] = ()
     overdue: int | None = None
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -301,7 +292,6 @@ class StepView(View, frozen=True, kw_only=True):
     """Input of a step policy: the requests that a step can prefill, and its limits.
 
     Attributes:
-        now_ns: Current time.
         prefilling: Requests that can be prefilled now, oldest first. Requests that wait for an embedding are left out.
         waiting: Number of requests that wait for a slot; they get the rest of the step.
         decodes: Number of requests that decode in the step.
@@ -315,7 +305,6 @@ class StepView(View, frozen=True, kw_only=True):
             them out: they have not advanced for longer than `policies.passed_over_max_s`.
     """
 
-    now_ns: int
     prefilling: Sequence[PrefillView]
     waiting: int
     decodes: int
@@ -325,8 +314,6 @@ class StepView(View, frozen=True, kw_only=True):
     token_ns: float = 0.0
     pair_ns: float = 0.0
     overdue: Sequence[int] = ()
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 class StepShares(msgspec.Struct, frozen=True):
@@ -369,14 +356,12 @@ class PreemptionView(View, frozen=True, kw_only=True):
     """Input of a preemption policy: the running requests when no KV block is free.
 
     Attributes:
-        now_ns: Current time.
         running: The running requests, oldest first.
         in_need: Index into `running` of the request that needs a block. No older request is preempted for it.
         swap_blocks_free: KV blocks that can be swapped out now; 0 without swap space.
         block_tokens: Tokens per KV block.
     """
 
-    now_ns: int
     running: Sequence[RunningView]
     in_need: int = 0
     swap_blocks_free: int = 0
@@ -440,6 +425,12 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
     """Whether `admit` may preempt running requests for waiting ones (`Admission.preempt`), in the generate stage. It is
     then called while no slot is free, too."""
 
+    @decides(
+        "front_door",
+        PolicyKey("front_door", "open", "Admission of requests, before any work is done for them."),
+        check=check_arrival,
+        default=default_arrival,
+    )
     def arrive(self, view: ArrivalView) -> ArrivalDecision:
         """Return `Admit`, `Hold`, `Shed` or `Redirect` for a request before its preprocessing; by default `Admit`.
 
@@ -447,6 +438,24 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         """
         return Admit()
 
+    @decides(
+        "admission",
+        PolicyKey(
+            "encode.admission",
+            "token-budget",
+            "Choice of the images that join an encode step. `max_tokens` also limits the "
+            "tokens of one image; by default it is `generate.max_batch_tokens`, and 0 "
+            "switches both limits off. `max_items` is 8 by default, but 1 on a CPU, where a "
+            "batch takes as long as its images one by one.",
+        ),
+        PolicyKey(
+            "generate.admission",
+            "fifo",
+            "Choice of the waiting requests that join the next step.",
+        ),
+        check=check_admission,
+        default=default_admission,
+    )
     def admit(self, view: AdmissionView) -> Admission:
         """Return indices into `view.waiting` of the entries that join the next step; by default all, in queue order.
 
@@ -462,6 +471,16 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         """
         return EncodeLimits()
 
+    @decides(
+        "step",
+        PolicyKey(
+            "generate.step",
+            "in-order",
+            "Choice of the prefilling requests that advance in a step, and by how many tokens.",
+        ),
+        check=check_shares,
+        default=default_shares,
+    )
     def share(self, view: StepView) -> StepShares:
         """Return the prefilling requests that advance in a step, their order and tokens; by default all, oldest first.
 
@@ -471,6 +490,17 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         """
         return default_shares(len(view.prefilling))
 
+    @decides(
+        "preemption",
+        PolicyKey(
+            "generate.preemption",
+            "youngest",
+            "Choice of the request to preempt when KV blocks run out, and of recomputation "
+            "or swapping to host memory.",
+        ),
+        check=check_preemption,
+        default=default_preemption,
+    )
     def victim(self, view: PreemptionView) -> int | Preemption:
         """Return the running request to preempt, as an index into `view.running`; by default the youngest.
 
@@ -478,70 +508,3 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         is resumed; an index alone means `recompute`.
         """
         return len(view.running) - 1
-
-
-DECISIONS = (
-    Decision(
-        "front_door",
-        RequestPolicy,
-        "arrive",
-        (
-            PolicyKey(
-                "front_door", "open", "Admission of requests, before any work is done for them."
-            ),
-        ),
-        check_arrival,
-        default_arrival,
-    ),
-    Decision(
-        "admission",
-        RequestPolicy,
-        "admit",
-        (
-            PolicyKey(
-                "encode.admission",
-                "token-budget",
-                "Choice of the images that join an encode step. `max_tokens` also limits the "
-                "tokens of one image; by default it is `generate.max_batch_tokens`, and 0 "
-                "switches both limits off. `max_items` is 8 by default, but 1 on a CPU, where a "
-                "batch takes as long as its images one by one.",
-            ),
-            PolicyKey(
-                "generate.admission",
-                "fifo",
-                "Choice of the waiting requests that join the next step.",
-            ),
-        ),
-        check_admission,
-        default_admission,
-    ),
-    Decision(
-        "step",
-        RequestPolicy,
-        "share",
-        (
-            PolicyKey(
-                "generate.step",
-                "in-order",
-                "Choice of the prefilling requests that advance in a step, and by how many tokens.",
-            ),
-        ),
-        check_shares,
-        default_shares,
-    ),
-    Decision(
-        "preemption",
-        RequestPolicy,
-        "victim",
-        (
-            PolicyKey(
-                "generate.preemption",
-                "youngest",
-                "Choice of the request to preempt when KV blocks run out, and of recomputation "
-                "or swapping to host memory.",
-            ),
-        ),
-        check_preemption,
-        default_preemption,
-    ),
-)

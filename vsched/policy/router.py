@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey, RequestView
+from vsched.policy.base import Policy, PolicyKey, RequestView, decides
 from vsched.policy.checks import check_index
 from vsched.policy.measured import Measured, Measurements
 
 
-class Replica(Protocol):
-    """One generate replica.
-
-    Attributes are computed on access: an unread attribute costs nothing.
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """One generate replica. In the server, attributes are computed on access: an unread attribute costs nothing.
 
     Attributes:
         index: Its index in `view.replicas`.
@@ -25,23 +22,6 @@ class Replica(Protocol):
         items_seen: Images of the request that were last sent to it; the router remembers a limited number of images.
         measured: Measurements of this replica.
     """
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def load_tokens(self) -> int: ...
-    @property
-    def healthy(self) -> bool: ...
-    @property
-    def prefix_tokens(self) -> int: ...
-    @property
-    def items_seen(self) -> int: ...
-    @property
-    def measured(self) -> Measured: ...
-
-
-class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """A `Replica` with plain values, for tests of policies."""
 
     index: int
     load_tokens: int
@@ -63,14 +43,12 @@ class RoutingView(RequestView, frozen=True, kw_only=True):
         max_tokens: Maximum output tokens of the request.
     """
 
-    replicas: Sequence[Replica]
+    replicas: Sequence[ReplicaView]
     prompt_tokens: int
     item_keys: Sequence[bytes]
     routed: int
     load_limit_tokens: int = 0
     max_tokens: int = 0
-    measured: Measured = msgspec.field(default_factory=Measurements)
-    state: Any = None
 
 
 def check_replica(returned: int, count: int, usable: Sequence[int], loads: Sequence[int]) -> int:
@@ -88,6 +66,12 @@ def default_replica(count: int, usable: Sequence[int], loads: Sequence[int]) -> 
 class RoutingPolicy(Policy, frozen=True, kw_only=True):
     """Decides which replica serves a request."""
 
+    @decides(
+        "routing",
+        PolicyKey("routing", "least-loaded", "Choice of the replica for a request."),
+        check=check_replica,
+        default=default_replica,
+    )
     def choose(self, view: RoutingView) -> int:
         """Return an index into `view.replicas`.
 
@@ -95,15 +79,3 @@ class RoutingPolicy(Policy, frozen=True, kw_only=True):
         went down.
         """
         raise NotImplementedError
-
-
-DECISIONS = (
-    Decision(
-        "routing",
-        RoutingPolicy,
-        "choose",
-        (PolicyKey("routing", "least-loaded", "Choice of the replica for a request."),),
-        check_replica,
-        default_replica,
-    ),
-)

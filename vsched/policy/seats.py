@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from vsched.policy import cache, drafter, images, memory, requests, router, videos
-from vsched.policy.base import Policy
+from vsched.policy.base import Policy, decisions_in
 
 DECISIONS = {
     one.name: one
     for module in (requests, images, cache, router, memory, drafter, videos)
-    for one in module.DECISIONS
+    for cls in vars(module).values()
+    if isinstance(cls, type)
+    for one in decisions_in(cls)
 }
 """Decisions by name, which is also the name of their entry points: `vsched.admission`."""
 POLICY_TABLES = {table: name for name, one in DECISIONS.items() for table in one.tables}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from vsched.policy.base import Decision, Policy, PolicyKey
+from vsched.policy.base import Policy, PolicyKey, decides
 
 
 class PruningView(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,22 +27,6 @@ class PruningView(msgspec.Struct, frozen=True, kw_only=True):
     columns: int
     changes: memoryview[float]
     tokens_max: int
-
-
-class PruningPolicy(Policy, frozen=True, kw_only=True):
-    """Decides which tokens of a video are left out of the prompt."""
-
-    rate: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
-    """Minimum share of a video's tokens to prune, on which the size of a prompt is planned; None to prune no video."""
-
-    def prune(self, view: PruningView) -> bytes:
-        """Return a byte for each token, in the order of `view.changes`: 1 to keep it, 0 to prune it.
-
-        All tokens of the first group are kept, and at most `view.tokens_max` in all. Called once for each video of a
-        request, if `rate` is set. A function of the view alone: if another turn of a conversation prunes the same video
-        otherwise, no cache helps. After a failure, whole frame groups are kept, at equal distances.
-        """
-        raise NotImplementedError
 
 
 def check_kept(returned: bytes, groups: int, tokens: int, tokens_max: int) -> bytes:
@@ -67,22 +51,30 @@ def default_kept(groups: int, tokens: int, tokens_max: int) -> bytes:
     return b"".join(bytes([index in kept]) * tokens for index in range(groups))
 
 
-DECISIONS = (
-    Decision(
+class PruningPolicy(Policy, frozen=True, kw_only=True):
+    """Decides which tokens of a video are left out of the prompt."""
+
+    rate: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    """Minimum share of a video's tokens to prune, on which the size of a prompt is planned; None to prune no video."""
+
+    @decides(
         "pruning",
-        PruningPolicy,
-        "prune",
-        (
-            PolicyKey(
-                "media.pruning",
-                "most-changed",
-                "Tokens of videos that are left out of prompts; none unless its `rate` is set. See "
-                "[video pruning](video-pruning.md).",
-            ),
+        PolicyKey(
+            "media.pruning",
+            "most-changed",
+            "Tokens of videos that are left out of prompts; none unless its `rate` is set. See "
+            "[video pruning](video-pruning.md).",
         ),
-        check_kept,
-        default_kept,
+        check=check_kept,
+        default=default_kept,
         remembers=False,
         in_kernel=False,
-    ),
-)
+    )
+    def prune(self, view: PruningView) -> bytes:
+        """Return a byte for each token, in the order of `view.changes`: 1 to keep it, 0 to prune it.
+
+        All tokens of the first group are kept, and at most `view.tokens_max` in all. Called once for each video of a
+        request, if `rate` is set. A function of the view alone: if another turn of a conversation prunes the same video
+        otherwise, no cache helps. After a failure, whole frame groups are kept, at equal distances.
+        """
+        raise NotImplementedError

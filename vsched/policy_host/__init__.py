@@ -6,15 +6,13 @@ checked answer, or the default after a failure. A host has no clock: it is given
 | module | contents |
 |---|---|
 | `seats` | `PolicySeats`, `PolicySeat`: calls, checks, defaults, state; `PolicyFaults`: failures |
-| `host` | `PolicyHost`: seats with timing, replacement of slow policies, notices and figures |
-| `capabilities` | `HostCapabilities`, `check_capabilities`: refusal of a policy that needs what the host lacks |
-| `requests` | `HostedRequest`: the facts of a request, and its views |
+| `host` | `PolicyHost`: seats with timing, notices and figures; `check_capabilities`: refusal of unsuitable policies |
+| `requests` | `HostedRequest`: the facts of a request, and its views; `HostMeasured`: the latest times |
 | `waiting` | `OrderedQueue`: the waiting entries, holds, and entries that were passed over for too long |
 | `step_times` | `StepTimeModel`, `PrefillBudget`: times of decodes and prefill, and the prefill that fits in a step |
 | `shares` | `decide_shares`: the answer of a step policy, with overdue requests first |
 | `eviction` | `GuardedOrder`: an eviction order with checked answers |
 | `call_times` | `PolicyTimes`, `QueueClock`: times of calls; a slow policy is replaced |
-| `measured` | `HostMeasured`: the latest times of steps, first tokens and ends |
 | `snapshot` | `encode_snapshot`, `restore_snapshot`: the state as bytes |
 
 `vsched.testing.contracts.host.check_host` tests a host.
@@ -24,13 +22,13 @@ from __future__ import annotations
 
 from vsched.policy_host.call_times import PolicyTimes as PolicyTimes
 from vsched.policy_host.call_times import QueueClock as QueueClock
-from vsched.policy_host.capabilities import HostCapabilities as HostCapabilities
-from vsched.policy_host.capabilities import check_capabilities as check_capabilities
-from vsched.policy_host.capabilities import check_table as check_table
 from vsched.policy_host.eviction import GuardedOrder as GuardedOrder
+from vsched.policy_host.host import HostCapabilities as HostCapabilities
 from vsched.policy_host.host import PolicyHost as PolicyHost
-from vsched.policy_host.measured import HostMeasured as HostMeasured
+from vsched.policy_host.host import check_capabilities as check_capabilities
+from vsched.policy_host.host import check_table as check_table
 from vsched.policy_host.requests import HostedRequest as HostedRequest
+from vsched.policy_host.requests import HostMeasured as HostMeasured
 from vsched.policy_host.seats import Ask as Ask
 from vsched.policy_host.seats import PolicyFaults as PolicyFaults
 from vsched.policy_host.seats import PolicySeat as PolicySeat

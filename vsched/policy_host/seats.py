@@ -68,15 +68,6 @@ class SeatPolicies(msgspec.Struct, frozen=True, kw_only=True):
     build: BuildPolicy = _build_none
 
 
-class Replaced(Exception):
-    """The policy of a seat was replaced: the default decides, as after a failure."""
-
-
-def _ask_nobody(view: object) -> Any:
-    del view
-    raise Replaced
-
-
 class PolicyFaults(Restorable):
     """Counts policy failures and keeps notices of them until the scheduler takes them.
 
@@ -251,6 +242,8 @@ class PolicySeat(Restorable):
 
         `facts` are the further arguments of check and default.
         """
+        if self.replaced:
+            return self._default(*facts)
         try:
             answer = self._check(self.ask(view), *facts)
             if self._memory.state is not None:
@@ -276,8 +269,6 @@ class PolicySeat(Restorable):
 
     def fail(self, error: BaseException, view: object) -> None:
         """Report a failed call, and undo its changes to the state."""
-        if self.replaced:
-            return
         self.failed += 1
         self._faults.report(self.policy, self.method, error, view)
         try:
@@ -293,7 +284,6 @@ class PolicySeat(Restorable):
     def replace(self, reason: str) -> None:
         """Stop calling the policy; the default decides from now on."""
         self.replaced = reason
-        self.ask = _ask_nobody
 
     def rebuild(self) -> None:
         """Derive the state.
@@ -301,8 +291,6 @@ class PolicySeat(Restorable):
         Raises:
             RecordError: If the recorded bytes are not a state of this policy.
         """
-        if self.replaced:
-            self.replace(self.replaced)
         try:
             self._memory.take_over(self._recorded)
         except PolicyError as error:

@@ -70,7 +70,7 @@ def test_state_has_steps_policies_and_memory() -> None:
     assert sum(prefill for *_, prefill in steps) == 4 * 3
     policies = {one.table: one for one in after.policies}
     admission = policies["generate.admission"]
-    assert (admission.use, admission.fields["look_ahead"]) == ("fifo", 0)
+    assert (admission.use, admission.fields) == ("fifo", {})
     assert admission.calls > 0
     assert {"fifo", "shortest-first"} <= set(admission.choices)
     assert policies["generate.memory"].choices == [], "it needs a restart"

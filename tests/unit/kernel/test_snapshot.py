@@ -62,7 +62,7 @@ def test_snapshot_holds_all_that_decides(seed: int) -> None:
 
 
 CACHES = {
-    *("DirtyGroups", "Loads", "Holds", "RoutingContext"),
+    *("DirtyGroups", "Loads", "Holds", "Router.state", "Router.seen"),
     *("ArrivalGate._due", "EncodeStage._all_at_work", "PolicyFaults.first"),
     *("PolicySeat.failed", "RunningSet._read", "RunningSet._read_at"),
 }

@@ -17,6 +17,9 @@ from vsched.aio.hosts.link import Context, EngineSocket, HostSocket, curve_keys,
 from vsched.aio.hosts.remote import Patience, PlacedLauncher
 from vsched.aio.hosts.server import HostServer
 from vsched.aio.launcher import LocalLauncher
+from vsched.config import Config
+from vsched.config.cluster import ClusterConfig
+from vsched.config.sections import DeadlinesConfig
 
 PATIENT = Patience(alive_s=0.1, silence_s=60, open_s=60)
 
@@ -77,8 +80,14 @@ class Hosts:
             name: partial(EngineSocket, self._context, address, keys)
             for name, address in self._addresses.items()
         }
-        stages = {"encode": encode, "generate": generate}
-        placed = place.launcher = PlacedLauncher(place.launcher, hosts, stages, patience)
+        alive_s, silence_s = patience.alive_s, patience.silence_s
+        config = Config(
+            cluster=ClusterConfig(
+                encode=[*encode], generate=[*generate], connect_s=patience.open_s
+            ),
+            deadlines=DeadlinesConfig(heartbeat_s=alive_s, rank_timeout_s=silence_s - alive_s),
+        )
+        placed = place.launcher = PlacedLauncher(config, place.launcher, hosts)
         return placed
 
     async def close(self) -> None:

@@ -345,23 +345,29 @@ class PlacedLauncher:
 
     def __init__(
         self,
+        config: Config,
         own: Launcher,
         hosts: Mapping[str, Connect],
-        stages: Mapping[str, Sequence[str]],
-        patience: Patience,
         *,
         close: Callable[[], None] = lambda: None,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """Create a launcher; `stages` lists host names by stage, empty for the engine's host.
+        """Create a launcher with the configured placement and timeouts.
 
-        Names may include `OWN_HOST`, and `RAY_HOST`, which stands for the replica's `ray_host` in `hosts`.
+        `hosts` are the links by name; `RAY_HOST` in the configuration stands for the replica's `ray_host`.
         """
+        cluster, deadlines = config.cluster, config.deadlines
         self.run_dir = own.run_dir
         self._own = own
         self._hosts = hosts
-        self._stages = stages
-        self._patience = patience
+        self._stages = {stage: cluster.hosts_of(stage) for stage in ("encode", "generate")}
+        if config.placement == "together":
+            self._stages["encode"] = self._stages["generate"]
+        self._patience = Patience(
+            alive_s=deadlines.heartbeat_s,
+            silence_s=deadlines.rank_timeout_s + deadlines.heartbeat_s,
+            open_s=cluster.connect_s,
+        )
         self._close = close
         self._window_bytes = window_bytes
         self._engine = secrets.token_hex(8)
@@ -372,7 +378,7 @@ class PlacedLauncher:
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
     ) -> Host:
         group = groups[-1]
-        names = self._stages.get(stage_of(group)) or (OWN_HOST,)
+        names = self._stages[stage_of(group)]
         name = names[(replica_of(group) + self._lost[group]) % len(names)]
         if name == OWN_HOST:
             return self._own.choose_host(groups, arena, on_lost)
@@ -434,32 +440,4 @@ def placed(config: Config, own: Launcher, *, ray: InstalledRay | None = None) ->
                 lambda address: partial(EngineSocket, context, address, own_keys)
             )
         closing = opened.pop_all()
-    return placed_on(config, own, hosts, close=closing.close)
-
-
-def placed_on(
-    config: Config,
-    own: Launcher,
-    hosts: Mapping[str, Connect],
-    *,
-    close: Callable[[], None] = lambda: None,
-    window_bytes: int = WINDOW_BYTES,
-) -> PlacedLauncher:
-    """Return a launcher for these hosts, with the configured placement and timeouts."""
-    cluster, deadlines = config.cluster, config.deadlines
-    patience = Patience(
-        alive_s=deadlines.heartbeat_s,
-        silence_s=deadlines.rank_timeout_s + deadlines.heartbeat_s,
-        open_s=cluster.connect_s,
-    )
-    stages = {stage: cluster.hosts_of(stage) for stage in ("encode", "generate")}
-    if config.placement == "together":
-        stages["encode"] = stages["generate"]
-    return PlacedLauncher(
-        own,
-        hosts,
-        stages,
-        patience,
-        close=close,
-        window_bytes=window_bytes,
-    )
+    return PlacedLauncher(config, own, hosts, close=closing.close)

@@ -30,7 +30,7 @@ from vsched.kernel.events import Stepped
 from vsched.kernel.generate.blocks import BlockPool, StateSnapshots, SwapSpace, blocks_kept
 from vsched.kernel.generate.drafts import NO_DRAFTS, DraftGrants, count_drafts
 from vsched.kernel.generate.measures import Measures
-from vsched.kernel.generate.requests import Quarantine, RequestQueue, RunningSet, order_of
+from vsched.kernel.generate.requests import RequestQueue, RunningSet, order_of
 from vsched.kernel.generate.steps import (
     NOTHING_PLANNED,
     ChunkRead,
@@ -60,6 +60,8 @@ from vsched.policy_host.snapshot import Saved
 from vsched.policy_host.step_times import StepTimeModel
 from vsched.probes import probe
 
+CLEARING_TOKENS = 2
+"""New tokens after which a suspect is cleared."""
 _OTHER_ADMISSION = "Remedy: other fields of generate.admission, or another policy"
 COUNTED = (
     *("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted"),
@@ -79,7 +81,6 @@ class GenerateGroup(Group):
     measures: Saved[Measures]
     queue: Saved[RequestQueue]
     _counts: Saved[dict[str, int]]
-    _quarantine: Saved[Quarantine]
     _in_flight: Saved[InFlightSteps]
     _pool: Saved[BlockPool]
     _snapshots: Saved[StateSnapshots]
@@ -118,7 +119,6 @@ class GenerateGroup(Group):
         )
         self._counts = dict.fromkeys(COUNTED, 0)
         self._known_tokens = 0
-        self._quarantine = Quarantine(requests)
         self.measures = Measures()
         self.measured: Measured = Measurements()  # set once all groups are there
         self._in_flight = InFlightSteps(0, requests, self.measures)
@@ -469,7 +469,7 @@ class GenerateGroup(Group):
         for state in [waiting[index].state for index in admission.indices]:
             if plan.budget.spent or not (running.slots_free or victims):
                 return
-            if not self._quarantine.admits(state):
+            if running.suspect is not None and state.is_suspect:
                 probe("generate.suspect_waits")
                 self._admission.overrule("a request that ran when its group was lost runs alone")
                 continue
@@ -557,7 +557,6 @@ class GenerateGroup(Group):
                 full = slice(len(prefix), computed // self._limits.block_size)
                 self._pool.publish(blocks[full], state.hashes[full])
         self._running.assign_slot(state, blocks, computed)
-        self._quarantine.begin(state)
         self._counts["tokens_cached"] += len(prefix) * self._limits.block_size
         self._counts["admitted"] += 1
         state.took_slot = victim is not None
@@ -600,8 +599,11 @@ class GenerateGroup(Group):
                 self._cache.release_before(state, min(read.stop, state.computed))
             else:
                 probe("generate.reader_ended")
-        if self._quarantine.number:
-            self._quarantine.review(in_flight.done)
+        suspect = self._running.suspect
+        if suspect is not None and 0 <= suspect.first_step <= step + 1 - CLEARING_TOKENS:
+            probe("generate.suspect_cleared")
+            suspect.losses = 0
+            self._running.suspect = None
         if not in_flight.preempted:
             return []
         requeueable = self._in_flight.take_requeueable()
@@ -641,7 +643,6 @@ class GenerateGroup(Group):
     ) -> None:
         self._drafts.drop(state)
         self._running.release_slot(state, keep=keep, blocks_kept=blocks_kept)
-        self._quarantine.end(state)
         self.queue.unblock()
 
     def _preempt(self, state: RequestState, *, swap: bool = False) -> None:
@@ -702,12 +703,13 @@ class GenerateGroup(Group):
             probe("generate.lost_while_settling")
         if self._swap:
             probe("generate.lost_while_swapped")
-        if self._quarantine.number:
+        lost, suspect = self._running.in_order(), self._running.suspect
+        if suspect is not None:
             probe("generate.lost_in_quarantine")
-        lost = self._running.in_order()
-        poison = self._quarantine.blame(lost) if blame else None
+        elif len(lost) == 1:
+            suspect = lost[0]
         for state in lost:
-            self._quarantine.end(state)
+            state.losses += blame
             self._drafts.drop(state)
             self._in_flight.gather(state, state.slot)
             state.blocks, state.slot, state.computed = [], -1, 0
@@ -715,6 +717,7 @@ class GenerateGroup(Group):
         for state in lost:
             self._know_outputs(state)
         self._reset()
+        poison = suspect if blame and suspect is not None and suspect.is_suspect else None
         return sorted(lost, key=order_of), poison
 
     # --- views ---
@@ -810,7 +813,7 @@ class GenerateGroup(Group):
                 f"{subject} needs {need} KV blocks, {available} of {self._limits.blocks} are available"
                 f"{behind}. Remedy: a larger KV cache (generate.memory), or more replicas"
             )
-        if not self._quarantine.admits(state):
+        if self._running.suspect is not None and state.is_suspect:
             return (
                 "it ran each time the group was lost, so it runs alone, after another such request. "
                 "Remedy: the log has the reason of the losses"

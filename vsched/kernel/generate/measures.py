@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
@@ -166,20 +167,11 @@ class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
         return self._stage.counts()["cache_misses"]
 
 
-class _Ended(Protocol):
-    @property
-    def ended_ns(self) -> int: ...
-
-
-AnyTime = TypeVar("AnyTime", bound=_Ended)
+AnyTime = TypeVar("AnyTime", StepTime, SwapTime, FirstTokenTime, EndTime)
 
 
 def _latest(windows: Iterable[Iterable[AnyTime]]) -> Sequence[AnyTime]:
     """Return the latest of all entries, oldest first."""
     merged = [one for window in windows for one in window]
-    merged.sort(key=_ended)
+    merged.sort(key=attrgetter("ended_ns"))
     return tuple(merged[-WINDOW:])
-
-
-def _ended(one: _Ended) -> int:
-    return one.ended_ns

@@ -1,19 +1,19 @@
-"""The requests of a generate group: the waiting queue, the running set with slots and blocks, and the quarantine.
+"""The requests of a generate group: the waiting queue, and the running set with slots and blocks.
 
 A decoding request needs a new block every `block_size` steps; its length when it began to decode determines which. So
 decoding requests are in `block_size` buckets, by the step (modulo `block_size`) in which they need a block, and a step
 looks at one bucket only. Requests whose steps may yield several tokens are in no bucket: see
 `vsched.kernel.generate.drafts`.
 
-The quarantine finds the poison request, which crashes its group, without ending others. After a loss, all requests of
-the group run again, since most losses have other reasons. A request that ran in two losses is a suspect. Suspects join
-one at a time, each in quarantine until it has yielded more tokens than before. If a group is lost with a request in
-quarantine, or with a single running request, that request is the poison.
+The poison request, which crashes its group, is found without ending others. After a loss, all requests of the group run
+again, since most losses have other reasons. A request that ran in two losses is a suspect. Suspects join one at a time,
+each until it has yielded more tokens than before. If a group is lost while a suspect or a single request runs, that
+request is the poison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, overload
 
 from vsched.kernel.decisions import Leave
@@ -120,6 +120,7 @@ class RunningSet(Restorable):
     Attributes:
         left: Requests that left their slots since the last decision.
         forgotten: Requests without a slot that ranks drop with the next decision.
+        suspect: The running suspect, if any.
     """
 
     prefilling: SavedKeys[dict[int, RequestState]]
@@ -141,6 +142,7 @@ class RunningSet(Restorable):
         self._first_steps = 0
         self.left = []
         self.forgotten = []
+        self.suspect: RequestState | None = None
         self._lazy_views = RunningViews(self._read_views)
         self._read: tuple[RunningView, ...] | None = None
         self._read_at = 0
@@ -207,6 +209,8 @@ class RunningSet(Restorable):
         state.phase = PREFILL
         self.slots[state.slot] = state
         self.prefilling[state.number] = state
+        if state.is_suspect:
+            self.suspect = state
 
     def start_decoding(self, state: RequestState, step: int) -> None:
         """Let a request decode whose last chunk is in `step`: it yields a token in that and every later step."""
@@ -270,6 +274,8 @@ class RunningSet(Restorable):
             del self.prefilling[state.number]
         self.left.append(Leave(state.number, state.slot, keep))
         self.slots[state.slot] = None
+        if self.suspect is state:
+            self.suspect = None
         self._free_slots.append(state.slot)
         self.pool.release(state.blocks, kept=blocks_kept)
         state.blocks, state.slot, state.computed = [], -1, 0
@@ -291,6 +297,8 @@ class RunningSet(Restorable):
         for state in (*self.prefilling.values(), *self.decoding.values()):
             self.slots[state.slot] = state
             self.pool.add_holder(state.blocks)
+            if state.is_suspect:
+                self.suspect = state
         self._first_steps = sum(state.decoding_since for state in self.decoding.values())
 
     def check(self, planned: int) -> None:
@@ -317,58 +325,3 @@ class RunningSet(Restorable):
 def order_of(state: RequestState) -> tuple[int, int]:
     """Return the queue order of a request."""
     return state.order
-
-
-LOSSES_MAX = 2
-"""Losses after which a request is a suspect."""
-QUARANTINE_TOKENS = 2
-"""New tokens after which a suspect is cleared."""
-
-
-class Quarantine(Restorable):
-    """The running suspect of a group, if any.
-
-    Attributes:
-        number: Number of the suspect; 0 for none.
-    """
-
-    number: Saved[int] = 0
-
-    def __init__(self, requests: Mapping[int, RequestState]) -> None:
-        self._requests = requests
-
-    def admits(self, state: RequestState) -> bool:
-        """Return True if a request may join now."""
-        return not self.number or not is_suspect(state)
-
-    def begin(self, state: RequestState) -> None:
-        """Note that a request joined."""
-        if is_suspect(state):
-            self.number = state.number
-
-    def end(self, state: RequestState) -> None:
-        """Note that a request left its slot."""
-        if self.number == state.number:
-            self.number = 0
-
-    def review(self, done: int) -> None:
-        """Clear the suspect once it got enough tokens in the steps up to `done`; there must be one."""
-        state = self._requests[self.number]
-        if 0 <= state.first_step <= done + 1 - QUARANTINE_TOKENS:
-            probe("generate.suspect_cleared")
-            state.losses = 0
-            self.number = 0
-
-    def blame(self, running: Sequence[RequestState]) -> RequestState | None:
-        """Count a loss for each running request; return the poison request if it is certain."""
-        alone = running[0] if len(running) == 1 else None
-        if self.number:
-            alone = self._requests[self.number]
-        for state in running:
-            state.losses += 1
-        return alone if alone is not None and is_suspect(alone) else None
-
-
-def is_suspect(state: RequestState) -> bool:
-    """Return True if a request must not run together with another suspect."""
-    return state.losses >= LOSSES_MAX
