@@ -177,11 +177,14 @@ def _weights(
 NAME = "vsched_paged"
 
 
-DecodeKernel = Callable[[torch.Tensor, int, "PagedStep", float], torch.Tensor]
-"""Attention of single query rows over contexts in the cache, given query, layer, step and scaling.
+class DecodeKernel(Protocol):
+    """Attention of single query rows over contexts in the cache."""
 
-Returns [rows, heads, head dim] for a query of the same shape.
-"""
+    def __call__(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        """Return [rows, heads, head dim] for a query of the same shape."""
+        ...
 
 
 @runtime_checkable
@@ -201,14 +204,21 @@ class RuledDecode(Protocol):
         ...
 
 
-PrefillKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, int, "Segment", "PagedStep", float], torch.Tensor
-]
-"""Causal attention of the tokens of one chunk over their context.
+class PrefillKernel(Protocol):
+    """Causal attention of the tokens of one chunk over their context."""
 
-It is given query, key, value, layer, segment, step and scaling; key and value are the chunk's own. Returns [heads,
-rows, head dim] for a query of the same shape.
-"""
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        segment: Segment,
+        step: PagedStep,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape; key and value are the chunk's own."""
+        ...
 
 
 @runtime_checkable
