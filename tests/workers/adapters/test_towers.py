@@ -63,10 +63,10 @@ def test_images_have_the_rows_of_pefts_tower(
     whole = make_whole_adapter(checkpoints(size), tmp_path, 1, **settings)
     tower, module = tower_of(stage)
     (job, *_) = jobs_of(stage)
-    plain = tower([job])
+    plain = tower.encode([job])
     module.add("one", read_adapter(tmp_path, rank_max=4))
     with module.all_rows("one"):
-        found = tower([job])
+        found = tower.encode([job])
     out = whole.base_model.model.get_image_features(
         values_of([job.arrays]),
         torch.tensor([grid_of(job.metadata)]),
@@ -75,9 +75,9 @@ def test_images_have_the_rows_of_pefts_tower(
     levels = [out.pooler_output[0], *(each[0] for each in getattr(out, "deepstack_features", ()))]
     torch.testing.assert_close(found, torch.cat(levels, -1), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found, plain, atol=0.01)
-    assert torch.equal(tower([job]), plain)
+    assert torch.equal(tower.encode([job]), plain)
     module.remove("one")
-    assert torch.equal(tower([job]), plain)
+    assert torch.equal(tower.encode([job]), plain)
 
 
 def random_tower_adapter(places: Any, prefix: str, seed: int) -> Adapter:
@@ -100,9 +100,9 @@ def test_fused_blocks_with_adapters_equal_the_modules(stages: Stages, size: str)
         prefix = FAMILIES[stage.info.family].vision_prefixes[0]
         places = module_places(tower.module, {})
         module.add("one", random_tower_adapter(places, prefix, 3))
-        plain = tower(jobs)
+        plain = tower.encode(jobs)
         with module.all_rows("one"):
-            rows.append((plain, tower(jobs), places))
+            rows.append((plain, tower.encode(jobs), places))
         module.remove("one")
     (plain, wanted, names), (_, found, others) = rows
     assert names.keys() == others.keys()
@@ -198,7 +198,7 @@ def test_rows_of_an_image_are_all_its_adapters(stages: Stages) -> None:
     with torch.inference_mode():
         for name in ("one", "two", None, "one"):
             with module.all_rows(name):
-                found.append([tower([job]) for job in jobs])
+                found.append([tower.encode([job]) for job in jobs])
     assert all(torch.equal(*pair) for pair in zip(found[0], found[3], strict=True))
     assert all(
         not torch.allclose(*pair, atol=0.01) for pair in zip(found[0], found[1], strict=True)
