@@ -31,7 +31,7 @@ from tests.workers.reference import Reference
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.kernel.decisions import DraftGrant, GenerateDecision, Join, Leave, RequestData
 from vsched.kernel.events import Drafted
-from vsched.sim.ranks.stand_in_workers import stand_in_info
+from vsched.sim.ranks.symbolic_workers import stand_in_info
 from vsched.types import SamplingParams
 from vsched.wire import GenerateResult
 from vsched.worker import generate_rank

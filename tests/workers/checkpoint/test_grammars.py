@@ -18,8 +18,8 @@ from tests.unit.api.tools.written_calls import written_calls
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import FunctionTool
 from vsched.api.structured_outputs import constraint_from_schema
+from vsched.api.tools.choice import forced_calls
 from vsched.api.tools.formats import CALL_FORMATS
-from vsched.api.tools.grammar import forced_calls
 from vsched.errors import RequestRefused
 from vsched.types import FinishReason, ModelInfo
 from vsched_workers.checkpoint.preprocess import grammars as grammars_module
