@@ -274,6 +274,9 @@ def test_conversation_encodes_by_item_or_by_set(policy: ChunkAware | Combined) -
         cluster.drain()
         counts.append(sum(len(batch) for batch in cluster.encoded) - sum(counts))
     assert counts == ([1, 2, 3, 4] if isinstance(policy, Combined) else [1, 1, 1, 1])
+    cluster.submit(make_request("again", [7], [(0, 4, b"image0")]))
+    cluster.drain()
+    assert sum(len(batch) for batch in cluster.encoded) == sum(counts), "the same set is found"
 
 
 def test_scheduler_knows_no_architecture() -> None:

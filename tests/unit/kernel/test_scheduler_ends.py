@@ -238,21 +238,6 @@ def test_scheduler_data_is_sent_again_after_a_loss() -> None:
     assert_served(cluster, "r")
 
 
-def test_scheduler_request_that_is_always_there_when_the_group_goes_is_ended() -> None:
-    """The request in flight in two losses is taken for their cause; others are served."""
-    cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
-    cluster.submit(make_request("poison", words(6), max_tokens=9))
-    cluster.submit(make_request("other", words(6, start=50), max_tokens=9))
-    for _ in range(2):
-        cluster.run_generate()
-        cluster.lose("generate")
-        cluster.restore_group("generate")
-    finish = cluster.ended["poison"]
-    assert (finish.reason, finish.code) == (FinishReason.ERROR, "group_lost")
-    cluster.drain()
-    assert_served(cluster, "other")
-
-
 @pytest.mark.parametrize("losses", [1, 2])
 def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
     """The batch in flight is encoded again one by one; an item in flight in two losses is ended."""

@@ -138,20 +138,6 @@ def test_router_forgets_images_beyond_its_bound() -> None:
     assert SEEN[-1].replicas[0].items_seen == 1
 
 
-@pytest.mark.parametrize(("index", "faults"), [(3, 1), (-1, 1), (0, 0)])
-def test_router_overrules_a_wrong_choice(index: int, faults: int) -> None:
-    """A replica that does not exist, or is down while others are up, is not taken."""
-    cluster = ModelCluster(make_limits(generators=3), default_policies(routing=Fixed(index=index)))
-    cluster.lose("generate-0")
-    cluster.submit(text("r"))
-    assert cluster.busy("generate") == ["generate-1"]
-    cluster.drain()
-    assert_served(cluster, "r")
-    counted = cluster.kernel.statistics()["policy_faults"]
-    assert isinstance(counted, dict)
-    assert sum(counted.values()) == faults
-
-
 # --- losses ---
 
 

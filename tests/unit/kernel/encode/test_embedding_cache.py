@@ -9,6 +9,7 @@ from tests.unit.kernel.setups import (
     encode_statistics,
     image_request,
     make_limits,
+    request_state,
 )
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
@@ -51,15 +52,6 @@ def test_hits_are_counted_once_a_request() -> None:
     assert (statistics["cache_hits"], statistics["cache_misses"]) == (2, 1)
 
 
-def test_unneeded_result_is_not_counted() -> None:
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r", (b"a", 8)))
-    cluster.abort("r")
-    cluster.run_encode()
-    statistics = encode_statistics(cluster)
-    assert (statistics["items_encoded"], statistics["tokens_encoded"]) == (0, 0)
-
-
 def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> None:
     """Otherwise a policy would never see their sizes again."""
     cluster = ModelCluster(make_limits())
@@ -88,7 +80,7 @@ def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None
 
 
 def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
-    return RequestState.arrived(image_request(f"r{number}", *images), number, (), 0, scope="item")
+    return request_state(image_request(f"r{number}", *images), number)
 
 
 def cached(*claims: tuple[int, bytes], reclaim: ImagePolicy | None = None) -> EmbeddingCache:

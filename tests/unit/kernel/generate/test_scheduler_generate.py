@@ -205,13 +205,6 @@ def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
     assert_served(cluster, "old", "young")
 
 
-def test_generate_policy_that_names_the_oldest_still_lets_all_finish() -> None:
-    """The worst victims cost work, never progress."""
-    cluster, _ = run_preempted(default_policies(preemption=Oldest()))
-    assert generate_statistics(cluster)["preemptions"] > 0
-    assert_served(cluster, *NAMES)
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_generate_preempted_outputs_are_kept(depth: int, prefix_cache: bool) -> None:
