@@ -100,9 +100,9 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         index = len(entries)
         if entries and entries[-1].order > order:
             index = self.ahead_of(order)
-        if index < len(self._passed):
-            self._passed.insert(index, NEVER)
-            self._spared += 1
+            if index < len(self._passed):
+                self._passed.insert(index, NEVER)
+                self._spared += 1
         entries.insert(index, entry)
         self._views.insert(index, entry.view)
 
