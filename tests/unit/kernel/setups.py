@@ -98,7 +98,8 @@ def joined(cluster: ModelCluster) -> list[str]:
 
 
 def assert_served(cluster: ModelCluster, *names: str) -> None:
-    """Assert that requests ended at their length limit with the right outputs."""
+    """Drain the cluster, and assert that requests ended at their length limit with the right outputs."""
+    cluster.drain()
     for name in names:
         assert cluster.ended[name].reason == "length", cluster.ended[name]
         assert cluster.outputs[name] == correct_outputs(cluster.requests[name])

@@ -156,7 +156,6 @@ def test_scheduler_abort_gives_the_slot_to_the_next() -> None:
     cluster.abort("r1")
     cluster.run_generate()
     assert [join.number for join in cluster.decisions[-1].joined] == [2]
-    cluster.drain()
     assert_served(cluster, "r2")
 
 
@@ -189,7 +188,6 @@ def test_scheduler_clear_ends_everything() -> None:
     cluster.drain()
     assert_holds_nothing(cluster)
     cluster.submit(make_request("next", words(5)))
-    cluster.drain()
     assert_served(cluster, "next")
 
 
@@ -234,7 +232,6 @@ def test_scheduler_data_is_sent_again_after_a_loss() -> None:
     (join,) = cluster.decisions[-2].joined
     assert join.data is not None
     assert (join.length, join.data.prompt_length) == (6 + 4, 6)
-    cluster.drain()
     assert_served(cluster, "r")
 
 
@@ -282,5 +279,4 @@ def test_scheduler_fails_what_a_rank_could_not_hold_to_its_grammar() -> None:
     assert cluster.ended["r"].reason is FinishReason.ERROR
     assert cluster.ended["r"].code == "grammar_failed"
     assert "Remedy" in cluster.ended["r"].message
-    cluster.drain()
     assert_served(cluster, "other")

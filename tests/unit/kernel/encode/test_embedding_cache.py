@@ -39,7 +39,6 @@ def test_image_is_as_urgent_as_the_most_urgent_of_its_requests() -> None:
     cluster.submit(image_request("urgent", (b"a", 8), priority=5))
     cluster.run_encode()
     assert Noting.priorities[-1] == [5]
-    cluster.drain()
     assert_served(cluster, "busy", "calm", "urgent")
 
 
@@ -75,7 +74,6 @@ def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8)))
     cluster.run_encode(fail=EncodeErrorKind.FAILED)
     assert len(cluster.encoded) == 1
-    cluster.drain()
     assert_served(cluster, "r")
 
 
