@@ -191,10 +191,3 @@ def test_template_shows_tools_calls_and_reasoning_in_known_forms() -> None:
     )
     assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n' in reported
     assert reported.endswith("42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_reasons_of_unsupported_models_are_documented() -> None:
-    """A reason that no table gives is a typo."""
-    tables = (*reasons.FLAGS.items(), *reasons.TESTS, *reasons.MODELS)
-    given = {reason for _, reason in tables}
-    assert given >= reasons.UNSERVED

@@ -78,43 +78,21 @@ TESTS = (
 )
 """Parts of a test's name that show its subject."""
 
-UNSERVED = frozenset(
-    {
-        "where adapters lie on the server",
-        "an adapter's faults as the server's own",
-        "prompts as embeddings",
-        "Unix sockets",
-        "middleware",
-        "adapters by what a message holds",
-        "tokens as ids by a flag of the server",
-        "tools that the server carries out",
-        "tokens as a vocabulary spells them: `token_strs` are texts here",
-        "events with text alone: each token has one here, also a half character",
-        "watermarks",
-        "speculative decoding",
-        "audio",
-        "video",
-        "beam search",
-        "answers kept by the server",
-        "conversations in batches",
-        "Cohere's API",
-        "the tokenizer's configuration",
-        "prefill on another server",
-        "a budget of thoughts",
-        "prompts that are truncated",
-        "log-probabilities of given tokens",
-        "the tokens of responses",
-        "tools in namespaces",
-        "prompts counted as written to a cache",
-        "tokens of thoughts in a chat's usage",
-        "roles of one's own",
-        "a call's content that is empty: it is null, as OpenAI's",
-        "texts in place of true and numbers",
-        "ids of requests by flag and in one form",
-        "image URLs that are no objects: they are taken here",
-    }
-)
-"""Reasons that name features that vsched lacks, or has in another form; others are about other subjects."""
+OTHER_SUBJECTS = {
+    "Amazon SageMaker",
+    "GPT-OSS",
+    "ORCA",
+    "TranslateGemma",
+    "a loader of vLLM's",
+    "calls of vLLM's workers",
+    "counts of another tokenizer",
+    "judges adapters that were trained",
+    OF_A_LARGER_MODEL,
+    "names and numbers of vLLM's own",
+    "wording of vLLM's own",
+}
+UNSERVED = {*FLAGS.values(), *dict(MODELS).values(), *dict(TESTS).values()} - OTHER_SUBJECTS
+"""Reasons that name features that vsched lacks, or has in another form."""
 
 ERRORS = (
     (

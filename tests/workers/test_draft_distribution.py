@@ -12,7 +12,7 @@ import torch
 from tests.unit.worker.test_generate_rank import Script, whole
 from vsched.kernel.decisions import DraftGrant, GenerateDecision, Join, Leave, RequestData
 from vsched.kernel.events import Drafted
-from vsched.sim.ranks.stand_in_workers import stand_in_info
+from vsched.sim.ranks.symbolic_workers import stand_in_info
 from vsched.types import SamplingParams
 from vsched.wire import GenerateResult
 from vsched.worker.contract import Batch, Sampled, SequenceState

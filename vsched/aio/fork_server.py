@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 import msgspec
 
@@ -54,51 +53,13 @@ PRELOADED = ("vsched.transport.zmq_link", "vsched.worker.loading")
 """Modules that every rank imports, with any worker."""
 IMPORT_S = 300.0
 """Limit on the imports, which take 4 s, and minutes on an overloaded machine."""
-FORK_S = 10.0
-"""Limit on a reply after the imports; a fork takes milliseconds."""
+FORK_S = 60.0
+"""Limit on a reply after the imports: a fork takes milliseconds, and seconds on an overloaded machine."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ForkServerLostError(Exception):
     """The fork server died or does not respond."""
-
-
-class IdleForkServer(NamedTuple):
-    """A fork server's process that has not received the list of modules to import."""
-
-    process: subprocess.Popen[bytes]
-    orders: socket.socket
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.orders.close()
-
-
-def start_idle() -> IdleForkServer:
-    """Start the process of a fork server, which imports `PRELOADED`."""
-    orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    orders.setblocking(False)
-    with theirs:
-        number = theirs.fileno()
-        process = subprocess.Popen(  # noqa: S603 - no outside input
-            [sys.executable, "-m", "vsched.fork_server", str(number), *PRELOADED],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(number,),
-            env=rank_environment(1),
-            start_new_session=True,  # a terminal's Ctrl-C must reach only the engine
-        )
-    return IdleForkServer(process, orders)
-
-
-@contextmanager
-def idle_fork_server() -> Iterator[IdleForkServer]:
-    """Start the process of a fork server before the configuration is known; leaving the context ends it."""
-    idle = start_idle()
-    try:
-        yield idle
-    finally:
-        idle.close()
 
 
 class ForkServer:
@@ -109,10 +70,9 @@ class ForkServer:
     request on.
     """
 
-    def __init__(self, modules: Sequence[str], idle: IdleForkServer | None = None) -> None:
-        """Create a server that starts at the first request or with `begin`; its first process is `idle`, if given."""
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        """Create a server that starts at the first request, or with `start` or `begin`."""
         self._imports = Imports(modules, rank_environment(1))
-        self._idle = idle
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
         self._stop_watching: Callable[[], None] | None = None
@@ -191,11 +151,28 @@ class ForkServer:
             self._process.wait()
         self._forget()
 
-    def begin(self) -> None:
-        idle, self._idle = self._idle, None
-        self._process, self._orders = idle or start_idle()
+    def start(self) -> socket.socket:
+        """Start the process, which imports `PRELOADED` and waits for `begin`; return its socket."""
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders.setblocking(False)
+        with theirs:
+            number = theirs.fileno()
+            self._process = subprocess.Popen(  # noqa: S603 - no outside input
+                [sys.executable, "-m", "vsched.fork_server", str(number), *PRELOADED],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(number,),
+                env=rank_environment(1),
+                start_new_session=True,  # a terminal's Ctrl-C must reach only the engine
+            )
+        return self._orders
+
+    def begin(self, modules: Sequence[str] | None = None) -> None:
+        """Have the process import these modules, or those of the constructor."""
+        if modules is not None:
+            self._imports = Imports(modules, self._imports.environment)
+        orders = self._orders or self.start()
         with suppress(ConnectionError):  # it died: `open` detects that
-            self._orders.send(msgspec.json.encode(self._imports))
+            orders.send(msgspec.json.encode(self._imports))
         self._imported = False
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -14,6 +14,7 @@ A restarted group builds the size that was accepted before, and a restarted enco
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -38,6 +39,9 @@ from vsched.memory import (
 from vsched.policy import Build, MemoryPolicy, MemoryView, Probe, RankMemory, Reservation
 from vsched.wire import Reserved, SizeKv
 
+_PROCESS = re.compile(r"(?<=limit of )\d+|(?<=device of )\d+")
+"""Process id in the name of a pool that one process has."""
+
 
 class Sizing:
     """Sizes the KV caches of all generate groups of a server.
@@ -46,6 +50,9 @@ class Sizing:
     names the generate groups, each with the encode group in the same processes, or with nothing. `more` are lines of
     the ledger that no rank measures. With `pausing`, encoders that can pause do so for the steps of their processes.
     `host_free` returns the free memory of the host, in bytes; without it, ranks on a CPU share nothing.
+
+    Attributes:
+        ledger: Memory of all groups at the peaks of the last attempt; None before there was one.
     """
 
     def __init__(
@@ -72,13 +79,7 @@ class Sizing:
         self._complete = asyncio.Event()
         self._accepted: Accepted | None = None
         self._sized = asyncio.Event()
-        self._ledger: Ledger | None = None
-        self._pools: dict[str, str] = {}
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """Memory of all groups at the peaks of the last attempt; None before there was one."""
-        return None if self._ledger is None else self._ledger.with_pools(self._pools)
+        self.ledger: Ledger | None = None
 
     def reserved_bytes(self, group: str, rank: int) -> int | None:
         """Reservation that an encode rank published at its first start and keeps from then on; None before."""
@@ -114,19 +115,12 @@ class Sizing:
 
         After a restart the earlier reservations are kept; only the processes are new.
         """
-        reports = [
-            msgspec.structs.replace(report, memory=_named(group, report.memory))
-            for report in await encode.reserved.complete
-        ]
         before = self._reserved.get(group)
-        if before:
-            self._rename_pools(
-                [one.memory for one in before], [report.memory for report in reports]
-            )
-            reports = [
-                msgspec.structs.replace(one, reservation=old.reservation)
-                for old, one in zip(before, reports, strict=True)
-            ]
+        reports = []
+        for rank, report in enumerate(await encode.reserved.complete):
+            kept = before[rank].reservation if before else report.reservation
+            kept = msgspec.structs.replace(kept, pool=self._pool_of(group, rank, kept.pool))
+            reports.append(Reserved(self._named(group, report.memory), kept))
         self._reserved[group] = reports
         self._check_complete()
 
@@ -139,10 +133,8 @@ class Sizing:
         Raises:
             DeviceOutOfMemory, MemoryLeak, PolicyError: As `KvNegotiation`; the first group raises for all.
         """
-        loaded = [_named(group, rank) for rank in await generate.loaded.complete]
+        loaded = [self._named(group, rank) for rank in await generate.loaded.complete]
         self._leaders[group] = generate
-        if self._accepted is not None:
-            self._rename_pools(self._loaded[group], loaded)
         self._loaded[group] = loaded
         accepted = self._accepted
         if accepted is None:
@@ -165,7 +157,7 @@ class Sizing:
             try:
                 self._accepted = await self._negotiate(negotiation, groups, shares)
             finally:
-                self._ledger = negotiation.ledger()
+                self.ledger = negotiation.ledger()
             self._sized.set()
         await self._sized.wait()
         assert self._accepted is not None, "just sized"
@@ -261,7 +253,8 @@ class Sizing:
                     await alone.enter_async_context(turns[pool])
                 votes = await carry_out(group)
             return [
-                msgspec.structs.replace(vote, memory=_named(group, vote.memory)) for vote in votes
+                msgspec.structs.replace(vote, memory=self._named(group, vote.memory))
+                for vote in votes
             ]
 
         async def votes_of_all(
@@ -306,18 +299,14 @@ class Sizing:
             for vote in votes
         ]
 
-    def _rename_pools(self, before: Sequence[RankMemory], after: Sequence[RankMemory]) -> None:
-        """Rename pools that are named after a process, when another process takes its place."""
-        for old, new in zip(before, after, strict=True):
-            if old.pool not in self._pools.values():
-                self._pools.setdefault(old.pool, new.pool)
-            for pool, now in self._pools.items():
-                if now == old.pool:
-                    self._pools[pool] = new.pool
+    def _named(self, group: str, rank: RankMemory) -> RankMemory:
+        pool = self._pool_of(group, rank.rank, rank.pool)
+        return msgspec.structs.replace(rank, owner=f"{group} rank {rank.rank}", pool=pool)
 
-
-def _named(group: str, rank: RankMemory) -> RankMemory:
-    return msgspec.structs.replace(rank, owner=f"{group} rank {rank.rank}")
+    def _pool_of(self, group: str, rank: int, pool: str) -> str:
+        """Name the memory of a process by its rank, which a restart keeps, instead of its process id."""
+        beside = (name for name, encoder in self._encoder_of.items() if encoder == group)
+        return _PROCESS.sub(f"{next(beside, group)} rank {rank}", pool)
 
 
 def _numbered(ranks: Sequence[RankMemory]) -> list[RankMemory]:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from vsched.aio.fork_server import ForkServer, ForkServerLostError, IdleForkServer, rank_environment
+from vsched.aio.fork_server import ForkServer, ForkServerLostError, rank_environment
 from vsched.aio.leader import LeaderEnd
 from vsched.config import Config
 from vsched.errors import VschedError
@@ -366,7 +366,7 @@ def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> Modules:
 
 @contextmanager
 def early_fork_servers(
-    config: Config, idle: IdleForkServer | None = None
+    config: Config, idle: ForkServer | None = None
 ) -> Iterator[Mapping[Modules, ForkServer]]:
     """Start the fork server of a configuration's ranks, for a launcher to take over; leaving the context ends it.
 
@@ -381,8 +381,8 @@ def early_fork_servers(
     with suppress(VschedError):
         modules = _modules_of_generate(config)
         if modules:
-            servers[modules] = ForkServer(modules, idle)
-            servers[modules].begin()
+            servers[modules] = idle or ForkServer()
+            servers[modules].begin(modules)
         elif idle is not None:
             idle.close()
     try:

@@ -55,8 +55,7 @@ class RunningParts:
         """
         if sampling.prompt_logprobs is not None and not self.tells_prompts:
             raise prompts_untold()
-        if sampling.grammar:
-            await self.grammars.check(sampling)
+        await self.grammars.check(sampling)
         return await self.media.prepare(prompt, images, cache_salt)
 
     async def stop(self, *, grace_s: float) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from vsched.sim.fast.metrics import SimulationOutcome
-    from vsched.sim.gallery.cases import GalleryCase
+    from vsched.sim.gallery import GalleryCase
 
 PIPE_COLUMNS = 160
 """Width of the table if standard output is no terminal."""
@@ -188,7 +188,7 @@ def gallery(
     ] = False,
 ) -> None:
     """Draw the figures of docs/policies.md: every gallery case, in the simulator."""
-    from vsched.sim.gallery.cases import CASES, run_case
+    from vsched.sim.gallery import CASES, run_case
     from vsched.sim.workload.traces import save_trace
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -202,8 +202,7 @@ def gallery(
 
 def _effect(policy: RegisteredPolicy, plot: Path | None) -> bool:
     """Print a policy's results next to the alternatives of its gallery case; return False if there is no case."""
-    from vsched.sim.gallery.cases import case_of, run_case
-    from vsched.sim.gallery.figures import lines_of
+    from vsched.sim.gallery import case_of, lines_of, run_case
 
     case = case_of(policy.kind, policy.name)
     if case is None:
@@ -220,7 +219,7 @@ def _effect(policy: RegisteredPolicy, plot: Path | None) -> bool:
 
 
 def _draw(case: GalleryCase, outcomes: list[SimulationOutcome], path: Path) -> None:
-    from vsched.sim.gallery.figures import draw_case
+    from vsched.sim.gallery import draw_case
 
     try:
         draw_case(case, outcomes, path)

@@ -15,7 +15,7 @@ from rich.text import Text
 from vsched.config.sections import PoliciesConfig
 from vsched.policy import SEVERAL
 from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
-from vsched.sim.gallery.cases import COST, TARGETS
+from vsched.sim.gallery import COST, TARGETS
 from vsched.sim.report.rendering import ReportPage
 from vsched.testing.policy_trial import CaseTrial, PolicyTrial, SeatCalls
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from vsched.bench.fidelity.calibration_command import (
+from vsched.bench.fidelity.command import (
     CALIBRATION_S,
     SecondsOption,
     run_calibration_here,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from vsched.aio.fork_server import ForkServer, IdleForkServer
+    from vsched.aio.fork_server import ForkServer
     from vsched.api.server import RunningServer
     from vsched.config import Config
 
@@ -79,7 +79,7 @@ def serve(
 
     Flags of `vllm serve` are understood, too: docs/reference/vllm-flags.md.
     """
-    from vsched.aio.fork_server import idle_fork_server
+    from vsched.aio.fork_server import ForkServer
 
     change_logging(level=log_level or "", form=log_format or "")
     for note in context.meta[NOTES]:
@@ -97,11 +97,12 @@ def serve(
         overrides.append("record.resume=true")
     if ray:
         overrides.append(f"cluster.ray={ray}")
-    with idle_fork_server() as idle:  # first, because its imports take most of the start-up time
+    with contextlib.closing(ForkServer()) as idle:
+        idle.start()  # first, because its imports take most of the start-up time
         _run(config, overrides, idle)
 
 
-def _run(config: Path | None, overrides: list[str], idle: IdleForkServer) -> None:
+def _run(config: Path | None, overrides: list[str], idle: ForkServer) -> None:
     """Load the configuration and serve; on a terminal raise errors, elsewhere log them."""
     from rich.console import Console
 

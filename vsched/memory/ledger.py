@@ -100,17 +100,6 @@ class Ledger(msgspec.Struct, frozen=True):
             complete += [*own, LedgerLine(pool, "", "unclaimed", total_bytes - used_bytes)]
         return cls(complete_totals, complete, phases)
 
-    def with_pools(self, names: Mapping[str, str]) -> Ledger:
-        """Return the same with other names for these pools."""
-        return Ledger(
-            {names.get(pool, pool): total for pool, total in self.totals.items()},
-            [
-                msgspec.structs.replace(line, pool=names.get(line.pool, line.pool))
-                for line in self.lines
-            ],
-            self.phases,
-        )
-
     def of_pool(self, pool: str) -> list[LedgerLine]:
         """Return the lines of one pool."""
         return [line for line in self.lines if line.pool == pool]

@@ -19,7 +19,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rank: Number among the ranks that are sized together; in a rank's own report, the number within its group.
-        pool: Identity of the memory: `cuda:GPU-<uuid>`, `cpu`, or `cpu limit of <pid>` for a limit of one process.
+        pool: Identity of the memory: `cuda:GPU-<uuid>`, `cpu`, or `cpu limit of <rank>` for a limit of one process.
         total_bytes: Maximum that the process could use if it were alone.
         available_bytes: Free on the device, without the cache of this process's allocator.
         reserved_bytes: Currently held by this process, including the cache of its allocator.

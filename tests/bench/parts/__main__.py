@@ -7,7 +7,7 @@ import typer
 from tests.bench.parts.accuracy import accuracy
 from tests.bench.parts.front import front
 from tests.bench.parts.memory import memory
-from tests.bench.parts.pruning.command import pruning
+from tests.bench.parts.pruning import pruning
 from tests.bench.parts.recovery import recovery
 from tests.bench.parts.video.command import video
 from vsched.cli.main import run

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tests.bench.servers.processes import neighbours
 from vsched.aio.worker_groups import STARTING
-from vsched.bench.load.cases import draw_image
+from vsched.bench.load.generator import draw_image
 from vsched.config import load_config
 from vsched.engine import Engine, Environment, make_launcher
 from vsched.terminal.options import JsonOption, SetOption, write_json

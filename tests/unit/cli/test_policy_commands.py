@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vsched.cli import app, policy_commands
-from vsched.sim.gallery.cases import CASES
+from vsched.sim.gallery import CASES
 from vsched.testing import policy_trial
 from vsched.testing.policy_trial import Effort
 

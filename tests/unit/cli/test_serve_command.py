@@ -59,7 +59,7 @@ def served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     monkeypatch.setattr(server_module, "serve", stand_in.serve)
     monkeypatch.setattr(http_server_module, "forgo_models", lambda _: None)
     monkeypatch.setattr(launcher, "early_fork_servers", lambda *_: nullcontext({}))
-    monkeypatch.setattr(fork_server, "idle_fork_server", nullcontext)
+    monkeypatch.setattr(fork_server.ForkServer, "start", lambda _: None)
     with caplog.at_level(logging.INFO, "vsched"):
         assert serve_command.logger.isEnabledFor(logging.INFO)
         yield stand_in

@@ -18,7 +18,7 @@ from vsched.cli import app
 from vsched.cli.simulate import command as simulate_command
 from vsched.errors import ConfigError
 from vsched.sim.cost.model import save_cost_model
-from vsched.sim.faults.plan import FaultPlan, WorkerCrash
+from vsched.sim.faults import FaultPlan, WorkerCrash
 from vsched.sim.report.comparison import read_json
 
 TRACE = "arrival_s,text_tokens,image_tokens,output_tokens\n" + "".join(

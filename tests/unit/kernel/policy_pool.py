@@ -44,7 +44,7 @@ from vsched.policy import (
     StepView,
 )
 from vsched.policy_host import SeatPolicies
-from vsched.testing.defaults import default_policies
+from vsched.testing.cluster import default_policies
 from vsched_policies.admission import Fifo, Priority, ShortestFirst, Tiers, TokenBudget
 from vsched_policies.dispatch import FewestHeldUp
 from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup

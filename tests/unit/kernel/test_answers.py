@@ -20,7 +20,7 @@ from vsched.kernel.commands import Accept, Command, RefusalCode
 from vsched.kernel.events import Drain
 from vsched.kernel.request import Phase
 from vsched.testing import ModelCluster, make_request, run_random
-from vsched.testing.schedules.requests import random_limits
+from vsched.testing.cluster import random_limits
 from vsched.types import Request
 
 BLOCK = 4

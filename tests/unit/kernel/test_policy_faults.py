@@ -36,7 +36,7 @@ from vsched.policy import (
 from vsched.policy_host.eviction import GuardedOrder
 from vsched.policy_host.seats import PolicyFaults
 from vsched.testing import ModelCluster, default_policies, make_request
-from vsched.testing.defaults import seats_of
+from vsched.testing.cluster import seats_of
 from vsched_policies.eviction import Lru
 
 BROKEN: dict[str, Any] = {}

@@ -35,6 +35,10 @@ LIMITS = DeadlinesConfig(ready_s=NEVER_S, step_s=NEVER_S, heartbeat_s=0.2, rank_
 KV_TOKENS = 512
 
 
+def limits(**changes: float) -> DeadlinesConfig:
+    return msgspec.structs.replace(LIMITS, **changes)
+
+
 class Received:
     """Events of a worker group."""
 

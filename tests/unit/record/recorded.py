@@ -22,7 +22,7 @@ from vsched.record.entries import REMOVED_SETTINGS
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
 from vsched.record.segments import find_segments
 from vsched.testing import ModelCluster, run_random
-from vsched.testing.defaults import default_policies
+from vsched.testing.cluster import default_policies
 
 
 def table(policy: Policy) -> dict[str, object]:

@@ -27,7 +27,7 @@ from vsched.kernel.events import Event
 from vsched.record import replay
 from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
 from vsched.record.segments import find_segments
-from vsched.testing.defaults import default_policies
+from vsched.testing.cluster import default_policies
 
 ROOT = Path(__file__).parents[3]
 

@@ -19,7 +19,7 @@ from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.requests import RunningSet
 from vsched.policy_host.waiting import OrderedQueue
-from vsched.sim.fast.run import simulate
+from vsched.sim.fast.simulation import simulate
 from vsched.sim.invariants import Oracles, SimulationFailed
 from vsched.sim.setup import prepare
 

@@ -12,7 +12,7 @@ import pytest
 from vsched.errors import CheckpointError, GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInWorker
+from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInWorker
 from vsched.wire import (
     ON_THE_WAY,
     AcceptKv,

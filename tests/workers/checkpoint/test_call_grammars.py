@@ -15,8 +15,8 @@ from tests.unit.api.tools.written_calls import written_calls
 from tests.workers.checkpoint.test_grammars import drawn, fits
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import FunctionTool
+from vsched.api.tools.choice import forced_calls
 from vsched.api.tools.formats import CALL_FORMATS
-from vsched.api.tools.grammar import forced_calls
 from vsched.errors import RequestRefused
 from vsched.types import FinishReason, ModelInfo
 from vsched_workers.checkpoint.preprocess.grammars import TokenGrammars, load_grammars

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vsched.sim.fast.metrics import SimulationOutcome
     from vsched.sim.fast.recorded import RecordedRun
     from vsched.sim.fast.simulation import EventObserver, OnRequests
-    from vsched.sim.faults.plan import FaultPlan, GroupOutage
+    from vsched.sim.faults import FaultPlan, GroupOutage
     from vsched.sim.workload.requests import Workload
 
 PIPE_COLUMNS = 160
@@ -82,7 +82,7 @@ def simulate(
         raise ConfigError("--probes: needs --swarm. Remedy: add --swarm N, or leave it out")
     from vsched.sim.cost.model import load_cost_model
     from vsched.sim.fast.metrics import Targets
-    from vsched.sim.network.lane import HostLinkProfile
+    from vsched.sim.network.links import HostLinkProfile
     from vsched.sim.setup import DraftLuck, inspect_checkpoint
 
     check_writable({"--html": html, "--csv": csv, "--json": json, "--plot": plot})
@@ -154,7 +154,7 @@ def _run_all(
     **settings: Any,
 ) -> list[SimulationOutcome]:
     """Simulate the configurations one after another, with a progress bar for each."""
-    from vsched.sim.fast.run import simulate as run
+    from vsched.sim.fast.simulation import simulate as run
 
     outcomes: list[SimulationOutcome] = []
     with _bars(named, load_of) as bars:
@@ -255,7 +255,7 @@ def _workload(
 
 def _faults(outages: Sequence[str] | None, faults: Path | None) -> FaultPlan:
     """Return the fault plan, if any, with the outages added."""
-    from vsched.sim.faults.plan import FaultPlan
+    from vsched.sim.faults import FaultPlan
 
     plan = FaultPlan() if faults is None else FaultPlan.load(faults)
     named = (_outage(text) for text in outages or ())
@@ -263,7 +263,7 @@ def _faults(outages: Sequence[str] | None, faults: Path | None) -> FaultPlan:
 
 
 def _outage(text: str) -> GroupOutage:
-    from vsched.sim.faults.plan import GroupOutage
+    from vsched.sim.faults import GroupOutage
 
     group, _, span = text.partition(":")
     start, _, stop = span.partition(":")
@@ -311,7 +311,7 @@ def _timeline(
         yield ()
         return
     from vsched.record import TraceTimeline
-    from vsched.sim.fast.run import header_of
+    from vsched.sim.fast.simulation import header_of
 
     own = path.with_name(f"{path.stem}-{label}{path.suffix}") if label else path
     try:
@@ -332,7 +332,7 @@ def _say(load_of: Workload, outcomes: Sequence[SimulationOutcome], costs: CostMo
     from rich.console import Console
 
     from vsched.sim.report.comparison import comparison, differences
-    from vsched.sim.report.load import load_warning
+    from vsched.sim.report.rendering import load_warning
 
     console = Console()
     if not console.is_terminal:

@@ -41,7 +41,7 @@ def run_swarm(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from vsched.probes import PROBES
-    from vsched.sim.cluster.swarm import swarm
+    from vsched.sim.cluster.scenario import swarm
 
     if len(configs) > 1:
         raise ConfigError(

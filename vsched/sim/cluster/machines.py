@@ -13,14 +13,14 @@ from contextvars import copy_context
 from functools import partial
 from typing import NamedTuple
 
-from vsched.aio.hosts.remote import placed_on
+from vsched.aio.hosts.remote import PlacedLauncher
 from vsched.aio.hosts.server import HostServer
 from vsched.aio.launcher import Host, Launcher
 from vsched.config import Config
 from vsched.errors import ConfigError
-from vsched.sim.faults.plan import HostCrash, HostCut, HostFault, HostStall
-from vsched.sim.loop.virtual_loop import PLACE
-from vsched.sim.network.lane import HostLinkProfile, Lane
+from vsched.sim.faults import HostCrash, HostCut, HostFault, HostStall
+from vsched.sim.loop import PLACE
+from vsched.sim.network.links import HostLinkProfile, Lane
 from vsched.sim.ranks.rank_process import RUN_DIR, SimulatedLauncher, SimulatedRank
 from vsched.sim.world import World
 from vsched.transport.arena import Arena
@@ -314,7 +314,7 @@ class SimulatedCluster:
         self._launcher: Launcher = own
         if config.cluster.elsewhere:
             hosts = {name: machine.connect for name, machine in self.machines.items()}
-            self._launcher = placed_on(config, own, hosts, window_bytes=profile.window_bytes)
+            self._launcher = PlacedLauncher(config, own, hosts, window_bytes=profile.window_bytes)
 
     def choose_host(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]

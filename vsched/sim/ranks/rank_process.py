@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from vsched.aio.launcher import at_home, link_address
 from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
-from vsched.sim.faults.plan import Hang, OutOfMemory, Slowdown, WorkerCrash
+from vsched.sim.faults import Hang, OutOfMemory, Slowdown, WorkerCrash
 from vsched.sim.network.links import RankEnd, SimulatedLeaderEnd, wait_readable
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_model import ROOT

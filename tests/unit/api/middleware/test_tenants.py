@@ -9,7 +9,7 @@ import pytest
 from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, Client, FakeEngine, chat
 from vsched.api import ApiSettings, create_app
-from vsched.api.middleware.access import read_tenant_keys
+from vsched.api.middleware import read_tenant_keys
 from vsched.config import load_config
 from vsched.errors import ConfigError
 

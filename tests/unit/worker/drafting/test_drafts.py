@@ -16,7 +16,7 @@ from tests.unit.worker.test_generate_rank import GREEDY, Script, join, tokens_of
 from vsched.errors import RankDesync
 from vsched.kernel.decisions import DraftGrant, GenerateDecision, Leave
 from vsched.kernel.events import Drafted, Finished
-from vsched.sim.ranks.symbolic_grammars import SymbolicGrammars
+from vsched.sim.ranks.symbolic_model import SymbolicGrammars
 from vsched.types import FinishReason, ItemPlace, SamplingParams
 from vsched.wire import GenerateResult, check_of
 from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs

@@ -19,8 +19,8 @@ from tests.unit.worker.drafting.test_drafts import (
 )
 from tests.unit.worker.test_generate_rank import join, whole
 from vsched.kernel.decisions import ChunkPlan, DraftGrant, GenerateDecision, Join, Leave, SwapCopies
-from vsched.sim.ranks.stand_in_workers import stand_in_info
-from vsched.sim.ranks.symbolic_grammars import SymbolicGrammars
+from vsched.sim.ranks.symbolic_model import SymbolicGrammars
+from vsched.sim.ranks.symbolic_workers import stand_in_info
 from vsched.types import ItemPlace, SamplingParams
 from vsched.worker.contract import Batch, Sampled, SequenceState
 from vsched.worker.drafting.model import DraftModel, DraftWorker

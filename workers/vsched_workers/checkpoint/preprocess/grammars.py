@@ -281,7 +281,7 @@ class OutputMatcher:
 
 
 class _Tree:
-    """Converts a tree of literals, schemas and texts (see `vsched.api.tools.grammar`) to Lark for llguidance."""
+    """Converts a tree of literals, schemas and texts (see `vsched.api.tools.choice`) to Lark for llguidance."""
 
     def __init__(self) -> None:
         self._terminals: dict[str, str] = {}

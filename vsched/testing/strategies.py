@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies
 
-from vsched.sim.faults.plan import FAULTS_MAX, AnyFault, FaultPlan, Stage, draw_fault, drawn_kinds
+from vsched.sim.faults import FAULTS_MAX, AnyFault, FaultPlan, Stage, draw_fault, drawn_kinds
 
 T = TypeVar("T")
 Draw = Callable[[strategies.SearchStrategy[Any]], Any]

@@ -38,7 +38,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from functools import partial
@@ -46,8 +46,135 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import msgspec
 
-from vsched.sim.loop.deadlock import VirtualDeadlock, describe_tasks
-from vsched.sim.loop.handles import LoopTimer, Numbers, ThreadCall, has_no_place
+TASKS_SHOWN_MAX = 50
+
+
+class VirtualDeadlock(RuntimeError):
+    """Nothing can ever run again: in production this program would hang."""
+
+
+def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
+    """List the tasks of a loop by name, with the calls each one waits in."""
+    tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
+    tasks.sort(key=lambda task: (len(task.get_name()), task.get_name()))
+    lines = [f"{len(tasks)} tasks wait:" if tasks else "no task is left"]
+    for task in tasks[:TASKS_SHOWN_MAX]:
+        waited_for = getattr(task, "_fut_waiter", None)
+        what = f" for {waited_for.get_name()}" if isinstance(waited_for, asyncio.Task) else ""
+        lines.append(f"  {task.get_name()} waits{what} in")
+        lines += [f"    {place}" for place in _places(task.get_coro())]
+    if len(tasks) > TASKS_SHOWN_MAX:
+        lines.append(f"  and {len(tasks) - TASKS_SHOWN_MAX} more")
+    return "\n".join(lines)
+
+
+def _places(waiting: object) -> Iterator[str]:
+    """Yield the source position of a coroutine, then of the one it awaits, and so on."""
+    while waiting is not None:
+        # Coroutines, generators and asynchronous generators use different attribute names for it.
+        kind = next((one for one in ("cr", "gi", "ag") if hasattr(waiting, f"{one}_frame")), None)
+        if kind is None:
+            return
+        frame = getattr(waiting, f"{kind}_frame")
+        if frame is not None:
+            name = getattr(waiting, "__qualname__", frame.f_code.co_name)
+            yield f"{frame.f_code.co_filename}:{frame.f_lineno} {name}"
+        waiting = getattr(waiting, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+
+
+class LoopTimer(asyncio.TimerHandle):
+    """A timer that records whether it was taken from the queue."""
+
+    __slots__ = ("fired",)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.fired = False
+
+
+class _Task(asyncio.Task[Any]):
+    """A task whose name and hash are the same in every run."""
+
+    def __init__(self, number: int, coroutine: Coroutine[Any, Any, Any], **settings: Any) -> None:
+        self._number = number
+        settings["name"] = settings.get("name") or f"Task-{number}"
+        super().__init__(coroutine, **settings)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def set_name(self, value: object) -> None:
+        """Set the name; Python 3.13.0 passes None if there is none."""
+        if value is not None:
+            super().set_name(value)
+
+
+class Numbers:
+    """Task factory that numbers the tasks of one loop."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def make_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Any,  # the type in typeshed differs between versions
+        /,
+        **settings: Any,
+    ) -> asyncio.Task[Any]:
+        """Create the next task; an asyncio task factory."""
+        self._last += 1
+        return _Task(self._last, coroutine, loop=loop, **settings)
+
+
+def has_no_place(handle: asyncio.Handle) -> bool:
+    """Return True if asyncio does not define the order of a ready handle: a task step or a timer."""
+    if isinstance(handle, LoopTimer):
+        return True
+    callback = handle._callback  # type: ignore[attr-defined] # noqa: SLF001
+    return isinstance(getattr(callback, "__self__", None), asyncio.Task)
+
+
+class ThreadCall:
+    """A queued executor call, and the future of its result."""
+
+    def __init__(
+        self, submit: Callable[[], concurrent.futures.Future[Any]], result: asyncio.Future[Any]
+    ) -> None:
+        self.result = result
+        self._submit = submit
+        self._running: concurrent.futures.Future[Any] | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether it was submitted."""
+        return self._running is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether it has returned, or was cancelled before it started; a running call cannot be stopped."""
+        return self._running.done() if self._running is not None else self.result.done()
+
+    def start(self, on_done: Callable[[], None]) -> None:
+        """Submit the call; `on_done` is called in the worker thread."""
+        try:
+            self._running = self._submit()
+        except RuntimeError as error:  # the executor was shut down meanwhile
+            self.result.set_exception(error)
+        else:
+            self._running.add_done_callback(lambda _: on_done())
+
+    def deliver(self) -> None:
+        """Pass the outcome to the future, unless that is already done."""
+        if self.result.done() or self._running is None:
+            return
+        if self._running.cancelled():
+            self.result.cancel()
+        elif (error := self._running.exception()) is not None:
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(self._running.result())
+
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -1,4 +1,7 @@
-"""Questions about drawn videos, asked of engines that prune different shares of their tokens."""
+"""`python -m tests.bench.parts pruning`: speed and accuracy of pruned videos.
+
+Questions about drawn videos are asked of engines that prune different shares of their tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import base64
 import io
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from statistics import median
+from typing import Annotated, Any, NamedTuple
 
-import msgspec
 import numpy as np
+import typer
 from PIL import Image
+from rich.console import Console
+from rich.table import Table
 
 from demo_training.samples import held_out
 from vsched import Engine, SamplingParams
@@ -22,6 +28,7 @@ from vsched.config import load_config
 from vsched.media import VideoReference
 from vsched.policy import PruningPolicy, PruningView
 from vsched.policy.videos import default_kept
+from vsched.terminal.options import JsonOption, SetOption, write_json
 from vsched.worker.contract import PixelBounds, VideoSampling
 
 TASKS = ("number", "colour", "shape", "count")
@@ -40,31 +47,19 @@ class WholeGroups(PruningPolicy, frozen=True, kw_only=True):
         return default_kept(view.groups, view.rows * view.columns, view.tokens_max)
 
 
-class Setting(msgspec.Struct, frozen=True):
-    """A share of tokens to prune, None for none, and the policy that chooses them."""
-
-    rate: float | None = None
-    use: str = "most-changed"
-
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return "none" if self.rate is None else f"{self.use.rpartition(':')[2]} {self.rate:g}"
-
-    @property
-    def sets(self) -> list[str]:
-        """Configuration keys."""
-        return (
-            []
-            if self.rate is None
-            else [
-                f"media.pruning.use={self.use}",
-                f"media.pruning.rate={self.rate}",
-            ]
-        )
+WHOLE = f"{WholeGroups.__module__}:{WholeGroups.__qualname__}"
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+def pruned(rate: float, use: str = "most-changed") -> list[str]:
+    """Return the settings that prune a share of the tokens."""
+    return [f"media.pruning.use={use}", f"media.pruning.rate={rate}"]
+
+
+SHARES = {"none": [], **{f"most-changed {rate}": pruned(rate) for rate in (0.5, 0.75)}}
+WITH_GROUPS = {**SHARES, **{f"WholeGroups {rate}": pruned(rate, WHOLE) for rate in (0.5, 0.75)}}
+
+
+class Answer(NamedTuple):
     """The answer to one question about a video; times in milliseconds."""
 
     text: str
@@ -114,14 +109,14 @@ def drawn_video(picture: Image.Image, kind: str) -> list[Image.Image]:
 
 @asynccontextmanager
 async def engines(
-    settings: Sequence[str], compared: Sequence[Setting]
+    settings: Sequence[str], compared: dict[str, list[str]]
 ) -> AsyncIterator[dict[str, Engine]]:
     """Start an engine for each share."""
     async with AsyncExitStack() as stack:
         found = {}
-        for each in compared:
-            config = load_config(None, sets=[*settings, *each.sets], environ={}).config
-            found[each.name] = await stack.enter_async_context(Engine(config))
+        for name, own in compared.items():
+            config = load_config(None, sets=[*settings, *own], environ={}).config
+            found[name] = await stack.enter_async_context(Engine(config))
         yield found
 
 
@@ -163,16 +158,11 @@ async def ask(
 
 
 async def measure_speed(
-    settings: Sequence[str],
-    compared: Sequence[Setting],
-    *,
-    frames: int,
-    repeats: int,
-    advanced: Callable[[], None],
+    settings: Sequence[str], *, frames: int, repeats: int
 ) -> dict[str, dict[str, list[Answer]]]:
     """Return answers by kind of video and share; shares take turns, each video is new."""
     found: dict[str, dict[str, list[Answer]]] = {}
-    async with engines(settings, compared) as running:
+    async with engines(settings, SHARES) as running:
         for kind in ("moves", "rests"):
             answers = found[kind] = {name: [] for name in running}
             for number in range(-1, repeats):
@@ -181,11 +171,10 @@ async def measure_speed(
                     answer = await ask(engine, video, "What?", 32, ignore_eos=True)
                     if number >= 0:  # the first one warms up
                         answers[name].append(answer)
-                        advanced()
     return found
 
 
-def questions(count: int) -> Iterator[tuple[str, Image.Image, str, str]]:
+def drawn_questions(count: int) -> Iterator[tuple[str, Image.Image, str, str]]:
     """Yield (task, picture, question, answer), the same for every share."""
     for task in TASKS:
         for conversation in held_out(task, count):
@@ -194,24 +183,59 @@ def questions(count: int) -> Iterator[tuple[str, Image.Image, str, str]]:
 
 
 async def measure_accuracy(
-    settings: Sequence[str],
-    compared: Sequence[Setting],
-    kinds: Sequence[str],
-    *,
-    count: int,
-    advanced: Callable[[], None],
+    settings: Sequence[str], kinds: Sequence[str], *, count: int
 ) -> dict[str, dict[str, dict[str, int]]]:
     """Return right answers by kind of video, share and task."""
     found: dict[str, dict[str, dict[str, int]]] = {}
-    async with engines(settings, compared) as running:
+    async with engines(settings, WITH_GROUPS) as running:
         for kind in kinds:
             right = found[kind] = {name: dict.fromkeys(TASKS, 0) for name in running}
-            for task, picture, question, expected in questions(count):
+            for task, picture, question, expected in drawn_questions(count):
                 video = video_of(drawn_video(picture, kind))
                 answers = await asyncio.gather(
                     *(ask(engine, video, question, ANSWER_TOKENS) for engine in running.values())
                 )
                 for name, answer in zip(running, answers, strict=True):
                     right[name][task] += is_answer(answer.text, expected)
-                    advanced()
     return found
+
+
+def pruning(
+    path: Annotated[str, typer.Argument(help="Folder of the checkpoint.")],
+    assignments: SetOption = None,
+    frames: Annotated[int, typer.Option(min=4, help="Frames of a video for speed.")] = 64,
+    repeats: Annotated[int, typer.Option(min=0, help="Videos per share; 0 for no speed.")] = 3,
+    questions: Annotated[
+        int, typer.Option(min=0, help="Questions per task, for the demo model; 0 for no accuracy.")
+    ] = 0,
+    videos: Annotated[
+        str, typer.Option(help="Kinds of videos for questions, separated by commas.")
+    ] = "rests,appears,moves",
+    out: JsonOption = None,
+) -> None:
+    """Compare shares of pruned tokens: prompt, TTFT and TPOT, and right answers about drawn videos."""
+    console = Console()
+    settings = [*(assignments or ()), f"model.path={path}"]
+    report: dict[str, Any] = {}
+    if repeats:
+        report["speed"] = asyncio.run(measure_speed(settings, frames=frames, repeats=repeats))
+        table = Table("video", "pruned", "prompt tokens", "TTFT, ms", "TPOT, ms")
+        for kind, shares in report["speed"].items():
+            for name, answers in shares.items():
+                ttft_ms, token_ms = (
+                    median(getattr(one, each) for one in answers)
+                    for each in ("ttft_ms", "token_ms")
+                )
+                tokens = str(answers[0].prompt_tokens)
+                table.add_row(kind, name, tokens, f"{ttft_ms:,.0f}", f"{token_ms:.1f}")
+        console.print(table)
+    if questions:
+        kinds = videos.split(",")
+        report["right"] = asyncio.run(measure_accuracy(settings, kinds, count=questions))
+        for kind, shares in report["right"].items():
+            table = Table(f"right answers in %, {kind}", *TASKS)
+            for name, counts in shares.items():
+                table.add_row(name, *(f"{100 * counts[task] / questions:.0f}" for task in TASKS))
+            console.print(table)
+    if out is not None:
+        write_json(out, report)

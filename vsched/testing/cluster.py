@@ -6,12 +6,18 @@ simulated engines do not. The ranks check everything they read; see `vsched.sim.
 
 from __future__ import annotations
 
+import random
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from heapq import heappop, heappush
-from typing import cast
+from types import MappingProxyType
+from typing import Any, cast
 
 import msgspec
 
+from vsched.config import Config
+from vsched.config.policies import policy_table
 from vsched.errors import PolicyError
 from vsched.failures import EncodeErrorKind, LostTooOften, Simulated
 from vsched.kernel import Scheduler, SchedulerLimits
@@ -33,6 +39,8 @@ from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import (
     Aborted,
     Arrived,
+    Cleared,
+    Drain,
     Encoded,
     EncodeFailed,
     Event,
@@ -40,15 +48,73 @@ from vsched.kernel.events import (
     GroupLost,
     GroupReady,
     GroupRetired,
+    Resume,
     Submitted,
     TimerFired,
     Withdrawn,
 )
-from vsched.policy import ImagePolicy
+from vsched.plugins import check_contract, resolve_policy
+from vsched.policy import (
+    KERNEL_TABLES,
+    POLICY_TABLES,
+    SEVERAL,
+    ImagePolicy,
+    Policy,
+    decisions_of,
+    tables_of,
+)
 from vsched.policy_host import SeatPolicies
 from vsched.sim.ranks.stepped import SteppedArena, SteppedGenerator, correct_outputs
-from vsched.testing.defaults import default_policies
-from vsched.types import FinishReason, Request, group_names, stage_of
+from vsched.types import (
+    Extent,
+    FinishReason,
+    MediaItem,
+    Request,
+    SamplingParams,
+    group_names,
+    stage_of,
+)
+
+_ENDS = [table.rpartition(".")[2] for table in POLICY_TABLES]
+SEATS = {
+    table.replace(".", "_") if _ENDS.count(end) > 1 else end: table
+    for table, end in zip(POLICY_TABLES, _ENDS, strict=True)
+    if table in KERNEL_TABLES
+}
+"""Tables of the policies that the kernel calls, by short names, such as `preemption` and `encode_admission`."""
+
+
+def default_policies(policy: Policy | None = None, /, **changes: Policy) -> SeatPolicies:
+    """Return the default policies of a server, with replacements by the names in `SEATS`.
+
+    A positional `policy` makes all decisions that it has methods for, with one state if there are several.
+
+    Raises:
+        PolicyError: When the policy does not meet its contract.
+    """
+    by_table: dict[str, Policy] = {table: _default_of(table) for table in SEATS.values()}
+    several = None
+    if policy is not None:
+        check_contract(type(policy), SEVERAL)
+        by_table |= dict.fromkeys(tables_of(type(policy)), policy)
+        several = policy if len(decisions_of(type(policy))) > 1 else None
+    by_table |= {SEATS[name]: one for name, one in changes.items()}
+    return SeatPolicies(by_table=by_table, several=several, build=resolve_policy)
+
+
+def seats_of(decision: str) -> list[str]:
+    """Return the names in `SEATS` for a decision."""
+    return [name for name, table in SEATS.items() if POLICY_TABLES[table] == decision]
+
+
+@cache
+def _default_of(table: str) -> Policy:
+    """Return the default policy of a table; requests take turns between replicas."""
+    fields: dict[str, Any] = policy_table(Config(), table)
+    if table == "routing":
+        fields = {"use": "round-robin"}
+    return resolve_policy(POLICY_TABLES[table], fields)
+
 
 TICK_NS = 1000
 HOLD_MAX_NS = 300 * 1_000_000_000
@@ -357,3 +423,301 @@ def _submission(request: Request, choices: int, *, arrival_id: int = 0) -> Submi
     name = request.request_id
     further = tuple(FurtherChoice(f"{name}#{one}", one) for one in range(1, choices))
     return Submitted(request, further=further, arrival_id=arrival_id)
+
+
+PLACEHOLDER = 5
+SEPARATOR = 6
+"""Follows each row of an image with rows."""
+IMAGES = 6
+"""Number of images shared by random requests: few enough for hits, preemptions and evictions."""
+
+_NO_ROWS: Mapping[bytes, int] = MappingProxyType({})
+
+
+def make_request(
+    name: str,
+    text: Sequence[int],
+    items: Sequence[tuple[int, int, bytes]] = (),
+    *,
+    max_tokens: int = 4,
+    encoded: Sequence[bytes] = (),
+    row_tokens: Mapping[bytes, int] = _NO_ROWS,
+    strides: Mapping[bytes, int] = _NO_ROWS,
+    halved: Sequence[bytes] = (),
+    priority: int = 0,
+    ttft_target_ms: int | None = None,
+    cache_salt: str = "",
+    adapter: int = 0,
+) -> Request:
+    """Return a request of `text` with images inserted.
+
+    Args:
+        name: The request's id.
+        text: Token ids of the text.
+        items: Index in the text, tokens and key of each image.
+        max_tokens: Number of tokens to generate.
+        encoded: Keys of the images that are given as embeddings.
+        row_tokens: Placeholders per row of an image, by key, each followed by a separator; other
+            images have none.
+        strides: Of these images, by key, only every such row has a placeholder.
+        halved: Keys of the images of which only the second half has bidirectional attention.
+        priority: As in `Request`.
+        ttft_target_ms: As in `Request`.
+        cache_salt: As in `Request`.
+        adapter: As in `Request`.
+    """
+    tokens: list[int] = []
+    placed: list[MediaItem] = []
+    position = 0
+    for index, count, key in items:
+        tokens += text[position:index]
+        position = index
+        offset = len(tokens)
+        spans: list[tuple[int, int]] = []
+        width = row_tokens.get(key, count) or 1
+        kept: list[tuple[int, int]] = []
+        if (stride := strides.get(key, 1)) > 1:
+            kept = [(row, row + 1) for row in range(0, count, stride)]
+        for left in range(len(kept) or count, 0, -width):
+            if spans:
+                tokens.append(SEPARATOR)
+            spans.append((len(tokens), len(tokens) + min(width, left)))
+            tokens += [PLACEHOLDER] * min(width, left)
+        placed.append(
+            MediaItem(
+                key=key,
+                tokens=count,
+                offset=offset,
+                metadata=count.to_bytes(4, "little"),
+                extent=Extent(0, 16),
+                encoded=key in encoded,
+                spans=tuple(spans) if len(spans) > 1 or kept else (),
+                kept=tuple(kept),
+                attention=((offset + count // 2, offset + count),) if key in halved else None,
+            )
+        )
+    tokens += text[position:]
+    return Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        items=tuple(placed),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        priority=priority,
+        ttft_target_ms=ttft_target_ms,
+        cache_salt=cache_salt,
+        adapter=adapter,
+    )
+
+
+def random_request(
+    rng: random.Random, name: str, *, image_tokens_max: int = 30, length_max: int = 60
+) -> Request:
+    """Return a request with a random text (often a shared prefix) and some images from a small set.
+
+    Some images are given as embeddings; some requests have a priority, a target, a cache salt or an
+    adapter.
+    """
+    text = [(7 * index) % 50 + 10 for index in range(rng.randint(1, length_max))]
+    if rng.random() < 0.5:
+        text = [rng.randint(10, 60) for _ in text]
+    salt = rng.choice(["", "", "", "tenant"])
+    count = rng.choice([0, 0, 1, 1, 2, 4])
+    places = sorted(rng.choice([0, 1, rng.randint(0, len(text))]) for _ in range(count))
+    items = []
+    for place in places:
+        image = rng.randrange(IMAGES)
+        key = f"image{image}{salt}".encode()
+        # Two images of each size: their prompts differ only in the keys.
+        tokens = 1 + (image // 2 * 11) % image_tokens_max
+        # Sometimes the length differs for the same key: such a request may fail, but must not
+        # affect others.
+        items.append((place, tokens + (rng.random() < 0.02), key))
+    return make_request(
+        name,
+        text,
+        items,
+        max_tokens=rng.randint(1, 30),
+        encoded=(f"image0{salt}".encode(), f"image3{salt}".encode()),
+        row_tokens={f"image2{salt}".encode(): 5, f"image5{salt}".encode(): 1},
+        strides={f"image4{salt}".encode(): 1 + sum(text) % 3},
+        halved=(f"image3{salt}".encode(),),
+        priority=rng.choice([0, 0, 0, 1, 5, -1]),
+        ttft_target_ms=rng.choice([None, None, 0, 1, 100]),
+        cache_salt=salt,
+        adapter=(0, 0, 1, 2)[sum(text) % 4],
+    )
+
+
+def random_limits(rng: random.Random) -> SchedulerLimits:
+    """Return limits in which some resource is usually scarce."""
+    slots = rng.randint(1, 6)
+    encoders, generators = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3])
+    drawn = SchedulerLimits(
+        block_size=rng.choice([1, 2, 4, 16]),
+        blocks=rng.randint(12, 120),
+        slots=slots,
+        batch_tokens=slots + rng.randint(1, 60),
+        chunk_tokens=rng.randint(1, 40),
+        step_target_ns=rng.choice([0, 0, 1, 200, 5_000]),
+        context_tokens=rng.randint(40, 400),
+        page_rows=rng.choice([1, 4, 8]),
+        pages=rng.randint(4, 40),
+        encode_items=rng.randint(1, 4),
+        waiting=rng.randint(5, 50),
+        waiting_bytes=rng.choice([1 << 30, 1 << 30, 1000]),
+        prefix_cache=rng.random() < 0.7,
+        generate_depth=rng.choice([1, 2, 2, 3]),
+        waiting_ns=rng.choice([0, 0, 0, 20_000_000]),
+        encoders=encoders,
+        generators=generators,
+        encode_pauses=encoders == generators and rng.random() < 0.5,
+    )
+    # Every third model has a recurrent state; derived from earlier draws, so that seeds of other
+    # models do not change.
+    keeps_state = drawn.blocks % 3 == 0
+    places = drawn.blocks % 7 if drawn.prefix_cache else 0
+    # Every fourth model has bidirectional attention spans; in half of them the span is the whole
+    # prompt.
+    sees_ahead = drawn.waiting % 4 == 0
+    prompt_atomic = sees_ahead and drawn.pages % 2 == 0
+    return msgspec.structs.replace(
+        drawn,
+        item_atomic=sees_ahead,
+        prompt_atomic=prompt_atomic,
+        batch_tokens=drawn.batch_tokens + (60 if sees_ahead else 0),
+        state_snapshots=places if keeps_state else None,
+        drafts=not keeps_state,
+        # Half of the models that can swap have swap memory, often too little.
+        swap_blocks=0 if keeps_state or drawn.blocks % 2 else drawn.blocks * (drawn.waiting % 3),
+        prefix_cache=drawn.prefix_cache and not (keeps_state and not places) and not prompt_atomic,
+    )
+
+
+_ANSWERS = (1, 1, 2, 1, 1, 1, 5, 1, 3)
+_TELLING = 4
+"""One in this many requests asks for prompt log-probabilities."""
+_GATED = 2
+"""One in this many requests passes the front door; one in `_LEAVING` of these withdraws if it is held."""
+_LEAVING = 8
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """Frequencies of actions in one run; they differ between runs, because rare combinations need extreme weights."""
+
+    submit: int
+    encode: int
+    generate: int
+    wait: int
+    abort: int
+    fail: int
+    lose: int
+    restore: int
+    retire: int
+    drain: int
+    resume: int
+    clear: int
+
+    @classmethod
+    def draw(cls, rng: random.Random, *, faults: bool) -> Weights:
+        """Draw the weights of one run."""
+        return cls(
+            submit=rng.choice([2, 10, 30]),
+            encode=rng.choice([3, 20, 20]),
+            generate=rng.choice([3, 40, 40]),
+            wait=rng.choice([0, 2, 20]),
+            abort=rng.choice([0, 2, 10]),
+            fail=rng.choice([0, 1, 5]) if faults else 0,
+            lose=rng.choice([0, 1, 5]) if faults else 0,
+            restore=rng.choice([5, 30]),
+            retire=rng.choice([0, 0, 1]) if faults else 0,
+            drain=rng.choice([0, 0, 2]),
+            resume=rng.choice([2, 10]),
+            clear=rng.choice([0, 0, 1]),
+        )
+
+
+def run_random(
+    rng: random.Random,
+    policies: SeatPolicies | None = None,
+    *,
+    limits: SchedulerLimits | None = None,
+    events: int = 80,
+    faults: bool = True,
+    make: Callable[[SchedulerLimits, SeatPolicies | None], ModelCluster] = ModelCluster,
+) -> ModelCluster:
+    """Run a random schedule, restore lost groups, drain and check; return the cluster for further checks.
+
+    Raises:
+        AssertionError: When something was lost, wrong, held too long or stuck.
+    """
+    cluster = make(limits or random_limits(rng), policies)
+    weights = msgspec.structs.asdict(Weights.draw(rng, faults=faults))
+    names = list(weights)
+    for index in range(events):
+        _act(rng.choices(names, list(weights.values()))[0], index, cluster, rng)
+    for group in sorted(cluster.down):
+        cluster.restore_group(group)
+    for group in cluster.groups:
+        if group not in cluster.retired:
+            cluster.send(Resume(group))
+    cluster.drain()
+    cluster.check_settled()
+    return cluster
+
+
+def _act(action: str, index: int, cluster: ModelCluster, rng: random.Random) -> None:
+    match action:
+        case "submit":
+            # Chosen by index rather than drawn, so that seeds give the same requests as before `n`
+            # was supported.
+            request = random_request(rng, f"r{index}")
+            if index % _TELLING == 0:
+                reported = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
+                request = msgspec.structs.replace(request, sampling=reported)
+            choices = _ANSWERS[index % len(_ANSWERS)]
+            if index % _GATED:
+                cluster.submit(request, choices=choices)
+            else:
+                arrival_id = cluster.arrive(request, choices=choices)
+                if index % (_GATED * _LEAVING) == 0:
+                    cluster.withdraw(arrival_id)
+        case "encode" if cluster.busy("encode"):
+            cluster.run_encode(rng.choice(cluster.busy("encode")))
+        case "generate" if cluster.busy("generate"):
+            cluster.run_generate(rng.choice(cluster.busy("generate")))
+        case "wait":
+            cluster.wait(rng.choice([1_000, 100_000, 10_000_000, 1_000_000_000]))
+        case "abort" if cluster.requests:
+            # Includes requests that have ended: a client's abort may come late.
+            name = rng.choice(sorted(cluster.requests))
+            cluster.abort(name, rng.choice([FinishReason.ABORT, FinishReason.STOP]))
+        case "clear":
+            for arrival_id in list(cluster.at_gate):
+                cluster.withdraw(arrival_id)  # as the shell interrupts them
+            cluster.send(Cleared())
+            waiting = cluster.kernel.statistics()["waiting"]
+            assert waiting == 0, f"{waiting} requests wait after everything was cleared"
+        case _:
+            _happen(action, cluster, rng)
+
+
+def _happen(action: str, cluster: ModelCluster, rng: random.Random) -> None:
+    """Apply a fault or an operator action to a group."""
+    group = rng.choice(cluster.groups)
+    up = group not in cluster.down | cluster.retired
+    match action:
+        case "fail" if cluster.busy("encode"):
+            group = rng.choice(cluster.busy("encode"))
+            cluster.run_encode(group, fail=EncodeErrorKind.FAILED)
+        case "lose" if up:
+            cluster.lose(group)
+        case "retire" if cluster.down:
+            group = min(cluster.down)
+            if cluster.others(group):
+                cluster.retire(group)
+        case "drain" if up:
+            cluster.send(Drain(group))
+        case "resume" if up:
+            cluster.send(Resume(group))
+        case "restore" if cluster.down:
+            cluster.restore_group(min(cluster.down))

@@ -1,1 +1,0 @@
-"""`python -m tests.bench.parts pruning`: speed and accuracy of pruned videos."""
