@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader import ProcessLiveness, ResultComparison
+from vsched.aio.leader import THREADS_LAST_S, ProcessLiveness, RankThreads, ResultComparison
 from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.memory import Sized
@@ -221,24 +221,31 @@ async def test_leader_knows_the_threads_of_each_rank(led: LeaderHarness) -> None
         ([(10, 1), (20, 4), (22, 1), (30, 4)], [(15, "1 of 4"), (35, "all of its 4")]),
     ],
 )
-async def test_change_of_threads_is_logged_if_it_lasts(
-    led: LeaderHarness,
+def test_change_of_threads_is_logged_if_it_lasts(
     changes: list[tuple[int, int]],
     expected: list[tuple[int, str]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
+    threads = RankThreads("generate")
     lines: list[tuple[int, str]] = []
     for second in range(60):
         for _, active in [change for change in changes if change[0] == second]:
-            led.receive(0, ThreadsInUse(active, 4))
-        led.advance(1.0)
+            threads.take(0, ThreadsInUse(active, 4), second)
+        threads.log_changes(second)
         lines.extend((second, line) for line in caplog.messages)
         caplog.clear()
-    assert len(lines) == len(expected)
-    for (second, line), (lasting_s, words) in zip(lines, expected, strict=True):
+    assert [second for second, _ in lines] == [second for second, _ in expected]
+    for (_, line), (_, words) in zip(lines, expected, strict=True):
         assert f"generate rank 0 computes with {words}" in line
-        assert lasting_s <= second <= lasting_s + LIMITS.heartbeat_s, "at the next heartbeat"
+
+
+async def test_leader_logs_a_change_of_threads(
+    led: LeaderHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    led.receive(1, ThreadsInUse(1, 2))
+    led.advance(THREADS_LAST_S + LIMITS.heartbeat_s)
+    assert "generate rank 1 computes with 1 of 2 threads" in caplog.text
 
 
 async def test_leader_ignores_a_pulse_without_the_secret(led: LeaderHarness) -> None:
