@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from vsched.bench.load.figures import Figures
+from vsched.bench.load.generator import Figures
 from vsched.terminal.options import write_json
 
 

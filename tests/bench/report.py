@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.records import Run, Started
-from vsched.bench.load.figures import Figures, Times
+from vsched.bench.load.generator import Figures, Times
 from vsched.errors import ConfigError
 
 Read = Callable[[Figures], float | None]

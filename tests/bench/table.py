@@ -33,9 +33,7 @@ from tests.bench.servers.session import (
     publish,
 )
 from tests.bench.servers.sides import spec_of
-from vsched.bench.load.figures import Figures
-from vsched.bench.load.generator import LoadPlan
-from vsched.bench.load.measure import fixed_length_fields
+from vsched.bench.load.generator import Figures, LoadPlan, fixed_length_fields
 from vsched.errors import ConfigError
 
 PURPOSE = "table"

@@ -28,8 +28,7 @@ from tests.bench.servers.session import (
 )
 from tests.bench.table import SIZES, specs_of
 from vsched.bench.load.client import BenchClient, Sample
-from vsched.bench.load.figures import Answers, Figures, summarise
-from vsched.bench.load.generator import Body, LoadPlan, Message, draw
+from vsched.bench.load.generator import Answers, Body, Figures, LoadPlan, Message, draw, summarise
 from vsched.errors import ConfigError
 from vsched.terminal.options import new_figure
 

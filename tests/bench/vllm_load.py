@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vsched.bench.load.cases import draw_image, draw_text
 from vsched.bench.load.client import BenchClient, Sample, chat_body
+from vsched.bench.load.generator import draw_image, draw_text
 
 
 class Ask(NamedTuple):

@@ -11,10 +11,9 @@ import statistics
 from pathlib import Path
 
 from vsched.config import load_config
-from vsched.sim.cost.host_runs import HostRunFile, fit_run, read_run, simulated_settings
+from vsched.sim.cost.host_runs import HostRunFile, fit_run, read_run, run_file, simulated_settings
 from vsched.sim.cost.model import load_cost_model
-from vsched.sim.fast.run import simulate
-from vsched.sim.workload.host_traces import run_file
+from vsched.sim.fast.simulation import simulate
 from vsched.sim.workload.traces import load_trace
 
 

@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright 
 
 from tests.patience import PATIENCE_S  # noqa: E402
 from tests.unit.sim.shapes import COST, arrival, config  # noqa: E402
-from vsched.sim.fast.run import simulate  # noqa: E402
+from vsched.sim.fast.simulation import simulate  # noqa: E402
 from vsched.sim.report.rendering import render_html  # noqa: E402
 from vsched.sim.workload.requests import Text, workload_of  # noqa: E402
 

@@ -28,7 +28,7 @@ from tests.unit.kernel.setups import image_request, make_limits, words
 from vsched.kernel.commands import Command
 from vsched.policy import POLICY_TABLES, Policy, RequestPolicy
 from vsched.testing import ModelCluster, make_request
-from vsched.testing.defaults import SEATS, default_policies, seats_of
+from vsched.testing.cluster import SEATS, default_policies, seats_of
 
 FEW = settings(max_examples=6, deadline=None)
 

@@ -23,7 +23,7 @@ from vsched.memory import Accepted, KvNegotiation
 from vsched.plugins import list_policies, resolve_policy
 from vsched.policy import Attempt, Build, MemoryPolicy, Probe
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.testing.model_ranks.sizing_rank import KvSizingRank, load_view, negotiate
+from vsched.testing.memory_check import KvSizingRank, load_view, negotiate
 from vsched_policies.memory import AutoProfile, Fraction, Pinned
 
 MIB = 1 << 20

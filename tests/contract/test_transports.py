@@ -11,11 +11,9 @@ from typing import get_args
 import pytest
 import zmq
 
-from vsched.sim.faults.injection import Injector
-from vsched.sim.faults.plan import Direction, Effect, FaultPlan, MessageFault
-from vsched.sim.loop.virtual_loop import VirtualLoop
-from vsched.sim.network.channel import LinkProfile
-from vsched.sim.network.links import Network, RankEnd, SimulatedLeaderEnd
+from vsched.sim.faults import Direction, Effect, FaultPlan, Injector, MessageFault
+from vsched.sim.loop import VirtualLoop
+from vsched.sim.network.links import LinkProfile, Network, RankEnd, SimulatedLeaderEnd
 from vsched.testing import ContractBroken, check_transport
 from vsched.testing.contracts.transport import Bounds, Transport
 from vsched.transport.zmq_link import QUEUE_MAX, LeaderLink, OnFrame, RankLink, rank_identity

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from vsched.sim.cluster.plugin import SimulatedPlugin, SimulatedPreprocessor
-from vsched.sim.faults.plan import FaultPlan
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.faults import FaultPlan
+from vsched.sim.loop import VirtualLoop
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_model import PIXELS, ROOT, image_plan
 from vsched.sim.ranks.symbolic_workers import RankPlugin, SymbolicEncoder, SymbolicGenerator

@@ -29,7 +29,7 @@ from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
 from vsched.record import replay  # noqa: E402
 from vsched.sim.cost.model import load_cost_model  # noqa: E402
-from vsched.sim.fast.run import simulate  # noqa: E402
+from vsched.sim.fast.simulation import simulate  # noqa: E402
 from vsched.sim.workload.requests import Arrival, Image, Text, workload_of  # noqa: E402
 from vsched.worker.contract import Preprocessor  # noqa: E402
 

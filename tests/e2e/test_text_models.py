@@ -21,7 +21,7 @@ from vsched.aio.streams import Generation
 from vsched.config import load_config
 from vsched.record import replay
 from vsched.sim.cost.model import load_cost_model
-from vsched.sim.fast.run import simulate
+from vsched.sim.fast.simulation import simulate
 from vsched.sim.setup import prepare
 from vsched.sim.workload.requests import Arrival, Text, workload_of
 

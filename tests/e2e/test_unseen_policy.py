@@ -28,7 +28,7 @@ from vsched.config import load_config  # noqa: E402
 from vsched.kernel import Scheduler  # noqa: E402
 from vsched.kernel.commands import Command, Finish  # noqa: E402
 from vsched.kernel.events import Event  # noqa: E402
-from vsched.sim.fast.run import simulate  # noqa: E402
+from vsched.sim.fast.simulation import simulate  # noqa: E402
 from vsched.sim.workload.requests import Arrival, Text, workload_of  # noqa: E402
 
 IN_FILE = ("generate.slots=", "generate.chunk_tokens=", "generate.max_batch_tokens=")

@@ -13,7 +13,7 @@ from tests.fuzz.grammar import IMAGE, FuzzRequest, break_bytes, draw_request
 from tests.patience import patience
 from tests.unit.api.fakes import FakeEngine, served
 from vsched.sim.cluster import SimEngine
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.loop import VirtualLoop
 from vsched.sim.workload.images import appearance_of
 
 HANG_S = 600.0

@@ -19,7 +19,7 @@ from vsched.aio.fork_server import rank_environment
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.memory import limit_process_memory
-from vsched.worker.reserve import BatchArena, reserve_encoder
+from vsched.worker.sizing import BatchArena, reserve_encoder
 from vsched.worker.spec import EncodeRole
 from vsched_workers.checkpoint.facts import (
     image_factor,
@@ -28,8 +28,7 @@ from vsched_workers.checkpoint.facts import (
 )
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.families import family_of
-from vsched_workers.families.qwen_image import image_plan
-from vsched_workers.families.qwen_worst import largest_units
+from vsched_workers.families.qwen_image import image_plan, largest_units
 from vsched_workers.memory.worst_case import worst_batches
 from vsched_workers.plugin import plugin
 from vsched_workers.vision import VisionWorker

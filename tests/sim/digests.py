@@ -13,11 +13,9 @@ from typing import get_args
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
 from tests.unit.sim.virtual import current, play
 from vsched.sim.cluster import draw_scenario, run_scenario
-from vsched.sim.fast.run import simulate
-from vsched.sim.faults.injection import Injector
-from vsched.sim.faults.plan import Effect, FaultPlan, GroupOutage, MessageFault, random_plan
-from vsched.sim.network.channel import LinkProfile
-from vsched.sim.network.links import Network
+from vsched.sim.fast.simulation import simulate
+from vsched.sim.faults import Effect, FaultPlan, GroupOutage, Injector, MessageFault, random_plan
+from vsched.sim.network.links import LinkProfile, Network
 from vsched.wire import Pulse, encode_report
 
 DIGEST = blake2b(digest_size=16)

@@ -9,7 +9,7 @@ import pytest
 
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.cluster.plugin import SEES_IMAGES, SEES_PROMPTS
-from vsched.sim.faults.plan import FaultPlan
+from vsched.sim.faults import FaultPlan
 from vsched.sim.workload.requests import Arrival
 
 Engines = Callable[..., SimEngine]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from vsched.sim.cluster import SimEngine
-from vsched.sim.faults.plan import FaultPlan, WorkerCrash
+from vsched.sim.faults import FaultPlan, WorkerCrash
 from vsched.sim.workload.requests import Arrival
 
 Engines = Callable[..., SimEngine]

@@ -10,7 +10,7 @@ import pytest
 
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.sim.cluster import SimEngine, small_config
-from vsched.sim.faults.plan import (
+from vsched.sim.faults import (
     KINDS,
     AnyFault,
     DecodeError,

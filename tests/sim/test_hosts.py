@@ -9,10 +9,10 @@ import pytest
 
 from tests.sim.planted import PLANTS, planted
 from tests.sim.test_faults import requests
-from vsched.config.cluster import ClusterConfig
+from vsched.config.sections import ClusterConfig
 from vsched.errors import ConfigError
 from vsched.sim.cluster import SimEngine, small_config
-from vsched.sim.faults.plan import (
+from vsched.sim.faults import (
     HOST_KINDS,
     AnyFault,
     FaultPlan,
@@ -22,7 +22,7 @@ from vsched.sim.faults.plan import (
     SlowHostLink,
 )
 from vsched.sim.invariants import SimulationFailed
-from vsched.sim.network.lane import HostLinkProfile
+from vsched.sim.network.links import HostLinkProfile
 from vsched.sim.workload.requests import Arrival, Image, Text
 
 Engines = Callable[..., SimEngine]

@@ -11,7 +11,7 @@ import pytest
 from vsched.config import Config
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.cluster.plugin import HYBRID
-from vsched.sim.faults.plan import FaultPlan
+from vsched.sim.faults import FaultPlan
 from vsched.sim.workload.requests import Arrival
 
 Engines = Callable[..., SimEngine]

@@ -7,8 +7,7 @@ from itertools import chain
 import pytest
 
 from tests.sim.planted import PLANTS, Plant, planted
-from vsched.sim.cluster.scenario import draw_scenario
-from vsched.sim.cluster.swarm import run_guarded
+from vsched.sim.cluster.scenario import draw_scenario, run_guarded
 
 SEEDS = range(1000)
 

@@ -12,8 +12,7 @@ import pytest
 import vsched
 from vsched.kernel.generate import group
 from vsched.probes import PROBES, observed, probe
-from vsched.sim.cluster.scenario import FIRST_PRESSED, draw_scenario, run_scenario
-from vsched.sim.cluster.swarm import swarm
+from vsched.sim.cluster.scenario import FIRST_PRESSED, draw_scenario, run_scenario, swarm
 
 REACHING = (
     *(19, 37, 289, 1005, 1008, 1023, 1047, 1061, 1089),

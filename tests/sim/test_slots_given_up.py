@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from vsched.policy import Admission, AdmissionView, PreemptionMode, RequestPolicy
-from vsched.sim.cluster.swarm import swarm
+from vsched.sim.cluster.scenario import swarm
 
 SCENARIOS = 12
 victims: list[int] = []

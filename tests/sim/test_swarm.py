@@ -8,10 +8,10 @@ import pytest
 import typer
 
 from tests.sim.planted import PLANTS, planted
-from vsched.cli.simulate.swarm import run_swarm
+from vsched.cli.simulate_command import run_swarm
 from vsched.errors import ConfigError
-from vsched.sim.cluster.swarm import swarm
-from vsched.sim.faults.plan import DecodeError, FaultPlan, TiePermutation
+from vsched.sim.cluster.scenario import swarm
+from vsched.sim.faults import DecodeError, FaultPlan, TiePermutation
 
 LEAK = next(plant for plant in PLANTS if plant.name == "a permit leak")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from vsched.errors import RequestRefused
-from vsched.sim.ranks.symbolic_grammars import (
+from vsched.sim.ranks.symbolic_model import (
     SymbolicGrammars,
     allowed_tokens,
     held_answer,

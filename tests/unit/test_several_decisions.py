@@ -25,7 +25,7 @@ from vsched.policy import (
 )
 from vsched.policy_host.seats import PolicyFaults, PolicySeats
 from vsched.testing import check_policy, run_random
-from vsched.testing.defaults import default_policies
+from vsched.testing.cluster import default_policies
 
 
 class Counts(msgspec.Struct):

@@ -18,8 +18,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from tests.vllm.driving import write_model
 from tests.vllm.test_scheduler import BAD, FAIR, LAST, SHORTEST
-from vsched.sim.cost.host_runs import read_run
-from vsched.sim.workload.host_traces import run_file
+from vsched.sim.cost.host_runs import read_run, run_file
 from vsched.sim.workload.traces import load_trace
 from vsched_workers.checkpoint.random_init import make_checkpoint
 

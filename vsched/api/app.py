@@ -14,16 +14,20 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp
 
 from vsched.aio.live import LiveState
-from vsched.api.bodies.reading import RequestBodies
-from vsched.api.compat.messages import MessagesEndpoint
-from vsched.api.compat.messages_schema import (
+from vsched.api.bodies import RequestBodies
+from vsched.api.compat.messages import (
     CountedTokens,
+    MessagesEndpoint,
     MessagesEvent,
     MessagesRequest,
     MessagesResponse,
 )
-from vsched.api.compat.responses import ResponsesEndpoint
-from vsched.api.compat.responses_schema import ResponseObject, ResponsesEvent, ResponsesRequest
+from vsched.api.compat.responses import (
+    ResponseObject,
+    ResponsesEndpoint,
+    ResponsesEvent,
+    ResponsesRequest,
+)
 from vsched.api.completions import ChatEndpoint, CompletionEndpoint
 from vsched.api.contract import ApiSettings, EngineContract, ServingContract
 from vsched.api.http_exchange import (
@@ -34,8 +38,7 @@ from vsched.api.http_exchange import (
     is_anthropic_client,
 )
 from vsched.api.metrics import ApiMetrics
-from vsched.api.middleware.access import access_middleware
-from vsched.api.middleware.response_tags import response_id
+from vsched.api.middleware import access_middleware, response_id
 from vsched.api.openapi import ApiRoute, Documentation, get, post
 from vsched.api.operations import ClientOperations, OperatorOperations
 from vsched.api.page import page_routes
@@ -65,9 +68,10 @@ from vsched.api.response_schema import (
     Tokens,
     Version,
 )
-from vsched.api.resuming.resumption import KeptResponseRoute, Resumption
+from vsched.api.resuming import KeptResponseRoute, Resumption
 from vsched.api.unsupported import not_served
 from vsched.errors import RequestFailed, RequestRefused, limit_message
+from vsched.record.journal import RequestJournal
 
 if TYPE_CHECKING:
     from vsched.api.tracing.spans import Tracing
@@ -92,10 +96,9 @@ def create_app(
     metrics = metrics or engine_metrics(engine, settings)
     resumption = resumption or Resumption()
     bodies = RequestBodies(settings, keeps=resumption.journal is not None)
-    operator_routes = _operator_routes(engine, metrics, bodies)
-    return _full_application(
-        engine, settings, metrics, bodies, resumption, tracing, operator_routes
-    )
+    operators = _operator_routes(engine, metrics, bodies)
+    parts = engine, settings, metrics, bodies, resumption.journal, tracing
+    return _with_clients(parts, resumption, operators)
 
 
 def engine_metrics(engine: EngineContract, settings: ApiSettings) -> ApiMetrics:
@@ -116,7 +119,7 @@ def create_frontend(
     routes = _operator_routes(cast("EngineContract", engine), metrics, bodies)
     for route in routes:
         route.app = operations
-    return _full_application(engine, settings, metrics, bodies, Resumption(), tracing, routes)
+    return _with_clients((engine, settings, metrics, bodies, None, tracing), Resumption(), routes)
 
 
 def create_operations(
@@ -126,34 +129,23 @@ def create_operations(
     return _application(_operator_routes(engine, metrics, RequestBodies(settings)), None)
 
 
-def _full_application(
-    engine: ServingContract,
-    settings: ApiSettings,
-    metrics: ApiMetrics,
-    bodies: RequestBodies,
-    resumption: Resumption,
-    tracing: Tracing | None,
-    operator_routes: list[ApiRoute],
+EndpointParts = tuple[
+    ServingContract,
+    ApiSettings,
+    ApiMetrics,
+    RequestBodies,
+    RequestJournal | None,
+    "Tracing | None",
+]
+"""Arguments of the generating endpoints."""
+
+
+def _with_clients(
+    parts: EndpointParts, resumption: Resumption, operator_routes: list[ApiRoute]
 ) -> Starlette:
+    """Build the application of these routes for operators, and the routes for clients."""
+    engine, settings, _, bodies, _, _ = parts
     documentation = Documentation()
-    client_routes = _client_routes(
-        engine, settings, metrics, bodies, resumption, tracing, documentation
-    )
-    documentation.routes = [*client_routes, *operator_routes]
-    return _application([*documentation.routes, *page_routes()], settings)
-
-
-def _client_routes(
-    engine: ServingContract,
-    settings: ApiSettings,
-    metrics: ApiMetrics,
-    bodies: RequestBodies,
-    resumption: Resumption,
-    tracing: Tracing | None,
-    documentation: Documentation,
-) -> list[ApiRoute]:
-    """Routes for clients, and routes that need no engine."""
-    parts = engine, settings, metrics, bodies, resumption.journal, tracing
     messages = MessagesEndpoint(*parts)
     operations = ClientOperations(engine, settings, bodies)
     generating = [
@@ -191,7 +183,7 @@ def _client_routes(
         {route.path: cast("CompletionEndpoint", route.endpoint) for route in generating}
     )
     count_tokens = "/v1/messages/count_tokens"
-    return [
+    client_routes = [
         *generating,
         post(
             count_tokens, messages.count_tokens, MessagesRequest, CountedTokens, error=MessagesError
@@ -209,6 +201,8 @@ def _client_routes(
         get("/openapi.json", documentation.openapi),
         get("/docs", documentation.page, media_type="text/html"),
     ]
+    documentation.routes = [*client_routes, *operator_routes]
+    return _application([*documentation.routes, *page_routes()], settings)
 
 
 def _operator_routes(

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
 from vsched.aio.streams import StopScope
 from vsched.api import parameters
-from vsched.api.bodies.reading import RequestBodies
+from vsched.api.bodies import RequestBodies
 from vsched.api.chat_messages import arguments_characters, split_messages, with_template_calls
 from vsched.api.choices import (
     AcceptedChoices,
@@ -35,21 +35,18 @@ from vsched.api.formatters import (
 )
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
-from vsched.api.middleware.access import tenant_of
-from vsched.api.middleware.response_tags import log_field, new_id, refusal_of, sent_id
+from vsched.api.middleware import log_field, new_id, refusal_of, sent_id, tenant_of
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
 from vsched.api.response_schema import ChatResponse, CompletionResponse, Usage
 from vsched.api.structured_outputs import after_reasoning, constraint_of, with_forced_calls
 from vsched.api.tools.choice import ToolUse, tool_use
 from vsched.api.tools.formats import call_format, reasoning_format
-from vsched.api.tools.message_builder import MessageBuilder
-from vsched.api.tools.reader import CallStopScope, CheckpointParser, OutputParser
+from vsched.api.tools.reader import CallStopScope, CheckpointParser, MessageBuilder, OutputParser
 from vsched.api.unsupported import refuse_unsupported
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.logs import REQUEST_FIELDS
 from vsched.media import ImageReference, Prompt, refuse_images
-from vsched.record.journal import KeptRequest, RequestJournal
-from vsched.record.left import PartialOutput
+from vsched.record.journal import KeptRequest, PartialOutput, RequestJournal
 from vsched.types import SamplingParams
 
 if TYPE_CHECKING:

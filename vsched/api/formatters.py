@@ -28,7 +28,7 @@ from vsched.api.response_schema import (
     TopLogprob,
     Usage,
 )
-from vsched.api.tools.message_builder import MessageBuilder
+from vsched.api.tools.reader import MessageBuilder
 from vsched.worker.contract import Detokenizer, Preprocessor
 
 _LOGPROB_MIN = -9999.0

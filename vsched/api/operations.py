@@ -12,10 +12,14 @@ from typing import Any
 import msgspec
 
 from vsched.api import parameters
-from vsched.api.bodies.reading import RequestBodies
+from vsched.api.bodies import RequestBodies
 from vsched.api.chat_messages import split_messages
-from vsched.api.compat.messages import messages_model, messages_model_list
-from vsched.api.compat.messages_schema import MessagesModel, MessagesModelList
+from vsched.api.compat.messages import (
+    MessagesModel,
+    MessagesModelList,
+    messages_model,
+    messages_model_list,
+)
 from vsched.api.completions import check_model, check_ready, rendered
 from vsched.api.contract import ApiSettings, EngineContract, ServingContract
 from vsched.api.errors import ParameterRefused, out_of_bounds

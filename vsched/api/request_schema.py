@@ -8,11 +8,11 @@ settings ask for strictness (`bodies.reading`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from vsched.api.unsupported import neutral
+from vsched.api.unsupported import neutral, with_fields
 
 _MAX_INT32 = 2**31 - 1
 NAME = r"[\w.:/-]{1,128}"
@@ -321,19 +321,61 @@ class CommonFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-_FalseOnly = Annotated[Any, neutral(False)]
-_TrueOnly = Annotated[Any, neutral(True)]
-_Nothing = Annotated[Any, neutral()]
-_NoObject = Annotated[Any, neutral({})]
-_Constraint = Annotated[Any, neutral(remedy="send it in structured_outputs")]
-_Placement = Annotated[Any, neutral(remedy="leave it out; replicas are chosen by the server")]
+if TYPE_CHECKING:
+    _FieldsOfServers = CommonFields
+else:
+    _FieldsOfServers = with_fields(
+        CommonFields,
+        {
+            "guided_decoding_backend user metadata": None,
+            # --- vLLM ---
+            "truncation_side spaces_between_special_tokens chat_template_content_format": None,
+            "return_mm_kwargs request_id session_id": None,
+            "early_stopping watermarking return_token_offsets": neutral(False),
+            "include_reasoning": neutral(True),
+            "mm_processor_kwargs media_io_kwargs": neutral({}),
+            "kv_transfer_params ec_transfer_params vllm_xargs": neutral({}),
+            "routed_experts_prompt_start": neutral(0),
+            "stream_interval": neutral(1),
+            "use_beam_search": neutral(False, remedy="sample, with temperature"),
+            "length_penalty": neutral(1, remedy="leave it out; there are no beams"),
+            "truncate_prompt_tokens": neutral(remedy="send a prompt that fits"),
+            "allowed_token_ids": neutral(
+                remedy="send the texts as structured_outputs.choice, or use logit_bias"
+            ),
+            "logprob_token_ids": neutral(remedy="send top_logprobs"),
+            "repetition_detection": neutral(remedy="send repetition_penalty or max_tokens"),
+            "thinking_token_budget": neutral(-1, remedy="send max_tokens"),
+            "documents": neutral([], remedy="put them into the messages"),
+            "chat_template": neutral("", remedy="serve it with model.chat_template"),
+            "return_prompt_text": neutral(False, remedy="ask /tokenize"),
+            "logits_processors": neutral([], remedy="send logit_bias or bad_words"),
+            # --- SGLang ---
+            "custom_labels rid": None,
+            "return_hidden_states return_routed_experts return_meta_info": neutral(False),
+            "return_cached_tokens_details use_audio_in_video": neutral(False),
+            "separate_reasoning stream_reasoning": neutral(True),
+            "lora_path task max_dynamic_patch min_dynamic_patch ngram_corpus_id": neutral(),
+            "session_params custom_params images_config": neutral({}),
+            "routed_experts_start_len": neutral(0),
+            "json_schema regex ebnf": neutral(remedy="send it in structured_outputs"),
+            "bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank "
+            "data_parallel_rank": neutral(remedy="leave it out; replicas are chosen by the server"),
+            "stop_regex": neutral([], remedy="send stop, or structured_outputs.regex"),
+            "no_stop_trim": neutral(False, remedy="send include_stop_str_in_output = true"),
+            "return_prompt_token_ids": neutral(False, remedy="send return_token_ids = true"),
+            "input_ids": neutral(remedy="send them to /v1/completions as prompt"),
+            "custom_logit_processor": neutral(remedy="send logit_bias or bad_words"),
+            "extra_key": neutral(remedy="send cache_salt to separate caches"),
+        },
+    )
 
 
-class SamplingFields(CommonFields, kw_only=True):
+class SamplingFields(_FieldsOfServers, kw_only=True):
     """Fields of chat and text completions.
 
     Those of other servers are the sampling and extra parameters of vLLM's two request classes, and SGLang's own
-    parameters; those of plain type `Any` never change an answer here.
+    parameters; those without neutral values never change an answer here.
     """
 
     stream_options: StreamOptions | None = None
@@ -358,125 +400,46 @@ class SamplingFields(CommonFields, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    guided_decoding_backend: Any = None
-
-    user: Any = None
-    metadata: Any = None
-
-    # --- vLLM ---
-    use_beam_search: Annotated[Any, neutral(False, remedy="sample, with temperature")] = None
-    length_penalty: Annotated[Any, neutral(1, remedy="leave it out; there are no beams")] = None
-    early_stopping: _FalseOnly = None
-    watermarking: _FalseOnly = None
-    truncate_prompt_tokens: Annotated[Any, neutral(remedy="send a prompt that fits")] = None
-    truncation_side: Any = None
-    allowed_token_ids: Annotated[
-        Any, neutral(remedy="send the texts as structured_outputs.choice, or use logit_bias")
-    ] = None
-    logprob_token_ids: Annotated[Any, neutral(remedy="send top_logprobs")] = None
-    repetition_detection: Annotated[
-        Any, neutral(remedy="send repetition_penalty or max_tokens")
-    ] = None
-    thinking_token_budget: Annotated[Any, neutral(-1, remedy="send max_tokens")] = None
-    include_reasoning: _TrueOnly = None
-    spaces_between_special_tokens: Any = None
-    mm_processor_kwargs: _NoObject = None
-    documents: Annotated[Any, neutral([], remedy="put them into the messages")] = None
-    chat_template: Annotated[Any, neutral("", remedy="serve it with model.chat_template")] = None
-    chat_template_content_format: Any = None
-    media_io_kwargs: _NoObject = None
-    return_prompt_text: Annotated[Any, neutral(False, remedy="ask /tokenize")] = None
-    return_token_offsets: _FalseOnly = None
-    return_mm_kwargs: Any = None
-    kv_transfer_params: _NoObject = None
-    ec_transfer_params: _NoObject = None
-    vllm_xargs: _NoObject = None
-    logits_processors: Annotated[Any, neutral([], remedy="send logit_bias or bad_words")] = None
-    routed_experts_prompt_start: Annotated[Any, neutral(0)] = None
-    stream_interval: Annotated[Any, neutral(1)] = None
-    request_id: Any = None
-    session_id: Any = None
-
-    # --- SGLang ---
-    lora_path: _Nothing = None
-    json_schema: _Constraint = None
-    regex: _Constraint = None
-    ebnf: _Constraint = None
-    stop_regex: Annotated[Any, neutral([], remedy="send stop, or structured_outputs.regex")] = None
-    no_stop_trim: Annotated[
-        Any, neutral(False, remedy="send include_stop_str_in_output = true")
-    ] = None
-    separate_reasoning: _TrueOnly = None
-    stream_reasoning: _TrueOnly = None
-    return_hidden_states: _FalseOnly = None
-    return_routed_experts: _FalseOnly = None
-    routed_experts_start_len: Annotated[Any, neutral(0)] = None
-    return_cached_tokens_details: _FalseOnly = None
-    return_prompt_token_ids: Annotated[
-        Any, neutral(False, remedy="send return_token_ids = true")
-    ] = None
-    return_meta_info: _FalseOnly = None
-    input_ids: Annotated[Any, neutral(remedy="send them to /v1/completions as prompt")] = None
-    task: _Nothing = None
-    session_params: _NoObject = None
-    custom_params: _NoObject = None
-    custom_logit_processor: Annotated[Any, neutral(remedy="send logit_bias or bad_words")] = None
-    images_config: _NoObject = None
-    max_dynamic_patch: _Nothing = None
-    min_dynamic_patch: _Nothing = None
-    use_audio_in_video: _FalseOnly = None
-    extra_key: Annotated[Any, neutral(remedy="send cache_salt to separate caches")] = None
-    ngram_corpus_id: _Nothing = None
-    bootstrap_host: _Placement = None
-    bootstrap_port: _Placement = None
-    bootstrap_room: _Placement = None
-    routed_dp_rank: _Placement = None
-    disagg_prefill_dp_rank: _Placement = None
-    data_parallel_rank: _Placement = None
-    custom_labels: Any = None
-    rid: Any = None
 
 
-class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+if TYPE_CHECKING:
+    _FieldsOfChat = SamplingFields
+else:
+    _FieldsOfChat = with_fields(
+        SamplingFields,
+        {
+            "moderation prompt_cache_key prompt_cache_options prompt_cache_retention": None,
+            "reasoning_effort safety_identifier service_tier store verbosity": None,
+            "prediction web_search_options": neutral(),
+            "best_of": neutral(1, remedy="send n, and select one of the choices"),
+            "add_special_tokens": neutral(False, remedy="leave it to the template"),
+            "audio": neutral(remedy="ask for text"),
+            "modalities": neutral(["text"]),
+            "function_call": neutral("none", "auto", remedy="send tool_choice and tools"),
+            "functions": neutral(
+                [], remedy="send each in tools, as {type: function, function: ...}"
+            ),
+        },
+    )
+
+
+class ChatRequest(_FieldsOfChat, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/chat/completions."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     messages: list[Message]
-    best_of: Annotated[Any, neutral(1, remedy="send n, and select one of the choices")] = None
     echo: bool | None = None
     include_reasoning: bool | None = None
-    add_special_tokens: Annotated[Any, neutral(False, remedy="leave it to the template")] = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     chat_template_kwargs: TemplateArguments | None = None
     mm_processor_kwargs: ProcessorArguments | None = None
     media_io_kwargs: MediaArguments | None = None
-
-    audio: Annotated[Any, neutral(remedy="ask for text")] = None
-    function_call: Annotated[Any, neutral("none", "auto", remedy="send tool_choice and tools")] = (
-        None
-    )
-    functions: Annotated[
-        Any, neutral([], remedy="send each in tools, as {type: function, function: ...}")
-    ] = None
-    modalities: Annotated[Any, neutral(["text"])] = None
-    prediction: Annotated[Any, neutral()] = None
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    web_search_options: Annotated[Any, neutral()] = None
-
-    moderation: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    verbosity: Any = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):

@@ -16,9 +16,9 @@ from vsched.aio.worker_groups import STOP_GRACE_S
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
 from vsched.api.http_server import favour_event_loop, http_server, listen
-from vsched.api.middleware.access import read_tenant_keys
+from vsched.api.middleware import read_tenant_keys
 from vsched.api.processes.supervisor import ApiProcesses
-from vsched.api.resuming.resumption import Resumption, open_resumption
+from vsched.api.resuming import Resumption, open_resumption
 from vsched.api.tracing import open_tracing, traces_url
 from vsched.config import Config
 from vsched.config.sections import ServerConfig

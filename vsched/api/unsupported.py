@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection
-from typing import Any, NamedTuple, get_type_hints
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
@@ -30,6 +30,19 @@ class Neutral(NamedTuple):
 def neutral(*values: Any, remedy: str = "leave it out") -> Neutral:
     """Annotate a field with its neutral values."""
     return Neutral(remedy, values)
+
+
+Request = TypeVar("Request", bound=msgspec.Struct)
+
+
+def with_fields(base: type[Request], fields: Mapping[str, Neutral | None]) -> type[Request]:
+    """Return a request with further fields, given as names between spaces; those without neutral values are ignored."""
+    made = [
+        (name, Any if known is None else Annotated[Any, known], None)
+        for names, known in fields.items()
+        for name in names.split()
+    ]
+    return msgspec.defstruct(base.__name__, made, bases=(base,), kw_only=True)  # type: ignore[return-value]
 
 
 def refuse_unsupported(request: msgspec.Struct) -> None:
@@ -131,110 +144,77 @@ def find_unsupported_type(
 
 _MODEL = "send these requests to a server of such a model"
 _HISTORY = "send the whole history with each request; nothing is kept between requests"
-_SERVICES = (
-    (
-        "embeddings, scores and classes",
+_SERVICES = {
+    "embeddings, scores and classes": (
         "send these requests to a server of an embedding model; ranks here sample tokens and send no hidden states",
         "/v1/embeddings /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank",
     ),
-    (
-        "batches",
+    "batches": (
         "send the requests themselves, as many at a time as you like; the server batches them",
         "/v1/batches /v1/messages/batches",
     ),
-    (
-        "files and uploads",
+    "files and uploads": (
         "send images within the request, as URLs or data URLs",
         "/v1/files /v1/uploads",
     ),
-    (
-        "moderations",
-        _MODEL,
-        "/v1/moderations",
-    ),
-    (
-        "reviews of content and safety",
+    "moderations": (_MODEL, "/v1/moderations"),
+    "reviews of content and safety": (
         "leave it out; the server keeps no content that could be reviewed",
         "/v1/compliance /v1/content_provenance_checks /v1/safety",
     ),
-    (
-        "generation of images and videos",
-        _MODEL,
-        "/v1/images /v1/videos",
-    ),
-    (
-        "audio",
-        _MODEL,
-        "/v1/audio",
-    ),
-    (
-        "live sessions",
-        "stream a chat",
-        "/v1/realtime /v1/live",
-    ),
-    (
-        "vector stores",
+    "generation of images and videos": (_MODEL, "/v1/images /v1/videos"),
+    "audio": (_MODEL, "/v1/audio"),
+    "live sessions": ("stream a chat", "/v1/realtime /v1/live"),
+    "vector stores": (
         "search in the client, and send the results with the request",
         "/v1/vector_stores",
     ),
-    (
-        "conversations, assistants and threads",
+    "conversations, assistants and threads": (
         _HISTORY,
         "/v1/conversations /v1/assistants /v1/threads",
     ),
-    (
-        "fine-tuning and its graders",
+    "fine-tuning and its graders": (
         "train elsewhere, and have an operator load the result as a LoRA adapter",
         "/v1/fine_tuning /v1/fine-tunes",
     ),
-    (
-        "agents, skills, containers and evaluations",
+    "agents, skills, containers and evaluations": (
         "run them in the client; the server only answers requests",
-        (
-            "/v1/agents /v1/chatkit /v1/containers /v1/decisions /v1/deployments /v1/deployment_runs "
-            "/v1/dreams /v1/environments /v1/evals /v1/memory_stores /v1/sessions /v1/skills "
-            "/v1/tunnels /v1/vaults"
-        ),
+        """
+        /v1/agents /v1/chatkit /v1/containers /v1/decisions /v1/deployments /v1/deployment_runs
+        /v1/dreams /v1/environments /v1/evals /v1/memory_stores /v1/sessions /v1/skills
+        /v1/tunnels /v1/vaults
+        """,
     ),
-    (
-        "administration of accounts",
+    "administration of accounts": (
         "name keys and tenants in the server's configuration",
-        (
-            "/v1/organization /v1/organizations /v1/projects /v1/user_profiles "
-            "/v1/webhook_endpoints /v1/webhook_event_types"
-        ),
+        """
+        /v1/organization /v1/organizations /v1/projects /v1/user_profiles /v1/webhook_endpoints
+        /v1/webhook_event_types
+        """,
     ),
-    (
-        "older completions",
+    "older completions": (
         "send it to /v1/completions, /v1/chat/completions or /v1/messages",
         "/v1/complete /v1/edits /v1/engines",
     ),
-    (
-        "counting the tokens of a response",
+    "counting the tokens of a response": (
         "send its input as messages to /tokenize or /v1/messages/count_tokens",
         "/v1/responses/input_tokens",
     ),
-    (
-        "compaction of a history",
-        "shorten the history in the client",
-        "/v1/responses/compact",
-    ),
-    (
-        "cancelling a response by its id",
+    "compaction of a history": ("shorten the history in the client", "/v1/responses/compact"),
+    "cancelling a response by its id": (
         "close the connection that waits for it; that ends the request",
         "/v1/responses/{id}/cancel",
     ),
-    (
-        "stored inputs and messages",
+    "stored inputs and messages": (
         _HISTORY,
         "/v1/responses/{id}/input_items /v1/chat/completions/{id}/messages",
     ),
-)
-"""Name of a service, remedy, and its paths, which include all paths below them."""
+}
+"""Remedy and paths of a service, which include all paths below them."""
 _STORED = ("changing or deleting a stored answer", "leave it out; answers are not stored")
 _PATTERNS = [
     (re.compile(re.escape(path).replace(r"\{id\}", "[^/]+") + "(/.*)?"), (name, remedy))
-    for name, remedy, paths in _SERVICES
+    for name, (remedy, paths) in _SERVICES.items()
     for path in paths.split()
 ]
 _STORED_PATH = re.compile("/v1/(chat/completions|responses)/.+")

@@ -19,7 +19,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vsched.api.middleware.access import NAME, NAME_FORM, read_tenant_keys
+from vsched.api.middleware import NAME, NAME_FORM, read_tenant_keys
 from vsched.policy import (
     Admit,
     ArrivalDecision,

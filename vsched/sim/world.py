@@ -12,11 +12,9 @@ import msgspec
 
 from vsched.kernel.request import keyed_by_set
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost
-from vsched.sim.faults.injection import Injector
-from vsched.sim.faults.plan import FaultPlan
-from vsched.sim.loop.virtual_loop import VirtualLoop
-from vsched.sim.network.channel import LinkProfile
-from vsched.sim.network.links import Network
+from vsched.sim.faults import FaultPlan, Injector
+from vsched.sim.loop import VirtualLoop
+from vsched.sim.network.links import LinkProfile, Network
 from vsched.sim.workload.images import Appearance
 from vsched.types import MediaItem
 

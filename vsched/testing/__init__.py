@@ -10,17 +10,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vsched.testing.cluster import (
+        ModelCluster,
+        default_policies,
+        make_request,
+        random_limits,
+        random_request,
+        run_random,
+    )
     from vsched.testing.contracts.base import ContractBroken
     from vsched.testing.contracts.host import check_host
     from vsched.testing.contracts.transport import check_transport
     from vsched.testing.contracts.worker import check_worker
-    from vsched.testing.defaults import default_policies
-    from vsched.testing.model_ranks.cluster import ModelCluster
     from vsched.testing.policy_check import check_policy
     from vsched.testing.policy_run import PolicyRun, RequestAt, run_policy
-    from vsched.testing.schedules.random_runs import run_random
-    from vsched.testing.schedules.requests import make_request, random_limits, random_request
-    from vsched.testing.schedules.strategies import fault_plans, faults
+    from vsched.testing.strategies import fault_plans, faults
 
 __all__ = [
     "ContractBroken",
@@ -42,7 +46,7 @@ __all__ = [
 ]
 _MODULES = {
     "ContractBroken": "vsched.testing.contracts.base",
-    "ModelCluster": "vsched.testing.model_ranks.cluster",
+    "ModelCluster": "vsched.testing.cluster",
     "PolicyRun": "vsched.testing.policy_run",
     "RequestAt": "vsched.testing.policy_run",
     "run_policy": "vsched.testing.policy_run",
@@ -50,13 +54,13 @@ _MODULES = {
     "check_policy": "vsched.testing.policy_check",
     "check_transport": "vsched.testing.contracts.transport",
     "check_worker": "vsched.testing.contracts.worker",
-    "default_policies": "vsched.testing.defaults",
-    "fault_plans": "vsched.testing.schedules.strategies",
-    "faults": "vsched.testing.schedules.strategies",
-    "make_request": "vsched.testing.schedules.requests",
-    "random_request": "vsched.testing.schedules.requests",
-    "random_limits": "vsched.testing.schedules.requests",
-    "run_random": "vsched.testing.schedules.random_runs",
+    "default_policies": "vsched.testing.cluster",
+    "fault_plans": "vsched.testing.strategies",
+    "faults": "vsched.testing.strategies",
+    "make_request": "vsched.testing.cluster",
+    "random_request": "vsched.testing.cluster",
+    "random_limits": "vsched.testing.cluster",
+    "run_random": "vsched.testing.cluster",
 }
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from vsched.config import Config
     from vsched.sim.cluster import SimEngine
-    from vsched.sim.faults.plan import FaultPlan
-    from vsched.sim.loop.virtual_loop import VirtualLoop
+    from vsched.sim.faults import FaultPlan
+    from vsched.sim.loop import VirtualLoop
     from vsched.sim.workload.requests import Arrival
 
     LoopFactories = Mapping[str, Callable[[], asyncio.AbstractEventLoop]]
@@ -56,7 +56,7 @@ class SeededLoops:
 
     def __call__(self) -> VirtualLoop:
         """Create a loop."""
-        from vsched.sim.loop.virtual_loop import VirtualLoop
+        from vsched.sim.loop import VirtualLoop
 
         loop = VirtualLoop(self.seed if self._permute else None)
         loop.set_exception_handler(self._take_failure)
@@ -103,7 +103,7 @@ class SimCase:
         hosts: Sequence[str] = (),
     ) -> FaultPlan:
         """Return a plan drawn from the seed, or the one given with `--sim-plan`; failure reports show it."""
-        from vsched.sim.faults.plan import random_plan
+        from vsched.sim.faults import random_plan
 
         generator = random.Random(f"faults {self.seed}")  # noqa: S311
         plan = random_plan(generator, groups, span_ns, ranks=ranks, hosts=hosts)
@@ -111,7 +111,7 @@ class SimCase:
 
     def faults_or(self, plan: FaultPlan) -> FaultPlan:
         """Return this plan, or the one given with `--sim-plan`; failure reports show it."""
-        from vsched.sim.faults.plan import FaultPlan
+        from vsched.sim.faults import FaultPlan
 
         return self.adopt(FaultPlan.load(self._plan_path) if self._plan_path else plan)
 

@@ -11,9 +11,7 @@ import msgspec
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.commands import RequestTimes
 from vsched.policy import Policy, decisions_of
-from vsched.testing.defaults import default_policies
-from vsched.testing.model_ranks.cluster import ModelCluster
-from vsched.testing.schedules.requests import make_request
+from vsched.testing.cluster import ModelCluster, default_policies, make_request
 from vsched.types import Request
 
 SECOND_NS = 1_000_000_000

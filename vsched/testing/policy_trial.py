@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from vsched.config.section import PolicyTable
+from vsched.config.sections import PolicyTable
 from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.plugins import resolve_policy
 from vsched.policy import KERNEL_TABLES, POLICY_TABLES, SEVERAL, Policy, decisions_of
 from vsched.policy_host.seats import Ask
-from vsched.sim.cluster.swarm import SwarmFailure, swarm
+from vsched.sim.cluster.scenario import SwarmFailure, swarm
 from vsched.sim.fast.metrics import SimulationOutcome
-from vsched.sim.gallery.cases import CASES, GalleryCase, policies_of, run_policies
+from vsched.sim.gallery import CASES, GalleryCase, policies_of, run_policies
 from vsched.sim.setup import DraftLuck
 from vsched.testing.policy_check import PolicyReport, check_policy
 

@@ -20,9 +20,9 @@ from tests.bench.parts.stub_plugin import NAME, PACED
 from vsched.api.http_server import favour_event_loop, forgo_models
 from vsched.api.server import RunningServer, running_server
 from vsched.bench.load.client_processes import LoadOrder, ready_clients, run_clients
-from vsched.bench.load.figures import Figures
+from vsched.bench.load.generator import Figures
 from vsched.bench.load.shapes import Case
-from vsched.bench.report.machine import process_s
+from vsched.bench.machine import process_s
 from vsched.config import load_config
 from vsched.terminal.options import JsonOption, SetOption, write_json
 

@@ -20,12 +20,12 @@ from rich.table import Table
 
 from tests.bench.servers.processes import neighbours
 from vsched.aio.worker_groups import STARTING
-from vsched.bench.load.cases import draw_image
+from vsched.bench.load.generator import draw_image
 from vsched.config import load_config
 from vsched.engine import Engine, Environment, make_launcher
 from vsched.terminal.options import JsonOption, SetOption, write_json
 from vsched.types import SamplingParams
-from vsched.worker.shares import usable_cores
+from vsched.worker.spec import usable_cores
 
 STREAMS = 4
 TOKENS_BEFORE = 8

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator
+from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInGenerator
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Batch,

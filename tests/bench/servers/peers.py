@@ -15,7 +15,7 @@ from tests.bench.servers import llamacpp, openvino_export
 from tests.bench.servers.server import HOST, Spec
 from tests.bench.servers.sides import ServerSizes
 from tests.bench.servers.torchvision import DECODER, packages_of, patch_torchvision
-from vsched.bench.load.measure import fixed_length_fields
+from vsched.bench.load.generator import fixed_length_fields
 from vsched.errors import ConfigError
 
 MODEL = "bench"

@@ -30,10 +30,9 @@ from tests.bench.servers import processes, sides
 from tests.bench.servers.processes import neighbours
 from tests.bench.servers.server import Server, ServerError, Spec, serving
 from vsched.bench.load.client import BenchClient
-from vsched.bench.load.figures import Figures
-from vsched.bench.load.generator import WARMUP, LoadPlan, draw, run, sessions_for
+from vsched.bench.load.generator import WARMUP, Figures, LoadPlan, draw, run, sessions_for
 from vsched.bench.load.shapes import Case, shape_of
-from vsched.bench.report.machine import PROCESSOR, OtherLoad
+from vsched.bench.machine import PROCESSOR, OtherLoad
 
 IMAGE_PIXELS = 448
 LINE = 118

@@ -16,8 +16,8 @@ from uvicorn.server import ServerState
 from tests.patience import NEVER_S, patience, until
 from tests.unit.api.fakes import FakeEngine, chat, served
 from vsched.aio.streams import OutputDelta
-from vsched.api import ApiSettings, connection, create_app
-from vsched.api.connection import BoundedProtocol
+from vsched.api import ApiSettings, create_app, http_server
+from vsched.api.http_server import BoundedProtocol
 from vsched.config import ServerConfig
 
 SOON_S = 0.05
@@ -147,9 +147,9 @@ async def test_connection_deadline_is_of_each_request_and_not_of_the_answer() ->
 
 async def test_connection_rest_of_a_refused_body_is_not_waited_for() -> None:
     """The deadline also covers the unread rest of a request that was refused early."""
-    async with served(FakeEngine(), receive_s=SOON_S) as port, connected(port) as client:
-        await client.send(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n")
-        await client.send(b"Content-Type: application/json\r\n\r\n{")
+    async with served(FakeEngine(), receive_s=10 * SOON_S) as port, connected(port) as client:
+        head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+        await client.send(head + b"Content-Type: application/json\r\n\r\n{")
         answer = await client.answer()
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert answer.count(b"HTTP/1.1") == 1
@@ -391,7 +391,7 @@ async def test_connection_client_that_sends_no_more_gets_its_answer(
     version: bytes, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a long time; the bytes written by the probe are the beginning of the response."""
-    monkeypatch.setattr(connection, "_FIRST_PROBE_S", 1e-4)
+    monkeypatch.setattr(http_server, "_FIRST_PROBE_S", 1e-4)
     released = asyncio.Event()
     engine = FakeEngine(OutputDelta("x", [1]), released, OutputDelta("y", [1], None, "stop"))
     request = LINE + version + b"\r\n" + HOST + JSON

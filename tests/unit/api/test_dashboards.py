@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vsched.api import ApiSettings, create_app
 from vsched.sim.cluster import SimEngine
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.api.fakes import Client, FakeEngine
 from vsched.api import ApiSettings, create_app
 from vsched.sim.cluster import SimEngine, small_config
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.loop import VirtualLoop
 from vsched.sim.ranks.symbolic_workers import SymbolicGenerator
 
 BODY = {"prompt": "1 2 3", "max_tokens": 4, "ignore_eos": True}

@@ -18,7 +18,7 @@ from vsched.plugins import load_policy_class
 from vsched.policy import POLICY_TABLES
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.cluster.scenario import draw_arrivals
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.loop import VirtualLoop
 
 BODY = {"prompt": "1 2 3", "max_tokens": 4, "ignore_eos": True}
 DOES: list[Callable[[Any, Any], Any]] = []

@@ -17,7 +17,7 @@ from vsched.aio.live import LiveState
 from vsched.api import ApiSettings, create_app
 from vsched.api.page import PAGE_PATHS
 from vsched.sim.cluster import SimEngine
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.loop import VirtualLoop
 
 STATIC = Path(vsched.api.__file__).parent / "static"
 BODY = {"prompt": "1 2 3", "max_tokens": 40, "ignore_eos": True}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from vsched.api.metrics import ApiMetrics
-from vsched.api.metrics.requests import Report, added
+from vsched.api.metrics import ApiMetrics, Report, added
 
 
 def counted(*outcomes: str, tenant: str = "") -> ApiMetrics:

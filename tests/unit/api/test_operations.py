@@ -14,7 +14,7 @@ from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api.app import create_frontend
 from vsched.api.metrics import ApiMetrics
-from vsched.api.middleware.access import RequireKey
+from vsched.api.middleware import RequireKey
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.types import ModelInfo
 

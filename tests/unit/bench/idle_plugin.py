@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator, stand_in_info
+from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInGenerator, stand_in_info
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Batch,
@@ -20,7 +20,7 @@ from vsched.worker.contract import (
     WorkerPlugin,
     WorkerSettings,
 )
-from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
+from vsched_workers.checkpoint.tokenize import ByteDetokenizer, TokenTable
 
 NAME = "tests.unit.bench.idle_plugin:plugin"
 LETTER = ord("e")

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image as PillowImage
 
 from tests.unit.media.fakes import PLACEHOLDER, FakePreprocessor, model_info
-from vsched.bench.fidelity.arrivals import RequestTexts
-from vsched.bench.load.cases import draw_picture
+from vsched.bench.fidelity.measure import RequestTexts
+from vsched.bench.load.generator import draw_picture
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, workload_of
 
 LIMIT = 64

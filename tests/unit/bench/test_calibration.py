@@ -13,7 +13,7 @@ from vsched.bench.fidelity.calibration import (
     PlannedRequest,
     plan_round,
 )
-from vsched.bench.report.machine import OtherLoad, describe_machine
+from vsched.bench.machine import OtherLoad, describe_machine
 from vsched.config import load_config
 from vsched.sim.cost.model import COST_MODELS
 

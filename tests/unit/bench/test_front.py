@@ -11,7 +11,7 @@ from tests.bench.parts import stub_plugin
 from tests.bench.parts.front import FrontLoad, front_row
 from tests.unit.bench.idle_plugin import plugin as idle
 from vsched.bench.load.client import Sample
-from vsched.bench.load.figures import Answers, summarise
+from vsched.bench.load.generator import Answers, summarise
 from vsched.bench.load.shapes import Case
 from vsched.worker.contract import Batch
 

@@ -11,11 +11,26 @@ import msgspec
 import pytest
 
 from tests.patience import PATIENCE_S
-from vsched.bench.load.cases import VIDEO_RATE, VIDEO_S, draw_image, draw_session
 from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
-from vsched.bench.load.figures import NOT_ASKED, Answers, Figures, summarise, table, times
-from vsched.bench.load.generator import RUNNING_PIECES, WARMUP, LoadPlan, draw, run, sessions_for
-from vsched.bench.load.measure import fixed_length_fields
+from vsched.bench.load.generator import (
+    NOT_ASKED,
+    RUNNING_PIECES,
+    VIDEO_RATE,
+    VIDEO_S,
+    WARMUP,
+    Answers,
+    Figures,
+    LoadPlan,
+    draw,
+    draw_image,
+    draw_session,
+    fixed_length_fields,
+    run,
+    sessions_for,
+    summarise,
+    table,
+    times,
+)
 from vsched.bench.load.shapes import Case, Shape, shape_of
 from vsched.config import MediaConfig
 from vsched.errors import ConfigError

@@ -17,9 +17,7 @@ from tests.bench.servers import setup, sides, torchvision
 from tests.bench.servers.peers import PEERS, PeerStart
 from tests.bench.servers.server import HOST, Server, ServerError, Spec
 from tests.bench.servers.session import Session
-from vsched.bench.load.figures import Figures
-from vsched.bench.load.generator import LoadPlan, draw
-from vsched.bench.load.measure import fixed_length_fields
+from vsched.bench.load.generator import Figures, LoadPlan, draw, fixed_length_fields
 from vsched.bench.load.shapes import Case, Shape
 from vsched.errors import ConfigError
 

@@ -10,7 +10,7 @@ from tests.bench import report
 from tests.bench.options import PAGES, TABLED
 from tests.bench.records import Key, Run
 from tests.bench.report import rows
-from vsched.bench.load.figures import Figures, Times
+from vsched.bench.load.generator import Figures, Times
 from vsched.errors import ConfigError
 
 

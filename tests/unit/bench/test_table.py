@@ -20,7 +20,7 @@ from tests.bench.servers import session as sessions
 from tests.bench.servers.server import HOST, Spec
 from tests.bench.servers.sides import spec_of
 from tests.unit.bench.test_peer_commands import FIGURES
-from vsched.bench.load.figures import Times
+from vsched.bench.load.generator import Times
 from vsched.errors import ConfigError
 
 SERVER = """

@@ -25,7 +25,7 @@ from vsched.policy import (
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.record import replay
 from vsched.testing import ModelCluster, check_policy, make_request
-from vsched.testing.defaults import default_policies
+from vsched.testing.cluster import default_policies
 from vsched_policies.front_door import DeadlineShed, Open
 from vsched_policies.requests import TenantFair
 

@@ -25,7 +25,7 @@ from vsched.policy_host.snapshot import (
     restore_snapshot,
 )
 from vsched.testing import ModelCluster, run_random
-from vsched.testing.defaults import default_policies
+from vsched.testing.cluster import default_policies
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 
 LIMITS = SchedulerLimits(blocks=8, slots=2, context_tokens=64, pages=4)

@@ -14,7 +14,7 @@ from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import Accepted, KvNegotiation
 from vsched.policy import MemoryPolicy
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.testing.model_ranks.sizing_rank import KvSizingRank, load_view, negotiate
+from vsched.testing.memory_check import KvSizingRank, load_view, negotiate
 from vsched_policies.memory import AutoProfile, Fraction, Pinned
 
 MIB = 1 << 20

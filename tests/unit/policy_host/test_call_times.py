@@ -17,7 +17,7 @@ from vsched.policy_host.call_times import PolicyTimes, QueueClock
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.record import replay
 from vsched.testing import ModelCluster, make_request
-from vsched.testing.defaults import default_policies
+from vsched.testing.cluster import default_policies
 
 LIMITS = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16)
 MS = 1_000_000

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.stand_in_workers import StandInEncoder, StandInGenerator, stand_in_info
+from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInGenerator, stand_in_info
 from vsched.types import ArenaLayout, ModelInfo
 from vsched.wire import FollowerLog, LogEntry
 from vsched.worker.contract import (

@@ -14,14 +14,13 @@ from tests.cable import Cable
 from tests.host_process import HostProcess
 from tests.unit.rank.worker_groups import Place
 from vsched.aio.hosts.link import Context, EngineSocket, HostSocket, curve_keys, make_secret
-from vsched.aio.hosts.remote import Patience, PlacedLauncher
+from vsched.aio.hosts.remote import PlacedLauncher
 from vsched.aio.hosts.server import HostServer
 from vsched.aio.launcher import LocalLauncher
 from vsched.config import Config
-from vsched.config.cluster import ClusterConfig
-from vsched.config.sections import DeadlinesConfig
+from vsched.config.sections import ClusterConfig, DeadlinesConfig
 
-PATIENT = Patience(alive_s=0.1, silence_s=60, open_s=60)
+PATIENT = DeadlinesConfig(heartbeat_s=0.1, rank_timeout_s=60)
 
 
 class RunningHost:
@@ -71,7 +70,8 @@ class Hosts:
         *,
         encode: Sequence[str] = (),
         generate: Sequence[str] = (),
-        patience: Patience = PATIENT,
+        deadlines: DeadlinesConfig = PATIENT,
+        open_s: float = 60,
         shared: bytes = b"",
     ) -> PlacedLauncher:
         """Have the worker groups of a place run on hosts."""
@@ -80,13 +80,8 @@ class Hosts:
             name: partial(EngineSocket, self._context, address, keys)
             for name, address in self._addresses.items()
         }
-        alive_s, silence_s = patience.alive_s, patience.silence_s
-        config = Config(
-            cluster=ClusterConfig(
-                encode=[*encode], generate=[*generate], connect_s=patience.open_s
-            ),
-            deadlines=DeadlinesConfig(heartbeat_s=alive_s, rank_timeout_s=silence_s - alive_s),
-        )
+        cluster = ClusterConfig(encode=[*encode], generate=[*generate], connect_s=open_s)
+        config = Config(cluster=cluster, deadlines=deadlines)
         placed = place.launcher = PlacedLauncher(config, place.launcher, hosts)
         return placed
 

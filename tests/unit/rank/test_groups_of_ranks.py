@@ -9,14 +9,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.unit.rank.fake_plugin import Behaviour
-from tests.unit.rank.worker_groups import LIMITS, Place, Received, is_running
+from tests.unit.rank.worker_groups import Place, Received, is_running, limits
 from vsched.aio.worker_groups import WorkerGroup
-from vsched.config.sections import DeadlinesConfig
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
 from vsched.types import SamplingParams
 from vsched.wire import EncodeResult, GenerateResult
@@ -25,10 +23,6 @@ pytestmark = pytest.mark.slow
 
 IDLE_BEATS = int(os.environ.get("VSCHED_IDLE_BEATS", "3"))
 PROMPT = (7).to_bytes(4, "little") * 3
-
-
-def limits(**changes: float) -> DeadlinesConfig:
-    return msgspec.structs.replace(LIMITS, **changes)
 
 
 def first_step() -> GenerateDecision:

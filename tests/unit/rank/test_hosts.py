@@ -83,7 +83,7 @@ async def test_hosts_rank_that_is_killed_there_comes_back(place: Place) -> None:
             assert shell.healthy
 
 
-QUICK = msgspec.structs.replace(PATIENT, silence_s=2.0)
+QUICK = msgspec.structs.replace(PATIENT, rank_timeout_s=2.0)
 """Detects a silent host within the patience of a test, but not a live one on a busy machine."""
 
 
@@ -124,7 +124,7 @@ async def test_hosts_stream_goes_on_when_a_host_stands_still(place: Place) -> No
     """SIGSTOP: no connection breaks, so the deadline finds it; its ranks are replaced when it continues."""
     async with hosts_of() as hosts:
         with host_process(hosts) as process:
-            hosts.launcher(place, encode=["far"], generate=["far"], patience=QUICK)
+            hosts.launcher(place, encode=["far"], generate=["far"], deadlines=QUICK)
             async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
                 await check_stream_goes_on(shell, process.stop, process.go_on)
 
@@ -132,7 +132,7 @@ async def test_hosts_stream_goes_on_when_a_host_stands_still(place: Place) -> No
 async def test_hosts_stream_goes_on_when_a_cable_is_pulled(place: Place) -> None:
     """A half-open connection: both sides detect it, and the host's ranks end without the engine."""
     async with hosts_of("far") as hosts, cable_to(hosts, "far") as cable:
-        hosts.launcher(place, encode=["far"], generate=["far"], patience=QUICK)
+        hosts.launcher(place, encode=["far"], generate=["far"], deadlines=QUICK)
         host = hosts.running["far"]
         async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
             request = make_request("image", [14, 15], [(1, 6, b"image1")])
@@ -167,8 +167,8 @@ async def test_hosts_first_start_fails_without_its_host(
     async with hosts_of("far") as hosts:
         if not shared:
             await hosts.running.pop("far").close()
-        quick = msgspec.structs.replace(PATIENT, open_s=1.0 if shared else 0.1)
-        hosts.launcher(place, generate=["far"], patience=quick, shared=shared)
+        open_s = 1.0 if shared else 0.1
+        hosts.launcher(place, generate=["far"], open_s=open_s, shared=shared)
         with pytest.raises((GroupLostError, StartFailedError), match=f"host far .*{said}"):
             async with shell_of(place):
                 pass

@@ -25,14 +25,17 @@ from vsched.transport.arena import Arena
 from vsched.types import Request, SamplingParams, stage_of
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.profiling_run import StepLimits
-from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec
+from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec, StepLimits
 from vsched_policies.memory import Pinned
 
 ROOT = Path(__file__).parents[3]
 LIMITS = DeadlinesConfig(ready_s=NEVER_S, step_s=NEVER_S, heartbeat_s=0.2, rank_timeout_s=60)
 """Tests of a deadline set their own."""
 KV_TOKENS = 512
+
+
+def limits(**changes: float) -> DeadlinesConfig:
+    return msgspec.structs.replace(LIMITS, **changes)
 
 
 class Received:

@@ -17,7 +17,7 @@ from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.events import GroupReady, TimerFired
 from vsched.policy_host import SeatPolicies
 from vsched.record import Recorder, check_record_path, open_recorder, replay
-from vsched.testing.defaults import default_policies
+from vsched.testing.cluster import default_policies
 
 LIMITS = SchedulerLimits(blocks=2000, slots=2, context_tokens=64, pages=4)
 

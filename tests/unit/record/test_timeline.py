@@ -15,7 +15,7 @@ from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Stepped
 from vsched.record import TraceTimeline, replay
 from vsched.record.entries import SegmentHeader
-from vsched.testing.defaults import default_policies
+from vsched.testing.cluster import default_policies
 
 LIMITS = SchedulerLimits(
     blocks=60,

@@ -19,7 +19,7 @@ from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.requests import RunningSet
 from vsched.policy_host.waiting import OrderedQueue
-from vsched.sim.fast.run import simulate
+from vsched.sim.fast.simulation import simulate
 from vsched.sim.invariants import Oracles, SimulationFailed
 from vsched.sim.setup import prepare
 
@@ -72,7 +72,7 @@ def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
 
     def remove(self: OrderedQueue[Any], entry: Any, **_: Any) -> None:
         index = self._entries.index(entry)
-        del self._entries[index], self._orders[index], self._views[index]
+        del self._entries[index], self._views[index]
 
     patch.setattr(OrderedQueue, "remove", remove)
     patch.setattr(GenerateGroup, "_admit", broken)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.loop import VirtualLoop
 
 T = TypeVar("T")
 

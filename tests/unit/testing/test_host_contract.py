@@ -12,9 +12,9 @@ from vsched.kernel import SchedulerLimits
 from vsched.policy import POLICY_TABLES, Policy
 from vsched.policy_host import HostCapabilities, SeatPolicies
 from vsched.testing import ModelCluster, make_request
+from vsched.testing.cluster import default_policies
 from vsched.testing.contracts.base import ContractBroken
 from vsched.testing.contracts.host import HostLoad, HostRun, check_host
-from vsched.testing.defaults import default_policies
 
 LIMITS = SchedulerLimits(blocks=110, slots=8, batch_tokens=256, context_tokens=1024, pages=16)
 ABLE = HostCapabilities(host="vsched", tables=frozenset(POLICY_TABLES))

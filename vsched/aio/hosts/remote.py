@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import msgspec
 import zmq
 
 from vsched.aio.hosts.link import (
@@ -44,7 +43,7 @@ from vsched.aio.hosts.link import (
 from vsched.aio.hosts.ray_hosts import InstalledRay, RayHosts
 from vsched.aio.launcher import Host, Launcher, OnExit
 from vsched.config import Config
-from vsched.config.cluster import OWN_HOST, RAY_HOST
+from vsched.config.sections import OWN_HOST, RAY_HOST, DeadlinesConfig
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, EncodeTask, GenerateDecision
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame
@@ -59,14 +58,6 @@ LOST_CODE = 1
 """Exit code reported for ranks of a lost host; the loss of the host is reported first."""
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """Timeouts of a link, in seconds; `open_s` is 0 to wait for a host without limit."""
-
-    alive_s: float
-    silence_s: float
-    open_s: float = 0.0
-
-
 class RemoteHost:
     """Another host, for one start of a worker group."""
 
@@ -78,16 +69,19 @@ class RemoteHost:
         engine: str,
         groups: Sequence[str],
         arena: Arena,
-        patience: Patience,
+        deadlines: DeadlinesConfig,
+        open_s: float,
         on_open: Callable[[], object],
         on_lost: Callable[[str], None],
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """Ask the host to serve these groups; launches are queued until it answers."""
+        """Ask the host to serve these groups, within `open_s` if not 0; launches are queued until it answers."""
         self.name = name
         self.layout: ArenaLayout = arena.layout
         self._arena = arena
-        self._patience = patience
+        self._open_s = open_s
+        self._alive_s = deadlines.heartbeat_s
+        self._silence_s = deadlines.rank_timeout_s + deadlines.heartbeat_s
         self._on_open = on_open
         self._on_lost = on_lost
         self._links: dict[str, RemoteLink] = {}
@@ -105,13 +99,14 @@ class RemoteHost:
             window_bytes=window_bytes,
         )
         self._end = connect(self.stream.receive, self.stream.fail)
-        open_s = patience.open_s
         self._opening = self._loop.call_later(open_s, self._miss) if open_s else None
-        alive_s, silence_s = patience.alive_s, patience.silence_s
-        self.stream.put(OpenGroups(VERSION, engine, [*groups], arena.layout, alive_s, silence_s))
+        opening = OpenGroups(
+            VERSION, engine, [*groups], arena.layout, self._alive_s, self._silence_s
+        )
+        self.stream.put(opening)
 
     def _miss(self) -> None:
-        why = f"did not answer for {self._patience.open_s:g} s"
+        why = f"did not answer for {self._open_s:g} s"
         if self._end.hung_up:
             why += f" and hung up {self._end.hung_up} times. Remedy: see that it has the same key"
         self.stream.fail(why)
@@ -160,9 +155,7 @@ class RemoteHost:
             self._opening.cancel()
         logger.info("host %s: connected", self.name)
         self._on_open()
-        self.stream.watch(
-            alive_s=self._patience.alive_s, silence_s=self._patience.silence_s, look=self.read
-        )
+        self.stream.watch(alive_s=self._alive_s, silence_s=self._silence_s, look=self.read)
 
     def _write(self, message: Write) -> None:
         """Take embedding rows; a host may write only bytes that were requested from it."""
@@ -356,18 +349,15 @@ class PlacedLauncher:
 
         `hosts` are the links by name; `RAY_HOST` in the configuration stands for the replica's `ray_host`.
         """
-        cluster, deadlines = config.cluster, config.deadlines
+        cluster = config.cluster
         self.run_dir = own.run_dir
         self._own = own
         self._hosts = hosts
         self._stages = {stage: cluster.hosts_of(stage) for stage in ("encode", "generate")}
         if config.placement == "together":
             self._stages["encode"] = self._stages["generate"]
-        self._patience = Patience(
-            alive_s=deadlines.heartbeat_s,
-            silence_s=deadlines.rank_timeout_s + deadlines.heartbeat_s,
-            open_s=cluster.connect_s,
-        )
+        self._deadlines = config.deadlines
+        self._open_s = cluster.connect_s
         self._close = close
         self._window_bytes = window_bytes
         self._engine = secrets.token_hex(8)
@@ -386,9 +376,6 @@ class PlacedLauncher:
         if on_ray:
             name = ray_host(stage_of(group), replica_of(group))
         waited_for = on_ray or (len(names) == 1 and group in self._served)
-        patience = self._patience
-        if waited_for:
-            patience = msgspec.structs.replace(patience, open_s=0)
 
         def lost(why: str) -> None:
             self._lost[group] += 1
@@ -401,7 +388,8 @@ class PlacedLauncher:
             engine=self._engine,
             groups=groups,
             arena=arena,
-            patience=patience,
+            deadlines=self._deadlines,
+            open_s=0.0 if waited_for else self._open_s,
             on_open=lambda: self._served.add(group),
             on_lost=lost,
             window_bytes=self._window_bytes,

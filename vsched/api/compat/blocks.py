@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from vsched.aio.streams import OutputDelta, TokenLogprob
+from vsched.api.errors import ParameterRefused
+from vsched.api.request_schema import (
+    ChatRequest,
+    CommonFields,
+    MediaArguments,
+    ProcessorArguments,
+    TemplateArguments,
+)
 from vsched.api.response_schema import ChatDelta
-from vsched.api.tools.message_builder import MessageBuilder
+from vsched.api.tools.reader import MessageBuilder
 
 
 class BlockKind(Enum):
@@ -152,3 +165,42 @@ class ContentBlocks:
         if self._open is not None:
             yield BlockStop(self._open)
         self._open = None
+
+
+class ChatFields(CommonFields, kw_only=True):
+    """Fields with the same names as in chat requests."""
+
+    chat_template_kwargs: TemplateArguments | None = None
+    mm_processor_kwargs: ProcessorArguments | None = None
+    media_io_kwargs: MediaArguments | None = None
+
+
+def shared_fields(request: msgspec.Struct, *, but: AbstractSet[str]) -> dict[str, Any]:
+    """Fields that have the same name in a chat request, except for `but`, whose meaning or type differs."""
+    names = set(request.__struct_fields__) & set(ChatRequest.__struct_fields__)
+    return {name: getattr(request, name) for name in sorted(names - but)}
+
+
+_ROOT = re.compile(r"\w+")
+
+
+@contextlib.contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Replace the names of chat parameters, the keys, in errors by those of the client's API.
+
+    Raises:
+        ParameterRefused: With the replaced names.
+    """
+    try:
+        yield
+    except ParameterRefused as error:
+        root = _ROOT.match(error.param or "")
+        if root is None or root[0] not in names:
+            raise
+        name = names[root[0]]
+        raise ParameterRefused(
+            error.message.replace(f"`{root[0]}", f"`{name}"),
+            param=name + (error.param or "")[root.end() :],
+            code=error.code,
+            status=error.status,
+        ) from None

@@ -8,26 +8,414 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 import uvloop
 from setproctitle import setproctitle
+from starlette.types import Receive, Scope, Send
 
+from vsched.aio.arrivals import PendingArrivals
+from vsched.aio.grammar_checks import GrammarChecks, grammar_processes
+from vsched.aio.serving import check_stop_tokens, prompts_untold
+from vsched.aio.streams import ChoiceInputs, PromptReport, StopScope, StreamTable, TokenStream
 from vsched.api.app import create_frontend
+from vsched.api.http_exchange import ROOMLESS_BYTES, HttpExchange
 from vsched.api.http_server import favour_event_loop, forgo_models, http_server
 from vsched.api.metrics import ApiMetrics
-from vsched.api.processes.link import BEAT_S, SILENT_S, Link, read_order
 from vsched.api.processes.messages import (
+    BEAT_S,
+    SILENT_S,
+    AcceptedRequest,
+    AdmitRequest,
+    CancelRequest,
+    End,
     EngineMessages,
+    EngineStatus,
+    HttpForward,
+    HttpReply,
+    Link,
     MetricsReport,
     Order,
     ProcessLoaded,
+    ProcessMessage,
+    SentImage,
+    Served,
+    Submit,
+    Tokenize,
     bodies_bytes,
+    read_order,
 )
-from vsched.api.processes.remote_engine import ForwardToEngine, ProcessOutbox, RemoteEngine
 from vsched.api.tracing import open_tracing
-from vsched.errors import VschedError
+from vsched.assembly import load_front_end
+from vsched.errors import RequestFailed, RequestRefused, VschedError, limit_message
 from vsched.logs import configure_logging
+from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
+from vsched.record.journal import PartialOutput
+from vsched.types import FinishReason, ModelInfo, Request, SamplingParams
+from vsched.worker.contract import Preprocessor
+from vsched.worker.registry import load_worker
+
+
+class ProcessOutbox:
+    """Messages of an API process, in order."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._waiting: list[ProcessMessage] = []
+        self._large = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, message: ProcessMessage) -> None:
+        """Send a message, together with the others of this iteration."""
+        if not self._waiting:
+            self._loop.call_soon(self.flush)
+        self._waiting.append(message)
+
+    async def put_large(self, message: ProcessMessage) -> None:
+        """Send a large message after all earlier ones, once the engine has read previous large messages.
+
+        Blocks: until then, or until the link is lost.
+        """
+        async with self._large:
+            await self._link.writable()
+            self.flush()
+            self._link.send([message])
+
+    def flush(self) -> None:
+        """Send the collected messages."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._link.send(waiting)
+
+
+class _Pending:
+    """A request that is not accepted yet."""
+
+    def __init__(
+        self,
+        request: Request,
+        request_ids: tuple[str, ...],
+        make_stop_scope: Callable[[], StopScope] | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.request = request
+        self.request_ids = request_ids
+        self.make_stop_scope = make_stop_scope
+        self.prompt_token_ids: list[int] = []
+        self.entered: asyncio.Future[None] = loop.create_future()
+        self.accepted: asyncio.Future[list[TokenStream]] = loop.create_future()
+        self.preparing = PendingArrivals()
+        self.refused = False
+
+    def refuse(self, error: RequestRefused | RequestFailed) -> None:
+        """End it with an error, in any state."""
+        self.refused = True
+        for future in (self.entered, self.accepted):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # retrieved: perhaps nothing awaits it
+        self.preparing.interrupt(error)
+
+
+class RemoteEngine:
+    """Implements `ServingContract` over a link.
+
+    Attributes:
+        served: Done once the engine has sent the served model and configuration.
+    """
+
+    info: ModelInfo
+    preprocessor: Preprocessor
+
+    def __init__(self, model_name: str, box: ProcessOutbox) -> None:
+        loop = asyncio.get_running_loop()
+        self.model_name = model_name
+        self.served: asyncio.Future[Served] = loop.create_future()
+        self._box = box
+        self._facts = EngineStatus("loading", [])
+        self._lost = False
+        self._next = 1
+        self._pending: dict[int, _Pending] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._streams = StreamTable(self._on_broken)
+        self._choices: dict[str, int] = {}
+        self._media: MediaPipeline | None = None
+        self._grammars: GrammarChecks
+        self._has_prompt_logprobs = False
+
+    async def load(self) -> None:
+        """Wait for the served model, and load its preprocessor.
+
+        Raises:
+            CheckpointError, ConfigError: If it cannot be loaded.
+        """
+        served = await self.served
+        config, self.info = served.config, served.info
+        self.model_name = config.model.served_name
+        plugin = load_worker(config.generate.plugin, path="generate.plugin")
+        self.preprocessor, self._has_prompt_logprobs = await asyncio.to_thread(
+            load_front_end, plugin, self.info, ranks=config.generate.tensor_parallel
+        )
+        checker = grammar_processes(config, self.info)
+        self._grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)
+        nothing = PixelStore(memoryview(bytearray()))  # the engine has the pixels
+        self._media = MediaPipeline(self.preprocessor, nothing, config.media)
+
+    @property
+    def state(self) -> str:
+        """State of the engine, or `loading` until this process has loaded, too."""
+        if self._lost:
+            return "stopped"
+        return "loading" if self._media is None else self._facts.state
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """Adapters, as last sent by the engine."""
+        return self._facts.adapters
+
+    # --- messages from the engine ---
+
+    def take(self, turn: EngineMessages) -> None:
+        """Handle the messages of one event loop iteration of the engine."""
+        if turn.served is not None and not self.served.done():
+            self.served.set_result(turn.served)
+        if turn.status_update is not None:
+            self._facts = turn.status_update
+        for number in turn.entered:
+            pending = self._pending.get(number)
+            if pending is not None and not pending.entered.done():
+                pending.entered.set_result(None)
+        for accepted in turn.accepted:
+            self._accept(accepted)
+        for refusal in turn.refused:
+            self._refuse(refusal.number, refusal.error)
+        for reply in turn.replies:
+            self._answer(reply.number, reply)
+        for tokens in turn.tokenized:
+            self._answer(tokens.number, tokens.token_ids)
+        self._streams.report(turn.prompts)
+        logprobs = turn.logprobs
+        for index, (number, token) in enumerate(zip(turn.numbers, turn.tokens, strict=True)):
+            self._streams.take(number, token, logprobs.get(index) if logprobs else None)
+        for finish in turn.finished:
+            self._choices.pop(finish.request_id, None)
+            self._streams.finish(finish)
+
+    def lose(self, why: str) -> None:
+        """Fail every request, because the engine is gone."""
+        self._lost = True
+        error = RequestFailed(why, code="stopping", status=503, retry_after_s=5)
+        for number in [*self._pending, *self._calls]:
+            self._refuse(number, error)
+        self._choices.clear()
+        self._streams.fail_all(why, code="stopping")
+
+    def _answer(self, number: int, value: object) -> None:
+        call = self._calls.pop(number, None)
+        if call is not None and not call.done():
+            call.set_result(value)
+
+    def _refuse(self, number: int, error: RequestRefused | RequestFailed) -> None:
+        call, pending = self._calls.pop(number, None), self._pending.pop(number, None)
+        if call is not None and not call.done():
+            call.set_exception(error)
+        if pending is not None:
+            pending.refuse(error)
+
+    def _accept(self, accepted: AcceptedRequest) -> None:
+        pending = self._pending.pop(accepted.number, None)
+        if pending is None:
+            return  # it was cancelled meanwhile
+        prompt = accepted.prompt_token_ids
+        token_ids = pending.prompt_token_ids if prompt is None else prompt
+        streams = self._make_streams(pending, token_ids)
+        for number, stream in enumerate(streams, accepted.number):
+            self._choices[stream.request_id] = number
+            self._streams.add(number, stream)
+        pending.accepted.set_result(streams)
+
+    def _make_streams(self, pending: _Pending, token_ids: list[int]) -> list[TokenStream]:
+        """Create the token streams of a request's choices, as in the engine's process."""
+        sampling = pending.request.sampling
+        own = () if sampling.ignore_eos else self.info.stop_token_ids
+        stops = frozenset(check_stop_tokens(sampling.stop_token_ids, own))
+        top = sampling.prompt_logprobs
+        report = None if top is None else PromptReport(token_ids, top)
+        return [
+            TokenStream(
+                ChoiceInputs(
+                    request_id=name,
+                    prompt_token_ids=token_ids,
+                    sampling=sampling,
+                    stop_token_ids=stops,
+                    report=report,
+                    on_stop=self._end,
+                    on_end=lambda: None,
+                ),
+                self.preprocessor.detokenizer,
+                make_stop_scope=pending.make_stop_scope,
+            )
+            for name in pending.request_ids
+        ]
+
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        number = self._choices.get(request_id)
+        if number is not None:
+            self._box.put(End(number, reason))
+
+    def _on_broken(self, request_id: str) -> None:
+        self._end(request_id, FinishReason.ERROR)
+
+    # --- requests ---
+
+    async def generate_choices(
+        self,
+        *,
+        prompt: Prompt,
+        images: Sequence[ImageReference] = (),
+        sampling: SamplingParams,
+        request_ids: Sequence[str],
+        priority: int = 0,
+        ttft_target_ms: int | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+        session: str = "",
+        adapter: str = "",
+        started: PartialOutput | None = None,
+        make_stop_scope: Callable[[], StopScope] | None = None,
+    ) -> list[TokenStream]:
+        """Like `Engine.generate_choices`."""
+        request = Request(
+            request_id=request_ids[0],
+            prompt_token_ids=[],
+            sampling=sampling,
+            priority=priority,
+            ttft_target_ms=ttft_target_ms,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            session=session,
+        )
+        self._check_there()
+        number, self._next = self._next, self._next + len(request_ids)
+        pending = self._pending[number] = _Pending(request, tuple(request_ids), make_stop_scope)
+        self._box.put(
+            AdmitRequest(number, request, pending.request_ids, len(images), adapter, started)
+        )
+        try:
+            await pending.entered
+            with pending.preparing.begin(request.request_id):
+                await self._prepare(pending, number, prompt, images)
+            return await pending.accepted
+        except BaseException:
+            self._pending.pop(number, None)
+            if not pending.refused:  # it may already be accepted, or about to be
+                self._box.put(CancelRequest(number, len(request_ids)))
+            raise
+
+    async def _prepare(
+        self, pending: _Pending, number: int, prompt: Prompt, images: Sequence[ImageReference]
+    ) -> None:
+        """Do the preparation that belongs to this process, and submit the request."""
+        assert self._media is not None, "requests arrive only after loading"
+        sampling = pending.request.sampling
+        if sampling.prompt_logprobs is not None and not self._has_prompt_logprobs:
+            raise prompts_untold()
+        await self._grammars.check(sampling)
+        token_ids = await self._media.tokenize(prompt, images=bool(images))
+        if images:
+            await self._box.put_large(Submit(number, token_ids, _to_send(images)))
+        else:
+            pending.prompt_token_ids = token_ids
+            self._box.put(Submit(number, token_ids))
+
+    async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:
+        """Like `Engine.tokenize`."""
+        assert self._media is not None, "requests arrive only after loading"
+        if not images:
+            return (await self._media.prepare(prompt, ())).token_ids
+        token_ids, sent = await self._media.tokenize(prompt, images=True), _to_send(images)
+        found: list[int] = await self._call(
+            lambda number: Tokenize(number, token_ids, sent), is_large=True
+        )
+        return found
+
+    async def ask(self, make: Callable[[int], HttpForward]) -> HttpReply:
+        """Forward a complete HTTP request to the engine.
+
+        Blocks: until the engine has answered it.
+
+        Raises:
+            RequestFailed: If the engine is gone.
+        """
+        reply: HttpReply = await self._call(make)
+        return reply
+
+    async def _call(self, make: Callable[[int], ProcessMessage], *, is_large: bool = False) -> Any:
+        self._check_there()
+        number, self._next = self._next, self._next + 1
+        call = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            if is_large:
+                await self._box.put_large(make(number))
+            else:
+                self._box.put(make(number))
+            return await call
+        finally:
+            self._calls.pop(number, None)
+
+    def _check_there(self) -> None:
+        """Raise an error if the engine is gone."""
+        if self._lost:
+            raise RequestFailed("the engine is gone", code="stopping", status=503, retry_after_s=5)
+
+
+def _to_send(images: Sequence[ImageReference]) -> list[SentImage]:
+    return [SentImage.of(image) for image in images]
+
+
+class ForwardToEngine:
+    """ASGI application that forwards requests to the engine's process; a disconnect does not cancel them."""
+
+    def __init__(self, ask: Callable[[Callable[[int], HttpForward]], Awaitable[HttpReply]]) -> None:
+        """Use `ask` to send messages: it assigns a number to a message and returns the reply."""
+        self._ask = ask
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange = HttpExchange(scope, receive, send)
+        await exchange.serve_response(self._answer(exchange, scope, send))
+
+    async def _answer(self, exchange: HttpExchange, scope: Scope, send: Send) -> None:
+        pieces = await exchange.read_body(ROOMLESS_BYTES, _no_room)
+
+        def make(number: int) -> HttpForward:
+            return HttpForward(
+                number=number,
+                method=scope["method"],
+                path=scope["path"],
+                query=scope.get("query_string", b""),
+                headers=[(bytes(name), bytes(value)) for name, value in scope["headers"]],
+                body=b"".join(pieces),
+            )
+
+        reply = await self._ask(make)
+        exchange.started = True
+        await send(
+            {"type": "http.response.start", "status": reply.status, "headers": reply.headers}
+        )
+        await send({"type": "http.response.body", "body": reply.body})
+
+
+async def _no_room(size: int) -> Any:
+    message = limit_message(
+        "the request body is too large for this path",
+        value=f"{size} bytes",
+        limit=f"{ROOMLESS_BYTES} bytes with several server.processes",
+        remedy="send a smaller body",
+    )
+    raise RequestRefused(message, code="body_too_large", status=413)
+
 
 logger = logging.getLogger(__name__)
 END_S = 3.0

@@ -21,15 +21,18 @@ from typing import Any
 import msgspec
 
 from vsched.aio.streams import Generation
-from vsched.bench.fidelity.arrivals import RequestTexts
-from vsched.bench.fidelity.measure import Comparison, at_rate, small_requests
-from vsched.bench.fidelity.observed_engine import ObservedEngine
-from vsched.bench.report.machine import OtherLoad, describe_machine
+from vsched.bench.fidelity.measure import (
+    Comparison,
+    ObservedEngine,
+    RequestTexts,
+    at_rate,
+    small_requests,
+)
+from vsched.bench.machine import OtherLoad, describe_machine
 from vsched.config import Config
 from vsched.engine import Progress
-from vsched.sim.cost.calibration import calibrate, rehearsed
+from vsched.sim.cost.calibration import ObservedRequest, calibrate, rehearsed
 from vsched.sim.cost.model import CostModel
-from vsched.sim.cost.observations import ObservedRequest
 from vsched.sim.workload.requests import Arrival, Image, Text
 
 Advanced = Callable[[int, int], None]

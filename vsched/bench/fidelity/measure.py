@@ -9,25 +9,336 @@ capacity.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
+import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
 from random import Random
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
 
-from vsched.bench.fidelity.arrivals import RequestTexts
-from vsched.bench.fidelity.observed_engine import ObservedEngine
-from vsched.bench.report.machine import OtherLoad
-from vsched.engine import Engine
-from vsched.errors import RequestFailed, RequestRefused
-from vsched.sim.cost.calibration import slower, slowness
-from vsched.sim.cost.model import CostModel
+from vsched.aio.kv_sizing import Sizing
+from vsched.aio.launcher import Launcher
+from vsched.aio.shell import EventRecorder
+from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents
+from vsched.bench.load.generator import draw_picture, draw_text
+from vsched.bench.machine import OtherLoad
+from vsched.config import Config, MediaConfig
+from vsched.engine import Engine, Environment, Progress
+from vsched.errors import ConfigError, GroupLostError, RequestFailed, RequestRefused
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Command, Decide
+from vsched.kernel.decisions import Decision, EncodeDecision
+from vsched.kernel.events import Event, GroupLost
+from vsched.media import MediaPipeline, PixelStore
+from vsched.media.pruning import Pruning
+from vsched.sim.cost.calibration import (
+    Observation,
+    ObservedJob,
+    ObservedRequest,
+    ObservedStep,
+    encode_sample,
+    generate_sample,
+    slower,
+    slowness,
+)
+from vsched.sim.cost.model import CostModel, EncodeSample, GenerateSample
 from vsched.sim.fast.metrics import SimulationOutcome
-from vsched.sim.fast.run import simulate
+from vsched.sim.fast.simulation import simulate
 from vsched.sim.workload.generators import independent, poisson
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload, workload_of
+from vsched.transport.arena import Arena
+from vsched.types import SamplingParams
+from vsched.wire import EncodeResult, GenerateResult
+from vsched.worker.contract import ImagePlan, Preprocessor, extent_bytes
+
+WORDS = 4000
+"""Number of random words to tokenize when collecting ordinary tokens."""
+SPACE = Text(0, 1)
+"""Separates two images, which must not be adjacent."""
+UNIT_MAX = 256
+"""Maximum pixels per token, as the side of a square."""
+
+
+class RequestTexts:
+    """Creates real prompts and pictures for a checkpoint.
+
+    Attributes:
+        pixels_per_token: Pixels per image token.
+        bytes_per_token: Encoder input bytes per image token.
+    """
+
+    def __init__(self, preprocessor: Preprocessor, *, words: str = "") -> None:
+        """Prepare for a checkpoint; prompts use the tokens of `words`, by default random ones."""
+        self._preprocessor = preprocessor
+        rng = random.Random(0)  # noqa: S311 - a load, not a secret
+        # Word by word, because all together might exceed the context.
+        tokens = {
+            token
+            for word in (words or draw_text(rng, WORDS)).split()
+            for token in preprocessor.tokenize(f" {word}")
+        }
+        self._ordinary = sorted(tokens - {preprocessor.info.image_token_id})
+        self._unit, plan = self._find_unit()
+        self.pixels_per_token = self._unit**2
+        self.bytes_per_token = -(-extent_bytes(plan.arrays) // plan.tokens)
+
+    def _find_unit(self) -> tuple[int, ImagePlan]:
+        """Return the side of the pixel square that becomes a token, and the plan of a large picture of such squares.
+
+        Processors round sizes, so only a picture with many tokens determines it exactly.
+        """
+        plan_image = self._preprocessor.plan_image
+        rows = max(math.isqrt(self._preprocessor.info.item_tokens_max), 1)
+        half = max(rows // 2, 1)
+        for side in range(UNIT_MAX, 0, -1):
+            plan = plan_image(rows * side, rows * side)
+            smaller = plan_image(half * side, rows * side)
+            if (plan.tokens, smaller.tokens) == (rows * rows, half * rows):
+                return side, plan
+        raise ConfigError(
+            f"no picture becomes {rows} x {rows} tokens. Remedy: check the image processor of the checkpoint"
+        )
+
+    def size_of(self, tokens: int) -> tuple[int, int]:
+        """Return width and height of a picture with about `tokens` tokens, within the image limit."""
+        tokens = min(tokens, self._preprocessor.info.item_tokens_max)
+        rows = max(math.isqrt(tokens), 1)
+        return tokens // rows * self._unit, rows * self._unit
+
+    def pixels_of(self, tokens: int) -> int:
+        """Return the pixels of a picture with as close to `tokens` tokens as possible."""
+        width, height = self.size_of(self.tokens_of(tokens))
+        return width * height
+
+    def tokens_of(self, tokens: int) -> int:
+        """Return the exact token count of the picture closest to `tokens`."""
+        return self._preprocessor.plan_image(*self.size_of(tokens)).tokens
+
+    def text(self, content: int, tokens: int) -> list[int]:
+        """Return ordinary tokens; of two texts with the same content, one is a prefix of the other."""
+        rng = random.Random(content)  # noqa: S311 - a load, not a secret
+        return rng.choices(self._ordinary, k=tokens)
+
+    def picture(self, key: str, tokens: int) -> str:
+        """Return the picture of a key with about `tokens` tokens, as a `data:` URL."""
+        seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
+        return draw_picture(seed, *self.size_of(tokens), "JPEG", quality=85)
+
+    def fit(self, workload: Workload) -> Workload:
+        """Return the workload with the sizes of real requests close to it, materialized."""
+        arrivals = [self.fit_arrival(arrival) for arrival in workload]
+        return Workload(workload.name, lambda: iter(arrivals), len(arrivals), workload.notes)
+
+    def fit_arrival(self, arrival: Arrival) -> Arrival:
+        """Return an arrival with the real sizes of its pictures, and a token between adjacent ones."""
+        prompt: list[PromptPart] = []
+        for part in arrival.prompt:
+            if type(part) is Image:
+                if prompt and type(prompt[-1]) is Image:
+                    prompt.append(SPACE)
+                prompt.append(Image(part.key, self.tokens_of(part.tokens)))
+            else:
+                prompt.append(part)
+        return msgspec.structs.replace(arrival, prompt=tuple(prompt))
+
+    def pictures(self, arrival: Arrival) -> list[str]:
+        """Return the pictures of an arrival, in order."""
+        return [self.picture(arrival.key_of(image), image.tokens) for image in arrival.images]
+
+    def call(
+        self, arrival: Arrival, pictures: list[str], replies: Sequence[Sequence[int]] = ()
+    ) -> dict[str, Any]:
+        """Return the arguments of `Engine.generate` for a fitted arrival; see `prompt` and `pictures`."""
+        return {
+            "prompt": self.prompt(arrival, replies),
+            "images": pictures,
+            "sampling": SamplingParams(
+                max_tokens=arrival.output_tokens, temperature=0.0, ignore_eos=True
+            ),
+            "request_id": arrival.request_id,
+            "priority": arrival.priority,
+            "ttft_target_ms": arrival.ttft_target_ms,
+            "cache_salt": arrival.tenant,
+        }
+
+    def prompt(self, arrival: Arrival, replies: Sequence[Sequence[int]] = ()) -> list[int]:
+        """Return the prompt of an arrival with one placeholder per image.
+
+        `replies` are the outputs of earlier turns.
+        """
+        ids: list[int] = []
+        left = list(replies)
+        for part in arrival.prompt:
+            if type(part) is Text:
+                ids += self.text(part.content, part.tokens)
+            elif type(part) is Image:
+                ids.append(self._preprocessor.info.placeholder)
+            else:
+                ids += left.pop(0)[: part.tokens]
+        return ids
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class EngineObservations:
+    """Records the events in an engine.
+
+    Attributes:
+        jobs: Busy periods of threads that prepare requests.
+        recorder: The engine's recorder, if any; gets all events as well.
+    """
+
+    def __init__(self, now_ns: Callable[[], int]) -> None:
+        self.now_ns = now_ns
+        self.jobs: list[ObservedJob] = []
+        self.recorder: EventRecorder | None = None
+        self._decided: dict[str, list[tuple[int, Decision]]] = {}
+        self._results: dict[str, list[tuple[int, GenerateResult | EncodeResult]]] = {}
+        self._lost = ""
+
+    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+        """Record decisions; part of the recorder interface."""
+        if isinstance(event, GroupLost):
+            self._lost = str(event.failure)
+        for command in commands:
+            if type(command) is Decide:
+                self._decided.setdefault(command.group, []).append((now_ns, command.decision))
+        if self.recorder is not None:
+            self.recorder.note(event, now_ns, commands)
+
+    def close(self) -> None:
+        """Close the recorder."""
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def note_result(self, group: str, result: GenerateResult | EncodeResult) -> None:
+        """Record a result at its arrival."""
+        self._results.setdefault(group, []).append((self.now_ns(), result))
+
+    def observation(self, rounds_ns: list[int], requests: list[ObservedRequest]) -> Observation:
+        """Return the observation since the start of the first round, including the observed requests of clients.
+
+        Raises:
+            GroupLostError: When a group was lost meanwhile, since the work of its ranks is then
+                unknown.
+        """
+        if self._lost:
+            raise GroupLostError(f"ranks were lost while they were measured: {self._lost}")
+        steps = [
+            step for group, results in self._results.items() for step in self._read(group, results)
+        ]
+        since_ns = rounds_ns[0]
+        return Observation(
+            rounds_ns=rounds_ns,
+            steps=[step for step in steps if step.decided_ns >= since_ns],
+            jobs=[job for job in self.jobs if job.start_ns >= since_ns],
+            requests=[request for request in requests if request.received_ns >= since_ns],
+        )
+
+    def _read(
+        self, group: str, results: Sequence[tuple[int, GenerateResult | EncodeResult]]
+    ) -> list[ObservedStep]:
+        steps: list[ObservedStep] = []
+        lengths: dict[int, int] = {}
+        # The last decisions may have no result yet.
+        for (decided_ns, decision), (ended_ns, result) in zip(
+            self._decided[group], results, strict=False
+        ):
+            if isinstance(decision, EncodeDecision):
+                sample: EncodeSample | GenerateSample = encode_sample(decision, result.busy_ns)
+                paused = 0 < decision.time_slice_ns < result.busy_ns
+            else:
+                assert isinstance(result, GenerateResult)
+                yielded = np.flatnonzero(np.frombuffer(result.tokens, np.int32) >= 0).tolist()
+                sample = generate_sample(decision, yielded, lengths, result.busy_ns)
+                paused = False
+            steps.append(
+                ObservedStep(
+                    group=group,
+                    sample=sample,
+                    decided_ns=decided_ns,
+                    ended_ns=ended_ns,
+                    paused=paused,
+                )
+            )
+        return steps
+
+
+class ObservedThreads(ThreadPoolExecutor):
+    """A thread pool that records its busy periods."""
+
+    def __init__(self, threads: int, watch: EngineObservations) -> None:
+        super().__init__(threads, thread_name_prefix="media")
+        self._watch = watch
+
+    def submit(
+        self,
+        fn: Callable[Arguments, Result],
+        /,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Future[Result]:
+        """Submit a call."""
+
+        def run() -> Result:
+            start_ns = self._watch.now_ns()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self._watch.jobs.append(ObservedJob(start_ns, self._watch.now_ns()))
+
+        return super().submit(run)
+
+
+class ObservedEngine(Engine):
+    """An `Engine` with observations of its ranks and threads in `watch`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        on_progress: Progress | None = None,
+        environment: Environment | None = None,
+    ) -> None:
+        around = environment or Environment()
+        watch = self.watch = EngineObservations(around.now_ns)
+
+        def open_record(config: Config, kernel: Scheduler) -> EventRecorder:
+            watch.recorder = around.open_record(config, kernel)
+            return watch
+
+        def make_media(
+            preprocessor: Preprocessor,
+            store: PixelStore,
+            settings: MediaConfig,
+            pruning: Pruning | None,
+        ) -> MediaPipeline:
+            threads = ObservedThreads(settings.threads, watch)
+            return MediaPipeline(preprocessor, store, settings, pruning, executor=threads)
+
+        watched = dataclasses.replace(around, open_record=open_record)
+        if environment is None:
+            watched = dataclasses.replace(watched, make_media=make_media)
+        super().__init__(config, on_progress=on_progress, environment=watched)
+
+    def _worker_groups(
+        self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents
+    ) -> list[WorkerGroup]:
+        def on_result(group: str, result: GenerateResult | EncodeResult) -> None:
+            self.watch.note_result(group, result)
+            events.on_result(group, result)
+
+        observed = msgspec.structs.replace(events, on_result=on_result)
+        return super()._worker_groups(arena, launcher, sizing, observed)
+
 
 FLOOD = -1.0
 """Load of a run in which all requests are sent at once."""

@@ -51,8 +51,7 @@ def serve(
     import uvloop
 
     from vsched.bench.load.client import BenchClient
-    from vsched.bench.load.generator import LoadPlan, sessions_for
-    from vsched.bench.load.measure import measure, write_report
+    from vsched.bench.load.generator import LoadPlan, measure, sessions_for, write_report
 
     levels = _levels(concurrency)
     sizes = {"words": words, "output_tokens": output_tokens}

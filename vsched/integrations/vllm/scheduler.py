@@ -45,7 +45,7 @@ from vsched.policy_host import (
 )
 from vsched.policy_host.shares import NONE_ADVANCES
 from vsched.policy_host.step_times import pairs_of
-from vsched.sim.workload.host_traces import HostRecorder, RunHeader
+from vsched.sim.cost.host_runs import HostRecorder, RunHeader
 
 logger = init_logger("vllm.vsched")
 LOOK_AGAIN_STEPS = 16

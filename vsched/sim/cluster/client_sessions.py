@@ -14,15 +14,15 @@ from vsched.kernel import Scheduler
 from vsched.kernel.encode.embedding_cache import EntryPhase
 from vsched.kernel.request import Phase as KernelPhase
 from vsched.media import VideoReference
-from vsched.sim.faults.plan import RequestPhase
+from vsched.sim.faults import RequestPhase
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
-from vsched.sim.ranks.symbolic_grammars import held_answer
 from vsched.sim.ranks.symbolic_model import (
     GROUP_FRAMES,
     IMAGE_TOKEN,
     VIDEO_TOKEN,
     answer,
     frame_group_key,
+    held_answer,
     image_tokens,
     video_tokens,
 )

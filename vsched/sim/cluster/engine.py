@@ -7,12 +7,52 @@ supervisor, administration, streams, media pipeline and HTTP are production code
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from vsched.aio.worker_groups import RESTART_DELAYS_S
+from vsched.config import Config, resolve_policies
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Accept, Command, Finish, Refuse
+from vsched.kernel.events import Aborted, Event, GroupLost, GroupReady, GroupRetired, Submitted
+from vsched.sim.faults import (
+    DecodeError,
+    Disconnect,
+    FetchStall,
+    Hang,
+    HostCrash,
+    HostCut,
+    LateHeartbeat,
+    LostHeartbeat,
+    MessageFault,
+    MissedDecision,
+    OutOfMemory,
+    Partition,
+    ReplicaRestart,
+    SlowHostLink,
+    Struck,
+    TiePermutation,
+    WorkerCrash,
+)
+from vsched.sim.invariants import Oracles
+from vsched.sim.setup import Setup
+from vsched.sim.world import World
+from vsched.types import ModelInfo, Request, stage_of
+
+if TYPE_CHECKING:
+    from vsched.config import Config
+    from vsched.config.sections import DeadlinesConfig
+    from vsched.engine import Engine
+    from vsched.sim.cluster.client_sessions import ClientSession
+    from vsched.sim.cluster.machines import SimulatedCluster, Strike
+    from vsched.sim.faults import FaultPlan
 import contextlib
 import random
 from collections.abc import Iterable
-from typing import Any, Self
-
-import msgspec
+from typing import Any, Literal, Self
 
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
@@ -24,27 +64,466 @@ from vsched.config import (
     GenerateConfig,
     ModelConfig,
 )
+from vsched.config.sections import PolicyTable
 from vsched.engine import Engine, Environment
-from vsched.kernel import Scheduler
-from vsched.sim.cluster import run_checks
 from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
 from vsched.sim.cluster.machines import SimulatedCluster
 from vsched.sim.cluster.media import media_of
-from vsched.sim.cluster.observer import EngineObserver
-from vsched.sim.cluster.operators import Operation, operate
 from vsched.sim.cluster.plugin import NAME
 from vsched.sim.cost.model import CostModel
-from vsched.sim.faults.plan import Disconnect, FaultPlan, GroupOutage, ReplicaRestart
+from vsched.sim.faults import FaultPlan, GroupOutage
 from vsched.sim.invariants import SimulationFailed
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
-from vsched.sim.network.channel import LinkProfile
-from vsched.sim.network.lane import HostLinkProfile
-from vsched.sim.ranks.symbolic_grammars import SymbolicChecker
-from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS
+from vsched.sim.network.links import HostLinkProfile, LinkProfile
+from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS, SymbolicChecker
 from vsched.sim.workload.requests import Arrival
-from vsched.sim.world import ORIGIN_NS, QUICK, Delays, World
-from vsched.types import Request, group_names, stage_of
+from vsched.sim.world import ORIGIN_NS, QUICK, Delays
+from vsched.types import group_names
+
+
+class GroupLoss(msgspec.Struct, frozen=True):
+    """A group loss; `back_ns` is when the group was ready again, or None."""
+
+    group: str
+    at_ns: int
+    reason: str
+    planned: bool
+    back_ns: int | None = None
+
+
+class EngineObserver:
+    """Takes the place of a kernel record; see `vsched.aio.shell.EventRecorder`.
+
+    Attributes:
+        kernel: The observed scheduler.
+        losses: Group losses, in order.
+        retired: Groups that did not return.
+        on_event: Called after each event, before its commands are executed.
+        on_accept: Called with the kernel's request number and the request.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        info: ModelInfo,
+        kernel: Scheduler,
+        *,
+        allow_policy_failures: bool = False,
+    ) -> None:
+        """Start observing; a policy failure is a violation unless `allow_policy_failures`."""
+        self.kernel = kernel
+        self.losses: list[GroupLoss] = []
+        self.retired: list[str] = []
+        self.on_event: Callable[[], None] = lambda: None
+        self.on_accept: Callable[[int, Request], None] = lambda _number, _request: None
+        self.events = 0
+        self._world = world
+        policies = resolve_policies(config)
+        world.by_set = policies.scope != "item"
+        setup = Setup(config=config, info=info, limits=kernel.limits, policies=policies)
+        self._oracles = Oracles(setup, check_every=1)
+        self._digest = blake2b(digest_size=16)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=bytes)
+        self._broken = False
+        self._allow_policy_failures = allow_policy_failures
+        self._failed_policies = 0
+        self._ids: dict[str, bytes] = {}
+
+    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+        """Record an event."""
+        self.events += 1
+        self._digest.update(self._words(event, now_ns, commands))
+        self._follow(event, now_ns, commands)
+        if not self._broken:
+            try:
+                self._oracles.see(now_ns, event, commands, self.kernel)
+            except AssertionError as error:
+                self._broken = True  # the oracles' state is invalid from here on
+                self._world.violate(f"after {type(event).__name__}: {error}")
+        if len(self.kernel.policy_failures) > self._failed_policies:
+            self._note_policy_failures()
+        self.on_event()
+
+    def _note_policy_failures(self) -> None:
+        """Report the first failure of each policy as a violation: the default policy decided instead."""
+        failures = list(self.kernel.policy_failures.items())
+        for name, trace in failures[self._failed_policies :]:
+            if not self._allow_policy_failures:
+                self._world.violate(f"policy {name} failed:\n{''.join(trace.format())}")
+        self._failed_policies = len(failures)
+
+    def close(self) -> None:
+        """No-op."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of all events and commands so far, with their times."""
+        return self._digest.hexdigest()
+
+    def _words(self, event: Event, now_ns: int, commands: Sequence[Command]) -> bytes:
+        """Encode an event and its commands, with random request ids replaced by their order of arrival."""
+        words = self._encoder.encode((now_ns, type(event).__name__, event, list(commands)))
+        named = [one for one in (event, *commands) if isinstance(one, _NAMED)]
+        for one in named:
+            name = one.request.request_id if isinstance(one, Submitted) else one.request_id
+            number = self._ids.setdefault(name, b"#%d" % len(self._ids))
+            words = words.replace(name.encode(), number)
+        return words
+
+    def _follow(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+        match event:
+            case Submitted(request):
+                for command in commands:
+                    if isinstance(command, Accept):
+                        self._world.accept(command.number, request.items)
+                        if command.request_id == request.request_id:
+                            self.on_accept(command.number, request)
+            case GroupLost(group, failure, planned):
+                self.losses.append(GroupLoss(group, now_ns, str(failure), planned))
+            case GroupReady(group):
+                for place, loss in enumerate(self.losses):
+                    if loss.group == group and loss.back_ns is None:
+                        self.losses[place] = msgspec.structs.replace(loss, back_ns=now_ns)
+            case GroupRetired(group):
+                self.retired.append(group)
+            case _:
+                pass
+
+
+_NAMED = (Submitted, Aborted, Accept, Refuse, Finish)
+
+
+SECOND_NS = 1_000_000_000
+AT_ONCE_S = 0.05
+"""Maximum time to detect a process exit or a rank's error report."""
+BROKEN_S = 1.0
+"""Maximum time to detect a broken connection: the close arrives after all bytes in flight."""
+HARMLESS = (
+    Disconnect,
+    TiePermutation,
+    DecodeError,
+    FetchStall,
+    LostHeartbeat,
+    LateHeartbeat,
+    ReplicaRestart,
+)
+"""Faults that must not cause a group loss."""
+ALWAYS_REFUSED = (
+    "queue_full",
+    "rate_limit_exceeded",
+    "context_exceeded",
+    "context_length_exceeded",
+    "images_exceed_cache",
+)
+"""Error codes of the library and of HTTP that are always possible."""
+POLL_S = 0.5
+RECOVERY_S = 60.0
+"""Sum of all restart delays and as many starts."""
+
+
+class CheckedRun(Protocol):
+    """The part of a run that these checks read; see `vsched.sim.cluster.engine.SimEngine`."""
+
+    config: Config
+    plan: FaultPlan
+    world: World
+    observer: EngineObserver | None
+    engine: Engine
+    launcher: SimulatedCluster
+    sessions: list[ClientSession]
+    operations: list[Operation]
+    was_shut_down: bool
+
+
+def silence_s(deadlines: DeadlinesConfig) -> float:
+    """Return the maximum time to detect silence, in seconds."""
+    return deadlines.rank_timeout_s + 2 * deadlines.heartbeat_s + deadlines.rank_timeout_s / 4
+
+
+def limits_s(struck: Struck, deadlines: DeadlinesConfig) -> float | None:
+    """Return the maximum seconds from a fault to the loss of its group; None if the group may survive."""
+    fault = struck.fault
+    beat_s = deadlines.heartbeat_s
+    silent_s = silence_s(deadlines)
+    match fault:
+        case WorkerCrash():
+            return AT_ONCE_S
+        case OutOfMemory(during="step") if stage_of(fault.group) == "generate":
+            return deadlines.step_s + 2 * beat_s  # the step runs first
+        case MissedDecision():
+            return deadlines.step_s + 2 * beat_s
+        case Hang() if fault.end_ns - struck.now_ns > (silent_s + beat_s) * SECOND_NS:
+            return silent_s
+        case _:
+            return None
+
+
+def check_detection(
+    world: World,
+    observer: EngineObserver,
+    deadlines: DeadlinesConfig,
+    hosts: Mapping[str, Collection[str]],
+) -> None:
+    """Check that every fault that disables a group is detected in bounded time.
+
+    `hosts` are the hosts on which each group ran: a report that a cut or slow link holds up is
+    late, and then silence is detected.
+    """
+    now_ns, slow = world.loop.now_ns(), _slow_hosts(world)
+    for struck in world.injector.struck:
+        limit_s = limits_s(struck, deadlines)
+        if limit_s is None:
+            continue
+        group = getattr(struck.fault, "group", "")
+        if not slow.isdisjoint(hosts.get(group, ())):
+            limit_s = max(limit_s, silence_s(deadlines))
+        until_ns = struck.now_ns + int((limit_s + AT_ONCE_S) * SECOND_NS)
+        if until_ns < now_ns and not _was_lost(observer, group, struck.now_ns, until_ns):
+            world.violate(f"not noticed within {limit_s:g} s: {_reported(struck)}")
+
+
+def check_hosts(
+    world: World, strikes: Sequence[Strike], observer: EngineObserver, deadlines: DeadlinesConfig
+) -> None:
+    """Check that every lasting host fault takes down all groups of the host, in bounded time."""
+    slow = _slow_hosts(world)
+    for strike in strikes:
+        fault = strike.fault
+        reported = (
+            isinstance(fault, HostCrash) and fault.mode == "killed" and fault.host not in slow
+        )
+        limit_s = BROKEN_S if reported else silence_s(deadlines) + AT_ONCE_S
+        until_ns = strike.at_ns + int(limit_s * SECOND_NS)
+        if until_ns >= world.loop.now_ns() or not (
+            isinstance(fault, HostCrash) or fault.end_ns > until_ns
+        ):
+            continue
+        for group in strike.groups:
+            if not _was_lost(observer, group, strike.at_ns, until_ns):
+                world.violate(f"{group} was not lost in time with its host: {fault}")
+
+
+def _slow_hosts(world: World) -> set[str]:
+    """Return the hosts whose links are cut or slow at some time."""
+    faults = world.injector.plan.faults
+    return {fault.host for fault in faults if isinstance(fault, HostCut | SlowHostLink)}
+
+
+def _was_lost(observer: EngineObserver, group: str, since_ns: int, until_ns: int) -> bool:
+    """Return True if a group went down or was down in this interval."""
+    return any(
+        loss.group == group
+        and loss.at_ns <= until_ns
+        and (loss.back_ns is None or loss.back_ns >= since_ns)
+        for loss in observer.losses
+    )
+
+
+def _reported(struck: Struck) -> str:
+    return f"{struck.fault} struck at {struck.now_ns / SECOND_NS:.9f} s"
+
+
+def check_causes(world: World, observer: EngineObserver) -> None:
+    """Check that every group loss has a fault as its cause."""
+    causes = [one.fault for one in world.injector.struck if not isinstance(one.fault, HARMLESS)]
+    wires = [one for one in causes if isinstance(one, MessageFault | MissedDecision | Partition)]
+    for loss in observer.losses:
+        found = wires if "RankDesync" in loss.reason else causes
+        world.expect(found or loss.planned, f"{loss.group} was lost without a cause: {loss.reason}")
+
+
+def check_ends(run: CheckedRun) -> None:
+    """Check that requests end without an error unless a fault explains it."""
+    kinds = {type(fault) for fault in run.plan.faults}
+    losses = run.observer.losses if run.observer is not None else []
+    allowed = set(ALWAYS_REFUSED)
+    if FetchStall in kinds:
+        allowed |= {"image_fetch_failed", "prepare_timeout"}
+    if DecodeError in kinds:
+        allowed |= {"image_invalid"}
+    if OutOfMemory in kinds or losses:
+        allowed |= {"encode_failed"}
+    if losses:
+        allowed |= {"group_lost", "given_up", "failed", "not_ready", "prepare_timeout"}
+    if losses or run.config.deadlines.waiting_s:
+        allowed |= {"expired"}
+    if any(operation.action == "clear" for operation in run.operations):
+        allowed |= {"cleared"}
+    if run.was_shut_down:
+        allowed |= {"stopping", "stopped", "not_ready"}
+    for session in run.sessions:
+        if session.outcome in ("refused", "failed"):
+            run.world.expect(
+                session.code in allowed,
+                f"{session}: {session.outcome} with {session.code!r}: {session.message}",
+            )
+
+
+async def check_healed(run: CheckedRun) -> None:
+    """Check the state after the last fault: all groups are back or correctly retired, and nothing is held."""
+    world, observer, served = run.world, run.observer, run.engine
+    if observer is None:
+        return
+    limits = run.config.deadlines
+    try:
+        async with asyncio.timeout(RECOVERY_S):
+            rests_s = 0.0
+            # long enough to see a late loss
+            while rests_s < limits.rank_timeout_s + 3 * limits.heartbeat_s:
+                await asyncio.sleep(POLL_S)
+                rests_s = rests_s + POLL_S if _rests(run, observer) else 0.0
+    except TimeoutError:
+        world.violate(f"not back within {RECOVERY_S:g} s: {served.groups()}")
+    check_detection(world, observer, limits, run.launcher.hosts)
+    check_hosts(world, run.launcher.strikes, observer, limits)
+    _check_given_up(run)
+    check_causes(world, observer)
+    check_ends(run)
+    if served.state in ("ready", "degraded"):
+        _check_nothing_held(run, observer)
+
+
+def _check_given_up(run: CheckedRun) -> None:
+    """Check that a group was retired only after all restart attempts."""
+    for row in run.engine.groups():
+        launches = run.world.launches[row["name"]]
+        given_up = row["state"] == "retired"
+        run.world.expect(
+            not given_up or launches > len(RESTART_DELAYS_S),
+            f"{row['name']} was retired after {launches} starts",
+        )
+
+
+def _rests(run: CheckedRun, observer: EngineObserver) -> bool:
+    """Return True if all groups are back and no step is in flight."""
+    if run.engine.state not in ("ready", "degraded"):
+        return True
+    kernel = observer.kernel
+    back = all(group["state"] in ("up", "retired") for group in run.engine.groups())
+    return (
+        back
+        and not kernel.encode.in_flight
+        and not any(one.steps_in_flight for one in kernel.generators)
+    )
+
+
+def _check_nothing_held(run: CheckedRun, observer: EngineObserver) -> None:
+    expect = run.world.expect
+    kernel = observer.kernel
+    statistics = run.engine.statistics()
+    media = statistics["media"]
+    held = {
+        "requests": statistics["running"] + statistics["waiting"],
+        "bytes of requests": statistics["live_bytes"],
+        "items in the queue": len(kernel.embeddings.queue),
+        "claims on embeddings": sum(len(entry.claims) + entry.pins for entry in kernel.embeddings),
+        "KV blocks": sum(stage.statistics()["blocks_held"] for stage in kernel.generators),
+        "slots": sum(stage.slots_held for stage in kernel.generators),
+        "load": sum(stage.load_tokens for stage in kernel.generators),
+        "preparations": media["preparing"],
+        "bytes of preparations": media["preparing_bytes"],
+        "memory to decode in": media["decode"]["bytes_used"],
+        "pixels": media["pixels"]["bytes_held"],
+        "requests that wait for pixels": media["pixels"]["waiting"],
+    }
+    for what, count in held.items():
+        expect(not count, f"in the end, {what} are held by nobody: {count}")
+    for stage in kernel.generators:
+        for rank in run.launcher.ranks:
+            kept = rank.sequences(stage.name) if rank.alive else None
+            expect(
+                kept is None or kept == stage.unannounced,
+                f"in the end, a rank of {stage.name} keeps requests {kept}, not {stage.unannounced}",
+            )
+
+
+Action = Literal["drain", "restart", "resume", "clear", "look", "load", "unload", "replace"]
+LOOKS = ("/health", "/metrics", "/admin/statistics", "/admin/replicas", "/v1/models")
+UNDERSTOOD = (200, 409, 503)
+"""Expected statuses: done, not possible now, not served any more."""
+EXTRA = "extra"
+"""The adapter that operators load and unload; no request names it."""
+POLICIES = {
+    "generate.admission": ("fifo", "priority", "tenant-fair", "shortest-first"),
+    "generate.step": ("in-order", "slo-feedback", "tenant-fair"),
+    "generate.preemption": ("youngest", "cheapest"),
+    "generate.eviction": ("lru", "s3-fifo", "none"),
+    "generate.insertion": ("everything", "matching"),
+    "encode.eviction": ("lru", "s3-fifo", "none"),
+    "routing": ("least-loaded", "round-robin", "image-affinity"),
+}
+"""Policies that operators install while requests run, by the paths of their tables."""
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator action; `group` is set for actions on a group, `policies` for `replace`."""
+
+    at_ns: int
+    action: Action
+    group: str = ""
+    policies: dict[str, PolicyTable] = {}
+
+
+def draw_operations(
+    rng: random.Random, groups: Sequence[str], span_ns: int
+) -> tuple[Operation, ...]:
+    """Draw the operator actions of a scenario; most have none."""
+    if rng.random() < 0.7:
+        return ()
+    actions: list[Action] = ["drain", "drain", "restart", "resume", "resume", "clear", "look"]
+    drawn = [
+        Operation(
+            at_ns=rng.randrange(span_ns), action=rng.choice(actions), group=rng.choice(groups)
+        )
+        for _ in range(rng.randint(1, 5))
+    ]
+    return tuple(sorted(drawn, key=lambda operation: operation.at_ns))
+
+
+def draw_adapter_changes(rng: random.Random, span_ns: int) -> tuple[Operation, ...]:
+    """Draw the times at which operators load and unload an adapter."""
+    actions: list[Action] = ["load", "unload"]
+    times = sorted(rng.randrange(span_ns) for _ in range(rng.randint(1, 6)))
+    return tuple(Operation(at_ns=at_ns, action=actions[n % 2]) for n, at_ns in enumerate(times))
+
+
+def draw_replacements(rng: random.Random, span_ns: int) -> tuple[Operation, ...]:
+    """Draw the times at which operators replace policies, one or several at once."""
+    drawn = []
+    for _ in range(rng.randint(1, 5)):
+        paths = rng.sample(list(POLICIES), rng.randint(1, 3))
+        policies: dict[str, PolicyTable] = {
+            path: {"use": rng.choice(POLICIES[path])} for path in paths
+        }
+        drawn.append(Operation(at_ns=rng.randrange(span_ns), action="replace", policies=policies))
+    return tuple(drawn)
+
+
+async def operate(world: World, client: AsgiClient, operation: Operation) -> None:
+    """Perform an action now, and check the response."""
+    calls: list[tuple[str, str, Any]]
+    if operation.action == "look":
+        calls = [("GET", path, None) for path in LOOKS]
+    elif operation.action == "clear":
+        calls = [("POST", "/admin/clear", {})]
+    elif operation.action == "load":
+        calls = [("POST", "/admin/adapters", {"name": EXTRA, "path": EXTRA})]
+    elif operation.action == "unload":
+        calls = [("DELETE", f"/admin/adapters/{EXTRA}", None)]
+    elif operation.action == "replace":
+        calls = [("POST", "/admin/policies", operation.policies)]
+    else:
+        body = {"group": operation.group, "action": operation.action}
+        calls = [("POST", "/admin/replicas", body)]
+    for method, path, requested in calls:
+        response = await client.request(method, path, json=requested)
+        world.expect(
+            response.status in UNDERSTOOD or (method, response.status) == ("DELETE", 404),
+            f"{method} {path} {requested} was answered with {response.status}: {response.body!r}",
+        )
+
 
 REMEDY = "a whole engine loses a group through its ranks. Remedy: name a fault of a rank, such as worker_crash or hang"
 SHUT_DOWN_S = 60.0
@@ -209,7 +688,7 @@ class SimEngine:
         if self.launcher.machines:
             deadlines = self.config.deadlines
             await self.sleep_until(self.plan.end_ns)
-            await asyncio.sleep(run_checks.silence_s(deadlines) + deadlines.step_s)
+            await asyncio.sleep(silence_s(deadlines) + deadlines.step_s)
         alive = sum(rank.alive for rank in self.launcher.ranks)
         self.world.expect(not alive, f"{alive} ranks outlive the engine")
         await self.launcher.end()
@@ -224,7 +703,7 @@ class SimEngine:
         self.was_shut_down = True
         await self._wait_for_ends(SHUT_DOWN_S)
         if self.observer is not None:
-            run_checks.check_ends(self)
+            check_ends(self)
         self.check_violations()
 
     async def _resume_groups(self) -> None:
@@ -242,7 +721,7 @@ class SimEngine:
                 drained = row["state"] == "draining" and stage_of(row["name"]) not in serving
                 if drained and self.engine.state in ("ready", "degraded"):
                     self.engine.resume_group(row["name"])
-            await asyncio.sleep(run_checks.POLL_S)
+            await asyncio.sleep(POLL_S)
 
     async def _wait_for_ends(self, within_s: float) -> None:
         try:
@@ -348,7 +827,7 @@ class SimEngine:
         resuming = self.world.loop.create_task(self._resume_groups())
         try:
             await self._wait_for_ends(within_s)
-            await run_checks.check_healed(self)
+            await check_healed(self)
         finally:
             resuming.cancel()
         self.check_violations()

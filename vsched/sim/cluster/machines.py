@@ -18,9 +18,9 @@ from vsched.aio.hosts.server import HostServer
 from vsched.aio.launcher import Host, Launcher
 from vsched.config import Config
 from vsched.errors import ConfigError
-from vsched.sim.faults.plan import HostCrash, HostCut, HostFault, HostStall
-from vsched.sim.loop.virtual_loop import PLACE
-from vsched.sim.network.lane import HostLinkProfile, Lane
+from vsched.sim.faults import HostCrash, HostCut, HostFault, HostStall
+from vsched.sim.loop import PLACE
+from vsched.sim.network.links import HostLinkProfile, Lane
 from vsched.sim.ranks.rank_process import RUN_DIR, SimulatedLauncher, SimulatedRank
 from vsched.sim.world import World
 from vsched.transport.arena import Arena

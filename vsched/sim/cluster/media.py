@@ -17,7 +17,7 @@ from vsched.media.fetch import Reserve
 from vsched.media.formats import IMAGE, MediaKind
 from vsched.media.pruning import Pruning
 from vsched.media.sources import ReadRemote
-from vsched.sim.faults.plan import DecodeError, FetchStall
+from vsched.sim.faults import DecodeError, FetchStall
 from vsched.sim.workload.images import encoded, image_at
 from vsched.sim.world import World
 from vsched.worker.contract import Preprocessor

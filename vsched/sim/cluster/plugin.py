@@ -12,7 +12,6 @@ from typing import Any
 from PIL import Image as PillowImage
 
 from vsched.errors import RequestRefused
-from vsched.sim.ranks.symbolic_grammars import SymbolicGrammars
 from vsched.sim.ranks.symbolic_model import (
     END_TOKEN,
     GROUP_FRAMES,
@@ -20,6 +19,7 @@ from vsched.sim.ranks.symbolic_model import (
     PIXELS,
     VIDEO_TOKEN,
     VOCABULARY,
+    SymbolicGrammars,
     group_plan,
     image_plan,
     pixels,

@@ -1,42 +1,66 @@
-"""Scenarios drawn from a seed: a configuration, overlapping requests, and faults; then everything must recover."""
+"""Scenarios drawn from a seed: a configuration, overlapping requests, and faults; then everything must recover.
+
+Scenarios under pressure: resources are scarce and busy when faults and operator actions occur.
+
+Preemptions and group losses are rare, so a plain scenario hardly ever has both at once. Here KV
+cache, embeddings and slots are as small as possible, all requests arrive together, and faults are
+drawn in patterns known to interact: repeated losses, failed starts, and disconnects and operator
+actions in between.
+
+The swarm: runs many scenarios drawn from seeds, each with its own faults, until one breaks an invariant.
+
+Each scenario has a random subset of fault kinds, and its own engine and requests. A failure is
+reported with its seed, its minimized fault plan as JSON, and the command that reproduces it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from vsched.config import Config
-from vsched.config.adapters import AdaptersConfig
-from vsched.config.cluster import OWN_HOST, ClusterConfig, check_cluster
+from vsched.config.checks import check_cluster, check_combinations, check_together
 from vsched.config.policies import (
-    check_combinations,
-    check_together,
     policy_table,
     seats_of_table,
 )
-from vsched.config.section import PolicyTable
+from vsched.config.sections import (
+    OWN_HOST,
+    AdaptersConfig,
+    ClusterConfig,
+    PolicyTable,
+)
 from vsched.policy import SEVERAL
+from vsched.probes import PROBES, observed
 from vsched.sim.cluster.client_sessions import adapter_name
-from vsched.sim.cluster.engine import SimEngine, groups_of, small_config
-from vsched.sim.cluster.operators import (
+from vsched.sim.cluster.engine import (
+    Action,
     Operation,
+    SimEngine,
     draw_adapter_changes,
     draw_operations,
     draw_replacements,
+    groups_of,
+    small_config,
 )
 from vsched.sim.cluster.plugin import SEEN_TOKENS_MAX, SEES_IMAGES, plugin
-from vsched.sim.cluster.pressure import draw_patterns, press_arrivals, press_config
 from vsched.sim.cost.calibration import slower
-from vsched.sim.faults.plan import (
+from vsched.sim.faults import (
     FAULTS_MAX,
     HOST_KINDS,
     KINDS,
+    AnyFault,
+    Disconnect,
     FaultPlan,
     Hang,
     MissedDecision,
@@ -45,12 +69,138 @@ from vsched.sim.faults.plan import (
     random_plan,
 )
 from vsched.sim.invariants import SimulationFailed
-from vsched.sim.loop.virtual_loop import VirtualLoop
-from vsched.sim.network.channel import LinkProfile
-from vsched.sim.network.lane import HostLinkProfile
+from vsched.sim.loop import VirtualLoop
+from vsched.sim.network.links import HostLinkProfile, LinkProfile
 from vsched.sim.ranks.symbolic_model import DRAFT
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, Video
 from vsched.sim.world import QUICK
+from vsched.types import stage_of
+
+PRESSED_SPAN_NS = 1_500_000_000
+MILLISECOND_NS = 1_000_000
+BACK_MS = 205
+"""Approximate time from a group loss to KV cache sizing; see `vsched.sim.world.Delays`."""
+STARTS = 4
+"""Number of consecutive failed starts after which a group is retired."""
+
+
+def press_config(rng: random.Random, config: Config) -> Config:
+    """Return a configuration with minimal resources."""
+    generate = msgspec.structs.replace(
+        config.generate,
+        slots=rng.choice([3, 6, 8]),
+        chunk_tokens=rng.choice([8, 24]),
+        memory={"use": "pinned", "tokens": rng.choice([256, 264, 288])},
+    )
+    encode = msgspec.structs.replace(
+        config.encode,
+        admission=rng.choice(
+            [
+                {"use": "token-budget", "max_items": 8},
+                {"use": "priority"},
+                {"use": "fifo"},
+            ]
+        ),
+    )
+    arena = msgspec.structs.replace(
+        config.arena, pixel_bytes=65536, embedding_bytes=1024 * rng.choice([2, 3, 6])
+    )
+    return msgspec.structs.replace(config, generate=generate, encode=encode, arena=arena)
+
+
+def press_arrivals(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    """Return requests with long outputs that arrive almost together."""
+    gap_ns = rng.choice([0, 5, 50]) * MILLISECOND_NS
+    return tuple(
+        msgspec.structs.replace(arrival, at_ns=index * gap_ns, output_tokens=rng.randint(1, 64))
+        for index, arrival in enumerate(arrivals)
+    )
+
+
+def draw_patterns(
+    rng: random.Random, groups: Sequence[str]
+) -> tuple[FaultPlan, tuple[Operation, ...]]:
+    """Draw faults and operator actions."""
+    drawn = _Patterns(rng)
+    generators = [name for name in groups if stage_of(name) == "generate"]
+    for _ in range(rng.randint(1, 4)):
+        at_ns = rng.randrange(PRESSED_SPAN_NS // MILLISECOND_NS) * MILLISECOND_NS
+        pattern = rng.choice(PATTERNS)
+        pattern(drawn, at_ns, rng.choice([*groups, *generators]))
+    faults = sorted(drawn.faults, key=lambda fault: fault.at_ns)
+    plan = FaultPlan(seed=rng.getrandbits(32), faults=tuple(faults))
+    return plan, tuple(sorted(drawn.operations, key=lambda operation: operation.at_ns))
+
+
+class _Patterns:
+    """Faults and operator actions drawn so far; each method adds a pattern of them for a group."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.faults: list[AnyFault] = []
+        self.operations: list[Operation] = []
+        self._rng = rng
+
+    def losses(self, at_ns: int, group: str) -> None:
+        """Lose a group several times; clients disconnect in between."""
+        rng = self._rng
+        for _ in range(rng.randint(1, 3)):
+            moment = rng.choice(("before_reply", "after_reply"))
+            self.faults.append(WorkerCrash(at_ns=at_ns, group=group, moment=moment))  # type: ignore[arg-type]
+            at_ns += rng.randint(BACK_MS, 3 * BACK_MS) * MILLISECOND_NS
+            if rng.random() < 0.5:
+                phase = rng.choice(("wait", "prefill", "decode"))
+                self.faults.append(Disconnect(at_ns=at_ns, phase=phase))  # type: ignore[arg-type]
+
+    def no_return(self, at_ns: int, group: str) -> None:
+        """Lose a group that fails to restart."""
+        self.faults.append(WorkerCrash(at_ns=at_ns, group=group))
+        self.faults += [OutOfMemory(at_ns=at_ns, group=group, during="load")] * STARTS
+
+    def failed_batches(self, at_ns: int, group: str) -> None:
+        """Make steps run out of memory, mostly encoder steps."""
+        group = group.replace("generate", "encode") if self._rng.random() < 0.7 else group
+        self.faults += [
+            OutOfMemory(at_ns=at_ns + 5 * index * MILLISECOND_NS, group=group)
+            for index in range(self._rng.randint(1, 3))
+        ]
+
+    def cleared(self, at_ns: int, group: str) -> None:
+        """Lose a group, and clear all requests at about the time it returns."""
+        self.faults.append(WorkerCrash(at_ns=at_ns, group=group))
+        later_ms = self._rng.randint(BACK_MS - 5, BACK_MS + 40)
+        self._operate(at_ns + later_ms * MILLISECOND_NS, "clear")
+
+    def left(self, at_ns: int, _: str) -> None:
+        """Disconnect clients one after another, or clear all requests, under full load."""
+        if self._rng.random() < 0.5:
+            self._operate(at_ns, "clear")
+        else:
+            self.faults.append(Disconnect(at_ns=at_ns, phase="decode"))
+            self.faults.append(Disconnect(at_ns=at_ns, phase="wait"))
+
+    def administered(self, at_ns: int, group: str) -> None:
+        """Drain a group, then lose, resume or restart it before it is drained."""
+        self._operate(at_ns, "drain", group)
+        at_ns += self._rng.randint(5, 300) * MILLISECOND_NS
+        if self._rng.random() < 0.4:
+            self.faults.append(WorkerCrash(at_ns=at_ns, group=group))
+        self._operate(at_ns, self._rng.choice(("resume", "restart")), group)
+
+    def _operate(self, at_ns: int, action: Action, group: str = "") -> None:
+        self.operations.append(Operation(at_ns=at_ns, action=action, group=group))
+
+
+PATTERNS = (
+    _Patterns.losses,
+    _Patterns.losses,
+    _Patterns.no_return,
+    _Patterns.failed_batches,
+    _Patterns.cleared,
+    _Patterns.left,
+    _Patterns.administered,
+    _Patterns.administered,
+)
+
 
 SPAN_NS = 3_000_000_000
 """Span in which faults start, and their maximum duration."""
@@ -282,7 +432,7 @@ def _draw_plain(seed: int, requests: int) -> Scenario:
 
 
 def draw_pressed(seed: int, *, requests: int) -> Scenario:
-    """Draw a scenario under pressure; see `vsched.sim.cluster.pressure`."""
+    """Draw a scenario under pressure; see `vsched.sim.cluster.scenario`."""
     rng = random.Random(f"pressure {seed}")  # noqa: S311
     config = press_config(rng, draw_config(rng))
     plan, operations = draw_patterns(rng, groups_of(config))
@@ -432,3 +582,168 @@ def run_scenario(scenario: Scenario) -> ScenarioReport:
     """Run a scenario on a new virtual loop."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(play(scenario))
+
+
+OnReport = Callable[[int, ScenarioReport], None]
+"""Called after each scenario with its seed."""
+
+
+class SwarmFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A failed scenario.
+
+    Attributes:
+        violations: The violated invariants.
+        plan: The minimized plan: without any of these faults, the scenario passes.
+        dropped: Number of faults removed from the plan.
+        arguments: Further arguments of the command that reproduces it.
+    """
+
+    seed: int
+    violations: tuple[str, ...]
+    plan: FaultPlan
+    dropped: int
+    arguments: str = ""
+
+    @property
+    def command(self) -> str:
+        """The command that reproduces the failure.
+
+        With the plan in a file, `--faults FILE` limits it to the minimized plan.
+        """
+        return f"vsched simulate --swarm 1 --seed {self.seed}{self.arguments}"
+
+    def describe(self) -> str:
+        """Return seed, violations, faults and the reproducing command, one per line."""
+        dropped = f" ({self.dropped} more that it fails without)" if self.dropped else ""
+        return "\n".join(
+            [
+                f"seed {self.seed} fails:",
+                *(f"  {line}" for line in self.violations),
+                f"faults{dropped}: {self.plan.to_json()}",
+                f"replay: {self.command}",
+            ]
+        )
+
+
+class SwarmOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of a swarm; counts are sums over its scenarios.
+
+    Attributes:
+        probes: Number of scenarios that reached each probe, in declaration order; 0 if none did.
+    """
+
+    scenarios: int
+    failures: list[SwarmFailure]
+    requests: int
+    events: int
+    losses: int
+    struck: int
+    virtual_s: float
+    probes: dict[str, int]
+
+    @property
+    def unreached(self) -> list[str]:
+        """The probes that no scenario reached."""
+        return [name for name, scenarios in self.probes.items() if not scenarios]
+
+
+def swarm(
+    count: int,
+    *,
+    seed: int = 0,
+    faults: str | Path | None = None,
+    twice: bool = False,
+    failures_max: int = 1,
+    policies: Mapping[str, PolicyTable] = MappingProxyType({}),
+    arguments: str = "",
+    on_report: OnReport = lambda _seed, _report_on: None,
+) -> SwarmOutcome:
+    """Run `count` scenarios with consecutive seeds, starting at `seed`.
+
+    Args:
+        count: Number of scenarios.
+        seed: The first seed.
+        faults: File with a fault plan that replaces the drawn ones.
+        twice: Run each scenario twice and compare the digests.
+        failures_max: Stop after this number of failures.
+        policies: Policy tables, by path, that replace the drawn ones.
+        arguments: Further arguments of the command that reproduces a failure.
+        on_report: Called with the report of each scenario.
+
+    Raises:
+        ConfigError: When the plan cannot be read.
+    """
+    plan = FaultPlan.load(faults) if faults is not None else None
+    failures: list[SwarmFailure] = []
+    reports: list[ScenarioReport] = []
+    probes = dict.fromkeys(PROBES, 0)
+    with _quiet():
+        for one in range(seed, seed + count):
+            scenario = draw_scenario(one).with_policies(policies)
+            if plan is not None:
+                scenario = scenario.with_faults(plan)
+            report = run_guarded(scenario, twice=twice)
+            reports.append(report)
+            on_report(one, report)
+            for name in report.probes:
+                probes[name] += 1
+            if report.violations:
+                shortened = _shortened(scenario, report, twice=twice)
+                failures.append(msgspec.structs.replace(shortened, arguments=arguments))
+                if len(failures) >= failures_max:
+                    break
+    return SwarmOutcome(
+        scenarios=len(reports),
+        failures=failures,
+        requests=sum(sum(report.outcomes.values()) for report in reports),
+        events=sum(report.events for report in reports),
+        losses=sum(report.losses for report in reports),
+        struck=sum(report.struck for report in reports),
+        virtual_s=sum(report.virtual_s for report in reports),
+        probes=probes,
+    )
+
+
+def run_guarded(scenario: Scenario, *, twice: bool = False) -> ScenarioReport:
+    """Run a scenario; report an exception, or a different digest on the second run, as a violation."""
+    try:
+        with observed() as probes:
+            report = run_scenario(scenario)
+        report = msgspec.structs.replace(report, probes=dict(probes))
+        if twice and not report.violations:
+            again = run_scenario(scenario)
+            if again.digest != report.digest:
+                words = f"the second run differs: digest {again.digest} instead of {report.digest}"
+                return msgspec.structs.replace(report, violations=(words,))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it must not happen
+        return ScenarioReport(violations=(f"{type(error).__name__}: {error}",))
+    return report
+
+
+def _shortened(scenario: Scenario, report: ScenarioReport, *, twice: bool) -> SwarmFailure:
+    """Minimize the plan: remove each fault without which the scenario still fails; the others are unaffected."""
+    plan = scenario.plan
+    for fault in reversed(scenario.plan.faults):
+        fewer = msgspec.structs.replace(
+            plan, faults=tuple(one for one in plan.faults if one is not fault)
+        )
+        shorter = run_guarded(scenario.with_faults(fewer), twice=twice)
+        if shorter.violations:
+            plan, report = fewer, shorter
+    return SwarmFailure(
+        seed=scenario.seed,
+        violations=report.violations,
+        plan=plan,
+        dropped=len(scenario.plan.faults) - len(plan.faults),
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the logs of engines that are broken on purpose."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -10,21 +10,175 @@ sequences with a draft grant are visited.
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from random import Random
+from typing import Protocol
 
+import msgspec
+
+from vsched.config import Config
+from vsched.config.sections import OWN_HOST, RAY_HOST
+from vsched.errors import ConfigError
 from vsched.failures import EncodeErrorKind
-from vsched.kernel.decisions import Decision, DraftGrant, EncodeDecision, GenerateDecision, Join
+from vsched.kernel.decisions import (
+    ChunkPlan,
+    Decision,
+    DraftGrant,
+    EncodeDecision,
+    GenerateDecision,
+    Join,
+)
 from vsched.kernel.events import Drafted, Encoded, EncodeFailed, Event, Finished, Stepped
 from vsched.policy_host.step_times import pairs_of
+from vsched.sim.cost.calibration import Span, united
 from vsched.sim.cost.model import CostModel
-from vsched.sim.fast.links import GroupLink
 from vsched.sim.fast.metrics import LiveRequest, Sketch
+from vsched.sim.faults import (
+    FaultPlan,
+    GroupOutage,
+    Hang,
+    MissedDecision,
+    OutOfMemory,
+    Partition,
+    ReplicaRestart,
+    Slowdown,
+    WorkerCrash,
+)
+from vsched.sim.network.links import HostLinkProfile
 from vsched.sim.setup import DraftLuck
 from vsched.sim.workload.requests import OUTPUT_TOKEN
-from vsched.types import FinishReason
+from vsched.types import FinishReason, ModelInfo, stage_of
+
+
+class LinkWay:
+    """One direction of the link to a host.
+
+    Attributes:
+        bytes: Total bytes sent.
+        busy_ns: Total time spent sending.
+    """
+
+    def __init__(self, profile: HostLinkProfile, rng: Random) -> None:
+        self.bytes = 0
+        self.busy_ns = 0
+        self._profile = profile
+        self._rng = rng
+        self._free_ns = self._latest_ns = 0
+        # A transfer larger than the window waits for an acknowledgement after each window.
+        window_ns = profile.window_bytes * 1e9 / profile.bytes_per_s
+        self._wait_ns = max(2 * profile.latency_ns - window_ns, 0.0)
+
+    def arrival_ns(self, size: int, now_ns: int) -> int:
+        """Return when `size` bytes sent now arrive."""
+        profile, leaves_ns = self._profile, max(now_ns, self._free_ns)
+        if size:
+            took_ns = size * 1e9 / profile.bytes_per_s
+            took_ns += (size - 1) // profile.window_bytes * self._wait_ns
+            self.bytes += size
+            self.busy_ns += int(took_ns)
+            leaves_ns = self._free_ns = leaves_ns + int(took_ns)
+        arrives_ns = leaves_ns + profile.latency_ns
+        if profile.jitter_ns:
+            arrives_ns += int(self._rng.expovariate(1 / profile.jitter_ns))
+        self._latest_ns = max(self._latest_ns, arrives_ns)
+        return self._latest_ns
+
+
+class GroupLink:
+    """The link of a group on another host; groups on one host share the directions `there` and `back`."""
+
+    def __init__(self, *, there: LinkWay, back: LinkWay, row_bytes: int) -> None:
+        self.there = there
+        self.back = back
+        self._row_bytes = row_bytes
+
+    def decision_ns(self, decision: Decision, now_ns: int) -> int:
+        """Return when a decision and all its inputs have arrived."""
+        if isinstance(decision, EncodeDecision):
+            size = sum(task.extent.size for task in decision.tasks)
+        else:
+            size = sum(map(_covered_rows, decision.chunks)) * self._row_bytes
+        return self.there.arrival_ns(size, now_ns)
+
+    def result_ns(self, decision: Decision, now_ns: int) -> int:
+        """Return when the engine receives the result of a step that ended now."""
+        size = 0
+        if isinstance(decision, EncodeDecision):
+            size = sum(task.tokens for task in decision.tasks) * self._row_bytes
+        return self.back.arrival_ns(size, now_ns)
+
+
+def _covered_rows(chunk: ChunkPlan) -> int:
+    """Return the number of embedding rows in a chunk."""
+    return sum(
+        max(min(chunk.stop, item.offset + item.tokens) - max(chunk.start, item.offset), 0)
+        for item in chunk.items
+    )
+
+
+class Links:
+    """The links of a simulation.
+
+    Attributes:
+        groups: The link of each group on another host, by name.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        profile: HostLinkProfile,
+        *,
+        encoders: Sequence[str],
+        generators: Sequence[str],
+        rng: Random,
+    ) -> None:
+        hosts = hosts_of(config, encoders, generators)
+        ways = {
+            host: (LinkWay(profile, rng), LinkWay(profile, rng))
+            for host in dict.fromkeys(hosts.values())
+            if host != OWN_HOST
+        }
+        self._ways = [way for both in ways.values() for way in both]
+        together = config.placement == "together"
+        self.groups = {
+            group: GroupLink(
+                there=ways[host][0],
+                back=ways[host][1],
+                # With both stages in one process, rows stay there.
+                row_bytes=0 if together else info.embedding_row_bytes,
+            )
+            for group, host in hosts.items()
+            if host != OWN_HOST
+        }
+
+    @property
+    def bytes(self) -> int:
+        """Total bytes to and from other hosts."""
+        return sum(way.bytes for way in self._ways)
+
+    @property
+    def busiest_ns(self) -> int:
+        """Sending time of the busiest direction."""
+        return max((way.busy_ns for way in self._ways), default=0)
+
+
+def hosts_of(
+    config: Config, encoders: Sequence[str], generators: Sequence[str]
+) -> Mapping[str, str]:
+    """Return the initial host of each group."""
+    hosts: dict[str, str] = {}
+    for stage, groups in (("encode", encoders), ("generate", generators)):
+        placed = "generate" if config.placement == "together" else stage
+        for replica, group in enumerate(groups):
+            host = config.cluster.first_host(placed, replica)
+            hosts[group] = f"{RAY_HOST}-{placed}-{replica}" if host == RAY_HOST else host
+    return hosts
+
 
 EMPTY_STEP_NS = 20_000.0
 """Duration of a step without work."""
@@ -421,3 +575,188 @@ _NONE_FINISHED: list[Finished] = []
 """Shared by all steps in which no request finished; never changed."""
 _NONE_DRAFTED: list[Drafted] = []
 """Shared by all steps without draft tokens; never changed."""
+
+
+class SharedWork(Protocol):
+    """A step or a job; an end announced with an earlier `incarnation` is void."""
+
+    incarnation: int
+
+    @property
+    def process(self) -> object:
+        """The process it runs in: work of the same process does not slow it down."""
+        ...
+
+
+class Contention:
+    """Work in progress, and the end of each piece under the current load of the cores.
+
+    When work begins or ends, the speed of all other work changes, and so do their ends: these are
+    announced again.
+    """
+
+    def __init__(
+        self, slowdowns: Sequence[float], announce: Callable[[SharedWork, int], None]
+    ) -> None:
+        """Use the slowdowns of `HostCost.contention`; `announce` is called with the end of each piece of work."""
+        assert slowdowns, "without contention there is nothing to count"
+        self._slowdowns = slowdowns
+        self._announce = announce
+        self._left_ns: dict[SharedWork, float] = {}
+        self._processes: Counter[object] = Counter()
+        self._since_ns = 0
+        self._slowdown = 1.0
+
+    @classmethod
+    def of(
+        cls, slowdowns: Sequence[float], announce: Callable[[SharedWork, int], None]
+    ) -> Contention | None:
+        """Return the contention, or None if processes do not slow each other down."""
+        return cls(slowdowns, announce) if slowdowns else None
+
+    def enter(self, work: SharedWork, need_ns: int, now_ns: int) -> None:
+        """Begin work that takes `need_ns` when alone."""
+        self._advance(now_ns)
+        self._left_ns[work] = need_ns
+        self._processes[work.process] += 1
+        self._change(now_ns, newcomer=work)
+
+    def leave(self, work: SharedWork, now_ns: int) -> None:
+        """End or withdraw work; no-op if it has already ended."""
+        if work in self._left_ns:
+            self._advance(now_ns)
+            del self._left_ns[work]
+            self._processes[work.process] -= 1
+            if not self._processes[work.process]:
+                del self._processes[work.process]
+            self._change(now_ns)
+
+    def _advance(self, now_ns: int) -> None:
+        """Subtract the progress since the last change."""
+        done_ns = (now_ns - self._since_ns) / self._slowdown
+        self._since_ns = now_ns
+        for work in self._left_ns:
+            self._left_ns[work] -= done_ns
+
+    def _change(self, now_ns: int, newcomer: SharedWork | None = None) -> None:
+        slowdown = self._slowdown_of(len(self._processes))
+        late = list(self._left_ns) if slowdown != self._slowdown else [newcomer]
+        self._slowdown = slowdown
+        for work in late:
+            if work is not None:
+                work.incarnation += 1
+                left_ns = max(self._left_ns[work], 0.0)
+                self._announce(work, now_ns + round(left_ns * slowdown))
+
+    def _slowdown_of(self, count: int) -> float:
+        known = len(self._slowdowns)
+        if count <= known:
+            return self._slowdowns[max(count - 1, 0)]
+        # beyond the measured range, processes share the cores equally
+        return self._slowdowns[-1] * count / known
+
+
+GroupFault = GroupOutage | Slowdown | Hang | OutOfMemory
+"""Faults with an effect on a whole group; other faults of a plan are converted to these."""
+REMEDY = (
+    "this simulator has groups, but neither messages, images nor clients. Remedy: leave it out, or run whole engines "
+    "with `vsched simulate --swarm`"
+)
+
+
+def group_faults(plan: FaultPlan, config: Config, *, restart_s: float) -> list[GroupFault]:
+    """Convert a plan to faults of groups; a hang ends no later than its detection.
+
+    Args:
+        plan: The planned faults.
+        config: Provides the hang timeout and the groups that share processes.
+        restart_s: From the loss of a group until it serves again.
+
+    Raises:
+        ConfigError: When a fault needs a whole simulated engine.
+    """
+    patience_ns, restart_ns = int(config.deadlines.rank_timeout_s * 1e9), int(restart_s * 1e9)
+    found: list[GroupFault] = []
+    down: defaultdict[str, list[Span]] = defaultdict(list)
+    for fault in plan.faults:
+        match fault:
+            case Slowdown():
+                found.append(fault)
+            case OutOfMemory(during="step", group=group) if stage_of(group) == "encode":
+                found.append(fault)
+            case Hang(group=group) | Partition(group=group):
+                noticed_ns = fault.at_ns + patience_ns
+                held_ns = min(fault.duration_ns, patience_ns)
+                found.append(Hang(at_ns=fault.at_ns, duration_ns=held_ns, group=group))
+                if fault.end_ns > noticed_ns:
+                    down[group].append((noticed_ns, noticed_ns + restart_ns))
+            case GroupOutage(group=group, duration_ns=duration_ns):
+                end_ns = math.inf if duration_ns is None else fault.at_ns + duration_ns
+                down[group].append((fault.at_ns, end_ns))
+            case WorkerCrash() | OutOfMemory() | MissedDecision() | ReplicaRestart():
+                down[fault.group].append((fault.at_ns, fault.at_ns + restart_ns))
+            case _:
+                raise fault.refused(REMEDY)
+    return [*found, *_outages(down, together=config.placement == "together")]
+
+
+def _outages(down: Mapping[str, list[Span]], *, together: bool) -> list[GroupOutage]:
+    """Return non-overlapping outages: a group that is already down is not lost again."""
+    worker_groups: defaultdict[str, list[str]] = defaultdict(list)
+    for group in down:
+        worker_groups[group.partition("-")[2] if together else group].append(group)
+    return [
+        GroupOutage(
+            at_ns=start, duration_ns=None if end == math.inf else int(end) - start, group=groups[0]
+        )
+        for groups in worker_groups.values()
+        for start, end in united([span for group in groups for span in down[group]])
+    ]
+
+
+class GroupDown(msgspec.Struct, frozen=True):
+    """A group is lost, temporarily or for good."""
+
+    group: SimulatedGroup
+    for_good: bool
+
+
+class GroupUp(msgspec.Struct, frozen=True):
+    """A group serves."""
+
+    group: SimulatedGroup
+
+
+Change = GroupDown | GroupUp | Callable[[], None]
+"""A state change of a group; plain callables send no event to the scheduler."""
+
+
+def changes(
+    faults: Iterable[GroupFault], groups: Sequence[SimulatedGroup], *, start_ns: int
+) -> Iterator[tuple[int, Change]]:
+    """Yield state changes of groups with their times, for a workload that begins at `start_ns`.
+
+    Raises:
+        ConfigError: When a group is unknown.
+    """
+    named = {group.name: group for group in groups}
+    for fault in faults:
+        group = named.get(fault.group)
+        if group is None:
+            raise ConfigError(f"{fault.group}: no such group. Known: {', '.join(named)}")
+        at_ns, end_ns = start_ns + fault.at_ns, start_ns + fault.end_ns
+        match fault:
+            case GroupOutage(duration_ns=duration_ns):
+                for one in groups:
+                    if one.device is group.device:
+                        yield at_ns, GroupDown(one, for_good=duration_ns is None)
+                        if duration_ns is not None:
+                            yield end_ns, GroupUp(one)
+            case OutOfMemory():
+                assert isinstance(group, TimedEncodeGroup)
+                yield at_ns, partial(group.faults.append, EncodeErrorKind.OUT_OF_MEMORY)
+            case Slowdown(factor=factor):
+                yield at_ns, partial(setattr, group, "slowdown", factor)
+                yield end_ns, partial(setattr, group, "slowdown", 1.0)
+            case Hang():
+                yield at_ns, partial(setattr, group, "held_ns", end_ns)

@@ -45,15 +45,16 @@ from vsched.kernel.request import chain_hashes, root_hash
 from vsched.notebook import html_table
 from vsched.record import read_events
 from vsched.record.entries import SegmentHeader, decode_command
-from vsched.sim.cost.calibration import as_observed, calibrate
-from vsched.sim.cost.model import CostModel, EncodeSample, GenerateSample
-from vsched.sim.cost.observations import (
+from vsched.sim.cost.calibration import (
     Observation,
     ObservedRequest,
     ObservedStep,
+    as_observed,
+    calibrate,
     encode_sample,
     generate_sample,
 )
+from vsched.sim.cost.model import CostModel, EncodeSample, GenerateSample
 from vsched.sim.fast.metrics import Collector, LiveRequest, Targets, TenantFigures
 from vsched.sim.workload.requests import (
     TEXT_BITS,

@@ -17,7 +17,7 @@ from typing import Any, Self
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.loop import VirtualLoop
 
 HeaderLines = Iterable[tuple[str, str]]
 

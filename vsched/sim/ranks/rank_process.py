@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from vsched.aio.launcher import at_home, link_address
 from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
-from vsched.sim.faults.plan import Hang, OutOfMemory, Slowdown, WorkerCrash
+from vsched.sim.faults import Hang, OutOfMemory, Slowdown, WorkerCrash
 from vsched.sim.network.links import RankEnd, SimulatedLeaderEnd, wait_readable
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_model import ROOT
@@ -27,12 +27,12 @@ from vsched.types import stage_of
 from vsched.wire import Hello, Pulse, Stop, encode_report
 from vsched.worker.contract import WorkerPlugin
 from vsched.worker.generate_rank import GenerateRank
-from vsched.worker.loading import RankLoading
 from vsched.worker.member import (
     PULSES_PER_TIMEOUT,
     Following,
     Member,
     RankHost,
+    RankLoading,
 )
 from vsched.worker.spec import RankSpec
 

@@ -19,7 +19,6 @@ from vsched.kernel.decisions import ChunkPlan, EncodeTask, GenerateDecision, Joi
 from vsched.kernel.events import Stepped
 from vsched.kernel.request import keyed_by_set
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.stand_in_workers import stand_in_info
 from vsched.sim.ranks.symbolic_model import (
     ROOT,
     answer,
@@ -27,7 +26,7 @@ from vsched.sim.ranks.symbolic_model import (
     next_token,
     root_of,
 )
-from vsched.sim.ranks.symbolic_workers import Known, SymbolicGenerator, write_rows
+from vsched.sim.ranks.symbolic_workers import Known, SymbolicGenerator, stand_in_info, write_rows
 from vsched.sim.world import QUICK, Delays
 from vsched.types import MediaItem, Request
 from vsched.worker.contract import Batch, Sampled, SequenceState, WorkerSettings

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from vsched.sim.fast.metrics import SimulationOutcome
-from vsched.sim.report.comparison import QUANTILES
-from vsched.sim.report.page_data import TITLES
+from vsched.sim.report.comparison import QUANTILES, TITLES
 
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#475569")
 POINTS_MAX = 320

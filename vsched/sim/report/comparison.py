@@ -15,6 +15,12 @@ from rich.table import Table
 from vsched.sim.fast.metrics import SimulationFigures, SimulationOutcome, TenantFigures, TimeSpread
 
 QUANTILES = ("p50", "p95", "p99")
+TITLES = {
+    "ttft": "Time to first token",
+    "tpot": "Time per output token",
+    "e2e": "End to end: from sending to the last token",
+    "itl": "Between two tokens",
+}
 
 
 class Measure(NamedTuple):

@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from vsched.errors import VschedError
-from vsched.record.frames import is_record
+from vsched.record.files import is_record
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload
 
 MOONCAKE_BLOCK = 512
@@ -42,25 +42,24 @@ class TraceRow(NamedTuple):
 
     def count(self, name: str) -> int:
         """Return a field with a count of tokens."""
-        text = (self.fields.get(name) or "").strip()
-        try:
-            value = float(text)
-        except ValueError:
-            raise ValueError(f"{name} is {text!r}, not a number") from None
+        value = self._number(name, "number")
         if value < 0 or value != int(value):
-            raise ValueError(f"{name} is {text}, not a count")
+            raise ValueError(f"{name} is {value:g}, not a count")
         return int(value)
 
     def seconds(self, name: str) -> float:
         """Return a field with a time in seconds."""
+        value = self._number(name, "time in seconds")
+        if not 0 <= value < 1e9:
+            raise ValueError(f"{name} is {value:g}, not a time in seconds")
+        return value
+
+    def _number(self, name: str, what: str) -> float:
         text = (self.fields.get(name) or "").strip()
         try:
-            value = float(text)
+            return float(text)
         except ValueError:
-            raise ValueError(f"{name} is {text!r}, not a time in seconds") from None
-        if not 0 <= value < 1e9:
-            raise ValueError(f"{name} is {text}, not a time in seconds")
-        return value
+            raise ValueError(f"{name} is {text!r}, not a {what}") from None
 
 
 class _TraceRows(NamedTuple):

@@ -22,8 +22,8 @@ import msgspec
 
 from tests.bench.servers import processes
 from tests.bench.servers.server import Server
-from vsched.bench.load.cases import draw_text, draw_video, video_part
 from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
+from vsched.bench.load.generator import draw_text, draw_video, video_part
 
 DECODER_TOKENS = 2048
 QUIET_S = 5.0

@@ -38,7 +38,7 @@ def layers(entries: list[LogEntry]) -> list[int]:
 
 @pytest.fixture
 async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
-    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS, name="encode")
+    led = LeaderHarness(monkeypatch, ranks=2, name="encode")
     led.enter(0, 1, hooks={"balance": 10.0})
     yield led
     led.leader.close()
@@ -79,10 +79,8 @@ async def test_leader_sends_time_slices_between_the_steps_of_the_other_group(
 ) -> None:
     """Each time slice comes after the steps that were decided while the previous slice ran."""
     liveness = ProcessLiveness()
-    encode = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS, name="encode", liveness=liveness)
-    generate = LeaderHarness(
-        monkeypatch, ranks=1, limits=LIMITS, liveness=liveness, loop=encode.loop
-    )
+    encode = LeaderHarness(monkeypatch, ranks=1, name="encode", liveness=liveness)
+    generate = LeaderHarness(monkeypatch, ranks=1, liveness=liveness, loop=encode.loop)
     encode.enter(0)
     generate.enter(0)
     encode.leader.decide(batch(1, 200))
@@ -101,7 +99,7 @@ async def test_leader_sends_time_slices_between_the_steps_of_the_other_group(
 async def test_leader_of_processes_apart_sends_whole_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    led = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS, name="encode")
+    led = LeaderHarness(monkeypatch, ranks=1, name="encode")
     led.enter(0)
     led.leader.decide(batch(1, 200, time_slice_ms=0))
     assert layers(led.entries()) == [0]
@@ -158,7 +156,7 @@ async def test_leader_gives_up_a_batch_without_end(led: LeaderHarness) -> None:
 
 
 async def test_leader_of_one_rank_sends_no_vote(monkeypatch: pytest.MonkeyPatch) -> None:
-    led = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS, name="encode")
+    led = LeaderHarness(monkeypatch, ranks=1, name="encode")
     led.enter(0)
     led.leader.decide(batch(1, 200))
     led.receive(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))

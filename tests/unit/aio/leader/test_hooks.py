@@ -14,7 +14,7 @@ from vsched.wire import Beat, GenerateResult, Heartbeat, RunHook, StepCheck, che
 
 @pytest.fixture
 async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
-    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
+    led = LeaderHarness(monkeypatch, ranks=2)
     yield led
     led.leader.close()
 

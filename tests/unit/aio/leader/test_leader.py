@@ -27,14 +27,14 @@ from vsched.wire import (
 
 @pytest.fixture
 async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
-    led = LeaderHarness(monkeypatch, ranks=1, limits=LIMITS)
+    led = LeaderHarness(monkeypatch, ranks=1)
     yield led
     led.leader.close()
 
 
 @pytest.fixture
 async def led_two(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
-    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
+    led = LeaderHarness(monkeypatch, ranks=2)
     yield led
     led.leader.close()
 

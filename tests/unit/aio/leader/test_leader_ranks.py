@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader import ProcessLiveness, ResultComparison
+from vsched.aio.leader import THREADS_LAST_S, ProcessLiveness, RankThreads, ResultComparison
 from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.memory import Sized
@@ -37,7 +38,7 @@ MEMORY = RankMemory(
 
 @pytest.fixture
 async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
-    led = LeaderHarness(monkeypatch, ranks=3, limits=LIMITS)
+    led = LeaderHarness(monkeypatch, ranks=3)
     led.enter(0, 1, 2)
     yield led
     led.leader.close()
@@ -92,7 +93,7 @@ async def test_leader_ranks_may_be_steps_apart(led: LeaderHarness) -> None:
 
 async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch fails on all ranks or on none; the reasons they know may differ."""
-    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS, name="encode-1")
+    led = LeaderHarness(monkeypatch, ranks=2, name="encode-1")
     led.enter(0, 1)
     led.leader.decide(EncodeDecision(1, []))
     led.receive(0, EncodeResult(1, EncodeErrorKind.OUT_OF_MEMORY, 0))
@@ -209,6 +210,44 @@ async def test_leader_knows_the_threads_of_each_rank(led: LeaderHarness) -> None
     assert ([one.step for one in led.results], led.lost) == ([1], [])
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([(0, 1)], [(5, "1 of 4")]),
+        ([(10, 1), (14, 4), (16, 1), (20, 4)], []),  # not long enough
+        ([(10, 3), (13, 1)], [(18, "1 of 4")]),  # another number
+        ([(10, 1), (13, 1)], [(15, "1 of 4")]),  # the same
+        ([(10, 1), (30, 3), (40, 4)], [(15, "1 of 4"), (35, "3 of 4"), (45, "all of its 4")]),
+        ([(10, 1), (20, 4), (22, 1), (30, 4)], [(15, "1 of 4"), (35, "all of its 4")]),
+    ],
+)
+def test_change_of_threads_is_logged_if_it_lasts(
+    changes: list[tuple[int, int]],
+    expected: list[tuple[int, str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    threads = RankThreads("generate")
+    lines: list[tuple[int, str]] = []
+    for second in range(60):
+        for _, active in [change for change in changes if change[0] == second]:
+            threads.take(0, ThreadsInUse(active, 4), second)
+        threads.log_changes(second)
+        lines.extend((second, line) for line in caplog.messages)
+        caplog.clear()
+    assert [second for second, _ in lines] == [second for second, _ in expected]
+    for (_, line), (_, words) in zip(lines, expected, strict=True):
+        assert f"generate rank 0 computes with {words}" in line
+
+
+async def test_leader_logs_a_change_of_threads(
+    led: LeaderHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    led.receive(1, ThreadsInUse(1, 2))
+    led.advance(THREADS_LAST_S + LIMITS.heartbeat_s)
+    assert "generate rank 1 computes with 1 of 2 threads" in caplog.text
+
+
 async def test_leader_ignores_a_pulse_without_the_secret(led: LeaderHarness) -> None:
     """A stranger cannot make a dead rank look alive, nor report for it."""
     led.leader.decide(GenerateDecision(1))
@@ -232,7 +271,7 @@ async def test_leader_ranks_must_be_ready_for_the_same(
     monkeypatch: pytest.MonkeyPatch, other: Ready
 ) -> None:
     """The same KV cache and the same periodic work, or the group does not start."""
-    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
+    led = LeaderHarness(monkeypatch, ranks=2)
     led.receive(0, Hello(0, "sesame"))
     led.receive(1, Hello(1, "sesame"))
     led.receive(1, other)
@@ -247,7 +286,7 @@ async def test_leader_asks_ranks_that_voted_differently_to_meet_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All ranks retry together: if only some ran out of memory, the next order has all of them start over."""
-    led = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS)
+    led = LeaderHarness(monkeypatch, ranks=2)
     led.enter(0, 1)
     order = SizeKv(64, profile=True, headroom_bytes=0)
     for votes in (("fits", "out_of_memory"), ("out_of_memory",) * 2, ("fits", "fits")):
@@ -266,10 +305,8 @@ async def test_leaders_of_the_same_processes_share_one_order(
 ) -> None:
     """Steps of both logs have one order, and a step of one group is no silence in the other."""
     liveness = ProcessLiveness()
-    encode = LeaderHarness(monkeypatch, ranks=2, limits=LIMITS, name="encode", liveness=liveness)
-    generate = LeaderHarness(
-        monkeypatch, ranks=2, limits=LIMITS, liveness=liveness, loop=encode.loop
-    )
+    encode = LeaderHarness(monkeypatch, ranks=2, name="encode", liveness=liveness)
+    generate = LeaderHarness(monkeypatch, ranks=2, liveness=liveness, loop=encode.loop)
     encode.enter(0, 1)
     generate.enter(0, 1)
     encode.leader.decide(EncodeDecision(1, []))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -219,19 +220,37 @@ async def test_generation_waits_for_a_token() -> None:
         assert (await reading).text == "e"
 
 
-async def test_generation_may_include_what_stopped_it() -> None:
-    """The stop string, which the text then ends with, or the text of the stop token."""
-    made, _ = generation(stop=("bc",), include_stop=True)
-    for token in (0, 1, 2, 3):
+ONE, BC = frozenset({1}), ("bc",)
+STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "ended", "expected"),
+    [
+        # The stop string, which the text then ends with, or the text of the stop token.
+        ({"stop": BC, "include_stop": True}, [0, 1, 2, 3], ABORT, ("abc", 3, "abort", "bc")),
+        ({"stop_token_ids": ONE, "include_stop": True}, [0, 1], STOP, ("ab", 2, "stop", None)),
+        # A stop token is counted and not shown.
+        ({"stop_token_ids": ONE}, [0, 1], STOP, ("a", 2, "stop", None)),
+        # The last permitted token completes a stop string.
+        ({"stop": BC}, [0, 1, 2], LENGTH, ("a", 3, "stop", "bc")),
+        # The detokenizer held the stop string back.
+        ({"stop": ("?",)}, [0, 99], LENGTH, ("a", 2, "stop", "?")),
+    ],
+)
+async def test_generation_ends_its_text_at_what_stopped_it(
+    options: dict[str, Any], tokens: list[int], ended: FinishReason, expected: tuple[object, ...]
+) -> None:
+    made, _ = generation(**options)
+    for token in tokens:
         made.push(token, None)
-    made.finish(finish(FinishReason.ABORT))
-    assert "".join(delta.text for delta in await read(made)) == "abc"
-    for include, text in ((True, "ab"), (False, "a")):
-        made, _ = generation(stop_token_ids=frozenset({1}), include_stop=include)
-        made.push(0, None)
-        made.push(1, None)
-        made.finish(finish(FinishReason.STOP))
-        assert "".join(delta.text for delta in await read(made)) == text
+    made.finish(finish(ended))
+    (delta,) = await read(made)
+    text, count, reason, stop_string = expected
+    assert (delta.text, delta.finish_reason, delta.stop_string) == (text, reason, stop_string)
+    assert delta.token_ids == tokens[: made.output_tokens]
+    assert made.output_tokens == count
+    assert made.reason == reason
 
 
 async def test_generation_stop_string_across_tokens_ends_it() -> None:
@@ -243,16 +262,6 @@ async def test_generation_stop_string_across_tokens_ends_it() -> None:
     made.finish(finish(FinishReason.STOP))
     assert await read(made) == [OutputDelta("a", [0, 1, 2], finish_reason="stop", stop_string="bc")]
     assert made.output_tokens == 3
-    assert made.reason is FinishReason.STOP
-
-
-async def test_generation_stop_string_in_the_last_token_is_a_stop() -> None:
-    """The finish reason is `stop`, not `length`, if the last allowed token completes a stop string."""
-    made, _ = generation(stop=("bc",))
-    for token in (0, 1, 2):
-        made.push(token, None)
-    made.finish(finish(FinishReason.LENGTH))
-    assert await read(made) == [OutputDelta("a", [0, 1, 2], finish_reason="stop", stop_string="bc")]
     assert made.reason is FinishReason.STOP
 
 
@@ -274,14 +283,6 @@ async def test_generation_finds_no_stop_string_before_min_tokens(
     assert (delta.text, delta.finish_reason) == (text, "stop" if stopped else "length")
 
 
-async def test_generation_finds_a_stop_string_in_what_the_detokenizer_held_back() -> None:
-    made, _ = generation(stop=("?",))
-    made.push(0, None)
-    made.push(99, None)
-    made.finish(finish())
-    assert await read(made) == [OutputDelta("a", [0, 99], finish_reason="stop", stop_string="?")]
-
-
 async def test_generation_held_text_goes_out_at_the_end() -> None:
     """The beginning of a stop string that was never completed, and half a character."""
     made, _ = generation(stop=("bcd",))
@@ -291,16 +292,6 @@ async def test_generation_held_text_goes_out_at_the_end() -> None:
     made.push(99, None)
     made.finish(finish())
     assert "".join(delta.text for delta in await read(made)) == "bc?"
-
-
-async def test_generation_stop_token_is_counted_and_not_shown() -> None:
-    made, ended = generation(stop_token_ids=frozenset({1}))
-    made.push(0, None)
-    made.push(1, None)
-    made.finish(finish(FinishReason.STOP))
-    assert await read(made) == [OutputDelta("a", [0, 1], finish_reason="stop")]
-    assert made.output_tokens == 2
-    assert ended.stops == []
 
 
 async def test_generation_logprobs_go_with_their_tokens() -> None:

@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.each_case import each_case
-from vsched.api import parameters
-from vsched.api.bodies import long_base64, reading
-from vsched.api.bodies.long_base64 import extract_base64
-from vsched.api.bodies.reading import read_request
+from vsched.api import bodies, parameters
+from vsched.api.bodies import extract_base64, read_request
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import ChatRequest, ImageEmbedsPart, ImagePart, ImageUrl, TextPart
 from vsched.config import MediaConfig
@@ -35,8 +33,8 @@ URL = f"data:image/png;base64,{BASE64}"
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "SMALL_BYTES", 0)
-    monkeypatch.setattr(long_base64, "LONG_BYTES", LONG)
+    monkeypatch.setattr(bodies, "SMALL_BYTES", 0)
+    monkeypatch.setattr(bodies, "LONG_BYTES", LONG)
 
 
 def body_of(*parts: object, **fields: object) -> dict[str, Any]:
@@ -99,7 +97,7 @@ def test_equal_images_stay_equal() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 50, 10_000])
 def test_escaped_slashes_are_slashes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As PHP writes them, at any piece boundary."""
-    monkeypatch.setattr(long_base64, "_PIECE_BYTES", size)
+    monkeypatch.setattr(bodies, "_PIECE_BYTES", size)
     url = "data:image/png;base64," + "ab/+//cd" * 20
     body = json.dumps(body_of(image(url))).encode().replace(b"/", b"\\/")
     [sent] = sent_texts(read(body))
@@ -126,7 +124,7 @@ def test_data_urls_of_other_forms_are_kept_beside(
     size: int, url: str, escapes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MIME line breaks, and the escapes of .NET, Gson and PHP, at any position in a piece."""
-    monkeypatch.setattr(long_base64, "_PIECE_BYTES", size)
+    monkeypatch.setattr(bodies, "_PIECE_BYTES", size)
     body = json.dumps(body_of(image(url)), ensure_ascii=False)
     for character, escaped in escapes.items():
         body = body.replace(character, escaped)
@@ -175,7 +173,7 @@ def test_reading_changes_nothing(parts: list[dict[str, Any]], escaped: dict[byte
         body = body.replace(character, written)
     expected = parameters.decode_body(body, ChatRequest)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_base64, "LONG_BYTES", LONG)
+        patch.setattr(bodies, "LONG_BYTES", LONG)
         reduced = extract_base64(body)
         assert len(reduced.body) <= len(body) + reduced.places * 64
         assert [whole(one) for one in sent_texts(read(body))] == list(sent_texts(expected))
@@ -200,8 +198,8 @@ def test_a_broken_body_stays_broken(at: int, piece: bytes) -> None:
             return None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "SMALL_BYTES", 0)
-        patch.setattr(long_base64, "LONG_BYTES", LONG)
+        patch.setattr(bodies, "SMALL_BYTES", 0)
+        patch.setattr(bodies, "LONG_BYTES", LONG)
         assert outcome(whole_body=False) == outcome(whole_body=True)
 
 
@@ -223,7 +221,7 @@ def test_long_texts_are_refused_before_they_are_decoded(
     part: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not images, which have limits of their own."""
-    monkeypatch.setattr(reading, "TEXT_BYTES_MAX", 10_000)
+    monkeypatch.setattr(bodies, "TEXT_BYTES_MAX", 10_000)
     assert list(sent_texts(read(body_of(image(URL + BASE64 * 100)))))
     decoded: list[int] = []
     decode = parameters.decode_body

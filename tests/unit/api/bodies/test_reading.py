@@ -16,9 +16,8 @@ from tests.each_case import each_case
 from tests.patience import NEVER_S, patience, until
 from tests.unit.api.fakes import Client, FakeEngine, chat, post
 from vsched.aio.streams import OutputDelta
-from vsched.api import ApiSettings, create_app, parameters
-from vsched.api.bodies import reading
-from vsched.api.bodies.reading import count_values
+from vsched.api import ApiSettings, bodies, create_app, parameters
+from vsched.api.bodies import count_values
 from vsched.errors import RequestRefused
 
 REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=50)
@@ -43,7 +42,7 @@ def marks(value: Any) -> int:
 def test_count_sees_no_text(value: Any, size: int) -> None:
     """Whatever the strings contain, and wherever the slices end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_SLICE_BYTES", size)
+        patch.setattr(bodies, "_SLICE_BYTES", size)
         assert count_values(json.dumps(value).encode(), 10**9) == marks(value)
 
 
@@ -56,7 +55,7 @@ BODIES = {
 }
 
 
-@each_case("size", [0, reading.SMALL_BYTES, reading._THREAD_BYTES])
+@each_case("size", [0, bodies.SMALL_BYTES, bodies._THREAD_BYTES])
 async def test_a_byte_order_mark_is_left_out(size: int) -> None:
     body = codecs.BOM_UTF8 + msgspec.json.encode(chat()) + b" " * size
     settings = ApiSettings(strict_fields=True)
@@ -85,7 +84,7 @@ async def test_a_body_of_many_values_is_refused_before_it_is_decoded(
 async def test_a_body_of_escapes_is_refused_before_it_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reading, "ESCAPES_MAX", 200_000)
+    monkeypatch.setattr(bodies, "ESCAPES_MAX", 200_000)
     text = "\b" * 210_000
     assert (await post(FakeEngine(), "/v1/chat/completions", chat(user=text))).status == 200
     monkeypatch.setattr(parameters, "decode_body", None)
@@ -194,14 +193,14 @@ async def test_large_bodies_are_read_one_by_one_off_the_loop(
         return request
 
     monkeypatch.setattr(parameters, "decode_body", decode_body)
-    monkeypatch.setattr(reading, "_THREAD_BYTES", 50_000)
+    monkeypatch.setattr(bodies, "_THREAD_BYTES", 50_000)
     threads: set[threading.Thread] = set()
     monkeypatch.setattr(
-        reading,
+        bodies,
         "check_json_values",
         lambda body, tokens: threads.add(threading.current_thread()),
     )
-    monkeypatch.setattr(reading, "SMALL_BYTES", 50_000)
+    monkeypatch.setattr(bodies, "SMALL_BYTES", 50_000)
     app = create_app(FakeEngine(), ApiSettings())
     replies = [Client(app).send("POST", CHAT, LARGE) for _ in range(8)]
     assert [reply.status for reply in await asyncio.gather(*replies)] == [200] * 8

@@ -12,10 +12,8 @@ from tests.unit.api.compat.test_messages_response import MESSAGES, TOOLS, body
 from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, post
 from tests.unit.media.fakes import model_info
 from vsched.api import ApiSettings, create_app
-from vsched.api.bodies.long_base64 import LONG_BYTES
-from vsched.api.bodies.reading import SMALL_BYTES
-from vsched.api.compat.messages import chat_request
-from vsched.api.compat.messages_schema import MessagesRequest
+from vsched.api.bodies import LONG_BYTES, SMALL_BYTES
+from vsched.api.compat.messages import MessagesRequest, chat_request
 from vsched.api.request_schema import ChatRequest
 from vsched.media.base64_text import base64_of
 

@@ -11,9 +11,8 @@ from tests.each_case import each_case
 from tests.unit.api.compat.test_responses_response import RESPONSES, TOOLS, body
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.media.fakes import model_info
-from vsched.api.bodies.reading import SMALL_BYTES
-from vsched.api.compat.responses import chat_request
-from vsched.api.compat.responses_schema import ResponsesRequest
+from vsched.api.bodies import SMALL_BYTES
+from vsched.api.compat.responses import ResponsesRequest, chat_request
 from vsched.api.request_schema import ChatRequest
 from vsched.media.base64_text import base64_of
 

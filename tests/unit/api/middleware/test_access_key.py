@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tests.each_case import each_case
 from vsched.api import ApiSettings
-from vsched.api.middleware.access import RequireKey
+from vsched.api.middleware import RequireKey
 
 KEY = "the right key"
 

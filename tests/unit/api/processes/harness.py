@@ -16,17 +16,17 @@ from vsched.aio.streams import OutputDelta, TokenStream
 from vsched.api.app import create_operations
 from vsched.api.contract import ApiSettings
 from vsched.api.metrics import ApiMetrics
-from vsched.api.processes import remote_engine as remote_engine_module
-from vsched.api.processes.link import Link
+from vsched.api.processes import process_main as remote_engine_module
 from vsched.api.processes.messages import (
     EngineMessages,
+    Link,
     MetricsReport,
     ProcessLoaded,
     ProcessMessage,
     Served,
 )
-from vsched.api.processes.process_session import EngineOutbox, ProcessSession
-from vsched.api.processes.remote_engine import ProcessOutbox, RemoteEngine
+from vsched.api.processes.process_main import ProcessOutbox, RemoteEngine
+from vsched.api.processes.supervisor import EngineOutbox, ProcessSession
 from vsched.config import Config, MediaConfig
 from vsched.engine import Engine
 from vsched.media import MediaPipeline, PixelStore

@@ -9,9 +9,17 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.patience import patience, until
-from vsched.api.processes.link import Link, framed, read_order
-from vsched.api.processes.messages import CancelRequest, End, ProcessLoaded, ProcessMessage, Submit
-from vsched.api.processes.remote_engine import ProcessOutbox
+from vsched.api.processes.messages import (
+    CancelRequest,
+    End,
+    Link,
+    ProcessLoaded,
+    ProcessMessage,
+    Submit,
+    framed,
+    read_order,
+)
+from vsched.api.processes.process_main import ProcessOutbox
 from vsched.types import FinishReason
 
 LIMIT_BYTES = 1 << 20

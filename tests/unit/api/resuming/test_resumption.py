@@ -12,12 +12,10 @@ import pytest
 from tests.patience import until
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, Reply, chat
 from vsched.aio.streams import OutputDelta
-from vsched.api import ApiSettings, create_app
-from vsched.api.resuming import resumption as resuming
-from vsched.api.resuming.resumption import Resumption
+from vsched.api import ApiSettings, create_app, resuming
+from vsched.api.resuming import Resumption
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.record.journal import RequestJournal
-from vsched.record.left import Ended, Left, PartialOutput
+from vsched.record.journal import Ended, Left, PartialOutput, RequestJournal
 
 DELTAS = (
     OutputDelta("Hel", [1]),

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vsched.api.tools.choice import written_value
 from vsched.api.tools.formats import CallFormat, TaggedArguments, ValueArguments
-from vsched.api.tools.grammar import written_value
 
 
 def written_arguments(known: CallFormat, arguments: Mapping[str, Any]) -> str:

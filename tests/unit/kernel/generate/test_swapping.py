@@ -29,7 +29,7 @@ from vsched.policy import (
 from vsched.policy_host import SeatPolicies
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request, run_random
-from vsched.testing.schedules.requests import random_limits
+from vsched.testing.cluster import random_limits
 from vsched.types import FinishReason
 
 

@@ -6,18 +6,16 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from tests.unit.sim.virtual import current
-from vsched.bench.fidelity.arrivals import RequestTexts
-from vsched.bench.fidelity.observed_engine import ObservedEngine
+from vsched.bench.fidelity.measure import ObservedEngine, RequestTexts
 from vsched.config import Config
-from vsched.config.sections import ArenaConfig, ModelConfig
-from vsched.config.stages import EncodeConfig, GenerateConfig
+from vsched.config.sections import ArenaConfig, EncodeConfig, GenerateConfig, ModelConfig
 from vsched.engine import Environment
 from vsched.kernel.commands import Accept, Command
 from vsched.kernel.events import Event, Submitted
 from vsched.sim.cluster.media import media_of
 from vsched.sim.cluster.plugin import NAME
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost
-from vsched.sim.faults.plan import FaultPlan
+from vsched.sim.faults import FaultPlan
 from vsched.sim.ranks.rank_process import SimulatedLauncher
 from vsched.sim.workload.images import appearance_of, data_url, key_of
 from vsched.sim.workload.requests import Arrival, Image

@@ -10,7 +10,18 @@ import msgspec
 import pytest
 
 from vsched.errors import ConfigError
-from vsched.sim.cost.calibration import calibrate, predict, rehearsed, slower, slowness
+from vsched.sim.cost.calibration import (
+    Concurrency,
+    Observation,
+    ObservedJob,
+    ObservedRequest,
+    ObservedStep,
+    calibrate,
+    predict,
+    rehearsed,
+    slower,
+    slowness,
+)
 from vsched.sim.cost.model import (
     CostModel,
     EncodeCost,
@@ -21,13 +32,6 @@ from vsched.sim.cost.model import (
     Machine,
     load_cost_model,
     save_cost_model,
-)
-from vsched.sim.cost.observations import (
-    Concurrency,
-    Observation,
-    ObservedJob,
-    ObservedRequest,
-    ObservedStep,
 )
 
 MS = 1_000_000

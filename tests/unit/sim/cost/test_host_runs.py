@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 from vsched.cli import app
 from vsched.cli.main import import_commands
 from vsched.errors import ConfigError
-from vsched.sim.cost.host_runs import fit_run, read_run
+from vsched.sim.cost.host_runs import HostRequest, HostStep, RunHeader, fit_run, read_run
 from vsched.sim.cost.model import COST_MODELS, CostModel, load_cost_model
-from vsched.sim.workload.host_traces import HostRequest, HostStep, RunHeader
 
 HEADER = RunHeader(host="vLLM 1", slots=4, batch_tokens=256, block_size=16, kv_tokens=4096, depth=2)
 TRUE = (2e6, 1e5, 20.0, 3e4, 5.0)

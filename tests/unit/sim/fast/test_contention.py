@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
 from vsched.sim.cost.model import CostModel, HostCost
-from vsched.sim.fast.contention import Contention, SharedWork
-from vsched.sim.fast.run import simulate
+from vsched.sim.fast.groups import Contention, SharedWork
+from vsched.sim.fast.simulation import simulate
 from vsched.sim.workload.requests import Image, Text, workload_of
 
 

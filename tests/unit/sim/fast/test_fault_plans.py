@@ -6,9 +6,9 @@ import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
 from vsched.errors import ConfigError
-from vsched.sim.fast.faults import GroupFault, group_faults
-from vsched.sim.fast.run import simulate
-from vsched.sim.faults.plan import (
+from vsched.sim.fast.groups import GroupFault, group_faults
+from vsched.sim.fast.simulation import simulate
+from vsched.sim.faults import (
     AnyFault,
     DecodeError,
     Disconnect,

@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
 from vsched.errors import ConfigError
-from vsched.sim.fast.run import simulate
-from vsched.sim.faults.plan import (
+from vsched.sim.fast.simulation import simulate
+from vsched.sim.faults import (
     AnyFault,
     FaultPlan,
     GroupOutage,

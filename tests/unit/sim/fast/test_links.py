@@ -18,7 +18,7 @@ from vsched.sim import (
     simulate,
     workload_of,
 )
-from vsched.sim.fast.links import LinkWay, hosts_of
+from vsched.sim.fast.groups import LinkWay, hosts_of
 
 MS = 1_000_000
 LINK = HostLinkProfile(latency_ns=3 * MS, bytes_per_s=1e6)

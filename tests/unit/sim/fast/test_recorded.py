@@ -19,7 +19,7 @@ from vsched.record import Recorder, open_recorder
 from vsched.sim import TraceError, load_trace
 from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.fast.recorded import RecordedRun, load_record
-from vsched.sim.fast.run import simulate
+from vsched.sim.fast.simulation import simulate
 from vsched.sim.workload.requests import Arrival, Image, Reply, Text, Workload, workload_of
 
 SMALL = (

@@ -29,8 +29,7 @@ from vsched.policy import (
 )
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
-from vsched.sim.fast.run import simulate
-from vsched.sim.fast.simulation import START_NS
+from vsched.sim.fast.simulation import START_NS, simulate
 from vsched.sim.invariants import Oracles
 from vsched.sim.setup import DraftLuck, prepare
 from vsched.sim.workload.generators import conversations

@@ -29,10 +29,10 @@ from vsched.kernel.events import (
     Stepped,
     Submitted,
 )
-from vsched.sim.fast.run import simulate
-from vsched.sim.faults.plan import FaultPlan, GroupOutage, OutOfMemory
+from vsched.sim.fast.simulation import simulate
+from vsched.sim.faults import FaultPlan, GroupOutage, OutOfMemory
 from vsched.sim.setup import DraftLuck, Setup, prepare
-from vsched.testing.model_ranks.cluster import TICK_NS, ModelCluster
+from vsched.testing.cluster import TICK_NS, ModelCluster
 
 MS = 1_000_000
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
 from vsched.sim.fast import metrics
-from vsched.sim.fast.run import simulate
+from vsched.sim.fast.simulation import simulate
 from vsched.sim.workload.requests import Arrival, Image, Text, Workload
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.sim.fast.test_run import Seen, run, with_host
 from tests.unit.sim.shapes import TINY, arrival, config
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
-from vsched.sim.fast.run import simulate
+from vsched.sim.fast.simulation import simulate
 from vsched.sim.workload.requests import Text, Video, workload_of
 
 CPU = CostModel(

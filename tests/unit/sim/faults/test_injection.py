@@ -11,12 +11,12 @@ from tests.unit.sim.virtual import current
 from vsched import faultpoints
 from vsched.errors import DeviceOutOfMemory
 from vsched.faultpoints import armed, fault_point
-from vsched.sim.faults.injection import Injector
-from vsched.sim.faults.plan import (
+from vsched.sim.faults import (
     AnyFault,
     DecodeError,
     FaultPlan,
     Hang,
+    Injector,
     OutOfMemory,
     Slowdown,
     TiePermutation,

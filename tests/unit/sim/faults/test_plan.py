@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from vsched.errors import ConfigError
-from vsched.sim.faults.plan import (
+from vsched.sim.faults import (
     FAULTS_MAX,
     HOST_KINDS,
     KINDS,
@@ -25,7 +25,7 @@ from vsched.sim.faults.plan import (
     WorkerCrash,
     random_plan,
 )
-from vsched.testing.schedules.strategies import fault_plans, faults
+from vsched.testing.strategies import fault_plans, faults
 
 MS = 1_000_000
 GROUPS = ["encode-0", "generate-0", "generate-1"]

@@ -9,8 +9,7 @@ import pytest
 
 from vsched.plugins import list_policies
 from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
-from vsched.sim.gallery.cases import CASES, DEFAULTS, case_of, run_case
-from vsched.sim.gallery.figures import draw_case, lines_of
+from vsched.sim.gallery import CASES, DEFAULTS, case_of, draw_case, lines_of, run_case
 
 
 @cache

@@ -9,8 +9,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.unit.sim.virtual import current
-from vsched.sim.loop.deadlock import VirtualDeadlock
-from vsched.sim.loop.virtual_loop import VirtualLoop
+from vsched.sim.loop import VirtualDeadlock, VirtualLoop
 
 
 @pytest.mark.sim

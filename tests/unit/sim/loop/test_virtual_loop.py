@@ -6,8 +6,7 @@ import random
 import pytest
 
 from tests.unit.sim.virtual import current, play
-from vsched.sim.loop.deadlock import TASKS_SHOWN_MAX, VirtualDeadlock
-from vsched.sim.loop.virtual_loop import _CANCELLED_MIN, VirtualLoop
+from vsched.sim.loop import _CANCELLED_MIN, TASKS_SHOWN_MAX, VirtualDeadlock, VirtualLoop
 
 DAY_S = 86_400.0
 

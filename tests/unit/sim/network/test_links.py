@@ -9,18 +9,24 @@ import pytest
 
 from tests.unit.sim.virtual import current, play
 from vsched.kernel.decisions import GenerateDecision
-from vsched.sim.faults.injection import Injector
-from vsched.sim.faults.plan import (
+from vsched.sim.faults import (
     AnyFault,
     FaultPlan,
+    Injector,
     LateHeartbeat,
     LostHeartbeat,
     MessageFault,
     MissedDecision,
     Partition,
 )
-from vsched.sim.network.channel import LinkProfile
-from vsched.sim.network.links import Network, RankEnd, SimulatedLeaderEnd, group_of, wait_readable
+from vsched.sim.network.links import (
+    LinkProfile,
+    Network,
+    RankEnd,
+    SimulatedLeaderEnd,
+    group_of,
+    wait_readable,
+)
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import Beat, FollowerLog, Heartbeat, LeaderLog, LogEntry, Pulse, encode_report
 

@@ -6,9 +6,8 @@ import pytest
 
 from tests.unit.sim.shapes import COST, arrival, config
 from vsched.sim.fast.metrics import SimulationOutcome
-from vsched.sim.fast.run import simulate
-from vsched.sim.report.load import load_warning
-from vsched.sim.report.rendering import render_html
+from vsched.sim.fast.simulation import simulate
+from vsched.sim.report.rendering import load_warning, render_html
 from vsched.sim.workload.requests import workload_of
 
 

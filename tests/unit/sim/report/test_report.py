@@ -18,7 +18,7 @@ from rich.console import Console
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
 from vsched.errors import ConfigError
 from vsched.sim.fast.metrics import GAUGES, SUMS, Series, SimulationOutcome, TenantFigures
-from vsched.sim.fast.run import simulate
+from vsched.sim.fast.simulation import simulate
 from vsched.sim.report.comparison import (
     MEASURES,
     best,
@@ -28,8 +28,7 @@ from vsched.sim.report.comparison import (
     write_csv,
     write_json,
 )
-from vsched.sim.report.page_data import chart_data
-from vsched.sim.report.rendering import render_html, write_png
+from vsched.sim.report.rendering import chart_data, render_html, write_png
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from vsched.errors import ConfigError
 from vsched.policy.measured import StepTime
 from vsched.policy_host import HostedRequest
-from vsched.sim.workload.host_traces import (
+from vsched.sim.cost.host_runs import (
     HostRecorder,
     HostRequest,
     HostStep,

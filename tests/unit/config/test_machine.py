@@ -1,0 +1,183 @@
+"""Defaults that depend on the machine: cores within quotas, and `placement = "auto"`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.machines import pretend_cores
+from vsched.config import Config, load_config
+from vsched.config.devices import HEAVY_BYTES, choose_placement, placed, placement_here
+from vsched.worker import memory
+from vsched.worker.spec import cores_text, usable_cores
+
+TINY, MID = 10 << 20, 800 << 20
+
+
+def config_of(*sets: str) -> Config:
+    return load_config(None, sets=sets, environ={}).config
+
+
+@pytest.mark.parametrize(
+    ("sets", "weights_bytes", "cores", "expected", "why"),
+    [
+        *(((), MID, cores, "together", f"share of {cores} cores") for cores in (1, 2, 4, 8)),
+        ((), MID, 64, "separate", "64 cores are enough"),
+        *(((), TINY, cores, "separate", "weights of 10 MiB are light") for cores in (1, 2, 8)),
+        ((), HEAVY_BYTES, 2, "together", "weights of 256 MiB"),
+        ((), HEAVY_BYTES - 1, 2, "separate", "light"),
+        (("placement=separate",), MID, 2, "separate", "configured"),
+        (("placement=together",), TINY, 64, "together", "configured"),
+        (("generate.threads=1",), MID, 2, "separate", "threads are configured"),
+        (("encode.threads=1",), MID, 2, "separate", "threads are configured"),
+        (("generate.replicas=2",), MID, 2, "separate", "stages differ"),
+        (("generate.tensor_parallel=2",), MID, 2, "separate", "stages differ"),
+        (("encode.device=cuda:0",), MID, 2, "separate", "device of its own"),
+        (("generate.device=cuda:0",), MID, 2, "separate", "device of its own"),
+        (("encode.replicas=0",), MID, 2, "separate", "nothing encodes"),
+    ],
+)
+def test_placement_follows_machine_checkpoint_and_settings(
+    sets: tuple[str, ...], weights_bytes: int, cores: int, expected: str, why: str
+) -> None:
+    found = choose_placement(config_of(*sets), weights_bytes=weights_bytes, cores=cores)
+    assert found.placement == expected
+    assert why in found.reason
+    assert str(found).startswith(f"placement = {expected}, because {found.reason}")
+
+
+@pytest.mark.parametrize(
+    ("sets", "weights_bytes", "cores"),
+    [
+        ((), MID, 2),
+        ((), TINY, 1),
+        ((), TINY, 64),
+        (("placement=separate",), TINY, 2),
+        (("generate.threads=1",), TINY, 2),
+        (("encode.replicas=2", "generate.replicas=2"), TINY, 2),
+    ],
+)
+def test_placement_advises_replicas_only_where_they_were_worth_it(
+    sets: tuple[str, ...], weights_bytes: int, cores: int
+) -> None:
+    """The advice names settings; once they are set, there is none."""
+    reported = str(choose_placement(config_of(), weights_bytes=TINY, cores=2))
+    named = re.findall(r"--set (\S+)", reported)
+    assert config_of(*named).generate.replicas == config_of(*named).encode.replicas == 2
+    found = choose_placement(config_of(*sets), weights_bytes=weights_bytes, cores=cores)
+    assert not found.advice
+    assert not choose_placement(config_of(*named), weights_bytes=TINY, cores=2).advice
+
+
+def test_placement_is_that_of_the_weights_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_cores(monkeypatch, 2)
+    config = config_of(f"model.path={tmp_path}")
+    assert placed(config).placement == "separate"
+    for part in range(2):
+        with (tmp_path / f"model-{part}.safetensors").open("wb") as file:
+            file.truncate(HEAVY_BYTES // 2)
+    assert placement_here(config).placement == "together"
+    assert placed(config).placement == "together"
+    assert placed(config_of(f"model.path={tmp_path}", "placement=separate")).placement == "separate"
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host of 64 cores, and an empty folder in place of that of control groups."""
+    pretend_cores(monkeypatch, 64)
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
+    return tmp_path / "cgroup"
+
+
+def share_group(folder: Path, quota: str, period: str = "100000", *, older: bool = False) -> None:
+    """Write the processor quota of a control group."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if older:
+        (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (folder / "cpu.cfs_period_us").write_text(f"{period}\n")
+    else:
+        (folder / "cpu.max").write_text(f"{quota} {period}\n")
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(
+    ("own", "above", "cores"),
+    [
+        ("200000", "none", 2),
+        ("none", "200000", 2),
+        ("400000", "300000", 3),
+        ("250000", "none", 2),
+        ("150000", "none", 1),
+        ("50000", "none", 1),
+        ("9900000", "none", 64),
+        ("none", "none", 64),
+    ],
+)
+def test_cores_are_those_of_the_narrowest_control_group(
+    groups: Path, own: str, above: str, cores: int, *, older: bool
+) -> None:
+    """A container of 2 CPUs may run on all 64 cores of its host, but not at once."""
+    unlimited = "-1" if older else "max"
+    base = groups / "cpu" if older else groups
+    line = "3:cpu,cpuacct:/slice/own\n" if older else "0::/slice/own\n"
+    (groups.parent / "own").write_text(line)
+    share_group(base / "slice" / "own", own.replace("none", unlimited), older=older)
+    share_group(base / "slice", above.replace("none", unlimited), older=older)
+    assert usable_cores() == cores
+
+
+def test_cores_are_those_of_the_affinity_if_no_group_can_be_seen(groups: Path) -> None:
+    assert not groups.exists()
+    assert usable_cores() == 64
+
+
+def test_cores_text_names_affinity_and_quota(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert cores_text() == "64 usable: affinity to 64 of 64, no quota"
+    (groups.parent / "own").write_text("0::/\n")
+    share_group(groups, "150000")
+    assert cores_text() == "1 usable: affinity to 64 of 64, a quota of 1.5 CPUs"
+
+
+@pytest.mark.parametrize(
+    ("quota", "separate", "together"),
+    [("50000", 1, 1), ("150000", 1, 1), ("200000", 1, 2), ("400000", 2, 4)],
+)
+def test_threads_follow_from_the_quota(
+    groups: Path, quota: str, separate: int, together: int
+) -> None:
+    """The table in docs/deployment.md."""
+    (groups.parent / "own").write_text("0::/\n")
+    share_group(groups, quota)
+    for placement, threads in (("separate", separate), ("together", together)):
+        config = load_config(None, sets=[f"placement={placement}"], environ={}).config
+        assert config.threads("generate") == threads
+
+
+def test_cores_of_a_container_share_its_threads_and_choose_its_placement(
+    groups: Path, tmp_path: Path
+) -> None:
+    """The path of its group may be that outside of the container, which does not exist inside."""
+    (tmp_path / "own").write_text("0::/docker/abc\n")
+    share_group(groups, "200000")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 30)
+    config = load_config(None, sets=[f"model.path={tmp_path}"], environ={}).config
+    assert (config.threads("encode"), config.threads("generate")) == (1, 1)
+    assert placement_here(config).placement == "together"
+
+
+def test_cores_are_those_of_a_pinned_process() -> None:
+    """As by `taskset`, or by the cpuset of a control group."""
+    own = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(own)})
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, own)

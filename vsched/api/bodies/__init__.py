@@ -1,1 +1,0 @@
-"""Request bodies: reading, limits and contents."""

@@ -1,1 +1,0 @@
-"""Middleware: request ids and access checks."""

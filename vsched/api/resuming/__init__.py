@@ -1,1 +1,0 @@
-"""Resumed requests of an earlier engine: computed to the end, and kept for their clients."""

@@ -1,1 +1,0 @@
-"""Figures, tables and plots shared by all benchmarks."""

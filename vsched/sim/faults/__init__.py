@@ -1,1 +1,0 @@
-"""Fault plans: the faults of a simulation as data, and their injection."""

@@ -1,1 +1,0 @@
-"""The gallery: effects of policies on small workloads in the simulator."""

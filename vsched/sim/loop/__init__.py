@@ -1,1 +1,0 @@
-"""The asyncio event loop on a virtual clock."""

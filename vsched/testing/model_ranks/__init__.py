@@ -1,1 +1,0 @@
-"""Model ranks: stand-ins that execute decisions on symbolic memory and check everything they read."""

@@ -1,1 +1,0 @@
-"""Random schedules: requests, events and fault plans drawn from seeds."""

@@ -1,0 +1,83 @@
+"""Hypothesis strategies for fault plans; they shrink to fewer faults, simpler kinds and earlier times.
+
+Hypothesis is not a dependency of vsched: install it to use this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from hypothesis import strategies
+
+from vsched.sim.faults import FAULTS_MAX, AnyFault, FaultPlan, Stage, draw_fault, drawn_kinds
+
+T = TypeVar("T")
+Draw = Callable[[strategies.SearchStrategy[Any]], Any]
+
+
+class _DrawnChoices:
+    """Values drawn and shrunk by Hypothesis."""
+
+    def __init__(self, draw: Draw) -> None:
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        number: int = self._draw(strategies.integers(low, high))
+        return number
+
+    def choice(self, options: Sequence[T]) -> T:
+        option: T = self._draw(strategies.sampled_from(options))
+        return option
+
+
+def faults(
+    groups: Sequence[str],
+    span_ns: int,
+    *,
+    ranks: int = 1,
+    kinds: Sequence[type[AnyFault]] | None = None,
+    hosts: Sequence[str] = (),
+) -> strategies.SearchStrategy[AnyFault]:
+    """Return a strategy for one fault; earlier `kinds` are simpler.
+
+    Args:
+        groups: Target groups; the first is the simplest.
+        span_ns: Latest start of a fault.
+        ranks: Number of ranks per group.
+        kinds: Kinds of faults; by default all, with host faults if there are other hosts.
+        hosts: The other hosts, by their names in `cluster.hosts`.
+
+    Raises:
+        ValueError: When a kind needs a host and there is none.
+    """
+    stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks, hosts=tuple(hosts))
+
+    @strategies.composite
+    def fault(draw: Draw, kind: Any) -> AnyFault:
+        return draw_fault(_DrawnChoices(draw), kind, stage)
+
+    return strategies.one_of([fault(kind) for kind in drawn_kinds(hosts, kinds)])
+
+
+def fault_plans(
+    groups: Sequence[str],
+    span_ns: int,
+    *,
+    ranks: int = 1,
+    kinds: Sequence[type[AnyFault]] | None = None,
+    hosts: Sequence[str] = (),
+    faults_max: int = FAULTS_MAX,
+) -> strategies.SearchStrategy[FaultPlan]:
+    """Return a strategy for plans of at most `faults_max` faults; the other arguments are those of `faults`."""
+    fault = faults(groups, span_ns, ranks=ranks, kinds=kinds, hosts=hosts)
+
+    @strategies.composite
+    def plan(draw: Draw) -> FaultPlan:
+        # Not `lists`: Hypothesis removes a list element only if it took few choices to draw. After
+        # an integer, it removes any element drawn as one piece while it lowers the integer.
+        count = draw(strategies.integers(0, faults_max))
+        drawn = tuple(draw(fault) for _ in range(count))
+        return FaultPlan(faults=drawn, seed=draw(strategies.integers(0, 0xFFFF)))
+
+    return plan()
