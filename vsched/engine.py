@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from vsched.aio.adapters import AdapterHold, AdapterTable, with_adapter
+from vsched.aio.adapters import AdapterHold, with_adapter
 from vsched.aio.arrivals import PendingArrival
 from vsched.aio.fork_server import ForkServer
 from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
@@ -67,8 +67,9 @@ from vsched.assembly import (
     verifies_drafts,
 )
 from vsched.config import Config, MediaConfig, plain_config, resolve_policies
+from vsched.config.checks import check_combinations
 from vsched.config.devices import settle
-from vsched.config.policies import check_combinations, check_replacement, policy_tables
+from vsched.config.policies import check_replacement, policy_tables
 from vsched.devices import log_devices, resolve_devices
 from vsched.errors import ConfigError, PolicyError, RequestRefused
 from vsched.kernel import Scheduler
@@ -80,7 +81,7 @@ from vsched.memory import Ledger
 from vsched.notebook import Statistics
 from vsched.policy import Policy
 from vsched.policy_host.call_times import QueueClock
-from vsched.record.left import PartialOutput
+from vsched.record.journal import PartialOutput
 from vsched.record.recorder import check_record_path, open_recorder
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams
@@ -198,23 +199,15 @@ class Engine:
             ranks = self.config.generate.tensor_parallel
             front_end = partial(load_front_end, plugin, ranks=ranks)
             self._running = await self._start_parts(front_end)
-            await self._load_adapters(self._running.adapters)
+            for name, path in self.config.adapters.load.items():
+                try:
+                    await self._running.adapters.load(name, path)
+                except RequestRefused as error:
+                    raise ConfigError(f"adapters.load.{name}: {error.message}") from error
         except BaseException:
             await self.stop(grace_s=0)
             raise
         self._state = "ready"
-
-    async def _load_adapters(self, table: AdapterTable) -> None:
-        """Load the configured adapters.
-
-        Raises:
-            ConfigError: If one cannot be loaded.
-        """
-        for name, path in self.config.adapters.load.items():
-            try:
-                await table.load(name, path)
-            except RequestRefused as error:
-                raise ConfigError(f"adapters.load.{name}: {error.message}") from error
 
     async def _start_parts(self, load_front_end: Callable[[ModelInfo], FrontEnd]) -> RunningParts:
         config, info, environment = self.config, self.info, self._environment
@@ -715,7 +708,13 @@ class Engine:
             **served,
             "media": msgspec.to_builtins(media) if media else {},
             "grammars": running.grammars.statistics() if running is not None else {},
-            "memory": self._memory(running) if running is not None else {},
+            "memory": {}
+            if running is None
+            else engine_memory(
+                running.arena.layout,
+                images=running.media.server_pid,
+                grammars=running.grammars.server_pid,
+            ),
             "ledger": {**ledger.as_dict(), "in_use": used} if ledger else {},
             "histograms": self._finished.histograms(),
             "recent": [msgspec.to_builtins(one) for one in self._finished.recent],
@@ -768,10 +767,6 @@ class Engine:
                 "ranks": statistics["ranks"],
             },
         )
-
-    def _memory(self, running: RunningParts) -> dict[str, int]:
-        layout, media = running.arena.layout, running.media
-        return engine_memory(layout, images=media.server_pid, grammars=running.grammars.server_pid)
 
     def _worker_groups(
         self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents

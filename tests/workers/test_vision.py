@@ -30,7 +30,7 @@ from tests.workers.reference import Reference
 from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
-from vsched.worker.reserve import BatchArena
+from vsched.worker.sizing import BatchArena
 from vsched_workers import vision
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import Backend
