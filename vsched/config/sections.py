@@ -224,10 +224,10 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     `max_batch_tokens`."""
     step_target_ms: Annotated[float, Meta(ge=0)] = 100.0
     """Target for the time of a step: while requests decode, prefill is limited to it, and so is encoding in the same
-    processes; 0 for no limit."""
+    processes; 0 for no limit. It is lower when more than 5 requests decode for each waiting one."""
     step_target_ratio: Annotated[float, Meta(ge=1.5)] = 8.0
     """A step with prefill may always take this many times as long as one without, in case the decodes of a large model
-    alone come close to `step_target_ms`."""
+    alone come close to `step_target_ms`; lower as that is, but at least 1.75."""
     slots: NonNegative = 0
     """Maximum number of running requests; 0 for 64 on a CPU, 256 with CUDA."""
     max_waiting: Positive = 1024
