@@ -12,7 +12,7 @@ from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.cluster.scenario import draw_scenario, run_scenario
 from vsched.sim.ranks.symbolic_model import DRAFT, drafted_token, extend, next_token
 from vsched.sim.workload.requests import Arrival, Text
-from vsched.worker.drafting.model import DraftModel
+from vsched.worker.drafts import DraftModel
 
 SEEDS = (*range(5, 125, 10), 1005, 1015, 1025)
 

@@ -23,7 +23,7 @@ from tests.workers.driver import ROWS_A_PAGE, drawn_image
 from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
-from vsched.worker.reserve import BatchArena
+from vsched.worker.sizing import BatchArena
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor

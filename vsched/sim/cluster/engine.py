@@ -64,7 +64,7 @@ from vsched.config import (
     GenerateConfig,
     ModelConfig,
 )
-from vsched.config.section import PolicyTable
+from vsched.config.sections import PolicyTable
 from vsched.engine import Engine, Environment
 from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
 from vsched.sim.cluster.machines import SimulatedCluster
