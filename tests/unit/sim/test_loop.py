@@ -1,4 +1,4 @@
-"""The loop on a virtual clock: time, threads, and the same run for the same code; see also `tests/sim/test_determinism.py`."""
+"""The loop on a virtual clock: time, threads, and the same run for the same code; see also `tests/sim`."""
 
 from __future__ import annotations
 
