@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from vsched.aio.adapters import AdapterHold, AdapterTable, with_adapter
+from vsched.aio.adapters import AdapterHold, with_adapter
 from vsched.aio.arrivals import PendingArrival
 from vsched.aio.fork_server import ForkServer
 from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
@@ -198,23 +198,15 @@ class Engine:
             ranks = self.config.generate.tensor_parallel
             front_end = partial(load_front_end, plugin, ranks=ranks)
             self._running = await self._start_parts(front_end)
-            await self._load_adapters(self._running.adapters)
+            for name, path in self.config.adapters.load.items():
+                try:
+                    await self._running.adapters.load(name, path)
+                except RequestRefused as error:
+                    raise ConfigError(f"adapters.load.{name}: {error.message}") from error
         except BaseException:
             await self.stop(grace_s=0)
             raise
         self._state = "ready"
-
-    async def _load_adapters(self, table: AdapterTable) -> None:
-        """Load the configured adapters.
-
-        Raises:
-            ConfigError: If one cannot be loaded.
-        """
-        for name, path in self.config.adapters.load.items():
-            try:
-                await table.load(name, path)
-            except RequestRefused as error:
-                raise ConfigError(f"adapters.load.{name}: {error.message}") from error
 
     async def _start_parts(self, load_front_end: Callable[[ModelInfo], FrontEnd]) -> RunningParts:
         config, info, environment = self.config, self.info, self._environment
@@ -715,7 +707,13 @@ class Engine:
             **served,
             "media": msgspec.to_builtins(media) if media else {},
             "grammars": running.grammars.statistics() if running is not None else {},
-            "memory": self._memory(running) if running is not None else {},
+            "memory": {}
+            if running is None
+            else engine_memory(
+                running.arena.layout,
+                images=running.media.server_pid,
+                grammars=running.grammars.server_pid,
+            ),
             "ledger": {**ledger.as_dict(), "in_use": used} if ledger else {},
             "histograms": self._finished.histograms(),
             "recent": [msgspec.to_builtins(one) for one in self._finished.recent],
@@ -768,10 +766,6 @@ class Engine:
                 "ranks": statistics["ranks"],
             },
         )
-
-    def _memory(self, running: RunningParts) -> dict[str, int]:
-        layout, media = running.arena.layout, running.media
-        return engine_memory(layout, images=media.server_pid, grammars=running.grammars.server_pid)
 
     def _worker_groups(
         self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents

@@ -86,7 +86,6 @@ def test_admission_refused_request_changes_nothing(registered: RegisteredPolicy)
     after = generate_statistics(cluster)
     assert (before["admitted"], before["prefilling"] + before["decoding"]) == (1, 1)
     assert after == {**before, "waiting": 1, "load_tokens": after["load_tokens"]}
-    cluster.drain()
     assert_served(cluster, "first", "second")
     assert generate_statistics(cluster)["admitted"] == 2
 
@@ -163,7 +162,6 @@ def test_gathering_encoder_is_called_on_arrival_and_at_its_deadline() -> None:
     assert len(Counted.requested) == 3, "one call for both"
     assert cluster.encoded == [[b"a", b"b"]]
     assert cluster.notices == []
-    cluster.drain()
     assert_served(cluster, *cluster.requests)
 
 
@@ -201,7 +199,6 @@ def test_fifo_is_not_called_again_before_something_changes() -> None:
     for _ in range(40):
         cluster.run_generate()
     assert len(CountedFifo.requested) == 2
-    cluster.drain()
     assert_served(cluster, "first", "second")
 
 
@@ -225,7 +222,6 @@ def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
         while cluster.encode_log:
             cluster.run_encode()
         cluster.restore_group(group)
-        cluster.drain()
         assert_served(cluster, *cluster.requests)
         if stage == "encode_admission":
             return [key.decode() for batch in cluster.encoded for key in batch]
@@ -244,7 +240,6 @@ def encoded_after_first_chunk(policy: ChunkAware | Combined) -> list[bytes]:
     while cluster.encode_log:
         cluster.run_encode()
     found = [key for batch in cluster.encoded for key in batch]
-    cluster.drain()
     assert_served(cluster, "request")
     return found
 
@@ -274,6 +269,9 @@ def test_conversation_encodes_by_item_or_by_set(policy: ChunkAware | Combined) -
         cluster.drain()
         counts.append(sum(len(batch) for batch in cluster.encoded) - sum(counts))
     assert counts == ([1, 2, 3, 4] if isinstance(policy, Combined) else [1, 1, 1, 1])
+    cluster.submit(make_request("again", [7], [(0, 4, b"image0")]))
+    cluster.drain()
+    assert sum(len(batch) for batch in cluster.encoded) == sum(counts), "the same set is found"
 
 
 def test_scheduler_knows_no_architecture() -> None:

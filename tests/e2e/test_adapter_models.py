@@ -23,7 +23,7 @@ from tests.parity.architectures import make_checkpoint  # noqa: E402
 from tests.parity.compare import prompts  # noqa: E402
 from tests.patience import PATIENCE_S  # noqa: E402
 from tests.workers.adapters.peft_adapters import make_adapter, make_whole_adapter  # noqa: E402
-from tests.workers.quantized.dequantized_twins import dequantized_twin  # noqa: E402
+from tests.workers.quantized.test_weights import dequantized_twin  # noqa: E402
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Engine  # noqa: E402
 from vsched.api.server import running_server  # noqa: E402

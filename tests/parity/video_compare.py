@@ -21,7 +21,7 @@ from tests.workers.driver import Clip, Question, Stage, drawn_image, values_of
 from vsched.worker.contract import Arrays, WorkerSettings
 from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor
-from vsched_workers.families.generic_vision import VIDEO_GRID, unpack_metadata
+from vsched_workers.families.generic import VIDEO_GRID, unpack_metadata
 from vsched_workers.families.qwen_image import LEVELS, PIXELS, grid_of, time_of
 
 SIDES = (60, 40)

@@ -40,9 +40,14 @@ from vsched.types import ArraySpec, ModelInfo, Spans
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.checkpoint.description import describe_checkpoint
-from vsched_workers.families.generic import context_tokens, kept_values
-from vsched_workers.families.generic_vision import pack_metadata, unpack_metadata, vision_facts
-from vsched_workers.families.recurrent import state_bytes
+from vsched_workers.families.generic import (
+    context_tokens,
+    kept_values,
+    pack_metadata,
+    state_bytes,
+    unpack_metadata,
+    vision_facts,
+)
 from vsched_workers.plugin import plugin
 
 ASKED = ((0,), (1,), (2, 3), ())

@@ -28,8 +28,7 @@ from vsched_workers.checkpoint.facts import (
 )
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.families import family_of
-from vsched_workers.families.qwen_image import image_plan
-from vsched_workers.families.qwen_worst import largest_units
+from vsched_workers.families.qwen_image import image_plan, largest_units
 from vsched_workers.memory.worst_case import worst_batches
 from vsched_workers.plugin import plugin
 from vsched_workers.vision import VisionWorker

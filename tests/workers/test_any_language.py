@@ -21,7 +21,7 @@ from tests.workers.driver import Driver, Question, Stage
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, WorkerSettings
-from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.backends.reference.host_memory import HostMemory
 from vsched_workers.backends.reference.packed_weights import PackedLinear
 from vsched_workers.checkpoint.description import describe_checkpoint
@@ -186,7 +186,7 @@ def test_deterministic_is_refused_before_weights_are_read(generic: Path, tmp_pat
     """Even if the device and the processor support it."""
     path = edit(generic, tmp_path)
     (path / "model.safetensors").write_bytes(b"no tensors at all")
-    backend = ReferenceBackend(WorkerSettings(), torch.float32)
+    backend = Backend(WorkerSettings(), torch.float32)
     requested = WorkerSettings(deterministic=True)
     with pytest.raises(ConfigError, match="model.deterministic: .* cannot do so. Remedy"):
         _load_any(inspect_written(generic, path), requested, backend, lambda *_: None)
@@ -195,7 +195,7 @@ def test_deterministic_is_refused_before_weights_are_read(generic: Path, tmp_pat
 def test_remedy_of_ranks_that_share_a_decoder_by_plan_is_one_rank(tmp_path: Path) -> None:
     """It has its own path, which supports only one rank."""
     make_checkpoint("phi3", tmp_path)
-    backend = ReferenceBackend(WorkerSettings(), torch.float32)
+    backend = Backend(WorkerSettings(), torch.float32)
     requested = WorkerSettings(ranks=2, rank=0, deterministic=True)
     message = (
         "several ranks share model_type 'phi3' .*"

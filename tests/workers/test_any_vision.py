@@ -25,10 +25,10 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched.worker.reserve import BatchArena
 from vsched_workers.backends.reference.any_tower import AnyTower
-from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
-from vsched_workers.families.generic_vision import unpack_metadata
+from vsched_workers.families.generic import unpack_metadata
 from vsched_workers.plugin import TransformersPlugin
 
 plugin = TransformersPlugin()
@@ -107,7 +107,7 @@ def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
     """In bfloat16, within its precision."""
     (image, *_) = images_of(name)
     plain = AnyTower(make_model(name).to(torch.bfloat16), torch.bfloat16)(image)
-    backend = ReferenceBackend(WorkerSettings(attention="exact"), torch.bfloat16)
+    backend = Backend(WorkerSettings(attention="exact"), torch.bfloat16)
     model = make_model(name).to(torch.bfloat16)
     assert backend.prepare_any_tower(model) > 0
     packed = AnyTower(model, torch.bfloat16)(image)

@@ -1,20 +1,46 @@
-"""The generate worker compared with transformers' own generate, on checkpoints of both families."""
+"""The generate worker compared with transformers' own generate, also with speculative decoding."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from tests.workers.driver import BLOCK_SIZE, Driver, Question, Running, Stage, drawn_image
+from tests.parity.architectures import make_checkpoint
+from tests.unit.worker.drafting.drafted_runs import Received, run_drafted
+from tests.unit.worker.test_generate_rank import Script, whole
+from tests.workers.driver import (
+    BLOCK_SIZE,
+    BLOCKS,
+    SLOTS,
+    Driver,
+    Question,
+    Running,
+    Stage,
+    drawn_image,
+)
 from tests.workers.reference import Reference
 from vsched.errors import ConfigError, DeviceOutOfMemory
+from vsched.kernel.decisions import DraftGrant, GenerateDecision, Join, Leave, RequestData
+from vsched.kernel.events import Drafted
+from vsched.sim.ranks.symbolic_workers import stand_in_info
 from vsched.types import SamplingParams
-from vsched.worker.contract import SequenceState, WorkerSettings
+from vsched.wire import GenerateResult
+from vsched.worker import generate_rank
+from vsched.worker.contract import Batch, Sampled, SequenceState, WorkerSettings
+from vsched.worker.drafting.drafts import SlotDraft
+from vsched.worker.drafting.model import DraftModel, DraftWorker
+from vsched.worker.generate_rank import GenerateRank
+from vsched_workers.batching.packed_step import special_rows
+from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.families.qwen_image import grid_of
 from vsched_workers.plugin import plugin
 
@@ -240,3 +266,209 @@ def test_positions_equal_those_of_the_model(
     positions, delta = model.get_rope_index(ids, kinds, image_grid_thw=grids)
     assert np.array_equal(sequence.state.positions, positions[:, 0].numpy())
     assert sequence.state.delta == int(delta)
+
+
+CONTEXT = 96
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7], list(range(10, 40)), [9, 9, 9, 4]]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=40, logprobs=2, ignore_eos=True),
+    SamplingParams(
+        temperature=1.1,
+        top_p=0.9,
+        seed=5,
+        max_tokens=40,
+        frequency_penalty=0.4,
+        repetition_penalty=1.2,
+        min_tokens=6,
+        bad_words=((11, 12), (13,)),
+        logprobs=0,
+    ),
+    SamplingParams(temperature=0.8, top_k=40, min_p=0.01, seed=6, max_tokens=33),
+]
+ARCHITECTURES = ("llama", "stablelm", "gemma3_text", "mixtral")
+"""A decoder-only model, one on the generic path, one with sliding windows, one with experts."""
+
+
+class Oracle:
+    """Drafts the actual next tokens, with random errors, so that drafts are rejected at every position."""
+
+    def __init__(self, answers: list[Received]) -> None:
+        self._answers = answers
+        self._rng = random.Random(7)
+
+    def draft(
+        self, sequence: SequenceState, length: int, grant: DraftGrant, room: int
+    ) -> SlotDraft | None:
+        answer = self._answers[sequence.number - 1].tokens
+        done = length - sequence.prompt_length
+        coming = answer[done : done + min(grant.tokens, room)]
+        tokens = [one if self._rng.random() < 0.8 else one ^ 1 for one in coming]
+        return SlotDraft(tokens) if tokens else None
+
+
+def rank_of(stage: Stage) -> GenerateRank:
+    embeddings = np.zeros((1, 1, 1), np.uint8)
+    return GenerateRank(
+        stage.generator, embeddings, slots=SLOTS, context_tokens=CONTEXT, block_size=BLOCK_SIZE
+    )
+
+
+def blocks_of(slot: int) -> list[int]:
+    count = CONTEXT // BLOCK_SIZE
+    shuffled = random.Random(slot).sample(range(BLOCKS), BLOCKS)
+    taken = sorted(shuffled, key=lambda block: (block % 3 != slot, shuffled.index(block)))
+    return taken[:count]
+
+
+def check(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = run_drafted(rank_of(stage), PROMPTS, PARAMS, None, blocks=blocks_of)
+    monkeypatch.setattr(generate_rank, "draft", Oracle(plain).draft)
+    rng = random.Random(1)
+    found, drafted = run_drafted(rank_of(stage), PROMPTS, PARAMS, rng, blocks=blocks_of)
+    assert [(one.tokens, one.reason) for one in found] == [
+        (one.tokens, one.reason) for one in plain
+    ]
+    for one, other in zip(found, plain, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    right = sum(len(one.tokens) for one in drafted)
+    assert right > 20
+    assert sum(one.drafts > len(one.tokens) for one in drafted) > 5, "drafts that prove wrong"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["exact", "auto"])
+@pytest.mark.parametrize("size", ["nano25", "nano3"])
+def test_drafts_give_what_single_rows_give(
+    stages: Callable[..., Stage], size: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(stages(size, attention), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_drafts_give_what_single_rows_give_in_any_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(name, tmp_path)
+    stage = Stage.load(str(tmp_path), attention="auto", dtype="auto")
+    check(stage, monkeypatch)
+
+
+def test_plugin_verifies_no_drafts_on_a_gpu_or_with_a_state(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
+    assert plugin.verifies_drafts(info, device="cpu")
+    assert not plugin.verifies_drafts(info, device="cuda:0")
+    keeps = msgspec.structs.replace(info, state_bytes=64)
+    assert not plugin.verifies_drafts(keeps, device="cpu")
+
+
+TOKENS = 5
+ANSWERS = 1000
+LENGTH = 3
+PROMPT = [0, 1]
+SAMPLING = SamplingParams(temperature=0.9, max_tokens=LENGTH, ignore_eos=True)
+
+
+class Markov(Script):
+    """A model whose logits depend on the last token, with the real sampler."""
+
+    def __init__(self, logits: npt.NDArray[np.float32]) -> None:
+        super().__init__()
+        self._logits = logits
+
+    def prepare(self, sequence: SequenceState) -> None:
+        """There is nothing to prepare."""
+
+    def step(self, batch: Batch) -> Sampled:
+        last = batch.decode_tokens.tolist()
+        last += [
+            int(chunk.sequence.tokens[chunk.stop - 1]) for chunk in batch.chunks if chunk.samples
+        ]
+        logits = torch.from_numpy(self._logits[last])
+        tokens = logits.argmax(dim=1).numpy().astype(np.int32)
+        return choose_tokens(tokens, logits, special_rows(batch))
+
+
+def answers(target: Markov, draft: Markov) -> tuple[Counter[tuple[int, ...]], list[Drafted]]:
+    """Return the frequency of each output, with a seed for each, and the results of draft tokens."""
+    model = DraftModel(
+        DraftWorker(draft, stand_in_info(context_tokens=16, vocab_size=TOKENS)),
+        vocabulary=TOKENS,
+        blocks=4,
+        block_size=8,
+        chunk_tokens=8,
+        batch_tokens=16,
+    )
+    rank = GenerateRank(
+        target,
+        np.zeros((1, 1, 1), np.uint8),
+        slots=4,
+        context_tokens=16,
+        block_size=8,
+        draft_model=model,
+    )
+    counts: Counter[tuple[int, ...]] = Counter()
+    drafted: list[Drafted] = []
+    step = 0
+    left: list[Leave] = []
+    known = np.asarray(PROMPT, np.int32).tobytes()
+    for seed in range(ANSWERS):
+        sampling = SamplingParams(
+            temperature=SAMPLING.temperature, max_tokens=LENGTH, ignore_eos=True, seed=seed
+        )
+        data = RequestData(known, len(PROMPT), [], sampling, ())
+        joined = Join(seed, 0, 0, len(PROMPT), [0, 1], data)
+        step += 1
+        chunk = whole(0, len(PROMPT))
+        result = rank.apply(GenerateDecision(step, left=left, joined=[joined], chunks=[chunk]))
+        answer = [_token(result)]
+        granted = [DraftGrant(0, LENGTH, 0, True)]
+        while len(answer) < LENGTH:
+            step += 1
+            result = rank.apply(GenerateDecision(step, granted=granted))
+            granted = []
+            answer += [_token(result), *(token for one in result.drafted for token in one.tokens)]
+            drafted += result.drafted
+        counts[tuple(answer)] += 1
+        left = [Leave(seed, 0, keep=False)]
+    return counts, drafted
+
+
+def _token(result: GenerateResult) -> int:
+    return int(np.frombuffer(result.tokens, np.int32)[0])
+
+
+def likelihoods(logits: npt.NDArray[np.float32]) -> dict[tuple[int, ...], float]:
+    """Return the probability of each output."""
+    odds = np.exp(logits.astype(np.float64) / SAMPLING.temperature)
+    odds /= odds.sum(axis=1, keepdims=True)
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        found = {
+            (*known, token): likely * odds[(*PROMPT, *known)[-1], token]
+            for known, likely in found.items()
+            for token in range(TOKENS)
+        }
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.0, 0.7, 3.0])
+def test_answers_are_as_frequent_as_they_are_likely(noise: float) -> None:
+    """Of 125 outputs; the statistic with 124 degrees of freedom stays below the 1 in 10,000 limit. Seeds are fixed."""
+    rng = np.random.default_rng(5)
+    logits = rng.normal(0, 1.2, (TOKENS, TOKENS)).astype(np.float32)
+    other = (logits + rng.normal(0, noise, logits.shape)).astype(np.float32)
+    counts, drafted = answers(Markov(logits), Markov(other))
+    assert sum(counts.values()) == ANSWERS
+    statistic = sum(
+        (counts[answer] - ANSWERS * likely) ** 2 / (ANSWERS * likely)
+        for answer, likely in likelihoods(logits).items()
+    )
+    assert statistic < 193, "answers that are not drawn as the model has them"
+    right = sum(len(one.tokens) for one in drafted) / sum(one.drafts for one in drafted)
+    # Independent draws would agree in under a third of the cases.
+    assert right == 1 if not noise else 0.1 < right < 1
+    assert right > 0.6 or noise > 1

@@ -1,22 +1,34 @@
-"""Pixel values computed by ranks are bit-identical to the checkpoint's image processor, for all settings."""
+"""Pixel values computed by ranks, and plans of videos, as by transformers' processors."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoImageProcessor
 
+from tests.each_case import each_case
 from tests.workers.driver import drawn_image, values_of
-from vsched.worker.contract import Arrays
+from vsched.errors import RequestRefused
+from vsched.worker.contract import Arrays, FrameSize, VideoFacts, VideoSampling
+from vsched_workers.checkpoint.preprocess.video_rules import (
+    VideoLayout,
+    VideoRules,
+    video_levels,
+    video_rules,
+)
 from vsched_workers.families.qwen_image import LEVELS, PIXELS
 from vsched_workers.families.qwen_levels import PIECE_PATCHES, pixel_values
+from vsched_workers.families.video_processors import DEFAULTS, VIDEO_PROCESSORS
 from vsched_workers.plugin import plugin
 
 SETTINGS = {
@@ -72,3 +84,150 @@ def test_pixel_values_repeat_an_image_in_time_each_by_its_own_levels() -> None:
     first = [0, 1, 0, 1, 258, 511, 258, 511]
     found = pixel_values(both, images, torch.float32, temporal=2)
     assert found.tolist() == [first, [-each for each in first]]
+
+
+def rules_of(name: str, **stated: Any) -> VideoRules:
+    """Return the rules of a class of video processors, with stated settings."""
+    processor = VIDEO_PROCESSORS[f"{name}VideoProcessor"]
+    return video_rules(processor, {**DEFAULTS, **processor.defaults, **stated})
+
+
+QWEN25 = rules_of("Qwen2VL")
+QWEN3 = rules_of("Qwen3VL", size={"shortest_edge": 4096, "longest_edge": 25165824})
+FACTS = VideoFacts(640, 360, 40, 8.0)
+
+
+def layout(
+    rules: VideoRules,
+    facts: VideoFacts = FACTS,
+    *,
+    frames_max: int = 768,
+    sample: bool = True,
+    tokens: int = 0,
+    **options: Any,
+) -> VideoLayout:
+    sampling = msgspec.convert(options, VideoSampling)
+    return rules.layout(facts, sampling, frames_max=frames_max, sample=sample, tokens=tokens)
+
+
+def test_frames_and_times_of_qwen25() -> None:
+    """Equal steps from the first frame on, an even number of frames, and seconds per group."""
+    found = layout(QWEN25)
+    assert found.frames == tuple(range(0, 40, 4))
+    assert found.interval == 1.0
+    assert layout(QWEN25, fps=1.5).frames == (0, 6, 13, 20, 26, 33)
+    assert layout(QWEN25, num_frames=5).frames == (0, 10, 20, 30)
+
+
+def test_frames_and_times_of_qwen3() -> None:
+    """From the first to the last frame; the time of a group is the mean of its first and last frame."""
+    found = layout(QWEN3)
+    assert found.frames == (0, 4, 9, 13, 17, 22, 26, 30, 35, 39)
+    assert found.times == (0.25, 1.375, 2.4375, 3.5, 4.625)
+    odd = layout(QWEN3, num_frames=5)
+    assert odd.frames == (0, 10, 20, 29, 39, 39)
+    assert odd.times[-1] == 39 / 8
+
+
+@each_case(
+    ("name", "options", "frames"),
+    [
+        ("InternVL", {"num_frames": 4}, [5, 15, 25, 35]),
+        ("InternVL", {"fps": 0.5}, [10, 30]),
+        ("LlavaOnevision", {"num_frames": 4}, [0, 10, 20, 30]),
+        ("SmolVLM", {}, [0, 9, 19, 29, 39]),
+        ("Glm4v", {"fps": 1}, [0, 8, 16, 24, 32]),
+        ("Glm4v", {"max_frames": 4}, [0, 12, 24, 36]),
+    ],
+)
+def test_frames_of_other_classes(name: str, options: dict[str, Any], frames: list[int]) -> None:
+    """Middles or beginnings of equal parts, each interval, and 32 frames if neither number nor rate is stated."""
+    assert list(layout(rules_of(name), **options).sampled) == frames
+    assert len(layout(rules_of("InternVL")).frames) == 32
+
+
+def test_a_long_video_loses_its_first_and_last_second() -> None:
+    """As in SmolVLM's video processor; GLM-4V's takes fewer frames per second of one."""
+    found = layout(rules_of("SmolVLM"), VideoFacts(640, 360, 1000, 10.0)).frames
+    assert (len(found), found[0], found[-1]) == (64, 10, 990)
+    found = layout(rules_of("Glm4v"), VideoFacts(640, 360, 12_000, 20.0)).frames
+    assert (len(found), found[1], found[-1]) == (600, 21, 11_999)
+
+
+def test_fixed_sizes_of_frames() -> None:
+    """SmolVLM resizes twice, LLaVA-NeXT-Video crops the middle; pixel bounds are refused."""
+    rules = rules_of("SmolVLM")
+    assert rules.steps(640, 360) == (FrameSize(1456, 820), FrameSize(364, 364))
+    assert layout(rules).size == FrameSize(364, 364)
+    wide = Image.new("RGB", (448, 224))
+    wide.paste((255, 255, 255), (112, 0, 336, 224))
+    assert (rules_of("LlavaNextVideo").resize_frame(wide) == 255).all()
+    with pytest.raises(RequestRefused, match="not resized between"):
+        layout(rules, bounds={"max_pixels": 900})
+
+
+@each_case("rules", [QWEN25, QWEN3])
+def test_numbers_of_frames_are_bounded(rules: VideoRules) -> None:
+    """By the checkpoint, the request, the server and the video."""
+    counts = [
+        len(layout(rules, facts, frames_max=frames_max, **options).frames)
+        for facts, frames_max, options in (
+            (FACTS, 768, {"fps": 0.1}),  # at least 4
+            (FACTS, 768, {"fps": 0.1, "max_frames": 2}),
+            (FACTS, 6, {"fps": 8}),
+            (FACTS, 768, {"fps": 1000}),
+            (VideoFacts(640, 360, 1, 8.0), 768, {}),
+            (VideoFacts(640, 360, 100_000, 8.0), 1000, {"fps": 8}),
+        )
+    ]
+    assert counts == [4, 2, 6, 40, 2, 768]
+
+
+def test_frames_that_were_sampled_are_all_used() -> None:
+    """Their rate is the request's, or that of the checkpoint."""
+    found = layout(QWEN25, VideoFacts(640, 360, 7, 0.0), sample=False)
+    assert found.frames == (0, 1, 2, 3, 4, 5, 6, 6)
+    assert found.interval == 1.0
+    assert layout(QWEN25, VideoFacts(640, 360, 7, 0.5), sample=False).interval == 4.0
+
+
+def test_sizes_of_frames() -> None:
+    """Bounds are those of a frame or, with timestamps, of all frames; a group is within the budget of an image."""
+    assert layout(QWEN25).size == FrameSize(644, 364)
+    assert layout(QWEN25, bounds={"max_pixels": 200_704}).size == FrameSize(588, 336)
+    assert layout(QWEN25, tokens=64).size == FrameSize(280, 168)
+    assert layout(QWEN3).size == FrameSize(640, 352)
+    long = layout(QWEN3, VideoFacts(640, 360, 512, 2.0))
+    assert (len(long.frames), long.size) == (512, FrameSize(288, 160))
+    few = layout(QWEN3, tokens=40).size
+    assert few.width * few.height <= 40 * 32 * 32
+    capped = layout(replace(QWEN25, tokens_capped=4096), VideoFacts(1920, 1080, 128, 2.0))
+    assert capped.size.width * capped.size.height <= int(128 * 28 * 28 * 1.05)
+
+
+@each_case(
+    "options",
+    [
+        {"fps": 2, "num_frames": 4},
+        {"num_frames": 800},
+        {"max_frames": 800},
+        {"bounds": {"min_pixels": 10**7}},
+        {"bounds": {"max_pixels": 2**40}},
+    ],
+)
+def test_options_out_of_bounds_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused, match="Remedy: "):
+        layout(QWEN25, **options)
+
+
+def test_a_thin_video_is_refused() -> None:
+    with pytest.raises(RequestRefused, match="limit 200"):
+        layout(QWEN3, VideoFacts(2048, 2, 4, 1.0))
+
+
+def test_levels_are_fused_as_in_the_video_processor() -> None:
+    """(value - 255 mean) / (255 deviation)."""
+    settings = {"image_mean": [0.5], "image_std": [0.25], "do_rescale": True, "do_normalize": True}
+    [levels] = video_levels({**settings, "rescale_factor": 1 / 255})
+    assert levels[0] == -2.0
+    assert levels[255] == 2.0

@@ -1,4 +1,4 @@
-"""The plug-in object: the cost of its import, and the same preprocessor with and without torch."""
+"""The plug-in object: the cost of its import and of torch's, and the same preprocessor with and without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.lean_torch import DEFERRED
 from vsched_workers.plugin import plugin
 
 CODE = """
@@ -83,7 +84,7 @@ def test_weights_are_loaded_without_leaving_holes(
     seen: list[str] = []
 
     @contextmanager
-    def without_holes(_backend: ReferenceBackend) -> Iterator[None]:
+    def without_holes(_backend: Backend) -> Iterator[None]:
         seen.append("begin")
         yield
         seen.append("end")
@@ -94,9 +95,53 @@ def test_weights_are_loaded_without_leaving_holes(
         seen.append("weights")
         fill_module(*arguments, **named)
 
-    monkeypatch.setattr(ReferenceBackend, "without_holes", without_holes)
+    monkeypatch.setattr(Backend, "without_holes", without_holes)
     monkeypatch.setattr(module, "fill_module", fill)
     info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=64)
     load = plugin.load_encoder if stage == "vision" else plugin.load_generator
     load(info, WorkerSettings(), lambda *_: None)
     assert seen[:3] == ["begin", "weights", "end"]
+
+
+USES = (
+    "torch.distributions.Normal(0.0, 1.0)",
+    "torch.export.export",
+    "import torch.utils.data.dataset",
+    "from torch.nn.quantized import Linear",
+    "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))",
+)
+"""An attribute, a submodule, a name of a package, and the compiler, which expects registrations."""
+
+
+def run(program: str) -> None:
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_import_leaves_parts_out() -> None:
+    """No part is loaded, and torch computes."""
+    run(
+        "import sys\n"
+        "import vsched_workers.lean_torch, torch\n"
+        "assert torch.nn.functional.softmax(torch.zeros(2), 0).sum() == 1\n"
+        f"for name in {sorted(DEFERRED)}:\n"
+        "    assert '_deferred' in vars(sys.modules[name]), name\n"
+    )
+
+
+def test_parts_are_loaded_when_they_are_used() -> None:
+    run("\n".join(["import vsched_workers.lean_torch, torch", *USES]))
+
+
+def test_registrations_are_loaded_for_operators_without_data() -> None:
+    run(
+        "import vsched_workers.lean_torch, torch\n"
+        "assert torch._meta_registrations.aten\n"
+        "torch.empty(2, 3, 4, device='meta').logcumsumexp(1)"
+    )
+
+
+def test_torch_that_is_loaded_stays_as_it_is() -> None:
+    run(
+        "import torch, vsched_workers.lean_torch\n"
+        "assert '_deferred' not in vars(torch._meta_registrations)"
+    )

@@ -19,7 +19,7 @@ from tests.workers.reference import Reference
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers import vision
-from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.families.qwen_image import PIXELS, grid_of
 from vsched_workers.plugin import plugin
 
@@ -124,7 +124,7 @@ def test_encode_pauses_between_blocks(
     assert pauses == ((blocks - 1) // layers if layers else 0)
 
 
-class BehindBackend(ReferenceBackend):
+class BehindBackend(Backend):
     """A device that runs behind the host, so that an encoder does not pause between layers."""
 
     synchronous = False

@@ -116,13 +116,8 @@ class AdapterOrders:
                 added.add_done_callback(partial(_check, leader))
 
     def _up(self, stages: Sequence[str]) -> list[ServedGroup]:
-        return [
-            group for stage in stages for group in self._groups.of_stage(stage) if _takes(group)
-        ]
-
-
-def _takes(group: ServedGroup) -> bool:
-    return group.state in ("up", "draining")
+        groups = [group for stage in stages for group in self._groups.of_stage(stage)]
+        return [group for group in groups if group.state in ("up", "draining")]
 
 
 def _check(leader: Leader, added: asyncio.Future[list[str]]) -> None:

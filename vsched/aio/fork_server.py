@@ -53,8 +53,8 @@ PRELOADED = ("vsched.transport.zmq_link", "vsched.worker.loading")
 """Modules that every rank imports, with any worker."""
 IMPORT_S = 300.0
 """Limit on the imports, which take 4 s, and minutes on an overloaded machine."""
-FORK_S = 10.0
-"""Limit on a reply after the imports; a fork takes milliseconds."""
+FORK_S = 60.0
+"""Limit on a reply after the imports: a fork takes milliseconds, and seconds on an overloaded machine."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 

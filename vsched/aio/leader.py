@@ -203,6 +203,8 @@ class ResultComparison:
 
 HOOK_GAP_S = 1.0
 """Minimum time between runs of a hook on request of ranks, so that it is not part of every step."""
+THREADS_LAST_S = 5.0
+"""Minimum duration of a logged change of the number of threads: short-lived other programs cause no log lines."""
 
 
 class HookTimes:
@@ -254,6 +256,36 @@ class HookTimes:
     def done(self, name: str, now_s: float) -> None:
         self._out.discard(name)
         self._ended_s[name] = now_s
+
+
+class RankThreads(dict[int, ThreadsInUse]):
+    """Threads in use by each rank that reports them; a change is logged if it lasts for `THREADS_LAST_S`."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self._group = group
+        self._changed_s: dict[int, float] = {}
+        self._logged: dict[int, int] = {}
+
+    def take(self, rank: int, report: ThreadsInUse, now_s: float) -> None:
+        if self.get(rank) != report:
+            self[rank], self._changed_s[rank] = report, now_s
+
+    def log_changes(self, now_s: float) -> None:
+        for rank, report in self.items():
+            active, total = report.active, report.total
+            lasts = now_s - self._changed_s[rank] >= THREADS_LAST_S
+            if not lasts or active == self._logged.get(rank, total):
+                continue
+            self._logged[rank] = active
+            if active < total:
+                line = (
+                    "%s rank %d computes with %d of %d threads: other programs keep the cores busy"
+                )
+                logger.warning(line, self._group, rank, active, total)
+            else:
+                line = "%s rank %d computes with all of its %d threads again"
+                logger.info(line, self._group, rank, total)
 
 
 class EncodeSlices:
@@ -373,7 +405,7 @@ class Leader:
         self._groups = (name,)
         self.memory: dict[int, dict[str, int]] = {}
         self.kernels_late: dict[int, int] = {}
-        self.threads: dict[int, ThreadsInUse] = {}
+        self.threads = RankThreads(name)
         self.heartbeats = self.heartbeats_missed = 0
         self.loaded = _Gather[RankMemory](ranks)
         self.reserved = _Gather[Reserved](ranks)
@@ -543,7 +575,7 @@ class Leader:
                 self.kernels_late[rank] = late
                 self._take_beat(rank, seq)
             case ThreadsInUse():
-                self.threads[rank] = report
+                self.threads.take(rank, report, self._loop.time())
             case AdapterChanged(seq, error):
                 self._take_change(rank, seq, error)
             case RankFailed():
@@ -582,7 +614,7 @@ class Leader:
         self.memory[rank] = report.memory
         self._ready[rank] = report
         if report.threads is not None:
-            self.threads[rank] = report.threads
+            self.threads.take(rank, report.threads, self._loop.time())
         if len(self._ready) == self._ranks and not self.ready.done():
             self._begin()
 
@@ -686,6 +718,7 @@ class Leader:
             self.lose(failure)
             return
         self._run_hooks()
+        self.threads.log_changes(now_s)
         if now_s >= self._sent_s + self._beat_s:
             self._append(Heartbeat())
         due_s = self._sent_s + self._beat_s

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from vsched.aio.adapters import AdapterOrders
 from vsched.aio.arrivals import PendingArrival, PendingArrivals, refusal_error
@@ -207,11 +207,8 @@ class Shell:
         """
         starts = [worker_group.start() for worker_group in self.worker_groups]
         # An error ends all: the others may wait for a report that never comes.
-        started = await all_or_first_error(starts, self._raise_start_loss())
+        started = await all_or_first_error(starts, self._start_loss, StartFailedError)
         return {group: ready for reports in started for group, ready in reports.items()}
-
-    async def _raise_start_loss(self) -> NoReturn:
-        raise StartFailedError(await asyncio.shield(self._start_loss))
 
     def serve(
         self, kernel: Scheduler, policy_times: PolicyTimes, record: EventRecorder | None

@@ -165,7 +165,9 @@ class WorkerGroup:
             self._processes.append(process)
         try:
             async with asyncio.timeout(self._deadlines.ready_s) as deadline:
-                await all_or_first_error(map(self._bring_up, self.groups), self._raise_loss())
+                await all_or_first_error(
+                    map(self._bring_up, self.groups), self._loss, startup_error
+                )
         except Exception as failed:  # noqa: BLE001 - whatever it was, the ranks are stopped
             error = failed
             if deadline.expired():
@@ -198,9 +200,6 @@ class WorkerGroup:
         sizing = self._sizing
         await (sizing.publish if stage_of(group) == "encode" else sizing.lead)(group, leader)
         await asyncio.shield(leader.ready)
-
-    async def _raise_loss(self) -> NoReturn:
-        raise startup_error(await asyncio.shield(self._loss))
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """Stop all ranks.
@@ -386,12 +385,18 @@ def rank_device(device: str, index: int) -> str:
 
 
 async def all_or_first_error(
-    works: Iterable[Coroutine[Any, Any, Result]], watch: Coroutine[Any, Any, NoReturn]
+    works: Iterable[Coroutine[Any, Any, Result]],
+    loss: asyncio.Future[GroupFailure],
+    error_of: Callable[[GroupFailure], Exception],
 ) -> list[Result]:
-    """Run coroutines concurrently and return their results; the first error, also from `watch`, cancels the rest."""
+    """Run coroutines concurrently and return their results; the first error, or a loss, cancels the rest."""
+
+    async def watch() -> NoReturn:
+        raise error_of(await asyncio.shield(loss))
+
     try:
         async with asyncio.TaskGroup() as group:
-            watching = group.create_task(watch)
+            watching = group.create_task(watch())
             tasks = [group.create_task(work) for work in works]
             await asyncio.wait(tasks)
             watching.cancel()

@@ -185,40 +185,6 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     yielded_ns: int = 0
     away_ns: int = 0
 
-    @classmethod
-    def arrived(
-        cls,
-        request: Request,
-        number: int,
-        stop_token_ids: tuple[int, ...],
-        now_ns: int,
-        *,
-        scope: str = "item",
-        root: bytes | None = None,
-        first: int = 0,
-        choices: int = 1,
-        emitted: Sequence[int] = (),
-    ) -> RequestState:
-        """Return the state of a new request.
-
-        `scope` is from the encoding policy. Further choices share the items of the first, whose memory counts once.
-        `emitted` are outputs from an earlier engine.
-        """
-        return cls(
-            request=request,
-            number=number,
-            order=(number, 0),
-            stop_token_ids=stop_token_ids,
-            items=request.items if scope == "item" else keyed_by_set(request.items),
-            tokens=int32(request.prompt_token_ids) + int32(emitted),
-            host_bytes=host_bytes(request, items=not first or first == number),
-            root=root,
-            first=first or number,
-            choices=choices,
-            submitted_ns=now_ns,
-            uncached=len(request.prompt_token_ids) + len(emitted),
-        )
-
     @property
     def prompt_length(self) -> int:
         """Tokens of the submitted prompt."""

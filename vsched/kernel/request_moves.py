@@ -31,6 +31,8 @@ from vsched.kernel.request import (
     RequestTable,
     choices_root,
     host_bytes,
+    int32,
+    keyed_by_set,
     root_hash,
 )
 from vsched.policy import EncodingView, ImagePolicy, ItemSpan, ReplicaView, RoutingView
@@ -300,17 +302,22 @@ class RequestMoves(Restorable):
         commands: list[Command] = []
         first, choices = table.arrivals + 1, len(requests)
         root = self._root(request, first, choices)
+        items = request.items if self._scope == "item" else keyed_by_set(request.items)
         for number, each in enumerate(requests, start=first):
-            state = RequestState.arrived(
-                each,
-                number,
-                event.stop_token_ids,
-                now_ns,
-                scope=self._scope,
+            tokens = int32(each.prompt_token_ids) + int32(event.emitted if number == first else ())
+            state = RequestState(
+                request=each,
+                number=number,
+                order=(number, 0),
+                stop_token_ids=event.stop_token_ids,
+                items=items,
+                tokens=tokens,
+                host_bytes=host_bytes(each, items=number == first),  # the choices share the items
                 root=root,
                 first=first,
                 choices=choices,
-                emitted=event.emitted if each is request else (),
+                submitted_ns=now_ns,
+                uncached=len(tokens),
             )
             table.add(state)
             commands.append(Accept(each.request_id, number))

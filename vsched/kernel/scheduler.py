@@ -124,7 +124,7 @@ class Scheduler(SnapshotRoot):
         self._faults = seats.faults
         self._table = RequestTable(limits.waiting_ns)
         self.embeddings = EmbeddingCache(limits, seats)
-        self.encode = EncodeStage(limits, seats, self.embeddings)
+        self.encode = EncodeStage(limits, seats, self.embeddings, self._table.live)
         self._dirty = dirty = DirtyGroups(limits.generators)
         self.generators = [
             GenerateGroup(name, index, limits, self.embeddings, self._table.live, seats, dirty)
@@ -148,11 +148,9 @@ class Scheduler(SnapshotRoot):
         )
         self._groups = {group.name: group for group in (*self.encode.groups, *self.generators)}
         # The generate group in the processes of each encode group, which delays its steps.
-        self._hosts: dict[str, GenerateGroup] = {}
         if limits.encode_pauses:
             pairs = zip(self.encode.groups, self.generators, strict=True)
-            self._hosts = {encoder.name: generator for encoder, generator in pairs}
-        self.encode.hosts = self._hosts
+            self.encode.hosts = {encoder.name: generator for encoder, generator in pairs}
         self._queues: tuple[OrderedQueue[Any], ...] = (
             *(group.queue for group in self.generators),
             self.embeddings.queue,
@@ -443,21 +441,11 @@ class Scheduler(SnapshotRoot):
 
     def _plan_encode(self, commands: list[Command], now_ns: int) -> bool:
         """Append the next batch of items; return False if there is none."""
-        planned = self.encode.plan(now_ns)
+        batch = self.encode.plan(now_ns)
         self._holds.note(len(self.generators), now_ns)
-        if planned is None:
-            return False
-        group, batch = planned
-        slice_ns, live = self._time_slice_ns(group), self._table.live
-        decision = group.send(batch, now_ns, time_slice_ns=slice_ns, requests=live)
-        commands.append(Decide(group.name, decision))
-        return True
-
-    def _time_slice_ns(self, group: EncodeGroup) -> int:
-        """Return how long an encode group may delay a step in its processes; 0 for no limit."""
-        host = self._hosts.get(group.name)
-        # If none decodes yet, a request may begin to before the batch is done.
-        return 0 if host is None else host.decode_slack_ns(host.decoding or 1)
+        if batch is not None:
+            commands.append(batch)
+        return batch is not None
 
     def _break_stall(self, commands: list[Command], now_ns: int) -> bool:
         """If nothing is in flight, let requests that wait for items start or give way; return True if any may.

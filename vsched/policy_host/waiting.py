@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from vsched.policy import Admission, AdmissionView, WaitingEntry
@@ -27,6 +28,7 @@ class Ordered(Protocol):
 
 
 NEVER = 2**63 - 1
+_order = attrgetter("order")
 
 Waiting = TypeVar("Waiting", bound=Ordered)
 
@@ -46,7 +48,6 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
     def __init__(self) -> None:
         self._entries: list[Waiting] = []
-        self._orders: list[tuple[int, int]] = []
         self._views: list[WaitingEntry] = []
         # Times at which the first entries were first passed over, `NEVER` for `_spared` of them; the others never were.
         self._passed = []
@@ -75,14 +76,9 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         Returns:
             The entries to admit, in order; and whether the overdue one was put first.
         """
-        waiting, free, overdue, eligible = (
-            view.waiting,
-            view.entries_free,
-            view.overdue,
-            view.eligible,
-        )
+        free, overdue, now_ns = view.entries_free, view.overdue, view.now_ns
         admission: Admission = seat.decide(
-            view, waiting, free, view.running, view.now_ns, hold_max_ns, eligible
+            view, view.waiting, free, view.running, now_ns, hold_max_ns, view.eligible
         )
         self.hold_until_ns = admission.hold_until_ns
         indices = admission.indices
@@ -100,23 +96,19 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
     def put(self, entry: Waiting) -> None:
         """Insert an entry at its place."""
-        order = entry.order
-        if not self._orders or self._orders[-1] < order:
-            self._entries.append(entry)
-            self._orders.append(order)
-            self._views.append(entry.view)
-            return
-        index = bisect_left(self._orders, order)
-        if index < len(self._passed):
-            self._passed.insert(index, NEVER)
-            self._spared += 1
-        self._entries.insert(index, entry)
-        self._orders.insert(index, order)
+        entries, order = self._entries, entry.order
+        index = len(entries)
+        if entries and entries[-1].order > order:
+            index = self.ahead_of(order)
+            if index < len(self._passed):
+                self._passed.insert(index, NEVER)
+                self._spared += 1
+        entries.insert(index, entry)
         self._views.insert(index, entry.view)
 
     def remove(self, entry: Waiting, *, chosen_ns: int | None = None) -> None:
         """Remove an entry; it must be in the queue. If a policy chose it, those ahead of it are passed over."""
-        index, passed = bisect_left(self._orders, entry.order), self._passed
+        index, passed = self.ahead_of(entry.order), self._passed
         assert self._entries[index] is entry, "the queue's order was broken"
         if index and chosen_ns is not None:
             if self._spared:
@@ -130,11 +122,11 @@ class OrderedQueue(Restorable, Generic[Waiting]):
                 self._spared -= 1
             elif since_ns == self._oldest_ns:
                 self._oldest_ns = min(passed, default=NEVER)
-        del self._entries[index], self._orders[index], self._views[index]
+        del self._entries[index], self._views[index]
 
     def ahead_of(self, order: tuple[int, int]) -> int:
         """Return the number of entries ahead of an order number."""
-        return bisect_left(self._orders, order)
+        return bisect_left(self._entries, order, key=_order)
 
     def overdue(self, now_ns: int, most_ns: int) -> int | None:
         """Return the index of the entry that was passed over longest, if for more than `most_ns`."""
@@ -146,10 +138,10 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
     def renew_view(self, entry: Waiting) -> None:
         """Update the view of an entry."""
-        self._views[bisect_left(self._orders, entry.order)] = entry.view
+        self._views[self.ahead_of(entry.order)] = entry.view
 
     def __contains__(self, entry: Waiting) -> bool:
-        index = bisect_left(self._orders, entry.order)
+        index = self.ahead_of(entry.order)
         return index < len(self._entries) and self._entries[index] is entry
 
     def __iter__(self) -> Iterator[Waiting]:

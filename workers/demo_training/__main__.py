@@ -6,18 +6,15 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from demo_training.ahead import DrawnAhead
 from demo_training.drawing import BUILT_IN_FONT, HELD_OUT_FONTS
-from demo_training.plan import Plan
 from demo_training.report import FINAL_COUNT, accuracy_table, smoothed, write_report
 from demo_training.samples import TASKS, held_out
-from demo_training.train import BatchMaker, Trainer, held_out_batches
+from demo_training.train import Plan, Trainer, held_out_batches
 from vsched.errors import VschedError
 
 MEASURED_EVERY = 250
@@ -28,13 +25,10 @@ QUICK_SEED = 7
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train; return the exit status: 0 when the run is complete, 3 when the time limit was reached first."""
+    """Train; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m demo_training", description=__doc__)
     parser.add_argument(
         "out", type=Path, help="folder of the checkpoint; an interrupted run continues"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=60.0, help="stop after this long; a later run resumes"
     )
     parser.add_argument("--steps", type=int, default=Plan.steps, help="of the first round")
     parser.add_argument("--again", type=int, default=Plan.again, help="steps of the second round")
@@ -45,20 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = Plan(seed=chosen.seed, steps=chosen.steps, again=chosen.again, threads=chosen.threads)
     try:
         trainer = Trainer(chosen.out, plan)
-        with DrawnAhead(partial(BatchMaker, plan, chosen.out)) as trainer.batch_of:
-            complete = _run(trainer, console, chosen.minutes * 60)
     except VschedError as error:
         console.print(f"[red]{error}[/red]")
         return 2
-    if not complete:
-        console.print(f"Time is up at step {trainer.progress.step} of {plan.total}; run again.")
-        return 3
+    _run(trainer, console)
     _finish(trainer, console)
     return 0
 
 
-def _run(trainer: Trainer, console: Console, seconds: float) -> bool:
-    """Take steps until the schedule or the time ends; return whether the schedule did."""
+def _run(trainer: Trainer, console: Console) -> None:
     progress, steps = trainer.progress, trainer.plan.total
     watched = {
         task: held_out_batches(held_out(task, QUICK_COUNT, seed=QUICK_SEED), trainer.front)
@@ -76,8 +65,8 @@ def _run(trainer: Trainer, console: Console, seconds: float) -> bool:
     with Progress(*columns, console=console) as bars:
         bar = bars.add_task("", total=steps, completed=progress.step)
         accuracy = ""
-        while progress.step < steps and time.monotonic() - begin < seconds:
-            trainer.step()
+        for batch in trainer.batches.ahead(range(progress.step, steps)):
+            trainer.step(batch)
             progress.seconds = before + time.monotonic() - begin
             if progress.step % MEASURED_EVERY == 0:
                 shares = {n: right / all_ for n, (right, all_) in trainer.measure(watched).items()}
@@ -95,7 +84,6 @@ def _run(trainer: Trainer, console: Console, seconds: float) -> bool:
                 trainer.save()
                 saved = time.monotonic()
     trainer.save()
-    return progress.step >= steps
 
 
 def _finish(trainer: Trainer, console: Console) -> None:

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from demo_training.drawing import BUILT_IN_FONT, HELD_OUT_FONTS, TRAINING_FONTS
 from demo_training.interval import Share, wilson_interval
-from demo_training.plan import Plan
-from demo_training.train import Progress
+from demo_training.train import Plan, Progress
 
 FINAL_COUNT = 500
 CURVE_POINTS = 200

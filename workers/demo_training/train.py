@@ -1,4 +1,4 @@
-"""The training loop: batches, evaluation, and resuming of a stopped run.
+"""The training loop: the plan, batches, evaluation, and resuming of a stopped run.
 
 Everything random is a function of the seed and the number of the step, so that the state of a run is its weights, the
 optimizer's moments and that number. The same seed, steps, thread count, fonts and versions of torch and Pillow give the
@@ -7,18 +7,17 @@ same weights, regardless of interruptions.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from demo_training.batches import TrainingBatch, make_batch
 from demo_training.drawing import COLOURS, DIGITS_MAX, OBJECT, OBJECTS_MAX, SHAPES
@@ -33,17 +32,84 @@ from demo_training.model import (
     write_front_end,
     write_model,
 )
-from demo_training.plan import Plan
 from demo_training.samples import DrawnConversation, looking_samples, page_sample, train_sample
 from vsched.errors import CheckpointError
 from vsched_workers.checkpoint.facts import inspect_checkpoint
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor, load_preprocessor
 
-STATE = "training-state.safetensors"
-_MOMENTS = {
-    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
-    torch.optim.Muon: ("momentum_buffer",),
-}
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings that determine a run.
+
+    Attributes:
+        batch: Conversations per step.
+        ramp: Steps over which the pictures get harder.
+        opening: Steps over which the weight of the marks loss decreases.
+        looking: Steps, from the first, of which only every fourth asks for answers. The others only find marks, in
+            pictures that are full of them: a digit there costs a tenth, and answers require reading digits first.
+        cooling: Share of the first round's steps, at its end, over which the learning rate decreases.
+        again: Steps of a second round: the rate rises again, to `rewarmed` of its peak, and decreases; the pictures
+            vary more than held-out ones (`docs/demo-model.md` has the reason).
+        memory: Decay of the moving average of the weights per step.
+        peak: The highest learning rate, of all parameters except the layers' matrices.
+        matrix_peak: The highest learning rate of the layers' matrices.
+        threads: Torch's threads; another number changes sums in the last bit.
+    """
+
+    seed: int = 0
+    steps: int = 6500
+    batch: int = 32
+    threads: int = 2
+    peak: float = 2e-3
+    matrix_peak: float = 3e-3
+    warmup: int = 100
+    ramp: int = 800
+    opening: int = 1600
+    looking: int = 1200
+    cooling: float = 0.4
+    again: int = 1600
+    rewarmed: float = 0.4
+    varied: float = 1.1
+    decay: float = 0.02
+    clip: float = 1.0
+    memory: float = 0.998
+
+    @property
+    def total(self) -> int:
+        """The steps of both rounds."""
+        return self.steps + self.again
+
+    @property
+    def plateau(self) -> int:
+        """The step up to which nothing depends on the number of steps."""
+        return int(self.steps * (1 - self.cooling))
+
+    def rate(self, step: int) -> float:
+        """Return the current share of the peak learning rates: a linear rise, a plateau, and a linear fall to zero."""
+        if step < min(self.warmup, self.plateau):
+            return (step + 1) / self.warmup
+        if step >= self.steps:
+            return self.rewarmed * (1 - (step - self.steps) / self.again)
+        left = (self.steps - step) / max(1, self.steps - self.plateau)
+        return min(1.0, left)
+
+    def difficulty(self, step: int) -> float:
+        """Return the maximum difficulty of a step's pictures: 0 to 1, and `varied` in the second round."""
+        return self.varied if step >= self.steps else min(1.0, step / self.ramp)
+
+    def mark_weight(self, step: int) -> float:
+        """Return the weight of the marks loss, which dominates at the beginning."""
+        return max(0.25, 1 - 0.75 * step / self.opening)
+
+    def asks(self, step: int) -> bool:
+        """Return whether a step asks for answers; otherwise it only finds marks."""
+        return step % 4 == 0 or step >= self.looking
+
+
+STATE = "training-state.pt"
+DRAWN_WITHIN_S = 300.0
+"""A process that imports torch on a busy machine takes a while before its first batch."""
 _DIGIT_CLASSES, _COUNT_CLASSES = 11, OBJECTS_MAX + 1
 _MARK_CLASSES = (
     *(DIGITS_MAX * _DIGIT_CLASSES, MERGE * MERGE * _DIGIT_CLASSES),
@@ -61,7 +127,7 @@ class Progress:
     accuracies: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
 
-class BatchMaker:
+class BatchMaker(Dataset[TrainingBatch]):
     """Makes the training batch of a step: a function of the plan and the step's number.
 
     Args:
@@ -70,11 +136,31 @@ class BatchMaker:
 
     def __init__(self, plan: Plan, directory: Path) -> None:
         self.plan = plan
-        self._front = load_front(directory)
+        self.directory = directory
 
-    def __call__(self, step: int) -> TrainingBatch:
-        """Draw and preprocess the batch of a step."""
-        return make_batch(self.samples(step), self._front)
+    @cached_property
+    def front(self) -> QwenPreprocessor:
+        """The preprocessing, which a process that draws loads itself."""
+        return load_front(self.directory)
+
+    def __getitem__(self, step: int) -> TrainingBatch:
+        return make_batch(self.samples(step), self.front)
+
+    def ahead(self, steps: range) -> Iterator[TrainingBatch]:
+        """Yield the batches of steps, each drawn in another process during the step before.
+
+        Drawing takes one core a sixth of a step, and training seldom keeps two cores busy.
+        """
+        drawn: DataLoader[TrainingBatch] = DataLoader(
+            self,
+            batch_size=None,
+            sampler=steps,
+            num_workers=1,
+            prefetch_factor=1,
+            timeout=DRAWN_WITHIN_S,
+            multiprocessing_context="spawn",
+        )
+        return iter(drawn)
 
     def samples(self, step: int) -> list[DrawnConversation]:
         """Draw the conversations of a step; steps that only find marks have no questions."""
@@ -123,25 +209,19 @@ class Trainer:
         self._parameters: dict[str, nn.Parameter] = named
         self._average = {name: value.detach().clone() for name, value in named.items()}
         self._optimisers = optimisers(plan, named)
-        self._learnt_by = {
-            value: optimiser
-            for optimiser in self._optimisers
-            for group in optimiser.param_groups
-            for value in group["params"]
-        }
         if started:
             self._load()
             # The checkpoint may have been partly written when the run was killed; its state never is.
             self.write()
         else:
             self.save()
-        self.front = load_front(directory)
-        self.batch_of: Callable[[int], TrainingBatch] = BatchMaker(plan, directory)
+        self.batches = BatchMaker(plan, directory)
+        self.front = self.batches.front
 
-    def step(self) -> float:
-        """Train on one batch; return the loss of the answers."""
+    def step(self, batch: TrainingBatch | None = None) -> float:
+        """Train on one batch, by default the step's own; return the loss of the answers."""
         plan, step = self.plan, self.progress.step
-        batch = self.batch_of(step)
+        batch = batch or self.batches[step]
         for optimiser, peak in zip(self._optimisers, (plan.peak, plan.matrix_peak), strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = peak * plan.rate(step)
@@ -191,46 +271,32 @@ class Trainer:
     def save(self) -> None:
         """Write the checkpoint and the state for resuming the run."""
         self.write()
-        tensors = {f"now.{n}": v.detach() for n, v in self._parameters.items()}
-        tensors |= {f"average.{n}": v for n, v in self._average.items()}
-        for name, value in self._parameters.items():
-            for key, moment in self._learnt_by[value].state[value].items():
-                tensors[f"{key}.{name}"] = moment
-        about = {
-            "plan": json.dumps(asdict(self.plan)),
-            "progress": json.dumps(asdict(self.progress)),
+        state = {
+            "plan": asdict(self.plan),
+            "progress": asdict(self.progress),
+            "now": {name: value.detach() for name, value in self._parameters.items()},
+            "average": self._average,
+            "optimisers": [optimiser.state_dict() for optimiser in self._optimisers],
         }
         path = self.directory / STATE
         fresh = path.with_suffix(".new")
-        save_file({n: v.contiguous().clone() for n, v in tensors.items()}, fresh, metadata=about)
+        torch.save(state, fresh)
         fresh.replace(path)
 
     def _load(self) -> None:
-        with safe_open(self.directory / STATE, framework="pt") as file:
-            about = file.metadata()
-            seen = json.loads(about["progress"])
-            if not self.plan.may_follow(Plan(**json.loads(about["plan"])), seen["step"]):
-                raise CheckpointError(
-                    f"{STATE} belongs to a run of another plan: {about['plan']}. "
-                    "Remedy: give the same options, or another directory; "
-                    "the number of steps may change until the learning rate begins to fall."
-                )
-            with torch.no_grad():
-                for name, value in self._parameters.items():
-                    value.copy_(file.get_tensor(f"now.{name}"))
-                    self._average[name].copy_(file.get_tensor(f"average.{name}"))
-                    if not seen["step"]:
-                        continue  # no moments before the first step
-                    optimiser = self._learnt_by[value]
-                    optimiser.state[value] = {
-                        key: file.get_tensor(f"{key}.{name}") for key in _MOMENTS[type(optimiser)]
-                    }
-        self.progress = Progress(
-            seen["step"],
-            seen["seconds"],
-            [tuple(row) for row in seen["losses"]],
-            [(step, values) for step, values in seen["accuracies"]],
-        )
+        state = torch.load(self.directory / STATE)
+        if state["plan"] != asdict(self.plan):
+            raise CheckpointError(
+                f"{STATE} belongs to a run of another plan: {state['plan']}. "
+                "Remedy: give the same options, or another directory."
+            )
+        with torch.no_grad():
+            for name, value in self._parameters.items():
+                value.copy_(state["now"][name])
+        self._average = state["average"]
+        for optimiser, kept in zip(self._optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(kept)
+        self.progress = Progress(**state["progress"])
 
 
 def optimisers(

@@ -26,19 +26,15 @@ from vsched.worker.contract import (
     SequenceState,
     WorkerSettings,
 )
-from vsched_workers.adapters.serving import (
-    Adaptable,
-    ServedAdapters,
-    adaptable_module,
-    served_adapters,
-)
-from vsched_workers.backends.base import Backend, CapturedSteps, Product, RunnableLanguage
+from vsched_workers.adapters.layers import AdaptedModule
+from vsched_workers.backends.base import CapturedSteps, Product, RunnableLanguage
 from vsched_workers.backends.choice import (
     check_quantized,
     choose_backend,
     torch_threads,
 )
-from vsched_workers.backends.reference.module_layers import RuledHead
+from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.backends.reference.layers import RuledHead
 from vsched_workers.backends.reference.whole_model import (
     WholeModel,
     check_built,
@@ -47,19 +43,28 @@ from vsched_workers.backends.reference.whole_model import (
     first_run_of_share,
 )
 from vsched_workers.batching import paged_attention
-from vsched_workers.batching.kv_cache import KvCache, KvShape, kept_dim
-from vsched_workers.batching.packed_step import Images, fetch_images, pack
-from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
-from vsched_workers.batching.prompt_logprobs import prompt_logprobs, tells_prompts
-from vsched_workers.batching.recurrent_state import RecurrentStates
-from vsched_workers.batching.sampling import choose_tokens
-from vsched_workers.batching.step_rows import (
+from vsched_workers.batching.kv_cache import (
+    SWAP_REMEDY,
+    KvCache,
+    KvShape,
+    Pairs,
+    SwapArea,
+    kept_dim,
+)
+from vsched_workers.batching.packed_step import (
+    Images,
     PromptPositions,
+    fetch_images,
     mutual_spans,
+    pack,
+    prompt_logprobs,
     sampling_rows,
     special_rows,
+    tells_prompts,
 )
-from vsched_workers.batching.swap_area import SWAP_REMEDY, Pairs, SwapArea
+from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
+from vsched_workers.batching.recurrent_state import RecurrentStates
+from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.weights import (
     WeightIndex,
@@ -73,12 +78,10 @@ from vsched_workers.checkpoint.whole_model import (
     left_out,
     load_whole,
 )
-from vsched_workers.compiling import compile_language
 from vsched_workers.families import LanguageFamily, language_family
-from vsched_workers.families.decoder import AttentionKind
-from vsched_workers.families.decoders import text_family, text_positions
+from vsched_workers.families.decoders import AttentionKind, text_family, text_positions
 from vsched_workers.families.generic import read_config
-from vsched_workers.families.modules.family import OwnQwen25Vl
+from vsched_workers.families.own_qwen import OwnQwen25Vl
 from vsched_workers.families.qwen_positions import Items
 from vsched_workers.families.sharing import parallel_plan, shares_heads
 from vsched_workers.memory.out_of_memory import (
@@ -87,13 +90,17 @@ from vsched_workers.memory.out_of_memory import (
     typed_out_of_memory,
 )
 from vsched_workers.parallel.experts import BALANCE, INTERVAL_S, ExpertBalance, SharedExperts
-from vsched_workers.parallel.planned import PlannedRanks, share_by_plan
 from vsched_workers.parallel.rank_group import RankGroup
-from vsched_workers.parallel.slicing import cut_of, slice_module, sum_rows
-from vsched_workers.quantized.groups import check_groups
-from vsched_workers.quantized.layers import quantize_calibrated
+from vsched_workers.parallel.slicing import (
+    PlannedRanks,
+    cut_of,
+    share_by_plan,
+    slice_module,
+    sum_rows,
+)
+from vsched_workers.quantized.layers import check_groups, quantize_calibrated
 from vsched_workers.quantized.schemes import scheme_of
-from vsched_workers.rank_worker import RankWorker
+from vsched_workers.rank_worker import RankWorker, compile_language, served_adapters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,7 +122,7 @@ class LanguageModel:
         ruled: Whether layers have score rules, or values of another size than keys.
         states: Recurrent states of the layers; None if they keep only keys and values.
         mutual: Return the spans of a sequence with bidirectional attention; None if attention is causal throughout.
-        adaptable: Return the layers that LoRA adapters can be applied to.
+        adapt: Make its layers able to take LoRA adapters.
     """
 
     module: nn.Module
@@ -124,7 +131,7 @@ class LanguageModel:
     heads: int
     positions: Callable[[npt.NDArray[np.int32], Items], tuple[npt.NDArray[np.int64], int]]
     first_layers: Callable[[int], AbstractContextManager[None]] | None
-    adaptable: Callable[[], Adaptable]
+    adapt: Callable[..., AdaptedModule]
     shares_head: bool = False
     ruled: bool = False
     states: RecurrentStates | None = None
@@ -143,7 +150,7 @@ class LanguageWorker(RankWorker, GenerateWorker):
         *,
         slots: int = 0,
         snapshots: int = 0,
-        adapters: ServedAdapters | None = None,
+        adapters: AdaptedModule | None = None,
     ) -> None:
         """Take the model.
 
@@ -366,12 +373,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     # Memory that packing frees would stay in the heap, another size of the weights that the KV cache would lack.
     with loading, backend.without_holes():
         language, group = load(info, settings, backend, progress)
-        adapters = served_adapters(
-            language.adaptable,
-            settings,
-            functools.partial(backend.zeros, touch=True),
-            backend.prepare_adapters,
-        )
+        adapters = served_adapters(language.adapt, backend)
     return LanguageWorker(
         info,
         backend,
@@ -435,14 +437,14 @@ def _load_family(
     backend.load_attention()
     group = RankGroup(settings, "generate", backend.collectives)
     sum_rows(model, family.language_sharing, group)
-    adaptable = functools.partial(
-        adaptable_module,
+    adapt = functools.partial(
+        AdaptedModule,
         model,
         cuts=cuts,
         prefixes=family.language_prefixes,
         others=getattr(family, "vision_prefixes", ()),
     )
-    return family_language(info, family, backend, model, head, adaptable, ranks=ranks), group
+    return family_language(info, family, backend, model, head, adapt, ranks=ranks), group
 
 
 def family_language(
@@ -451,7 +453,7 @@ def family_language(
     backend: Backend,
     model: nn.Module,
     head: torch.Tensor,
-    adaptable: Callable[..., Adaptable],
+    adapt: Callable[..., AdaptedModule],
     *,
     config: Any = None,
     ranks: int = 1,
@@ -459,8 +461,8 @@ def family_language(
     """Return a family's model, with its weights, ready to run.
 
     `head` is the output projection, or this rank's part of its vocabulary. `config` is the text configuration if the
-    checkpoint's configuration describes more than this model. `info` has this rank's share of the KV cache. `adaptable`
-    returns the layers that adapters can be applied to, given the runnable layers.
+    checkpoint's configuration describes more than this model. `info` has this rank's share of the KV cache. `adapt`
+    makes its layers able to take LoRA adapters, given the runnable layers.
     """
     config = config or family.model_config(info.path)
     text = config.get_text_config()
@@ -479,7 +481,7 @@ def family_language(
         heads=text.num_attention_heads // ranks,
         positions=functools.partial(family.positions, config),
         first_layers=functools.partial(_cut_layers, model, kinds),
-        adaptable=functools.partial(adaptable, layers=runnable.layers),
+        adapt=functools.partial(adapt, layers=runnable.layers),
         shares_head=len(head) < text.vocab_size,
         ruled=any(kind.window for kind in kinds) or family.decoder.score_bound(text) is not None,
     )
@@ -556,11 +558,9 @@ def _load_any(
         decoder, head = model.get_decoder(), model.get_output_embeddings().weight
         name = next(name for name, each in model.named_modules() if each is decoder)
         others = tuple(f"{other}." for other in left_out(model))
-        adaptable = functools.partial(
-            adaptable_module, decoder, prefixes=(f"{name}.",), others=others
-        )
+        adapt = functools.partial(AdaptedModule, decoder, prefixes=(f"{name}.",), others=others)
         quantize_calibrated(decoder, backend.lays_out(decoder), settings, info.path, "language")
-        return family_language(info, usual, backend, decoder, head, adaptable, config=text), group
+        return family_language(info, usual, backend, decoder, head, adapt, config=text), group
     quantize_calibrated(model, backend.lays_out(model), settings, info.path, "language")
     size = backend.prepare_whole(model)
     language = LanguageModel(
@@ -573,7 +573,7 @@ def _load_any(
         ruled=not found.plain,
         states=found.states if info.state_bytes else None,
         mutual=mutual_spans(info),
-        adaptable=functools.partial(adaptable_module, model, cuts=ranks.cuts, only=found.adaptable),
+        adapt=functools.partial(AdaptedModule, model, cuts=ranks.cuts, only=found.adaptable),
     )
     return language, group
 

@@ -49,10 +49,7 @@ RANK_MODULES = (
 )
 """Modules that all CPU ranks import."""
 
-OWN_MODULES = (
-    "vsched_workers.families.modules.language",
-    "vsched_workers.families.modules.vision",
-)
+OWN_MODULES = ("vsched_workers.families.own_modules",)
 """Modules that CPU ranks import in addition, for a family with modules of its own in place of transformers'."""
 
 
@@ -77,7 +74,7 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
     def forgo_models(self, path: str) -> None:
         """Hide torch from transformers, unless torchvision processes the checkpoint's images."""
         from vsched_workers.checkpoint.files import checkpoint_directory
-        from vsched_workers.checkpoint.images.library import forgo_torch
+        from vsched_workers.checkpoint.images import forgo_torch
 
         forgo_torch(checkpoint_directory(path))
 
@@ -112,7 +109,7 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress, *, stage: str
     ) -> int:
         """Compile the kernels of a stage's ranks and cache them on disk; return the number that was not cached yet."""
-        from vsched_workers.compiling import compile_kernels
+        from vsched_workers.rank_worker import compile_kernels
 
         return compile_kernels(info, settings, progress, stage=stage)
 

@@ -1,17 +1,39 @@
-"""The common part of both workers of a rank: device, threads, process group and adapters."""
+"""The common part of both workers of a rank: device, threads, process group, adapters, and compilation of kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
 
 from vsched.types import ModelInfo
-from vsched.worker.contract import Batch, Worker
+from vsched.worker.contract import Batch, Progress, Worker, WorkerSettings
 from vsched.worker.memory import DeviceMemory
-from vsched_workers.adapters.serving import ServedAdapters
-from vsched_workers.backends.base import Backend
-from vsched_workers.backends.choice import threads_here
+from vsched_workers.adapters.layers import AdaptedModule
+from vsched_workers.backends.choice import choose_backend, threads_here
+from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.families import FAMILIES, family_of_rank, language_family
+from vsched_workers.families.decoders import text_family
+from vsched_workers.families.generic import read_config
 from vsched_workers.parallel.rank_group import RankGroup
+from vsched_workers.quantized.schemes import scheme_of
+
+
+def served_adapters(adapt: Callable[..., AdaptedModule], backend: Backend) -> AdaptedModule | None:
+    """Allocate memory for the configured number of adapters; return None, without preparation, if it is 0."""
+    settings = backend.settings
+    if not settings.adapters:
+        return None
+    return adapt(
+        count_max=settings.adapters,
+        rank_max=settings.adapter_rank_max,
+        allocate=functools.partial(backend.zeros, touch=True),
+        make_sums=backend.prepare_adapters(),
+    )
 
 
 class RankWorker(Worker):
@@ -22,7 +44,7 @@ class RankWorker(Worker):
         info: ModelInfo,
         backend: Backend,
         group: RankGroup,
-        adapters: ServedAdapters | None,
+        adapters: AdaptedModule | None,
         *,
         weights_bytes: int,
     ) -> None:
@@ -57,7 +79,7 @@ class RankWorker(Worker):
         Raises:
             CheckpointError: When it cannot be read, or does not fit.
         """
-        self._adapters.add(number, path)
+        self._adapters.read(number, path)
 
     def add_trial_adapter(self, number: int) -> None:
         """Add an adapter of the highest rank to all layers."""
@@ -81,13 +103,46 @@ class RankWorker(Worker):
         if self._served is None:
             yield
             return
-        self._served.expect_all(whole=False)
+        self._served.whole = False
         try:
             yield
         finally:
-            self._served.expect_all(whole=True)
+            self._served.whole = True
 
     @property
-    def _adapters(self) -> ServedAdapters:
+    def _adapters(self) -> AdaptedModule:
         assert self._served is not None, "settings ask for adapters before any comes"
         return self._served
+
+
+def compile_language(
+    info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
+) -> int:
+    """Compile the kernels of a language model; return the number of kernels that were not cached yet."""
+    family: Any = language_family(info.family, info.path, settings)
+    if family is None:
+        config = read_config(checkpoint_directory(info.path), info.family).get_text_config()
+        family = text_family(config.model_type, config)
+    else:
+        config = family.model_config(info.path).get_text_config()
+    scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
+    kinds = [scheme.kind] if scheme is not None and scheme.kind else []
+    return backend.compile_language(
+        config, None if family is None else family.decoder, kinds, progress
+    )
+
+
+def compile_kernels(
+    info: ModelInfo, settings: WorkerSettings, progress: Progress, *, stage: str
+) -> int:
+    """Compile the kernels of a stage's ranks; see `vsched.checkpoint_tools.CheckpointTools`."""
+    dtype: torch.dtype = getattr(torch, info.dtype)
+    if stage == "generate":
+        backend = choose_backend(settings, dtype, info.kv_dtype)
+        return compile_language(info, settings, backend, progress)
+    tower = None
+    if info.family in FAMILIES:
+        family = family_of_rank(info.family, info.path, settings)
+        with torch.device("meta"):
+            tower = family.build_vision(info.path, "sdpa")
+    return choose_backend(settings, dtype).compile_tower(tower, progress)

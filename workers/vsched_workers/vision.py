@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,28 +13,22 @@ import torch
 
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, EncodeWorker, Progress, WorkerSettings
-from vsched_workers.adapters.serving import (
-    ServedAdapters,
-    adaptable_module,
-    served_adapters,
-)
-from vsched_workers.backends.base import Backend
+from vsched_workers.adapters.layers import AdaptedModule
 from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.any_tower import AnyTower
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.device_copies import fetched
 from vsched_workers.families import FAMILIES, Family, family_of_rank
-from vsched_workers.families.generic_vision import VIDEO_GRID, unpack_metadata
-from vsched_workers.families.qwen_image import LEVELS, flat_patches, grid_of
+from vsched_workers.families.qwen_image import flat_patches, grid_of
 from vsched_workers.families.qwen_levels import pixel_values
 from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memory
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import slice_module, sum_rows
-from vsched_workers.quantized.groups import check_groups
-from vsched_workers.quantized.layers import quantize_calibrated
-from vsched_workers.rank_worker import RankWorker
+from vsched_workers.quantized.layers import check_groups, quantize_calibrated
+from vsched_workers.rank_worker import RankWorker, served_adapters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,29 +36,14 @@ if TYPE_CHECKING:
     from vsched_workers.batching.sliced_run import SlicedRun
 
 
-class Tower(Protocol):
-    """A runnable vision tower.
+class FamilyTower:
+    """The tower of a supported family: all images in one call.
 
     Attributes:
         batches: Whether it takes several images per call.
         module: The module that contains its layers.
+        layers: Layers or blocks that run in sequence and take about the same time each, as far as known.
     """
-
-    batches: bool
-    module: nn.Module
-
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        """Layers or blocks that run in sequence and take about the same time each, as far as known."""
-        ...
-
-    def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
-        """Return the embedding rows of all jobs, concatenated, [tokens, levels * hidden], on any device."""
-        ...
-
-
-class FamilyTower:
-    """The tower of a supported family: all images in one call."""
 
     batches = True
 
@@ -75,32 +54,13 @@ class FamilyTower:
         self.module: nn.Module = module
         self.layers: Sequence[nn.Module] = list(module.blocks)
 
-    def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
-        """Return the rows of the jobs."""
+    def encode(self, jobs: Sequence[EncodeJob]) -> torch.Tensor:
+        """Return the embedding rows of all jobs, concatenated, [tokens, levels * hidden], on any device."""
         images = [job.arrays for job in jobs]
         pixels = self._backend.send_pixels([flat_patches(arrays) for arrays in images])
         values = pixel_values(pixels, images, self._backend.dtype, temporal=self._temporal)
         grids = torch.tensor([grid_of(job.metadata) for job in jobs], dtype=torch.int64)
         return self._family.encode(self.module, values, grids)
-
-
-class TowerOfAny:
-    """The tower of the generic path: one image per call, as shapes and their meaning may differ between images."""
-
-    batches = False
-
-    def __init__(self, tower: AnyTower) -> None:
-        self._tower = tower
-        self.module = tower.model
-        self.layers = tower.layers
-
-    def __call__(self, jobs: Sequence[EncodeJob], /) -> torch.Tensor:
-        """Return the embedding rows of the single job."""
-        (job,) = jobs
-        if LEVELS in job.arrays:
-            grid = unpack_metadata(job.metadata).get(VIDEO_GRID)
-            return self._tower.encode_group(job.arrays, grid)[: job.tokens]
-        return self._tower({**job.arrays, **unpack_metadata(job.metadata)})
 
 
 class VisionWorker(RankWorker, EncodeWorker):
@@ -110,10 +70,10 @@ class VisionWorker(RankWorker, EncodeWorker):
         self,
         info: ModelInfo,
         backend: Backend,
-        tower: Tower,
+        tower: FamilyTower | AnyTower,
         weights_bytes: int,
         group: RankGroup,
-        adapters: ServedAdapters | None = None,
+        adapters: AdaptedModule | None = None,
     ) -> None:
         """Take the tower, which the backend has prepared; `adapters` are the adapters that images may name, or None."""
         super().__init__(info, backend, group, adapters, weights_bytes=weights_bytes)
@@ -188,7 +148,7 @@ class VisionWorker(RankWorker, EncodeWorker):
     def _encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         with typed_out_of_memory("encoding images"), torch.inference_mode():
             with self.adapted_images(jobs[0].adapter):
-                rows = self._tower(jobs)
+                rows = self._tower.encode(jobs)
             raw = fetched(rows.contiguous()).view(torch.uint8).numpy()
         expected = (sum(job.tokens for job in jobs), self._info.embedding_row_bytes)
         if raw.shape != expected:
@@ -260,15 +220,13 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         weights_bytes = backend.prepare_tower(tower)
         adapters = served_adapters(
             functools.partial(
-                adaptable_module,
+                AdaptedModule,
                 tower,
                 cuts=cuts,
                 prefixes=family.vision_prefixes,
                 others=family.language_prefixes,
             ),
-            settings,
-            functools.partial(backend.zeros, touch=True),
-            backend.prepare_adapters,
+            backend,
         )
     config = read_json(checkpoint_directory(info.path), "config.json")
     temporal = int(family.vision(config, "temporal_patch_size"))
@@ -297,11 +255,9 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
             progress("loading kernels", 1.0)
         weights_bytes = backend.prepare_any_tower(model)
         adapters = served_adapters(
-            functools.partial(adaptable_module, model),
-            settings,
-            functools.partial(backend.zeros, touch=True),
-            backend.prepare_adapters,
+            functools.partial(AdaptedModule, model),
+            backend,
         )
     group = RankGroup(settings, "encode", backend.collectives)
-    tower = TowerOfAny(AnyTower(model, dtype, settings.device))
+    tower = AnyTower(model, dtype, settings.device)
     return VisionWorker(info, backend, tower, weights_bytes, group, adapters)

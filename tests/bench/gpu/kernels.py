@@ -75,9 +75,9 @@ def compile_merge(name: str) -> Compiled:
 
 def compile_layer(name: str) -> list[Compiled]:
     """Compile the kernels between the matrix products of a layer, for the heads of this name, in bfloat16."""
-    from vsched_workers.backends.cuda import triton_layers
-    from vsched_workers.backends.cuda.attention import power_of_two
+    from vsched_workers.backends.cuda import triton_kernels
     from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
+    from vsched_workers.backends.cuda.products import power_of_two
 
     heads, kv_heads, head_dim = HEADS[name]
     half, width = head_dim // 2, power_of_two(heads * head_dim)
@@ -91,16 +91,16 @@ def compile_layer(name: str) -> list[Compiled]:
     gate = {"ACTIVATION": "SILU", "WIDTH": GATE_VALUES}
     add = {"HAS_ADDED": True, "WIDTH": width}
     return [
-        _compile(triton_layers.add_norm, f"add and norm {width}", rows, add, 1),
-        _compile(triton_layers.rotate_and_store, f"rotate {name}", heads_of, shape, 1),
-        _compile(triton_layers.gate, "gate", gates, gate, 1),
+        _compile(triton_kernels.add_norm, f"add and norm {width}", rows, add, 1),
+        _compile(triton_kernels.rotate_and_store, f"rotate {name}", heads_of, shape, 1),
+        _compile(triton_kernels.gate, "gate", gates, gate, 1),
     ]
 
 
 def compile_row() -> list[Compiled]:
     """Compile the product of one bfloat16 row, plain and gated, in the blocks for a hidden size of 2048."""
-    from vsched_workers.backends.cuda.linear import row_tiles
-    from vsched_workers.backends.cuda.triton_linear import multiply_row
+    from vsched_workers.backends.cuda.products import row_tiles
+    from vsched_workers.backends.cuda.triton_kernels import multiply_row
 
     signature = dict.fromkeys(("row", "weight", "bias", "out"), "*bf16")
     signature |= {"outputs": "i32", "inputs": "i32"}
@@ -117,9 +117,9 @@ def compile_row() -> list[Compiled]:
 
 def compile_vision(heads: int, head_dim: int, width: int) -> list[Compiled]:
     """Compile the kernels of a fused vision tower with these heads and rows of this width, in bfloat16."""
-    from vsched_workers.backends.cuda import triton_vision
-    from vsched_workers.backends.cuda.attention import power_of_two
+    from vsched_workers.backends.cuda import triton_kernels
     from vsched_workers.backends.cuda.fused_tower import WINDOW_MAX
+    from vsched_workers.backends.cuda.products import power_of_two
 
     half, name = head_dim // 2, f"{heads} x {head_dim}"
     norm = dict.fromkeys(("hidden", "added", "weight", "bias", "normed"), "*bf16")
@@ -131,16 +131,16 @@ def compile_vision(heads: int, head_dim: int, width: int) -> list[Compiled]:
     add = {"HAS_ADDED": True, "WIDTH": power_of_two(width)}
     windows = sizes | {"ROWS": WINDOW_MAX}
     return [
-        _compile(triton_vision.add_layer_norm, f"add and layer norm {width}", norm, add, 1),
-        _compile(triton_vision.rotate_patches, f"rotate patches {name}", rotated, pairs, 1),
-        _compile(triton_vision.attend_windows, f"attend windows {name}", attended, windows, 1),
+        _compile(triton_kernels.add_layer_norm, f"add and layer norm {width}", norm, add, 1),
+        _compile(triton_kernels.rotate_patches, f"rotate patches {name}", rotated, pairs, 1),
+        _compile(triton_kernels.attend_windows, f"attend windows {name}", attended, windows, 1),
     ]
 
 
 def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
     """Compile the product of few bfloat16 rows by a weight of this kind with zero points, in its largest block."""
-    from vsched_workers.backends.cuda.quantized import STAGES, constants_of, tile_of
-    from vsched_workers.backends.cuda.triton_products import multiply_few
+    from vsched_workers.backends.cuda.products import STAGES, constants_of, tile_of
+    from vsched_workers.backends.cuda.triton_kernels import multiply_few
 
     constants: dict[str, Any] = constants_of(kind, has_offsets=True)
     constants |= {"ROWS": rows, "OUTPUTS": 64, "TILE": tile_of(kind, group)}
@@ -159,8 +159,8 @@ def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
 
 def compile_widen(kind: str) -> Compiled:
     """Compile the dequantization of a weight of this kind to bfloat16."""
-    from vsched_workers.backends.cuda.quantized import WIDENED_INPUTS, constants_of
-    from vsched_workers.backends.cuda.triton_products import widen
+    from vsched_workers.backends.cuda.products import WIDENED_INPUTS, constants_of
+    from vsched_workers.backends.cuda.triton_kernels import widen
 
     constants: dict[str, Any] = constants_of(kind, has_offsets=True) | {"INPUTS": WIDENED_INPUTS}
     signature = {"values": "*u8", "scales": "*fp16", "offsets": "*fp16", "weight": "*bf16"}

@@ -14,7 +14,7 @@ from torch import nn
 from tests.bench.gpu.costs import FAMILY, SHAPES, Shape
 from vsched.types import ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.adapters.serving import adaptable_module
+from vsched_workers.adapters.layers import AdaptedModule
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.batching import paged_attention
 from vsched_workers.checkpoint.weights import _make_buffers
@@ -70,7 +70,7 @@ def make_model(
         RankGroup(settings, stage, backend.collectives) for stage in ("generate", "encode")
     )
     runnable = family_language(
-        info, family, backend, model, head, functools.partial(adaptable_module, model)
+        info, family, backend, model, head, functools.partial(AdaptedModule, model)
     )
     language = LanguageWorker(info, backend, runnable, generate)
     tower_bytes = sum(each.numel() * each.element_size() for each in tower.parameters())

@@ -20,7 +20,7 @@ from vsched.worker.contract import (
     WorkerPlugin,
     WorkerSettings,
 )
-from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
+from vsched_workers.checkpoint.tokenize import ByteDetokenizer, TokenTable
 
 NAME = "tests.unit.bench.idle_plugin:plugin"
 LETTER = ord("e")

@@ -1,19 +1,17 @@
-"""Policies for random runs: every built-in with random fields, and adversaries that propose the worst that is legal."""
+"""Policies for random runs: every built-in with random fields, and adversaries that propose the worst that is legal.
+
+Some have a state that every decision depends on, and fail with their state half changed.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
-from tests.unit.kernel.remembering import (
-    TalliedAdmission,
-    TalliedEncoding,
-    TalliedPreemption,
-    TalliedRouting,
-    Tally,
-    digest,
-)
+import msgspec
+
 from tests.unit.kernel.setups import Gathering
 from vsched.policy import (
     Admission,
@@ -43,6 +41,7 @@ from vsched.policy import (
     StepShares,
     StepView,
 )
+from vsched.policy.measured import Measured
 from vsched.policy_host import SeatPolicies
 from vsched.testing.cluster import default_policies
 from vsched_policies.admission import Fifo, Priority, ShortestFirst, Tiers, TokenBudget
@@ -57,6 +56,114 @@ from vsched_policies.reclaim import YoungestEmbedding
 from vsched_policies.requests import TenantFair
 from vsched_policies.routing import RoundRobin
 from vsched_policies.step import InOrder, SloFeedback
+
+
+class Recent(msgspec.Struct):
+    """Subjects of the last calls."""
+
+    sizes: list[int] = []
+    place: tuple[int, str] = (0, "")
+
+
+class Tally(msgspec.Struct):
+    """State of these policies: a field of every kind that can be kept."""
+
+    calls: int = 0
+    share: float = 0.0
+    note: str | None = None
+    seen: dict[str, int] = {}
+    recent: Recent = msgspec.field(default_factory=Recent)
+
+    def count(self, what: str, size: int) -> int:
+        """Count a call; return a number that depends on all calls before."""
+        self.calls += 1
+        self.share += (size - self.share) / 4
+        self.note = what if self.calls % 2 else None
+        self.seen.pop(what, None)
+        self.seen[what] = self.seen.get(what, 0) + size  # it becomes the last
+        self.recent.sizes = [*self.recent.sizes[-3:], size]
+        self.recent.place = (size, what)
+        return self.calls + int(self.share) + next(iter(self.seen.values()))
+
+    def fail_at(self, every: int) -> None:
+        """Fail in every n-th call, 0 for never."""
+        if every and self.calls % every == 0:
+            raise RuntimeError("a bug in the policy")
+
+
+def tally(fails: int, view: Any, what: str, size: int) -> int:
+    """Count a call in the state, and fail in every n-th; return a number that depends on all calls and measurements."""
+    state: Tally = view.state
+    number = state.count(what, size + digest(view.measured))
+    state.fail_at(fails)
+    return number
+
+
+def digest(measured: Measured) -> int:
+    """Return a small number to which all measurements contribute."""
+    reported = [
+        list(map(msgspec.structs.astuple, window))
+        for window in (measured.steps, measured.encodes, measured.first_tokens, measured.ends)
+    ]
+    counts = [
+        measured.blocks_total,
+        measured.blocks_held,
+        measured.blocks_cached,
+        measured.tokens_prefilled,
+        measured.tokens_cached,
+        *measured.tokens_running.values(),
+        measured.embedding_hits,
+        measured.embedding_misses,
+    ]
+    return crc32(msgspec.msgpack.encode([reported, counts])) % 1000
+
+
+class TalliedAdmission(RequestPolicy, frozen=True, kw_only=True):
+    """Admits a number that depends on its state, from the front or from the back."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def admit(self, view: AdmissionView) -> Admission:
+        number = tally(self.fails, view, view.stage, len(view.waiting))
+        order = range(len(view.waiting))
+        chosen = order if number % 3 else order[::-1]
+        return Admission(list(chosen)[: 1 + number % max(view.entries_free, 1)])
+
+
+class TalliedEncoding(ImagePolicy, frozen=True, kw_only=True):
+    """Encodes ahead by a number that depends on its state."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def select(self, view: EncodingView) -> Sequence[int]:
+        number = tally(self.fails, view, str(view.arriving), view.prompt_tokens)
+        return [index for index, item in enumerate(view.items) if not item.ready][: number % 3]
+
+
+class TalliedPreemption(RequestPolicy, frozen=True, kw_only=True):
+    """The victim follows from the calls before."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def victim(self, view: PreemptionView) -> int:
+        number = tally(self.fails, view, "victim", len(view.running))
+        return number % len(view.running)
+
+
+class TalliedRouting(RoutingPolicy, frozen=True, kw_only=True):
+    """A healthy replica that follows from the calls before."""
+
+    state_type = Tally
+    fails: int = 0
+
+    def choose(self, view: RoutingView) -> int:
+        measured = sum(digest(replica.measured) for replica in view.replicas)
+        number = tally(self.fails, view, str(len(view.item_keys)), measured)
+        healthy = [replica.index for replica in view.replicas if replica.healthy]
+        return healthy[number % len(healthy)] if healthy else 0
 
 
 class Reversed(RequestPolicy, frozen=True, kw_only=True):
@@ -351,9 +458,7 @@ class TalliedShares(RequestPolicy, frozen=True, kw_only=True):
     fails: int = 0
 
     def share(self, view: StepView) -> StepShares:
-        state: Tally = view.state
-        number = state.count("share", view.decodes + digest(view.measured))
-        state.fail_at(self.fails)
+        number = tally(self.fails, view, "share", view.decodes)
         order = list(range(len(view.prefilling)))
         return StepShares(order[:: -1 if number % 2 else 1], time_ns=number * 100)
 
@@ -392,10 +497,8 @@ class TalliedDoor(RequestPolicy, frozen=True, kw_only=True):
     fails: int = 0
 
     def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        state: Tally = view.state
         inside = view.held + view.preparing + view.waiting + view.running + view.tenant_requests
-        number = state.count("door", inside + view.load_tokens + digest(view.measured))
-        state.fail_at(self.fails)
+        number = tally(self.fails, view, "door", inside + view.load_tokens)
         if view.request.asks > 3 or number % 3 == 0:
             return Admit()
         return Shed("no", 1 + number % 9) if number % 7 == 0 else Hold(view.now_ns + number)
@@ -436,9 +539,7 @@ class TalliedDispatch(ImagePolicy, frozen=True, kw_only=True):
     fails: int = 0
 
     def dispatch(self, view: DispatchView) -> Dispatch:
-        state: Tally = view.state
-        number = state.count("dispatch", len(view.waiting) + digest(view.measured))
-        state.fail_at(self.fails)
+        number = tally(self.fails, view, "dispatch", len(view.waiting))
         free = [index for index, group in enumerate(view.groups) if group.free]
         order = list(range(len(view.waiting)))
         return Dispatch(free[number % len(free)], order[:: -1 if number % 2 else 1])
@@ -473,9 +574,7 @@ class TalliedReclaim(ImagePolicy, frozen=True, kw_only=True):
     fails: int = 0
 
     def reclaim(self, view: ReclaimView) -> Sequence[int]:
-        state: Tally = view.state
-        number = state.count("choose", view.pages + digest(view.measured))
-        state.fail_at(self.fails)
+        number = tally(self.fails, view, "choose", view.pages)
         return list(range(len(view.ready)))[:: -1 if number % 2 else 1]
 
 
@@ -506,9 +605,7 @@ class TalliedInsertion(CachePolicy, frozen=True, kw_only=True):
     fails: int = 0
 
     def keep(self, view: InsertionView) -> int:
-        state: Tally = view.state
-        number = state.count("keep", len(view.hashes) + digest(view.measured))
-        state.fail_at(self.fails)
+        number = tally(self.fails, view, "keep", len(view.hashes))
         return number % (len(view.hashes) + 1)
 
 

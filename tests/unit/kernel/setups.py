@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from vsched.kernel import SchedulerLimits
+from vsched.kernel.request import RequestState, int32
 from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.sim.ranks.stepped import correct_outputs
 from vsched.testing import ModelCluster, make_request
@@ -40,6 +41,21 @@ def words(count: int, *, start: int = 10) -> list[int]:
 def image_request(name: str, *images: tuple[bytes, int], **changes: Any) -> Request:
     """Return a request of images (key, tokens) and one word after the last."""
     return make_request(name, [7], [(0, tokens, key) for key, tokens in images], **changes)
+
+
+def request_state(request: Request, number: int) -> RequestState:
+    """Return the state of a request that has just arrived."""
+    return RequestState(
+        request=request,
+        number=number,
+        order=(number, 0),
+        stop_token_ids=(),
+        items=request.items,
+        tokens=int32(request.prompt_token_ids),
+        host_bytes=0,
+        submitted_ns=0,
+        uncached=len(request.prompt_token_ids),
+    )
 
 
 class Gathering(RequestPolicy, frozen=True, kw_only=True):
@@ -82,7 +98,8 @@ def joined(cluster: ModelCluster) -> list[str]:
 
 
 def assert_served(cluster: ModelCluster, *names: str) -> None:
-    """Assert that requests ended at their length limit with the right outputs."""
+    """Drain the cluster, and assert that requests ended at their length limit with the right outputs."""
+    cluster.drain()
     for name in names:
         assert cluster.ended[name].reason == "length", cluster.ended[name]
         assert cluster.outputs[name] == correct_outputs(cluster.requests[name])

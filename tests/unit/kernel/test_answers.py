@@ -44,7 +44,6 @@ def test_answers_compute_the_prompt_once(
     cluster = ModelCluster(limits)
     cluster.submit(make_request("a", words(42)), choices=4)
     assert (cluster.kernel.phase("a#2") is Phase.PROMPT) == (chunk_tokens == 7)
-    cluster.drain()
     assert_served(cluster, *NAMES)
     assert prefilled(cluster) == 42 + 3 * 2
     assert len({cluster.names[number] for number in cluster.names}) == 4
@@ -62,7 +61,6 @@ def test_answers_share_an_image_at_the_end_of_the_prompt() -> None:
     """Also if the last block, which each choice computes, contains part of it."""
     cluster = ModelCluster(make_limits(chunk_tokens=6))
     cluster.submit(image_request("a", (b"one", 9), (b"two", 12)), choices=4)
-    cluster.drain()
     assert_served(cluster, *NAMES)
     assert encode_statistics(cluster)["items_encoded"] == 2
     assert [key for batch in cluster.encoded for key in batch] == [b"one", b"two"]
@@ -82,7 +80,6 @@ def test_choices_without_a_prefix_cache_share_with_no_other_request() -> None:
 def test_choices_without_shareable_blocks_compute_their_own(changes: dict[str, int]) -> None:
     cluster = ModelCluster(make_limits(prefix_cache=False, **changes))
     cluster.submit(make_request("a", words(42)), choices=4)
-    cluster.drain()
     assert_served(cluster, *NAMES)
     assert prefilled(cluster) == 4 * 42
 
@@ -90,7 +87,6 @@ def test_choices_without_shareable_blocks_compute_their_own(changes: dict[str, i
 def test_answers_of_a_model_with_a_state_go_on_from_its_snapshot() -> None:
     cluster = ModelCluster(make_limits(state_snapshots=4))
     cluster.submit(make_request("a", words(42)), choices=4)
-    cluster.drain()
     assert_served(cluster, *NAMES)
     assert prefilled(cluster) == 42 + 3 * 2
 
@@ -151,7 +147,6 @@ def test_answers_that_a_group_cannot_take_go_where_the_first_is() -> None:
     cluster = ModelCluster(make_limits(chunk_tokens=7, generators=2))
     cluster.send(Drain("generate-0"))
     cluster.submit(make_request("a", words(42)), choices=4)
-    cluster.drain()
     assert_served(cluster, *NAMES)
     assert prefilled(cluster) == 42 + 3 * 2
 
@@ -194,7 +189,6 @@ def test_the_first_answer_reports_a_cached_prompt_and_further_ones_share_it() ->
     request = make_request("a", words(42))
     reported = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
     cluster.submit(msgspec.structs.replace(request, sampling=reported), choices=3)
-    cluster.drain()
     assert_served(cluster, *NAMES[:3])
     assert prefilled(cluster) == 42 + 42 + 2 * 2
     assert cluster.ended["a"].times.cached_tokens == 0
@@ -210,7 +204,6 @@ def test_a_prompt_that_was_told_of_is_cached_when_its_request_comes_again() -> N
     cluster.submit(make_request("keeper", words(42)))
     cluster.lose("generate")
     cluster.restore_group("generate")
-    cluster.drain()
     assert_served(cluster, "a", "keeper")
     joins = [(one.number, one.computed) for step in cluster.decisions for one in step.joined]
     assert joins[-1][1] > 0, "both computed the prompt"

@@ -108,7 +108,6 @@ def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
         cluster.wait(SECOND_NS)
     helped = overruled(cluster, "generate.admission")
     assert helped == {"one that was passed over for too long goes first": 1}
-    cluster.drain()
     assert_served(cluster, *cluster.requests)
 
 
@@ -219,7 +218,6 @@ def test_images_are_passed_over_for_no_longer_than_the_limit(
         cluster.wait(SECOND_NS)
     assert set(overruled(cluster, seat)) == {"one that was passed over for too long goes first"}
     assert 4 <= cluster.kernel.statistics()["passed_over_s"]["encode"] <= 7
-    cluster.drain()
     assert_served(cluster, *cluster.requests)
 
 
@@ -246,7 +244,6 @@ def test_victims_older_than_the_request_in_need_are_counted(
     cluster = cluster_of(make_limits(blocks=12, slots=4), preemption=policy)
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(6 + index, start=20 * index), max_tokens=30))
-    cluster.drain()
     assert_served(cluster, *cluster.requests)
     found = overruled(cluster, "generate.preemption")
     assert ("the victim was older than the request in need" in found) == counted
@@ -302,7 +299,6 @@ def test_answers_of_other_kinds_are_counted() -> None:
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
     for name in ("young", "younger"):
         cluster.submit(image_request(name, (name.encode(), 8), max_tokens=2))
-    cluster.drain()
     assert_served(cluster, "old", "young", "younger")
     assert set(cluster.kernel.statistics()["policy_overruled"]) == {
         "encode.encoding",
@@ -318,7 +314,6 @@ def test_answers_of_other_kinds_are_counted() -> None:
 def test_chunk_gets_its_images_whatever_a_policy_does_to_its_view() -> None:
     cluster = cluster_of(make_limits(), encoding=MovesItems())
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8), max_tokens=2))
-    cluster.drain()
     assert_served(cluster, "r")
 
 

@@ -106,7 +106,6 @@ def serve_all(policies: dict[str, Policy]) -> ModelCluster:
         image = (b"image%d" % (index % 3), 10)
         cluster.submit(image_request(f"image{index}", image, max_tokens=20))
         cluster.submit(make_request(f"text{index}", words(12, start=20 * index), max_tokens=24))
-    cluster.drain()
     assert_served(cluster, *cluster.requests)
     assert_holds_nothing(cluster)
     return cluster
@@ -223,7 +222,6 @@ def test_youngest_embedding_is_evicted_after_a_failure() -> None:
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
     for name in ("young", "younger"):
         cluster.submit(image_request(name, (name.encode(), 8), max_tokens=2))
-    cluster.drain()
     assert_served(cluster, "old", "young", "younger")
     assert "Input: ReclaimView(" in cluster.notices[0]
     assert cluster.kernel.statistics()["encode"]["cache_preemptions"] == 1

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.remembering import TalliedAdmission, TalliedRouting, Tally
+from tests.unit.kernel.policy_pool import TalliedAdmission, TalliedRouting, Tally
 from tests.unit.kernel.setups import make_limits, words
 from vsched.errors import PolicyError, RecordError
 from vsched.kernel import Scheduler

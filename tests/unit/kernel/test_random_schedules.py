@@ -98,7 +98,6 @@ def test_kernel_overrules_a_policy_that_never_admits() -> None:
     assert not cluster.encoded
     cluster.wait(3_000_000_000)
     assert cluster.encoded == [[b"image"]]
-    cluster.drain()
     assert_served(cluster, "held")
     assert "held for over 60 s" in cluster.notices[0]
 
@@ -110,7 +109,6 @@ def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
     image = b"image"
     cluster.submit(make_request("once", words(2), [(0, 12, image)]))
     cluster.submit(make_request("twice", words(9), [(0, 12, image), (0, 12, image)]))
-    cluster.drain()
     assert_served(cluster, "once", "twice")
     assert cluster.ended["twice"].times.cached_tokens == 12
     assert cluster.encoded == [[image]]

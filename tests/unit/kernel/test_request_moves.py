@@ -99,7 +99,6 @@ def test_claim_on_an_image_that_lies_in_the_cached_prefix_is_dropped() -> None:
     assert (claims(cluster, b"a"), claims(cluster, b"b")) == (0, 1)
     cluster.run_encode()
     assert cluster.encoded == [[b"a"], [b"b"]]
-    cluster.drain()
     assert_served(cluster, "old", "young")
 
 
@@ -140,7 +139,6 @@ def test_image_that_ends_where_the_cached_prefix_ends_is_not_claimed() -> None:
     cluster.submit(later)
     assert [view.chunk_start for view in Watching.views if view.arriving] == [0, 16]
     assert (claims(cluster, b"a"), claims(cluster, b"b")) == (0, 1)
-    cluster.drain()
     assert_served(cluster, "first", "running", "later")
 
 
@@ -185,7 +183,6 @@ def test_request_suspended_by_a_draining_group_claims_nothing() -> None:
         cluster.run_encode() if cluster.busy("encode") else cluster.run_generate()
     assert not any(one.claims for one in cluster.kernel.embeddings)
     cluster.send(Resume("generate"))
-    cluster.drain()
     assert_served(cluster, "old", "young")
 
 
@@ -285,7 +282,6 @@ def test_policy_that_holds_is_called_again_when_something_arrives_and_not_before
     assert len(Asked.tokens) == 1
     cluster.submit(make_request("second", words(5, start=50)))
     assert len(Asked.tokens) == 2
-    cluster.drain()
     assert_served(cluster, "first", "second")
 
 
@@ -301,7 +297,6 @@ def test_those_behind_a_front_without_room_join_when_it_leaves() -> None:
     cluster.abort("large")
     cluster.run_generate()
     assert joined(cluster) == ["runs", "small"]
-    cluster.drain()
     assert_served(cluster, "runs", "small")
 
 
@@ -315,7 +310,6 @@ def test_policy_sees_what_arrives_behind_a_front_without_room() -> None:
     cluster.submit(make_request("small", words(2, start=90), max_tokens=2))
     cluster.run_generate()
     assert joined(cluster) == ["runs", "small"]
-    cluster.drain()
     assert_served(cluster, "runs", "large", "small")
 
 
@@ -363,7 +357,6 @@ def test_drain_of_a_lost_group_changes_nothing() -> None:
     cluster.restore_group("generate-0")
     cluster.submit(make_request("r", words(5)))
     assert cluster.busy("generate") == ["generate-0"]
-    cluster.drain()
     assert_served(cluster, "r")
 
 
@@ -436,7 +429,6 @@ def test_router_is_not_called_while_there_is_nowhere_to_go() -> None:
     assert len(First.requested) == requested
     cluster.drain()
     cluster.send(Resume("generate-0"))
-    cluster.drain()
     assert_served(cluster, "runs", "waits")
 
 
@@ -450,5 +442,4 @@ def test_suspect_comes_back_after_a_restart_that_an_operator_requested() -> None
         cluster.run_generate()
         cluster.lose("generate", planned=planned)
         cluster.restore_group("generate")
-    cluster.drain()
     assert_served(cluster, "r0", "r1")

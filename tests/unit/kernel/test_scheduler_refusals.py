@@ -116,7 +116,6 @@ def test_scheduler_refuses_the_impossible(
     for text in said:
         assert text in refuse.message
     assert cluster.kernel.statistics()["refused"] == {code: 1}
-    cluster.drain()
     assert_served(cluster, "first", "last")
     assert_holds_nothing(cluster)
 
@@ -166,7 +165,6 @@ def test_scheduler_refuses_spans_that_no_step_can_hold_whole(
     assert refuse.code == code
     for text in said:
         assert text in refuse.message
-    cluster.drain()
     assert_served(cluster, "fits")
     assert_holds_nothing(cluster)
 
@@ -187,7 +185,6 @@ def test_scheduler_serves_what_just_fits(request_: Request) -> None:
     items = tuple(msgspec.structs.replace(item, extent=extent) for item in request_.items)
     request_ = msgspec.structs.replace(request_, items=items)
     cluster.submit(request_)
-    cluster.drain()
     assert_served(cluster, request_.request_id)
 
 
@@ -203,7 +200,6 @@ def test_scheduler_refuses_when_too_many_wait() -> None:
     assert "value 3, limit 2" in refuse.message
     cluster.abort("r2")
     cluster.submit(make_request("again", words(3)))
-    cluster.drain()
     assert_served(cluster, "r0", "r1", "again")
 
 
@@ -231,7 +227,6 @@ def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
     assert "generate.max_waiting_bytes" in refuse.message
     cluster.abort("second")
     cluster.submit(heavy("again", 400))
-    cluster.drain()
     assert_served(cluster, "running", "first", "again")
     assert list(cluster.refused) == ["one too many"]
     assert cluster.kernel.statistics()["live_bytes"] == 0

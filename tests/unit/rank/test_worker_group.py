@@ -31,6 +31,8 @@ from vsched.types import SamplingParams
 from vsched.wire import GenerateResult
 
 pytestmark = pytest.mark.slow
+QUIET = limits(heartbeat_s=60)
+"""Without heartbeats, one of which could find a rank gone before its exit is noticed."""
 
 
 def one_request() -> GenerateDecision:
@@ -235,7 +237,7 @@ async def test_worker_group_one_failing_rank_stops_the_others(place: Place, tmp_
 async def test_worker_group_reports_a_killed_rank_and_starts_again(place: Place) -> None:
     """The loss is reported once, with the reason; the next start is a new group under a new address."""
     received = Received()
-    worker_group = place.worker_group(received.events)
+    worker_group = place.worker_group(received.events, limits=QUIET)
     await worker_group.start()
     (pid,) = worker_group.pids
     os.kill(pid, signal.SIGKILL)
@@ -288,8 +290,7 @@ async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first
 ) -> None:
     """On a busy machine, the last report is still in flight when the process has ended."""
     received = Received()
-    # Without heartbeats, which could find it gone before its exit is noticed.
-    worker_group = place.worker_group(received.events, limits=limits(heartbeat_s=60))
+    worker_group = place.worker_group(received.events, limits=QUIET)
     await worker_group.start()
     (process,) = worker_group._processes
     assert isinstance(process, RankProcess)
@@ -331,7 +332,7 @@ async def test_worker_group_rank_stops_when_the_leader_falls_silent(place: Place
 async def test_worker_group_together_serves_both_groups_in_one_process(place: Place) -> None:
     """One process with both roles: both groups are ready, both are led, and they are lost together."""
     received = Received()
-    worker_group = place.worker_group(received.events, groups=("encode", "generate"))
+    worker_group = place.worker_group(received.events, groups=("encode", "generate"), limits=QUIET)
     assert worker_group.groups == ["encode", "generate"]
     ready = await worker_group.start()
     assert sorted(ready) == ["encode", "generate"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.unit.kernel.remembering import (
+from tests.unit.kernel.policy_pool import (
     TalliedAdmission,
     TalliedEncoding,
     TalliedPreemption,

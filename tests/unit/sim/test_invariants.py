@@ -72,7 +72,7 @@ def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
 
     def remove(self: OrderedQueue[Any], entry: Any, **_: Any) -> None:
         index = self._entries.index(entry)
-        del self._entries[index], self._orders[index], self._views[index]
+        del self._entries[index], self._views[index]
 
     patch.setattr(OrderedQueue, "remove", remove)
     patch.setattr(GenerateGroup, "_admit", broken)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from tests.unit.kernel.remembering import TalliedRouting
+from tests.unit.kernel.policy_pool import TalliedRouting
 from vsched.errors import DeviceOutOfMemory, PolicyError, limit_message
 from vsched.policy import (
     Admission,

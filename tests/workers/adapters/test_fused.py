@@ -20,13 +20,10 @@ from tests.workers.backends.cpu.twins import Twins
 from tests.workers.driver import Driver, Question, Stage
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.adapters.places import HeldProduct
-from vsched_workers.adapters.room import own_memory
-from vsched_workers.adapters.rows import CallRows
-from vsched_workers.adapters.sums import Part, TorchSums
+from vsched_workers.adapters.places import CallRows, HeldProduct, Part, TorchSums, own_memory
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
-from vsched_workers.backends.cpu.low_rank.sums import KernelSums
+from vsched_workers.backends.cpu.low_rank import KernelSums
 
 ADAPTERS: Sequence[Mapping[str, Any]] = (
     {"rank": 6, "seed": 1},

@@ -12,7 +12,7 @@ from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter
 from tests.workers.driver import Driver, Question, Stage
-from tests.workers.quantized.published_checkpoints import publish
+from tests.workers.quantized.test_published import publish
 from vsched.worker.contract import WorkerSettings
 
 pytestmark = [

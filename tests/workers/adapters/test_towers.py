@@ -63,10 +63,10 @@ def test_images_have_the_rows_of_pefts_tower(
     whole = make_whole_adapter(checkpoints(size), tmp_path, 1, **settings)
     tower, module = tower_of(stage)
     (job, *_) = jobs_of(stage)
-    plain = tower([job])
+    plain = tower.encode([job])
     module.add("one", read_adapter(tmp_path, rank_max=4))
     with module.all_rows("one"):
-        found = tower([job])
+        found = tower.encode([job])
     out = whole.base_model.model.get_image_features(
         values_of([job.arrays]),
         torch.tensor([grid_of(job.metadata)]),
@@ -75,9 +75,9 @@ def test_images_have_the_rows_of_pefts_tower(
     levels = [out.pooler_output[0], *(each[0] for each in getattr(out, "deepstack_features", ()))]
     torch.testing.assert_close(found, torch.cat(levels, -1), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found, plain, atol=0.01)
-    assert torch.equal(tower([job]), plain)
+    assert torch.equal(tower.encode([job]), plain)
     module.remove("one")
-    assert torch.equal(tower([job]), plain)
+    assert torch.equal(tower.encode([job]), plain)
 
 
 def random_tower_adapter(places: Any, prefix: str, seed: int) -> Adapter:
@@ -100,9 +100,9 @@ def test_fused_blocks_with_adapters_equal_the_modules(stages: Stages, size: str)
         prefix = FAMILIES[stage.info.family].vision_prefixes[0]
         places = module_places(tower.module, {})
         module.add("one", random_tower_adapter(places, prefix, 3))
-        plain = tower(jobs)
+        plain = tower.encode(jobs)
         with module.all_rows("one"):
-            rows.append((plain, tower(jobs), places))
+            rows.append((plain, tower.encode(jobs), places))
         module.remove("one")
     (plain, wanted, names), (_, found, others) = rows
     assert names.keys() == others.keys()
@@ -131,7 +131,7 @@ def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name:
     tower = any_tower(base, VISION_ARCHITECTURES[name].family or name)
     whole = make_whole_adapter(base, tmp_path / "adapter", 1)
     adapter = read_adapter(tmp_path / "adapter", rank_max=4)
-    module = AdaptedModule(tower.model, count_max=1)
+    module = AdaptedModule(tower.module, count_max=1)
     module.add("one", adapter)
     image = images_of(name)[0]
     plain = tower(image)
@@ -159,10 +159,10 @@ def test_fused_encoder_layers_with_adapters_equal_the_modules(tmp_path: Path, na
     ):
         backend: Any = choose_backend(WorkerSettings(threads=1, attention=kind), dtype)
         loaded = any_tower(tmp_path, VISION_ARCHITECTURES[name].family or name, dtype)
-        backend.prepare_any_tower(loaded.model)
-        tower = AnyTower(loaded.model, dtype)
-        module = AdaptedModule(tower.model, count_max=1, make_sums=backend.prepare_adapters())
-        places = module_places(tower.model, {})
+        backend.prepare_any_tower(loaded.module)
+        tower = AnyTower(loaded.module, dtype)
+        module = AdaptedModule(tower.module, count_max=1, make_sums=backend.prepare_adapters())
+        places = module_places(tower.module, {})
         names.append(places.keys())
         module.add("one", random_tower_adapter(places, "", 3))
         with module.all_rows("one"):
@@ -198,7 +198,7 @@ def test_rows_of_an_image_are_all_its_adapters(stages: Stages) -> None:
     with torch.inference_mode():
         for name in ("one", "two", None, "one"):
             with module.all_rows(name):
-                found.append([tower([job]) for job in jobs])
+                found.append([tower.encode([job]) for job in jobs])
     assert all(torch.equal(*pair) for pair in zip(found[0], found[3], strict=True))
     assert all(
         not torch.allclose(*pair, atol=0.01) for pair in zip(found[0], found[1], strict=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv, to_int8
 from vsched_workers.batching.paged_attention import PagedStep, context_slots
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from vsched_workers.batching import ruled_attention
+from vsched_workers.batching import paged_attention
 from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
-from vsched_workers.batching.paged_attention import context_slots
-from vsched_workers.batching.ruled_attention import (
+from vsched_workers.batching.paged_attention import (
     ContextIndex,
     ScoreRule,
+    context_slots,
     decode_by_rule,
     prefill_by_rule,
 )
@@ -28,9 +28,9 @@ RULES = [
 ]
 
 
-@pytest.fixture(params=[ruled_attention.PART_BYTES, 1], ids=["whole", "row by row"], autouse=True)
+@pytest.fixture(params=[paged_attention.PART_BYTES, 1], ids=["whole", "row by row"], autouse=True)
 def part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ruled_attention, "PART_BYTES", request.param)
+    monkeypatch.setattr(paged_attention, "PART_BYTES", request.param)
 
 
 def expected(

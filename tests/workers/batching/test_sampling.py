@@ -1,4 +1,4 @@
-"""The sampler alone: filters, penalties, limits, and the inputs of a draw."""
+"""The sampler alone: filters, penalties, limits, the inputs of a draw; compiled, and in torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from vsched.types import SamplingParams
 from vsched.worker.contract import Sampled, WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu.kernels import sampling as kernels
-from vsched_workers.batching.sampling import SpecialRow, choose_tokens, draw_in_numpy, uniform
+from vsched_workers.batching.sampling import (
+    SpecialRow,
+    StagedDraw,
+    choose_tokens,
+    draw_in_torch,
+    is_foreseeable,
+    uniform,
+)
 
 VOCABULARY = 50
 
@@ -191,17 +198,17 @@ def test_logits_that_are_no_numbers_are_reported(value: float, top_p: float) -> 
 
 
 def drawn(logits: torch.Tensor, rows: Sequence[SpecialRow]) -> list[int]:
-    """Draw with the compiled sampler, and compare with numpy's."""
+    """Draw with the compiled sampler, and compare with torch's."""
     backend = choose_backend(WorkerSettings(), torch.bfloat16)
     found: list[int] = backend.draw(logits, rows).tolist()
-    assert found == draw_in_numpy(logits, rows).tolist()
+    assert found == draw_in_torch(logits, rows).tolist()
     return found
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 9.0])
-def test_compiled_sampler_equals_numpy(
+def test_compiled_sampler_equals_torch(
     options: dict[str, Any], dtype: torch.dtype, spread: float
 ) -> None:
     """Also with ties, forbidden tokens and a mask; a row is the same alone and in a batch."""
@@ -229,7 +236,7 @@ LARGE = 100_000
 
 @pytest.mark.parametrize("shape", ["flat", "trained", "clustered", "apart", "tied"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_sampler_equals_numpy_at_a_large_vocabulary(
+def test_compiled_sampler_equals_torch_at_a_large_vocabulary(
     shape: str, dtype: torch.dtype
 ) -> None:
     """Thresholds are estimated on some blocks, which may mislead; or logits are few values far apart."""
@@ -305,5 +312,88 @@ def test_draws_pass_a_chi_square_test(options: dict[str, Any]) -> None:
 def test_empty_token_mask_is_reported() -> None:
     row = special(0, SamplingParams(seed=1))
     row.sequence.token_mask = np.zeros(2, np.uint32)
-    with pytest.raises(FloatingPointError, match="-inf"):
+    with pytest.raises(FloatingPointError, match="no finite number"):
         sample(logits_of({3: 1.0}), [row])
+
+
+WORDS = 5000
+
+
+def sampled_logits(spread: float, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    logits = torch.from_numpy(np.random.default_rng(5).standard_normal((6, WORDS)) * spread)
+    logits[:, ::7] = -torch.inf
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 9.0])
+def test_rows_of_a_batch_are_drawn_as_alone(dtype: torch.dtype, spread: float) -> None:
+    """All parameters in one batch, with ties, forbidden tokens and a mask."""
+    logits = sampled_logits(spread, dtype)
+    rows = [
+        special(index % 6, SamplingParams(seed=index, **options), [1, 9], [5, 9, 9])
+        for index, options in enumerate(OPTIONS.values())
+    ]
+    rows[2].sequence.token_mask = np.random.default_rng(1).integers(0, 2**32, 100, dtype=np.uint32)
+    together = StagedDraw(rows, WORDS).run(logits).tolist()
+    assert [StagedDraw([row], WORDS).run(logits).tolist() for row in rows] == [
+        [token] for token in together
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.9},
+        {"min_tokens": 4, "temperature": 0.0},
+        {"logit_bias": ((3, 9.0),), "bad_words": ((7,),)},
+        {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.9},
+        {"frequency_penalty": 30.0, "temperature": 0.0},
+    ],
+)
+def test_draw_is_staged_before_the_last_token_is_known(options: dict[str, Any]) -> None:
+    """The device adds that token; the host's placeholder is not read."""
+    logits = torch.full((6, WORDS), -9.0)
+    logits[:, 3:9] = torch.tensor([3.0, 2.9, 5.0, 2.7, 2.6, 2.5])
+    rows = [
+        special(row, SamplingParams(seed=row, **options), [1, 9], [5, 9, 5], frozenset({5}))
+        for row in range(6)
+    ]
+    expected = draw_in_torch(logits, rows).tolist()
+    last = torch.tensor([5] * 6, dtype=torch.int32)
+    for entry in rows:
+        entry.sequence.tokens[entry.position - 1] = 4
+    staged = StagedDraw(rows, WORDS, ahead=True)
+    for entry in rows:
+        entry.sequence.tokens[:] = 8  # after staging, the host's changes do not matter
+    assert staged.run(logits, last).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "foreseeable"),
+    [
+        ({}, True),
+        ({"presence_penalty": 1.0, "min_tokens": 3, "bad_words": ((4,),)}, True),
+        ({"bad_words": ((4, 5),)}, False),
+        ({"logprobs": 0}, False),
+    ],
+)
+def test_features_that_need_the_last_token_on_the_host(
+    options: dict[str, Any], foreseeable: bool
+) -> None:
+    sequence = special(0, SamplingParams(**options)).sequence
+    assert is_foreseeable(sequence) == foreseeable
+    sequence.token_mask = np.ones(1, np.uint32)
+    assert not is_foreseeable(sequence)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_are_told_of_their_row(value: float) -> None:
+    logits = torch.zeros(2, WORDS)
+    logits[1, 3] = value
+    rows: list[SpecialRow] = [special(row, SamplingParams(top_p=0.9)) for row in range(2)]
+    staged = StagedDraw(rows, WORDS)
+    drawn = staged.run(logits).numpy()
+    assert drawn[0] >= 0
+    with pytest.raises(FloatingPointError, match="no finite number"):
+        staged.check(drawn)

@@ -1,10 +1,12 @@
-"""Template, tokenizer and image processor compared with transformers'."""
+"""Template, tokenizer and image processor compared with transformers'; parsing of output; embeddings of clients."""
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -16,25 +18,34 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from tests.workers.driver import drawn_image, values_of
+from tests.parity.vision_checkpoints import make_vision_checkpoint
+from tests.workers.driver import Stage, drawn_image, values_of
 from tests.workers.properties import REPEATABLE
 from vsched.errors import CheckpointError, RequestRefused
-from vsched.types import ArraySpec
-from vsched.worker.contract import ImagePlan, PixelBounds, Preprocessor
+from vsched.media.embeddings import read_embedding
+from vsched.types import ArraySpec, ModelInfo
+from vsched.worker.contract import AnswerPart, ImagePlan, PixelBounds, Preprocessor
 from vsched_workers.checkpoint.preprocess.qwen import QwenPreprocessor
+from vsched_workers.checkpoint.preprocess.text import TemplateParser
+from vsched_workers.checkpoint.tokenize import ByteDetokenizer, TokenTable
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
     PIXELS,
-    clamp_settings,
+    ResizeLimits,
+    clamp_limits,
     grid_of,
     image_processing,
 )
-from vsched_workers.plugin import plugin
+from vsched_workers.plugin import TRAINED, plugin
 
 Load = Callable[..., Preprocessor]
 
@@ -113,11 +124,9 @@ def test_any_size_under_any_budget_is_within_it_or_refused(
     assert info.item_tokens_max <= budget
     preprocessor, processor = plugin.load_preprocessor(info), processor_of(checkpoints(size))
     factor = processor.patch_size * processor.merge_size
-    clamped = clamp_settings(processor.to_dict(), tokens=budget, factor=factor)
-    limits = {
-        "min_pixels": clamped["size"]["shortest_edge"],
-        "max_pixels": clamped["size"]["longest_edge"],
-    }
+    own = ResizeLimits(processor.size["shortest_edge"], processor.size["longest_edge"])
+    clamped = clamp_limits(own, tokens=budget, factor=factor)
+    limits = {"min_pixels": clamped.minimum, "max_pixels": clamped.maximum}
     too_thin = max(width, height) / min(width, height) > ASPECT_RATIO_MAX
     if too_thin or encoder_tokens(processor, width, height, limits) > budget:
         with pytest.raises(RequestRefused, match="Remedy"):
@@ -168,7 +177,7 @@ def processor_of(path: Path) -> Any:
     return AutoImageProcessor.from_pretrained(path, backend="pil")
 
 
-def encoder_tokens(processor: Any, width: int, height: int, limits: dict[str, int]) -> int:
+def encoder_tokens(processor: Any, width: int, height: int, limits: dict[str, int | None]) -> int:
     """Return the number of tokens of an image by transformers' own arithmetic."""
     patches = processor.get_number_of_image_patches(height, width, limits)
     return int(patches // processor.merge_size**2)
@@ -444,3 +453,164 @@ def test_load_preprocessor_refuses_incomplete_checkpoints(
         (path / name).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"{message}.*Remedy"):
         plugin.load_preprocessor(info)
+
+
+BYTES = [bytes([byte]) for byte in range(256)]
+WORDS = [*BYTES, " wörd".encode(), "日本".encode(), "日".encode()[:2], b"\xff\xfe", b""]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_detokenizer_gives_what_the_codec_gives(seed: int) -> None:
+    rng = random.Random(seed)
+    detokenizer = ByteDetokenizer(TokenTable(WORDS, WORDS))
+    codec = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for _ in range(200):
+        likely = range(256, len(WORDS)) if rng.random() < 0.5 else range(len(WORDS))
+        token_ids = rng.choices([*likely, -1, 10_000], k=rng.choice((1, 1, 1, 2, 5)))
+        joined = b"".join(WORDS[one] for one in token_ids if 0 <= one < len(WORDS))
+        assert detokenizer.push(token_ids) == codec.decode(joined)
+    assert detokenizer.flush() == codec.decode(b"", final=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["<|tool_call>", "call:", "<tool_call|>", "<|turn>"], "<|tool_call>call:<tool_call|>"),
+        (["<|channel|>", "<|end|>", "<|return|>"], "<|channel|><|end|>"),
+        (["<|end|>", "<|message|>", "a"], "a"),
+    ],
+)
+def test_texts_show_the_marks_of_calls_and_of_channels_if_there_are_any(
+    tokens: list[str], text: str
+) -> None:
+    backend = Tokenizer(models.BPE())
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(each, special=each.startswith("<")) for each in tokens])
+    table = TokenTable.of_tokenizer(backend)
+    assert table.decode([backend.get_vocab()[each] for each in tokens]) == text
+
+
+TEMPLATE = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "thinking": {"open": "<mull>", "close": "</mull>"},
+        "content": {"close": "<end>"},
+        "tool_calls": {
+            "open": "<do>",
+            "close": "</do>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def read(pieces: Any, prompt: str = "<assistant>") -> dict[str, str]:
+    parser = TemplateParser(TEMPLATE, prompt, TOOLS)
+    parts: list[AnswerPart] = [part for piece in pieces for part in parser.push(piece)]
+    reported: dict[str, str] = {}
+    for part in [*parts, *parser.finish()]:
+        key = f"call {part.name}" if part.kind == "call" else part.kind
+        reported[key] = reported.get(key, "") + part.text
+    return reported
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        ("Hello.", {"content": "Hello."}),
+        ("<mull>A < b.</mull>Yes.", {"reasoning": "A < b.", "content": "Yes."}),
+        ('<do>{"name": "f", "arguments": {"a": "é"}}</do>', {"call f": '{"a": "é"}'}),
+        (
+            'I do.<do>{"name": "f", "arguments": {}}</do><do>{"name": "g", "arguments": {}}</do>',
+            {"content": "I do.", "call f": "{}", "call g": "{}"},
+        ),
+        ("<do>no JSON</do> more", {"content": "<do>no JSON</do> more"}),
+        ('<do>{"a": 1}</do>', {"content": '<do>{"a": 1}</do>'}),
+    ],
+)
+def test_answers_are_read_as_their_checkpoint_says(answer: str, wanted: dict[str, str]) -> None:
+    for pieces in ([answer], list(answer)):
+        assert read(pieces) == wanted
+
+
+def test_constructs_begun_in_the_prompt_are_continued() -> None:
+    assert read(["A.</mull>Yes."], "<user>Hi<assistant><mull>") == {
+        "reasoning": "A.",
+        "content": "Yes.",
+    }
+
+
+def test_texts_show_the_special_tokens_that_a_template_names() -> None:
+    backend = Tokenizer(models.BPE())
+    backend.decoder = decoders.ByteLevel()
+    tokens = ["<mull>", "</mull>", "<pad>"]
+    backend.add_tokens([AddedToken(each, special=True) for each in tokens])
+    table = TokenTable.of_tokenizer(backend, shown=json.dumps(TEMPLATE))
+    assert table.decode([backend.get_vocab()[each] for each in tokens]) == "<mull></mull>"
+
+
+def test_a_checkpoint_without_a_template_reads_no_answers() -> None:
+    info: ModelInfo = plugin.inspect(str(TRAINED), dtype="auto", item_tokens_max=0)
+    front = plugin.load_preprocessor(info)
+    assert not front.parses_answers
+
+
+def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage]) -> None:
+    """Features may be numpy arrays or tensors: the files and the results are the same."""
+    stage = stages("nano25")
+    width = stage.info.hidden_size * stage.info.embedding_levels
+    rows = np.random.default_rng(1).normal(size=(6, width)).astype(np.float32)
+    grid = np.array([1, 4, 6], dtype=np.int64)
+    files = [
+        safetensors.numpy.save({"embeds": rows, "grid_thw": grid}),
+        safetensors.torch.save(
+            {"embeds": torch.from_numpy(rows), "grid_thw": torch.from_numpy(grid)}
+        ),
+    ]
+    front = stage.preprocessor
+    assert front.companion is not None
+    read = [
+        read_embedding(file, stage.info, front.companion, front.plan_embedding) for file in files
+    ]
+    assert [(grid_of(plan.metadata), plan.tokens) for _, plan in read] == [((1, 4, 6), 6)] * 2
+    assert bytes(read[0][0].data) == bytes(read[1][0].data) == rows.tobytes()
+
+
+def test_missing_offsets_are_computed(stages: Callable[..., Stage]) -> None:
+    """A client sends no offsets: they are the positions of the placeholders, in text and in token ids."""
+    stage = stages("nano25")
+    mark = stage.info.placeholder
+    plans = [ImagePlan((), 3), ImagePlan((), 2)]
+    ids, spans = stage.preprocessor.expand([7, mark, 8, 9, mark], plans)
+    assert ids == [7, mark, mark, mark, 8, 9, mark, mark]
+    assert spans == [((1, 4),), ((6, 8),)]
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_onevision", "internvl"])
+def test_brought_rows_are_planned_by_the_size_of_their_image(name: str, tmp_path: Path) -> None:
+    """For an architecture without a grid: the plan equals that for the image itself."""
+    make_vision_checkpoint(name, tmp_path, weights=False)
+    info = plugin.inspect(str(tmp_path), dtype="auto", item_tokens_max=0)
+    front = plugin.load_preprocessor(info)
+    assert front.companion is not None
+    plan = front.plan_image(90, 30)
+    width = info.hidden_size * info.embedding_levels
+    rows = np.ones((plan.tokens, width), np.float32)
+
+    def read(size: tuple[int, int]) -> ImagePlan:
+        file = safetensors.numpy.save({"embeds": rows, "image_size": np.array(size)})
+        assert front.companion is not None
+        return read_embedding(file, info, front.companion, front.plan_embedding)[1]
+
+    assert read((30, 90)) == plan
+    for size, code in (
+        ((30, -90), "image_empty"),
+        ((1 << 20, 1 << 20), "image_size_exceeded"),
+        ((1 << 62, 1 << 62), "image_size_exceeded"),
+    ):
+        with pytest.raises(RequestRefused, match="Remedy: ") as caught:
+            read(size)
+        assert caught.value.code == code

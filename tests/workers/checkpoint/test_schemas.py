@@ -16,12 +16,11 @@ import pytest
 
 from vsched.errors import RequestRefused
 from vsched.types import FinishReason
-from vsched_workers.checkpoint.detokenize import TokenTable
-from vsched_workers.checkpoint.preprocess.chains import longest_chain
-from vsched_workers.checkpoint.preprocess.grammars import OutputMatcher, TokenGrammars
-from vsched_workers.checkpoint.preprocess.lark_texts import RULES_MAX
+from vsched_workers.checkpoint.preprocess.disjoint import longest_chain
+from vsched_workers.checkpoint.preprocess.grammars import RULES_MAX, OutputMatcher, TokenGrammars
 from vsched_workers.checkpoint.preprocess.schema_numbers import INTEGER_MAX
 from vsched_workers.checkpoint.preprocess.schemas import CHAIN_MAX, rewrite_schema
+from vsched_workers.checkpoint.tokenize import TokenTable
 
 END = 256
 TOKENS_MAX = 200

@@ -17,10 +17,14 @@ from tokenizers import Tokenizer, decoders, models
 from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import CheckpointError
 from vsched.types import FinishReason
-from vsched_workers.checkpoint.detokenize import ByteDetokenizer, TokenTable
 from vsched_workers.checkpoint.preprocess.grammars import TokenGrammars, load_grammars
 from vsched_workers.checkpoint.random_init import SMALL_TEXT
-from vsched_workers.checkpoint.special_tokens import RenderedPrompt, SpecialTokens
+from vsched_workers.checkpoint.tokenize import (
+    ByteDetokenizer,
+    RenderedPrompt,
+    SpecialTokens,
+    TokenTable,
+)
 from vsched_workers.checkpoint.tokenizer_files import load_tokenizer
 from vsched_workers.plugin import TRAINED, plugin
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,16 @@ from rich.console import Console  # noqa: E402
 
 from demo_training import model as small  # noqa: E402
 from demo_training import report, samples, train  # noqa: E402
-from demo_training.ahead import DrawnAhead  # noqa: E402
-from demo_training.batches import TrainingBatch, make_batch, placed  # noqa: E402
+from demo_training.batches import make_batch, placed  # noqa: E402
 from demo_training.drawing import Mark  # noqa: E402
-from demo_training.plan import Plan  # noqa: E402
-from demo_training.samples import held_out  # noqa: E402
-from demo_training.train import BatchMaker, Trainer  # noqa: E402
+from demo_training.samples import DrawnConversation, held_out  # noqa: E402
+from demo_training.train import (  # noqa: E402
+    BatchMaker,
+    Plan,
+    Trainer,
+)
 from tests.workers.driver import values_of  # noqa: E402
-from vsched.errors import CheckpointError, VschedError  # noqa: E402
+from vsched.errors import CheckpointError  # noqa: E402
 from vsched.types import ItemPlace  # noqa: E402
 from vsched_workers.checkpoint.facts import inspect_checkpoint  # noqa: E402
 from vsched_workers.families.qwen_image import grid_of  # noqa: E402
@@ -126,18 +127,6 @@ def test_training_refuses_the_state_of_another_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_may_be_made_shorter_until_the_rate_falls(tmp_path: Path) -> None:
-    long = replace(PLAN, steps=20)
-    trained(tmp_path / "parts", long, 2).save()
-    shortened = trained(tmp_path / "parts", PLAN, 2)
-    whole = weights(trained(tmp_path / "whole", PLAN, 4))
-    assert all(np.array_equal(whole[name], value) for name, value in weights(shortened).items())
-    assert long.may_follow(PLAN, 2)
-    assert not long.may_follow(PLAN, 3), "step 2 of 4 had a lower rate than step 2 of 20"
-    assert PLAN.may_follow(PLAN, 3)
-
-
-@pytest.mark.slow
 def test_training_batch_is_seen_as_the_library_sees_it(tmp_path: Path) -> None:
     """Images of several sizes at once, and conversations with several images: embeddings, positions, logits agree."""
     trainer = Trainer(tmp_path, PLAN)
@@ -229,17 +218,19 @@ def test_training_learns_one_batch_by_heart(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, plan)
     drawn = held_out("colour", 3)
     batch = make_batch(drawn, trainer.front, buckets=1)
-    trainer.batch_of = lambda step: make_batch(drawn, trainer.front)
     before, _ = train.count_right(trainer.served(), [batch])
     for _ in range(60):
-        trainer.step()
+        trainer.step(make_batch(drawn, trainer.front))
     right, total = train.count_right(trainer.served(), [batch])
     assert (before, right, total) == (0, 3, 3)
 
 
-def _maker_with_built_in_font(plan: Plan, directory: Path) -> BatchMaker:
-    vars(samples)["font_files"] = lambda held_out, packages=None: ("",)
-    return BatchMaker(plan, directory)
+class BuiltInFont(BatchMaker):
+    """Draws in another process as the fixture does here."""
+
+    def samples(self, step: int) -> list[DrawnConversation]:
+        vars(samples)["font_files"] = lambda held_out, packages=None: ("",)
+        return super().samples(step)
 
 
 def _bytes(part: Any) -> list[bytes]:
@@ -252,27 +243,10 @@ def _bytes(part: Any) -> list[bytes]:
 @pytest.mark.slow
 def test_training_batch_drawn_ahead_is_the_one_drawn_in_place(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, PLAN)
-    with DrawnAhead(partial(_maker_with_built_in_font, PLAN, tmp_path)) as ahead:
-        for step in (0, 1, 7):
-            assert _bytes(ahead(step)) == _bytes(trainer.batch_of(step))
-    assert _bytes(trainer.batch_of(0)) != _bytes(trainer.batch_of(1))
-
-
-def _dies(step: int) -> TrainingBatch:
-    raise SystemExit(3)
-
-
-def _maker_that_dies() -> Callable[[int], TrainingBatch]:
-    return _dies
-
-
-@pytest.mark.slow
-def test_training_reports_when_the_process_that_draws_has_ended() -> None:
-    with (
-        DrawnAhead(_maker_that_dies) as ahead,
-        pytest.raises(VschedError, match="the process that draws has ended"),
-    ):
-        ahead(0)
+    ahead = BuiltInFont(PLAN, tmp_path).ahead(range(2))
+    drawn = [_bytes(batch) for batch in ahead]
+    assert drawn == [_bytes(trainer.batches[step]) for step in range(2)]
+    assert drawn[0] != drawn[1]
 
 
 def test_training_tokenizer_reads_digits_one_by_one_and_any_text() -> None:

@@ -15,9 +15,7 @@ from vsched_workers.families.qwen_image import (
     ResizeLimits,
     bounded_limits,
     clamp_limits,
-    clamp_settings,
     minimum_tokens_for,
-    pixel_limits,
     resized,
     worst_tokens,
 )
@@ -116,58 +114,6 @@ def test_clamp_refuses_a_negative_budget() -> None:
     """A budget below 1 is an error (0 disables it)."""
     with pytest.raises(ConfigError, match=r"value -1, limit 1\. Remedy"):
         clamp_limits(ResizeLimits(1, None), tokens=-1, factor=FACTOR)
-    with pytest.raises(ConfigError, match="below 1"):
-        clamp_settings({}, tokens=-1, factor=FACTOR)
-
-
-def test_clamp_settings_treats_every_reader_alike() -> None:
-    """Both forms of the limit get the same bound; other keys are unchanged, missing ones are not added."""
-    settings = {
-        "max_pixels": 1280 * AREA,
-        "size": {"longest_edge": 1280 * AREA, "shortest_edge": 4 * AREA},
-        "patch_size": 14,
-    }
-    clamped = clamp_settings(settings, tokens=100, factor=FACTOR)
-    assert clamped == {
-        "max_pixels": 100 * AREA,
-        "size": {"longest_edge": 100 * AREA, "shortest_edge": 4 * AREA},
-        "patch_size": 14,
-    }
-    assert settings["max_pixels"] == 1280 * AREA
-
-
-def test_clamp_settings_does_not_invent_keys() -> None:
-    """A key without a value is bounded; a missing key stays missing."""
-    assert clamp_settings({"max_pixels": None}, tokens=10, factor=FACTOR) == {
-        "max_pixels": 10 * AREA
-    }
-    assert clamp_settings({"size": {"shortest_edge": 1}}, tokens=10, factor=FACTOR) == {
-        "size": {"shortest_edge": 1}
-    }
-    assert clamp_settings({"max_pixels": 9}, tokens=0, factor=FACTOR) == {"max_pixels": 9}
-
-
-@given(
-    budget=st.integers(1, 500),
-    low=st.integers(1, 500),
-    high=st.integers(1, 500),
-    which=st.sets(st.sampled_from(["min_pixels", "max_pixels", "size"])),
-)
-@REPEATABLE
-def test_clamp_settings_and_clamp_limits_agree(
-    budget: int, low: int, high: int, which: set[str]
-) -> None:
-    """Clamping the settings and clamping the limits read from them are equivalent."""
-    everything = {
-        "min_pixels": low * AREA,
-        "max_pixels": high * AREA,
-        "size": {"shortest_edge": (low + 1) * AREA, "longest_edge": (high + 1) * AREA},
-    }
-    chosen = {key: value for key, value in everything.items() if key in which}
-    default = ResizeLimits(1, AREA)
-    of_settings = pixel_limits(clamp_settings(chosen, tokens=budget, factor=FACTOR), default)
-    of_limits = clamp_limits(pixel_limits(chosen, default), tokens=budget, factor=FACTOR)
-    assert of_settings == of_limits
 
 
 def test_worst_tokens_is_unknown_without_a_maximum() -> None:

@@ -1,7 +1,8 @@
-"""Failures of a rank: the others fail at once, and the next attempt works again."""
+"""Several ranks compared with one; failures of a rank: the others fail at once, and the next attempt works again."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -16,26 +17,31 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
+from safetensors.torch import load_file, save_file
 
+from tests.parity.architectures import make_checkpoint as make_text
+from tests.parity.compare import OUTPUTS, generated, prompts
 from tests.patience import NEVER_S, PATIENCE_S, wait_until
-from tests.workers.driver import Driver, Question, drawn_image
+from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks, outcome
 from tests.workers.test_vision import empty_pages, jobs_of
 from vsched.errors import DeviceOutOfMemory
+from vsched.types import SamplingParams
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.profiling_run import StepLimits
 from vsched_workers import language
-from vsched_workers.backends.reference.collectives import GlooCollectives
+from vsched_workers.backends.reference.backend import GlooCollectives
+from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint
 from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.parallel.rank_group import RankGroup
 
 pytestmark = pytest.mark.slow
 
 OUT_OF_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory")
-QUESTIONS = [Question("What is in the image?", [drawn_image(1, 90, 60)], count=6)]
+QUESTION = [Question("What is in the image?", [drawn_image(1, 90, 60)], count=6)]
 
 
 class Once:
@@ -276,7 +282,7 @@ def generate_with_faults(
     stage = on_rank.load(settings, path)
     worker: Any = stage.generator
     driver = on_rank.driver_of(settings, stage, 16)
-    running = driver.start(0, QUESTIONS[0])
+    running = driver.start(0, QUESTION[0])
     faults = [
         (language, "pack"),
         (worker.module.layers[1].mlp, "forward"),
@@ -301,7 +307,7 @@ def test_step_fails_on_every_rank_and_can_be_run_again(
 ) -> None:
     """Before the first collective, between two, and after the last; the tokens are unchanged."""
     found = ranks.run(generate_with_faults, str(checkpoints("nano25")), failing)
-    wanted = Driver(stages("nano25"), chunk=16).run(QUESTIONS)[0].output
+    wanted = Driver(stages("nano25"), chunk=16).run(QUESTION)[0].output
     for rank, (seen, tokens) in enumerate(found):
         assert tokens == wanted
         words = "memory ran out while running a step" if rank == failing else f"{failing}, ran out"
@@ -387,7 +393,7 @@ KILLED = """
 import os, signal, sys
 import torch
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.reference.collectives import GlooCollectives
+from vsched_workers.backends.reference.backend import GlooCollectives
 from vsched_workers.parallel.rank_group import RankGroup
 settings = WorkerSettings(ranks=2, rank=int(sys.argv[1]), rendezvous=sys.argv[2])
 group = RankGroup(settings, "generate", GlooCollectives())
@@ -416,3 +422,107 @@ def test_group_notices_a_killed_rank_at_once(tmp_path: Path) -> None:
     second.communicate(timeout=PATIENCE_S)
     assert second.returncode == -signal.SIGKILL
     assert "PeerLost: the connection to another rank of the group is gone" in said
+
+
+QUESTIONS = [
+    Question("What is in the image?", [drawn_image(1, 90, 60)]),
+    Question("How many objects are there?", sampling=SamplingParams(seed=7, temperature=0.8)),
+    Question("Compare.", [drawn_image(2, 64, 64), drawn_image(3, 200, 70)], count=8),
+]
+
+
+@pytest.fixture(scope="module")
+def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a checkpoint like one of the named sizes, with four KV heads and four vision heads.
+
+    Its vocabulary is not divisible by four, so every rank has the whole head. It has biases.
+    """
+    root = tmp_path_factory.mktemp("four-heads")
+
+    def make(size: str) -> Path:
+        known = SIZES[size]
+        text = known.text | {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
+        if size == "nano25":
+            text |= {"hidden_size": 128}
+        vision = known.vision | {"num_heads": 4, "out_hidden_size": text["hidden_size"]}
+        if size == "nano25":
+            vision |= {"hidden_size": 64}
+        patch = pytest.MonkeyPatch()
+        with patch.context() as patched:
+            patched.setitem(
+                SIZES, "four", dataclasses.replace(known, vocab=390, text=text, vision=vision)
+            )
+            if not (root / size).exists():
+                make_checkpoint(str(root / size), "four", dtype="float32")
+                draw_biases(root / size / "model.safetensors")
+        return root / size
+
+    return make
+
+
+def draw_biases(path: Path) -> None:
+    """Make the biases random: errors in slicing and summing zeros would not be seen."""
+    weights = load_file(path)
+    torch.manual_seed(0)
+    for name in [name for name in weights if name.endswith(".bias")]:
+        weights[name] = torch.randn_like(weights[name]) / 4
+    save_file(weights, path)
+
+
+def one_rank(path: Path) -> tuple[list[list[int]], Any, Stage]:
+    stage = Stage.load(str(path), attention="exact", dtype="float32")
+    driver = Driver(stage, chunk=40, seed=40)
+    running = driver.run(QUESTIONS, arrivals=2, preempts=7)
+    return [each.output for each in running], driver.embeddings, stage
+
+
+def check_equal(ranks: Ranks, path: Path, size: int) -> None:
+    tokens, embeddings, stage = one_rank(path)
+    found = ranks.run(on_rank.answer, str(path), QUESTIONS, size=size)
+    for rank_tokens, rank_embeddings, _ in found:
+        assert rank_tokens == tokens
+        np.testing.assert_allclose(
+            rank_embeddings.view(np.float32), embeddings.view(np.float32), rtol=1e-3, atol=1e-4
+        )
+    assert stage.info.embedding_levels == 1 or "3" in stage.info.family
+
+
+def test_two_ranks_equal_one(ranks: Ranks, checkpoints: Callable[[str], Path], size: str) -> None:
+    """Chunked prefill and decode in one step, images, deepstack, preemption, a seeded request: the same tokens."""
+    check_equal(ranks, checkpoints(size), 2)
+
+
+def test_four_ranks_equal_one(ranks: Ranks, four_heads: Callable[[str], Path], size: str) -> None:
+    check_equal(ranks, four_heads(size), 4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_two_ranks_of_a_decoder_only_model_equal_one(
+    ranks: Ranks, name: str, tmp_path: Path
+) -> None:
+    """A text model with a decoder description: chunks, preemption, biases, tied and untied heads."""
+    tied = name == "qwen3"
+    make_text(name, tmp_path, attention_bias=True, tie_word_embeddings=tied, sliding_window=None)
+    questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
+    found = ranks.run(on_rank.answer_text, str(tmp_path), questions)
+    assert found[0] == found[1] == generated(tmp_path, prompts())
+
+
+@pytest.mark.parametrize("fails", ["", "early", "at the end"])
+def test_ranks_pause_in_a_batch(
+    ranks: Ranks, checkpoints: Callable[[str], Path], size: str, fails: str
+) -> None:
+    """All ranks pause at the same layer, with steps in between; a failure of one fails all."""
+    found = ranks.run(on_rank.encode_in_parts, str(checkpoints(size)), QUESTIONS[0], fails)
+    errors = ["ValueError", "PeerFailed"] if fails else ["", ""]
+    assert [error.partition(":")[0] for error, _ in found] == errors
+    assert all(same for _, same in found)
+
+
+def test_ranks_agree_in_bfloat16(
+    ranks: Ranks, checkpoints: Callable[[str], Path], size: str
+) -> None:
+    """Packed layers are split like the others; every rank draws the same tokens."""
+    first, second = ranks.run(on_rank.answer, str(checkpoints(size)), QUESTIONS, "bfloat16")
+    assert first[0] == second[0]
+    assert [len(each) for each in first[0]] == [12, 12, 8]

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from vsched.kernel.commands import Decide
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.kernel.encode.embedding_cache import EmbeddingCache, EmbeddingEntry
 from vsched.kernel.groups import Group, unready_reason
@@ -42,6 +43,7 @@ class HostingGroup(Protocol):
     def decoding(self) -> int: ...
     @property
     def load_tokens(self) -> int: ...
+    def decode_slack_ns(self, decodes: int) -> int: ...
 
 
 class EncodeGroup(Group):
@@ -80,17 +82,16 @@ class EncodeGroup(Group):
         self,
         batch: list[EmbeddingEntry],
         now_ns: int,
-        *,
         time_slice_ns: int,
         requests: Mapping[int, RequestState],
-    ) -> EncodeDecision:
+    ) -> Decide:
         """Start a batch, and return its decision; `requests` are all live ones."""
         self.batch = {entry.item.key: entry for entry in batch}
         self.step += 1
         self.sent_ns = now_ns
         self.tokens_given += sum(entry.tokens or 0 for entry in batch)
         tasks = [_task(entry, requests) for entry in batch]
-        return EncodeDecision(self.step, tasks, time_slice_ns=time_slice_ns)
+        return Decide(self.name, EncodeDecision(self.step, tasks, time_slice_ns=time_slice_ns))
 
     def complete(self, step: int) -> list[EmbeddingEntry]:
         """Return the batch of a completed step."""
@@ -138,7 +139,9 @@ class EncodeStage(Restorable):
         limits: SchedulerLimits,
         seats: PolicySeats,
         cache: EmbeddingCache,
+        requests: Mapping[int, RequestState],
     ) -> None:
+        self._requests = requests
         self._admission = seats.add_seat("encode.admission")
         self._dispatch = seats.add_seat("encode.dispatch")
         self._limits = limits
@@ -163,8 +166,8 @@ class EncodeStage(Restorable):
         self._queue.hold_until_ns = None
         self._mark_dirty()
 
-    def plan(self, now_ns: int) -> tuple[EncodeGroup, list[EmbeddingEntry]] | None:
-        """Plan the next batch; return its group and entries, None if no group is free or nothing can be encoded."""
+    def plan(self, now_ns: int) -> Decide | None:
+        """Start the next batch; return None if no group is free or nothing can be encoded."""
         if not self._queue.entries or self._queue.held_until(now_ns) is not None:
             return None
         if self._all_at_work:
@@ -199,8 +202,13 @@ class EncodeStage(Restorable):
             if batch:
                 self._admission.overrule("the first image had no room, the front of the queue has")
                 probe("encode.front_has_room")
+        if not batch:
+            return None
         self.in_flight += len(batch)
-        return (group, batch) if batch else None
+        host = self.hosts.get(group.name)
+        # If no request decodes yet, one may begin to before the batch is done.
+        slice_ns = 0 if host is None else host.decode_slack_ns(host.decoding or 1)
+        return group.send(batch, now_ns, slice_ns, self._requests)
 
     def _overdue(self, now_ns: int) -> int | None:
         """Return the index of the entry that goes first, whatever policies say."""

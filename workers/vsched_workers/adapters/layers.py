@@ -1,8 +1,7 @@
 """Adding LoRA adapters to a module and removing them while it runs, and passes over rows of different adapters.
 
-The base product is computed once for all rows; the contribution of each adapter is computed for its rows alone
-(`sums.py`). `places.py` maps the layers of an adapter to products. Without adapters the module is unchanged, at no
-cost.
+The base product is computed once for all rows; the contribution of each adapter is computed for its rows alone.
+`places.py` maps the layers of an adapter to products. Without adapters the module is unchanged, at no cost.
 
 The rows of a pass are set before it. A layer that is called with another number of rows fails, and so does a pass that
 skips a layer: a partly applied adapter behaves like no model that was ever trained.
@@ -10,39 +9,54 @@ skips a layer: a partly applied adapter behaves like no model that was ever trai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import nn
 
 from vsched.errors import CheckpointError, limit_message
-from vsched_workers.adapters.files import Adapter, LowRankPair
-from vsched_workers.adapters.places import Carrier, LayerPlace, Places, module_places
-from vsched_workers.adapters.room import (
+from vsched.worker.contract import Batch
+from vsched_workers.adapters.files import Adapter, LowRankPair, read_adapter
+from vsched_workers.adapters.places import (
+    NOBODY,
+    AdapterPass,
     AdapterRoom,
-    Allocate,
+    Carrier,
+    LayerPlace,
+    MakeSums,
+    Part,
+    PassRows,
+    Places,
+    Room,
+    RowsOfOne,
+    TorchSums,
     bytes_of_one,
+    module_places,
     own_memory,
     zero_parts,
 )
-from vsched_workers.adapters.rows import NOBODY, AdapterPass, PassRows, RowsOfOne
-from vsched_workers.adapters.sums import MakeSums, Part, Room, Sums, TorchSums
+from vsched_workers.parallel.slicing import Cut
+
+Name = str | int
 
 
 class AdaptedModule:
-    """A module with LoRA adapters, which are added and removed between passes.
+    """A module with LoRA adapters, which are added and removed between passes, by a name or a number other than 0.
 
     Args:
-        module: Its linear layers are called as modules, except for those in `places`.
-        places: Targets of adapters by the names of layers; its linear layers by default.
+        module: Its linear layers are called as modules, except for those that fused layers replace.
+        layers: The module as it runs; fused layers have their own targets of adapters, and set the rows of each call.
+        cuts: This rank's part of each shared weight, by the weights' names.
+        only: The layers that can have adapters; None for all.
         prefixes: Prefixes that an adapter may use for the names of its layers, such as `model.`.
         others: Prefixes of layers that belong to another module, such as the tower; they are skipped.
         count_max: The maximum number of adapters.
         rank_max: Their maximum rank; 0 to allocate memory for each adapter separately, on the host.
-        allocate: Allocates the memory for adapters.
+        allocate: Allocates the memory for adapters, zeroed.
         make_sums: Factory of the adapter parts of one product.
-        passes: The source of a pass's rows for products; shared with code that sets the rows of each call.
 
     Attributes:
         whole: Whether passes call all layers, as they do except while memory is measured.
@@ -52,19 +66,25 @@ class AdaptedModule:
         self,
         module: nn.Module,
         *,
-        places: Places | None = None,
+        layers: object = None,
+        cuts: Mapping[str, Cut] | None = None,
+        only: Collection[str] | None = None,
         prefixes: Sequence[str] = ("",),
         others: Sequence[str] = (),
         count_max: int,
         rank_max: int = 0,
-        allocate: Allocate = own_memory,
+        allocate: Room = own_memory,
         make_sums: MakeSums = TorchSums,
-        passes: AdapterPass | None = None,
     ) -> None:
         """Take a module, without changing it yet."""
         self.whole = True
         self._module = module
-        self._places = module_places(module, {}) if places is None else places
+        fused: Any = layers if hasattr(layers, "adapter_places") else None
+        if fused is None:
+            places, self._pass = module_places(module, cuts or {}), AdapterPass()
+        else:
+            places, self._pass = fused.adapter_places("", cuts or {}), fused.passes
+        self._places: Places = {n: each for n, each in places.items() if only is None or n in only}
         self._prefixes, self._others = tuple(prefixes), tuple(others)
         self._count_max, self._rank_max = count_max, rank_max
         self._room: AdapterRoom | None = None
@@ -72,10 +92,9 @@ class AdaptedModule:
             each = bytes_of_one(self._places, make_sums, rank_max=rank_max)
             self._room = AdapterRoom(each, count_max, allocate)
         self._make_sums = make_sums
-        self._pass = passes or AdapterPass()
-        self._joined: dict[Carrier, Sums] = {}
-        self._numbers: dict[str | None, int] = {None: NOBODY}
-        self._bytes: dict[str, int] = {}
+        self._joined: dict[Carrier, TorchSums] = {}
+        self._numbers: dict[Name | None, int] = {None: NOBODY, 0: NOBODY}
+        self._bytes: dict[Name, int] = {}
 
     @property
     def bytes(self) -> int:
@@ -83,11 +102,28 @@ class AdaptedModule:
         return 0 if self._room is None else self._room.bytes
 
     @property
-    def bytes_by_adapter(self) -> Mapping[str, int]:
+    def bytes_by_adapter(self) -> Mapping[Name, int]:
         """Bytes on the device that each adapter uses here."""
         return dict(self._bytes)
 
-    def add(self, name: str, adapter: Adapter) -> None:
+    def read(self, name: Name, path: str) -> None:
+        """Read an adapter and add its layers of this module, all or none.
+
+        Raises:
+            CheckpointError: When it cannot be read, or does not fit.
+        """
+        adapter = read_adapter(Path(path), rank_max=self._rank_max)
+        output = getattr(self._module, "get_output_embeddings", lambda: None)()
+        named = self._module.named_modules() if output is not None else ()
+        head = next((name for name, each in named if each is output), "")
+        if head and any(name.endswith(head) for name in adapter.pairs):
+            raise CheckpointError(
+                f"the adapter changes {head}, the output projection, which is not served. "
+                "Remedy: use an adapter of the layers alone, or merge this one into its base model."
+            )
+        self.add(name, adapter)
+
+    def add(self, name: Name, adapter: Adapter) -> None:
         """Add the layers of an adapter that belong to this module, or none if one does not fit.
 
         Raises:
@@ -101,12 +137,12 @@ class AdaptedModule:
                 own.append(place.part(pair.down, pair.up, pair.scaling))
         self._put(name, parts)
 
-    def add_trial(self, name: str) -> None:
+    def add_trial(self, name: Name) -> None:
         """Add an adapter of the highest rank to all layers, with zero weights."""
         self._check_count(name)
         self._put(name, zero_parts(self._places, self._rank_max))
 
-    def _check_count(self, name: str) -> None:
+    def _check_count(self, name: Name) -> None:
         if name in self._bytes:
             raise CheckpointError(
                 f"there is an adapter {name!r}. Remedy: remove it, or use another name."
@@ -121,7 +157,7 @@ class AdaptedModule:
                 )
             )
 
-    def _put(self, name: str, parts: Mapping[Carrier, Sequence[Part]]) -> None:
+    def _put(self, name: Name, parts: Mapping[Carrier, Sequence[Part]]) -> None:
         number = min({*range(self._count_max)} - {*self._numbers.values()})
         room: Room = own_memory if self._room is None else self._room.place(number)
         # Copy all parts before any is installed: the device's memory may run out.
@@ -133,16 +169,24 @@ class AdaptedModule:
             each.down.nbytes + each.up.nbytes for kept in placed.values() for each in kept
         )
 
-    def remove(self, name: str) -> None:
-        """Remove an adapter; layers without adapters are unchanged again."""
-        del self._bytes[name]
+    def remove(self, name: Name) -> None:
+        """Remove an adapter, if it is there; layers without adapters are unchanged again."""
+        if self._bytes.pop(name, None) is None:
+            return
         number = self._numbers.pop(name)
         for carrier in self._joined:
             carrier.drop(number)
 
+    def rows_of(self, batch: Batch) -> AbstractContextManager[None]:
+        """Apply adapters to the rows of a step, first decode rows, then chunks, until the context ends."""
+        adapters = [each.adapter for each in batch.decode_sequences]
+        for chunk in batch.chunks:
+            adapters += [chunk.sequence.adapter] * (chunk.stop - chunk.start)
+        return self.rows(adapters) if any(adapters) else nullcontext()
+
     @contextmanager
-    def rows(self, names: Sequence[str | None]) -> Iterator[None]:
-        """Run passes with these adapters per row, None for the base model, until the context ends."""
+    def rows(self, names: Sequence[Name | None]) -> Iterator[None]:
+        """Run passes with these adapters per row, 0 or None for the base model, until the context ends."""
         numbers = self._numbers
         missing = {*names} - numbers.keys()
         assert not missing, f"no adapter {sorted(map(str, missing))}"
@@ -156,9 +200,9 @@ class AdaptedModule:
             yield
 
     @contextmanager
-    def all_rows(self, name: str | None) -> Iterator[None]:
+    def all_rows(self, name: Name | None) -> Iterator[None]:
         """Run passes with this adapter for all rows, for any number of rows per call."""
-        if name is None:
+        if not name:
             yield
             return
         assert name in self._numbers, f"no adapter {name}"
@@ -187,7 +231,7 @@ class AdaptedModule:
             if any(place.carrier in carriers for place in places)
         ]
 
-    def _join(self, carrier: Carrier) -> Sums:
+    def _join(self, carrier: Carrier) -> TorchSums:
         """Return the adapter parts of a carrier; attach it to this module's passes the first time."""
         if carrier not in self._joined:
             self._joined[carrier] = self._make_sums(carrier.dtype, carrier.device)

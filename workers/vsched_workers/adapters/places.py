@@ -1,28 +1,190 @@
-"""Targets of a LoRA adapter in a running module: carriers, which are products, and places of layers within them.
+"""Targets of a LoRA adapter in a running module, its contributions to their results, and the memory for adapters.
 
 An adapter names the layers of transformers' model. The running module may differ: products are merged, weights are
-packed, a rank has a share. A `LayerPlace` maps one layer of transformers' model to the product that computes it here,
-with an offset in its outputs, and this rank's share of the two matrices, which matches its share of the weight.
-Existing sums over ranks then complete it.
+packed, a rank has a share. A `LayerPlace` maps one layer of transformers' model to the product that computes it here
+(its carrier), with an offset in its outputs, and this rank's share of the two matrices, which matches its share of the
+weight. Existing sums over ranks then complete it. A carrier costs nothing while its product has no adapter: only then
+does a called module get a forward hook, and a product in an attribute get replaced.
 
-A carrier costs nothing while its product has no adapter: only then does a called module get a forward hook, and a
-product in an attribute get replaced.
+`TorchSums` is for any device: for each adapter its rows are gathered by an index, multiplied by its two small matrices,
+and added back. A row has at most one adapter, so no two additions meet and the sum has one order. On a CPU in bfloat16
+a compiled kernel does the same for all adapters in one call (`backends/cpu/low_rank.py`). On a CPU the matrices are
+float32 for weights of any type, as in PEFT: they are small, and the sum is rounded once. On other devices they have the
+type of the weights.
+
+Memory is allocated when a model is loaded, so that adding an adapter later cannot run out of it.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from vsched_workers.adapters.rows import AdapterPass
-from vsched_workers.adapters.sums import Part, Sums
 from vsched_workers.parallel.slicing import Cut, SummedLinear
+
+Owners = npt.NDArray[np.int64]
+"""The number of each row's adapter; `NOBODY` for the base model."""
+
+NOBODY = -1
+
+
+class CallRows:
+    """The rows of a product's call that have an adapter.
+
+    Attributes:
+        order: The rows, grouped by adapter; `owners` are their adapters. int64.
+    """
+
+    def __init__(self, owners: Owners, count: int) -> None:
+        """Take the owners of the first rows of `count`; the others are padding."""
+        self._count = count
+        order = np.argsort(owners, kind="stable")
+        self.order = order[int((owners < 0).sum()) :]
+        self.owners = owners[self.order]
+
+    def of(self, count: int) -> CallRows:
+        """Return the rows of a call with `count` rows."""
+        assert count == self._count, f"a layer got {count} rows in a pass of {self._count}"
+        return self
+
+    @functools.cached_property
+    def groups(self) -> Sequence[tuple[int, torch.Tensor]]:
+        """Each adapter and its rows."""
+        found = np.unique(self.owners).tolist()
+        return [(each, torch.from_numpy(self.order[self.owners == each])) for each in found]
+
+    def groups_on(self, device: torch.device) -> Sequence[tuple[int, torch.Tensor]]:
+        """Return each adapter and its rows on a device, copied once."""
+        if device.type == "cpu":
+            return self.groups
+        if self._sent is None:
+            self._sent = [(owner, rows.to(device)) for owner, rows in self.groups]
+        return self._sent
+
+    _sent: Sequence[tuple[int, torch.Tensor]] | None = None
+
+
+class PassRows:
+    """The rows of a pass over a step; the code that runs the pass selects the rows of each call."""
+
+    def __init__(self, owners: Owners) -> None:
+        """Take the owners of all rows."""
+        self._owners = owners
+        self._parts: dict[tuple[int, int], CallRows] = {}
+
+    @property
+    def all(self) -> CallRows:
+        """The rows of calls over all rows."""
+        return self.part(0, len(self._owners))
+
+    def part(self, start: int, stop: int) -> CallRows:
+        """Return the rows [start, stop); rows after the last one are padding."""
+        key = start, stop
+        if key not in self._parts:
+            self._parts[key] = CallRows(self._owners[start:stop], stop - start)
+        return self._parts[key]
+
+    def only(self, wanted: npt.NDArray[np.int64]) -> PassRows:
+        """Return some of the rows, in this order."""
+        return PassRows(self._owners[wanted])
+
+
+class RowsOfOne:
+    """Rows of one adapter, for calls with any number of rows, as for images."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
+        self._calls: dict[int, CallRows] = {}
+
+    def of(self, count: int) -> CallRows:
+        """Return the rows of a call with `count` rows."""
+        if count not in self._calls:
+            self._calls[count] = CallRows(np.full(count, self._owner), count)
+        return self._calls[count]
+
+
+class AdapterPass:
+    """The current pass over a module, if any row has an adapter; shared by all its products.
+
+    Attributes:
+        rows: All rows, if calls of a product may use a part of them; None outside of such a pass.
+        call: The rows of the next call; None if no row has an adapter.
+    """
+
+    rows: PassRows | None = None
+    call: CallRows | RowsOfOne | None = None
+
+
+class Part(NamedTuple):
+    """A LoRA contribution to a product's outputs from `first` on: `scaling * up @ down`.
+
+    Shape: down [rank, inputs], up [outputs, rank].
+    """
+
+    first: int
+    down: torch.Tensor
+    up: torch.Tensor
+    scaling: float
+
+
+Room = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Allocates a tensor of a shape and type on the device; zeros, if for all adapters."""
+
+MakeSums = Callable[[torch.dtype, torch.device], "TorchSums"]
+"""Factory of the adapter parts of a product with this type on this device."""
+
+
+class TorchSums:
+    """The adapter parts of one product, with torch's own products, on any device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Take the type and the device of the product's weight."""
+        self._dtype = kept_type(dtype, device)
+        self._parts: dict[int, Sequence[Part]] = {}
+
+    def place(self, parts: Sequence[Part], room: Room) -> Sequence[Part]:
+        """Copy an adapter's parts into memory from `room` and return them; no other memory is kept."""
+        kept = []
+        for first, down, up, scaling in parts:
+            own_down, own_up = (
+                room(tuple(each.shape), self._dtype).copy_(each) for each in (down, up)
+            )
+            kept.append(Part(first, own_down, own_up, scaling))
+        return kept
+
+    def put(self, owner: int, parts: Sequence[Part]) -> None:
+        """Install the parts that `place` returned for an adapter."""
+        self._parts[owner] = parts
+
+    def drop(self, owner: int) -> None:
+        """Remove an adapter's parts, if there are any."""
+        self._parts.pop(owner, None)
+
+    def add(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
+        """Add the adapters' contributions to results [n, outputs] of rows [n, inputs]."""
+        for owner, index in call.groups_on(made.device):
+            parts = self._parts.get(owner, ())
+            own = rows[index].to(self._dtype) if parts else rows
+            for first, down, up, scaling in parts:
+                target = made[:, first : first + len(up)]
+                added = (own @ down.T) @ up.T
+                target[index] = (target[index] + added * scaling).to(made.dtype)
+
+
+def kept_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type of LoRA matrices for a weight."""
+    return torch.float32 if device.type == "cpu" else dtype
+
 
 Share = Callable[[torch.Tensor], torch.Tensor]
 """Select this place's share of a matrix."""
@@ -50,14 +212,14 @@ class Carrier(ABC):
         self.called = False
         self._pass = AdapterPass()
         self._owners: set[int] = set()
-        self._sums: Sums | None = None
+        self._sums: TorchSums | None = None
 
-    def join(self, passes: AdapterPass, sums: Sums) -> None:
+    def join(self, passes: AdapterPass, sums: TorchSums) -> None:
         """Set the pass that a module's products share, and the adapter parts of this product."""
         self._pass, self._sums = passes, sums
 
     def put(self, owner: int, parts: Sequence[Part]) -> None:
-        """Install an adapter's parts, as returned by `Sums.place`."""
+        """Install an adapter's parts, as returned by `TorchSums.place`."""
         assert self._sums is not None, "join comes first"
         self._sums.put(owner, parts)
         if not self._owners:
@@ -223,20 +385,10 @@ def held_places(
     }
 
 
-class Fused(Protocol):
-    """A part of a module that computes with products of its own."""
-
-    def adapter_places(
-        self, within: str, cuts: Mapping[str, Cut], /
-    ) -> Mapping[str, list[LayerPlace]]:
-        """Return its places; `within` is the prefix of its layers' names in transformers' module."""
-        ...
-
-
 def module_places(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
     """Return the places of a module's linear layers that are called; `cuts` are by the names of weights.
 
-    Parts that compute with products of their own return their own places.
+    Parts that compute with products of their own return their own places (`adapter_places`).
     """
     places: dict[str, list[LayerPlace]] = {}
     fused: list[str] = []
@@ -255,3 +407,85 @@ def module_places(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, list[
 
 def _is_summed(module: nn.Module, name: str) -> bool:
     return isinstance(module.get_submodule(name.rpartition(".")[0]), SummedLinear)
+
+
+LINE = 64
+"""Alignment of tensors in bytes."""
+
+
+def zero_parts(places: Places, rank: int) -> dict[Carrier, list[Part]]:
+    """Return the parts of an adapter of this rank on all layers with zero weights; it takes no memory."""
+    parts: dict[Carrier, list[Part]] = {}
+    zero = torch.zeros(1, 1)
+    for of_layer in places.values():
+        for place in of_layer:
+            parts.setdefault(place.carrier, []).append(_zero_part(place, rank, zero))
+    return parts
+
+
+def _zero_part(place: LayerPlace, rank: int, zero: torch.Tensor) -> Part:
+    return place.part(zero.expand(rank, place.inputs), zero.expand(place.outputs, rank), 1.0)
+
+
+def bytes_of_one(places: Places, make_sums: MakeSums, *, rank_max: int) -> int:
+    """Return the bytes of an adapter of the highest rank on all layers."""
+    counted = _Counted()
+    for carrier, parts in zero_parts(places, rank_max).items():
+        sums = make_sums(carrier.dtype, carrier.device)
+        sums.place([_on_meta(part) for part in parts], counted)
+    return counted.bytes
+
+
+def _on_meta(part: Part) -> Part:
+    return part._replace(down=part.down.to("meta"), up=part.up.to("meta"))
+
+
+class _Counted:
+    """An allocator that only counts bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.bytes += _lines(math.prod(shape) * dtype.itemsize)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class AdapterRoom:
+    """Memory for a number of adapters, each of the maximum size."""
+
+    def __init__(self, bytes_each: int, count: int, allocate: Room) -> None:
+        """Allocate the memory."""
+        # One line extra, for alignment of the beginning.
+        self._memory = allocate((count * bytes_each + LINE,), torch.uint8)
+        self._start = -self._memory.data_ptr() % LINE
+        self._bytes_each = bytes_each
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the memory for all adapters."""
+        return self._memory.nbytes
+
+    def place(self, number: int) -> Room:
+        """Return an allocator of one adapter's memory, from its beginning; previous contents are overwritten."""
+        start = self._start + number * self._bytes_each
+        stop = start + self._bytes_each
+
+        def take(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            nonlocal start
+            size = math.prod(shape) * dtype.itemsize
+            taken = self._memory[start : start + size].view(dtype).view(shape)
+            start += _lines(size)
+            assert start <= stop, "an adapter of at most the maximum rank fits"
+            return taken
+
+        return take
+
+
+def own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate separate host memory."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def _lines(size: int) -> int:
+    return -(-size // LINE) * LINE

@@ -8,8 +8,7 @@ import torch
 
 from vsched.errors import ConfigError, limit_message
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.base import Backend
-from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.backend import Backend
 
 KERNELS = ("auto", "exact", "numba", "triton", "varlen")
 """Values of `generate.attention`."""
@@ -90,7 +89,7 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str =
 
         return CudaBackend(settings, dtype)
     if settings.attention == "exact" or dtype not in {torch.float32, torch.bfloat16}:
-        return ReferenceBackend(settings, dtype, kept)
+        return Backend(settings, dtype, kept)
     try:
         from vsched_workers.backends.cpu.backend import CpuBackend
     except ImportError as error:
@@ -99,7 +98,7 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str =
                 f"generate.attention: {settings.attention!r} is not installed. "
                 "Remedy: install it, or use `auto`."
             ) from error
-        return ReferenceBackend(settings, dtype, kept)
+        return Backend(settings, dtype, kept)
     return CpuBackend(settings, dtype, kept)
 
 

@@ -19,7 +19,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,12 +61,8 @@ class StateShape(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Send(Protocol):
-    """Copies a small array to the device; see `DeviceInputs`."""
-
-    def __call__(self, array: npt.NDArray[np.int64], /) -> torch.Tensor:
-        """Return it as a tensor."""
-        ...
+Send = Callable[[npt.NDArray[np.int64]], torch.Tensor]
+"""Copies a small array to the device; see `DeviceInputs`."""
 
 
 class _StatefulModule(NamedTuple):

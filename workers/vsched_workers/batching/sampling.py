@@ -8,7 +8,12 @@ is recomputed after a preemption draws the same tokens again.
 Order of the steps: penalties, logit bias, minimum length and bad words, the mask of allowed tokens, temperature, top-k,
 top-p, min-p, draw. Log-probabilities are computed from the raw logits.
 
-This is the definition, in numpy; `Backend.draw` may compute the same faster.
+`StagedDraw` is the definition, in torch, for any device, all rows at once; `Backend.draw` may compute the same faster.
+Its inputs are gathered on the host first, from the sequences as they are then. The device adds at most one token to
+them, the last: the one that the step before has drawn and the host has not read. So a step can be started before the
+tokens of the step before are known, and dropping such a step has no effect. Logits are sorted for top-k or top-p, as in
+vLLM without FlashInfer. Sums are in float64: if a threshold or a draw falls within the rounding error of another order
+(1e-15), results may differ.
 """
 
 from __future__ import annotations
@@ -16,12 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vsched.worker.contract import Sampled, SequenceState, TokenLogprobs
+from vsched_workers.device_copies import sent
 
 SEED_MASK = (1 << 64) - 1
 
@@ -41,7 +48,7 @@ class SpecialRow:
 
 
 Draw = Callable[[torch.Tensor, Sequence[SpecialRow]], npt.NDArray[np.int32]]
-"""Samples the tokens of special rows, from the logits of all rows; see `draw_in_numpy`."""
+"""Samples the tokens of special rows, from the logits of all rows; see `draw_in_torch`."""
 
 
 def choose_tokens(
@@ -52,8 +59,6 @@ def choose_tokens(
 ) -> Sampled:
     """Choose one token per row: sample the special rows, and write their tokens into `tokens`, the argmax of all rows.
 
-    `draw` is the backend's; without it, numpy's.
-
     Shape: `tokens` [rows]; `logits` [rows, vocabulary], any float type.
 
     Raises:
@@ -61,8 +66,7 @@ def choose_tokens(
     """
     if not special:
         return Sampled(tokens=tokens)
-    drawn = (draw or draw_in_numpy)(logits, special)
-    tokens[[entry.row for entry in special]] = drawn
+    tokens[[entry.row for entry in special]] = (draw or draw_in_torch)(logits, special)
     return with_logprobs(tokens, logits, special)
 
 
@@ -80,17 +84,15 @@ def with_logprobs(
     return Sampled(tokens=tokens, logprobs=reported)
 
 
-def draw_in_numpy(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
+def draw_in_torch(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
     """Return the token of each special row: the definition, which compiled samplers are tested against.
 
     Raises:
         FloatingPointError: When no token can be drawn.
     """
-    drawn = np.empty(len(special), np.int32)
-    for index, (entry, raw) in enumerate(zip(special, _on_host(logits, special), strict=True)):
-        adjusted = _adjust(raw, entry)
-        greedy = entry.sequence.sampling.temperature == 0.0
-        drawn[index] = int(adjusted.argmax()) if greedy else _draw(adjusted, entry)
+    staged = StagedDraw(special, logits.shape[1])
+    drawn: npt.NDArray[np.int32] = staged.run(logits).cpu().numpy()
+    staged.check(drawn)
     return drawn
 
 
@@ -122,72 +124,6 @@ def biases(entry: SpecialRow, vocabulary: int) -> dict[int, float]:
             forbidden.append(last)
     added.update((token, -np.inf) for token in forbidden if 0 <= token < vocabulary)
     return added
-
-
-def _adjust(raw: Logits, entry: SpecialRow) -> Logits:
-    """Apply penalties, biases and the mask; return `raw` itself if there is nothing to apply."""
-    params, sequence = entry.sequence.sampling, entry.sequence
-    added = biases(entry, len(raw))
-    if not (added or params.has_penalty or sequence.token_mask is not None):
-        return raw
-    adjusted = raw.copy()
-    if params.has_penalty:
-        _penalise(adjusted, entry)
-    for token, bias in added.items():
-        adjusted[token] += np.float32(bias)
-    if sequence.token_mask is not None:
-        allowed = np.unpackbits(sequence.token_mask.view(np.uint8), bitorder="little")
-        adjusted[: len(allowed)][allowed[: len(adjusted)] == 0] = -np.inf
-        adjusted[len(allowed) :] = -np.inf
-    return adjusted
-
-
-def _penalise(adjusted: Logits, entry: SpecialRow) -> None:
-    params, sequence = entry.sequence.sampling, entry.sequence
-    tokens = sequence.tokens[: entry.position]
-    seen = np.unique(tokens[tokens < len(adjusted)])
-    values = adjusted[seen]
-    penalty = np.float32(params.repetition_penalty)
-    adjusted[seen] = np.where(values > 0, values / penalty, values * penalty)
-    outputs = tokens[sequence.prompt_length :]
-    ids, counts = np.unique(outputs[outputs < len(adjusted)], return_counts=True)
-    adjusted[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(
-        np.float32
-    )
-
-
-def _draw(logits: Logits, entry: SpecialRow) -> int:
-    """Draw a token; candidates stay in order of their ids through all filters.
-
-    Raises:
-        FloatingPointError: When no token can be drawn.
-    """
-    params = entry.sequence.sampling
-    scaled = logits.astype(np.float64)
-    highest = scaled.max()
-    check_highest(float(highest), entry)
-    scaled -= highest
-    scaled /= max(params.temperature, TEMPERATURE_MIN)
-    candidates: npt.NDArray[np.int64] | None = None
-    if 0 < params.top_k < len(scaled):
-        candidates = _largest(scaled, params.top_k, np.partition(scaled, -params.top_k))
-        scaled = scaled[candidates]
-    weights = np.exp(scaled)
-    if params.top_p < 1.0:
-        # Sorting values is vectorized, sorting indices by value is not.
-        ordered = np.sort(weights)
-        reached = np.searchsorted(np.cumsum(ordered[::-1]), params.top_p * weights.sum()) + 1
-        kept = _largest(weights, min(int(reached), len(weights)), ordered)
-        weights = weights[kept]
-        candidates = kept if candidates is None else candidates[kept]
-    if params.min_p > 0.0:
-        kept = np.flatnonzero(weights >= params.min_p * weights.max())
-        weights = weights[kept]
-        candidates = kept if candidates is None else candidates[kept]
-    cumulative = np.cumsum(weights)
-    target = uniform(params.seed or 0, entry.position) * cumulative[-1]
-    place = min(int(np.searchsorted(cumulative, target, side="right")), len(cumulative) - 1)
-    return place if candidates is None else int(candidates[place])
 
 
 def check_highest(highest: float, entry: SpecialRow) -> None:
@@ -231,3 +167,191 @@ def _logprobs(raw: Logits, row: int, token: int, count: int) -> TokenLogprobs:
         head = head[np.argsort(-values[head], kind="stable")]
         top = [(int(index), float(values[index])) for index in head]
     return TokenLogprobs(row=row, logprob=float(values[token]), top=top)
+
+
+_UNDRAWN = -1
+"""The token of a row that cannot be drawn."""
+
+
+def is_foreseeable(sequence: SequenceState) -> bool:
+    """Return whether a draw can be staged before the last token is known.
+
+    It cannot if the host needs that token to determine the allowed ones: with a token mask, or bad words of several
+    tokens. Nor with log-probabilities, which are computed on the host from logits that the next step overwrites.
+    """
+    params = sequence.sampling
+    return (
+        sequence.token_mask is None
+        and params.logprobs is None
+        and all(len(word) == 1 for word in params.bad_words)
+    )
+
+
+class StagedDraw:
+    """The draws of a step's special rows: their inputs, captured from the host now, to be run later."""
+
+    def __init__(
+        self, special: Sequence[SpecialRow], vocabulary: int, *, ahead: bool = False
+    ) -> None:
+        """Gather the inputs; with `ahead`, the last token is not known yet, and every row is foreseeable."""
+        self._special = list(special)
+        self._ahead = ahead
+        params = [entry.sequence.sampling for entry in special]
+        self.rows = np.array([entry.row for entry in special], np.int64)
+        self._numbers = np.array(
+            [
+                (
+                    max(one.temperature, TEMPERATURE_MIN),
+                    one.temperature == 0.0,
+                    one.top_k if 0 < one.top_k < vocabulary else vocabulary,
+                    one.top_p,
+                    one.min_p,
+                    uniform(one.seed or 0, entry.position),
+                )
+                for one, entry in zip(params, special, strict=True)
+            ],
+            np.float64,
+        )
+        self._sorts = any(0 < one.top_k < vocabulary or one.top_p < 1.0 for one in params)
+        self._biases = self._gather_biases(vocabulary)
+        self._penalties = _Penalties(special, vocabulary, ahead=ahead)
+        self._masks = [
+            (index, _allowed(entry.sequence.token_mask, vocabulary))
+            for index, entry in enumerate(special)
+            if entry.sequence.token_mask is not None
+        ]
+
+    def _gather_biases(self, vocabulary: int) -> tuple[npt.NDArray[Any], ...]:
+        found = [
+            (index, token, bias)
+            for index, entry in enumerate(self._special)
+            for token, bias in biases(entry, vocabulary).items()
+        ]
+        index, token, bias = zip(*found, strict=True) if found else ((), (), ())
+        return np.array(index, np.int64), np.array(token, np.int64), np.array(bias, np.float32)
+
+    def run(self, logits: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the token of each special row, or -1 if none can be drawn; does not synchronize.
+
+        Shape: logits [rows, vocabulary]; `last` int [rows] if `ahead`: the tokens that the host has not read; returns
+        int32 [special rows].
+        """
+        device = logits.device
+        rows = sent(self.rows, device)
+        values = logits[rows].float()
+        self._penalties.apply(values, last[rows] if last is not None else None)
+        index, token, bias = (sent(each, device) for each in self._biases)
+        if len(index):
+            values[index, token] += bias
+        for row, allowed in self._masks:
+            values[row].masked_fill_(~sent(allowed, device), -torch.inf)
+        temperature, is_greedy, top_k, top_p, min_p, number = sent(self._numbers, device).T
+        highest = values.amax(dim=1)
+        weights = torch.exp((values.double() - highest.double()[:, None]) / temperature[:, None])
+        if self._sorts:
+            weights = _cut(values, weights, top_k, top_p)
+        weights = torch.where(weights >= min_p[:, None], weights, 0.0)
+        cumulative = weights.cumsum(dim=1)
+        target = number * cumulative[:, -1]
+        place = (cumulative <= target[:, None]).sum(dim=1)
+        last_kept = weights.shape[1] - 1 - (weights > 0.0).flip(1).int().argmax(dim=1)
+        drawn = torch.minimum(place, last_kept)
+        drawn = torch.where(highest.isfinite(), drawn, _UNDRAWN)
+        return torch.where(is_greedy > 0, values.argmax(dim=1), drawn).int()
+
+    def rows_on(self, device: torch.device) -> torch.Tensor:
+        """Return the row numbers, int64, on a device."""
+        return sent(self.rows, device)
+
+    def check(self, drawn: npt.NDArray[np.int32]) -> None:
+        """Check the tokens of the special rows, once the host has read them.
+
+        Raises:
+            FloatingPointError: When no token could be drawn.
+        """
+        for index in np.flatnonzero(drawn == _UNDRAWN).tolist():
+            check_highest(np.nan, self._special[index])
+
+
+class _Penalties:
+    """The penalties of some rows, and the token history that they count."""
+
+    def __init__(self, special: Sequence[SpecialRow], vocabulary: int, *, ahead: bool) -> None:
+        entries = [
+            (index, entry)
+            for index, entry in enumerate(special)
+            if entry.sequence.sampling.has_penalty
+        ]
+        self._vocabulary = vocabulary
+        self._rows = np.array([index for index, _ in entries], np.int64)
+        self._numbers = np.array(
+            [
+                (
+                    entry.sequence.sampling.repetition_penalty,
+                    entry.sequence.sampling.presence_penalty,
+                    entry.sequence.sampling.frequency_penalty,
+                )
+                for _, entry in entries
+            ],
+            np.float64,
+        )
+        rows, tokens, outputs = [], [], []
+        for place, (_, entry) in enumerate(entries):
+            history = entry.sequence.tokens[: entry.position - int(ahead)]
+            rows.append(np.full(len(history), place))
+            tokens.append(history)
+            outputs.append(np.arange(len(history)) >= entry.sequence.prompt_length)
+        if entries:
+            known = np.concatenate(tokens).astype(np.int64)
+            within = known < vocabulary  # the model's head may be narrower than its embedding
+            self._seen = np.concatenate(rows)[within], known[within]
+            self._is_output = np.concatenate(outputs)[within].astype(np.int32)
+
+    def apply(self, values: torch.Tensor, last: torch.Tensor | None) -> None:
+        """Apply the penalties to the logits of the rows; `last` are outputs missing in the history, int [rows]."""
+        if not len(self._rows):
+            return
+        device = values.device
+        rows = sent(self._rows, device)
+        row, token = (sent(each, device) for each in self._seen)
+        output = sent(self._is_output, device)
+        shape = len(self._rows), self._vocabulary
+        seen = torch.zeros(shape, dtype=torch.int32, device=device)
+        times = torch.zeros(shape, dtype=torch.int32, device=device)
+        seen.index_put_((row, token), torch.ones_like(output), accumulate=True)
+        times.index_put_((row, token), output, accumulate=True)
+        if last is not None:
+            place, added = torch.arange(len(rows), device=device), last[rows].long()
+            inside = (added < self._vocabulary).int()
+            where = (place, added.clamp(max=self._vocabulary - 1))
+            seen.index_put_(where, inside, accumulate=True)
+            times.index_put_(where, inside, accumulate=True)
+        repetition, presence, frequency = sent(self._numbers, device).T[:, :, None]
+        chosen, factor = values[rows], repetition.float()
+        scaled = torch.where(chosen > 0, chosen / factor, chosen * factor)
+        chosen = torch.where(seen > 0, scaled, chosen)
+        paid = (presence + frequency * times).float()
+        values[rows] = torch.where(times > 0, chosen - paid, chosen)
+
+
+def _cut(
+    values: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """Return the weights after top-k and then top-p, 0 for removed tokens; of equal logits the first are kept."""
+    order = values.argsort(dim=1, descending=True, stable=True)
+    rank = torch.arange(values.shape[1], device=values.device)
+    ordered = torch.where(rank < top_k[:, None], weights.gather(1, order), 0.0)
+    wanted = top_p * ordered.sum(dim=1)
+    before = ordered.cumsum(dim=1) - ordered
+    # A top-p of 1 removes nothing, regardless of rounding.
+    kept = (before < wanted[:, None]) | (top_p >= 1.0)[:, None] | (rank == 0)
+    return torch.zeros_like(weights).scatter_(1, order, torch.where(kept, ordered, 0.0))
+
+
+def _allowed(mask: npt.NDArray[np.uint32] | None, vocabulary: int) -> npt.NDArray[np.bool_]:
+    """Return the tokens that a packed mask allows, bool [vocabulary]."""
+    assert mask is not None
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocabulary]
+    found = np.zeros(vocabulary, np.bool_)
+    found[: len(bits)] = bits
+    return found

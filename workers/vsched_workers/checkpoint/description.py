@@ -16,7 +16,7 @@ from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
 from vsched_workers.checkpoint.weights import weight_files
 from vsched_workers.families import FAMILIES, language_family, model_type_of
-from vsched_workers.families.decoder import SLIDING
+from vsched_workers.families.decoders import SLIDING
 from vsched_workers.families.generic import read_config
 from vsched_workers.families.video_processors import REFUSED
 from vsched_workers.quantized.schemes import FORMATS, GROUPS

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from vsched_workers.checkpoint.files import read_json
-from vsched_workers.checkpoint.special_tokens import first_tokens
-from vsched_workers.checkpoint.tokenize import GPT4_SPLIT
+from vsched_workers.checkpoint.tokenize import GPT4_SPLIT, first_tokens
 
 AS_STATED = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
 """Classes in transformers that take the file as it is."""

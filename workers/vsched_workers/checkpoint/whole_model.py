@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vsched.errors import CheckpointError
 from vsched.worker.contract import Progress
 from vsched_workers.checkpoint.files import checkpoint_directory
-from vsched_workers.families.generic import refusal, text_config
-from vsched_workers.families.generic_vision import vision_facts
+from vsched_workers.families.generic import refusal, text_config, vision_facts
 
 if TYPE_CHECKING:
     import torch

@@ -7,12 +7,12 @@ from typing import Any
 
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.families.base import Family, LanguageFamily
+from vsched_workers.families.base import Family
 from vsched_workers.families.decoders import DECODERS, TextFamily, text_family
-from vsched_workers.families.modules.family import OwnQwen25Vl, own_modules
-from vsched_workers.families.qwen2_5_vl import Qwen25Vl
-from vsched_workers.families.qwen3_vl import Qwen3Vl
-from vsched_workers.families.qwen3_vl_moe import Qwen3VlMoe
+from vsched_workers.families.own_qwen import OwnQwen25Vl, own_family
+from vsched_workers.families.qwen import Qwen3Vl, Qwen3VlMoe, Qwen25Vl
+
+LanguageFamily = Family | TextFamily
 
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (Qwen25Vl(), Qwen3Vl(), Qwen3VlMoe())
@@ -75,7 +75,7 @@ def family_of_rank(name: str, path: str, settings: WorkerSettings) -> Family:
     """
     family = FAMILIES[name]
     if isinstance(family, Qwen25Vl) and settings.device == "cpu" and settings.attention != "exact":
-        return own_modules(family, path) or family
+        return own_family(family, path) or family
     return family
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,31 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from vsched_workers.families.decoder import Decoder
-
-
-class LanguageFamily(Protocol):
-    """A family's language model; attributes and methods as in `Family`."""
-
-    @property
-    def decoder(self) -> Decoder: ...
-
-    @property
-    def language_prefixes(self) -> tuple[str, ...]: ...
-
-    @property
-    def language_sharing(self) -> Sharing: ...
-
-    @property
-    def flips(self) -> tuple[str, ...]: ...
-
-    def model_config(self, path: str) -> Any: ...
-
-    def build_language(self, path: str, attention: str) -> nn.Module: ...
-
-    def positions(
-        self, config: Any, token_ids: npt.NDArray[np.int32], items: Items
-    ) -> tuple[npt.NDArray[np.int64], int]: ...
+    from vsched_workers.families.decoders import Decoder
 
 
 class Family(ABC):

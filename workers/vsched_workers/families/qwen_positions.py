@@ -1,4 +1,8 @@
-"""Mrope positions by the model's own code, without an instance of the model.
+"""Positions of prompts with images, and places of patches in their image.
+
+Mrope positions are computed by the model's own code, without an instance of the model: `get_rope_index` uses only the
+configuration and one other method of its instance. The generate worker has no whole model (it lacks the vision tower),
+so the method is called on a stand-in with just these two.
 
 Pruned tokens keep no place in the prompt, but leave a gap in the positions: those of other tokens are as if nothing was
 pruned. Only a frame group without any token, whose timestamp is left out as well, leaves no gap in text positions.
@@ -6,9 +10,6 @@ pruned. Only a frame group without any token, whose timestamp is left out as wel
 Generated tokens continue after the last prompt token, as in transformers' `generate`. The delta that the model returns
 is that of the largest position instead, which may be one of a video: prompt text after a video continues after its
 longer spatial side, although its temporal positions may be larger.
-
-`get_rope_index` uses only the configuration and one other method of its instance. The generate worker has no whole
-model (it lacks the vision tower), so the method is called on a stand-in with just these two.
 """
 
 from __future__ import annotations
@@ -114,3 +115,41 @@ def _unpruned(length: int, items: Items) -> _Unpruned:
     kinds.append(np.zeros(length - at, np.int64))
     columns.append(whole + np.arange(length - at))
     return _Unpruned(np.concatenate(kinds), np.concatenate(columns), images, videos, seconds)
+
+
+Grid = tuple[int, int, int]
+"""Frames, and rows and columns of patches."""
+
+
+def patch_places(sizes: Sequence[Grid], merge: int) -> npt.NDArray[np.int64]:
+    """Return the row and column of each patch of all images, [patches, 2], patches of a token together."""
+    places = []
+    for frames, rows, columns in sizes:
+        grid = np.moveaxis(np.indices((rows, columns)), 0, -1)
+        cut = grid.reshape(rows // merge, merge, columns // merge, merge, 2).swapaxes(1, 2)
+        places.append(np.tile(cut.reshape(-1, 2), (frames, 1)))
+    return np.concatenate(places)
+
+
+def frame_lengths(sizes: Sequence[Grid]) -> list[int]:
+    """Return the number of patches of each frame of all images."""
+    return [rows * columns for frames, rows, columns in sizes for _ in range(frames)]
+
+
+def window_order(
+    sizes: Sequence[Grid], merge: int, side: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the tokens of all images, window by window, and the number of tokens of each window.
+
+    A window has `side` tokens in each direction, or fewer at the right and lower edges of an image.
+    """
+    orders, counts, first = [], [], 0
+    for frames, rows, columns in sizes:
+        high, wide = rows // merge, columns // merge
+        down, across = -(-high // side), -(-wide // side)
+        one = (np.arange(high) // side * across)[:, None] + np.arange(wide) // side
+        window = ((np.arange(frames) * down * across)[:, None, None] + one).reshape(-1)
+        orders.append(first + np.argsort(window, kind="stable"))
+        counts.append(np.bincount(window))
+        first += len(window)
+    return np.concatenate(orders), np.concatenate(counts)

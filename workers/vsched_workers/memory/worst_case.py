@@ -26,10 +26,9 @@ from vsched_workers.checkpoint.facts import (
     video_settings,
 )
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
-from vsched_workers.checkpoint.images.processor import telling_sizes
+from vsched_workers.checkpoint.images import telling_sizes
 from vsched_workers.families import family_of
-from vsched_workers.families.qwen_image import image_plan
-from vsched_workers.families.qwen_worst import largest_units
+from vsched_workers.families.qwen_image import image_plan, largest_units
 
 SAME_SIZE = 0.9
 """Strips with at least this share of the largest image's tokens are not tried separately."""

@@ -368,17 +368,9 @@ class _AgreedMemory:
     def __init__(self, memory: DeviceMemory, group: RankGroup) -> None:
         self._memory = memory
         self._group = group
-        self.name = memory.name
-        self.pool = memory.pool
-        self.drift = memory.drift
-        self.total = memory.total
-        self.available = memory.available
-        self.reserved = memory.reserved
-        self.allocated = memory.allocated
-        self.peak = memory.peak
-        self.reset_peak = memory.reset_peak
-        self.release = memory.release
-        self.settle = memory.settle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:

@@ -1,4 +1,7 @@
-"""Linear layers with quantized weights: detection, calibrated quantization, and merging."""
+"""Linear layers with quantized weights: detection, calibrated quantization, merging, and quantization on loading.
+
+Quantizing ranks' shares of weights must be equivalent to quantizing whole weights, which is checked first.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.parallel.slicing import Cut
 from vsched_workers.quantized.calibration import Part, check_layer, read_calibration
-from vsched_workers.quantized.schemes import Scheme
+from vsched_workers.quantized.schemes import GROUPS, Scheme
 from vsched_workers.quantized.weights import QuantizedWeight, merged_weights, quantize
 
 UNSEEN_SHARE = 0.01
@@ -124,3 +128,97 @@ def plain_weight(linear: nn.Linear) -> torch.Tensor:
         assert linear.quantized is not None, "it has its weight"
         return linear.quantized.dequantized().to(linear.quantized.dtype)
     return linear.weight
+
+
+def check_groups(cuts: Mapping[str, Cut], settings: WorkerSettings, *, stage: str) -> None:
+    """Check that no rank's share of inputs begins or ends within a group, whose scale would differ.
+
+    Raises:
+        ConfigError: When one does, with the remedy.
+    """
+    if not settings.quantizes:
+        return
+    group = settings.weights_group or GROUPS[settings.weights]
+    borders = {
+        place
+        for cut in cuts.values()
+        if cut.dimension == 1
+        for span in cut.spans
+        for place in span
+        if place != cut.whole
+    }
+    cut_through = sorted(place for place in borders if place % group)
+    if cut_through:
+        fitting = [each for each in (64, 48, 32, 16) if not any(place % each for place in borders)]
+        smaller = f"set {stage}.weights_group to {fitting[0]}, or " if fitting else "set "
+        raise ConfigError(
+            f"{stage}.weights_group: a rank's inputs begin or end at {cut_through[0]}, within a group of {group}, and "
+            f"results would differ from those of one rank. Remedy: {smaller}{stage}.tensor_parallel to 1."
+        )
+
+
+MakeProduct = Callable[[QuantizedWeight, torch.Tensor | None], Any]
+"""Build a product from a weight and its bias."""
+
+HEAD_FORMAT = "int8"
+"""Format of the head and the embedding: int4 would cost more accuracy there than it saves."""
+
+
+class Quantizer:
+    """Builds the quantized products of one model; a product also returns rows of its weight (`rows_of`).
+
+    Weights are quantized on the device of their products.
+
+    Attributes:
+        embedding_bytes: Bytes of an embedding that is not tied to the head.
+    """
+
+    def __init__(self, kind: str, group: int, make: MakeProduct, device: str = "cpu") -> None:
+        """Take a format, the group size or 0, the factory of products, and their device."""
+        self._kind, self._group, self._make, self._device = kind, group, make, device
+        self._tied: Any = None
+        self.embedding_bytes = 0
+
+    def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Any:
+        """Return the product of a layer's weight; a weight that is quantized already is unchanged."""
+        if isinstance(weight, torch.Tensor):
+            weight = quantize(weight.detach().to(self._device), self._kind, group=self._group)
+        return self._make(weight, bias)
+
+    def head(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Any:
+        """Return the product of the output projection; the embedding's if `embed` found the two tied."""
+        if self._tied is not None:
+            product, self._tied = self._tied, None
+            return product
+        assert isinstance(weight, torch.Tensor), "heads are read as they are"
+        group = self._group if self._kind == HEAD_FORMAT else 0
+        made = quantize(weight.detach().to(self._device), HEAD_FORMAT, group=group)
+        return self._make(made, bias)
+
+    def embed(self, embedding: nn.Module, head: torch.Tensor) -> nn.Module:
+        """Return an embedding with a quantized weight; subclasses of `nn.Embedding` are unchanged."""
+        if type(embedding) is not nn.Embedding:
+            return embedding
+        weight = embedding.weight
+        product = self.head(weight, None)
+        if weight.data_ptr() == head.data_ptr() and weight.shape == head.shape:
+            self._tied = product
+        else:
+            self.embedding_bytes = product.size_bytes
+        return QuantizedEmbedding(product, weight)
+
+
+class QuantizedEmbedding(nn.Module):
+    """An embedding that looks up rows in the weight of a product."""
+
+    def __init__(self, product: Any, weight: torch.Tensor) -> None:
+        """Take the product, and its original weight."""
+        super().__init__()
+        self._product = product
+        # For models that read its data type; computing with it is an error.
+        self.weight = torch.empty_like(weight, device="meta")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [..., hidden] of token ids [...]."""
+        rows: torch.Tensor = self._product.rows_of(ids.flatten())
+        return rows.view(*ids.shape, rows.shape[1])

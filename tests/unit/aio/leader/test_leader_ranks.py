@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader import ProcessLiveness, ResultComparison
+from vsched.aio.leader import THREADS_LAST_S, ProcessLiveness, RankThreads, ResultComparison
 from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.memory import Sized
@@ -207,6 +208,44 @@ async def test_leader_knows_the_threads_of_each_rank(led: LeaderHarness) -> None
     assert led.leader.threads == {0: ThreadsInUse(2, 2), 1: ThreadsInUse(1, 2)}
     led.receive(0, result(1))
     assert ([one.step for one in led.results], led.lost) == ([1], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([(0, 1)], [(5, "1 of 4")]),
+        ([(10, 1), (14, 4), (16, 1), (20, 4)], []),  # not long enough
+        ([(10, 3), (13, 1)], [(18, "1 of 4")]),  # another number
+        ([(10, 1), (13, 1)], [(15, "1 of 4")]),  # the same
+        ([(10, 1), (30, 3), (40, 4)], [(15, "1 of 4"), (35, "3 of 4"), (45, "all of its 4")]),
+        ([(10, 1), (20, 4), (22, 1), (30, 4)], [(15, "1 of 4"), (35, "all of its 4")]),
+    ],
+)
+def test_change_of_threads_is_logged_if_it_lasts(
+    changes: list[tuple[int, int]],
+    expected: list[tuple[int, str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    threads = RankThreads("generate")
+    lines: list[tuple[int, str]] = []
+    for second in range(60):
+        for _, active in [change for change in changes if change[0] == second]:
+            threads.take(0, ThreadsInUse(active, 4), second)
+        threads.log_changes(second)
+        lines.extend((second, line) for line in caplog.messages)
+        caplog.clear()
+    assert [second for second, _ in lines] == [second for second, _ in expected]
+    for (_, line), (_, words) in zip(lines, expected, strict=True):
+        assert f"generate rank 0 computes with {words}" in line
+
+
+async def test_leader_logs_a_change_of_threads(
+    led: LeaderHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    led.receive(1, ThreadsInUse(1, 2))
+    led.advance(THREADS_LAST_S + LIMITS.heartbeat_s)
+    assert "generate rank 1 computes with 1 of 2 threads" in caplog.text
 
 
 async def test_leader_ignores_a_pulse_without_the_secret(led: LeaderHarness) -> None:

@@ -57,7 +57,6 @@ def test_dispatch_policy_names_the_group_and_sees_what_the_groups_do() -> None:
     assert Watched.waiting == [[8, 12], [12]]
     group = second.groups[1]
     assert (group.free, group.items, group.tokens, group.largest) == (False, 1, 8, 8)
-    cluster.drain()
     assert_served(cluster, "r")
 
 
@@ -97,16 +96,4 @@ def test_dispatch_of_some_images_leaves_the_others_in_place() -> None:
     assert out(cluster) == {"encode-0": [], "encode-1": [b"c"]}
     cluster.run_encode("encode-1")
     assert out(cluster) == {"encode-0": [b"a"], "encode-1": []}
-    cluster.drain()
     assert_served(cluster, "r")
-
-
-def test_dispatch_lets_no_group_wait_for_over_a_minute() -> None:
-    cluster = two_groups(Behind())
-    cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
-    cluster.run_encode("encode-0")
-    cluster.wait(61 * SECOND_NS)
-    cluster.submit(image_request("another", (b"d", 8)))
-    assert out(cluster)["encode-0"] == [b"a"]
-    cluster.drain()
-    assert_served(cluster, "r", "another")

@@ -9,6 +9,7 @@ from tests.unit.kernel.setups import (
     encode_statistics,
     image_request,
     make_limits,
+    request_state,
 )
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
@@ -38,7 +39,6 @@ def test_image_is_as_urgent_as_the_most_urgent_of_its_requests() -> None:
     cluster.submit(image_request("urgent", (b"a", 8), priority=5))
     cluster.run_encode()
     assert Noting.priorities[-1] == [5]
-    cluster.drain()
     assert_served(cluster, "busy", "calm", "urgent")
 
 
@@ -49,15 +49,6 @@ def test_hits_are_counted_once_a_request() -> None:
         cluster.drain()
     statistics = encode_statistics(cluster)
     assert (statistics["cache_hits"], statistics["cache_misses"]) == (2, 1)
-
-
-def test_unneeded_result_is_not_counted() -> None:
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r", (b"a", 8)))
-    cluster.abort("r")
-    cluster.run_encode()
-    statistics = encode_statistics(cluster)
-    assert (statistics["items_encoded"], statistics["tokens_encoded"]) == (0, 0)
 
 
 def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> None:
@@ -83,12 +74,11 @@ def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8)))
     cluster.run_encode(fail=EncodeErrorKind.FAILED)
     assert len(cluster.encoded) == 1
-    cluster.drain()
     assert_served(cluster, "r")
 
 
 def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
-    return RequestState.arrived(image_request(f"r{number}", *images), number, (), 0, scope="item")
+    return request_state(image_request(f"r{number}", *images), number)
 
 
 def cached(*claims: tuple[int, bytes], reclaim: ImagePolicy | None = None) -> EmbeddingCache:

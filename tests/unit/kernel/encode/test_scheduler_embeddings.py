@@ -28,7 +28,6 @@ def test_embedding_read_by_a_step_in_flight_stays() -> None:
     assert cluster.encoded == [[b"a"]], "the step still reads the pages of the request that left"
     cluster.run_generate()
     assert cluster.encoded == [[b"a"], [b"b"]]
-    cluster.drain()
     assert_served(cluster, "r2")
 
 
@@ -43,7 +42,6 @@ def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None
     assert cluster.encoded == [[b"early"]], "the older one wants its image now, and has to wait"
     cluster.run_generate()
     assert cluster.encoded == [[b"early"], [b"late"]]
-    cluster.drain()
     assert_served(cluster, "old", "young")
 
 
@@ -68,7 +66,6 @@ def test_embedding_of_a_younger_request_is_taken_for_an_older_one() -> None:
     cluster = ModelCluster(make_limits(pages=4, slots=2, chunk_tokens=16, generate_depth=1))
     cluster.submit(make_request("old", words(40), [(0, 16, b"a"), (20, 16, b"b")]))
     cluster.submit(image_request("young", (b"c", 16)))
-    cluster.drain()
     assert_served(cluster, "old", "young")
     assert_holds_nothing(cluster)
 
@@ -130,7 +127,6 @@ def test_embedding_claims_end_with_the_forward() -> None:
     assert encode_statistics(cluster)["pages_evictable"] == 4
     cluster.submit(image_request("r2", (b"b", 32)))
     assert cluster.encoded == [[b"a"], [b"b"]], "the pages are given to another request meanwhile"
-    cluster.drain()
     assert_served(cluster, "r", "r2")
 
 
@@ -206,11 +202,9 @@ def test_embedding_text_requests_run_while_the_encoder_is_down() -> None:
     cluster.lose("encode")
     cluster.submit(image_request("image", (b"a", 16)))
     cluster.submit(make_request("text", words(5)))
-    cluster.drain()
     assert_served(cluster, "text")
     assert "image" not in cluster.ended
     cluster.restore_group("encode")
-    cluster.drain()
     assert_served(cluster, "image")
 
 
@@ -222,5 +216,4 @@ def test_embedding_item_without_pixels_needs_none_when_it_is_cached() -> None:
     request = image_request("r2", (b"a", 16))
     bare = msgspec.structs.replace(request.items[0], extent=None)
     cluster.submit(msgspec.structs.replace(request, items=(bare,)))
-    cluster.drain()
     assert_served(cluster, "r1", "r2")

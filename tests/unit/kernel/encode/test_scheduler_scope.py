@@ -21,32 +21,6 @@ LIMITS = SchedulerLimits(
 )
 
 
-def turns(cluster: Cluster) -> list[int]:
-    """Play a conversation of three turns, one image more in each; return the items encoded in each."""
-    images = [(2, 4, b"first"), (4, 4, b"second"), (6, 4, b"third")]
-    encoded = []
-    for turn in range(1, 4):
-        before = sum(map(len, cluster.encoded))
-        cluster.submit(make_request(f"turn{turn}", list(range(10, 20)), images[:turn]))
-        cluster.drain()
-        encoded.append(sum(map(len, cluster.encoded)) - before)
-    return encoded
-
-
-def test_scope_request_shares_only_the_very_same_set() -> None:
-    """Images of one scope are shared only together: an additional image makes the whole set new."""
-    cluster = Cluster(LIMITS, default_policies(encoding=Combined()))
-    assert turns(cluster) == [1, 2, 3]
-    cluster.submit(make_request("again", list(range(10, 20)), [(2, 4, b"first")]))
-    cluster.drain()
-    assert sum(map(len, cluster.encoded)) == 6, "the very same set is found"
-
-
-def test_scope_item_encodes_only_what_is_new() -> None:
-    """With the default policy a turn costs one image."""
-    assert turns(Cluster(LIMITS)) == [1, 1, 1]
-
-
 def test_scope_request_refuses_a_set_that_never_fits_together() -> None:
     """A set that is shared as a whole must fit as a whole."""
     images = [(index, 12, b"image%d" % index) for index in (1, 2, 3)]

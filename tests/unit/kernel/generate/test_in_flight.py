@@ -42,7 +42,6 @@ def test_group_lost_while_a_preempted_request_settles_loses_no_request() -> None
         cluster.lose("generate")
     assert reached["generate.lost_while_settling"]
     cluster.restore_group("generate")
-    cluster.drain()
     assert_served(cluster, *NAMES)
     assert_holds_nothing(cluster)
 
@@ -76,7 +75,6 @@ def test_request_that_waits_for_its_lost_group_claims_no_embedding() -> None:
     assert "come back" in cluster.kernel.explain("r")
     assert not any(entry.claims for entry in cluster.kernel.embeddings)
     cluster.restore_group(group)
-    cluster.drain()
     assert_served(cluster, "r")
 
 

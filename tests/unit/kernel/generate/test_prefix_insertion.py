@@ -23,7 +23,6 @@ class Chosen(CachePolicy, frozen=True, kw_only=True):
 def serve(cluster: ModelCluster, name: str, tokens: int, *, start: int = 10) -> int:
     """Serve a request; return the number of cached prompt tokens."""
     cluster.submit(make_request(name, words(tokens, start=start), max_tokens=6))
-    cluster.drain()
     assert_served(cluster, name)
     return cluster.ended[name].times.cached_tokens
 
@@ -69,7 +68,6 @@ def test_blocks_that_others_use_stay_until_they_end() -> None:
     cluster.submit(make_request("long", words(12), max_tokens=40))
     cluster.run_generate()
     cluster.submit(make_request("short", words(13), max_tokens=1))
-    cluster.drain()
     assert_served(cluster, "long", "short")
     assert cluster.ended["short"].times.cached_tokens == 12
     assert generate_statistics(cluster)["blocks_cached"] == 0
@@ -80,7 +78,6 @@ def test_preempted_request_finds_what_it_computed() -> None:
     cluster = cluster_with(Chosen(blocks=0), blocks=12, slots=2)
     for name, start in (("a", 10), ("b", 60)):
         cluster.submit(make_request(name, words(12, start=start), max_tokens=24))
-    cluster.drain()
     assert_served(cluster, "a", "b")
     assert generate_statistics(cluster)["preemptions"] > 0
     assert generate_statistics(cluster)["tokens_cached"] > 0

@@ -59,7 +59,6 @@ def test_poison_among_others_is_found_and_no_other_request_ends() -> None:
     assert Counter(finish.code for finish in cluster.ended.values() if finish.code) == {
         "group_lost": 1
     }
-    cluster.drain()
     assert_served(cluster, *(name for name in names if name != "r4"))
 
 
@@ -76,7 +75,6 @@ def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
             cluster.run_generate()
         cluster.lose("generate")
         cluster.restore_group("generate")
-    cluster.drain()
     assert_served(cluster, *names)
 
 
@@ -94,7 +92,6 @@ def test_cleared_suspect_is_not_ended_for_one_more_loss() -> None:
         cluster.run_generate()
     cluster.lose("generate")
     cluster.restore_group("generate")
-    cluster.drain()
     assert_served(cluster, "long", "short")
 
 
@@ -126,7 +123,6 @@ def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> N
             "it went to another group"
         )
     assert {cluster.names[number] for number in own} <= cluster.ended.keys()
-    cluster.drain()
     assert_served(cluster, *names)
     assert cluster.drained == ["generate-0"]
     assert_holds_nothing(cluster)
@@ -161,6 +157,5 @@ def test_requests_that_are_no_suspects_join_next_to_one() -> None:
     lose_repeatedly(cluster, "generate", times=2)
     cluster.submit(text("new", start=200))
     before = len(joined(cluster))
-    cluster.drain()
     assert_served(cluster, "r0", "r1", "new")
     assert joined(cluster)[before:] == ["new", "r1"]

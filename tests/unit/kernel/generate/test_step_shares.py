@@ -50,7 +50,6 @@ def test_step_goes_in_the_order_and_by_the_tokens_of_the_policy() -> None:
     cluster = cluster_of(40, 40, 40, choices=[StepShares([2, 0], [3, 2]), StepShares([1])])
     assert chunks(cluster) == [(2, 3), (0, 2)]
     assert chunks(cluster) == [(1, 4)]
-    cluster.drain()
     assert_served(cluster, "r0", "r1", "r2")
     assert cluster.kernel.statistics()["policy_faults"] == {}
 
@@ -77,7 +76,6 @@ def test_step_may_leave_prefill_out_while_others_decode_but_not_for_ever() -> No
     assert chunks(cluster) == []
     cluster.now_ns += cluster.kernel.limits.passed_over_ns
     assert chunks(cluster) == [(1, 4)]
-    cluster.drain()
     assert_served(cluster, "r0", "r1")
 
 
@@ -109,5 +107,4 @@ def test_request_waiting_for_an_embedding_delays_no_other() -> None:
     cluster = ModelCluster(limits, default_policies(step=Last()))
     cluster.submit(make_request("a", words(30), max_tokens=4))
     cluster.submit(image_request("b", (b"one", 4), (b"two", 4), (b"three", 4), max_tokens=4))
-    cluster.drain()
     assert_served(cluster, "a", "b")

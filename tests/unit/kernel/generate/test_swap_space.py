@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import make_limits, words
+from tests.unit.kernel.setups import make_limits, request_state, words
 from vsched.kernel.decisions import SwapCopies
 from vsched.kernel.generate.blocks import BlockPool, SwapSpace
 from vsched.kernel.request import RequestState
@@ -34,9 +34,7 @@ def running(
     request = make_request(f"r{number}", words(BLOCK * blocks))
     sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
     request = msgspec.structs.replace(request, sampling=sampling)
-    state = RequestState.arrived(
-        request, number, (), 0, scope="item", root=None, first=number, choices=1
-    )
+    state = request_state(request, number)
     state.blocks = pool.take(blocks)
     return state
 

@@ -22,13 +22,13 @@ from tests.workers.backends.paged import written_out
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cpu import prefill_attention
+from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK
 from vsched_workers.backends.cpu.threads import process_pool
-from vsched_workers.backends.cpu.tiles import attention
+from vsched_workers.backends.cpu.tiles import attention as tile_attention
 from vsched_workers.backends.cuda.backend import CudaBackend
-from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
     DecodeKernel,
@@ -181,14 +181,14 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
         (prefill_by_gather, torch.float32, 1e-5),
         (prefill_by_gather, torch.bfloat16, 4e-2),
         pytest.param(
-            with_operand(BF16, prefill_attention.prefill),
+            with_operand(BF16, attention.prefill),
             torch.bfloat16,
             4e-2,
             marks=needs_bf16_dot,
         ),
-        (with_operand(FLOAT32, prefill_attention.prefill), torch.bfloat16, 1e-2),
+        (with_operand(FLOAT32, attention.prefill), torch.bfloat16, 1e-2),
         pytest.param(
-            with_operand(None, prefill_attention.prefill),
+            with_operand(None, attention.prefill),
             torch.bfloat16,
             2e-2,
             marks=needs_tiles,
@@ -243,14 +243,12 @@ def test_skipped_rows_of_a_sparse_run_are_valid_numbers(operand: Operand) -> Non
     own = torch.randn(2, rows, 16).bfloat16()
     patches = torch.randn(4, 1, rows, 16).bfloat16()
     out = torch.full((1, rows, 4, 16), torch.nan, dtype=torch.bfloat16)
-    custom = with_operand(operand, prefill_attention.prefill)
+    custom = with_operand(operand, attention.prefill)
     torch.use_deterministic_algorithms(True)  # torch's allocations are filled with NaN
     try:
         with sparsely():
             attended = custom(query, own, own, 1, segment, step, 0.3)
-            with_operand(operand, prefill_attention.attend_patches)(
-                patches, patches, patches, 0.3, out
-            )
+            with_operand(operand, attention.attend_patches)(patches, patches, patches, 0.3, out)
     finally:
         torch.use_deterministic_algorithms(False)
     assert attended.isfinite().all()
@@ -261,11 +259,11 @@ def test_skipped_rows_of_a_sparse_run_are_valid_numbers(operand: Operand) -> Non
 def test_tiles_are_compiled_once_whatever_is_faster_without_them() -> None:
     """The first chunk of a prompt does not wait for compilation, and nothing is timed."""
     attention.warm_up()
-    compiled = len(attention.attend_in_tiles.overloads)
+    compiled = len(tile_attention.attend_in_tiles.overloads)
     patches = torch.randn(1, 1, 8, 16).bfloat16()
-    attend = with_operand(None, prefill_attention.attend_patches)
+    attend = with_operand(None, attention.attend_patches)
     attend(patches, patches, patches, 1.0, torch.empty(1, 8, 1, 16).bfloat16())
-    assert len(attention.attend_in_tiles.overloads) == compiled
+    assert len(tile_attention.attend_in_tiles.overloads) == compiled
 
 
 @needs_tiles
@@ -284,9 +282,9 @@ def test_masked_positions_have_no_weight_in_tiles() -> None:
 @pytest.mark.parametrize(
     "attend_all",
     [
-        pytest.param(with_operand(BF16, prefill_attention.attend_patches), marks=needs_bf16_dot),
-        with_operand(FLOAT32, prefill_attention.attend_patches),
-        pytest.param(with_operand(None, prefill_attention.attend_patches), marks=needs_tiles),
+        pytest.param(with_operand(BF16, attention.attend_patches), marks=needs_bf16_dot),
+        with_operand(FLOAT32, attention.attend_patches),
+        pytest.param(with_operand(None, attention.attend_patches), marks=needs_tiles),
     ],
 )
 @pytest.mark.parametrize(
@@ -339,7 +337,7 @@ def _in_chunks(
     *,
     block_size: int,
 ) -> torch.Tensor:
-    """Return the result of `prefill_attention.prefill` for a prompt in chunks, [rows, heads, head_dim]."""
+    """Return the result of `attention.prefill` for a prompt in chunks, [rows, heads, head_dim]."""
     length, kv_heads, head_dim = keys.shape
     blocks = -(-length // block_size)
     cache = KvCache(
@@ -361,7 +359,7 @@ def _in_chunks(
             table, start=0, first=first, last=last, block_size=block_size, device="cpu"
         )
         queries, *own = (each[first:last].transpose(0, 1) for each in (query, keys, values))
-        made = prefill_attention.prefill(queries, own[0], own[1], 0, segment, step, 0.2)
+        made = attention.prefill(queries, own[0], own[1], 0, segment, step, 0.2)
         parts.append(made.transpose(0, 1))
         first = last
     return torch.cat(parts)
@@ -369,7 +367,7 @@ def _in_chunks(
 
 def test_prefill_kernels_by_type_and_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    assert choose_prefill(WorkerSettings(), torch.bfloat16) is prefill_attention.prefill
+    assert choose_prefill(WorkerSettings(), torch.bfloat16) is attention.prefill
     assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather
     assert isinstance(choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16), CudaBackend)
     assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather

@@ -1,7 +1,14 @@
-"""Compilation of kernels in child processes before a model is loaded: each needed one once; failures are harmless."""
+"""Compiled kernels: in child processes before a model is loaded, and on disk, for all copies of the same sources.
+
+Each needed one is compiled once and verified before use; failures are harmless.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -9,23 +16,33 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
-import pytest
-
-pytest.importorskip("numba")
-
 import msgspec
+import numba
+import pytest
 import torch
 
+import vsched_workers
 from tests.patience import PATIENCE_S
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.cpu.compiling import ahead, children
-from vsched_workers.backends.cpu.compiling import needs as needs_module
-from vsched_workers.backends.cpu.compiling.ahead import compile_ahead, expected_s, missing
-from vsched_workers.backends.cpu.compiling.needs import Need, language_needs, needs, tower_needs
-from vsched_workers.backends.cpu.quantized import products as quantized_products
+from vsched_workers.backends.cpu import compiling as compiling_module
+from vsched_workers.backends.cpu import kernel_store, products
+from vsched_workers.backends.cpu.compiling import (
+    KERNEL_FILES,
+    Need,
+    compile_ahead,
+    expected_s,
+    language_needs,
+    missing,
+    needs,
+    tower_needs,
+)
+from vsched_workers.backends.cpu.kernel_store import CONSTANTS, content_key, kernel_folder
+from vsched_workers.backends.cpu.kernels import compilation
 from vsched_workers.checkpoint.random_init import make_checkpoint
-from vsched_workers.families.decoder import Decoder
-from vsched_workers.quantized.model import HEAD_FORMAT
+from vsched_workers.families.decoders import Decoder
+from vsched_workers.quantized.layers import HEAD_FORMAT
+
+pytest.importorskip("numba")
 
 GREEDY, NORM = needs("greedy sampler"), needs("norm")
 LEFT = """
@@ -54,7 +71,7 @@ worker.build_kv(blocks=8, block_size=16)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Empty folder for kernels."""
-    monkeypatch.setattr(ahead, "kernel_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiling_module, "kernel_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -68,7 +85,7 @@ class Children:
         self._fails = fails
 
     def __call__(self, command: list[str], **_: object) -> Children:
-        assert command[:3] == [sys.executable, "-m", children.__name__]
+        assert command[:3] == [sys.executable, "-m", compiling_module.__name__]
         return self
 
     def __enter__(self) -> Self:
@@ -125,9 +142,9 @@ def test_nothing_is_compiled_ahead_where_it_cannot_be_kept(
     folder: Path, compiling: Callable[..., Children], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes = compiling()
-    monkeypatch.setattr(ahead, "kernel_folder", lambda: None)
+    monkeypatch.setattr(compiling_module, "kernel_folder", lambda: None)
     assert compile_ahead([GREEDY], quiet) == 0
-    monkeypatch.setattr(ahead, "kernel_folder", lambda: Path("/proc"))
+    monkeypatch.setattr(compiling_module, "kernel_folder", lambda: Path("/proc"))
     assert compile_ahead([GREEDY], quiet) == 0
     assert processes.requested == []
 
@@ -160,7 +177,7 @@ def test_tiles_are_needed_if_weights_are_widened_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For each kind of weights, on any processor."""
-    monkeypatch.setattr(quantized_products, "has_tiles", lambda: True)
+    monkeypatch.setattr(products, "has_tiles", lambda: True)
     config = SimpleNamespace(head_dim=64, hidden_act="silu")
 
     def of(dtype: torch.dtype = torch.bfloat16, **given: Any) -> set[Need]:
@@ -188,7 +205,7 @@ def test_attention_of_many_rows_is_needed_as_it_is_chosen(monkeypatch: pytest.Mo
         return found & {"attention in tiles", "prefill attention"}
 
     for has_tiles, kernel in ((True, "attention in tiles"), (False, "prefill attention")):
-        monkeypatch.setattr(needs_module, "has_tiles", lambda has=has_tiles: has)
+        monkeypatch.setattr(compiling_module, "has_tiles", lambda has=has_tiles: has)
         assert of() == {kernel}
         assert of(20) == of(deterministic=True) == set()
 
@@ -205,7 +222,7 @@ def test_products_and_the_step_in_one_call_are_needed(monkeypatch: pytest.Monkey
     assert whole in of(["int4"], activations="int8")
     assert whole not in of(weights="int4", activations="float")
     for has_dot in (True, False):
-        monkeypatch.setattr(needs_module, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
+        monkeypatch.setattr(compiling_module, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
         assert (needs("product of panels") in of()) == has_dot
         assert (needs("product", "bfloat16", "bfloat16") in of()) != has_dot
     step = needs("decode step", "bfloat16")
@@ -238,3 +255,157 @@ def test_ranks_find_all_that_they_need(
         check=True,
     )
     assert reported.stdout == ""
+
+
+SOURCES = Path(vsched_workers.__file__).parent
+COUNTS = """
+from numba.core import event
+compiled = []
+class Counts(event.Listener):
+    def on_start(self, begun): pass
+    def on_end(self, ended): compiled.append(ended)
+event.register("numba:compile", Counts())
+from vsched_workers.backends.cpu.kernels import sampling
+sampling.warm_up_greedy()
+print(len(compiled), sampling.__file__)
+"""
+
+
+def compiled_in(workers: Path, **environment: str) -> int:
+    """Return the number of functions that a process compiles for `argmax`, given a folder of kernels."""
+    path = os.pathsep.join([str(workers), *filter(None, sys.path)])
+    reported = subprocess.run(
+        [sys.executable, "-c", COUNTS],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert Path(reported[1]).is_relative_to(workers)
+    return int(reported[0])
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty folder in place of the user's cache."""
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "vsched"
+
+
+@pytest.mark.slow
+def test_kernels_of_a_copy_of_the_sources_are_not_compiled_again(
+    cache: Path, tmp_path: Path
+) -> None:
+    """Another checkout, another environment, a wheel: only the content of the sources counts."""
+    assert compiled_in(SOURCES.parent)
+    copy = tmp_path / "copy"
+    shutil.copytree(SOURCES, copy / SOURCES.name, ignore=shutil.ignore_patterns("__pycache__"))
+    assert not compiled_in(copy)
+    (folder,) = cache.iterdir()
+    folder.chmod(0o500)
+    assert not compiled_in(copy)
+    folder.chmod(0o700)
+    for file in folder.iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
+    assert compiled_in(copy)
+    assert not compiled_in(copy)
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_where_they_cannot_be_kept(tmp_path: Path) -> None:
+    """A full disk or a missing folder must not prevent serving."""
+    folder = kernel_folder()
+    assert folder is not None
+    (tmp_path / folder.name).symlink_to("/proc")
+    assert compiled_in(SOURCES.parent, NUMBA_CACHE_DIR=str(tmp_path))
+
+
+def test_folder_is_keyed_by_every_file(tmp_path: Path) -> None:
+    files = [tmp_path / "gemm.py", tmp_path / "simd.py"]
+    for file in files:
+        file.write_text("pass")
+    before = content_key(files)
+    assert content_key(files[::-1]) == before
+    files[1].write_text("pass  # changed")
+    assert content_key(files) != before
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_file_that_was_moved_has_kernels_of_its_own() -> None:
+    """Stored code contains the name of its module, and could not be loaded without that module."""
+
+    def function() -> int:
+        return 1
+
+    kept = []
+    for module in ("here", "there"):
+        function.__module__ = module
+        files: Any = kernel_store._KernelCache(function)._cache_file
+        kept.append(files._name)
+    assert kept[0] != kept[1]
+
+
+def test_folder_is_the_users_own(cache: Path) -> None:
+    folder = kernel_folder()
+    assert folder is not None
+    assert folder.parent == cache
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_unused_folders_are_deleted_when_a_new_one_is_made(cache: Path) -> None:
+    old, recent = cache / "kernels-old", cache / "kernels-recent"
+    for folder in (old, recent):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    assert kernel_folder()
+    assert recent.exists()
+    assert not old.exists()
+
+
+def test_folder_lies_next_to_the_sources_if_the_user_has_none(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.parent.mkdir()
+    cache.write_text("a file")
+    monkeypatch.setattr(kernel_store, "KERNELS", cache.parent)
+    folder = kernel_folder()
+    assert folder is not None
+    assert folder.parent == cache.parent / "__pycache__"
+
+
+def test_kernels_lie_in_the_folder_that_keys_the_cache() -> None:
+    """A kernel in another folder would be stale after a change of code compiled into it."""
+    backend = Path(compilation.__file__).parent.parent
+    outside = [file.name for file in backend.glob("*.py") if "@compiled" in file.read_text()]
+    assert outside == []
+
+
+def test_files_of_kernels_elsewhere_key_what_was_compiled_ahead() -> None:
+    """Otherwise ranks would consider it stale and compile it themselves."""
+    backend = Path(compilation.__file__).parent.parent
+    elsewhere = {
+        file
+        for file in backend.glob("*/*.py")
+        if "@compiled" in file.read_text() and file.parent.name != "kernels"
+    }
+    assert elsewhere == {*KERNEL_FILES}
+
+
+def test_kernels_take_constants_from_files_that_key_the_cache() -> None:
+    """Constants are compiled in: if one changed elsewhere, stale code would be used."""
+    kernels = Path(compilation.__file__).parent
+    compiled = (file for file in kernels.parent.glob("*/*.py") if "@compiled" in file.read_text())
+    files = {*kernels.glob("*.py"), *compiled}
+    named = {
+        node.module or ""
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom)
+    }
+    foreign = {name for name in named if name.startswith("vsched") and ".kernels" not in name}
+    store = "vsched_workers.backends.cpu.kernel_store"
+    assert {str(importlib.import_module(name).__file__) for name in foreign - {store}} == {
+        *map(str, CONSTANTS)
+    }

@@ -19,22 +19,21 @@ pytest.importorskip("numba")
 import numba
 
 from tests.parity.architectures import make_checkpoint
-from tests.workers.backends.cpu.test_quantized_products import weight_of
+from tests.workers.backends.cpu.test_products import weight_of
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, SequenceState, WorkerSettings
-from vsched_workers.adapters.rows import NOBODY, PassRows
+from vsched_workers.adapters.places import NOBODY, PassRows
 from vsched_workers.backends.cpu import language_layers, products
 from vsched_workers.backends.cpu.decode_step.compiled_step import fits
 from vsched_workers.backends.cpu.decode_step.kernel import FLOATS, INT8_ACTIVATIONS, PANELS
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
-from vsched_workers.backends.cpu.products import make_product
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.products import QuantizedProduct, make_product
 from vsched_workers.batching.kv_cache import to_int8
-from vsched_workers.batching.step_rows import PromptPositions
+from vsched_workers.batching.packed_step import PromptPositions
 from vsched_workers.checkpoint import random_init
 from vsched_workers.plugin import plugin
-from vsched_workers.quantized.model import Quantizer
+from vsched_workers.quantized.layers import Quantizer
 from vsched_workers.quantized.weights import quantize
 
 BLOCK = 16

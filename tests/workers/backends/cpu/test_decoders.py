@@ -20,7 +20,7 @@ from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.reference.image_inputs import ImageInputs
-from vsched_workers.backends.reference.module_layers import ModuleLayers
+from vsched_workers.backends.reference.layers import ModuleLayers
 from vsched_workers.backends.reference.whole_model import WholeModel
 from vsched_workers.families.decoders import DECODERS
 

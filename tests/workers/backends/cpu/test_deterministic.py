@@ -20,10 +20,9 @@ from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
 from vsched.errors import ConfigError
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cpu import prefill_attention, products
+from vsched_workers.backends.cpu import attention, products
 from vsched_workers.backends.cpu.kernels import simd
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
-from vsched_workers.backends.cpu.quantized import products as quantized_products
 from vsched_workers.plugin import TRAINED
 
 needs_bf16_dot = pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16")
@@ -237,7 +236,7 @@ def test_amx_is_not_used(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     requested = questions(3)
     wanted = Recorded(load("demo"), monkeypatch).run(requested, chunk=40)
     monkeypatch.undo()
-    for module in (prefill_attention, products, quantized_products):
+    for module in (attention, products):
         monkeypatch.setattr(module, "has_tiles", lambda: True)
     settings = WorkerSettings(threads=1, deterministic=True)
     stage = Stage.load(str(TRAINED), attention="auto", dtype="bfloat16", settings=settings)

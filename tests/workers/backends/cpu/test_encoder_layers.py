@@ -16,14 +16,14 @@ from tests.parity.vision_architectures import VISION_ARCHITECTURES, images_of, s
 from tests.workers.backends.cpu.twins import WITHIN
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cpu.encoder_layers import (
+from vsched_workers.backends.cpu.products import make_product
+from vsched_workers.backends.cpu.vision_layers import (
     FusedEncoderLayer,
     fuse_encoders,
     merge_encoders,
 )
-from vsched_workers.backends.cpu.products import make_product
 from vsched_workers.backends.reference.any_tower import AnyTower
-from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.backends.reference.packed_weights import pack_linears
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 
@@ -42,7 +42,7 @@ def load(path: Path, name: str, attention: str) -> tuple[AnyTower, nn.Module]:
         progress=lambda _label, _fraction: None,
     )
     backend = choose_backend(WorkerSettings(attention=attention), torch.bfloat16)
-    assert isinstance(backend, ReferenceBackend)
+    assert isinstance(backend, Backend)
     backend.prepare_any_tower(model)
     return AnyTower(model, torch.bfloat16), model
 

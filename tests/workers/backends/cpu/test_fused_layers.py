@@ -17,18 +17,17 @@ from tests.workers.driver import Driver, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import mixed_questions
 from vsched.worker.contract import EncodeJob
-from vsched_workers.backends.cpu import language_layers, prefill_attention, products
+from vsched_workers.backends.cpu import attention, language_layers, products
 from vsched_workers.backends.cpu.kernels.activation import swiglu
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
 from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.products import QuantizedProduct
 from vsched_workers.backends.cpu.threads import pool_of
-from vsched_workers.backends.cpu.vision_blocks import FusedBlock
-from vsched_workers.backends.reference.module_layers import ModuleLayers
-from vsched_workers.backends.reference.rotary_angles import AxesAngles
+from vsched_workers.backends.cpu.vision_layers import FusedBlock
+from vsched_workers.backends.reference.layers import AxesAngles, ModuleLayers
 
 Stages = Callable[..., Stage]
 EPS = 1e-6
@@ -205,7 +204,7 @@ def test_last_layer_attends_for_rows_that_are_requested(
     """The middle of a prompt yields no token: the last layer writes keys and values and computes nothing further."""
     stage = stages("nano25", "auto", "bfloat16")
     attended: dict[int, list[int]] = {}
-    ruled = prefill_attention.prefill_by_rule
+    ruled = attention.prefill_by_rule
 
     def watch(query: torch.Tensor, layer: int, *others: Any) -> None:
         attended.setdefault(layer, []).append(query.shape[1])
@@ -244,8 +243,8 @@ def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: 
 
 
 def test_exact_and_single_keep_the_modules(stages: Stages) -> None:
-    for attention, dtype in (("exact", "bfloat16"), ("auto", "float32")):
-        stage = stages("nano25", attention, dtype)
+    for kind, dtype in (("exact", "bfloat16"), ("auto", "float32")):
+        stage = stages("nano25", kind, dtype)
         assert isinstance(stage.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
         assert not _fused_blocks(stage)
 

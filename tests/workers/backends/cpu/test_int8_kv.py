@@ -23,14 +23,13 @@ from tests.workers.test_language import mixed_questions, outputs
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cpu import prefill_attention
-from vsched_workers.backends.cpu.decode_attention import NumbaDecode
+from vsched_workers.backends.cpu import attention
+from vsched_workers.backends.cpu.attention import NumbaDecode
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
-from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import from_int8, to_int8
-from vsched_workers.batching.paged_attention import Segment
-from vsched_workers.batching.ruled_attention import ScoreRule
+from vsched_workers.batching.paged_attention import ScoreRule, Segment
 
 CONTEXTS = [1, 4, 5, 37]
 SHAPES = [(4, 2, 16), (3, 3, 8), (7, 1, 128), (9, 3, 64)]
@@ -55,7 +54,7 @@ def test_decode_over_int8_equals_attention_written_out(
 
 @pytest.mark.parametrize(
     "attend",
-    [prefill_by_gather, prefill_attention.prefill, prefill_attention.prefill_by_rule],
+    [prefill_by_gather, attention.prefill, attention.prefill_by_rule],
 )
 @pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1)])
 def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
@@ -74,7 +73,7 @@ def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
     key, value = (each[:, first:] for each in own)
 
     def attended(step: Any) -> torch.Tensor:
-        if attend is not prefill_attention.prefill_by_rule:
+        if attend is not attention.prefill_by_rule:
             found: torch.Tensor = attend(query, key, value, 1, segment, step, 0.3)
         else:
             found = query.new_empty(rows, heads, head_dim)

@@ -1,18 +1,46 @@
-"""Products in panels: any number of rows, in panels of 64 outputs. For tiles see `kernels/test_tiles.py`."""
+"""Products with packed weights against plain ones: bfloat16, widened as they are read, and with int8 activations."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from typing import Any
+
+import numba
+import numpy as np
 import pytest
 import torch
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from torch.nn import functional
+
+from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
+from vsched.errors import ConfigError
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.choice import choose_backend
+from vsched_workers.backends.cpu import products
+from vsched_workers.backends.cpu.backend import CpuBackend
+from vsched_workers.backends.cpu.products import (
+    PanelProduct,
+    QuantizedProduct,
+    make_product,
+    quantizes_activations,
+)
+from vsched_workers.backends.cpu.quantized import block_sums
+from vsched_workers.backends.cpu.quantized.block_sums import (
+    PAIRS,
+    PLAIN,
+    ROW_BLOCK,
+    VNNI,
+    instructions,
+)
+from vsched_workers.backends.cpu.quantized.integers import OWN_ROWS_MAX
+from vsched_workers.backends.cpu.quantized.integers import PASS_ROWS as INT8_PASS_ROWS
+from vsched_workers.backends.cpu.quantized.kernel import BLOCK, FEW_ROWS_MAX, PANEL, PASS_ROWS
+from vsched_workers.quantized.weights import QuantizedWeight, quantize
 
 pytest.importorskip("numba")
 
-from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
-from vsched_workers.backends.cpu import products
-from vsched_workers.backends.cpu.products import PanelProduct, make_product
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
-
-pytestmark = [needs_bf16_dot, pytest.mark.slow]
+pytestmark = pytest.mark.slow  # kernels are compiled
 
 
 def _wanted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -20,6 +48,7 @@ def _wanted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return product if bias is None else product + bias.double()
 
 
+@needs_bf16_dot
 @pytest.mark.parametrize("shape", [(64, 32), (192, 96), (120, 32), (344, 34), (1015, 6)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_panel_product_is_the_product_for_any_number_of_rows(
@@ -41,6 +70,7 @@ def test_panel_product_is_the_product_for_any_number_of_rows(
         assert torch.allclose(found.double(), wanted, atol=1e-3, rtol=2**-8)
 
 
+@needs_bf16_dot
 def test_panel_product_gives_a_row_the_same_among_any_others() -> None:
     """The response to a request does not depend, to the bit, on the number of requests in the batch."""
     torch.manual_seed(1)
@@ -52,6 +82,7 @@ def test_panel_product_gives_a_row_the_same_among_any_others() -> None:
         assert torch.equal(product(rows[-count:]), whole[-count:])
 
 
+@needs_bf16_dot
 def test_panel_product_takes_rows_that_do_not_lie_together() -> None:
     weight = torch.randn(64, 32).bfloat16()
     rows = torch.randn(3, 5, 64).bfloat16()[..., ::2]
@@ -60,6 +91,7 @@ def test_panel_product_takes_rows_that_do_not_lie_together() -> None:
     assert torch.allclose(found.double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
 
 
+@needs_bf16_dot
 def test_other_weights_and_processors_have_widened_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -75,3 +107,262 @@ def test_other_weights_and_processors_have_widened_products(
     rows = torch.randn(300, 32).bfloat16()
     wanted = _wanted(rows, weight, None)
     assert torch.allclose(widened(rows).double(), wanted, atol=1e-3, rtol=2**-8)
+
+
+SHAPES = [(PANEL, 32), (PANEL + 6, 48), (3 * PANEL, 2 * BLOCK + 64), (33, 40)]
+ROWS = 2 * FEW_ROWS_MAX + 1
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight_of(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
+    plain = drawn(outputs, inputs, seed=1).bfloat16()
+    if kind == "fp8":
+        return QuantizedWeight(
+            kind="fp8",
+            values=plain.to(torch.float8_e4m3fn).view(torch.uint8),
+            scales=drawn(outputs, 1, seed=2).abs(),
+            group=inputs,
+            inputs=inputs,
+            dtype=torch.bfloat16,
+        )
+    name, _, group = kind.partition(" ")
+    made = quantize(plain, name, group=int(group.rstrip("+~") or 0))
+    if kind.endswith("~"):
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(4))
+        return dataclasses.replace(made, order=order.to(torch.int32))
+    if not kind.endswith("+"):
+        return made
+    return dataclasses.replace(made, offsets=(drawn(*made.scales.shape) / 8).to(made.scales))
+
+
+KINDS = ["int8", "int8 32", "int4 32", "int4 48", "int4 16+", "int8 16+", "fp8"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, "int4 32~", "int8 32~"])
+def test_product_equals_that_by_the_dequantized_weight(kind: str, shape: tuple[int, int]) -> None:
+    """In float32; one row, a pass, and enough rows to widen weights once: a row has the same bits in all of them."""
+    weight, bias = weight_of(kind, *shape), drawn(shape[0], seed=3)
+    product = QuantizedProduct(weight, bias, threads=1)
+    rows = drawn(ROWS, shape[1])
+    wanted = (rows.double() @ weight.dequantized().double().T + bias).float()
+    found = product(rows)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    for count in (*range(1, PASS_ROWS + 2), FEW_ROWS_MAX):
+        assert torch.equal(product(rows[:count]), found[:count])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4 32"])
+def test_product_of_bfloat16_rows_is_rounded_once(kind: str) -> None:
+    weight = weight_of(kind, 3 * PANEL, 96)
+    product = QuantizedProduct(weight, None, threads=2)
+    rows = drawn(2, ROWS, 96).bfloat16()
+    wanted = rows.double() @ weight.dequantized().double().T
+    found = product(rows)
+    assert found.dtype == torch.bfloat16
+    assert found.shape == (2, ROWS, 3 * PANEL)
+    assert (found == wanted.bfloat16()).float().mean() > 0.99
+    torch.testing.assert_close(found.double(), wanted, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_weight_are_those_that_it_stands_for(kind: str) -> None:
+    weight = weight_of(kind, 2 * PANEL, 80)
+    product = QuantizedProduct(weight, None, threads=1)
+    indices = torch.tensor([0, PANEL, 2 * PANEL - 1, 0])
+    assert torch.equal(product.rows_of(indices), weight.dequantized()[indices].bfloat16())
+
+
+def test_product_weighs_what_its_bits_weigh() -> None:
+    outputs, inputs = 4 * PANEL, 256
+    sizes = {
+        kind: QuantizedProduct(weight_of(kind, outputs, inputs), None, threads=1).size_bytes
+        for kind in ("int8", "int4 32")
+    }
+    assert sizes["int8"] == outputs * inputs + 4 * outputs
+    assert sizes["int4 32"] == outputs * inputs // 2 + 2 * outputs * inputs // 32
+
+
+def test_product_by_a_plain_weight_in_float32() -> None:
+    weight, rows = drawn(PANEL + 8, 96, seed=1), drawn(ROWS, 96)
+    found = QuantizedProduct(weight, None, threads=1)(rows)
+    torch.testing.assert_close(found, rows @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+INT8_SHAPES = [(PANEL, 32), (PANEL + 6, 48), (3 * PANEL, 704), (33, 40)]
+INT8_KINDS = ["int8", "int8 32", "int4 32", "int4 128", "int4 32+", "int8 32+"]
+INT8_ROWS = 3 * OWN_ROWS_MAX + 1
+
+
+def in_int8(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows quantized to int8 and dequantized, in float64."""
+    blocks: Any = functional.pad(rows.float(), (0, -rows.shape[1] % ROW_BLOCK)).unflatten(
+        1, (-1, 32)
+    )
+    largest = blocks.abs().amax(-1, keepdim=True)
+    numbers = (blocks * (127 / largest)).round().nan_to_num()
+    found: torch.Tensor = (numbers.double() * (largest / 127)).flatten(1)[:, : rows.shape[1]]
+    return found
+
+
+def plain_product(weight: QuantizedWeight, rows: torch.Tensor) -> torch.Tensor:
+    return in_int8(rows) @ weight.dequantized().double().T
+
+
+def product_with(tag: Any, monkeypatch: pytest.MonkeyPatch, *given: Any) -> QuantizedProduct:
+    monkeypatch.setattr(products, "instructions", lambda: tag)
+    return QuantizedProduct(*given, threads=1, int8_activations=True)
+
+
+@pytest.mark.parametrize("shape", INT8_SHAPES, ids=str)
+@pytest.mark.parametrize("kind", INT8_KINDS)
+def test_product_equals_a_plain_one_of_the_same_numbers(kind: str, shape: tuple[int, int]) -> None:
+    """One row, a pass, rows for one thread and more: a row has the same bits in all of them."""
+    weight, bias = weight_of(kind, *shape), drawn(shape[0], seed=3)
+    product = QuantizedProduct(weight, bias, threads=1, int8_activations=True)
+    rows = drawn(INT8_ROWS, shape[1])
+    found = product(rows)
+    wanted = (plain_product(weight, rows) + bias).float()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=3e-5)
+    by_floats = QuantizedProduct(weight, bias, threads=1)(rows)
+    assert not torch.equal(found, by_floats)
+    for count in (*range(1, INT8_PASS_ROWS + 2), OWN_ROWS_MAX, OWN_ROWS_MAX + 1):
+        assert torch.equal(product(rows[:count]), found[:count])
+
+
+@pytest.mark.parametrize("kind", ["int8 32+", "int4 32+"])
+def test_all_instructions_have_the_same_sums(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, rows = weight_of(kind, PANEL + 2, 96), drawn(INT8_PASS_ROWS + 1, 96)
+    wanted = product_with(PLAIN, monkeypatch, weight, None)(rows)
+    # A processor with the best instructions has `PAIRS` too; on some processors these are the best.
+    for tag in [] if instructions() is PLAIN else [PAIRS, instructions()]:
+        product = product_with(tag, monkeypatch, weight, None)
+        assert torch.equal(product(rows), wanted)
+        for count in range(1, INT8_PASS_ROWS + 1):
+            assert torch.equal(product(rows[:count]), wanted[:count])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_numbers_do_not_overflow(kind: str, sign: int) -> None:
+    """Includes -128, which does not occur in weights quantized here but may in those of checkpoints."""
+    values = {"int8": torch.full((PANEL, 64), -128, dtype=torch.int8)}.get(
+        kind, torch.full((PANEL, 32), 0xFF, dtype=torch.uint8)
+    )
+    ones = torch.ones(PANEL, 1, dtype=torch.float16)
+    weight = QuantizedWeight(kind, values, ones, 64, 64, torch.bfloat16)
+    rows = torch.full((2, 64), 127.0 * sign)
+    found = QuantizedProduct(weight, None, threads=1, int8_activations=True)(rows)
+    assert torch.equal(found, rows @ weight.dequantized().T)
+
+
+def test_products_of_whole_numbers_are_exact_on_all_threads() -> None:
+    """Scales are one or powers of two: only the result is rounded, in bfloat16 as well."""
+    weight = dataclasses.replace(weight_of("int4 32", 5 * PANEL, 128), dtype=torch.bfloat16)
+    weight = dataclasses.replace(weight, scales=torch.full_like(weight.scales, 0.25))
+    rows = torch.randint(-126, 127, (2, INT8_ROWS, 128), generator=torch.Generator().manual_seed(4))
+    rows[..., ::ROW_BLOCK] = 127
+    product = QuantizedProduct(weight, None, threads=2, int8_activations=True)
+    wanted = rows.float() @ weight.dequantized().T
+    assert torch.equal(product(rows.float()), wanted)
+    assert torch.equal(product(rows.bfloat16()), wanted.bfloat16())
+
+
+def test_zeros_stay_zeros_and_what_is_no_number_stays_none() -> None:
+    weight, bias = weight_of("int4 32", PANEL, 64), drawn(PANEL)
+    rows = drawn(4, 64)
+    rows[0], rows[1, 40], rows[2, 3] = 0.0, torch.nan, torch.inf
+    found = QuantizedProduct(weight, bias, threads=1, int8_activations=True)(rows)
+    assert torch.equal(found[0], bias)
+    assert not found[1:3].isfinite().any()
+    assert found[3].isfinite().all()
+
+
+def test_rows_stay_floats_if_groups_are_not_of_whole_blocks() -> None:
+    weight, rows = weight_of("int4 48", PANEL, 96), drawn(2, 96)
+    found = QuantizedProduct(weight, None, threads=1, int8_activations=True)(rows)
+    assert torch.equal(found, QuantizedProduct(weight, None, threads=1)(rows))
+
+
+def test_vnni_is_written_as_its_instruction() -> None:
+    """Compiled for a processor with VNNI, whether or not this one has it."""
+    target = binding.Target.from_triple("x86_64-unknown-linux-gnu")
+    machine = target.create_target_machine(
+        cpu="sierraforest", features="+avxvnni,+avx512vnni,+avx512vl"
+    )
+    module = ir.Module()
+    module.triple = target.triple
+    parameters = [ir.IntType(64)] * 3
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), parameters), "sums")
+    builder = ir.IRBuilder(function.append_basic_block())
+    weight_at, row_at, out_at = function.args
+    dots = block_sums.BlockSums(builder, numba.types.int8, numba.typeof(VNNI).dtype)
+    (found,) = dots.sums(weight_at, [0], [row_at], [None])
+    builder.store(found, builder.inttoptr(out_at, found.type.as_pointer()), align=4)
+    builder.ret_void()
+    parsed = binding.parse_assembly(str(module))
+    parsed.verify()
+    assert len(re.findall(r"vpdpbusd", machine.emit_assembly(parsed))) == ROW_BLOCK // 4
+
+
+@pytest.mark.parametrize(
+    ("activations", "dtype", "wanted"),
+    [
+        ("float", torch.bfloat16, False),
+        ("int8", torch.float32, True),
+        ("auto", torch.float32, False),
+        ("auto", torch.bfloat16, True),
+    ],
+)
+def test_rows_are_made_into_8_bits_as_requested(
+    activations: str, dtype: torch.dtype, *, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "instructions", lambda: VNNI)
+    assert quantizes_activations(activations, dtype) is wanted
+
+
+def test_rows_stay_floats_by_themselves_without_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "instructions", lambda: PLAIN)
+    assert not quantizes_activations("auto", torch.bfloat16)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backend_makes_products_as_the_setting_says(*, deterministic: bool) -> None:
+    """For weights quantized on loading, and for weights of a quantized checkpoint."""
+    weight, rows = weight_of("int4 32", PANEL, 64), drawn(1, 64)
+    found = []
+    for activations in ("float", "int8"):
+        settings = WorkerSettings(
+            weights="int4", activations=activations, deterministic=deterministic
+        )
+        backend = CpuBackend(settings, torch.float32)
+        makes: list[Any] = [backend._make_plain, backend.make_product]
+        made = [make(weight, None) for make in makes]
+        assert torch.equal(made[0](rows), made[1](rows))
+        found.append(made[0](rows))
+    assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "given", [{"attention": "exact"}, {"dtype": torch.float16}, {"device": "cuda:0"}]
+)
+def test_int8_rows_are_refused_if_there_is_no_product(given: dict[str, Any]) -> None:
+    dtype = given.pop("dtype", torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"activations: int8 is not possible on .* Remedy"):
+        choose_backend(WorkerSettings(activations="int8", **given), dtype)
+
+
+def test_instructions_are_those_of_the_processor_that_is_compiled_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config: Any = numba.config
+    monkeypatch.setattr(config, "CPU_NAME", "generic")
+    assert instructions.__wrapped__() is PLAIN
+    assert {VNNI.dtype, PLAIN.dtype, block_sums.PAIRS.dtype} == {
+        np.dtype(each) for each in ("int8", "int16", "int32")
+    }

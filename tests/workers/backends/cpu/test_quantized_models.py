@@ -15,7 +15,7 @@ pytest.importorskip("numba")
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import WITHIN, Twins
 from tests.workers.driver import Driver, Question, Stage
-from tests.workers.quantized.dequantized_twins import dequantized_twin
+from tests.workers.quantized.test_weights import dequantized_twin
 from tests.workers.test_language import mixed_questions
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings

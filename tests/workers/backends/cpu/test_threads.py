@@ -1,22 +1,34 @@
-"""Responses of a model while the number of computing threads changes."""
+"""Responses while the number of threads changes; its choice, on a simulated machine with a clock and other programs."""
 
 from __future__ import annotations
 
+import io
 import itertools
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("numba")
-
 from tests.workers import driver
 from tests.workers.backends.cpu.test_poisoned_memory import QUESTIONS, answers
 from tests.workers.driver import Driver, Stage
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import language_layers
-from vsched_workers.backends.cpu.threads import process_pool
+from vsched_workers.backends.cpu.threads import (
+    BLIND_MAX_S,
+    RETRY_MAX_S,
+    RETRY_S,
+    SLICE_S,
+    IdleCores,
+    ThreadChoice,
+    process_pool,
+    waited_s,
+)
+
+pytest.importorskip("numba")
 
 
 class ChangingDriver(Driver):
@@ -47,3 +59,160 @@ def test_answers_have_the_same_bits_with_any_number_of_threads(
         assert answers(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
     assert answers(ChangingDriver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
     process_pool().use(1)
+
+
+class Machine:
+    """Cores, some of them busy with other programs, and a rank that runs steps."""
+
+    def __init__(self, cores: int, *, noise: float = 0.0) -> None:
+        self.cores, self.neighbours = cores, 0
+        self.now_s = 0.0
+        self.waited_s = 0.0
+        self._noise = random.Random(7)
+        self._spread = noise
+        self.choice = ThreadChoice(
+            cores,
+            now_s=lambda: self.now_s,
+            waited_s=lambda: self.waited_s,
+            idle_cores=self._idle_cores,
+        )
+
+    def _idle_cores(self) -> float:
+        return max(self.cores - self.choice.threads - self.neighbours, 0)
+
+    def speed(self, threads: int) -> float:
+        """Rows per second: a thread without its own core delays all others."""
+        short = threads + self.neighbours - self.cores
+        return 100.0 * (threads if short <= 0 else 0.3 * threads)
+
+    def run(
+        self, seconds: float, rows: Callable[[], int] = lambda: 4, kind: str = "generate"
+    ) -> None:
+        """Run steps for a number of seconds."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            threads, count = self.choice.next_threads, rows()
+            taken_s = count / self.speed(threads)
+            taken_s *= 1 + self._spread * self._noise.uniform(-1, 1)
+            self.now_s += taken_s
+            if threads + self.neighbours > self.cores:
+                self.waited_s += 0.5 * taken_s
+            self.choice.add(kind, count, taken_s)
+
+
+@pytest.mark.parametrize("cores", [2, 4])
+def test_one_thread_less_next_to_a_neighbour_and_all_again_without(cores: int) -> None:
+    machine = Machine(cores)
+    machine.run(3.0)
+    assert machine.choice.threads == cores
+    machine.neighbours = 1
+    machine.run(2.0)
+    assert machine.choice.threads == cores - 1
+    machine.run(30.0)
+    assert machine.choice.threads == cores - 1
+    machine.neighbours = 0
+    machine.run(1.5)
+    assert machine.choice.threads == cores
+
+
+def test_steps_of_any_size_are_compared_by_the_row() -> None:
+    sizes = random.Random(3)
+    machine = Machine(2, noise=0.1)
+    machine.neighbours = 1
+    machine.run(20.0, lambda: sizes.choice([64, 200, 1000]))
+    assert machine.choice.threads == 1
+
+
+def test_noise_changes_nothing() -> None:
+    machine = Machine(2, noise=0.3)
+    for _ in range(100):
+        machine.waited_s += 1  # trials happen as often as allowed
+        machine.run(0.5)
+        assert machine.choice.threads == 2
+
+
+def test_trials_that_change_nothing_become_rare() -> None:
+    """Cores may be idle because of a quota or other ranks, so that more threads cannot use them."""
+    machine = Machine(2)
+    machine.neighbours = 1
+    machine.run(2.0)
+    machine.choice._idle_cores = lambda: 1.0
+    together = 0
+    for _ in range(1000):
+        machine.run(0.04)
+        together += machine.choice.next_threads == 2
+    assert machine.choice.threads == 1
+    assert together < 1000 * 0.3 / RETRY_MAX_S + 100 * RETRY_S
+
+
+def test_more_threads_are_tried_when_no_core_looks_idle() -> None:
+    """A program of the idle scheduling class keeps a core busy and yields it at once."""
+    machine = Machine(2)
+    machine.neighbours = 1
+    machine.run(2.0)
+    machine.choice._idle_cores = lambda: 0.0
+    machine.neighbours = 0
+    machine.run(3.0)
+    assert machine.choice.threads == 2
+
+
+def test_trials_without_an_idle_core_become_rare() -> None:
+    machine = Machine(2)
+    machine.neighbours = 1
+    machine.run(2.0)
+    together = 0
+    for _ in range(1000):
+        machine.run(0.1)
+        together += machine.choice.next_threads == 2
+    assert machine.choice.threads == 1
+    assert together < 1000 * 0.4 / BLIND_MAX_S
+
+
+def test_waiting_between_steps_starts_no_trial() -> None:
+    machine = Machine(2)
+    machine.run(1.0)
+    for _ in range(100):
+        machine.now_s += 1.0
+        machine.waited_s += 0.5
+        for _ in range(3):
+            machine.run(0.03)
+            assert machine.choice.next_threads == 2
+
+
+def test_steps_that_cannot_be_compared_change_nothing() -> None:
+    count = iter(range(10_000))
+    machine = Machine(2)
+    machine.neighbours = 1
+    for _ in range(500):
+        machine.run(0.01, kind=f"images {next(count)}")
+    assert machine.choice.threads == 2
+
+
+def test_idle_cores_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other cores of a host do not count; a system without the file reports nothing."""
+    found = IdleCores()()
+    assert found >= 0
+    monkeypatch.setattr("builtins.open", _nothing)
+    assert IdleCores()() == float("inf")
+
+
+def test_niced_programs_count_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1})
+    lines = "cpu 0 0 0 0\ncpu0 9 9 9 9\ncpu1 5000 {} 10 300\n"
+    times = iter((0, 700))
+    monkeypatch.setattr("builtins.open", lambda *_, **__: io.StringIO(lines.format(next(times))))
+    cores = IdleCores()
+    cores._at_s -= 7.0
+    assert cores() == pytest.approx(700 / os.sysconf("SC_CLK_TCK") / 7, rel=0.05)
+
+
+def test_waiting_is_measured_by_context_switches_if_the_system_keeps_no_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert waited_s() >= 0
+    monkeypatch.setattr("builtins.open", _nothing)
+    assert waited_s() % SLICE_S == pytest.approx(0, abs=1e-6) or waited_s() >= SLICE_S
+
+
+def _nothing(*_: object, **__: object) -> None:
+    raise OSError

@@ -15,12 +15,10 @@ import torch
 
 from vsched.worker.contract import WorkerSettings
 from vsched_workers import language, vision
-from vsched_workers.backends.base import Backend
 from vsched_workers.backends.cuda.attention_trials import try_kernels
 from vsched_workers.backends.cuda.backend import CudaBackend
-from vsched_workers.backends.cuda.parts import parts_off
-from vsched_workers.backends.reference.collectives import GlooCollectives
-from vsched_workers.backends.reference.host_memory import HostMemory
+from vsched_workers.backends.cuda.device import parts_off
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
 
@@ -32,13 +30,7 @@ class CudaOnHost(CudaBackend):
         self, settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str = "auto"
     ) -> None:
         del kv_dtype
-        Backend.__init__(
-            self,
-            settings,
-            dtype,
-            memory=HostMemory(settings.device),
-            collectives=GlooCollectives(),
-        )
+        Backend.__init__(self, settings, dtype)
         self._off, self._captures, self._quantizer = parts_off(), False, None
         self.spare_blocks = 0
 

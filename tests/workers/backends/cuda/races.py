@@ -11,18 +11,25 @@ results of such operations, and tensors passed to `Machine.own`. All other memor
 as a write by the host, as uses of the array are not recorded. Freed memory is not checked: torch handles that.
 
 The clocks are those of Lamport and Mattern; FastTrack (Flanagan and Freund, 2009) finds races by them.
+
+A fake graph stream that runs work late, when something waits for it, as a GPU may.
+
+Kernels that are wrong or do not run, in place of one of a module's kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from vsched_workers.backends.cuda.graphs import Act, CudaGraphStream, Run
 
 HOST = "the host"
 
@@ -300,3 +307,97 @@ class Machine(TorchDispatchMode):
 
 def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+class LateStream(CudaGraphStream):
+    """Runs work in order, but only on a wait for it or for later work.
+
+    So code that overwrites a copy's source too early, or reads its target too early, fails here.
+
+    Attributes:
+        starts: Number of captured steps that were started.
+        uploads: Number of copies to the device.
+        failure: Raised in place of a capture.
+    """
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.uploads = 0
+        self.failure: Exception | None = None
+        self.forgotten = 0
+        self._late: list[Act] = []
+        self._done = 0
+
+    def host(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Act:
+        self.uploads += 1
+        return self._later(lambda: target.copy_(source))
+
+    def download(self, source: torch.Tensor, target: torch.Tensor) -> Act:
+        return self._later(lambda: target.copy_(source))
+
+    def capture(self, run: Run) -> tuple[Act, torch.Tensor]:
+        if self.failure is not None:
+            raise self.failure
+        result = run()
+        run()
+
+        def replay() -> None:
+            result.copy_(run())
+
+        return replay, result
+
+    def start(self, replay: Act) -> None:
+        self.starts += 1
+        self._later(replay)
+
+    def wait_for_others(self) -> None:
+        """Others run at once."""
+
+    def let_others_wait(self) -> None:
+        self._run_until(len(self._late))
+
+    def forget(self) -> None:
+        self._run_until(len(self._late))
+        self.forgotten += 1
+
+    def _later(self, act: Callable[[], object]) -> Act:
+        self._late.append(lambda: (act(), None)[1])
+        place = len(self._late)
+        return lambda: self._run_until(place)
+
+    def _run_until(self, place: int) -> None:
+        while self._done < place:
+            self._late[self._done]()
+            self._done += 1
+
+
+class Idle:
+    """A kernel that writes zeros to all of its tensors."""
+
+    def __getitem__(self, grid: object) -> Callable[..., object]:
+        return lambda *arguments, **_: [
+            each.zero_() for each in arguments if isinstance(each, torch.Tensor)
+        ]
+
+
+def check_not_used(
+    module: ModuleType,
+    broken: str,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wrong: str,
+) -> None:
+    """Check that `usable_kernels` of a module returns none if one is wrong, with this text in the log, or fails."""
+    right = module.load_kernels()
+    assert right is not None
+    assert module.usable_kernels(torch.float32, device) is not None
+    monkeypatch.setattr(module, "load_kernels", lambda: right._replace(**{broken: Idle()}))
+    assert module.usable_kernels(torch.float32, device) is None
+    assert wrong in caplog.text
+    monkeypatch.setattr(module, "load_kernels", lambda: right._replace(**{broken: None}))
+    assert module.usable_kernels(torch.float32, device) is None
+    assert "which is slower" in caplog.text

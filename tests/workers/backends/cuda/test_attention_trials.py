@@ -17,21 +17,25 @@ from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import attention, attention_trials
 from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill, VarlenDecode
 from vsched_workers.backends.cuda.attention_trials import (
+    WITHIN,
     AttentionTrial,
     fastest,
     layers_of_shapes,
+    passes,
     require_right,
     try_kernels,
 )
-from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
+    ContextIndex,
     PagedStep,
+    ScoreRule,
     Segment,
     attend_by_rule,
     attend_plainly,
+    decode_by_rule,
 )
-from vsched_workers.batching.ruled_attention import ContextIndex, ScoreRule, decode_by_rule
 
 
 class Right:
@@ -397,3 +401,28 @@ def test_an_older_torch_has_no_block_table(monkeypatch: pytest.MonkeyPatch) -> N
 def test_varlen_wants_a_16_bit_type() -> None:
     with pytest.raises(ConfigError, match="'varlen' runs with 16-bit types only, not with float32"):
         choose_backend(WorkerSettings(device="cuda", attention="varlen"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("apart", "right"),
+    [
+        ([0.0, WITHIN[torch.float32]], True),
+        ([0.0, 2 * WITHIN[torch.float32]], False),
+        ([0.0, float("nan")], False),
+        ([float("nan"), 0.0], False),
+    ],
+)
+def test_each_run_of_a_trial_must_be_right(
+    apart: list[float],
+    right: bool,
+    caplog: pytest.LogCaptureFixture,  # a parameter
+) -> None:
+    """The first launch is by Triton, the second without its dispatch."""
+    left = list(apart)
+    with caplog.at_level(logging.WARNING):
+        found = passes(
+            lambda: left.pop(0), torch.float32, doing="trying", without="no tower", kernels="its"
+        )
+    assert found is right
+    assert not left
+    assert ("no tower: its are wrong by" in caplog.text) is not right

@@ -13,8 +13,8 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends import choice
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda.attention import KernelMissing, TritonDecode
+from vsched_workers.backends.cuda.device import CudaMemory
 from vsched_workers.backends.cuda.fused_layers import load_kernels
-from vsched_workers.backends.cuda.memory import CudaMemory
 
 Calls = list[tuple[str, object]]
 

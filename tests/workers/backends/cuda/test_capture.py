@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.bench.gpu.costs import FAMILY, SHAPES
-from tests.workers.backends.cuda.late_stream import LateStream
+from tests.workers.backends.cuda.races import LateStream
 from vsched_workers.backends.base import LanguageLayers, RunModel
 from vsched_workers.backends.cuda.attention import TritonDecode, VarlenDecode
 from vsched_workers.backends.cuda.fused_layers import FusedLayers, LayerKernels, merge
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
-from vsched_workers.backends.cuda.quantized import QuantizedLayer, TritonProduct
-from vsched_workers.backends.reference.gather_attention import prefill_by_gather
-from vsched_workers.backends.reference.module_layers import ModuleLayers
+from vsched_workers.backends.cuda.products import QuantizedLayer, TritonProduct
+from vsched_workers.backends.reference.attention import prefill_by_gather
+from vsched_workers.backends.reference.layers import ModuleLayers
 from vsched_workers.backends.reference.packed_weights import replace_linears
 from vsched_workers.batching import paged_attention
 from vsched_workers.batching.kv_cache import KvCache, KvShape

@@ -15,15 +15,15 @@ pytest.importorskip("triton")
 from tests.bench.gpu.kernels import compiled
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import Twins
-from tests.workers.backends.cuda.faulty_kernels import check_not_used
+from tests.workers.backends.cuda.races import check_not_used
 from tests.workers.driver import Driver, Question, Stage
 from tests.workers.test_language import mixed_questions
 from vsched_workers import language
 from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cuda import fused_layers
 from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, usable_kernels
-from vsched_workers.backends.reference.backend import ReferenceBackend
-from vsched_workers.families.decoder import Decoder
+from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.families.decoders import Decoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
@@ -32,7 +32,7 @@ in_the_interpreter = pytest.mark.skipif(
 )
 
 
-class FusedOnHost(ReferenceBackend):
+class FusedOnHost(Backend):
     """The host with the fused layers of a GPU."""
 
     def prepare_language(

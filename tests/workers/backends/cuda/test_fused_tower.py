@@ -1,8 +1,12 @@
-"""Fused towers of a GPU compared with transformers' modules, with kernels in Triton's interpreter or on a device."""
+"""Fused towers of a GPU compared with transformers' modules, with kernels in Triton's interpreter or on a device.
+
+Attention in one call per layer is tested with torch's kernel written out on the CPU.
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -10,23 +14,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.bench.gpu.kernels import compiled
-from tests.workers.backends.cuda.faulty_kernels import check_not_used
+from tests.workers.backends.cuda.races import check_not_used
 from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
+from tests.workers.driver import Driver, Question, Stage, drawn_image
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cuda import fused_tower, quantized, vision_attention
+from vsched_workers.backends.cuda import fused_tower, products
+from vsched_workers.backends.cuda.device import VARIABLE
 from vsched_workers.backends.cuda.fused_tower import (
     INNER_MULTIPLE,
     FusedTower,
     fits,
     pad_inner,
 )
-from vsched_workers.backends.cuda.parts import VARIABLE
 from vsched_workers.families import FAMILIES, family_of_rank
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,7 +126,7 @@ def test_long_sequences_attend_in_one_call(
 
     tower = prepared(encoded.tower)
     tower.forward._flash = True
-    monkeypatch.setattr(vision_attention, "varlen", counted)
+    monkeypatch.setattr(fused_tower, "varlen", counted)
     encoded.check(tower)
     blocks = 1 if encoded.family.name == "qwen2_5_vl" else SIZES["depth"]
     assert calls == [(4, 10 * 14)] * blocks, "windows have a kernel of their own"
@@ -132,7 +138,7 @@ def test_quantized_towers_are_fused(encoded: Encoded, monkeypatch: pytest.Monkey
     """A merged product has the weights of its parts; groups of inputs are not padded."""
     facts = SimpleNamespace(multi_processor_count=4, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-    monkeypatch.setattr(quantized, "FEW_ROWS_MAX", 0)
+    monkeypatch.setattr(products, "FEW_ROWS_MAX", 0)
     fused = prepared(encoded.tower, weights="int8")
     assert isinstance(fused.forward, FusedTower)
     monkeypatch.setattr(fused_tower, "load_kernels", lambda: None)
@@ -207,3 +213,56 @@ def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
     for name, registers, _, spilled_bytes in made:
         assert registers <= 192, name
         assert spilled_bytes == 0, name
+
+
+Stages = Callable[..., Stage]
+
+
+def test_flash_gives_the_rows_of_attention_window_by_window(
+    stages: Stages,
+    checkpoints: Callable[[str], Path],
+    size: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.nn.attention import varlen
+
+    plain = stages(size)  # shared by all tests: loaded before anything is replaced
+    calls = []
+
+    def counted(*inputs: torch.Tensor, **options: object) -> torch.Tensor:
+        calls.append(len(inputs[3]) - 1)
+        return varlen_on_cpu(*inputs, **options)  # type: ignore[arg-type]
+
+    counted.__signature__ = inspect.signature(varlen_on_cpu)  # type: ignore[attr-defined]
+    monkeypatch.setattr(varlen, "varlen_attn", counted)
+    fused_tower.register()
+    flash = Stage.load(str(checkpoints(size)), attention="exact", dtype="float32")
+    fused_tower.switch(flash.encoder._tower.module)  # type: ignore[attr-defined]
+    question = Question("Compare.", [drawn_image(2, 200, 70), drawn_image(4, 31, 150)])
+    rows = []
+    for stage in (plain, flash):
+        driver = Driver(stage, chunk=64)
+        driver.start(0, question)
+        rows.append(driver.embeddings.view(np.float32))
+    assert np.abs(rows[0] - rows[1]).max() < 1e-5
+    assert len(calls) == len(flash.encoder._tower.module.blocks)  # type: ignore[attr-defined]
+    assert min(calls) >= 2, "both images, and where there are windows all of them, in one call"
+
+
+def test_flash_is_for_gpus_and_16_bit_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_tower, "runs", lambda *_: True)
+    for settings, dtype, name in [
+        (WorkerSettings(), torch.bfloat16, "sdpa"),
+        (WorkerSettings(device="cuda"), torch.float32, "sdpa"),
+        (WorkerSettings(device="cuda", attention="exact"), torch.bfloat16, "sdpa"),
+        (WorkerSettings(device="cuda"), torch.bfloat16, fused_tower.FLASH),
+    ]:
+        tower: Any = nn.Module()
+        tower.config, tower.blocks = SimpleNamespace(_attn_implementation="sdpa"), []
+        choose_backend(settings, dtype).prepare_tower(tower)
+        assert tower.config._attn_implementation == name
+
+
+def test_flash_is_not_taken_where_it_does_not_run() -> None:
+    """Torch's own kernel does not run on a CPU, which the trial detects."""
+    assert not fused_tower.runs("cpu", torch.bfloat16)

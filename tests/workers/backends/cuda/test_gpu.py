@@ -24,19 +24,19 @@ from tests.workers.test_language import mixed_questions, outputs
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cuda import vision_attention
-from vsched_workers.backends.cuda.copies import RowCopies
-from vsched_workers.backends.cuda.swapping import CudaSwapArea
-from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.cuda import fused_tower
+from vsched_workers.backends.cuda.device import CudaSwapArea, RowCopies
+from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
     DecodeKernel,
     PrefillKernel,
+    ScoreRule,
     Segment,
     context_slots,
+    prefill_by_rule,
 )
-from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
-from vsched_workers.batching.sampling import draw_in_numpy
+from vsched_workers.batching.sampling import draw_in_torch
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
 pytestmark = [
@@ -247,7 +247,7 @@ def test_flash_prefill_in_a_window_equals_torch(first: int, rows: int, window: i
 
 
 def test_vision_attention_runs_in_one_call() -> None:
-    assert vision_attention.runs(DEVICE, torch.bfloat16)
+    assert fused_tower.runs(DEVICE, torch.bfloat16)
 
 
 def test_rows_are_right_when_copies_overlap_with_computing() -> None:
@@ -264,11 +264,11 @@ def test_rows_are_right_when_copies_overlap_with_computing() -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_draws_on_a_gpu_equal_numpy(options: dict[str, Any]) -> None:
+def test_draws_on_a_gpu_equal_those_on_a_cpu(options: dict[str, Any]) -> None:
     logits = torch.from_numpy(np.random.default_rng(3).standard_normal((6, 50_000)) * 3).bfloat16()
     rows = [
         special(row, SamplingParams(seed=row, **options), [1, 9], [5, 9, 9]) for row in range(6)
     ]
     backend = choose_backend(SETTINGS, torch.bfloat16)
     found = backend.draw(logits.to(DEVICE), rows).tolist()
-    assert found == draw_in_numpy(logits, rows).tolist()
+    assert found == draw_in_torch(logits, rows).tolist()

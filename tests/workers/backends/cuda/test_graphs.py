@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, compare, generated, prompts
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
-from tests.workers.backends.cuda.late_stream import LateStream
+from tests.workers.backends.cuda.races import LateStream
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Running, Stage
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.errors import DeviceOutOfMemory
@@ -23,10 +23,9 @@ from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, WorkerSettings
 from vsched_workers import language
 from vsched_workers.backends.base import RunModel
-from vsched_workers.backends.cuda.graph_stream import row_counts
-from vsched_workers.backends.cuda.graphs import TRIED_STEPS, DecodeGraphs
-from vsched_workers.backends.reference.backend import ReferenceBackend
-from vsched_workers.backends.reference.gather_attention import decode_by_gather
+from vsched_workers.backends.cuda.graphs import TRIED_STEPS, DecodeGraphs, row_counts
+from vsched_workers.backends.reference.attention import decode_by_gather
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 from vsched_workers.batching.recurrent_state import RecurrentStates
@@ -50,7 +49,7 @@ class CapturableGather:
         return decode_by_gather(query, layer, step, scaling)
 
 
-class CapturingBackend(ReferenceBackend):
+class CapturingBackend(Backend):
     """A host whose decode steps are captured, as on a GPU."""
 
     spare_blocks = 1

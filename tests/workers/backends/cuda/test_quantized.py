@@ -17,14 +17,14 @@ pytest.importorskip("triton")
 from tests.bench.gpu.kernels import compiled
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cuda.quantized import (
+from vsched_workers.backends.cuda.products import (
     FEW_ROWS_MAX,
     ProductPlan,
     QuantizedLayer,
     TritonProduct,
     plan_of,
 )
-from vsched_workers.families.decoder import Decoder
+from vsched_workers.families.decoders import Decoder
 from vsched_workers.quantized.layers import QuantizedLinear
 from vsched_workers.quantized.weights import QuantizedWeight, quantize
 

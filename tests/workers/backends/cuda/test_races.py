@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.workers.backends.cuda.races import Event, Machine, RaceError, Stream
-from tests.workers.batching.test_swap_area import NOTHING, make_cache, pairs
+from tests.workers.batching.test_kv_cache import NOTHING, make_cache, pairs
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Stage
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.types import SamplingParams
@@ -20,11 +20,9 @@ from vsched_workers import language, vision
 from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda import graphs
 from vsched_workers.backends.cuda.backend import CudaBackend
-from vsched_workers.backends.cuda.copies import RowCopies, pinned
-from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
-from vsched_workers.backends.cuda.graphs import DecodeGraphs
-from vsched_workers.backends.cuda.swapping import CudaSwapArea
-from vsched_workers.backends.reference.backend import ReferenceBackend
+from vsched_workers.backends.cuda.device import CudaSwapArea, RowCopies, pinned
+from vsched_workers.backends.cuda.graphs import CudaGraphStream, DecodeGraphs
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 from vsched_workers.batching.recurrent_state import RecurrentStates
@@ -167,7 +165,7 @@ class TensorDecode:
         return torch.einsum("rht,rthd->rhd", weights, values)
 
 
-class GraphBackend(ReferenceBackend):
+class GraphBackend(Backend):
     """A host with a GPU's graph stream and sampling."""
 
     spare_blocks = 1

@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 from tests.bench.gpu.kernels import SHARED_BYTES_MAX, compiled
 from tests.workers.backends.paged import filled_cache, written_out
 from vsched_workers.backends.cuda.attention import ContextSplit, TritonDecode, split_of_contexts
-from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
-from vsched_workers.batching.paged_attention import PagedStep
-from vsched_workers.batching.ruled_attention import ContextIndex, ScoreRule, decode_by_rule
+from vsched_workers.batching.paged_attention import (
+    ContextIndex,
+    PagedStep,
+    ScoreRule,
+    decode_by_rule,
+)
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

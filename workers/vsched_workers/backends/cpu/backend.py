@@ -15,43 +15,39 @@ from torch import nn
 
 from vsched.errors import ConfigError
 from vsched.worker.contract import Progress, WorkerSettings
-from vsched_workers.adapters.sums import MakeSums, Sums, TorchSums
+from vsched_workers.adapters.places import MakeSums, TorchSums
 from vsched_workers.backends.base import RunnableLanguage
-from vsched_workers.backends.cpu import prefill_attention
-from vsched_workers.backends.cpu.compiling.ahead import compile_ahead
-from vsched_workers.backends.cpu.compiling.needs import language_needs, tower_needs
-from vsched_workers.backends.cpu.decode_attention import NumbaDecode
-from vsched_workers.backends.cpu.encoder_layers import fuse_encoders, merge_encoders
+from vsched_workers.backends.cpu import attention, low_rank
+from vsched_workers.backends.cpu.attention import NumbaDecode
+from vsched_workers.backends.cpu.compiling import compile_ahead, language_needs, tower_needs
 from vsched_workers.backends.cpu.kernels import compilation, sampling
 from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
-from vsched_workers.backends.cpu.low_rank import sums as low_rank
-from vsched_workers.backends.cpu.low_rank.sums import KernelSums
-from vsched_workers.backends.cpu.products import make_product
-from vsched_workers.backends.cpu.quantized.products import (
+from vsched_workers.backends.cpu.low_rank import KernelSums
+from vsched_workers.backends.cpu.products import (
     QuantizedProduct,
+    make_product,
     quantizes_activations,
     widens_in_tiles,
 )
 from vsched_workers.backends.cpu.row_sampler import draw_compiled
 from vsched_workers.backends.cpu.threads import pool_of, process_pool
-from vsched_workers.backends.cpu.vision_blocks import fuse_blocks
-from vsched_workers.backends.reference.backend import ReferenceBackend
-from vsched_workers.backends.reference.gather_attention import prefill_by_gather
-from vsched_workers.backends.reference.merged_layers import fuse
+from vsched_workers.backends.cpu.vision_layers import fuse_blocks, fuse_encoders, merge_encoders
+from vsched_workers.backends.reference.attention import prefill_by_gather
+from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.backends.reference.layers import fuse
 from vsched_workers.backends.reference.packed_weights import PackedLinear, packed_names
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.sampling import SpecialRow
 from vsched_workers.memory import sparse_runs
-from vsched_workers.quantized.layers import QuantizedLinear
-from vsched_workers.quantized.model import Quantizer
+from vsched_workers.quantized.layers import QuantizedLinear, Quantizer
 
 if TYPE_CHECKING:
-    from vsched_workers.families.decoder import Decoder
+    from vsched_workers.families.decoders import Decoder
 
 
-class CpuBackend(ReferenceBackend):
+class CpuBackend(Backend):
     """CPU backend with compiled kernels, for float32 and bfloat16."""
 
     def __init__(
@@ -69,7 +65,7 @@ class CpuBackend(ReferenceBackend):
             tiles=widens_in_tiles(settings, dtype),
             deterministic=settings.deterministic,
         )
-        self._quantizer: Quantizer[QuantizedProduct] | None = None
+        self._quantizer: Quantizer | None = None
         if self._fuses:
             self._pack_weights()
         if settings.quantizes:
@@ -130,7 +126,7 @@ class CpuBackend(ReferenceBackend):
         self._load_decode()
         return size
 
-    def _quantize_ends(self, model: Any, quantizer: Quantizer[QuantizedProduct]) -> int:
+    def _quantize_ends(self, model: Any, quantizer: Quantizer) -> int:
         """Quantize the embedding and the head of a model of any architecture; return their bytes."""
         head, size = model.get_output_embeddings(), 0
         if type(head) is nn.Linear:
@@ -162,7 +158,7 @@ class CpuBackend(ReferenceBackend):
         low_rank.warm_up()
         kernel = functools.partial(KernelSums, self._threads)
 
-        def make(dtype: torch.dtype, device: torch.device) -> Sums:
+        def make(dtype: torch.dtype, device: torch.device) -> TorchSums:
             return kernel() if dtype == torch.bfloat16 else TorchSums(dtype, device)
 
         return make
@@ -198,8 +194,8 @@ class CpuBackend(ReferenceBackend):
         sampling.warm_up()
         prefill = prefill_by_gather
         if self.dtype == torch.bfloat16 and not self._deterministic:
-            prefill_attention.warm_up()
-            prefill = prefill_attention.prefill
+            attention.warm_up()
+            prefill = attention.prefill
         self._decode = NumbaDecode(self.dtype, self.kv_dtype, self._threads)
         self._attention = AttentionKernels(self._decode, prefill)
 

@@ -5,7 +5,7 @@ each over all rows. Here a layer is five products with packed weights (QKV is on
 compiled kernels in `kernels/`. Long steps are split into blocks of rows, which bounds the memory of intermediate
 results. A step of decode rows alone is one call (`decode_step/`).
 
-The computation of a layer follows from the model's architecture (`families/decoder.py`). Models of other
+The computation of a layer follows from the model's architecture (`families/decoders.py`). Models of other
 architectures keep transformers' modules.
 """
 
@@ -22,13 +22,15 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from vsched_workers.adapters.places import LayerPlace
-from vsched_workers.adapters.rows import AdapterPass
+from vsched_workers.adapters.places import AdapterPass, LayerPlace
 from vsched_workers.backends.base import Product
-from vsched_workers.backends.cpu.decode_attention import sample_cache, shares_of
-from vsched_workers.backends.cpu.decode_step.angles import StepAngles
-from vsched_workers.backends.cpu.decode_step.compiled_step import CompiledStep, Traits, fits
-from vsched_workers.backends.cpu.decoder_norms import Norm
+from vsched_workers.backends.cpu.attention import prefill_by_rule, sample_cache, shares_of
+from vsched_workers.backends.cpu.decode_step.compiled_step import (
+    CompiledStep,
+    StepAngles,
+    Traits,
+    fits,
+)
 from vsched_workers.backends.cpu.kernels import (
     activation,
     decode_attention,
@@ -45,21 +47,19 @@ from vsched_workers.backends.cpu.kernels.rope import (
     heads_of,
     rope_prefill,
 )
-from vsched_workers.backends.cpu.low_rank.places import layer_places
-from vsched_workers.backends.cpu.prefill_attention import prefill_by_rule
-from vsched_workers.backends.cpu.row_blocks import RowBlock, StepRows
+from vsched_workers.backends.cpu.layer_parts import Norm, RowBlock, StepRows
+from vsched_workers.backends.cpu.low_rank import layer_places
 from vsched_workers.backends.cpu.threads import pool_of
-from vsched_workers.backends.reference.merged_layers import CutFeedForward, MergedAttention
+from vsched_workers.backends.reference.layers import CutFeedForward, MergedAttention, angles_of
 from vsched_workers.backends.reference.packed_weights import PackedLinear
-from vsched_workers.backends.reference.rotary_angles import angles_of
-from vsched_workers.batching.ruled_attention import ScoreRule
-from vsched_workers.families.decoder import Activation
+from vsched_workers.batching.paged_attention import ScoreRule
+from vsched_workers.families.decoders import Activation
 from vsched_workers.memory.sparse_runs import attended_contexts, is_sparse, room_for
 
 if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images
     from vsched_workers.batching.paged_attention import PagedStep, Segment
-    from vsched_workers.families.decoder import AttentionKind, Decoder
+    from vsched_workers.families.decoders import AttentionKind, Decoder
     from vsched_workers.parallel.slicing import Cut
 
 DECODE_VALUES_MIN = 1 << 18
@@ -200,7 +200,7 @@ class FusedLanguage:
         self._compiled_step = self._make_compiled_step(cached)
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
-        """Return the positions of adapters; see `Fused`."""
+        """Return the positions of adapters; see `module_places`."""
         return layer_places(self._layers, self._decoder, within, cuts)
 
     def __call__(

@@ -26,7 +26,7 @@ from vsched_workers.batching.sampling import (
 
 
 def draw_compiled(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
-    """Return the token of each special row, as `draw_in_numpy` does; logits bfloat16 or float32.
+    """Return the token of each special row, as `draw_in_torch` does; logits bfloat16 or float32.
 
     Raises:
         FloatingPointError: There is no finite logit to sample from.

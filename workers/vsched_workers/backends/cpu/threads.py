@@ -1,12 +1,31 @@
-"""Thread pool of a process, shared by its kernels."""
+"""The thread pool of a process, shared by its kernels, and the number of its threads: fewer while that is faster.
+
+If another program keeps a core busy, one of this process's threads waits for the core, and one thread fewer can be
+faster. The choice is based on measured steps. A *trial* runs some steps with the present number of threads and some
+with another, in turns, and compares the time per row. It is started
+
+- with fewer threads, if threads were ready and had no core (`/proc/PID/task/TID/schedstat`);
+- with more, if cores were idle or ran niced programs, which yield (`/proc/stat`), and periodically in any case: a
+  core that looks busy may run a program of the idle scheduling class.
+
+The other number is chosen if it is 5 % faster, so that noise causes no oscillation. Results do not depend on the
+number of threads.
+"""
 
 from __future__ import annotations
 
 import atexit
+import enum
+import math
+import os
+import resource
+import statistics
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numba
@@ -15,7 +34,233 @@ import torch
 
 from vsched_workers.backends.cpu.kernels import thread_pool as layout
 from vsched_workers.backends.cpu.kernels.thread_pool import work
-from vsched_workers.backends.cpu.thread_choice import ThreadChoice
+
+FASTER = 0.95
+"""Maximum ratio of times at which another number of threads is chosen."""
+WAITED_MIN = 0.15
+"""Minimum share of time without a core, over all threads, for a trial with fewer threads."""
+SLICE_S = 0.003
+"""Approximate time slice of the system: estimated cost of an involuntary context switch without schedstat."""
+SAMPLE_S = 0.1
+"""Seconds of steps over which that share is measured."""
+IDLE_MIN = 0.4
+"""Minimum number of idle cores for a trial with more threads."""
+RETRY_S, RETRY_MAX_S = 0.5, 8.0
+"""Seconds until the next trial for the same reason; doubled after each trial without a change."""
+BLIND_S, BLIND_MAX_S = 2.0, 15.0
+"""The same for more threads when no core looks idle."""
+TURN_S = 0.015
+"""Minimum turn of a trial: some time slices of the system."""
+SIDE_S, SIDE_STEPS, SIDE_LONG_S = 0.06, 3, 0.3
+"""Minimum for each side of a trial: this time and this number of steps, or the longer time."""
+TRIAL_S = 2.0
+"""Maximum time that a trial waits for comparable steps."""
+ROWS_ALIKE = 64
+"""From this number of rows on, time is compared per row; below, only steps with equal rows are compared."""
+
+
+def waited_s() -> float:
+    """Total seconds that threads of this process were ready to run and had no core.
+
+    Source: Documentation/scheduler/sched-stats.rst of Linux.
+    """
+    total_ns = 0
+    for thread in threading.enumerate():
+        try:
+            with open(f"/proc/self/task/{thread.native_id}/schedstat", encoding="ascii") as file:
+                total_ns += int(file.read().split()[1])
+        except (OSError, IndexError):
+            return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw * SLICE_S
+    return total_ns / 1e9
+
+
+class IdleCores:
+    """Average number of this process's cores that were idle, or ran niced programs, since the last call."""
+
+    def __init__(self) -> None:
+        self._idle_s = self._read()
+        self._at_s = time.monotonic()
+
+    def __call__(self) -> float:
+        """Return idle cores; infinity if the system does not report them."""
+        idle_s, now_s = self._read(), time.monotonic()
+        passed_s = now_s - self._at_s
+        found = (idle_s - self._idle_s) / passed_s if passed_s > 0 else 0.0
+        self._idle_s, self._at_s = idle_s, now_s
+        return found if idle_s > 0 else math.inf
+
+    @staticmethod
+    def _read() -> float:
+        """Idle and niced seconds of these cores since the system started; 0 without `/proc/stat`.
+
+        Source: proc_stat(5): the columns after the name are user, nice, system, idle.
+        """
+        names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        try:
+            with open("/proc/stat", encoding="ascii") as file:
+                lines = [line.split() for line in file if line.startswith("cpu")]
+        except OSError:
+            return 0.0
+        ticks = sum(
+            int(words[2]) + int(words[4]) for words in lines if words[0] in names and len(words) > 4
+        )
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class _Side:
+    """Measurements with one number of threads: seconds of steps by kind, total time, number of steps."""
+
+    seconds: dict[Hashable, list[float]] = field(default_factory=lambda: defaultdict(list))
+    total_s: float = 0.0
+    steps: int = 0
+
+    def add(self, kind: Hashable, cost_s: float, seconds: float) -> None:
+        self.seconds[kind].append(cost_s)
+        self.total_s += seconds
+        self.steps += 1
+
+    @property
+    def is_enough(self) -> bool:
+        return self.total_s >= SIDE_S and (self.steps >= SIDE_STEPS or self.total_s >= SIDE_LONG_S)
+
+
+class _Reason(enum.Enum):
+    """Reason for a trial: the first and the longest time between two trials."""
+
+    WAITED = RETRY_S, RETRY_MAX_S, "fewer threads, since some had no core"
+    IDLE = RETRY_S, RETRY_MAX_S, "more threads, since cores are idle"
+    BLIND = BLIND_S, BLIND_MAX_S, "more threads, since it is time"
+
+
+class _Trial:
+    """Steps with two numbers of threads, in turns."""
+
+    def __init__(self, reason: _Reason, present: int, other: int) -> None:
+        self.reason = reason
+        self.numbers = present, other
+        self._sides = _Side(), _Side()
+        self._turn = 1
+        self._turn_s = 0.0
+
+    @property
+    def threads(self) -> int:
+        """Number of threads in the current turn."""
+        return self.numbers[self._turn]
+
+    def add(self, kind: Hashable, cost_s: float, seconds: float) -> float | None:
+        """Add a step's time; return the ratio of times, other to present number of threads, once it is known."""
+        self._sides[self._turn].add(kind, cost_s, seconds)
+        self._turn_s += seconds
+        if self._turn_s >= TURN_S:
+            self._turn, self._turn_s = 1 - self._turn, 0.0
+        if not all(side.is_enough for side in self._sides):
+            return None
+        ratio = self._ratio()
+        if ratio is None and sum(side.total_s for side in self._sides) >= TRIAL_S:
+            return 1.0
+        return ratio
+
+    def _ratio(self) -> float | None:
+        """Ratio over the kinds of steps that both sides have; None if they have none in common."""
+        present, other = (side.seconds for side in self._sides)
+        present_s = other_s = 0.0
+        for kind in present.keys() & other.keys():
+            weight = min(len(present[kind]), len(other[kind]))
+            present_s += weight * statistics.fmean(present[kind])
+            other_s += weight * statistics.fmean(other[kind])
+        return other_s / present_s if present_s else None
+
+
+class ThreadChoice:
+    """Chooses the number of threads, step by step.
+
+    Attributes:
+        threads: Best number so far.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        waited_s: Callable[[], float] = waited_s,
+        idle_cores: Callable[[], float] | None = None,
+    ) -> None:
+        """Start with all threads, `most`; the other arguments are clocks and measurements of other programs' load."""
+        self.threads = self._most = most
+        self._now_s, self._waited_s = now_s, waited_s
+        self._idle_cores = idle_cores or IdleCores()
+        self._trial: _Trial | None = None
+        self._retry_s = {reason: reason.value[0] for reason in _Reason}
+        self._last_s = self._requested_s = self._ended_s = now_s()
+        self._seen_s = waited_s()
+        self._sampled_s = 0.0
+        self._share = 0.0
+        """Share of the last steps' time in which threads had no core."""
+
+    @property
+    def next_threads(self) -> int:
+        """Number of threads for the next step."""
+        return self.threads if self._trial is None else self._trial.threads
+
+    def add(self, kind: Hashable, rows: int, seconds: float) -> None:
+        """Add the time of a step, with its kind and rows, that ran with `next_threads`."""
+        now_s = self._now_s()
+        if now_s - seconds - self._ended_s >= SAMPLE_S:
+            # Between steps spinning threads waited for cores as well; that must not count.
+            self._seen_s, self._sampled_s, self._share = self._waited_s(), 0.0, 0.0
+        else:
+            self._sampled_s += seconds
+        self._ended_s = now_s
+        if self._sampled_s >= SAMPLE_S:
+            seen_s = self._waited_s()
+            self._share = (seen_s - self._seen_s) / self._sampled_s
+            self._seen_s, self._sampled_s = seen_s, 0.0
+        alike = (kind, min(rows, ROWS_ALIKE))
+        cost_s = seconds / max(rows, ROWS_ALIKE)
+        if self._trial is None:
+            self._begin()
+            return
+        ratio = self._trial.add(alike, cost_s, seconds)
+        if ratio is not None:
+            self._end(self._trial, ratio)
+
+    def _begin(self) -> None:
+        """Start a trial if there is a reason for one."""
+        reason = self._reason()
+        if reason is None:
+            return
+        step = max(self.threads // 8, 1)
+        if reason is _Reason.WAITED:
+            step = -step
+        other = min(max(self.threads + step, 1), self._most)
+        self._trial = _Trial(reason, self.threads, other)
+
+    def _reason(self) -> _Reason | None:
+        passed_s = self._ended_s - self._last_s
+        if self.threads < self._most:
+            if passed_s >= self._retry_s[_Reason.BLIND]:
+                return _Reason.BLIND
+            if (
+                passed_s >= self._retry_s[_Reason.IDLE]
+                and self._ended_s - self._requested_s >= RETRY_S
+            ):
+                self._requested_s = self._ended_s
+                if self._idle_cores() >= IDLE_MIN:
+                    return _Reason.IDLE
+        waited = self._share >= WAITED_MIN and passed_s >= self._retry_s[_Reason.WAITED]
+        return _Reason.WAITED if waited and self.threads > 1 else None
+
+    def _end(self, trial: _Trial, ratio: float) -> None:
+        if ratio < FASTER:
+            self.threads = trial.numbers[1]
+            self._retry_s = {reason: reason.value[0] for reason in _Reason}
+        else:
+            longest_s = trial.reason.value[1]
+            self._retry_s[trial.reason] = min(2 * self._retry_s[trial.reason], longest_s)
+        self._trial, self._last_s = None, self._now_s()
+
 
 SPIN_NS = 100_000
 """Time that a thread spins before it sleeps: longer than the gap between two products."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from vsched_workers.backends.cuda.launching import FastKernel
-from vsched_workers.backends.cuda.parts import has_triton
-from vsched_workers.batching.ruled_attention import ScoreRule
+from vsched_workers.backends.cuda.device import has_triton
+from vsched_workers.backends.cuda.products import FastKernel, power_of_two
+from vsched_workers.batching.paged_attention import ScoreRule
 from vsched_workers.device_copies import sent
 
 if TYPE_CHECKING:
@@ -386,8 +386,3 @@ def split_of_contexts(programs: int, processors: int, *, tokens: int) -> Context
 def merge_warps(parts: int, dims: int) -> int:
     """Return the warps of a program of the reduction: with many rows, which have few parts, one is enough."""
     return max(1, min(4, power_of_two(parts) * dims // 1024))
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not less than a number."""
-    return 1 << (number - 1).bit_length()

@@ -1,7 +1,8 @@
-"""Trials of a GPU's attention kernels over the new KV cache.
+"""Trials of a GPU's kernels before a model is prepared with them.
 
 Whether an importable kernel runs depends on the device, the data type, the heads and the block size. So `auto` runs
-each on the device, compares it with attention by gather, and times it.
+each attention kernel over the new KV cache, compares it with attention by gather, and times it. Triton kernels of other
+operations are compared with torch's own.
 
 Trials and choice are tested with kernels on a CPU.
 """
@@ -27,20 +28,18 @@ from vsched_workers.backends.cuda.attention import (
     TritonDecode,
     VarlenDecode,
 )
-from vsched_workers.backends.reference.gather_attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import (
     AttentionKernels,
+    ContextIndex,
     DecodeKernel,
     PagedStep,
     PrefillKernel,
     RuledDecode,
+    ScoreRule,
     Segment,
     WindowedPrefill,
-)
-from vsched_workers.batching.ruled_attention import (
-    ContextIndex,
-    ScoreRule,
     decode_by_rule,
     prefill_by_rule,
 )
@@ -366,3 +365,35 @@ class AttentionTrial:
     @property
     def _scaling(self) -> float:
         return float(self.query.shape[2] ** -0.5)
+
+
+WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+"""Accepted difference of results, by the data type of a model."""
+
+_RUNS = 2
+"""The first launch is by Triton, later ones without its dispatch (`products.FastKernel`)."""
+
+
+def passes(
+    trial: Callable[[], float], dtype: torch.dtype, *, doing: str, without: str, kernels: str
+) -> bool:
+    """Return whether kernels run and agree with torch; otherwise log a warning that begins with `without`.
+
+    `trial` returns the largest difference; `kernels` names them in the warning.
+
+    Raises:
+        DeviceOutOfMemory: When the device's memory ran out while `doing` so.
+    """
+    try:
+        with typed_out_of_memory(doing):
+            found = [trial() for _ in range(_RUNS)]
+    except DeviceOutOfMemory:
+        raise
+    except Exception as error:  # noqa: BLE001  # a compiler may raise anything
+        logger.warning("%s, which is slower: %s", without, error)
+        return False
+    for apart in found:
+        if not apart <= WITHIN[dtype]:  # rejects NaNs, too
+            logger.warning("%s: %s are wrong by %.2g", without, kernels, apart)
+            return False
+    return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -17,47 +18,44 @@ from torch.nn import functional
 
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import (
-    Backend,
     CapturedSteps,
     LanguageLayers,
     Product,
     RunModel,
     RunnableLanguage,
 )
-from vsched_workers.backends.cuda import fused_tower, vision_attention
+from vsched_workers.backends.cuda import fused_tower
 from vsched_workers.backends.cuda.attention_trials import load_decode, try_kernels
-from vsched_workers.backends.cuda.collectives import NcclCollectives
-from vsched_workers.backends.cuda.copies import RowCopies
+from vsched_workers.backends.cuda.device import (
+    VARIABLE,
+    CudaMemory,
+    CudaSwapArea,
+    NcclCollectives,
+    RowCopies,
+    parts_off,
+)
 from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, usable_kernels
 from vsched_workers.backends.cuda.fused_tower import FusedTower
-from vsched_workers.backends.cuda.graph_stream import CudaGraphStream
-from vsched_workers.backends.cuda.graphs import DecodeGraphs
-from vsched_workers.backends.cuda.linear import RowProduct
-from vsched_workers.backends.cuda.memory import CudaMemory
-from vsched_workers.backends.cuda.parts import VARIABLE, parts_off
-from vsched_workers.backends.cuda.quantized import QuantizedLayer, TritonProduct
-from vsched_workers.backends.cuda.swapping import CudaSwapArea
-from vsched_workers.backends.reference.module_layers import ModuleLayers, stored_bytes
+from vsched_workers.backends.cuda.graphs import CudaGraphStream, DecodeGraphs
+from vsched_workers.backends.cuda.products import QuantizedLayer, RowProduct, TritonProduct
+from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.backends.reference.layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_weights import (
     flatten_patches,
     packed_names,
     replace_linears,
 )
-from vsched_workers.batching.device_sampling import StagedDraw
-from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.kv_cache import KvCache, SwapArea
 from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.recurrent_state import RecurrentStates
-from vsched_workers.batching.sampling import SpecialRow
-from vsched_workers.batching.swap_area import SwapArea
 from vsched_workers.device_copies import sent
-from vsched_workers.quantized.layers import QuantizedLinear
-from vsched_workers.quantized.model import Quantizer
+from vsched_workers.quantized.layers import QuantizedLinear, Quantizer
 from vsched_workers.quantized.weights import QuantizedWeight
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from vsched_workers.families.decoder import Decoder
+    from vsched_workers.families.decoders import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +66,6 @@ class CudaBackend(Backend):
     # A layer's call returns when its kernels are launched, not when they are done.
     synchronous: ClassVar[bool] = False
     layers_reuse_memory: ClassVar[bool] = False
-    compiles = False
     keeps_indices = True
 
     def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
@@ -77,13 +74,13 @@ class CudaBackend(Backend):
             # kernels there, wherever their tensors are.
             torch.cuda.set_device(settings.device)
         _keep_float32()
-        memory = CudaMemory(settings.device)
-        super().__init__(settings, dtype, memory=memory, collectives=NcclCollectives())
+        super().__init__(settings, dtype)
+        self.memory, self.collectives = CudaMemory(settings.device), NcclCollectives()
         self._off = parts_off()
         # Ranks that share a model communicate in every step, which cannot be captured.
         self._captures = settings.ranks == 1 and "graphs" not in self._off
         self.spare_blocks = 1 if self._captures else 0
-        self._quantizer: Quantizer[TritonProduct] | None = None
+        self._quantizer: Quantizer | None = None
         if settings.quantizes:
             self._quantizer = Quantizer(
                 settings.weights, settings.weights_group, self._product, self.device
@@ -126,7 +123,7 @@ class CudaBackend(Backend):
         return RunnableLanguage(layers=layers, head=few_bits, weights_bytes=size)
 
     def prepare_tower(self, tower: nn.Module) -> int:
-        flash = vision_attention.use_flash(tower, self.settings, self.dtype)
+        flash = fused_tower.use_flash(tower, self.settings, self.dtype)
         flatten_patches(tower, None)
         kernels = None
         # LoRA adapters are applied to transformers' unfused layers, in their own sizes.
@@ -151,6 +148,9 @@ class CudaBackend(Backend):
         if "grid_thw" in options:
             options = {**options, "grid_thw": options["grid_thw"].to(self.device)}
         return given, options
+
+    def without_holes(self) -> AbstractContextManager[None]:
+        return nullcontext()  # torch's allocator on a GPU splits and joins blocks freely
 
     def prepare_whole(self, model: nn.Module) -> int:
         return self._keep_few_bits(model) + stored_bytes(*model.parameters())
@@ -180,12 +180,6 @@ class CudaBackend(Backend):
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         return logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
-
-    def draw(self, logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
-        staged = StagedDraw(special, logits.shape[1])
-        drawn: npt.NDArray[np.int32] = staged.run(logits).cpu().numpy()
-        staged.check(drawn)
-        return drawn
 
     def load_attention(self) -> None:
         if not self._captures:

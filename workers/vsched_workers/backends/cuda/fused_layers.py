@@ -2,10 +2,10 @@
 
 transformers' modules launch about forty-five kernels per layer, most of them over so few values that launching
 dominates, even in a captured step. Here a layer is four matrix products (merged query, key and value; output; merged
-gate and up; down), three kernels of `triton_layers.py`, and attention.
+gate and up; down), three kernels of `triton_kernels.py`, and attention.
 
-The computation follows from the model's decoder description (`families/decoder.py`). Other models, and models with LoRA
-adapters, keep transformers' modules.
+The computation follows from the model's decoder description (`families/decoders.py`). Other models, and models with
+LoRA adapters, keep transformers' modules.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from torch import nn
 from torch.nn import functional
 
 from vsched_workers.backends.base import Product
-from vsched_workers.backends.cuda.attention import power_of_two
-from vsched_workers.backends.cuda.kernel_trials import passes
-from vsched_workers.backends.cuda.launching import FastKernel
-from vsched_workers.backends.cuda.linear import RowProduct, with_row_kernel
-from vsched_workers.backends.cuda.parts import has_triton
-from vsched_workers.backends.reference.merged_layers import MergedAttention, merged
-from vsched_workers.backends.reference.rotary_angles import angles_of
+from vsched_workers.backends.cuda.attention_trials import passes
+from vsched_workers.backends.cuda.device import has_triton
+from vsched_workers.backends.cuda.products import (
+    FastKernel,
+    RowProduct,
+    power_of_two,
+    with_row_kernel,
+)
+from vsched_workers.backends.reference.layers import MergedAttention, angles_of, merged
 from vsched_workers.batching.paged_attention import PagedStep, attend_plainly
 
 if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images
-    from vsched_workers.families.decoder import Decoder
+    from vsched_workers.families.decoders import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ GATE_VALUES = 1024
 
 
 class LayerKernels(NamedTuple):
-    """The kernels of `triton_layers.py` and `triton_linear.py`, or stand-ins for them."""
+    """The kernels of `triton_kernels.py`, or stand-ins for them."""
 
     add_norm: Any
     rotate_and_store: Any
@@ -55,13 +57,13 @@ def load_kernels() -> LayerKernels | None:
     """Return the kernels; None if Triton is not installed."""
     if not has_triton():
         return None
-    from vsched_workers.backends.cuda import triton_layers, triton_linear
+    from vsched_workers.backends.cuda import triton_kernels
 
     return LayerKernels(
-        FastKernel(triton_layers.add_norm),
-        FastKernel(triton_layers.rotate_and_store),
-        FastKernel(triton_layers.gate),
-        FastKernel(triton_linear.multiply_row),
+        FastKernel(triton_kernels.add_norm),
+        FastKernel(triton_kernels.rotate_and_store),
+        FastKernel(triton_kernels.gate),
+        FastKernel(triton_kernels.multiply_row),
     )
 
 

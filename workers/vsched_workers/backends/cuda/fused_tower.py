@@ -2,12 +2,13 @@
 
 transformers' modules launch about forty kernels per block, most of them over float32 copies of all rows. Here a block
 is four matrix products, attention, and three kernels between them. Everything that depends on image sizes alone is
-computed on the host, which does not wait for the device before the rows are complete.
+computed on the host, which does not wait for the device before the rows are complete. On an H200, an image of 720p
+takes 17 ms instead of 46 ms (Qwen2.5-VL, bfloat16).
 
-Blocks with windows attend in `triton_vision.attend_windows`, others in torch's `varlen_attn` if it is correct on the
-device (`vision_attention.py`), otherwise sequence by sequence.
-
-On an H200, an image of 720p takes 17 ms instead of 46 ms with transformers' modules (Qwen2.5-VL, bfloat16).
+Blocks with windows attend in `triton_kernels.attend_windows`, others in torch's `varlen_attn` if it is correct on the
+device, otherwise sequence by sequence. Towers that are not fused use `varlen_attn` as well: with ordinary attention,
+transformers launches hundreds of kernels of a few microseconds per layer, one for every window. For implementations
+with `flash` in their name it passes the arguments of flash attention for variable-length sequences instead.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import Product
-from vsched_workers.backends.cuda import vision_attention
-from vsched_workers.backends.cuda.attention import power_of_two
+from vsched_workers.backends.cuda.attention import varlen_kernel
+from vsched_workers.backends.cuda.attention_trials import passes
+from vsched_workers.backends.cuda.device import has_triton
 from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
-from vsched_workers.backends.cuda.kernel_trials import passes
-from vsched_workers.backends.cuda.launching import FastKernel
-from vsched_workers.backends.cuda.parts import has_triton
-from vsched_workers.backends.reference.merged_layers import frozen, merged
+from vsched_workers.backends.cuda.products import FastKernel, power_of_two
+from vsched_workers.backends.reference.layers import frozen, merged
 from vsched_workers.device_copies import sent
-from vsched_workers.families.qwen_windows import (
+from vsched_workers.families.qwen_positions import (
     Grid,
     frame_lengths,
     patch_places,
@@ -57,7 +58,7 @@ _MLPS = ((("gate_proj", "up_proj"), "down_proj"), (("linear_fc1",), "linear_fc2"
 
 
 class VisionKernels(NamedTuple):
-    """The kernels of `triton_layers.py` and `triton_vision.py`, or stand-ins for them."""
+    """The kernels of `triton_kernels.py`, or stand-ins for them."""
 
     add_norm: Any
     add_layer_norm: Any
@@ -77,17 +78,17 @@ def load_kernels() -> VisionKernels | None:
     """Return the kernels; None if Triton is not installed."""
     if not has_triton():
         return None
-    from vsched_workers.backends.cuda import triton_layers, triton_vision
+    from vsched_workers.backends.cuda import triton_kernels
 
     return VisionKernels(
         *map(
             FastKernel,
             (
-                triton_layers.add_norm,
-                triton_vision.add_layer_norm,
-                triton_layers.gate,
-                triton_vision.rotate_patches,
-                triton_vision.attend_windows,
+                triton_kernels.add_norm,
+                triton_kernels.add_layer_norm,
+                triton_kernels.gate,
+                triton_kernels.rotate_patches,
+                triton_kernels.attend_windows,
             ),
         )
     )
@@ -287,7 +288,7 @@ class FusedTower:
         )
         packed = qkv.view(rows, 3, heads, 2 * half).unbind(1)
         if self._flash:
-            found = vision_attention.varlen(packed, sequences.ends, longest, block.scaling)
+            found = varlen(packed, sequences.ends, longest, block.scaling)
         else:
             parts = zip(*(each.split([*sequences.lengths]) for each in packed), strict=True)
             found = torch.cat([_attended(part, block.scaling) for part in parts])
@@ -528,3 +529,89 @@ def _padded(linear: nn.Linear, *, outputs: int = 0, inputs: int = 0) -> nn.Linea
     if linear.bias is not None:
         made.bias = frozen(functional.pad(linear.bias, (0, outputs)))
     return made
+
+
+FLASH = "vsched_vision_flash"
+
+_TRIAL_HEADS, _TRIAL_DIM, _TRIAL_LENGTHS = 2, 80, (64, 16, 200)
+_WITHIN = 4e-2
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each of the concatenated sequences.
+
+    Shape: query, key and value [1, heads, rows, head dim]; cu_seq_lens_q int32 [sequences + 1]; returns [1, rows,
+    heads, head dim].
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        # This version of transformers has split the row into its sequences.
+        seen = functional.scaled_dot_product_attention(query, key, value, scale=scaling)
+        return seen.transpose(1, 2), None
+    packed = [each[0].transpose(0, 1) for each in (query, key, value)]
+    return varlen(packed, cu_seq_lens_q, int(max_length_q), scaling)[None], None
+
+
+def varlen(
+    packed: Sequence[torch.Tensor], bounds: torch.Tensor, longest: int, scaling: float
+) -> torch.Tensor:
+    """Attend with queries, keys and values [rows, heads, head dim] each."""
+    kernel, options = varlen_kernel("scale")
+    bounds = bounds.int()
+    out: torch.Tensor = kernel(*packed, bounds, bounds, longest, longest, scale=scaling, **options)
+    return out
+
+
+def use_flash(tower: nn.Module, settings: WorkerSettings, dtype: torch.dtype) -> bool:
+    """Have a tower attend with one call per layer, if the kernel is correct on the device; return whether it does."""
+    if dtype == torch.float32 or settings.attention == "exact" or not runs(settings.device, dtype):
+        return False
+    register()
+    switch(tower)
+    return True
+
+
+def switch(tower: nn.Module) -> None:
+    """Switch a tower, built with another implementation, to the one registered as `FLASH`."""
+    # Not earlier: while building, transformers tries to import a package for names with `flash`.
+    config: Any = tower.config
+    config._attn_implementation = FLASH  # noqa: SLF001  # as transformers sets it
+
+
+def register() -> None:
+    """Register `attend` with transformers as `FLASH`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(FLASH, attend)
+
+
+def runs(device: str, dtype: torch.dtype) -> bool:
+    """Return whether the kernel's results are correct on the device, by a trial."""
+    chance = torch.Generator().manual_seed(0)
+    shape = (3, sum(_TRIAL_LENGTHS), _TRIAL_HEADS, _TRIAL_DIM)
+    inputs: Any = torch.randn(shape, generator=chance).to(device=device, dtype=dtype)
+    ends = torch.tensor([0, *_TRIAL_LENGTHS]).cumsum(0)
+    parts = [
+        functional.scaled_dot_product_attention(*part.transpose(1, 2)).transpose(0, 1)
+        for part in inputs.split(_TRIAL_LENGTHS, dim=1)
+    ]
+    try:
+        found = varlen(inputs.unbind(0), ends.to(device), max(_TRIAL_LENGTHS), _TRIAL_DIM**-0.5)
+        differs = float((found - torch.cat(parts)).abs().max())
+    except Exception as error:  # noqa: BLE001  # kernels may raise anything
+        logger.info("vision: attention runs window by window, which is slower: %s", error)
+        return False
+    if not differs <= _WITHIN:
+        logger.warning("vision: torch's varlen_attn is wrong by %g here; not used", differs)
+        return False
+    return True

@@ -21,10 +21,13 @@ which is on the device (`StagedDraw`). So the device keeps no sampling state bet
 nothing, and a recomputed one draws the same. Rows whose draw the host must prepare with the last token, such as rows
 with a grammar, prevent starting ahead (`is_foreseeable`).
 
-A captured step refers to the KV cache. It is captured in the first step over a cache, thus while the size of the cache
-is measured, and its memory counts as that of other steps.
+**The graph stream.** Captured steps run on a CUDA stream of their own: if one process serves both stages, images are
+encoded on the current stream, while a decode step continues. Prefill reads and writes the same KV cache as decode, so
+the two wait for each other, as `DecodeGraphs` decides. Tests without a GPU use another stream instead, which delays its
+work, as a GPU may.
 
-Everything but the capture itself is tested on a CPU as well.
+A captured step refers to the KV cache. It is captured in the first step over a cache, thus while the size of the cache
+is measured, and its memory counts as that of other steps. Everything but the capture itself is tested on a CPU as well.
 """
 
 from __future__ import annotations
@@ -43,15 +46,106 @@ import torch
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import Batch, Sampled, SequenceState
 from vsched_workers.backends.base import RunModel
-from vsched_workers.backends.cuda.graph_stream import Act, GraphStream, row_counts
-from vsched_workers.backends.cuda.kernel_trials import WITHIN
-from vsched_workers.batching.device_sampling import StagedDraw, is_foreseeable
+from vsched_workers.backends.cuda.attention_trials import WITHIN
 from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.packed_step import special_rows
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep, StatesOfStep
 from vsched_workers.batching.recurrent_state import RecurrentStates
-from vsched_workers.batching.sampling import SpecialRow, with_logprobs
-from vsched_workers.batching.step_rows import special_rows
+from vsched_workers.batching.sampling import SpecialRow, StagedDraw, is_foreseeable, with_logprobs
 from vsched_workers.memory.out_of_memory import typed_out_of_memory
+
+Run = Callable[[], torch.Tensor]
+Act = Callable[[], None]
+
+
+class CudaGraphStream:
+    """A high-priority stream, CUDA graphs with a shared memory pool, and asynchronous copies.
+
+    It runs captured steps in the order in which they are started; only the methods marked so block.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._stream: Any = torch.cuda.Stream(device=self._device, priority=-1)
+        self._graphs: list[Any] = []
+        self._pool: Any = None
+
+    def host(self, *shape: int) -> torch.Tensor:
+        """Return host memory, int32, for `upload` and `download`."""
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Act:
+        """Copy from the host to the device; return a function that waits until the source is no longer read."""
+        return self._copy(source, target)
+
+    def download(self, source: torch.Tensor, target: torch.Tensor) -> Act:
+        """Copy from the device to the host; return a function that waits until the target is complete."""
+        return self._copy(source, target)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Act:
+        done: Any = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            done.record(self._stream)
+        return _waiting(done)
+
+    def capture(self, run: Run) -> tuple[Act, torch.Tensor]:
+        """Capture `run`; return a function that replays it, and the tensor that `run` returned, which is reused.
+
+        Blocks: during one eager run first, so that nothing is compiled or permanently allocated in the capture.
+        """
+        self.wait_for_others()
+        with torch.cuda.stream(self._stream):
+            run()
+        self._stream.synchronize()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph: Any = torch.cuda.CUDAGraph()
+        # Other threads of the process do not use the GPU, and must not invalidate the capture.
+        recording: Any = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        with recording:
+            result = run()
+        self._graphs.append(graph)
+        replay: Act = graph.replay
+        return replay, result
+
+    def start(self, replay: Act) -> None:
+        """Start a captured step."""
+        with torch.cuda.stream(self._stream):
+            replay()
+
+    def wait_for_others(self) -> None:
+        """Make later work on this stream wait for earlier work on other streams."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def let_others_wait(self) -> None:
+        """Make later work on other streams wait for earlier work on this stream."""
+        current: Any = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+
+    def forget(self) -> None:
+        """Free the captured steps."""
+        self._stream.synchronize()
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self._pool = None
+
+
+def _waiting(event: Any) -> Act:
+    def wait() -> None:
+        event.synchronize()
+
+    return wait
+
+
+def row_counts(rows_max: int) -> Sequence[int]:
+    """Return the batch sizes to capture, ascending: powers of two, and the largest batch."""
+    counts = [1 << power for power in range(rows_max.bit_length()) if 1 << power < rows_max]
+    return [*counts, rows_max]
+
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +227,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        stream: GraphStream,
+        stream: CudaGraphStream,
         cache: KvCache,
         attention: AttentionKernels,
         run: RunModel,

@@ -11,18 +11,26 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from vsched.worker.contract import EncodeJob
 from vsched_workers.device_copies import sent
-from vsched_workers.families.generic_vision import VIDEO_GRID
-from vsched_workers.families.qwen_image import PIXELS, flat_patches
+from vsched_workers.families.generic import VIDEO_GRID, unpack_metadata
+from vsched_workers.families.qwen_image import LEVELS, PIXELS, flat_patches
 from vsched_workers.families.qwen_levels import pixel_values
 
 
 class AnyTower:
-    """A vision-language model without its language model."""
+    """A vision-language model without its language model, for one image per call: shapes may differ between images.
+
+    Attributes:
+        batches: See `FamilyTower`.
+        module: The model.
+    """
+
+    batches = False
 
     def __init__(self, model: Any, dtype: torch.dtype, device: str = "cpu") -> None:
         """Take the model; `dtype` is the data type of its weights."""
-        self.model = model
+        self.module = model
         self._dtype = dtype
         self._device = device
         self._owner = model if hasattr(model, "get_image_features") else model.model
@@ -37,8 +45,16 @@ class AnyTower:
     @property
     def layers(self) -> Sequence[nn.Module]:
         """Its layers: the module list with the most submodules; empty if there is none."""
-        lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList)]
+        lists = [each for each in self.module.modules() if isinstance(each, nn.ModuleList)]
         return list(max(lists, key=lambda each: len(list(each.modules())), default=()))
+
+    def encode(self, jobs: Sequence[EncodeJob]) -> torch.Tensor:
+        """Return the embedding rows of the single job."""
+        (job,) = jobs
+        if LEVELS in job.arrays:
+            grid = unpack_metadata(job.metadata).get(VIDEO_GRID)
+            return self.encode_group(job.arrays, grid)[: job.tokens]
+        return self({**job.arrays, **unpack_metadata(job.metadata)})
 
     def __call__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> torch.Tensor:
         """Return the embedding rows of one image, [tokens, levels * hidden], as for an image alone.

@@ -20,10 +20,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import PagedStep
-from vsched_workers.families.generic import refusal
-from vsched_workers.families.generic_vision import (
+from vsched_workers.families.generic import (
     VIDEO_GRID,
     first_position,
+    refusal,
     unpack_metadata,
 )
 from vsched_workers.families.qwen_positions import Items

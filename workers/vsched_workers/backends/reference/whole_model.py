@@ -24,8 +24,13 @@ from vsched_workers.batching.kv_cache import KvShape
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import NAME, PagedStep, running
 from vsched_workers.batching.recurrent_state import RecurrentStates
-from vsched_workers.families.generic import NO_ATTENTION, OWN_ATTENTION, refusal
-from vsched_workers.families.recurrent import NEITHER, layer_kinds
+from vsched_workers.families.generic import (
+    NEITHER,
+    NO_ATTENTION,
+    OWN_ATTENTION,
+    layer_kinds,
+    refusal,
+)
 from vsched_workers.families.sharing import unshared
 
 if TYPE_CHECKING:

@@ -50,7 +50,6 @@ from vsched_workers.families.qwen_image import (
     QwenImages,
     ResizeLimits,
     bounded_limits,
-    clamp_settings,
     image_plan,
     resized,
     with_time,
@@ -367,11 +366,10 @@ def load_qwen(info: ModelInfo, directory: Path, tokenizer: Any) -> QwenPreproces
     limits = image_limits(family, config, stated, info.item_tokens_max)
     patch = int(family.vision(config, "patch_size"))
     merge = int(family.vision(config, "spatial_merge_size"))
-    clamped = clamp_settings(settings, tokens=info.item_tokens_max, factor=patch * merge)
     for key, expected in (("patch_size", patch), ("merge_size", merge), ("do_resize", True)):
-        if clamped.get(key) != expected:
+        if settings.get(key) != expected:
             raise CheckpointError(
-                f"the image processor's {key} is {clamped.get(key)!r}, config.json asks for {expected!r}. "
+                f"the image processor's {key} is {settings.get(key)!r}, config.json asks for {expected!r}. "
                 "Remedy: use the processor settings that belong to this checkpoint."
             )
     try:
@@ -390,7 +388,7 @@ def load_qwen(info: ModelInfo, directory: Path, tokenizer: Any) -> QwenPreproces
         if family.writes_timestamps:
             start, end = (config.get(f"vision_{each}_token_id") for each in ("start", "end"))
             around = int(start or 0), int(end or 0)
-    return QwenPreprocessor(info, tokenizer, clamped, limits, levels, videos, around)
+    return QwenPreprocessor(info, tokenizer, settings, limits, levels, videos, around)
 
 
 def _digest(info: ModelInfo, settings: Mapping[str, Any], limits: ResizeLimits) -> bytes:

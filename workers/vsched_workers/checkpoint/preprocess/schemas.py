@@ -14,22 +14,19 @@ from typing import Any, ClassVar, NoReturn
 from urllib.parse import unquote, urldefrag, urljoin
 
 from vsched.errors import limit_message
-from vsched_workers.checkpoint.preprocess.chains import longest_chain
-from vsched_workers.checkpoint.preprocess.disjoint import Disjointness, LocatedSchema
-from vsched_workers.checkpoint.preprocess.patterns import (
-    PatternError,
-    split_lookaheads,
-    translate_pattern,
-)
+from vsched_workers.checkpoint.preprocess.disjoint import Disjointness, LocatedSchema, longest_chain
 from vsched_workers.checkpoint.preprocess.schema_numbers import (
     MULTIPLE_MAX,
     NumberError,
+    PatternError,
     bounds,
     constant,
     make_inclusive,
     multiple_as_number,
     multiple_of,
     shown,
+    split_lookaheads,
+    translate_pattern,
 )
 
 Schema = dict[str, Any] | bool

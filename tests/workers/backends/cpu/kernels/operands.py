@@ -8,7 +8,7 @@ from typing import Any
 import numpy.typing as npt
 import pytest
 
-from vsched_workers.backends.cpu import prefill_attention
+from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
@@ -28,8 +28,8 @@ OPERANDS = [
 
 def use_operand(patch: pytest.MonkeyPatch, operand: Operand) -> None:
     """Use these operands for attention with many rows."""
-    patch.setattr(prefill_attention, "operand", lambda: operand)
-    patch.setattr(prefill_attention, "has_tiles", lambda: operand is None)
+    patch.setattr(attention, "operand", lambda: operand)
+    patch.setattr(attention, "has_tiles", lambda: operand is None)
 
 
 def with_operand(operand: Operand, kernel: Callable[..., Any]) -> Callable[..., Any]:

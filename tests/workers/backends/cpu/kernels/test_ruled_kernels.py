@@ -15,16 +15,20 @@ from torch.nn import functional
 pytest.importorskip("numba")
 
 from tests.workers.backends.cpu.kernels.operands import OPERANDS, Operand, use_operand
-from vsched_workers.backends.cpu import prefill_attention
-from vsched_workers.backends.cpu.decoder_norms import Norm
+from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_quick, gelu_tanh
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import add_layer_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
+from vsched_workers.backends.cpu.layer_parts import Norm
 from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
-from vsched_workers.batching.paged_attention import Segment, context_slots
-from vsched_workers.batching.ruled_attention import ScoreRule, prefill_by_rule
-from vsched_workers.families.decoder import NormWeights
+from vsched_workers.batching.paged_attention import (
+    ScoreRule,
+    Segment,
+    context_slots,
+    prefill_by_rule,
+)
+from vsched_workers.families.decoders import NormWeights
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALING = 6, 2, 64, 16, 0.125
 RULES = [(1, None), (16, None), (37, None), (1000, None), (None, 3.0), (37, 3.0)]
@@ -130,7 +134,7 @@ def test_prefill_by_rule_is_that_of_torch(
     rule = ScoreRule(SCALING, window, softcap)
     step: Any = SimpleNamespace(cache=cache)
     out = query.new_empty(query.transpose(0, 1).shape)
-    prefill_attention.prefill_by_rule(query, 0, segment, step, rule, out)
+    attention.prefill_by_rule(query, 0, segment, step, rule, out)
     found = out.transpose(0, 1)
     exact = LayerKv(cache.keys[0].float(), cache.values[0].float())
     wanted = prefill_by_rule(query.float(), exact, segment.slots(), rule)

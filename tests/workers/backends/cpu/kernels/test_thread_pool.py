@@ -22,11 +22,10 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 
 from tests.patience import PATIENCE_S, wait_until
-from tests.workers.backends.cpu.test_quantized_products import weight_of
+from tests.workers.backends.cpu.test_products import weight_of
 from vsched_workers.backends.cpu.kernels import thread_pool as layout
 from vsched_workers.backends.cpu.kernels.thread_pool import UNITS_MAX, add, load, now_ns, spread
-from vsched_workers.backends.cpu.products import make_product
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
+from vsched_workers.backends.cpu.products import QuantizedProduct, make_product
 from vsched_workers.backends.cpu.threads import ThreadPool, process_pool
 
 pytestmark = pytest.mark.slow  # kernels are compiled

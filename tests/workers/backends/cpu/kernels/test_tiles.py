@@ -9,12 +9,16 @@ import torch
 
 pytest.importorskip("numba")
 
-from tests.workers.backends.cpu.test_quantized_products import drawn, weight_of
+from tests.workers.backends.cpu.test_products import drawn, weight_of
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.cpu.kernels.simd import LINE
-from vsched_workers.backends.cpu.products import PanelProduct, make_product
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct, widens_in_tiles
+from vsched_workers.backends.cpu.products import (
+    PanelProduct,
+    QuantizedProduct,
+    make_product,
+    widens_in_tiles,
+)
 from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN
 from vsched_workers.backends.cpu.tiles.kernel import (
     HALF,

@@ -1,8 +1,8 @@
-"""Decode steps in one call: the tables of a model's layers, and the call of `kernel.run_layers`."""
+"""Decode steps in one call: tables of a model's layers, rotary angles of the rows, and the call of the kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vsched_workers.backends.cpu.decode_attention import shares_of
-from vsched_workers.backends.cpu.decode_step.angles import StepAngles
+from vsched_workers.backends.cpu.attention import shares_of
 from vsched_workers.backends.cpu.decode_step.kernel import (
     CALL_ACTIVATION,
     CALL_ADD_NORM,
@@ -36,17 +35,44 @@ from vsched_workers.backends.cpu.kernels.bf16 import BF16
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import NORM, add_norm, add_normed, norm_parts
-from vsched_workers.backends.cpu.kernels.rope import HEADS
-from vsched_workers.backends.cpu.products import PanelProduct
+from vsched_workers.backends.cpu.kernels.rope import HEADS, Bf16Array
+from vsched_workers.backends.cpu.products import PanelProduct, QuantizedProduct
 from vsched_workers.backends.cpu.quantized import kernel as floats
 from vsched_workers.backends.cpu.quantized.integers import multiply_int8
-from vsched_workers.backends.cpu.quantized.products import QuantizedProduct
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.tiles.kernel import multiply_in_tiles
+from vsched_workers.backends.reference.layers import Angles
 
 if TYPE_CHECKING:
-    from vsched_workers.backends.cpu.decoder_norms import Norm
+    from vsched_workers.backends.cpu.layer_parts import Norm
     from vsched_workers.batching.paged_attention import PagedStep
+    from vsched_workers.families.decoders import AttentionKind
+
+
+_ONE = np.uint16(0x3F80)
+"""1.0 in bfloat16."""
+
+
+class StepAngles:
+    """Cosines and sines of rows; kinds of layers that do not rotate have zero angles."""
+
+    def __init__(self, kinds: Sequence[AttentionKind], angles: Mapping[str, Angles]) -> None:
+        """Take the kinds of layers, and the angles by frequencies."""
+        self._kinds, self._angles = kinds, angles
+
+    def __call__(self, positions: torch.Tensor) -> tuple[Bf16Array, Bf16Array]:
+        """Return cosines and sines [kinds, rows, head_dim / 2] of positions [4, 1, rows]."""
+        found = {}
+        for name, made in self._angles.items():
+            cos, sin = made(positions)
+            found[name] = cos.view(torch.uint16).numpy(), sin.view(torch.uint16).numpy()
+        turned = [found[kind.frequencies] for kind in self._kinds]
+        still = [
+            (cos, sin) if kind.rotates else (np.full_like(cos, _ONE), np.zeros_like(sin))
+            for kind, (cos, sin) in zip(self._kinds, turned, strict=True)
+        ]
+        return np.stack([cos for cos, _ in still]), np.stack([sin for _, sin in still])
+
 
 _ROWS_MAX = 256
 """Maximum rows of a step."""

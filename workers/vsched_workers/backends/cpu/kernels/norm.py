@@ -276,7 +276,7 @@ def norm_of(weight_at: int, eps: float, *, once: bool) -> npt.NDArray[Any]:
 
 
 def warm_up_normed() -> None:
-    """Compile the norms of a language model with further norms (see `decoder_norms.py`)."""
+    """Compile the norms of a language model with further norms (see `layer_parts.py`)."""
     none = norm_of(0, 0.0, once=False)
     add_normed(0, 0, 0, none, np.float32(1.0), none, 1, 0, 0)
     norm_parts(0, 0, 0, 1, none, 0)

@@ -1,0 +1,482 @@
+"""Image processors of many architectures, compared with transformers' own; plans without pixels; other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.parity.vision_checkpoints import (
+    ON_PILLOW,
+    PROCESSING,
+    TEXT_TEMPLATE,
+    make_vision_checkpoint,
+)
+from tests.unit.media.fakes import data_url
+from tests.workers.driver import drawn_image
+from vsched.config import MediaConfig
+from vsched.errors import CheckpointError, ConfigError, RequestRefused
+from vsched.media import MediaPipeline, PixelStore
+from vsched.media.pictures import processes
+from vsched.transport.arena import Arena
+from vsched.types import ArenaLayout
+from vsched.worker.contract import PixelBounds, view_arrays
+from vsched_workers.checkpoint import images as image_processor
+from vsched_workers.checkpoint.facts import inspect_checkpoint
+from vsched_workers.checkpoint.images import BLANK_PIXELS_MAX, ImageProcessor
+from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
+from vsched_workers.checkpoint.preprocess.generic import GenericImages, image_processing
+from vsched_workers.families.generic import pack_metadata, unpack_metadata
+
+SIZES = ((30, 90), (200, 210))
+
+
+def load(path: Path, *, item_tokens_max: int = 0) -> AnyPreprocessor:
+    info = inspect_checkpoint(str(path), dtype="auto", item_tokens_max=item_tokens_max)
+    made = load_preprocessor(info)
+    assert isinstance(made, AnyPreprocessor)
+    return made
+
+
+without_torchvision = pytest.mark.skipif(
+    not image_processor.has_torchvision(), reason="torchvision is not installed"
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[without_torchvision] if PROCESSING[name].torchvision else [])
+        for name in sorted(PROCESSING)
+    ],
+)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the name of an architecture and the preprocessor of a checkpoint of it."""
+    path = tmp_path_factory.mktemp(request.param)
+    make_vision_checkpoint(request.param, path, weights=False)
+    return request.param, load(path)
+
+
+def requested(preprocessor: AnyPreprocessor, count: int) -> str:
+    """Return the text of a request with `count` images."""
+    images = [{"type": "image"} for _ in range(count)]
+    text = {"type": "text", "text": "what is it?"}
+    return preprocessor.render([{"role": "user", "content": [*images, text]}])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_arrays_and_prompt_are_those_of_the_processor(loaded: Any, size: tuple[int, int]) -> None:
+    """The whole processor tokenizes, too; its inputs are the template's text and the image."""
+    name, preprocessor = loaded
+    image = drawn_image(3, *size)
+    plan = preprocessor.plan_image(*size)
+    whole = preprocessor.processor._processor
+    text = whole.tokenizer.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
+        if name != "paligemma"
+        else [{"role": "user", "content": "<image>\nwhat is it?"}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    tensors = "pt" if PROCESSING[name].torchvision else "np"
+    prepared, texts, *_ = whole.prepare_inputs_layout(images=[image], text=[text])
+    options = {"return_tensors": tensors, **_defaults(whole)}
+    if name == "lfm2_vl":
+        options["use_image_special_tokens"] = True  # its default
+    made, replacements = whole._process_images(prepared, **options)
+    (expanded,), _ = whole.get_text_with_replacements(list(texts), replacements)
+    ids, (spans,) = preprocessor.expand(preprocessor.tokenize(requested(preprocessor, 1)), [plan])
+    wanted = whole.tokenizer(expanded, add_special_tokens=False)["input_ids"]
+    if name == "paligemma":  # its processor adds a BOS token after the images, and an end
+        wanted = [token for token in wanted if token != 1][:-1]
+    assert ids == wanted
+    placeholders = [i for i, token in enumerate(ids) if token == preprocessor.info.placeholder]
+    assert [i for start, stop in spans for i in range(start, stop)] == placeholders
+    assert len(placeholders) == plan.tokens > 0
+    arrays = preprocessor.process_image(image)
+    assert {spec.name: (spec.dtype, spec.shape) for spec in plan.arrays} == {
+        name: (array.dtype.name, array.shape) for name, array in arrays.items()
+    }
+    arrays |= unpack_metadata(plan.metadata)
+    assert set(arrays) == set(made)
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(array, np.asarray(made[key]))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bounds_of_a_request_are_given_to_the_processor(loaded: Any, size: tuple[int, int]) -> None:
+    """Processors that resize to an area plan and process accordingly; the others refuse bounds."""
+    name, preprocessor = loaded
+    if preprocessor.processor.area is None:
+        with pytest.raises(RequestRefused, match="Remedy: leave min_pixels") as refused:
+            preprocessor.bounded(PixelBounds(max_pixels=5000), pixels_max=1 << 40)
+        assert refused.value.code == "pixel_bounds_not_taken"
+        assert name not in {"glm4v", "qwen2_vl"}
+        return
+    limits, _ = preprocessor.processor.area
+    most = max(limits.minimum, min(limits.maximum, 200 * 210) // 2)
+    bounds = PixelBounds(limits.minimum, most)
+    bounded = preprocessor.bounded(bounds, pixels_max=1 << 40)
+    assert bounded is preprocessor.bounded(bounds, pixels_max=1 << 40)
+    assert bounded.settings_digest != preprocessor.settings_digest
+    plan, image = bounded.plan_image(*size), drawn_image(3, *size)
+    assert plan.tokens != preprocessor.plan_image(*size).tokens or size == SIZES[0]
+    whole = preprocessor.processor._processor
+    requested = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
+    options = {**_defaults(whole), "return_tensors": "np", "size": requested}
+    made, _ = whole._process_images([image], **options)
+    other = preprocessor._images.bounded(
+        bounds, pixels_max=1 << 40
+    )  # as in an isolated image process
+    for arrays in (bounded.process_image(image), other.process_image(image)):
+        for key, array in (arrays | unpack_metadata(plan.metadata)).items():
+            np.testing.assert_array_equal(array, np.asarray(made[key]))
+    same = preprocessor.bounded(PixelBounds(max_pixels=limits.maximum), pixels_max=1 << 40)
+    assert same is preprocessor
+    with pytest.raises(RequestRefused, match="max_pixels of an image is out of bounds"):
+        preprocessor.bounded(PixelBounds(max_pixels=2 * limits.maximum), pixels_max=1 << 40)
+
+
+def _defaults(processor: Any) -> dict[str, Any]:
+    """Return the default options that a processor passes to its image processor."""
+    merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
+    return {key: value for key, value in merged["images_kwargs"].items() if key != "return_tensors"}
+
+
+def test_most_tokens_are_found(loaded: Any) -> None:
+    _, preprocessor = loaded
+    sides = (14, 28, 31, 56, 84, 90, 112, 200, 300)
+    found = []
+    for width in sides:
+        for height in sides:
+            try:
+                found.append(preprocessor.processor.tokens(width, height))
+            except ValueError:
+                assert max(width, height) > 10 * min(width, height)
+    assert max(found) <= preprocessor.info.item_tokens_max
+
+
+def test_metadata_is_small_and_arrays_are_large(loaded: Any) -> None:
+    _, preprocessor = loaded
+    plan = preprocessor.plan_image(60, 40)
+    assert len(plan.metadata) < 1024
+    assert "pixel_values" in {spec.name for spec in plan.arrays}
+    assert not {spec.name for spec in plan.arrays} & set(unpack_metadata(plan.metadata))
+
+
+@pytest.mark.parametrize("size", [(60, 40), (1200, 900)])
+def test_processing_takes_no_more_than_its_plan_says(loaded: Any, size: tuple[int, int]) -> None:
+    """Without Pillow's memory, which is counted as four bytes per pixel for each of two images."""
+    _, preprocessor = loaded
+    plan = preprocessor.plan_image(*size)
+    image = drawn_image(1, *size)
+    preprocessor.process_image(image)
+    tracemalloc.start()
+    try:
+        preprocessor.process_image(image)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    small_bytes = 200_000  # independent of the size: texts, tables, objects
+    assert peak <= plan.work_bytes - 4 * size[0] * size[1] + small_bytes
+
+
+def test_edges_of_an_expansion_are_tokenized_with_the_text_next_to_it(tmp_path: Path) -> None:
+    """Gemma 3 has two line breaks before and after an image; with a third one next to them, they are one token."""
+    make_vision_checkpoint("gemma3", tmp_path, weights=False)
+    preprocessor = load(tmp_path)
+    plan = preprocessor.plan_image(60, 40)
+    ids, _ = preprocessor.expand(preprocessor.tokenize(requested(preprocessor, 1)), [plan])
+    three = preprocessor._tokenizer.convert_tokens_to_ids("ĊĊĊ")
+    assert ids.count(three) == 1, "the template has a line break after each image"
+    two = preprocessor.tokenize("a<start_of_image>b")
+    assert two.count(preprocessor._tokenizer.convert_tokens_to_ids("ĊĊ")) == 2
+
+
+def test_an_image_of_too_many_tokens_is_made_smaller(tmp_path: Path) -> None:
+    make_vision_checkpoint("mistral3", tmp_path, weights=False)
+    free, bound = load(tmp_path), load(tmp_path, item_tokens_max=6)
+    assert free.info.item_tokens_max == 16
+    assert bound.info.item_tokens_max == 6
+    assert free.plan_image(200, 200).tokens == 16
+    plan = bound.plan_image(200, 200)
+    assert 1 < plan.tokens <= 6
+    arrays = bound.process_image(drawn_image(1, 200, 200))
+    assert [array.shape for array in arrays.values()] == [spec.shape for spec in plan.arrays]
+    assert bound.plan_image(28, 28) == free.plan_image(28, 28)
+    assert bound.settings_digest != free.settings_digest
+
+
+def test_a_budget_that_no_image_keeps_is_refused(tmp_path: Path) -> None:
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    with pytest.raises(ConfigError, match=r"value 15.*limit 16"):
+        load(tmp_path, item_tokens_max=15)
+
+
+def test_an_image_that_the_processor_does_not_take_is_refused(tmp_path: Path) -> None:
+    make_vision_checkpoint("qwen2_vl", tmp_path, weights=False)
+    preprocessor = load(tmp_path)
+    with pytest.raises(RequestRefused, match="1 x 500 pixels cannot be processed"):
+        preprocessor.plan_image(1, 500)
+    with pytest.raises(RequestRefused, match="side is empty"):
+        preprocessor.plan_image(0, 5)
+
+
+def test_images_side_by_side_are_refused_if_positions_follow_from_them(tmp_path: Path) -> None:
+    for name, refused in (("qwen2_vl", True), ("llava", False)):
+        path = tmp_path / name
+        path.mkdir()
+        make_vision_checkpoint(name, path, weights=False)
+        preprocessor = load(path)
+        plan = preprocessor.plan_image(60, 40)
+        ids = [preprocessor.info.placeholder] * 2
+        if refused:
+            with pytest.raises(RequestRefused, match="side by side"):
+                preprocessor.expand(ids, [plan, plan])
+        else:
+            _, spans = preprocessor.expand(ids, [plan, plan])
+            assert spans == [((0, 16),), ((16, 32),)]
+
+
+def test_a_template_that_knows_no_parts_gets_the_marker_in_a_text(tmp_path: Path) -> None:
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    (tmp_path / "chat_template.jinja").write_text(TEXT_TEMPLATE)
+    preprocessor = load(tmp_path)
+    text = requested(preprocessor, 2)
+    assert text == "user: <image>\n<image>\nwhat is it?\nassistant: "
+    assert preprocessor.tokenize(text).count(preprocessor.info.placeholder) == 2
+
+
+def test_a_marker_in_the_text_of_a_client_is_text(tmp_path: Path) -> None:
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    preprocessor = load(tmp_path)
+    text = preprocessor.render([{"role": "user", "content": "an <image> of what?"}])
+    assert preprocessor.info.placeholder not in preprocessor.tokenize(text)
+
+
+def test_settings_of_the_newer_layout_are_read(tmp_path: Path) -> None:
+    """One file for the processor, which contains the image processor's settings."""
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    before = load(tmp_path)
+    both = json.loads((tmp_path / "processor_config.json").read_text())
+    own = tmp_path / "preprocessor_config.json"
+    both["image_processor"] = json.loads(own.read_text())
+    own.unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps(both))
+    after = load(tmp_path)
+    image = drawn_image(1, 50, 40)
+    found, wanted = after.process_image(image), before.process_image(image)
+    np.testing.assert_array_equal(found["pixel_values"], wanted["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": 28, "crop_size": 28},
+        {"image_processor_type": None, "feature_extractor_type": "CLIPFeatureExtractor"},
+        {"image_processor_type": "CLIPImageProcessorFast"},
+    ],
+)
+def test_settings_of_older_layouts_are_read(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Sizes as one number, former names of classes, and classes of other libraries."""
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    before = load(tmp_path)
+    own = tmp_path / "preprocessor_config.json"
+    settings = {**json.loads(own.read_text()), **changes}
+    own.write_text(json.dumps({key: one for key, one in settings.items() if one is not None}))
+    image = drawn_image(1, 50, 40)
+    found, wanted = load(tmp_path).process_image(image), before.process_image(image)
+    np.testing.assert_array_equal(found["pixel_values"], wanted["pixel_values"])
+
+
+def test_class_of_the_processor_may_be_named_next_to_the_settings_of_images(tmp_path: Path) -> None:
+    """The layout before processor_config.json existed."""
+    make_vision_checkpoint("paligemma", tmp_path, weights=False)
+    before = load(tmp_path)
+    whole, own = tmp_path / "processor_config.json", tmp_path / "preprocessor_config.json"
+    own.write_text(json.dumps(json.loads(own.read_text()) | json.loads(whole.read_text())))
+    whole.unlink()
+    assert load(tmp_path).plan_image(50, 40) == before.plan_image(50, 40)
+
+
+@pytest.mark.parametrize("named", ["Kimi_K25ImageProcessor", "Lfm2VlImageProcessor"])
+def test_an_image_processor_that_needs_torchvision_is_refused_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setattr(image_processor, "has_torchvision", lambda: False)
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    settings = {"image_processor_type": named}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        CheckpointError, match=r"torchvision alone.* pip install 'vsched\[torchvision\]'"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "hidden"), [("llava", True), ("lfm2_vl", False)])
+@pytest.mark.parametrize("installed", [True, False])
+def test_torch_is_hidden_unless_torchvision_processes_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *, hidden: bool, installed: bool
+) -> None:
+    make_vision_checkpoint(name, tmp_path, weights=False)
+    monkeypatch.setattr(image_processor, "has_torchvision", lambda: installed)
+    import torch
+
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    # The import inside finds the loaded module: nothing is imported twice.
+    modules = {key: module for key, module in sys.modules.items() if key != "torch"}
+    monkeypatch.setattr(sys, "modules", modules)
+    image_processor.forgo_torch(tmp_path)
+    is_hidden = "torch" in modules and modules["torch"] is None
+    assert is_hidden == (hidden or not installed)
+    assert threads == ([] if is_hidden else [1])
+
+
+def test_a_marker_that_is_no_token_is_refused(tmp_path: Path) -> None:
+    make_vision_checkpoint("llava", tmp_path, weights=False)
+    tokens = tmp_path / "tokenizer.json"
+    tokens.write_text(tokens.read_text().replace('"<image>"', '"<picture>"'))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="a prompt has '<image>', which is no token"):
+        load(tmp_path)
+
+
+def test_nothing_of_transformers_is_replaced_for_good() -> None:
+    wanted = "transformers.models.pixtral.image_processing_pixtral"
+    with image_processor._pillow_in_place_of_torchvision("transformers.models.pixtral", "pixtral"):
+        assert sys.modules[wanted].__name__.endswith("image_processing_pil_pixtral")
+    assert wanted not in sys.modules
+    assert Image.new("RGB", (1, 1))
+
+
+GENERIC_SIZES = ((1, 1), (30, 90), (200, 210), (333, 333), (640, 60), (59, 641))
+LARGE = (6000, 4000)
+
+
+@pytest.fixture(scope="module", params=ON_PILLOW)
+def loaded_generic(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the preprocessor of a checkpoint of each architecture."""
+    path = tmp_path_factory.mktemp(request.param)
+    make_vision_checkpoint(request.param, path, weights=False)
+    return load(path)
+
+
+def shape_or_error(processor: ImageProcessor, size: tuple[int, int]) -> tuple[object, ...]:
+    try:
+        found = processor.shape(*size)
+    except (ValueError, ArithmeticError) as error:
+        return (type(error),)
+    return found.arrays, pack_metadata(found.small), found.text
+
+
+def test_shape_without_pixels_is_that_of_a_blank_image(
+    loaded_generic: AnyPreprocessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = loaded_generic.processor
+    assert processor._hollow is not None
+    without = [shape_or_error(processor, size) for size in GENERIC_SIZES]
+    monkeypatch.setattr(processor, "_hollow", None)
+    assert without == [shape_or_error(processor, size) for size in GENERIC_SIZES]
+
+
+def test_planning_takes_no_memory_for_the_pixels(loaded_generic: AnyPreprocessor) -> None:
+    """An image of 24 megapixels, whose arrays are small here."""
+    loaded_generic.plan_image(60, 40)
+    tracemalloc.start()
+    try:
+        plan = loaded_generic.plan_image(*LARGE)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 * sum(spec.nbytes for spec in plan.arrays) + 300_000
+
+
+def test_processor_that_needs_pixels_gets_no_more_than_allowed(tmp_path: Path) -> None:
+    """A larger image is shrunk, consistently in the plan and in processing."""
+    make_vision_checkpoint("mistral3", tmp_path, weights=False)
+    preprocessor = load(tmp_path)
+    processor = preprocessor.processor
+    assert processor.pixels_max is None
+    processor._hollow, processor.pixels_max = None, 3000
+    images = GenericImages(processor, preprocessor.info)
+    size = images.fitting(100, 60)
+    assert images.shape.cache_info().misses == 1, "nothing larger was asked for"
+    assert 0.8 * 3000 < size[0] * size[1] <= 3000
+    assert abs(size[0] / size[1] - 100 / 60) < 0.03
+    made = images.process_image(drawn_image(1, 100, 60))
+    wanted = processor.process(drawn_image(1, 100, 60).resize(size, Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(made["pixel_values"], wanted["pixel_values"])
+
+
+def test_processor_that_resizes_by_itself_is_asked_with_blank_images(tmp_path: Path) -> None:
+    make_vision_checkpoint("mistral3", tmp_path, weights=False)
+    processor = load(tmp_path).processor
+    own = processor._processor.image_processor
+
+    def resize(image: Any, size: Any, **_: object) -> Any:
+        return np.resize(image, (3, size.height, size.width))
+
+    own.resize = resize
+    again = ImageProcessor(processor._processor, processor.placeholder)
+    assert again._hollow is None
+    assert again.pixels_max == BLANK_PIXELS_MAX
+
+
+def test_recipe_builds_the_image_processor(loaded_generic: AnyPreprocessor) -> None:
+    made = image_processing(loaded_generic.image_recipe().settings)
+    for size in ((200, 210), (900, 350)):
+        image = drawn_image(2, *size)
+        wanted = loaded_generic.process_image(image)
+        found = made.process_image(image)
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            np.testing.assert_array_equal(found[name], wanted[name])
+
+
+async def test_large_image_is_processed_elsewhere_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a token budget, for which the image is shrunk: the other process computes the size again."""
+    make_vision_checkpoint("mistral3", tmp_path, weights=False)
+    preprocessor = load(tmp_path, item_tokens_max=6)
+    monkeypatch.setattr(processes, "LARGE_BYTES", 0)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    layout = ArenaLayout(pixel_bytes=1 << 20, pages=0, page_rows=1, row_bytes=1)
+    arena = Arena.create(layout)
+    pipeline = MediaPipeline(
+        preprocessor, PixelStore(arena.pixels, arena.fd), MediaConfig(prepare_s=60.0)
+    )
+    try:
+        image, encoded = drawn_image(1, 210, 200), io.BytesIO()
+        image.save(encoded, "PNG")
+        prepared = await pipeline.prepare("[IMG]", [data_url(encoded.getvalue())])
+        (item,) = prepared.items
+        assert item.extent is not None
+        raw = np.frombuffer(arena.pixels, np.uint8, item.extent.size, item.extent.offset)
+        wanted = preprocessor.process_image(image)
+        for name, found in view_arrays(item.arrays, raw).items():
+            np.testing.assert_array_equal(found, wanted[name])
+        assert pipeline._pictures is not None
+        server = pipeline._pictures.pid
+        maps = await asyncio.to_thread(Path(f"/proc/{server}/maps").read_text)
+        assert "libtorch" not in maps
+        assert "numpy" in maps
+        threads = await asyncio.to_thread(os.listdir, f"/proc/{server}/task")
+        assert len(threads) == 1, "it forks"
+        prepared.lease.release()
+        del raw, found
+    finally:
+        pipeline.close()
+        arena.close()

@@ -1,0 +1,379 @@
+"""The worst legal batch of images, conversion of out-of-memory errors to one exception, and sparse runs."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.patience import PATIENCE_S
+from tests.workers.properties import REPEATABLE
+from vsched.aio.fork_server import rank_environment
+from vsched.errors import DeviceOutOfMemory
+from vsched.worker.contract import ImagePlan
+from vsched_workers.backends.cpu.layer_parts import StepRows
+from vsched_workers.backends.cpu.products import QuantizedProduct
+from vsched_workers.backends.reference.host_memory import DRIFT_BYTES, SCATTERED_SHARE, HostMemory
+from vsched_workers.families.qwen_image import (
+    ASPECT_RATIO_MAX,
+    ResizeLimits,
+    clamp_limits,
+    grid_of,
+    largest_units,
+    resized,
+)
+from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
+from vsched_workers.memory.sparse_runs import (
+    at_most,
+    attended_contexts,
+    is_left_out,
+    pieces,
+    sparsely,
+)
+from vsched_workers.memory.worst_case import compose, worst_batches
+from vsched_workers.plugin import plugin
+
+
+def every_unit(
+    limits: ResizeLimits, *, factor: int, tokens_max: int, pixels_max: int
+) -> dict[int, int]:
+    """Try every legal image."""
+    found: dict[int, int] = {}
+    for short in range(1, math.isqrt(pixels_max) + 1):
+        for long in range(short, min(ASPECT_RATIO_MAX * short, pixels_max // short) + 1):
+            rows, columns = resized(short, long, factor=factor, limits=limits)
+            few, many = sorted((rows // factor, columns // factor))
+            if not tokens_max or few * many <= tokens_max:
+                found[few] = max(found.get(few, 0), many)
+    return found
+
+
+@given(
+    factor=st.integers(2, 8),
+    pixels_max=st.integers(1, 1200),
+    budget=st.sampled_from([0, 1, 4, 9, 30, 64]),
+    capped=st.booleans(),
+    minimum=st.integers(1, 70),
+    maximum=st.one_of(st.none(), st.integers(1, 6000)),
+)
+@REPEATABLE
+def test_largest_units_equal_trying_every_image(
+    factor: int, pixels_max: int, budget: int, capped: bool, minimum: int, maximum: int | None
+) -> None:
+    """Exactly the reach of legal images under all limits together."""
+    limits = ResizeLimits(minimum=minimum * factor, maximum=maximum)
+    limits = clamp_limits(limits, tokens=budget, factor=factor)
+    tokens_max = budget if capped else 0
+    found = largest_units(limits, factor=factor, tokens_max=tokens_max, pixels_max=pixels_max)
+    wanted = every_unit(limits, factor=factor, tokens_max=tokens_max, pixels_max=pixels_max)
+    assert found == wanted
+
+
+def test_largest_units_find_the_strip_that_guesses_miss() -> None:
+    """At 3,686,400 pixels, patch 14, merge 2: a square has 4,761 tokens, 154 x 23937 pixels have 5,130."""
+    found = largest_units(ResizeLimits(3136, None), factor=28, tokens_max=0, pixels_max=3_686_400)
+    assert max(few * many for few, many in found.items()) >= 5130
+    assert found[6] == 855
+
+
+@pytest.mark.parametrize("pixels_max", [997, 7919, 104_729, 1_299_709])
+def test_largest_units_of_a_prime_are_legal(pixels_max: int) -> None:
+    """Each is the grid of an image that the processor accepts."""
+    limits = ResizeLimits(1, None)
+    for few, many in largest_units(limits, factor=28, tokens_max=0, pixels_max=pixels_max).items():
+        # Rounding raises a side by at most half a factor, so the original sides were within the ratio.
+        assert (many - 0.5) / (few + 0.5) < ASPECT_RATIO_MAX
+        assert (few - 0.5) * (many - 0.5) * 28 * 28 <= pixels_max
+
+
+@pytest.fixture
+def batches(checkpoints: Callable[[str], Path], size: str) -> Callable[..., list[list[ImagePlan]]]:
+    info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=0)
+
+    def search(
+        *, items: int, tokens: int, pixels_max: int, item_tokens_max: int
+    ) -> list[list[ImagePlan]]:
+        capped = msgspec.structs.replace(info, item_tokens_max=item_tokens_max)
+        return worst_batches(capped, items=items, tokens=tokens, pixels_max=pixels_max)
+
+    return search
+
+
+@pytest.mark.parametrize(
+    ("items", "tokens", "pixels_max", "item_tokens_max"),
+    [(8, 200, 64_000_000, 200), (3, 200, 64_000_000, 60), (8, 4, 64_000_000, 4), (2, 90, 9000, 64)],
+    ids=["budget", "count", "a few tokens", "pixels"],
+)
+def test_worst_batches_stay_within_every_cap(
+    batches: Callable[..., list[list[ImagePlan]]],
+    items: int,
+    tokens: int,
+    pixels_max: int,
+    item_tokens_max: int,
+) -> None:
+    """Multiples of the merge size, at least one unit, and no limit is exceeded."""
+    found = batches(
+        items=items, tokens=tokens, pixels_max=pixels_max, item_tokens_max=item_tokens_max
+    )
+    assert found
+    for batch in found:
+        assert 1 <= len(batch) <= items
+        assert sum(plan.tokens for plan in batch) <= tokens
+        for plan in batch:
+            frames, rows, columns = grid_of(plan.metadata)
+            assert min(rows, columns) >= 2
+            assert (rows % 2, columns % 2) == (0, 0)
+            assert plan.tokens == frames * rows * columns // 4 <= item_tokens_max
+
+
+def test_worst_batches_use_the_budget_up(
+    batches: Callable[..., list[list[ImagePlan]]],
+) -> None:
+    """The tighter limit binds, and the rest of the budget is used."""
+    caps = {"pixels_max": 64_000_000, "item_tokens_max": 64}
+    full = batches(items=8, tokens=200, **caps)
+    assert max(sum(plan.tokens for plan in batch) for batch in full) >= 196
+    assert max(plan.tokens for batch in full for plan in batch) == 64
+    assert max(len(batch) for batch in full) == 8
+    few = batches(items=2, tokens=200, **caps)
+    assert max(sum(plan.tokens for plan in batch) for batch in few) == 128
+    small = batches(items=8, tokens=200, pixels_max=3000, item_tokens_max=64)
+    assert max(plan.tokens for batch in small for plan in batch) < 64
+
+
+def test_worst_batches_without_a_token_budget_fill_the_count(
+    batches: Callable[..., list[list[ImagePlan]]],
+) -> None:
+    """Then only the count limits."""
+    found = batches(items=3, tokens=0, pixels_max=64_000_000, item_tokens_max=64)
+    assert [plan.tokens for plan in found[0]] == [64, 64, 64]
+
+
+def test_worst_batches_let_an_image_above_the_budget_run_alone(
+    batches: Callable[..., list[list[ImagePlan]]],
+) -> None:
+    """It is encoded, so it is a candidate."""
+    found = batches(items=8, tokens=40, pixels_max=64_000_000, item_tokens_max=64)
+    assert [plan.tokens for plan in found[0]] == [64]
+    for batch in found:
+        assert len(batch) == 1 or sum(plan.tokens for plan in batch) <= 40
+
+
+def test_worst_batches_of_no_images_are_none(
+    batches: Callable[..., list[list[ImagePlan]]],
+) -> None:
+    assert batches(items=8, tokens=40, pixels_max=0, item_tokens_max=64) == []
+
+
+def test_compose_tries_strips_where_they_are_something_else() -> None:
+    """The longest image is a candidate, too, unless it is about as large as the largest."""
+    found = compose({1: 60, 8: 10}, least=1, items=4, tokens=100)
+    assert [batch[0] for batch in found] == [(8, 10), (1, 25), (1, 60)]
+    assert len(compose({1: 79, 8: 10}, least=1, items=4, tokens=100)) == 2
+
+
+def test_compose_names_each_candidate_once() -> None:
+    found = compose({1: 1}, least=1, items=1, tokens=1)
+    assert found == [[(1, 1)]]
+
+
+def test_worst_batches_do_not_heed_the_environment(
+    batches: Callable[..., list[list[ImagePlan]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Environment variables of other servers have no effect."""
+    caps = {"items": 8, "tokens": 200, "pixels_max": 64_000_000, "item_tokens_max": 64}
+    before = batches(**caps)
+    for name in ("MAX_PIXELS", "MIN_PIXELS", "VIT_MAX_BATCH", "IMAGE_MAX_TOKEN_NUM"):
+        monkeypatch.setenv(name, "1")
+    assert batches(**caps) == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError("numpy"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError(
+            "unable to mmap 9 bytes from file <model.safetensors>: Cannot allocate memory"
+        ),
+        RuntimeError("could not create a primitive"),
+        RuntimeError("std::bad_alloc"),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+def test_typed_out_of_memory_is_one_type(error: Exception) -> None:
+    """All errors of allocators become one exception type."""
+    with (
+        pytest.raises(DeviceOutOfMemory, match="while testing. Remedy"),
+        typed_out_of_memory("testing"),
+    ):
+        raise error
+
+
+def test_typed_out_of_memory_comes_from_a_real_failure() -> None:
+    """A real allocation failure, not a mock."""
+    with pytest.raises(DeviceOutOfMemory), typed_out_of_memory("testing"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    with pytest.raises(DeviceOutOfMemory), typed_out_of_memory("testing"):
+        np.empty(1 << 60, dtype=np.uint8)
+
+
+def test_typed_out_of_memory_lets_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match="size mismatch"), typed_out_of_memory("testing"):
+        raise RuntimeError("size mismatch")
+
+
+def test_require_available_gives_value_limit_and_remedy() -> None:
+    """The message has value, limit and remedy."""
+    memory = HostMemory()
+    require_available(memory, 1, "a byte")
+    with pytest.raises(
+        DeviceOutOfMemory, match=r"a lot does not fit on cpu.*value \d+, limit \d+\. Remedy"
+    ):
+        require_available(memory, 1 << 60, "a lot")
+
+
+class CachingMemory(HostMemory):
+    """Memory whose allocator caches all of it until `release`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached = 100
+
+    def available(self) -> int:
+        return 100 - self.cached
+
+    def release(self) -> None:
+        self.cached = 0
+
+
+def test_require_available_counts_what_the_allocator_caches() -> None:
+    memory = CachingMemory()
+    require_available(memory, 100, "as much as is cached")
+    with pytest.raises(DeviceOutOfMemory, match="value 101, limit 100"):
+        require_available(CachingMemory(), 101, "more")
+
+
+def test_require_available_keeps_the_cache_if_there_is_room_next_to_it() -> None:
+    memory = CachingMemory()
+    memory.cached = 40
+    require_available(memory, 60, "what is free")
+    assert memory.cached == 40
+
+
+def test_nothing_is_left_out_unless_runs_are_sparse() -> None:
+    contexts = np.arange(8, dtype=np.int32)
+    assert pieces(range(5)) == range(5)
+    assert at_most(9, 2) == 9
+    assert attended_contexts(contexts, 1) is contexts
+    assert not any(is_left_out("kind") for _ in range(5))
+
+
+def test_sparse_runs_compute_the_first_and_last_piece_two_layers_of_a_kind_and_a_row_for_each_thread() -> (
+    None
+):
+    with sparsely():
+        assert pieces(range(5)) == (0, 4)
+        assert pieces(range(2)) == range(2)
+        assert at_most(9, 2) == 2
+        kinds = ["window", "window", "whole", "window", "whole", "whole"]
+        assert [is_left_out(kind) for kind in kinds] == [False, False, False, True, False, True]
+        contexts = np.full(8, 7, dtype=np.int32)
+        assert attended_contexts(contexts, 2).tolist() == [7, 0, 0, 0, 7, 0, 0, 0]
+        assert attended_contexts(contexts[:1], 2).tolist() == [7]
+    with sparsely():
+        assert not is_left_out("window"), "each run begins anew"
+
+
+def test_sparse_steps_take_the_first_and_the_last_block_of_rows_through_the_layers() -> None:
+    """Skipped parts are zero, as tokens are sampled from them."""
+    rows = torch.ones(3000, 8)
+    with sparsely():
+        sparse = StepRows(rows, rows)
+    assert [block.start for block in sparse.blocks] == [0, 2048]
+    assert not sparse.normed.any()
+    assert [block.start for block in StepRows(rows, rows).blocks] == [0, 1024, 2048]
+
+
+def test_a_sparse_product_takes_the_first_and_the_last_block() -> None:
+    product = QuantizedProduct(torch.ones(16, 16, dtype=torch.bfloat16), None, threads=1)
+    rows = torch.ones(3000, 16, dtype=torch.bfloat16)
+    with sparsely():
+        sparse = product(rows)
+    assert (sparse[:1024] == 16).all()
+    assert not sparse[1024:2048].any()
+    assert (sparse[2048:] == 16).all()
+    assert (product(rows) == 16).all()
+
+
+def test_skipped_rows_of_a_sparse_product_are_zero() -> None:
+    """Tokens are sampled from the head's results: they may be meaningless, but must be valid numbers."""
+    product = QuantizedProduct(torch.ones(96, 16, dtype=torch.bfloat16), None, threads=1)
+    rows = torch.ones(3, 16, dtype=torch.bfloat16)
+    whole = product(rows)
+    with sparsely():
+        sparse = product(rows)
+    assert (whole == 16).all()
+    assert sparse.shape == whole.shape
+    assert set(sparse.flatten().tolist()) == {0.0, 16.0}
+
+
+ENCODES = """
+import sys
+from contextlib import nullcontext
+from vsched.worker.memory import limit_process_memory
+limit_process_memory(4 << 30, keys="encode.memory_limit")
+from vsched.worker import reserve
+from vsched.worker.contract import WorkerSettings
+from vsched.worker.spec import EncodeRole
+from vsched_workers.plugin import plugin
+from vsched_workers.vision import VisionWorker
+info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=640)
+settings = WorkerSettings(threads=1)
+worker = plugin.load_encoder(info, settings, lambda _label, _fraction: None)
+role = EncodeRole(
+    address="", plugin="transformers", settings=settings, items=1, tokens=640, pixels_max=4_000_000
+)
+for _ in range(2):  # the first also has what is loaded and kept when code is first run
+    loaded, reservation = reserve.reserve_encoder(plugin, worker, info, role)
+memory = worker.device_memory()
+VisionWorker.sparsely = lambda _: nullcontext()
+arena = reserve.BatchArena(info, plugin.worst_batches(info, items=1, tokens=640, pixels_max=4_000_000))
+memory.reset_peak()
+for _ in range(2):
+    for batch in arena.batches:
+        reserve._run(worker, arena, batch)
+print(memory.peak() - loaded.reserved_bytes, reservation.growth_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
+def test_a_sparse_reservation_is_what_whole_batches_take(
+    checkpoints: Callable[[str], Path], size: str, dtype: str
+) -> None:
+    """The same peak, apart from fragmentation, which the reservation allows for."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENCODES, str(checkpoints(size)), dtype],
+        env=rank_environment(threads=1),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    whole, reserved = map(int, done.stdout.split())
+    measured = (reserved - DRIFT_BYTES) / (1 + 1 / SCATTERED_SHARE)
+    assert measured > whole / 4, "the reservation is not only what is added to every one"
+    assert whole <= reserved

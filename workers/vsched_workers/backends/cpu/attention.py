@@ -1,0 +1,252 @@
+"""Decode attention on a CPU for transformers' modules, by `kernels/decode_attention.py`.
+
+Attention of chunks and images: with AMX `tiles/attention.py`, otherwise `kernels/prefill_attention.py`.
+
+The latter uses bfloat16 pairs if the processor multiplies them, otherwise float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vsched_workers.backends.cpu.kernels import prefill_attention as kernel
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32, LOG2_E
+from vsched_workers.backends.cpu.kernels.decode_attention import decode_queries
+from vsched_workers.backends.cpu.kernels.gemm import PANEL
+from vsched_workers.backends.cpu.kernels.simd import LANES, has_bf16_dot
+from vsched_workers.backends.cpu.threads import pool_of, process_pool
+from vsched_workers.backends.cpu.tiles import attention
+from vsched_workers.backends.cpu.tiles.kernel import has_tiles
+from vsched_workers.backends.reference.attention import prefill_by_gather
+from vsched_workers.batching.kv_cache import KvCache, KvShape
+from vsched_workers.batching.paged_attention import PatchKernel, ScoreRule
+from vsched_workers.batching.paged_attention import prefill_by_rule as prefill_by_torch
+from vsched_workers.memory.sparse_runs import at_most, attended_contexts, is_sparse
+
+if TYPE_CHECKING:
+    from vsched_workers.batching.paged_attention import PagedStep, Segment
+
+
+TASKS_MIN = 4
+"""With fewer rows per thread than this, each KV head of a row is a task."""
+
+
+def shares_of(rows: int, kv_heads: int, threads: int) -> int:
+    """Number of shares into which the KV heads of a row are split."""
+    return kv_heads if threads > 1 and rows < TASKS_MIN * threads else 1
+
+
+def sample_cache(kv_dtype: torch.dtype, *, slots: int) -> npt.NDArray[Any]:
+    """Return zero keys of a cache with a head dimension of two, for compilation."""
+    cache = KvCache(
+        [KvShape(1, 2, 2)], blocks=slots, block_size=1, dtype=kv_dtype, allocate=torch.zeros
+    )
+    return cache.arrays[0][0]
+
+
+class NumbaDecode:
+    """Decode kernel, compiled for one model dtype and one KV cache dtype."""
+
+    def __init__(self, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int) -> None:
+        self._dtype = dtype
+        self._kv_dtype = kv_dtype
+        self._threads = threads
+        self._pool = pool_of(threads)
+
+    def warm_up(self) -> None:
+        """Compile ahead of the first request."""
+        cached = sample_cache(self._kv_dtype, slots=2)
+        query = np.zeros((1, 1, 2), dtype=np.float32)
+        decode_queries(
+            self._pool,
+            query,
+            cached,
+            cached,
+            np.zeros((1, 1), dtype=np.int32),
+            np.ones(1, dtype=np.int32),
+            2,
+            np.float32(1.0),
+            1,
+            np.empty_like(query),
+        )
+
+    def __call__(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        """Return [rows, heads, head_dim] for a query of the same shape."""
+        keys, values = step.cache.arrays[layer]
+        given: npt.NDArray[np.float32] = query.float().contiguous().numpy()
+        out = np.empty(given.shape, dtype=np.float32)
+        decode_queries(
+            self._pool,
+            given,
+            keys,
+            values,
+            step.tables,
+            attended_contexts(step.contexts, self._threads),
+            step.cache.block_size,
+            np.float32(scaling),
+            shares_of(len(given), keys.shape[1], self._threads),
+            out,
+        )
+        return torch.from_numpy(out).to(self._dtype)
+
+
+PARALLEL_SCORES_MIN = 1 << 14
+"""Minimum number of scores for several threads: waking them takes as long."""
+
+
+def operand() -> npt.NDArray[Any]:
+    """Return the dtype tag of this processor's operands: bfloat16 pairs (VDPBF16PS), or float32."""
+    return BF16 if has_bf16_dot() else FLOAT32
+
+
+def fits(head_dim: int) -> bool:
+    """Return True if a head is a whole number of vectors."""
+    return head_dim % LANES == 0
+
+
+def warm_up(*, tiles: bool = True) -> None:
+    """Compile the attention kernel of this processor ahead of requests; without `tiles`, the one without AMX."""
+    if tiles and has_tiles():
+        attention.warm_up()
+    else:
+        kernel.warm_up(operand())
+
+
+def prefill(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    segment: Segment,
+    step: PagedStep,
+    scaling: float,
+) -> torch.Tensor:
+    """Attend for the rows of a chunk, causally; their keys and values are already in the cache."""
+    if not fits(query.shape[2]):
+        return prefill_by_gather(query, key, value, layer, segment, step, scaling)
+    heads, rows, head_dim = query.shape
+    out = query.new_empty(rows, heads, head_dim)
+    prefill_by_rule(query, layer, segment, step, ScoreRule(scaling), out)
+    return out.transpose(0, 1)
+
+
+def prefill_by_rule(
+    query: torch.Tensor,
+    layer: int,
+    segment: Segment,
+    step: PagedStep,
+    rule: ScoreRule,
+    out: torch.Tensor,
+) -> None:
+    """Attend as `prefill`, by a score rule without sinks; torch serves head dimensions that do not fit.
+
+    Skips keys before all windows. Writes `out` [rows, heads, head_dim].
+    """
+    kept, slots = step.cache.layers[layer], segment.slots()
+    if not fits(query.shape[2]):
+        out.copy_(prefill_by_torch(query, kept, slots, rule))
+        return
+    if rule.window is not None:
+        slots = slots[max(segment.first + 1 - rule.window, 0) :]
+    keys, values = kept.keys, kept.values
+    if keys.dtype != query.dtype:
+        keys, values = kept.read(slots, query.dtype)
+        slots = torch.arange(len(slots))
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    _attend(query[:, None], keys, values, slots.numpy(), rule, out[None], causal=True)
+
+
+def patch_kernel(*, deterministic: bool = False) -> PatchKernel:
+    """Return the kernel for image patches, compiled.
+
+    With `deterministic`, the result for a sequence does not depend on the others.
+    """
+    warm_up(tiles=not deterministic)
+    return functools.partial(attend_patches, tiles=not deterministic)
+
+
+def attend_patches(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    out: torch.Tensor,
+    *,
+    tiles: bool = True,
+) -> None:
+    """Attend within each of several sequences of one length, without a mask.
+
+    Shape: query, key, value [heads, sequences, rows, head_dim]; writes `out` [sequences, rows, heads, head_dim].
+    Without `tiles` AMX is not used. The head dimension must fit.
+    """
+    rows = query.shape[2]
+    keys, values = (each.flatten(1, 2) for each in (key, value))
+    slots = np.arange(rows)
+    rule = ScoreRule(scaling)
+    _attend(query, keys, values, slots, rule, out, causal=False, tiles=tiles)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: npt.NDArray[np.int64],
+    rule: ScoreRule,
+    out: torch.Tensor,
+    *,
+    causal: bool,
+    tiles: bool = True,
+) -> None:
+    """Attend for queries [heads, sequences, rows, head_dim] to keys and values [kv heads, slots, head_dim].
+
+    `slots` are those of the first sequence's keys; the keys of further sequences follow, one sequence after the
+    other.
+    """
+    if is_sparse():
+        # Skipped rows must be defined numbers: tokens are sampled from the last row's logits.
+        out.zero_()
+    heads, sequences, rows, head_dim = query.shape
+    assert keys.stride() == values.stride(), "keys and values must have the same layout"
+    query = query if query[0].is_contiguous() else query.contiguous()
+    assert out.is_contiguous(), "`out` must be contiguous"
+    padded_keys = -(-len(slots) // PANEL) * PANEL
+    attend, block, padded_dim = kernel.attend, kernel.BLOCK, head_dim
+    tiles = tiles and has_tiles()
+    if tiles:
+        attend, block = attention.attend_in_tiles, attention.BLOCK
+        padded_dim = attention.padded_head(head_dim)
+    packed = query.new_empty(len(keys) * sequences * padded_keys * 2 * padded_dim)
+    scores = query.numel() // head_dim * padded_keys
+    pool = process_pool()
+    # Blocks computed by a sparse run: one for each thread.
+    enough = -(-pool.threads // (heads * sequences))
+    arguments = kernel.PrefillArguments(
+        query_at=query.data_ptr(),
+        query_head_bytes=query.stride(0) * query.itemsize,
+        heads=heads,
+        sequences=sequences,
+        rows=at_most(rows, block * enough),
+        head_dim=head_dim,
+        keys_at=keys.data_ptr(),
+        values_at=values.data_ptr(),
+        slot_bytes=keys.stride(1) * keys.itemsize,
+        head_bytes=keys.stride(0) * keys.itemsize,
+        kv_heads=len(keys),
+        slots=slots,
+        packed_at=packed.data_ptr(),
+        padded_keys=padded_keys,
+        causal=int(causal),
+        window=rule.window or 0,
+        factor=np.float32(rule.scaling * LOG2_E),
+        softcap=np.float32((rule.softcap or 0.0) * LOG2_E),
+        out_at=out.data_ptr(),
+        tag=BF16 if tiles else operand(),
+    )
+    attend(pool.state_at if scores >= PARALLEL_SCORES_MIN else 0, arguments)

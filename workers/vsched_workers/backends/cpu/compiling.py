@@ -1,0 +1,422 @@
+"""The compiled kernels of a model, by name: to load in a rank, or to compile in child processes, on all cores, before.
+
+A kernel takes seconds of a core, and the compiler 200 MiB. So child processes compile on all cores, and a rank reads
+the results from disk (`kernel_store.py`). If that fails, the rank compiles each kernel on first use.
+
+The processes are forked from one (`python -m vsched_workers.backends.cpu.compiling PROCESSES`), which has imported the
+libraries and has one thread. It reads the kernels as JSON from standard input and writes the index of each compiled
+kernel to standard output, one per line. All end with their parent process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import msgspec
+import numpy.typing as npt
+import torch
+
+from vsched.worker.contract import Progress, WorkerSettings
+from vsched.worker.memory import host_available
+from vsched.worker.shares import usable_cores
+from vsched_workers.backends.cpu import low_rank
+from vsched_workers.backends.cpu.attention import (
+    NumbaDecode,
+    fits,
+    operand,
+    sample_cache,
+)
+from vsched_workers.backends.cpu.decode_step import compiled_step
+from vsched_workers.backends.cpu.kernel_store import content_key, kernel_folder, processor
+from vsched_workers.backends.cpu.kernels import (
+    activation,
+    decode_attention,
+    norm,
+    prefill_attention,
+    rope,
+    sampling,
+)
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
+from vsched_workers.backends.cpu.language_layers import GATED
+from vsched_workers.backends.cpu.products import (
+    QuantizedProduct,
+    make_product,
+    quantizes_activations,
+    widens_in_tiles,
+)
+from vsched_workers.backends.cpu.tiles import attention
+from vsched_workers.backends.cpu.tiles.kernel import has_tiles
+from vsched_workers.backends.cpu.vision_layers import can_fuse
+from vsched_workers.families.decoders import Decoder, head_dim
+from vsched_workers.quantized.layers import HEAD_FORMAT
+from vsched_workers.quantized.weights import QuantizedWeight
+
+_ACTIVATIONS = {each.py_func.__name__: each for each in (*GATED.values(), activation.gelu_quick)}
+_INPUTS = 64
+"""Inputs of the weight used for compilation."""
+
+_OPERANDS = {"bfloat16": BF16, "float32": FLOAT32}
+
+
+class Need(NamedTuple):
+    """A kernel for one combination of argument types.
+
+    Attributes:
+        kernel: Name in `KERNELS`.
+        words: Variant to compile.
+    """
+
+    kernel: str
+    words: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Approximate compile time on a 3 GHz core, for the order of compilation and progress messages."""
+        return KERNELS[self.kernel].seconds
+
+    def load(self) -> None:
+        """Read the kernel from disk, or compile it."""
+        KERNELS[self.kernel].load(*self.words)
+
+
+class _Kernel(NamedTuple):
+    load: Callable[..., None]
+    seconds: float
+
+
+def needs(kernel: str, *words: str) -> Need:
+    """Return the need of a kernel."""
+    assert kernel in KERNELS, f"no kernel is called {kernel}"
+    return Need(kernel, words)
+
+
+def language_needs(
+    settings: WorkerSettings,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    config: Any,
+    decoder: Decoder | None,
+    kinds: Sequence[str],
+) -> Iterator[Need]:
+    """Yield the kernels of a language model.
+
+    `config` is the model's configuration, `decoder` describes its architecture if known, and `kinds` are the
+    quantization formats of its checkpoint's weights.
+    """
+    kept = _word(kv_dtype)
+    made = [settings.weights, HEAD_FORMAT] if settings.quantizes else []
+    yield needs("sampler")
+    yield from _product_needs(settings, dtype, [*kinds, *made])
+    if dtype == torch.bfloat16:
+        yield needs("greedy sampler")
+        if fits(head_dim(config)) and not settings.deterministic:
+            yield _many_rows_need()
+    if settings.adapters and dtype == torch.bfloat16:
+        yield needs("low rank")
+    if dtype != torch.bfloat16 or decoder is None or decoder.unfit(config):
+        yield needs("decode attention of modules", kept)
+        return
+    yield needs("norm")
+    yield needs("rope", kept)
+    if not decoder.adds_plainly or decoder.norms_all_heads:
+        yield needs("norms of all kinds")
+    yield needs("activation", _name(GATED[decoder.activation(config)]))
+    yield needs("decode attention", kept)
+    if settings.ranks == 1:
+        yield needs("decode step", kept)
+
+
+def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Iterator[Need]:
+    """Yield the kernels of a vision tower; None is a tower of unknown architecture, with fewer known kernels."""
+    yield from _product_needs(settings, dtype, [settings.weights] if settings.quantizes else [])
+    if dtype != torch.bfloat16:
+        return
+    if tower is not None and can_fuse(tower):
+        yield _many_rows_need(deterministic=settings.deterministic)
+        yield needs("norm")
+        yield needs("activation", _name(activation.swiglu))
+        yield needs("rope of patches")
+    if settings.adapters:
+        yield needs("low rank")
+
+
+def _many_rows_need(*, deterministic: bool = False) -> Need:
+    """Return the kernel of bfloat16 attention with many rows, of chunks or images."""
+    if has_tiles() and not deterministic:
+        return needs("attention in tiles")
+    return needs("prefill attention", _operand_word(operand()))
+
+
+def _product_needs(
+    settings: WorkerSettings, dtype: torch.dtype, kinds: Sequence[str]
+) -> Iterator[Need]:
+    """Yield the kernels of products with activations of a type, for quantized weights of these kinds and others."""
+    activations = "int8" if quantizes_activations(settings.activations, dtype) else "float"
+    for kind in dict.fromkeys(kinds):
+        yield needs("product", _word(dtype), kind, activations)
+        yield from _tiles_needs(settings, dtype, kind)
+    # In a quantized model, unquantized weights use the same kind of product, in float32 as well.
+    pairs = dtype == torch.bfloat16 and has_bf16_dot()
+    if pairs:
+        yield needs("product of panels")
+    elif kinds or dtype == torch.bfloat16:
+        yield needs("product", _word(dtype), _word(dtype))
+
+
+def _tiles_needs(settings: WorkerSettings, dtype: torch.dtype, kind: str) -> Iterator[Need]:
+    if widens_in_tiles(settings, dtype):
+        yield needs("product in tiles", kind)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _operand_word(tag: npt.NDArray[Any]) -> str:
+    return "bfloat16" if tag is BF16 else "float32"
+
+
+def _name(kernel: Any) -> str:
+    name: str = kernel.py_func.__name__
+    return name
+
+
+def _load_rope(kept: str) -> None:
+    rope.warm_up(sample_cache(getattr(torch, kept), slots=1))
+
+
+def _load_decode(kept: str) -> None:
+    decode_attention.warm_up(sample_cache(getattr(torch, kept), slots=1))
+
+
+def _load_step(kept: str) -> None:
+    compiled_step.compile_for(sample_cache(getattr(torch, kept), slots=1))
+
+
+def _load_decode_of_modules(kept: str) -> None:
+    NumbaDecode(torch.float32, getattr(torch, kept), 1).warm_up()
+
+
+def _load_product(rows: str, kind: str, activations: str = "float") -> None:
+    dtype: torch.dtype = getattr(torch, rows)
+    weight: QuantizedWeight | torch.Tensor = torch.zeros(1, _INPUTS, dtype=dtype)
+    if kind in {"int8", "int4", "fp8"}:
+        weight = _quantized_zeros(kind, dtype)
+    int8_activations = activations == "int8"
+    product = QuantizedProduct(weight, None, threads=1, int8_activations=int8_activations)
+    product(torch.zeros(1, _INPUTS, dtype=dtype))
+
+
+def _load_tiles(kind: str) -> None:
+    weight = _quantized_zeros(kind, torch.bfloat16)
+    product = QuantizedProduct(weight, None, threads=1, tiles=True)
+    product(torch.zeros(product.many_rows_min, _INPUTS).bfloat16())
+
+
+def _quantized_zeros(kind: str, dtype: torch.dtype) -> QuantizedWeight:
+    return QuantizedWeight(
+        kind=kind,
+        values=torch.zeros(
+            *(1, _INPUTS // 2 if kind == "int4" else _INPUTS),
+            dtype=torch.int8 if kind == "int8" else torch.uint8,
+        ),
+        scales=torch.ones(1, 1, dtype=torch.float32 if kind == "fp8" else torch.float16),
+        group=_INPUTS,
+        inputs=_INPUTS,
+        dtype=dtype,
+    )
+
+
+def _load_panels() -> None:
+    made = make_product(torch.zeros(_INPUTS, _INPUTS).bfloat16(), None, threads=1)
+    made(torch.zeros(1, _INPUTS).bfloat16())
+
+
+KERNELS: Mapping[str, _Kernel] = {
+    "norm": _Kernel(lambda: norm.warm_up(), 1.0),
+    "norms of all kinds": _Kernel(lambda: norm.warm_up_normed(), 3.0),
+    "layer norm": _Kernel(lambda: norm.warm_up_layer_norm(), 1.5),
+    "activation": _Kernel(lambda name: activation.warm_up(_ACTIVATIONS[name]), 1.0),
+    "rope": _Kernel(_load_rope, 3.0),
+    "rope of patches": _Kernel(lambda: rope.warm_up_patches(), 1.5),
+    "decode attention": _Kernel(_load_decode, 15.0),
+    "decode step": _Kernel(_load_step, 3.0),
+    "decode attention of modules": _Kernel(_load_decode_of_modules, 11.0),
+    "prefill attention": _Kernel(
+        lambda operand: prefill_attention.warm_up(_OPERANDS[operand]), 6.0
+    ),
+    "attention in tiles": _Kernel(lambda: attention.warm_up(), 6.0),
+    "greedy sampler": _Kernel(lambda: sampling.warm_up_greedy(), 0.5),
+    "sampler": _Kernel(lambda: sampling.warm_up(), 13.0),
+    "low rank": _Kernel(lambda: low_rank.warm_up(), 3.0),
+    "product": _Kernel(_load_product, 5.0),
+    "product of panels": _Kernel(_load_panels, 5.0),
+    "product in tiles": _Kernel(_load_tiles, 2.0),
+}
+
+
+CHILD_BYTES = 512 << 20
+"""Memory of a compiling process: libraries and the compiler."""
+LOCK_S = 600.0
+"""Maximum wait for another process that compiles for this processor; then both compile."""
+_POLL_S = 0.2
+KERNEL_FILES = [
+    Path(__file__).parent / name
+    for name in (
+        *(
+            "quantized/kernel.py",
+            "quantized/integers.py",
+            "tiles/kernel.py",
+            "tiles/attention.py",
+            "quantized/widened.py",
+            "low_rank.py",
+        ),
+        "decode_step/kernel.py",
+    )
+]
+"""Kernel sources that are not part of the folder's name."""
+
+
+def compile_ahead(wanted: Sequence[Need], progress: Progress) -> int:
+    """Compile the kernels that are not on disk; return their number.
+
+    Does nothing if the folder is not writable; the rank then compiles them, as it does if a child fails.
+    """
+    folder = kernel_folder()
+    if folder is None or not os.access(folder, os.W_OK) or not missing(wanted, folder):
+        return 0
+    try:
+        lock = open(folder / "compiling", "w", encoding="ascii")  # noqa: SIM115 - closed below
+    except OSError:
+        return 0
+    with lock:
+        _wait_for(lock, progress)
+        found = missing(wanted, folder)
+        if found:
+            _compile(found, folder, progress)
+        return len(found)
+
+
+def missing(wanted: Sequence[Need], folder: Path) -> list[Need]:
+    """Return the kernels, without duplicates, that were never compiled into a folder for this processor."""
+    return [each for each in dict.fromkeys(wanted) if not mark_of(each, folder).exists()]
+
+
+def mark_of(need: Need, folder: Path) -> Path:
+    """Return the marker file of a kernel that is in a folder, for this processor."""
+    described = repr((tuple(need), processor(), content_key(KERNEL_FILES)))
+    return folder / f"compiled-{hashlib.blake2b(described.encode(), digest_size=8).hexdigest()}"
+
+
+def at_once(count: int) -> int:
+    """Number of processes that compile at a time, limited by cores and memory."""
+    return max(1, min(count, usable_cores(), host_available() // CHILD_BYTES))
+
+
+def expected_s(wanted: Sequence[Need], processes: int) -> float:
+    """Estimated duration: the maximum of the longest kernel and all of them divided among processes."""
+    seconds = [each.seconds for each in wanted]
+    return max(max(seconds), sum(seconds) / processes)
+
+
+def _wait_for(lock: IO[str], progress: Progress) -> None:
+    """Wait while another process compiles: it may compile the same kernels, and cores are shared."""
+    deadline_s, reported = time.monotonic() + LOCK_S, False
+    while time.monotonic() < deadline_s:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if not reported:
+            progress("waiting for another process that compiles kernels", 0.0)
+            reported = True
+        time.sleep(_POLL_S)
+
+
+def _compile(wanted: Sequence[Need], folder: Path, progress: Progress) -> None:
+    processes = at_once(len(wanted))
+    what = (
+        f"compiling {len(wanted)} kernels for this processor, once, about "
+        f"{expected_s(wanted, processes):.0f} s"
+    )
+    progress(what, 0.0)
+    command = [sys.executable, "-m", "vsched_workers.backends.cpu.compiling"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    total_s = sum(each.seconds for each in wanted)
+    done_s = 0.0
+    with subprocess.Popen(  # noqa: S603 - our own words
+        [*command, str(processes)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as children:
+        assert children.stdin is not None
+        assert children.stdout is not None
+        children.stdin.write(msgspec.json.encode(wanted))
+        children.stdin.close()
+        for line in children.stdout:
+            need = wanted[int(line)]
+            with suppress(OSError):
+                mark_of(need, folder).touch()
+            done_s += need.seconds
+            progress(what, done_s / total_s)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Compile all, the longest first; return 1 if any failed."""
+    _end_with_parent()
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Need])
+    waiting = sorted(range(len(wanted)), key=lambda index: wanted[index].seconds)
+    running: dict[int, int] = {}
+    failed = False
+    while waiting or running:
+        while waiting and len(running) < int(sys.argv[1]):
+            index = waiting.pop()
+            running[_fork(wanted[index])] = index
+        pid, status = os.wait()
+        index = running.pop(pid)
+        if status:
+            failed = True
+            sys.stderr.write(f"{wanted[index]} was not compiled: status {status}\n")
+            continue
+        sys.stdout.write(f"{index}\n")
+        sys.stdout.flush()
+    return int(failed)
+
+
+def _fork(need: Need) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _end_with_parent()
+        need.load()
+        code = 0
+    except BaseException:  # noqa: BLE001 - as the interpreter does with an exception
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Image processing with the transformers processor of a checkpoint."""
