@@ -59,7 +59,7 @@ def printed(outcomes: list[SimulationOutcome]) -> str:
 
 def test_table_has_a_column_for_each_outcome(outcomes: list[SimulationOutcome]) -> None:
     text = printed(outcomes)
-    assert re.search(r"chunk <aware> .* eager", text)
+    assert re.search(r"chunk <aware> .* combined", text)
     for measure in MEASURES:
         assert (measure.name in text) != measure.hosts
     first = outcomes[0].figures
