@@ -15,10 +15,9 @@ from vsched.aio.kv_sizing import Sizing
 from vsched.aio.launcher import Launcher
 from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
-from vsched.config.byte_sizes import size_bytes
-from vsched.config.calibration import check_calibration
-from vsched.config.cluster import RAY_HOST
-from vsched.config.placement import placed
+from vsched.config.checks import check_calibration
+from vsched.config.devices import placed
+from vsched.config.sections import RAY_HOST, size_bytes
 from vsched.errors import ConfigError, limit_message
 from vsched.kernel import SchedulerLimits
 from vsched.media.pipeline import MediaStatistics
@@ -29,10 +28,15 @@ from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, ModelInfo, SamplingDefaults, group_names, replica_of, stage_of
 from vsched.worker.contract import Preprocessor, WorkerPlugin, WorkerSettings, supports
 from vsched.worker.memory import host_available, status_bytes
-from vsched.worker.profiling_run import StepLimits
 from vsched.worker.registry import load_worker
-from vsched.worker.shares import default_limit
-from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec
+from vsched.worker.spec import (
+    EncodeRole,
+    GenerateRole,
+    HostShare,
+    RankSpec,
+    StepLimits,
+    default_limit,
+)
 
 logger = logging.getLogger(__name__)
 SAMPLES = 1000

@@ -141,11 +141,7 @@ def download(hub_id: str, needed: Sequence[str] = MODEL_FILES) -> Path:
 
 
 def _one_of(hub_id: str, part: str, files: Sequence[str]) -> str:
-    """Return the GGUF file that a part of its name stands for: the one that ends with it, or the only one.
-
-    Raises:
-        CheckpointError: When there are several.
-    """
+    """Return the GGUF file that a part of its name stands for: the one that ends with it, or the only one."""
     found = [file for file in files if file.removesuffix(".gguf").endswith(part)] or list(files)
     if len(found) > 1:
         raise CheckpointError(

@@ -15,21 +15,21 @@ from typing import NamedTuple
 import msgspec
 
 from vsched.config import Config, LoadedConfig, resolve_policies
+from vsched.config.checks import check_combinations
 from vsched.config.devices import (
     VISIBLE_DEVICES,
     DeviceChoice,
     is_open,
     settle,
+    weights_bytes,
     with_device_defaults,
     with_devices,
 )
-from vsched.config.placement import weights_bytes
-from vsched.config.policies import check_combinations
-from vsched.config.stages import AUTO, CPU, StageConfig
+from vsched.config.sections import AUTO, CPU, StageConfig
 from vsched.errors import ConfigError, VschedError, limit_message
 from vsched.memory import size_text
 from vsched.types import ModelInfo
-from vsched.worker.devices import CudaDevice, DeviceSurvey
+from vsched.worker.contract import CudaDevice, DeviceSurvey
 from vsched.worker.registry import load_worker
 
 logger = logging.getLogger(__name__)

@@ -67,8 +67,9 @@ from vsched.assembly import (
     verifies_drafts,
 )
 from vsched.config import Config, MediaConfig, plain_config, resolve_policies
+from vsched.config.checks import check_combinations
 from vsched.config.devices import settle
-from vsched.config.policies import check_combinations, check_replacement, policy_tables
+from vsched.config.policies import check_replacement, policy_tables
 from vsched.devices import log_devices, resolve_devices
 from vsched.errors import ConfigError, PolicyError, RequestRefused
 from vsched.kernel import Scheduler
@@ -80,7 +81,7 @@ from vsched.memory import Ledger
 from vsched.notebook import Statistics
 from vsched.policy import Policy
 from vsched.policy_host.call_times import QueueClock
-from vsched.record.left import PartialOutput
+from vsched.record.journal import PartialOutput
 from vsched.record.recorder import check_record_path, open_recorder
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, Request, SamplingParams

@@ -302,11 +302,7 @@ def _prompt(prompt: str | Sequence[int] | Mapping[str, Any]) -> _Prepare:
 def _conversation(
     render: Callable[..., str], messages: Sequence[Mapping[str, Any]], arguments: dict[str, Any]
 ) -> tuple[Prompt, Sequence[ImageReference]]:
-    """Render a conversation with the chat template, and list its images.
-
-    Raises:
-        RequestRefused: If the messages are not valid.
-    """
+    """Render a conversation with the chat template, and list its images."""
     try:
         converted = msgspec.convert([_encoded(message) for message in messages], list[Message])
     except (msgspec.ValidationError, TypeError) as error:
@@ -369,9 +365,6 @@ class _LoopThread:
             if self.at_end is not None:
                 self.call(self.at_end())
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()

@@ -10,7 +10,7 @@ import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
@@ -194,13 +194,7 @@ def list_policies() -> list[RegisteredPolicy]:
                     kind=kind, name=point.name, target=point.value, error=reason
                 )
             else:
-                found = RegisteredPolicy(
-                    kind=kind,
-                    name=point.name,
-                    target=point.value,
-                    fields=tuple(policy_fields(cls)),
-                    summary=(inspect.getdoc(cls) or "").partition("\n")[0],
-                )
+                found = _described(cls, kind, point.name, point.value)
             listed.append(found)
     return listed
 
@@ -218,26 +212,24 @@ def describe_policy(target: str) -> RegisteredPolicy:
         PolicyError: If the class does not meet its contract.
     """
     cls = load_policy_class(SEVERAL, target, path=target)
-    return RegisteredPolicy(
-        kind=", ".join(decisions_of(cls)),
-        name=cls.__qualname__,
-        target=target,
-        fields=tuple(policy_fields(cls)),
-        summary=(inspect.getdoc(cls) or "").partition("\n")[0],
-    )
+    return _described(cls, ", ".join(decisions_of(cls)), cls.__qualname__, target)
 
 
-def policy_fields(cls: type[Policy]) -> list[PolicyField]:
-    """Return the configuration fields of a policy class, in order of declaration."""
-    return [
-        PolicyField(
-            name=field.encode_name,
-            type=type_text(field.type),
-            required=field.required,
-            default=_default(field),
+def _described(cls: type[Policy], kind: str, name: str, target: str) -> RegisteredPolicy:
+    fields, summary = tuple(policy_fields(cls)), (inspect.getdoc(cls) or "").partition("\n")[0]
+    return RegisteredPolicy(kind=kind, name=name, target=target, fields=fields, summary=summary)
+
+
+def policy_fields(cls: type[Policy]) -> Iterator[PolicyField]:
+    """Yield the configuration fields of a policy class, in order of declaration."""
+    for field in msgspec.structs.fields(cls):
+        default, factory = field.default, cast("Any", field.default_factory)
+        if default is msgspec.NODEFAULT:
+            default = None if factory is msgspec.NODEFAULT else factory()
+        text = type_text(field.type)
+        yield PolicyField(
+            name=field.encode_name, type=text, required=field.required, default=default
         )
-        for field in msgspec.structs.fields(cls)
-    ]
 
 
 def type_text(annotation: Any) -> str:
@@ -247,33 +239,30 @@ def type_text(annotation: Any) -> str:
     except TypeError:
         return str(annotation)
     options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
-    texts = []
-    for option in options:
-        if "enum" in option:
-            texts.append(" or ".join(repr(value) for value in option["enum"]))
-            continue
-        text = str(option.get("type", "any")).replace("integer", "int").replace("boolean", "bool")
-        lower, upper = option.get("minimum"), option.get("maximum")
-        if lower is not None and upper is not None:
-            text += f", {lower} to {upper}"
-        elif lower is not None:
-            text += f", {lower} or more"
-        if "exclusiveMinimum" in option:
-            text += f", above {option['exclusiveMinimum']:g}"
-        if "exclusiveMaximum" in option:
-            text += f", below {option['exclusiveMaximum']:g}"
-        if upper is not None and lower is None:
-            text += f", at most {upper:g}"
-        texts.append(text)
-    return "; ".join(texts)
+    return "; ".join(map(_option_text, options))
 
 
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    if field.default is not msgspec.NODEFAULT:
-        return field.default
-    if field.default_factory is not msgspec.NODEFAULT:
-        return cast("Callable[[], Any]", field.default_factory)()
-    return None
+def _option_text(option: Mapping[str, Any]) -> str:
+    if "enum" in option:
+        return " or ".join(repr(value) for value in option["enum"])
+    if "pattern" in option:
+        return str(option["description"])
+    texts = [str(option.get("type", "any")).replace("integer", "int").replace("boolean", "bool")]
+    inner = option.get("items", option.get("additionalProperties"))
+    if isinstance(inner, Mapping) and "pattern" in inner:
+        texts[0] += f" of {inner['description']}"
+    bounds = dict(option)
+    if {"minimum", "maximum"} <= bounds.keys():
+        texts.append(f"{bounds.pop('minimum')} to {bounds.pop('maximum')}")
+    for key, words in (
+        ("minimum", "{} or more"),
+        ("exclusiveMinimum", "above {:g}"),
+        ("exclusiveMaximum", "below {:g}"),
+        ("maximum", "at most {:g}"),
+    ):
+        if key in bounds:
+            texts.append(words.format(bounds[key]))
+    return ", ".join(texts)
 
 
 def _check_method(cls: type[Policy], kind: str, name: str) -> None:

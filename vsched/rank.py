@@ -25,8 +25,7 @@ from vsched.fork_server import drop_code_pages, release_free_memory
 from vsched.logs import configure_logging
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import PulseThread, RankLink, wait_readable
-from vsched.worker.loading import RankLoading
-from vsched.worker.member import PULSES_PER_TIMEOUT, Following, Member
+from vsched.worker.member import PULSES_PER_TIMEOUT, Following, Member, RankLoading
 from vsched.worker.memory import limit_process_memory, memory_errors, spare_memory
 from vsched.worker.spec import RankSpec
 

@@ -15,7 +15,7 @@ from tests.clients import environments, table
 from tests.clients.catalogue import CLIENTS, Client
 from vsched.api.server import running_server
 from vsched.checkpoint_tools import load_tools
-from vsched.cli.demo.exam import user_message
+from vsched.cli.demo_command import user_message
 from vsched.config import load_config
 
 HERE = Path(__file__).parent

@@ -32,8 +32,8 @@ from vsched.wire import (
     Ready,
     ThreadsInUse,
 )
-from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.stage_rank import EncodeRank
 from vsched_workers.plugin import plugin
 
 

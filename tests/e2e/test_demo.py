@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.command_line import run_vsched
 from tests.patience import PATIENCE_S
 from vsched import Engine
-from vsched.cli.demo.exam import data_url, is_answer
+from vsched.cli.demo_command import data_url, is_answer
 from vsched.config import LoadedConfig, load_config
 from vsched.media import VideoReference
 from vsched.types import SamplingParams

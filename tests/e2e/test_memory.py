@@ -167,14 +167,13 @@ async def test_replicas_on_one_host_get_equal_shares_and_keep_them(
         assert before.totals == after.totals, "limits of processes are named after their ranks"
 
 
-def test_profile_shows_writes_and_draws_the_ledger(
+def test_profile_shows_and_writes_the_ledger(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The procedure without serving; the table, the JSON and the picture agree."""
-    pytest.importorskip("matplotlib")
+    """The procedure without serving; the table and the JSON agree."""
     limits = ["generate.memory_limit=1GiB", "generate.context_tokens=2048"]
     words = [word for each in limits for word in ("--set", each)]
-    words += ["--json", str(tmp_path / "ledger.json"), "--plot", str(tmp_path / "ledger.png")]
+    words += ["--json", str(tmp_path / "ledger.json")]
     printed = run_vsched("profile", str(checkpoints("nano25")), *words)
     ledger = json.loads((tmp_path / "ledger.json").read_text())
     limited = next(pool for pool in ledger["pools"] if pool["total"] == 1 << 30)
@@ -185,4 +184,3 @@ def test_profile_shows_writes_and_draws_the_ledger(
     assert "generate: build" in printed
     assert re.search(rf"{limited['pool']} +total", printed)  # the widest pool sets the column
     assert "█" in printed
-    assert (tmp_path / "ledger.png").read_bytes().startswith(b"\x89PNG")

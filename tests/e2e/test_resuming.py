@@ -20,8 +20,7 @@ from tests.patience import PATIENCE_S, patience, until
 from tests.traces import abandoned_memory, is_alive
 from vsched import Engine, SamplingParams
 from vsched.errors import RequestRefused
-from vsched.record.journal import folder_of
-from vsched.record.left import PartialOutput, prompt_digest
+from vsched.record.journal import PartialOutput, folder_of, prompt_digest
 from vsched.types import Request
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

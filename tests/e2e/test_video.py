@@ -18,9 +18,10 @@ from tests.e2e.asking import data_url, drawn_image
 from tests.e2e.conftest import assert_idle
 from tests.e2e.video_asks import (
     VideoAsk,
-    ask_video,
+    assert_answers,
     drawn_frames,
     generate_video,
+    groups_encoded,
     of_frames,
     patches_of,
     video_file,
@@ -28,7 +29,7 @@ from tests.e2e.video_asks import (
 from tests.unit.media.video_files import hostile_files
 from tests.workers.driver import values_of
 from tests.workers.reference import Reference
-from vsched import Engine
+from vsched import Config, Engine
 from vsched.api.server import RunningServer
 from vsched.media import VideoReference
 from vsched.worker.contract import VideoSampling, view_arrays
@@ -69,29 +70,29 @@ async def test_answers_about_videos_equal_generate(
     reference, asked = Reference(checkpoints(size)), asks()
     expected = [await generate_video(engine, reference, ask) for ask in asked]
     assert len({tuple(tokens[:8]) for tokens in expected}) == len(expected)
-    before = engine.statistics()["generate"]
-    for _ in range(2):
-        found = await asyncio.gather(*[ask_video(engine, ask) for ask in asked])
-        assert found == expected
-    after = engine.statistics()["generate"]
-    assert after["preemptions"] > before["preemptions"], "the KV cache was not small enough"
-    assert after["tokens_cached"] > before["tokens_cached"]
+    await assert_answers(engine, asked, expected)
     await assert_idle(engine)
+
+
+async def test_two_generate_ranks_answer_about_videos(
+    configure: Callable[..., Config], checkpoints: Callable[[str], Path]
+) -> None:
+    reference, asked = Reference(checkpoints("nano25")), asks()
+    async with Engine(configure("nano25", "generate.tensor_parallel=2")) as engine:
+        expected = [await generate_video(engine, reference, ask) for ask in asked]
+        await assert_answers(engine, asked, expected)
+        await assert_idle(engine)
 
 
 async def test_a_longer_video_is_encoded_from_where_it_is_new(engine: Engine) -> None:
     """A repeated video needs no encoding, an extended one only of its new groups; equal groups count once."""
-
-    async def encoded(video: VideoReference) -> int:
-        before = engine.statistics()["encode"]["items_encoded"]
-        await ask_video(engine, VideoAsk([video, "?"], count=1))
-        after = engine.statistics()["encode"]["items_encoded"]
-        return int(after - before)
-
-    assert await encoded(of_frames(drawn_frames(11, 8))) == 4
-    assert await encoded(of_frames(drawn_frames(11, 8), fps=1.0)) == 0
-    assert await encoded(of_frames(drawn_frames(11, 10))) == 1
-    assert await encoded(of_frames(drawn_frames(12, 1) * 6)) == 1
+    for frames, fps, count in (
+        (drawn_frames(11, 8), 2.0, 4),
+        (drawn_frames(11, 8), 1.0, 0),
+        (drawn_frames(11, 10), 2.0, 1),
+        (drawn_frames(12, 1) * 6, 2.0, 1),
+    ):
+        assert await groups_encoded(engine, of_frames(frames, fps)) == count
 
 
 async def test_pixels_of_a_frame_group_equal_the_video_processor(engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 from collections.abc import Sequence
@@ -88,6 +89,25 @@ async def ask_video(engine: Engine, ask: VideoAsk) -> list[int]:
             request_id=f"video-{next(_numbers)}",
         )
         return [token async for delta in generation for token in delta.token_ids]
+
+
+async def assert_answers(
+    engine: Engine, asked: Sequence[VideoAsk], expected: Sequence[Sequence[int]]
+) -> None:
+    """Ask all at a time, twice: with preemptions, and with cached prefixes the second time."""
+    before = engine.statistics()["generate"]
+    for _ in range(2):
+        assert await asyncio.gather(*[ask_video(engine, ask) for ask in asked]) == expected
+    after = engine.statistics()["generate"]
+    assert after["preemptions"] > before["preemptions"], "the KV cache was not small enough"
+    assert after["tokens_cached"] > before["tokens_cached"]
+
+
+async def groups_encoded(engine: Engine, video: VideoReference) -> int:
+    """Return the number of frame groups that a question about a video encodes."""
+    before = engine.statistics()["encode"]["items_encoded"]
+    await ask_video(engine, VideoAsk([video, "?"], count=1))
+    return int(engine.statistics()["encode"]["items_encoded"] - before)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from vsched.aio.fork_server import rank_environment
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.memory import limit_process_memory
-from vsched.worker.reserve import BatchArena, reserve_encoder
+from vsched.worker.sizing import BatchArena, reserve_encoder
 from vsched.worker.spec import EncodeRole
 from vsched_workers.checkpoint.facts import (
     image_factor,

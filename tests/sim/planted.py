@@ -58,7 +58,7 @@ PLANTS = (
     ),
     Plant(
         "a missed slot field",
-        "vsched.worker.slots:SlotTable.reset",
+        "vsched.worker.generate_rank:SlotTable.reset",
         "self.stop_tokens[slot] = -1",
         "self.tokens[slot] = -1",
         seed=1,
@@ -72,7 +72,7 @@ PLANTS = (
     ),
     Plant(
         "a cache view pinning its buffer",
-        "vsched.worker.kv_builder:KvBuilder._tear_down",
+        "vsched.worker.sizing:KvBuilder._tear_down",
         "worker.drop_kv()",
         "pass",
         seed=4,
@@ -86,14 +86,14 @@ PLANTS = (
     ),
     Plant(
         "a retry by one rank",
-        "vsched.worker.encode_rank:EncodeRank._run",
+        "vsched.worker.stage_rank:EncodeRank._run",
         "except DeviceOutOfMemory as error:",
         "except DeviceOutOfMemory as error:\n        if not self._first:\n            return self._run(step, 0, work)",
         seed=70,
     ),
     Plant(
         "a part of a batch taken for all of it",
-        "vsched.worker.encode_rank:EncodeRank._run",
+        "vsched.worker.stage_rank:EncodeRank._run",
         "if done:",
         "if True:",
         seed=17,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.sim.planted import PLANTS, planted
 from tests.sim.test_faults import requests
-from vsched.config.cluster import ClusterConfig
+from vsched.config.sections import ClusterConfig
 from vsched.errors import ConfigError
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.faults import (

@@ -19,7 +19,7 @@ from vsched.sim.cluster.scenario import draw_scenario, run_scenario
 from vsched.sim.faults import FaultPlan
 from vsched.sim.ranks.symbolic_model import DRAFT, drafted_token, extend, next_token
 from vsched.sim.workload.requests import Arrival, Image, Text, Video
-from vsched.worker.drafting.model import DraftModel
+from vsched.worker.drafts import DraftModel
 
 Engines = Callable[..., SimEngine]
 

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from tests.sim.planted import PLANTS, planted
-from vsched.cli.simulate.swarm import run_swarm
+from vsched.cli.simulate_command import run_swarm
 from vsched.errors import ConfigError
 from vsched.sim.cluster.scenario import swarm
 from vsched.sim.faults import DecodeError, FaultPlan, TiePermutation

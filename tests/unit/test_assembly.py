@@ -282,7 +282,6 @@ def test_swap_memory_is_none_by_default() -> None:
     [
         ("1", {}, "smaller than one KV block"),
         ("1GiB", {"state_bytes": 9}, "keep a state"),
-        ("much", {}, "not a size"),
     ],
 )
 def test_swap_memory_that_is_of_no_use_is_refused(

@@ -1,4 +1,4 @@
-"""The configuration: bounds, precedence, origins, and errors."""
+"""The configuration: bounds, precedence, origins, errors; hosts; several ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.machines import pretend_cores
 from vsched.config import (
     ArenaConfig,
     Config,
+    EncodeConfig,
     GenerateConfig,
     ModelConfig,
     config_schema,
     keys_table,
     load_config,
     plain_config,
+    resolve_policies,
     to_toml,
 )
 from vsched.config.devices import assumed
@@ -197,16 +200,18 @@ def test_config_later_set_wins() -> None:
             "generate.state_snapshots=-1",
             "generate.state_snapshots (from command line) is not valid: value -1,",
         ),
-        (
-            'media.hosts=["https://images.example.com"]',
-            "media.hosts: no image URL has this host: value 'https://images.example.com', limit host or host:port,",
-        ),
-        ('media.hosts=["a.com/b"]', "media.hosts: no image URL has this host: value 'a.com/b',"),
-        ('media.hosts=["a.com:0"]', "media.hosts: no image URL has this host: value 'a.com:0',"),
-        ('media.hosts=["[::1]:x"]', "media.hosts: no image URL has this host: value '[::1]:x',"),
-        (
-            'media.private_hosts=["a.com:65536"]',
-            "media.private_hosts: no image URL has this host: value 'a.com:65536',",
+        *(
+            (
+                f'media.{key}=["{host}"]',
+                f"media.{key} (from command line) is not valid: value ['{host}'], limit array of",
+            )
+            for key, host in (
+                ("hosts", "https://images.example.com"),
+                ("hosts", "a.com/b"),
+                ("hosts", "a.com:0"),
+                ("hosts", "[::1]:x"),
+                ("private_hosts", "a.com:65536"),
+            )
         ),
         (
             "generate.chunk_tokens=4096",
@@ -275,8 +280,8 @@ def test_config_reports_all_typos_at_once(tmp_path: Path) -> None:
         "encode.admission.max_items is not valid: value 0, limit int, 1 or more",
         "routing.use: 'round-robbin' is unknown. ",
         "encode.plugin: 'transformer' is unknown. ",
-        "encode.memory_limit: not a size: value '4GB', ",
-        "generate.device: not a device: value 'cuda:x', limit auto, cuda, or cuda:N with a number.",
+        "encode.memory_limit (from command line) is not valid: value '4GB', limit int, 0 or more; auto, a number",
+        "generate.device (from command line) is not valid: value 'cuda:x', limit auto, cpu, cuda, or cuda:N with",
     ]
     assert [start for start in expected if not any(one.startswith(start) for one in reported)] == []
     assert len(reported) == len(expected)
@@ -487,3 +492,167 @@ def test_config_documentation_example_loads(tmp_path: Path) -> None:
     example = (ROOT / "docs/config.md").read_text().split("```toml\n")[1].split("```")[0]
     loaded = load_config(write(tmp_path, example), environ={})
     assert tomllib.loads(example)["model"]["path"] == loaded.config.model.path
+
+
+HOSTS = 'cluster.hosts={far = "tcp://10.0.0.2:7700"}'
+KEY = "cluster.key_file=hosts.key"
+THERE = 'cluster.generate=["far", "local"]'
+
+
+def test_cluster_of_hosts_is_read() -> None:
+    cluster = load_config(None, sets=[HOSTS, KEY, THERE], environ={}).config.cluster
+    assert cluster.hosts == {"far": "tcp://10.0.0.2:7700"}
+    assert cluster.generate == ["far", "local"]
+    assert cluster.elsewhere
+
+
+@pytest.mark.parametrize("sets", [[], [HOSTS], [HOSTS, 'cluster.encode=["local"]']])
+def test_cluster_that_nothing_starts_on_needs_no_key(sets: list[str]) -> None:
+    assert not load_config(None, sets=sets, environ={}).config.cluster.elsewhere
+
+
+@pytest.mark.parametrize("address", ["auto", "head:6379", "10.0.0.1:6379", "[fd00::1]:6379"])
+def test_cluster_on_ray_needs_no_key(address: str) -> None:
+    """A stage whose list is empty starts there."""
+    sets = [f'cluster.ray="{address}"', 'cluster.encode=["local"]']
+    cluster = load_config(None, sets=sets, environ={}).config.cluster
+    assert cluster.elsewhere
+    assert (cluster.hosts_of("encode"), cluster.hosts_of("generate")) == (["local"], ["ray"])
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (
+            ['cluster.hosts={far = "10.0.0.2"}'],
+            "cluster.hosts (from command line) is not valid: value {'far",
+        ),
+        (['cluster.hosts={local = "tcp://h:1"}'], "cluster.hosts: 'local' is this host"),
+        ([KEY, THERE], "cluster.generate: there is no host 'far'. Remedy: name one of local"),
+        ([HOSTS, THERE], "cluster.key_file: not set"),
+        (
+            [HOSTS, KEY, 'cluster.encode=["far"]', "placement=together"],
+            "cluster.encode: with placement = together",
+        ),
+        ([HOSTS, KEY, THERE, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
+        (["cluster.ray=auto", "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
+        (['cluster.hosts={ray = "tcp://h:1"}'], "cluster.hosts: 'ray' is Ray's"),
+        (['cluster.encode=["ray"]'], "cluster.encode: there is no host 'ray'"),
+        (
+            ["cluster.ray=ray://head:10001"],
+            "cluster.ray (from command line) is not valid: value 'ray:",
+        ),
+        (
+            ["cluster.ray=auto", 'cluster.encode=["ray", "local"]'],
+            "cluster.encode: ray, local: Ray",
+        ),
+        (
+            ["cluster.ray=auto", "cluster.encode_resources={CPU=0}"],
+            "cluster.encode_resources.CPU: no amount of a resource: value 0",
+        ),
+        (["cluster.ray=auto", HOSTS, 'cluster.encode=["far"]'], "cluster.key_file: not set"),
+    ],
+)
+def test_cluster_of_no_use_is_refused(sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, sets=sets, environ={})
+    assert str(refusal.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("sets", "here", "there"),
+    [
+        ([], 2, 0),
+        ([HOSTS, KEY, 'cluster.encode=["far"]'], 1, 1),
+        ([HOSTS, KEY, THERE, "generate.replicas=3", "generate.tensor_parallel=2"], 3, 4),
+        ([HOSTS, KEY, THERE, "placement=together"], 0, 1),
+    ],
+)
+def test_cluster_shares_cores_out_among_those_that_start_there(
+    sets: list[str], here: int, there: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank on another host takes none of the cores of this one."""
+    pretend_cores(monkeypatch, 12)
+    config = load_config(None, sets=sets, environ={}).config
+    assert (config.processes_on("local"), config.processes_on("far")) == (here, there)
+    assert config.threads("generate") == 12 // max(here, 1)
+
+
+@pytest.mark.parametrize(("items", "replicas", "each"), [(8, 2, 4), (1, 2, 1), (8, 1, 8)])
+def test_config_replicas_share_the_batch_cap(items: int, replicas: int, each: int) -> None:
+    """`max(batch // replicas, 1)`, as the policies are resolved."""
+    admission = {"use": "token-budget", "max_items": items}
+    encode = EncodeConfig(replicas=replicas, admission=admission)
+    assert resolve_policies(Config(encode=encode)).encode_items_max == each
+
+
+@pytest.mark.parametrize(
+    ("sets", "cores", "threads"),
+    [
+        ([], 16, (8, 8)),
+        (["generate.replicas=2", "generate.tensor_parallel=3"], 16, (2, 2)),
+        (["generate.threads=5"], 16, (8, 5)),
+        (["encode.replicas=2", "generate.replicas=2"], 2, (1, 1)),
+        (["placement=together"], 2, (2, 2)),
+    ],
+)
+def test_config_threads_default_to_the_share_of_a_rank(
+    sets: list[str], cores: int, threads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that start in parallel do not take each other's cores."""
+    pretend_cores(monkeypatch, cores)
+    config = load_config(None, sets=sets, environ={}).config
+    assert (config.threads("encode"), config.threads("generate")) == threads
+
+
+@pytest.mark.parametrize(
+    ("sets", "encode", "generate"),
+    [
+        (["placement=separate"], "", ""),
+        (["placement=separate", "generate.threads=2"], "", "generate.threads"),
+        # One process has the threads of both stages.
+        (["placement=together"], "", ""),
+        (["placement=together", "encode.threads=1"], "encode.threads", "encode.threads"),
+        (
+            ["placement=together", "encode.replicas=0", "encode.threads=1"],
+            "encode.threads",
+            "",
+        ),
+        (["generate.tensor_parallel=2"], "", "generate.tensor_parallel"),
+        (["generate.tensor_parallel=2", "generate.threads=1"], "", "generate.threads"),
+        (["encode.device=cuda", "encode.threads=1"], "encode.device", ""),
+    ],
+)
+def test_config_names_the_setting_that_fixes_the_threads(
+    sets: list[str], encode: str, generate: str
+) -> None:
+    config = load_config(None, sets=sets, environ={}).config
+    found = (config.threads_fixed_by("encode"), config.threads_fixed_by("generate"))
+    assert found == (encode, generate)
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        (
+            ["generate.replicas=2"],
+            (
+                "encode.replicas: with placement = together both stages run in the same processes: "
+                "value 1, limit generate.replicas, which is 2. Remedy:"
+            ),
+        ),
+        (
+            ["encode.tensor_parallel=4", "generate.tensor_parallel=2"],
+            (
+                "encode.tensor_parallel: with placement = together both stages run in the same processes: "
+                "value 4, limit generate.tensor_parallel, which is 2. Remedy:"
+            ),
+        ),
+    ],
+)
+def test_config_stages_together_are_as_many(sets: list[str], expected: str) -> None:
+    """Worker group i serves encode-i and generate-i, so there are as many of both; apart they may differ."""
+    assert refusal([*sets, "placement=together"]).startswith(expected)
+    load_config(None, sets=sets, environ={})
+    both = ["encode.replicas=2", "generate.replicas=2", "placement=together"]
+    assert load_config(None, sets=both, environ={}).config.ranks == 4

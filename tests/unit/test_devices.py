@@ -14,15 +14,14 @@ import pytest
 from tests.unit.media.fakes import model_info
 from vsched import devices
 from vsched.assembly import as_served
-from vsched.cli.check_command import describe
-from vsched.cli.checkpoint_report import check_checkpoint
+from vsched.cli.check_command import check_checkpoint, describe
 from vsched.config import Config, LoadedConfig, load_config, plain_config
 from vsched.config import devices as cheap
-from vsched.config.placement import choose_placement
+from vsched.config.devices import choose_placement
 from vsched.engine import Engine
 from vsched.errors import ConfigError
 from vsched.types import ModelInfo
-from vsched.worker.devices import CudaDevice, DeviceSurvey
+from vsched.worker.contract import CudaDevice, DeviceSurvey
 
 GIB = 1 << 30
 DEMO = Path(__file__).parents[2] / "workers" / "demo-model"

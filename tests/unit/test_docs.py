@@ -28,7 +28,7 @@ import typer
 from tests.patience import PATIENCE_S
 from vsched.cli import app
 from vsched.cli.main import import_commands
-from vsched.cli.vllm.translate import ServeCommand, translate
+from vsched.cli.vllm_flags import ServeCommand, translate
 from vsched.config import Config, load_config
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide

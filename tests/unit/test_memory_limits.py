@@ -9,9 +9,9 @@ from tests.unit.rank.fake_plugin import model_info
 from vsched import assembly
 from vsched.assembly import WorkerGroupPlan, memory_limit, worker_group_plans
 from vsched.config import Config, load_config, resolve_policies
-from vsched.config.byte_sizes import size_bytes
+from vsched.config.sections import size_bytes
 from vsched.errors import ConfigError
-from vsched.worker.shares import default_limit, shared_out, threads_of
+from vsched.worker.spec import default_limit, shared_out, threads_of
 
 GIB = 1 << 30
 INFO = model_info()
@@ -51,13 +51,15 @@ def test_config_refuses_a_size_that_cannot_be_read(key: str, written: str) -> No
     """Found at load, with its path, the value and valid values."""
     if key == "encode.reserved" and not written:
         return  # empty: measure
-    with pytest.raises(ConfigError, match=rf"{key}: not a size: value .* limit .* Remedy: "):
+    with pytest.raises(ConfigError, match=rf"{key} .*is not valid: value .* limit .* Remedy: "):
         config_of(f'{key}="{written}"')
 
 
 def test_reserved_cannot_be_auto() -> None:
     """Only the limits have an automatic value; an empty reservation is measured."""
-    with pytest.raises(ConfigError, match=r"encode\.reserved: not a size"):
+    with pytest.raises(
+        ConfigError, match=r"encode\.reserved .*is not valid: value 'auto', limit .*as 4GiB"
+    ):
         config_of('encode.reserved="auto"')
 
 

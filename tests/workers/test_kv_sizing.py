@@ -15,8 +15,8 @@ from vsched.aio.fork_server import rank_environment
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.kv_builder import KvBuilder
-from vsched.worker.profiling_run import StepLimits
+from vsched.worker.sizing import KvBuilder
+from vsched.worker.spec import StepLimits
 from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.language import LanguageWorker
 from vsched_workers.plugin import plugin
@@ -97,7 +97,8 @@ from vsched_workers.language import LanguageWorker
 from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.plugin import plugin
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.profiling_run import StepLimits, run_profile
+from vsched.worker.sizing import run_profile
+from vsched.worker.spec import StepLimits
 info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)
 worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
 load = StepLimits(slots=4, batch_tokens=1028, chunk_tokens=512, context_tokens=4096, block_size=16)
@@ -152,8 +153,8 @@ limit_process_memory(4 << 30, keys="encode.memory_limit")
 from vsched_workers.plugin import plugin
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.kv_builder import KvBuilder
-from vsched.worker.profiling_run import StepLimits
+from vsched.worker.sizing import KvBuilder
+from vsched.worker.spec import StepLimits
 from vsched_workers.families.qwen_image import image_plan
 MIB = 1 << 20
 info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)

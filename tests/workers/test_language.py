@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.parity.architectures import make_checkpoint
-from tests.unit.worker.drafting.drafted_runs import Received, run_drafted
+from tests.unit.worker.test_drafts import Received, run_drafted
 from tests.unit.worker.test_generate_rank import Script, whole
 from tests.workers.driver import (
     BLOCK_SIZE,
@@ -36,9 +36,9 @@ from vsched.types import SamplingParams
 from vsched.wire import GenerateResult
 from vsched.worker import generate_rank
 from vsched.worker.contract import Batch, Sampled, SequenceState, WorkerSettings
-from vsched.worker.drafting.drafts import SlotDraft
-from vsched.worker.drafting.model import DraftModel, DraftWorker
+from vsched.worker.drafts import DraftModel, DraftWorker, SlotDraft
 from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.spec import StepLimits
 from vsched_workers.batching.packed_step import special_rows
 from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.families.qwen_image import grid_of
@@ -395,11 +395,9 @@ def answers(target: Markov, draft: Markov) -> tuple[Counter[tuple[int, ...]], li
     """Return the frequency of each output, with a seed for each, and the results of draft tokens."""
     model = DraftModel(
         DraftWorker(draft, stand_in_info(context_tokens=16, vocab_size=TOKENS)),
+        StepLimits(slots=4, batch_tokens=16, chunk_tokens=8, context_tokens=16, block_size=8),
         vocabulary=TOKENS,
         blocks=4,
-        block_size=8,
-        chunk_tokens=8,
-        batch_tokens=16,
     )
     rank = GenerateRank(
         target,

@@ -1,25 +1,42 @@
-"""The encode worker compared with the vision tower of transformers' whole model."""
+"""The encode worker, also on the generic path, compared with the vision tower of transformers' whole model."""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import itertools
 import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
+from tests.parity.vision_architectures import (
+    VISION_ARCHITECTURES,
+    images_of,
+    make_model,
+    save_model,
+)
+from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers.driver import ROWS_A_PAGE, Stage, drawn_image, values_of
 from tests.workers.reference import Reference
+from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
+from vsched.worker.sizing import BatchArena
 from vsched_workers import vision
+from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.checkpoint.preprocess import AnyPreprocessor
+from vsched_workers.checkpoint.whole_model import build_tower, load_whole
+from vsched_workers.families.generic import unpack_metadata
 from vsched_workers.families.qwen_image import PIXELS, grid_of
 from vsched_workers.plugin import plugin
 
@@ -224,3 +241,187 @@ def test_encode_writes_the_rows_of_a_job_and_nothing_else(stages: Stages) -> Non
         written |= (alone != untouched).any(axis=-1)
     assert written.sum() == sum(job.tokens for job in jobs)
     assert np.array_equal((together != untouched).any(axis=-1), written)
+
+
+SAMPLE = ("idefics3", "internvl", "llava_onevision", "mistral3", "qwen3_omni_moe_thinker")
+"""Crops in a separate dimension or in the first one, several resolutions, any size, deepstack."""
+
+
+def load_tower(path: Path, family: str) -> AnyTower:
+    model = load_whole(
+        build_tower(str(path), family),
+        str(path),
+        dtype=torch.float32,
+        device="cpu",
+        progress=lambda _label, _fraction: None,
+    )
+    return AnyTower(model, torch.float32)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+@torch.inference_mode()
+def test_tower_alone_gives_the_rows_of_the_whole_model(tmp_path: Path, name: str) -> None:
+    """Bit-identical, and of the right images."""
+    save_model(name, tmp_path)
+    alone = load_tower(tmp_path, VISION_ARCHITECTURES[name].family or name)
+    whole = AnyTower(make_model(name), torch.float32)
+    images = images_of(name)
+    rows = [alone(image) for image in images]
+    for image, found in zip(images, rows, strict=True):
+        assert torch.equal(found, whole(image))
+        assert found.std() > 0.5
+    shapes = {tuple(found.shape) for found in rows}
+    assert all(
+        not torch.allclose(one, other, atol=0.1)
+        for one, other in itertools.pairwise(rows)
+        if one.shape == other.shape
+    ), shapes
+
+
+@torch.inference_mode()
+def test_rows_are_the_levels_of_a_token_side_by_side() -> None:
+    name = "qwen3_omni_moe_thinker"
+    model = make_model(name)
+    (image, *_) = images_of(name)
+    out = model.get_image_features(
+        torch.from_numpy(image["pixel_values"]), torch.from_numpy(image["image_grid_thw"])
+    )
+    levels = [out.pooler_output[0], *(level[0] for level in out.deepstack_features)]
+    assert torch.equal(AnyTower(model, torch.float32)(image), torch.cat(levels, dim=-1))
+
+
+def test_a_tower_holds_nothing_of_the_language_model(tmp_path: Path) -> None:
+    save_model("llava", tmp_path)
+    tower = build_tower(str(tmp_path), "llava")
+    names = [name for name, _ in tower.named_parameters()]
+    assert names
+    assert all(name.startswith(("model.vision_tower.", "model.multi_modal")) for name in names)
+
+
+def test_an_array_that_the_tower_does_not_ask_for_is_left_out() -> None:
+    tower = AnyTower(make_model("llava"), torch.float32)
+    (image, *_) = images_of("llava")
+    more = {**image, "num_crops": np.array([1])}
+    assert torch.equal(tower(more), tower(image))
+
+
+def test_a_model_without_features_of_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "kosmos-2", "image_token_id": 3}')
+    with pytest.raises(CheckpointError, match="no features of images"):
+        build_tower(str(tmp_path), "kosmos-2")
+
+
+@pytest.mark.parametrize("name", sorted({*SAMPLE, "gemma3", "llava"}))
+@torch.inference_mode()
+def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
+    """In bfloat16, within its precision."""
+    (image, *_) = images_of(name)
+    plain = AnyTower(make_model(name).to(torch.bfloat16), torch.bfloat16)(image)
+    backend = Backend(WorkerSettings(attention="exact"), torch.bfloat16)
+    model = make_model(name).to(torch.bfloat16)
+    assert backend.prepare_any_tower(model) > 0
+    packed = AnyTower(model, torch.bfloat16)(image)
+    scale = plain.float().std().item()
+    assert (packed.float() - plain.float()).abs().max().item() < 0.05 * scale
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelInfo, AnyPreprocessor, Any]:
+    """Properties, preprocessor and encode worker of a checkpoint with images of variable size."""
+    path = tmp_path_factory.mktemp("served")
+    make_vision_checkpoint("mistral3", path)
+    info = plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
+    preprocessor = plugin.load_preprocessor(info)
+    assert isinstance(preprocessor, AnyPreprocessor)
+    worker = plugin.load_encoder(info, WorkerSettings(), lambda _label, _fraction: None)
+    return info, preprocessor, worker
+
+
+def test_forked_ranks_have_the_modules_of_all_parts(encoder: Any) -> None:
+    modules = plugin.forkable_modules(encoder[0], "cpu")
+    own = [name.rpartition(".")[2] for name in modules if name.startswith("transformers.")]
+    assert own == ["modeling_mistral3", "modeling_mistral", "modeling_pixtral"]
+    for name in modules:
+        importlib.import_module(name)
+
+
+def generic_jobs(preprocessor: AnyPreprocessor) -> list[EncodeJob]:
+    """Return a job for each of three images, with pages of two rows in falling order."""
+    jobs: list[EncodeJob] = []
+    page = 39
+    for seed, size in enumerate(((60, 40), (30, 90), (100, 100))):
+        plan = preprocessor.plan_image(*size)
+        arrays = preprocessor.process_image(drawn_image(seed, *size))
+        count = -(-plan.tokens // ROWS_A_PAGE)
+        pages = range(page, page - count, -1)
+        jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages))
+        page -= count
+    return jobs
+
+
+@torch.inference_mode()
+def test_worker_writes_the_rows_of_each_image_and_nothing_next_to_them(encoder: Any) -> None:
+    info, preprocessor, worker = encoder
+    jobs = generic_jobs(preprocessor)
+    found = np.full((40, ROWS_A_PAGE, info.embedding_row_bytes), 0xA5, np.uint8)
+    worker.encode(jobs, found)
+    model: Any = AutoModelForImageTextToText.from_pretrained(info.path).eval()
+    written = 0
+    for job in jobs:
+        rows = found[list(job.pages)].reshape(-1, info.embedding_row_bytes)
+        arrays = {**job.arrays, **unpack_metadata(job.metadata)}
+        wanted = AnyTower(model, torch.float32)(arrays).numpy()
+        np.testing.assert_array_equal(rows[: job.tokens].view(np.float32), wanted)
+        assert (rows[job.tokens :] == 0xA5).all()
+        written += len(job.pages)
+    assert (found == 0xA5).all(axis=(1, 2)).sum() == len(found) - written
+
+
+@pytest.mark.parametrize("layers", [1, 2, 0])
+def test_worker_pauses_between_layers(encoder: Any, layers: int) -> None:
+    info, preprocessor, worker = encoder
+    assert worker.pauses
+    jobs = generic_jobs(preprocessor)
+    whole, found = (
+        np.zeros((40, ROWS_A_PAGE, info.embedding_row_bytes), np.uint8) for _ in range(2)
+    )
+    worker.encode(jobs, whole)
+    worker.begin(jobs, found)
+    pauses = 0
+    while not worker.advance(layers):
+        pauses += 1
+    assert np.array_equal(whole, found)
+    between = len(jobs) * (len(encoder[2]._tower.layers) - 1)
+    assert pauses == (between // layers if layers else 0)
+
+
+def test_worst_batch_is_a_real_image_of_the_most_tokens(encoder: Any) -> None:
+    """Its arrays can be encoded, including masks; and it can be taken once."""
+    info, *_ = encoder
+    batches = plugin.worst_batches(info, items=4, tokens=64, pixels_max=1 << 20)
+    plans = [plan for batch in batches for plan in batch]
+    assert max(plan.tokens for plan in plans) == info.item_tokens_max == 16
+    for plan in plans:
+        arrays = plugin.sample_arrays(info, plan)
+        assert {spec.name: spec.shape for spec in plan.arrays} == {
+            name: array.shape for name, array in arrays.items()
+        }
+        assert arrays["pixel_values"].std() > 0.1
+        assert not plugin.sample_arrays(info, plan)
+    small = plugin.worst_batches(info, items=4, tokens=64, pixels_max=64 * 64)
+    assert max(plan.tokens for batch in small for plan in batch) < 16
+
+
+@pytest.mark.parametrize("name", ["gemma3", "idefics3", "llava_onevision"])
+def test_reservation_encodes_the_worst_image(tmp_path: Path, name: str) -> None:
+    """The model skips crops of padding alone: zeros would have reserved too little."""
+    make_vision_checkpoint(name, tmp_path)
+    info = plugin.inspect(str(tmp_path), dtype="auto", item_tokens_max=0)
+    worker = plugin.load_encoder(info, WorkerSettings(), lambda _label, _fraction: None)
+    batches = plugin.worst_batches(info, items=2, tokens=0, pixels_max=1 << 18)
+    arena = BatchArena(info, batches, plugin.sample_arrays)
+    for batch in arena.batches:
+        worker.encode(arena.jobs(batch), arena.embeddings)
+        rows = arena.embeddings.reshape(-1, info.embedding_row_bytes)[: batch[0].tokens]
+        assert np.isfinite(rows.view(np.float32)).all()
+        assert rows.view(np.float32).any(axis=1).all()

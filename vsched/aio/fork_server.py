@@ -49,7 +49,7 @@ def rank_environment(threads: int) -> dict[str, str]:
 
 
 logger = logging.getLogger(__name__)
-PRELOADED = ("vsched.transport.zmq_link", "vsched.worker.loading")
+PRELOADED = ("vsched.transport.zmq_link", "vsched.worker.member")
 """Modules that every rank imports, with any worker."""
 IMPORT_S = 300.0
 """Limit on the imports, which take 4 s, and minutes on an overloaded machine."""

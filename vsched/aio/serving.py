@@ -55,7 +55,8 @@ class RunningParts:
         """
         if sampling.prompt_logprobs is not None and not self.tells_prompts:
             raise prompts_untold()
-        await self.grammars.check(sampling)
+        if sampling.grammar:
+            await self.grammars.check(sampling)
         return await self.media.prepare(prompt, images, cache_salt)
 
     async def stop(self, *, grace_s: float) -> None:

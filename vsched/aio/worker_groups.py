@@ -45,8 +45,7 @@ from vsched.probes import probe
 from vsched.transport.arena import Arena
 from vsched.types import stage_of
 from vsched.wire import EncodeResult, GenerateResult, Ready
-from vsched.worker.shares import threads_of
-from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec, threads_of
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

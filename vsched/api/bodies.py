@@ -43,6 +43,7 @@ from vsched.api.request_schema import (
     ImageUrl,
     VideoEmbedsPart,
     VideoPart,
+    VideoUrl,
 )
 from vsched.errors import RequestRefused, limit_message
 from vsched.media.base64_text import TextWithBase64
@@ -194,7 +195,7 @@ def base64_fields(part: Any) -> Iterator[tuple[Any, str]]:
         yield part.image_url, "url"
     elif isinstance(part, ImagePart):
         yield part, "image_url"
-    elif isinstance(part, VideoPart) and isinstance(part.video_url, ImageUrl):
+    elif isinstance(part, VideoPart) and isinstance(part.video_url, VideoUrl):
         yield part.video_url, "url"
     elif isinstance(part, VideoPart):
         yield part, "video_url"

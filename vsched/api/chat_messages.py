@@ -29,6 +29,8 @@ from vsched.api.request_schema import (
     VideoEmbedsPart,
     VideoOptions,
     VideoPart,
+    VideoProcessing,
+    VideoUrl,
     deeper,
 )
 from vsched.media import (
@@ -159,23 +161,24 @@ def _thought(message: Message) -> str:
 def _bounds(processing: ProcessorArguments | None) -> PixelBounds:
     sent = processing or ProcessorArguments()
     size = sent.size or ImageArea()
-    return PixelBounds(
-        size.shortest_edge if sent.min_pixels is None else sent.min_pixels,
-        size.longest_edge if sent.max_pixels is None else sent.max_pixels,
-    )
+    return _first_bounds(sent, PixelBounds(size.shortest_edge, size.longest_edge))
+
+
+def _first_bounds(*given: PixelBounds | VideoProcessing | ImagePart) -> PixelBounds:
+    """Return the first minimum and the first maximum."""
+    least = next((one.min_pixels for one in given if one.min_pixels is not None), None)
+    most = next((one.max_pixels for one in given if one.max_pixels is not None), None)
+    return PixelBounds(least, most)
 
 
 def _bounded(part: ImagePart, bounds: PixelBounds) -> UnspannedReference:
     """Reference to an image with its own pixel bounds, or those of the request."""
-    found = PixelBounds(
-        bounds.min_pixels if part.min_pixels is None else part.min_pixels,
-        bounds.max_pixels if part.max_pixels is None else part.max_pixels,
-    )
+    found = _first_bounds(part, bounds)
     image = _reference(part)
     return image if found == PixelBounds() else BoundedImage(image, found)
 
 
-def _sampling(given: Sequence[VideoOptions], bounds: PixelBounds) -> VideoSampling:
+def _sampling(given: Sequence[VideoOptions | VideoSampling], bounds: PixelBounds) -> VideoSampling:
     """Sampling by the first of several options: the first with a rate or a number, and the first maximum."""
     exact = next((one for one in given if one.fps is not None or one.num_frames is not None), None)
     most = next((one.max_frames for one in given if one.max_frames is not None), None)
@@ -186,18 +189,18 @@ def _sampling(given: Sequence[VideoOptions], bounds: PixelBounds) -> VideoSampli
 
 def _video(part: VideoPart | FramesPart, defaults: VideoSampling) -> VideoReference:
     """Reference to a video with its own options; missing ones are from the request."""
-    others = VideoOptions(defaults.fps, defaults.num_frames, defaults.max_frames)
-    bounds = PixelBounds(
-        defaults.bounds.min_pixels if part.min_pixels is None else part.min_pixels,
-        defaults.bounds.max_pixels if part.max_pixels is None else part.max_pixels,
-    )
+    given: list[VideoProcessing] = [part]
     if isinstance(part, FramesPart):
         source = part.video if isinstance(part.video, str) else tuple(part.video)
+    elif isinstance(part.video_url, VideoUrl):
+        source = part.video_url.url
+        given.append(part.video_url)
     else:
-        source = part.video_url if isinstance(part.video_url, str) else part.video_url.url or ""
+        source = part.video_url
     if isinstance(source, str):
         source = frames_of(source) or source
-    return VideoReference(source, _sampling([part, others], bounds))
+    bounds = _first_bounds(*given, defaults.bounds)
+    return VideoReference(source, _sampling([*given, defaults], bounds))
 
 
 def _embeds(file: EmbedsFile, param: str) -> str:

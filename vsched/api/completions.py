@@ -46,8 +46,7 @@ from vsched.api.unsupported import refuse_unsupported
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.logs import REQUEST_FIELDS
 from vsched.media import ImageReference, Prompt, refuse_images
-from vsched.record.journal import KeptRequest, RequestJournal
-from vsched.record.left import PartialOutput
+from vsched.record.journal import KeptRequest, PartialOutput, RequestJournal
 from vsched.types import SamplingParams
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from vsched.aio.live import LiveState
 from vsched.aio.streams import OutputDelta, PromptReport, StopScope
 from vsched.kernel.commands import RequestTimes
 from vsched.media import ImageReference, Prompt
-from vsched.record.left import PartialOutput
+from vsched.record.journal import PartialOutput
 from vsched.types import FinishReason, ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 

@@ -96,21 +96,30 @@ class VideoOptions(msgspec.Struct):
     max_frames: PositiveCount | None = None
 
 
-class VideoPart(VideoOptions, tag_field="type", tag="video_url", kw_only=True):
-    """A video by reference; `min_pixels` and `max_pixels` replace the bounds of the video processor."""
+class VideoProcessing(VideoOptions):
+    """Sampling of a video, and bounds of its pixels in place of the video processor's."""
 
-    video_url: ImageUrl | str
     min_pixels: PositiveCount | None = None
     max_pixels: PositiveCount | None = None
+
+
+class VideoUrl(VideoProcessing):
+    """Location of a video."""
+
+    url: str = ""
+
+
+class VideoPart(VideoProcessing, tag_field="type", tag="video_url", kw_only=True):
+    """A video by reference; options next to `video_url` come before those in it."""
+
+    video_url: VideoUrl | str
     attention_spans: AttentionSpans | None = None
 
 
-class FramesPart(VideoOptions, tag_field="type", tag="video", kw_only=True):
+class FramesPart(VideoProcessing, tag_field="type", tag="video", kw_only=True):
     """A video, in Qwen's format: its URL, or the URLs of its frames as images, which were sampled at `fps`."""
 
     video: str | list[str]
-    min_pixels: PositiveCount | None = None
-    max_pixels: PositiveCount | None = None
     attention_spans: AttentionSpans | None = None
 
 
@@ -158,14 +167,12 @@ class ImageArea(msgspec.Struct, forbid_unknown_fields=True):
     longest_edge: PositiveCount | None = None
 
 
-class ProcessorArguments(VideoOptions, forbid_unknown_fields=True):
+class ProcessorArguments(VideoProcessing, forbid_unknown_fields=True):
     """Processing options for the images and videos of a request, by vLLM's names.
 
     `size` is another form of the two bounds.
     """
 
-    min_pixels: PositiveCount | None = None
-    max_pixels: PositiveCount | None = None
     size: ImageArea | None = None
 
 

@@ -31,8 +31,16 @@ from vsched.api.unsupported import not_served
 from vsched.config import Config
 from vsched.errors import RequestFailed, RequestRefused, limit_message
 from vsched.kernel.commands import RequestTimes
-from vsched.record.journal import KeptRequest, LeftRequest, Progress, RequestJournal, open_journal
-from vsched.record.left import Ended, PartialOutput, read_left
+from vsched.record.journal import (
+    Ended,
+    KeptRequest,
+    LeftRequest,
+    PartialOutput,
+    Progress,
+    RequestJournal,
+    open_journal,
+    read_left,
+)
 from vsched.types import FinishReason
 
 _DELTA_BYTES = 256

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from vsched.config import Config, resolve_policies
-from vsched.config.stages import StageConfig
+from vsched.config.sections import StageConfig
 from vsched.sim.cost.model import Machine
 from vsched.types import ModelInfo
-from vsched.worker.shares import usable_cores
+from vsched.worker.spec import usable_cores
 
 PACKAGES = ("vsched", "numpy", "torch", "transformers")
 STATISTICS = Path("/proc/stat")

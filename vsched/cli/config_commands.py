@@ -56,6 +56,6 @@ def keys() -> None:
 @config_app.command(hidden=True)
 def vllm_flags() -> None:
     """Print the table of docs/reference/vllm-flags.md."""
-    from vsched.cli.vllm.flags import flags_table
+    from vsched.cli.vllm_flags import flags_table
 
     typer.echo(flags_table(), nl=False)

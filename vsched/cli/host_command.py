@@ -30,7 +30,7 @@ def host(
     ] = "",
     make_key: Annotated[
         Path | None,
-        typer.Option(help="Write a new secret to this file and exit.", show_default=False),
+        typer.Option(help="Write a new secret to this file and exit."),
     ] = None,
 ) -> None:
     """Start ranks for engines on other hosts, and forward decisions and data; see docs/hosts.md."""

@@ -16,20 +16,20 @@ from vsched.logs import configure_logging
 COMMANDS = {
     "bench": "vsched.cli.bench",
     "tune": "vsched.cli.bench",
-    "demo": "vsched.cli.demo.command",
+    "demo": "vsched.cli.demo_command",
     "serve": "vsched.cli.serve_command",
     "top": "vsched.cli.top_command",
     "host": "vsched.cli.host_command",
     "make-checkpoint": "vsched.cli.checkpoint_command",
+    "compile": "vsched.cli.checkpoint_command",
+    "calibrate": "vsched.cli.checkpoint_command",
     "check": "vsched.cli.check_command",
-    "compile": "vsched.cli.compile_command",
-    "calibrate": "vsched.cli.calibrate_command",
-    "calibrate-vllm": "vsched.cli.calibrate_vllm_command",
     "config": "vsched.cli.config_commands",
     "policies": "vsched.cli.policy_commands",
     "profile": "vsched.cli.profile_command",
+    "calibrate-vllm": "vsched.cli.profile_command",
     "replay": "vsched.cli.replay_command",
-    "simulate": "vsched.cli.simulate.command",
+    "simulate": "vsched.cli.simulate_command",
 }
 """Modules whose import adds commands to `app`, by command, in the order of the help."""
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -22,16 +20,7 @@ from vsched.plugins import (
     load_policy_class,
 )
 from vsched.policy import DECISIONS, POLICY_TABLES, SEVERAL
-from vsched.terminal.options import PlotOption
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
-
-    from vsched.sim.fast.metrics import SimulationOutcome
-    from vsched.sim.gallery import GalleryCase
-
-PIPE_COLUMNS = 160
-"""Width of the table if standard output is no terminal."""
+from vsched.terminal.options import table_console
 
 policies_app = typer.Typer(help="List the registered policies, describe one, or try one.")
 app.add_typer(policies_app, name="policies")
@@ -42,8 +31,8 @@ def policies(context: typer.Context) -> None:
     """List the registered policies with their fields and defaults, or describe one."""
     if context.invoked_subcommand is not None:
         return
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("kind", "name", "fields and defaults", "what it does")
     kind = ""
@@ -52,8 +41,9 @@ def policies(context: typer.Context) -> None:
             table.add_section()
         shown_kind = policy.kind if policy.kind != kind else ""
         kind = policy.kind
-        table.add_row(shown_kind, policy.name, _fields(policy), policy.error or policy.summary)
-    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, markup=False).print(table)
+        texts = (shown_kind, policy.name, _fields(policy), policy.error or policy.summary)
+        table.add_row(*map(Text, texts))
+    table_console().print(table)
 
 
 @policies_app.command()
@@ -62,17 +52,13 @@ def show(
         str,
         typer.Argument(help="Name of a policy, as `vsched policies` lists it, or module:Class."),
     ],
-    plot: PlotOption = None,
 ) -> None:
     """Describe a policy and its fields, and show its effect on a small workload in the simulator.
 
     A class that is not registered, named as module:Class, is described with all its decisions.
     """
     if ":" in name:
-        if plot is not None:
-            raise ConfigError(f"--plot {plot}: Remedy: vsched policies try {name} --html FILE")
-        for line in _about_class(describe_policy(name)):
-            typer.echo(line)
+        typer.echo("\n".join(_about_class(describe_policy(name))))
         return
     found = [policy for policy in list_policies() if policy.name == name]
     if not found:
@@ -80,13 +66,8 @@ def show(
         raise ConfigError(
             f"policies show {name}: no such policy; `vsched policies` lists them.{idea}"
         )
-    drawn = False
     for policy in found:
-        for line in _about(policy):
-            typer.echo(line)
-        drawn = _effect(policy, plot) or drawn
-    if plot is not None and not drawn:
-        raise ConfigError(f"--plot {plot}: no case of the gallery shows {name}")
+        typer.echo("\n".join([*_about(policy), *_effect(policy)]))
 
 
 @policies_app.command("try")
@@ -109,17 +90,16 @@ def try_(
     quick: Annotated[bool, typer.Option("--quick", help="Run fewer checks and cases.")] = False,
     html: Annotated[
         Path | None,
-        typer.Option(help="Also write the report as one HTML file.", show_default=False),
+        typer.Option(help="Also write the report as one HTML file."),
     ] = None,
 ) -> None:
     """Check a policy, run it with random faults, and compare it with the built-ins on the gallery's workloads.
 
     The exit status is 1 if a check failed.
     """
-    from rich.console import Console
-
     from vsched.cli.policy_trial import report, write_html
     from vsched.config.loading import parse_value
+    from vsched.terminal.progress import counting_progress
     from vsched.testing import policy_trial
 
     target = name if ":" in name else _target_of(name)
@@ -129,15 +109,14 @@ def try_(
         if not equals:
             raise ConfigError(f"--set {assignment}: not an assignment. Remedy: write FIELD=VALUE")
         table[key.strip()] = parse_value(text.strip())
-    with _bars() as on_progress:
+    with counting_progress() as on_progress:
         trial = policy_trial.try_policy(
             table,
             tables=seats or (),
             effort=policy_trial.QUICK if quick else policy_trial.THOROUGH,
             on_progress=on_progress,
         )
-    console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
-    console.print(report(trial, target))
+    table_console().print(report(trial, target))
     if html is not None:
         write_html(trial, target, html)
         typer.echo(f"wrote {html}")
@@ -156,29 +135,6 @@ def _target_of(name: str) -> str:
     raise ConfigError(f"{name}: no such policy. Remedy: name it as module:Class.{idea}")
 
 
-@contextmanager
-def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar for each part of a trial on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show_progress(part: str, done: int, total: int) -> None:
-            if part not in tasks:
-                tasks[part] = bars.add_task(f"{part:10}", total=total)
-            bars.update(tasks[part], completed=done)
-
-        yield show_progress
-
-
 @policies_app.command()
 def gallery(
     folder: Annotated[Path, typer.Argument(help="Folder for the figures, created if missing.")],
@@ -188,46 +144,35 @@ def gallery(
     ] = False,
 ) -> None:
     """Draw the figures of docs/policies.md: every gallery case, in the simulator."""
-    from vsched.sim.gallery import CASES, run_case
+    from vsched.sim.gallery import CASES, draw_case, run_case
     from vsched.sim.workload.traces import save_trace
 
     folder.mkdir(parents=True, exist_ok=True)
     for case in CASES.values():
-        _draw(case, run_case(case), folder / f"policies-{case.name}.png")
+        path = folder / f"policies-{case.name}.png"
+        try:
+            draw_case(case, run_case(case), path)
+        except ImportError as error:
+            raise ConfigError(
+                f"{path}: {error.name} is not installed. Remedy: pip install 'vsched[report]'"
+            ) from error
+        typer.echo(f"wrote {path}")
         if traces:
-            path = folder / f"policies-{case.name}.jsonl"
+            path = path.with_suffix(".jsonl")
             save_trace(case.workload(), path)
             typer.echo(f"wrote {path}")
 
 
-def _effect(policy: RegisteredPolicy, plot: Path | None) -> bool:
-    """Print a policy's results next to the alternatives of its gallery case; return False if there is no case."""
+def _effect(policy: RegisteredPolicy) -> Iterable[str]:
+    """Return a policy's results next to the alternatives of its gallery case, as lines."""
     from vsched.sim.gallery import case_of, lines_of, run_case
 
     case = case_of(policy.kind, policy.name)
-    if case is None:
-        is_simulated = policy.kind in DECISIONS and DECISIONS[policy.kind].in_kernel
-        more = "; compare with vsched simulate" if is_simulated else ""
-        typer.echo(f"No case of the gallery shows its effect{more}.")
-        return False
-    outcomes = run_case(case)
-    for line in lines_of(case, outcomes):
-        typer.echo(line)
-    if plot is not None:
-        _draw(case, outcomes, plot)
-    return True
-
-
-def _draw(case: GalleryCase, outcomes: list[SimulationOutcome], path: Path) -> None:
-    from vsched.sim.gallery import draw_case
-
-    try:
-        draw_case(case, outcomes, path)
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: {error.name} is not installed. Remedy: pip install 'vsched[report]'"
-        ) from error
-    typer.echo(f"wrote {path}")
+    if case is not None:
+        return lines_of(case, run_case(case))
+    is_simulated = policy.kind in DECISIONS and DECISIONS[policy.kind].in_kernel
+    more = "; compare with vsched simulate" if is_simulated else ""
+    return [f"No case of the gallery shows its effect{more}."]
 
 
 def _about(policy: RegisteredPolicy) -> list[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from vsched.config.sections import PoliciesConfig
@@ -17,6 +16,7 @@ from vsched.policy import SEVERAL
 from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
 from vsched.sim.gallery import COST, TARGETS
 from vsched.sim.report.rendering import ReportPage
+from vsched.terminal.options import new_table
 from vsched.testing.policy_trial import CaseTrial, PolicyTrial, SeatCalls
 
 HTML_COLUMNS = 150
@@ -91,18 +91,13 @@ def _swarm(trial: PolicyTrial) -> Iterator[RenderableType]:
 
 
 def _case(case: CaseTrial, trial: PolicyTrial) -> RenderableType:
-    table = Table(title=f"\n{case.case.title}", title_justify="left", title_style="bold")
-    for name in ("policy", "tenant"):
-        table.add_column(name)
-    for name in (
-        "finished",
-        "tokens/s",
-        "TTFT p50, ms",
-        "TTFT p95, ms",
-        "longest wait, ms",
-        "in targets",
-    ):
-        table.add_column(name, justify="right")
+    table = new_table(
+        f"\n{case.case.title}",
+        *("policy", "tenant", "finished", "tokens/s", "TTFT p50, ms", "TTFT p95, ms"),
+        *("longest wait, ms", "in targets"),
+        texts=("policy", "tenant"),
+        title_style="bold",
+    )
     first = case.outcomes[0]
     for outcome in case.outcomes:
         own = outcome.label == trial.label
@@ -145,10 +140,9 @@ def _compared(value: float, default: float, *, better: str = "less") -> str:
 
 
 def _seats(trial: PolicyTrial) -> RenderableType:
-    table = Table(title=f"\nCalls of {trial.label} in the gallery", title_justify="left")
-    table.add_column("table")
-    for name in ("calls", "µs per call", "slowest, ms", "failed", "overruled"):
-        table.add_column(name, justify="right")
+    columns = ("table", "calls", "µs per call", "slowest, ms", "failed", "overruled")
+    title = f"\nCalls of {trial.label} in the gallery"
+    table = new_table(title, *columns, texts=("table",))
     for path, seat in trial.seats.items():
         failed = f"[bold red]{seat.failed:,}[/]" if seat.failed else "0"
         overruled = f"{sum(seat.overruled.values()):,}"

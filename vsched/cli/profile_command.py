@@ -1,4 +1,4 @@
-"""`vsched profile`: measure a model's memory on this machine, or its step times with `--calibrate`."""
+"""`vsched profile`: measure memory or step times on this machine; `calibrate-vllm`: step times of a run inside vLLM."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -17,15 +18,13 @@ from vsched.bench.fidelity.command import (
     show_costs,
 )
 from vsched.cli import app
-from vsched.errors import ConfigError, VschedError
+from vsched.errors import VschedError
 from vsched.terminal.options import (
     CheckpointArgument,
     ConfigOption,
     JsonOption,
-    PlotOption,
     SetOption,
     load_served,
-    new_figure,
     write_json,
 )
 
@@ -53,7 +52,6 @@ def profile(
     config: ConfigOption = None,
     assignments: SetOption = None,
     out: JsonOption = None,
-    plot: PlotOption = None,
     *,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure step times; --json is a cost model.")
@@ -66,9 +64,13 @@ def profile(
     console = Console()
     settings = load_served(config, assignments, path).config
     if calibrate:
-        if plot is not None:
-            raise ConfigError("--plot draws memory. Remedy: omit it with --calibrate")
-        _calibrate(settings, console, seconds, out)
+        from vsched.sim.cost.model import save_cost_model
+
+        model = run_calibration_here(settings, console, seconds)
+        show_costs(model, console)
+        if out is not None:
+            save_cost_model(model, out)
+            console.print(f"Cost model: {out}; use it with vsched simulate --cost {out}")
         return
     started_s = time.monotonic()
     sized = asyncio.run(_size(settings, console))
@@ -90,19 +92,6 @@ def profile(
     console.print(ledger.render(), markup=False, highlight=False)
     for pool, total in ledger.totals.items():
         _draw_bar(console, pool, total, ledger.of_pool(pool))
-    if plot is not None:
-        _draw_png(ledger, plot)
-        console.print(f"Plot: {plot}")
-
-
-def _calibrate(settings: Config, console: Console, seconds: float, out: Path | None) -> None:
-    from vsched.sim.cost.model import save_cost_model
-
-    model = run_calibration_here(settings, console, seconds)
-    show_costs(model, console)
-    if out is not None:
-        save_cost_model(model, out)
-        console.print(f"Cost model: {out}; use it with vsched simulate --cost {out}")
 
 
 class _SizedMemory(NamedTuple):
@@ -146,10 +135,6 @@ def _show_processes(console: Console, sized: _SizedMemory) -> None:
     console.print()
 
 
-def _label(line: LedgerLine) -> str:
-    return f"{line.owner} {line.line}".strip()
-
-
 def _draw_bar(console: Console, pool: str, total: int, lines: Sequence[LedgerLine]) -> None:
     """Draw a memory pool as a bar of coloured cells; each non-empty line gets at least one cell."""
     from rich.text import Text
@@ -161,33 +146,41 @@ def _draw_bar(console: Console, pool: str, total: int, lines: Sequence[LedgerLin
         colour = "bright_black" if is_rest else COLOURS[index % len(COLOURS)]
         cells = max(round(BAR_CELLS * line.bytes / total), 1)
         bar.append(("░" if is_rest else "█") * cells, style=colour)
-        legend.append("■ ", style=colour).append(f"{_label(line)}  ")
+        legend.append("■ ", style=colour).append(f"{line.owner} {line.line}  ".lstrip())
     console.print()
     console.print(Text(pool, style="bold"))
     console.print(bar)
     console.print(legend)
 
 
-def _draw_png(ledger: Ledger, path: Path) -> None:
-    """Draw one stacked bar per memory pool, in shares of its total."""
-    pools = list(ledger.totals)
-    figure = new_figure(10, 1.5 + 1.1 * len(pools))
-    axes = figure.subplots()
-    for row, pool in enumerate(pools):
-        left = 0.0
-        for line in ledger.of_pool(pool):
-            if line.bytes <= 0:
-                continue
-            share = 100 * line.bytes / ledger.totals[pool]
-            colour = "lightgrey" if line.line == "unclaimed" else None
-            axes.barh(row, share, left=left, color=colour, edgecolor="white")
-            if share > 6:
-                label = f"{_label(line)}\n{line.bytes / (1 << 20):,.0f} MiB"
-                axes.text(left + share / 2, row, label, ha="center", va="center", fontsize=7)
-            left += share
-    axes.set_yticks(
-        range(len(pools)), [f"{pool}\n{ledger.totals[pool] / (1 << 30):.2f} GiB" for pool in pools]
+@app.command("calibrate-vllm")
+def calibrate_vllm(
+    run: Annotated[
+        Path, typer.Argument(help="The file .run next to the trace that `vllm.trace` names.")
+    ],
+    output: Annotated[Path, typer.Option(help="Cost model to write, as JSON.")],
+    shape: Annotated[
+        str, typer.Option(help="Cost model with the shape of the model: a name or a file.")
+    ] = "h100-7b",
+) -> None:
+    """Fit step times to a run inside vLLM, and print the times that its requests had.
+
+    The cost model and the trace of the run are the input of `vsched simulate`, which compares
+    policies before they are served.
+    """
+    from vsched.sim.cost.host_runs import fit_run, read_run, simulated_settings
+    from vsched.sim.cost.model import load_cost_model, save_cost_model
+
+    found = read_run(run)
+    model = fit_run(found, load_cost_model(shape), name=run.name.partition(".")[0])
+    save_cost_model(model, output)
+    error = model.generate_error
+    assert error is not None
+    typer.echo(
+        f"{output}: {error.samples} steps, error {error.median:.0%} at the median, {error.p95:.0%} at p95"
     )
-    axes.set_xlabel("% of the memory")
-    axes.invert_yaxis()
-    figure.savefig(path, dpi=130)
+    for tenant, times in found.ttft_ms().items():
+        typer.echo(f"{tenant or 'all'}: {len(times)} requests, TTFT p50 {median(times):,.0f} ms")
+    sets = " ".join(f"--set {one}" for one in simulated_settings(found))
+    trace = str(run).removesuffix(".run")
+    typer.echo(f"Next: vsched simulate --cost {output} --trace {trace} {sets}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vsched.cli import app
-from vsched.terminal.options import JsonOption, write_json
+from vsched.terminal.options import JsonOption, open_output, write_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from vsched.record.replay import Progress, ReplayReport
+    from vsched.record import ReplayReport
 
 
 @app.command()
@@ -26,7 +24,7 @@ def replay(
     ],
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Write a trace for ui.perfetto.dev.", show_default=False),
+        typer.Option(help="Write a trace for ui.perfetto.dev."),
     ] = None,
     unfinished: Annotated[
         bool,
@@ -35,64 +33,31 @@ def replay(
     json: JsonOption = None,
 ) -> None:
     """Replay a record: the scheduler must make the same decisions, byte for byte. Exit status 1 if it does not."""
-    from rich.console import Console
-
-    from vsched.errors import ConfigError
     from vsched.record import TraceTimeline
     from vsched.record import replay as run
-    from vsched.record.segments import find_segments
+    from vsched.record.files import find_segments
+    from vsched.terminal.progress import counting_progress
 
     find_segments(record)  # before anything is overwritten
-    console = Console(stderr=True)
     with contextlib.ExitStack() as open_files:
         drawn = None
         if timeline is not None:
-            try:
-                file = open_files.enter_context(timeline.open("wb"))
-            except OSError as error:
-                raise ConfigError(
-                    f"--timeline {timeline}: cannot be written: {error.strerror}. Remedy: name another file"
-                ) from error
-            drawn = TraceTimeline(file)
+            drawn = TraceTimeline(open_files.enter_context(open_output("--timeline", timeline)))
             open_files.callback(drawn.close)
-        progress = open_files.enter_context(_bar(console))
-        report = run(record, on_progress=progress, observer=drawn)
+        bars = open_files.enter_context(counting_progress())
+        report = run(record, on_progress=partial(bars, "replaying"), observer=drawn)
     if json is not None:
         write_json(json, report)
     _say(report)
     if unfinished:
-        _list(report)
+        typer.echo(f"{len(report.unfinished)} requests without an end:")
+        for one in report.unfinished:
+            size = f"{one.prompt_tokens} prompt tokens, {one.images} images"
+            typer.echo(f"  {one.request_id}  {size}, {one.phase}")
     if drawn is not None:
         typer.echo(f"{timeline}: {drawn.events} trace events; open it at https://ui.perfetto.dev")
     if report.difference is not None:
         raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _bar(console: Console) -> Iterator[Progress]:
-    """Show the progress of a replay; yields the callback for it."""
-    from rich.progress import Progress as Bars
-
-    with Bars(console=console, transient=True) as bars:
-        task = bars.add_task("replaying", total=None)
-        shown = 0
-
-        def report(done: int, total: int) -> None:
-            nonlocal shown
-            if done - shown >= total // 200:
-                shown = done
-                bars.update(task, completed=done, total=total)
-
-        yield report
-
-
-def _list(report: ReplayReport) -> None:
-    """Print the unfinished requests, one per line."""
-    typer.echo(f"{len(report.unfinished)} requests without an end:")
-    for one in report.unfinished:
-        typer.echo(
-            f"  {one.request_id}  {one.prompt_tokens} prompt tokens, {one.images} images, {one.phase}"
-        )
 
 
 def _say(report: ReplayReport) -> None:

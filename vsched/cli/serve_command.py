@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from vsched.cli import app
-from vsched.cli.vllm.translate import NOTES, ServeCommand
+from vsched.cli.vllm_flags import NOTES, ServeCommand
 from vsched.errors import VschedError
 from vsched.logs import change_logging
 from vsched.terminal.options import CheckpointArgument, ConfigOption, SetOption, load_served
@@ -38,13 +38,11 @@ def serve(
     config: ConfigOption = None,
     host: Annotated[
         str | None,
-        typer.Option(
-            help="Address to listen on, 0.0.0.0 for all; server.host.", show_default=False
-        ),
+        typer.Option(help="Address to listen on, 0.0.0.0 for all; server.host."),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(help="Port to listen on, 0 for any; server.port.", show_default=False),
+        typer.Option(help="Port to listen on, 0 for any; server.port."),
     ] = None,
     record: Annotated[
         str, typer.Option(help="Record the scheduler's events in a file; record.path.")
@@ -64,14 +62,11 @@ def serve(
         typer.Option(
             case_sensitive=False,
             help="Level of vsched's log lines; VSCHED_LOG_LEVEL, info by default.",
-            show_default=False,
         ),
     ] = None,
     log_format: Annotated[
         Literal["text", "json"] | None,
-        typer.Option(
-            help="Format of log lines; VSCHED_LOG_FORMAT, text by default.", show_default=False
-        ),
+        typer.Option(help="Format of log lines; VSCHED_LOG_FORMAT, text by default."),
     ] = None,
     assignments: SetOption = None,
 ) -> None:
@@ -84,19 +79,16 @@ def serve(
     change_logging(level=log_level or "", form=log_format or "")
     for note in context.meta[NOTES]:
         logger.info("%s", note)
+    given = {
+        "model.path": path,
+        "server.host": host,
+        "server.port": port,
+        "record.path": record,
+        "record.resume": "true" if resume else "",
+        "cluster.ray": ray,
+    }
     overrides = [*(assignments or ())]
-    if path:
-        overrides.append(f"model.path={path}")
-    if host is not None:
-        overrides.append(f"server.host={host}")
-    if port is not None:
-        overrides.append(f"server.port={port}")
-    if record:
-        overrides.append(f"record.path={record}")
-    if resume:
-        overrides.append("record.resume=true")
-    if ray:
-        overrides.append(f"cluster.ray={ray}")
+    overrides += [f"{key}={value}" for key, value in given.items() if value not in (None, "")]
     with contextlib.closing(ForkServer()) as idle:
         idle.start()  # first, because its imports take most of the start-up time
         _run(config, overrides, idle)
@@ -136,7 +128,7 @@ def _serve(
 
     from vsched.api.http_server import forgo_models
     from vsched.api.server import serve as serve_http
-    from vsched.config.placement import placement_here
+    from vsched.config.devices import placement_here
     from vsched.engine import Environment, make_launcher
     from vsched.terminal.progress import loading_progress
 

@@ -16,6 +16,7 @@ import typer
 
 from vsched.cli import app
 from vsched.errors import ConfigError, VschedError
+from vsched.terminal.options import new_table
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -147,11 +148,8 @@ def frame(state: LiveState, before: LiveState | None, rows: int) -> Group:
 
 
 def _groups(state: LiveState) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("group", "state", "running", "waiting", "KV blocks held", "cached", "restarts"):
-        table.add_column(name, justify="left" if name in ("group", "state") else "right")
+    columns = ("group", "state", "running", "waiting", "KV blocks held", "cached", "restarts")
+    table = new_table("", *columns, texts=("group", "state"), box=None, pad_edge=False)
     for row in state.groups:
         kv = state.kv.get(row["name"])
         held, cached = (f"{kv.totals[0]}/{kv.count}", str(kv.totals[1])) if kv else ("", "")

@@ -7,12 +7,13 @@ from vsched.config.sections import (
     ArenaConfig,
     Config,
     DeadlinesConfig,
+    EncodeConfig,
+    GenerateConfig,
     MediaConfig,
     ModelConfig,
     RecordConfig,
     ServerConfig,
 )
-from vsched.config.stages import EncodeConfig, GenerateConfig
 
 __all__ = [
     "ArenaConfig",

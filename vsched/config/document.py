@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
+from functools import cache
 from typing import Any
 
 import msgspec
 
+from vsched.config import sections
 from vsched.config.loading import LoadedConfig
 from vsched.config.policies import policy_table
 from vsched.config.sections import Config, config_keys
 from vsched.plugins import list_policies, load_policy_class, type_text
-from vsched.policy import POLICY_TABLES, SEVERAL, TABLES
+from vsched.policy import DECISIONS, POLICY_TABLES, SEVERAL, TABLES
 
 
 def to_toml(loaded: LoadedConfig, *, origin: bool = False) -> str:
@@ -57,10 +62,12 @@ def config_schema() -> dict[str, Any]:
     """JSON Schema of the whole file, including the fields of registered policies."""
     schema = msgspec.json.schema(Config)
     definitions = schema["$defs"]
+    for path, text in key_descriptions().items():
+        section, _, name = path.rpartition(".")
+        definitions[_owner(section)]["properties"][name]["description"] = text
     for path, kind in POLICY_TABLES.items():
         section, _, name = path.rpartition(".")
-        owner = f"{section.capitalize()}Config" if section else "Config"
-        key = definitions[owner]["properties"][name]
+        key = definitions[_owner(section)]["properties"][name]
         default = policy_table(Config(), path)
         key["default"] = default
         key["anyOf"] = [
@@ -102,13 +109,14 @@ def _policy_schemas(
 def keys_table() -> str:
     """Every key as Markdown: a heading and a table per section, top-level keys first."""
     sections: dict[str, list[str]] = {"": []}
+    descriptions = key_descriptions()
     for path, field in config_keys().items():
         default = field.default
         if default is msgspec.NODEFAULT:
             default = policy_table(Config(), path)
         shown = f"`{toml_value(default)}`" if default is not None else "not set"
         kind = "policy" if path in TABLES else type_text(field.type).replace("'", "`")
-        row = f"| `{path}` | {kind} | {shown} | {_description(field.type)} |"
+        row = f"| `{path}` | {kind} | {shown} | {descriptions[path]} |"
         sections.setdefault(path.rpartition(".")[0], []).append(row)
     head = ["", "| key | type | default | |", "|---|---|---|---|"]
     parts = [
@@ -118,5 +126,29 @@ def keys_table() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _description(annotation: Any) -> str:
-    return str(msgspec.json.schema(annotation).get("description", ""))
+def _owner(section: str) -> str:
+    """Name of the class of a section; empty for the top level."""
+    return f"{section.capitalize()}Config"
+
+
+@cache
+def key_descriptions() -> dict[str, str]:
+    """Return the description of each key: that of the decision for a policy table, otherwise the text after the key."""
+    texts: dict[tuple[str, str], str] = {}
+    for cls in ast.parse(inspect.getsource(sections)).body:
+        for field, after in itertools.pairwise(cls.body if isinstance(cls, ast.ClassDef) else ()):
+            match cls, field, after:
+                case (
+                    ast.ClassDef(name=owner),
+                    ast.AnnAssign(target=ast.Name(name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[owner, name] = " ".join(text.split())
+    tables = {one.path: one.description for each in DECISIONS.values() for one in each.selected_by}
+    found = {}
+    for path in config_keys():
+        section, _, name = path.rpartition(".")
+        bases = type(getattr(Config(), section)).__mro__ if section else (Config,)
+        own = [texts[base.__name__, name] for base in bases if (base.__name__, name) in texts]
+        found[path] = tables[path] if path in tables else own[0]
+    return found

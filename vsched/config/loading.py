@@ -16,11 +16,10 @@ from typing import Any
 
 import msgspec
 
+from vsched.config.checks import check_combinations, check_texts
 from vsched.config.devices import DeviceChoice, assumed, settle
 from vsched.config.policies import (
     ConfiguredPolicies,
-    check_combinations,
-    check_texts,
     policy_table,
     resolve_policies,
 )
@@ -153,7 +152,7 @@ def _layers(
             _merge(environment, _assignment(key, environ[name]))
         else:
             _warn_of_underscores(name)
-    yield _environment_name, environment
+    yield lambda path: f"environment {_environment_variable(path)}", environment
     command_line: Tree = {}
     for assignment in sets:
         key, equals, text = assignment.partition("=")
@@ -175,10 +174,6 @@ def _warn_of_underscores(name: str) -> None:
 
 def _environment_variable(path: str) -> str:
     return f"{ENVIRONMENT_PREFIX}{path.upper().replace('.', '__')}"
-
-
-def _environment_name(path: str) -> str:
-    return f"environment {_environment_variable(path)}"
 
 
 def _read(path: Path) -> Tree:

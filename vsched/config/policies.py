@@ -1,20 +1,18 @@
-"""Build and check the configured policies, and reject invalid combinations of keys."""
+"""Build and check the configured policies.
+
+The tables of a vsched configuration that another host of policies follows, such as vLLM.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
+from msgspec import Meta
 
-from vsched.config.byte_sizes import size_bytes
-from vsched.config.cluster import check_cluster
 from vsched.config.devices import assumed
-from vsched.config.media import check_decode_bytes, check_image_hosts
-from vsched.config.section import PolicyTable
-from vsched.config.sections import Config
-from vsched.config.server import check_names
+from vsched.config.sections import Config, PoliciesConfig, PolicyTable, Section, VllmConfig
 from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
 from vsched.plugins import did_you_mean, resolve_policy, resolve_several, seats_of
 from vsched.policy import (
@@ -28,16 +26,13 @@ from vsched.policy import (
     RequestPolicy,
     without_seats,
 )
-from vsched.policy_host import SeatPolicies
+from vsched.policy_host import HostCapabilities, SeatPolicies, check_capabilities, check_table
 from vsched.policy_host.seats import PolicyMemory
-from vsched.worker.registry import check_worker_name
 
 ENCODE_ITEMS_MAX = 8
 """Maximum number of images in an encode step if the admission policy sets no limit."""
 ENCODE_ITEMS_MAX_CPU = 1
 """The same on a CPU: from 64 tokens per image on, batching saves no time and delays the first images."""
-
-CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
 
 
 class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +136,11 @@ def check_replacement(
     built: dict[str, Policy] = {}
     for path, change in changes.items():
         with problems.collected():
-            table = _table_of(change) if isinstance(change, Policy) else change
+            if isinstance(change, Policy):
+                cls, fields = type(change), msgspec.to_builtins(change)
+                table: PolicyTable = {"use": f"{cls.__module__}:{cls.__qualname__}", **fields}
+            else:
+                table = change
             seats, policy = _check_table(path, table)
             twice = sorted({*seats} & {*built})
             if twice:
@@ -204,11 +203,6 @@ def _check_table(path: str, table: object) -> tuple[list[str], Policy]:
     return seats_of(policy, table, without=outside) if several else [path], policy
 
 
-def _table_of(policy: Policy) -> PolicyTable:
-    cls = type(policy)
-    return {"use": f"{cls.__module__}:{cls.__qualname__}", **msgspec.to_builtins(policy)}
-
-
 def policy_tables(
     config: Config, policies: ConfiguredPolicies, installed: Mapping[str, PolicyTable]
 ) -> dict[str, PolicyTable]:
@@ -256,121 +250,96 @@ def policy_table(config: Config, path: str) -> PolicyTable:
     return cast("PolicyTable", found)
 
 
-def check_combinations(config: Config) -> None:
-    """Reject values that are valid by themselves but not together.
+_Section = TypeVar("_Section", bound=Section)
+
+
+class TimeTarget(Section, frozen=True, kw_only=True):
+    """The keys of the table `generate` that concern other hosts."""
+
+    step_target_ms: Annotated[float, Meta(ge=0)] = 0.0
+    step_target_ratio: Annotated[float, Meta(ge=1.5)] = 8.0
+
+
+class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Policies and limits of a host.
+
+    Attributes:
+        rest: The tables and keys that do not concern policies.
+    """
+
+    policies: SeatPolicies
+    vllm: VllmConfig = VllmConfig()
+    limits: PoliciesConfig = PoliciesConfig()
+    target: TimeTarget = TimeTarget()
+    rest: Mapping[str, Any] = {}
+
+
+def read_host_settings(
+    tables: Mapping[str, Any], able: HostCapabilities, called: Collection[str]
+) -> HostSettings:
+    """Build the policies of the tables `called`, and check that the host can follow those of all tables.
 
     Raises:
-        ConfigError: Each line starts with the path of the key to change.
+        ConfigError: If a table or a value is not valid.
+        PolicyError: If a policy needs a feature that the host lacks.
     """
-    generate, deadlines, arena = config.generate, config.deadlines, config.arena
-    problems = ConfigProblems()
-    for path, size, least in (
-        ("generate.max_batch_tokens", generate.max_batch_tokens, 2),
-        ("arena.pixel_bytes", arena.pixel_bytes, 1024),
-        ("arena.embedding_bytes", arena.embedding_bytes, 1024),
-    ):
-        if size < least:
-            what, remedy = f"{path}: too small", "raise it, or set it to 0 for the default"
-            problems.add(limit_message(what, value=size, limit=f"at least {least}", remedy=remedy))
-    with problems.collected():
-        check_decode_bytes(config.media)
-    with problems.collected():
-        check_together(config)
-    with problems.collected():
-        together = config.placement == "together" and config.encode.replicas > 0
-        check_cluster(config.cluster, together=together, adapters=config.adapters.count_max)
-    with problems.collected():
-        check_texts(config)
-    for path, value, limit, reason in (
-        (
-            "generate.chunk_tokens",
-            generate.chunk_tokens,
-            generate.max_batch_tokens,
-            "a chunk cannot be longer than a step (generate.max_batch_tokens)",
-        ),
-        (
-            "generate.slots",
-            generate.slots,
-            generate.max_batch_tokens - 1,
-            "a step full of decodes must leave room for prefill (generate.max_batch_tokens)",
-        ),
-        (
-            "adapters.load",
-            len(config.adapters.load),
-            config.adapters.count_max,
-            "more adapters than adapters.count_max allows",
-        ),
-        (
-            "deadlines.heartbeat_s",
-            deadlines.heartbeat_s,
-            deadlines.rank_timeout_s / 2,
-            "a rank must not time out over one late heartbeat (half of deadlines.rank_timeout_s)",
-        ),
-    ):
-        if value > limit:
-            remedy = f"set {path} to {limit:g} or less"
-            if path == "adapters.load":
-                remedy = f"set adapters.count_max to {value}, or name fewer"
-            problems.add(
-                limit_message(f"{path}: {reason}", value=value, limit=limit, remedy=remedy)
-            )
-    problems.tell()
-
-
-def check_together(config: Config) -> None:
-    """Reject stages that share processes but differ in their number of replicas or ranks.
-
-    Raises:
-        ConfigError: With value, limit and remedy.
-    """
-    if config.placement != "together" or not config.encode.replicas:
-        return
-    for key in ("replicas", "tensor_parallel"):
-        encode, generate = getattr(config.encode, key), getattr(config.generate, key)
-        if encode != generate:
-            what = f"encode.{key}: with placement = together both stages run in the same processes"
-            remedy = f"set encode.{key} and generate.{key} to the same, or placement to separate"
-            limit = f"generate.{key}, which is {generate}"
-            raise ConfigError(limit_message(what, value=encode, limit=limit, remedy=remedy))
-
-
-def check_texts(config: Config) -> None:
-    """Reject malformed strings: plug-ins, devices, names, sizes.
-
-    Raises:
-        ConfigError: Each line starts with the path of a key.
-    """
-    problems = ConfigProblems()
-    for name, stage in (("encode", config.encode), ("generate", config.generate)):
-        with problems.collected():
-            check_worker_name(stage.plugin, path=f"{name}.plugin")
-        with problems.collected():
-            check_device(stage.device, path=f"{name}.device")
-        if stage.memory_limit != "auto":
+    rest, built, problems = dict(tables), dict[str, Policy](), ConfigProblems()
+    for path, kind in POLICY_TABLES.items():
+        if (table := _take(rest, path)) is not None:
             with problems.collected():
-                size_bytes(stage.memory_limit, path=f"{name}.memory_limit")
-    with problems.collected():
-        check_names(config.server)
-    with problems.collected():
-        check_image_hosts(config.media)
-    if config.encode.reserved != "":
+                check_table(path, able)
+                built[path] = resolve_policy(kind, table, path=path)
+                check_capabilities(built[path], path, able)
+    shared: Policy | None = None
+    if several := rest.pop(SEVERAL, None):
         with problems.collected():
-            size_bytes(config.encode.reserved, path="encode.reserved")
+            shared, named = resolve_several(several)
+            if "seats" not in several:
+                named = [path for path in named if path in able.tables and path not in built]
+            for path in named:
+                if path in built:
+                    raise ConfigError(
+                        f"{path}: both this table and policy name a policy. Remedy: leave one out"
+                    )
+                check_capabilities(shared, path, able)
+                built[path] = shared
+    generate = dict(rest.get("generate", {}))
+    keys = {key: generate.pop(key) for key in TimeTarget.__struct_fields__ if key in generate}
+    target, limits, vllm = TimeTarget(), PoliciesConfig(), VllmConfig()
+    rest["generate"] = generate
+    with problems.collected():
+        target = _convert(keys, TimeTarget, "generate")
+    with problems.collected():
+        limits = _convert(rest.pop("policies", {}), PoliciesConfig, "policies")
+    with problems.collected():
+        vllm = _convert(rest.pop("vllm", {}), VllmConfig, "vllm")
     problems.tell()
+    by_table = {path: one for path, one in built.items() if path in called}
+    return HostSettings(
+        policies=SeatPolicies(by_table=by_table, several=shared),
+        vllm=vllm,
+        limits=limits,
+        target=target,
+        rest=rest,
+    )
 
 
-def check_device(device: str, *, path: str) -> None:
-    """Reject a malformed CUDA device; other names are checked by the plug-in.
+def _take(tables: dict[str, Any], path: str) -> Any:
+    """Remove and return the table at a path; None without one. The given tables are not changed."""
+    head, _, last = path.rpartition(".")
+    if not head:
+        return tables.pop(last, None)
+    inner = tables.get(head)
+    if not isinstance(inner, Mapping) or last not in inner:
+        return None
+    tables[head] = {key: value for key, value in inner.items() if key != last}
+    return inner[last]
 
-    Raises:
-        ConfigError: The message starts with `path`.
-    """
-    if device.startswith("cuda") and CUDA_DEVICE.fullmatch(device) is None:
+
+def _convert(table: object, wanted: type[_Section], path: str) -> _Section:
+    try:
+        return msgspec.convert(table, wanted)
+    except msgspec.ValidationError as error:
         raise ConfigError(
-            limit_message(
-                f"{path}: not a device",
-                value=repr(device),
-                limit="auto, cuda, or cuda:N with a number",
-                remedy=f"set {path} to auto, cuda:0 or cpu",
-            )
-        )
+            f"{path}: {error}. Remedy: see the keys of vsched's configuration"
+        ) from error

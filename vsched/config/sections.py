@@ -1,94 +1,358 @@
 """All configuration keys with their types, bounds, defaults and descriptions.
 
-The descriptions appear in the JSON Schema and in `docs/config.md`. Sections are frozen: nothing is reloaded.
+The text after a key is its description, in the JSON Schema and in `docs/config.md` (`vsched.config.document`). Sections
+are frozen: nothing is reloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+import re
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
 
-from vsched.config.adapters import AdaptersConfig
-from vsched.config.byte_sizes import size_bytes
-from vsched.config.cluster import OWN_HOST, RAY_HOST, ClusterConfig
-from vsched.config.section import PolicyTable, Section, with_policy_tables
-from vsched.config.stages import EncodeConfig, GenerateConfig
-from vsched.worker.shares import default_threads, usable_cores
+from vsched.errors import ConfigError, limit_message
+from vsched.policy import DECISIONS
+from vsched.worker.spec import default_threads, usable_cores
+
+PolicyTable = dict[str, Any]
+"""`{use = "name", **fields}`: a registered policy or `my_pkg.module:Class`, and its fields."""
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+def form(pattern: str, description: str) -> Meta:
+    """Return the constraint of a text; `description` completes "limit" in errors."""
+    return Meta(pattern=f"^({pattern})$", description=description)
+
+
+_SIZE = r"\s*\d+(\.\d+)?\s*(B|[KMGT]iB)?\s*"
+_SIZES = "a number of bytes, or one with a unit (B, KiB, MiB, GiB, TiB) as 4GiB"
+Size = NonNegative | Annotated[str, form(_SIZE, _SIZES)]
+"""Bytes: a number, or text such as `4GiB`."""
+_PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
+_AT_PORT = r"(\[[0-9a-fA-F:.]+\]|[^:/\s]+):\d{1,5}"
+_NAME = "a name such as api.example.com, without a port, or * for any"
+_ORIGIN = "scheme, name and port such as https://app.example.com, without a path, or * for any"
+_IMAGE_HOST = "host or host:port, as images.example.com or [::1]:8080, without scheme and path"
+ServerName = Annotated[str, form(r"\*|(\*\.)?[^*/:\s]+", _NAME)]
+Origin = Annotated[str, form(r"\*|[a-z][a-z0-9+.-]*://[^/*\s]+", _ORIGIN)]
+ImageHost = Annotated[str, form(rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?", _IMAGE_HOST)]
+HostAddress = Annotated[str, form(f"tcp://{_AT_PORT}", "tcp://HOST:PORT, as of vsched host")]
+OWN_HOST = "local"
+"""Name of the engine's own host in lists of hosts."""
+RAY_HOST = "ray"
+"""Host name of replicas that Ray places."""
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the configuration file."""
+
+
+Keys = TypeVar("Keys", bound=msgspec.Struct)
+
+
+def with_policy_tables(section: str) -> Callable[[type[Keys]], type[Keys]]:
+    """Add the policy tables of a section to its class, as the decisions declare them.
+
+    In the classes, policy tables are listed for type checkers only.
+    """
+
+    def add(cls: type[Keys]) -> type[Keys]:
+        tables = [table for decision in DECISIONS.values() for table in decision.selected_by]
+        keys: list[Any] = [
+            (
+                name,
+                PolicyTable,
+                msgspec.field(default_factory=partial(dict, use=table.use)),
+            )
+            for table in tables
+            for parent, _, name in (table.path.rpartition("."),)
+            if parent == section
+        ]
+        whole = msgspec.defstruct(
+            cls.__name__,
+            keys,
+            bases=(cls,),
+            module=cls.__module__,
+            namespace={"__doc__": cls.__doc__, "__qualname__": cls.__qualname__},
+            frozen=True,
+            kw_only=True,
+        )
+        return cast("type[Keys]", whole)
+
+    return add
+
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def size_bytes(size: int | str, *, path: str) -> int:
+    """Parse a number of bytes, or a text such as `1.5GiB`.
+
+    Raises:
+        ConfigError: If it is not a size; the message starts with `path`.
+    """
+    found = _FORM.fullmatch(str(size))
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(
+            limit_message(
+                f"{path}: not a size",
+                value=repr(size),
+                limit=f"a number, or one with a unit ({', '.join(filter(None, _UNITS))})",
+                remedy="write it like 4GiB",
+            )
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+class AdaptersConfig(Section, frozen=True, kw_only=True):
+    """LoRA adapters: how many can be loaded, and from which folders; see docs/adapters.md."""
+
+    count_max: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Maximum number of loaded adapters; 0 for none. Each rank allocates memory for all of them at start, each with
+    rank `adapters.rank_max` on all layers."""
+    rank_max: Annotated[int, Meta(ge=1, le=4096)] = 16
+    """Maximum rank of an adapter."""
+    encoder: bool = False
+    """Allow adapters that change the vision tower; encode ranks then allocate memory for them."""
+    load: dict[str, str] = msgspec.field(default_factory=dict)
+    """Folders of the adapters to load at start, by name: `{sql = "/adapters/sql"}`."""
+    directory: str = ""
+    """Folder of the adapters that may be loaded while the server runs; empty for none."""
+    load_s: Seconds = 60.0
+    """Maximum time for all ranks to add an adapter."""
+
+
+AUTO = "auto"
+CPU = "cpu"
+
+
+class StageConfig(Section, frozen=True, kw_only=True):
+    """Keys of both stages: their processes, and the machine resources of these."""
+
+    replicas: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of replicas of the stage, each with its own copy of the model."""
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of ranks that share the model of a replica (tensor parallelism)."""
+    plugin: str = "transformers"
+    """Worker plug-in that runs the model."""
+    weights: Literal["auto", "int8", "int4"] = "auto"
+    """Weight quantization while loading, on a CPU: `int8` or `int4`, with a scale for each group of inputs; the LM
+    head and the embedding are int8 in both cases. `auto` keeps the checkpoint's weights."""
+    weights_group: Annotated[int, Meta(ge=0, le=128, multiple_of=16)] = 0
+    """Group size of weight quantization: the inputs of an output that share a scale; 0 for 128 with int8 and 32 with
+    int4."""
+    calibration: str = ""
+    """Calibration file from `vsched calibrate`, for the scales of int8 or int4 weights; empty for none."""
+    activations: Literal["auto", "float", "int8"] = "auto"
+    """Activation type in products with int8 or int4 weights, on a CPU: `float`, or `int8`, with dynamic quantization
+    in blocks. `auto` is `int8` in bfloat16 if the processor has instructions for it, otherwise `float`. With AMX,
+    `auto` and `float` keep the activations of more than 16 tokens in floating point and dequantize the weights to
+    bfloat16."""
+    device: Annotated[
+        str, form(r"(?!cuda).*|cuda(:\d+)?", "auto, cpu, cuda, or cuda:N with a number")
+    ] = AUTO
+    """Device of the stage; with `cuda:N`, the ranks of all replicas take consecutive devices from N on. `auto` is CUDA
+    if the host has a usable device, otherwise `cpu`; `vsched check` reports the choice. See docs/gpu.md."""
+    threads: Annotated[int, Meta(ge=1)] | None = None
+    """Fixed number of compute threads per rank. By default the cores of the machine are divided among the processes of
+    all ranks, at least 1 each, and a rank uses fewer threads while other programs keep the cores busy."""
+    memory_limit: NonNegative | Annotated[str, form(f"auto|{_SIZE}", f"auto, {_SIZES}")] = "auto"
+    """Hard limit on the private memory of a rank, such as `4GiB`; 0 for none. `auto` is none except on `cpu`: there it
+    is the larger of 2 GiB and an eighth of the host's available memory at start, but at most a quarter, and at most 1
+    / (ranks + 1), of that memory."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the ranks compute on the host's processor, in the host's memory."""
+        return self.device == CPU
+
+    @property
+    def on_cuda(self) -> bool:
+        """True if the ranks compute on CUDA devices."""
+        return self.device.startswith("cuda")
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """The quantization fields of `WorkerSettings`."""
+        return {
+            "weights": self.weights,
+            "weights_group": self.weights_group,
+            "calibration": self.calibration,
+            "activations": self.activations,
+        }
+
+
+@with_policy_tables("encode")
+class EncodeConfig(StageConfig, frozen=True, kw_only=True):
+    """The encode stage: images to embeddings."""
+
+    replicas: Annotated[int, Meta(ge=0, le=64)] = 1
+    """Number of replicas of the stage, each with its own copy of the model; 0 to serve only text, like a checkpoint
+    without a vision part."""
+    reserved: NonNegative | Annotated[str, form(f"({_SIZE})?", f"empty, {_SIZES}")] = ""
+    """Memory for the largest batch of images, such as `4GiB`; empty to measure it at start by running one."""
+    if TYPE_CHECKING:  # as `with_policy_tables` adds it
+        admission: PolicyTable = {}
+        encoding: PolicyTable = {}
+        dispatch: PolicyTable = {}
+        reclaim: PolicyTable = {}
+        eviction: PolicyTable = {}
+
+
+@with_policy_tables("generate")
+class GenerateConfig(StageConfig, frozen=True, kw_only=True):
+    """The generate stage: prefill and decode."""
+
+    attention: str = "auto"
+    """Attention implementation; `auto` is the fastest on the machine, `exact` uses the modules of transformers even on
+    a CPU in bfloat16."""
+    block_size: Annotated[int, Meta(ge=1, le=256)] = 16
+    """Number of tokens in a KV block."""
+    max_batch_tokens: NonNegative = 0
+    """Maximum number of tokens in a step, prefill and decode together; 0 for 2048 on a CPU, 8192 with CUDA."""
+    chunk_tokens: NonNegative = 0
+    """Maximum number of prompt tokens of one request in a step; 0 for 512 on a CPU, 8192 with CUDA, but at most
+    `max_batch_tokens`."""
+    step_target_ms: Annotated[float, Meta(ge=0)] = 100.0
+    """Target for the time of a step: while requests decode, prefill is limited to it, and so is encoding in the same
+    processes; 0 for no limit. It is lower when more than 5 requests decode for each waiting one."""
+    step_target_ratio: Annotated[float, Meta(ge=1.5)] = 8.0
+    """A step with prefill may always take this many times as long as one without, in case the decodes of a large model
+    alone come close to `step_target_ms`; lower as that is, but at least 1.75."""
+    slots: NonNegative = 0
+    """Maximum number of running requests; 0 for 64 on a CPU, 256 with CUDA."""
+    max_waiting: Positive = 1024
+    """Maximum number of waiting requests; further ones get a 429."""
+    max_waiting_bytes: Positive = 1 << 30
+    """Maximum memory held by waiting requests; further ones get a 429."""
+    context_tokens: NonNegative = 0
+    """Maximum length of prompt and output together; 0 for the checkpoint's."""
+    kv_pages: Literal["on_use", "at_start"] = "on_use"
+    """Time at which the host allocates the pages of the KV cache on a CPU: on first use, if the process's limit counts
+    reserved memory and the host reports its free memory, or all at start; see docs/memory.md."""
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """Data type of the KV cache: `int8`, on a CPU, with one scale for each head of a token, takes about half of the
+    memory of bfloat16; see docs/memory.md. `auto` is the type of the model."""
+    prefix_cache: bool = True
+    """Keep the KV blocks of finished requests for later prompts."""
+    swap_memory: Size = 0
+    """Host memory of each rank for KV blocks of preempted requests, such as `4GiB`, if `generate.preemption` swaps
+    them; 0 for none. It is not part of `generate.memory_limit`. See docs/swapping.md."""
+    state_snapshots: Annotated[int, Meta(ge=0)] | None = None
+    """Number of recurrent state snapshots kept for later prompts, in models with recurrent layers; by default the
+    number of `slots`, at most 64. 0 disables their prefix cache."""
+    draft_model: str = ""
+    """Folder of a draft model, a smaller checkpoint with the same vocabulary, for `generate.drafting`; empty for none.
+    See docs/speculative-decoding.md."""
+    if TYPE_CHECKING:
+        admission: PolicyTable = {}
+        step: PolicyTable = {}
+        preemption: PolicyTable = {}
+        eviction: PolicyTable = {}
+        insertion: PolicyTable = {}
+        memory: PolicyTable = {}
+        drafting: PolicyTable = {}
+
+
+class ClusterConfig(Section, frozen=True, kw_only=True):
+    """Other hosts for ranks; see docs/hosts.md."""
+
+    hosts: dict[str, HostAddress] = msgspec.field(default_factory=dict)
+    """Addresses of the hosts that run `vsched host`, by name: `{far = "tcp://10.0.0.2:7700"}`. `local` is the name of
+    this host."""
+    key_file: str = ""
+    """File with the secret shared by the engine and the hosts; `vsched host --make-key` creates one."""
+    encode: list[str] = msgspec.field(default_factory=list)
+    """Hosts for the replicas of the encode stage, in turn; empty for this host, or for Ray if `ray` is set."""
+    generate: list[str] = msgspec.field(default_factory=list)
+    """Hosts for the replicas of the generate stage, in turn; empty for this host, or for Ray if `ray` is set. With
+    `placement = "together"`, for the replicas of both stages."""
+    connect_s: Seconds = 10.0
+    """Time to wait for a host before the next one in the list is tried."""
+    ray: Annotated[
+        str, form(f"(auto|{_AT_PORT})?", "auto, or HOST:PORT as `ray start --head` printed it")
+    ] = ""
+    """Address of the Ray cluster that places replicas, HOST:PORT, or `auto` for the cluster of this host; empty for
+    none. Needs `pip install 'vsched[ray]'`."""
+    ray_group: str = ""
+    """Name of an existing Ray placement group, whose bundles the replicas take in turn, those of the encode stage
+    first; empty to create one."""
+    ray_strategy: Literal["pack", "spread", "strict-pack", "strict-spread"] = "pack"
+    """Ray's placement strategy for the bundles of replicas."""
+    encode_resources: dict[str, float] = msgspec.field(default_factory=dict)
+    """Ray resources of a replica of the encode stage: `{CPU = 4, fast_cpu = 1}`. By default one CPU per thread of its
+    ranks, or per rank if `threads` is not set, and one GPU per rank on a GPU."""
+    generate_resources: dict[str, float] = msgspec.field(default_factory=dict)
+    """Ray resources of a replica of the generate stage; with `placement = "together"`, of both stages."""
+
+    def hosts_of(self, stage: str) -> list[str]:
+        """Hosts on which the replicas of a stage start, in turn; for stages in one process, use `generate`."""
+        names = self.encode if stage == "encode" else self.generate
+        return names or [RAY_HOST if self.ray else OWN_HOST]
+
+    def first_host(self, stage: str, replica: int) -> str:
+        """Host on which a replica starts first."""
+        names = self.hosts_of(stage)
+        return names[replica % len(names)]
+
+    @property
+    def used(self) -> set[str]:
+        """Names of all hosts on which replicas may start."""
+        return {*self.hosts_of("encode"), *self.hosts_of("generate")}
+
+    @property
+    def elsewhere(self) -> bool:
+        """True if ranks run on other hosts."""
+        return not self.used <= {OWN_HOST}
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
     """The checkpoint."""
 
-    path: Annotated[
-        str,
-        Meta(
-            description="Checkpoint: a folder, `ORG/NAME[@REVISION]` of the Hugging Face hub, or a GGUF file."
-        ),
-    ] = ""
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(
-            description="Data type of weights, KV cache and embeddings; `auto` is the checkpoint's, but with CUDA "
-            "bfloat16 instead of float32, and float16 on devices without bfloat16."
-        ),
+    path: str = ""
+    """Checkpoint: a folder, `ORG/NAME[@REVISION]` of the Hugging Face hub, or a GGUF file."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of weights, KV cache and embeddings; `auto` is the checkpoint's, but with CUDA bfloat16 instead of
+    float32, and float16 on devices without bfloat16."""
+    deterministic: bool = False
+    """Make the logits of a request bitwise equal in any batch, with any chunking of its prompt, and after preemption
+    or a restart. Only on a CPU in bfloat16; see docs/determinism.md."""
+    chat_template: str = ""
+    """Chat template: a file, or the name of a template in the checkpoint; empty for its default."""
+    tool_format: Literal[
+        "auto",
+        "hermes",
+        "deepseek",
+        "deepseek-v3.1",
+        "mistral",
+        "mistral-list",
+        "llama-json",
+        "pythonic",
+        "qwen3-coder",
+        "glm",
+        "minimax",
+        "gemma4",
+        "harmony",
     ] = "auto"
-    deterministic: Annotated[
-        bool,
-        Meta(
-            description="Make the logits of a request bitwise equal in any batch, with any chunking of its prompt, "
-            "and after preemption or a restart. Only on a CPU in bfloat16; see docs/determinism.md."
-        ),
-    ] = False
-    chat_template: Annotated[
-        str,
-        Meta(
-            description="Chat template: a file, or the name of a template in the checkpoint; empty for its default."
-        ),
-    ] = ""
-    tool_format: Annotated[
-        Literal[
-            "auto",
-            "hermes",
-            "deepseek",
-            "deepseek-v3.1",
-            "mistral",
-            "mistral-list",
-            "llama-json",
-            "pythonic",
-            "qwen3-coder",
-            "glm",
-            "minimax",
-            "gemma4",
-            "harmony",
-        ],
-        Meta(
-            description="Tool-call format of the model; `auto` derives it from the chat template."
-        ),
-    ] = "auto"
-    reasoning_format: Annotated[
-        Literal["auto", "none", "think", "mistral", "gemma4", "harmony"],
-        Meta(
-            description="Reasoning markers of the model: `<think>` and `</think>` for `think`, `[THINK]` and "
-            "`[/THINK]` for `mistral`, channels for `gemma4` and `harmony`; `none` leaves reasoning in "
-            "the content; `auto` derives it from the chat template."
-        ),
-    ] = "auto"
-    sampling_defaults: Annotated[
-        bool,
-        Meta(
-            description="Use the checkpoint's `generation_config.json` for `temperature`, `top_p`, `top_k`, `min_p` "
-            "and `repetition_penalty` if a request does not set them; otherwise they are 1 or disabled."
-        ),
-    ] = True
-    name: Annotated[
-        str,
-        Meta(description="Model name for clients; empty for the last component of `model.path`."),
-    ] = ""
+    """Tool-call format of the model; `auto` derives it from the chat template."""
+    reasoning_format: Literal["auto", "none", "think", "mistral", "gemma4", "harmony"] = "auto"
+    """Reasoning markers of the model: `<think>` and `</think>` for `think`, `[THINK]` and `[/THINK]` for `mistral`,
+    channels for `gemma4` and `harmony`; `none` leaves reasoning in the content; `auto` derives it from the chat
+    template."""
+    sampling_defaults: bool = True
+    """Use the checkpoint's `generation_config.json` for `temperature`, `top_p`, `top_k`, `min_p` and
+    `repetition_penalty` if a request does not set them; otherwise they are 1 or disabled."""
+    name: str = ""
+    """Model name for clients; empty for the last component of `model.path`."""
 
     @property
     def served_name(self) -> str:
@@ -99,248 +363,123 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 class ServerConfig(Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
-    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[
-        int, Meta(ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
-    ] = 8000
-    processes: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=64,
-            description="Number of processes that serve HTTP: 1 means the engine's own process, more are separate API "
-            "processes.",
-        ),
-    ] = 1
-    api_key_variable: Annotated[
-        str,
-        Meta(description="Environment variable with the API key; empty for no key."),
-    ] = ""
-    admin_key_variable: Annotated[
-        str,
-        Meta(
-            description="Environment variable with the key for `/admin/`; empty to open it to local programs only, "
-            "with the API key."
-        ),
-    ] = ""
-    tenant_keys_variable: Annotated[
-        str,
-        Meta(
-            description="Environment variable with API keys of tenants, one `tenant=key` per line; empty for none."
-        ),
-    ] = ""
-    tenant_header: Annotated[
-        str,
-        Meta(description="Header with the tenant of a request, set by a gateway; empty for none."),
-    ] = ""
-    tenants_max: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Number of tenants with their own metrics; the others are counted together.",
-        ),
-    ] = 64
-    metrics_without_key: Annotated[bool, Meta(description="Serve `/metrics` without a key.")] = (
-        False
-    )
-    vllm_metrics: Annotated[
-        bool,
-        Meta(
-            description="Also serve metrics under vLLM's names, such as `vllm:num_requests_running`."
-        ),
-    ] = False
-    access_log: Annotated[
-        bool,
-        Meta(
-            description="Log method, path, status, duration and id of each request, except successful probes. "
-            "Queries and contents are never logged."
-        ),
-    ] = False
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 lets the system choose."""
+    processes: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of processes that serve HTTP: 1 means the engine's own process, more are separate API processes."""
+    api_key_variable: str = ""
+    """Environment variable with the API key; empty for no key."""
+    admin_key_variable: str = ""
+    """Environment variable with the key for `/admin/`; empty to open it to local programs only, with the API key."""
+    tenant_keys_variable: str = ""
+    """Environment variable with API keys of tenants, one `tenant=key` per line; empty for none."""
+    tenant_header: Annotated[str, form("[A-Za-z0-9-]*", "letters, digits, hyphens")] = ""
+    """Header with the tenant of a request, set by a gateway; empty for none."""
+    tenants_max: Positive = 64
+    """Number of tenants with their own metrics; the others are counted together."""
+    metrics_without_key: bool = False
+    """Serve `/metrics` without a key."""
+    vllm_metrics: bool = False
+    """Also serve metrics under vLLM's names, such as `vllm:num_requests_running`."""
+    access_log: bool = False
+    """Log method, path, status, duration and id of each request, except successful probes. Queries and contents are
+    never logged."""
     otlp_endpoint: Annotated[
         str,
-        Meta(
-            description="Base URL of an OpenTelemetry collector that receives the traces of requests, such as "
-            "`http://127.0.0.1:4318` (OTLP over HTTP); empty to take it from `OTEL_EXPORTER_OTLP_ENDPOINT`. "
-            "Needs `pip install 'vsched[otel]'`."
+        form(
+            r"(https?://[^/\s?#]+(/[^\s?#]*)?)?",
+            "http:// or https://; gRPC is not supported",
         ),
     ] = ""
-    allowed_hosts: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Names of the server that are accepted in `Host`, in addition to its addresses and "
-            "`localhost`: `api.example.com`, `*.example.com`, or `*` for any. By default none on a "
-            "loopback address, otherwise any."
-        ),
-    ] = ()
-    cors_origins: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Origins of web pages that may call the server, such as `https://app.example.com`; `*` for "
-            "any."
-        ),
-    ] = ()
-    body_bytes_max: Annotated[int, Meta(ge=1024, description="Maximum size of a request body.")] = (
-        32 << 20
-    )
-    bodies_bytes_max: Annotated[
-        int,
-        Meta(
-            ge=1024,
-            description="Maximum total size of request bodies above 64 KiB that are being read or prepared; further "
-            "ones wait for half of `server.receive_s`, then get a 503.",
-        ),
-    ] = 256 << 20
-    logprobs_max: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Maximum number of alternatives per token that a request may ask for (`top_logprobs`). The "
-            "whole vocabulary (-1) counts with its size.",
-        ),
-    ] = 20
-    prompt_logprobs_max: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1 << 22,
-            description="Maximum number of prompt log-probabilities in a request: prompt tokens times (1 + "
-            "alternatives per token). Each takes about 70 bytes of the response.",
-        ),
-    ] = 1 << 18
-    choices_max: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Maximum number of choices in a request: its prompts times `n`, or times `best_of`.",
-        ),
-    ] = 128
-    strict_fields: Annotated[
-        bool,
-        Meta(
-            description="Refuse unknown fields within messages, content parts and other nested objects. At the top "
-            "level of a request, they are always refused."
-        ),
-    ] = False
-    usage_always: Annotated[
-        bool,
-        Meta(
-            description="Include the usage so far in every stream event, even if not requested, for gateways that "
-            "count it."
-        ),
-    ] = False
+    """Base URL of an OpenTelemetry collector that receives the traces of requests, such as `http://127.0.0.1:4318`
+    (OTLP over HTTP); empty to take it from `OTEL_EXPORTER_OTLP_ENDPOINT`. Needs `pip install 'vsched[otel]'`."""
+    allowed_hosts: tuple[ServerName, ...] = ()
+    """Names of the server that are accepted in `Host`, in addition to its addresses and `localhost`:
+    `api.example.com`, `*.example.com`, or `*` for any. By default none on a loopback address, otherwise any."""
+    cors_origins: tuple[Origin, ...] = ()
+    """Origins of web pages that may call the server, such as `https://app.example.com`; `*` for any."""
+    body_bytes_max: Annotated[int, Meta(ge=1024)] = 32 << 20
+    """Maximum size of a request body."""
+    bodies_bytes_max: Annotated[int, Meta(ge=1024)] = 256 << 20
+    """Maximum total size of request bodies above 64 KiB that are being read or prepared; further ones wait for half of
+    `server.receive_s`, then get a 503."""
+    logprobs_max: Positive = 20
+    """Maximum number of alternatives per token that a request may ask for (`top_logprobs`). The whole vocabulary (-1)
+    counts with its size."""
+    prompt_logprobs_max: Annotated[int, Meta(ge=1, le=1 << 22)] = 1 << 18
+    """Maximum number of prompt log-probabilities in a request: prompt tokens times (1 + alternatives per token). Each
+    takes about 70 bytes of the response."""
+    choices_max: Positive = 128
+    """Maximum number of choices in a request: its prompts times `n`, or times `best_of`."""
+    strict_fields: bool = False
+    """Refuse unknown fields within messages, content parts and other nested objects. At the top level of a request,
+    they are always refused."""
+    usage_always: bool = False
+    """Include the usage so far in every stream event, even if not requested, for gateways that count it."""
     root_path: Annotated[
-        str,
-        Meta(
-            description="Path prefix that a proxy does not remove, such as `/llm`; paths without it are served, too. "
-            "Empty for none."
-        ),
+        str, form(r"(/[A-Za-z0-9._~-]+)*", "a path such as /llm, without a / at its end")
     ] = ""
-    headers_max: Annotated[
-        int, Meta(ge=1, description="Maximum number of headers in a request.")
-    ] = 100
-    header_bytes_max: Annotated[
-        int, Meta(ge=1024, description="Maximum total size of a request's URL and headers.")
-    ] = 32 << 10
-    max_connections: Annotated[
-        int, Meta(ge=1, description="Maximum number of open connections.")
-    ] = 1024
-    receive_s: Annotated[
-        float, Meta(gt=0, description="Maximum time for a request, headers and body, to arrive.")
-    ] = 60.0
-    send_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Maximum time that a client may leave a full connection unread; after it, its request is "
-            "aborted.",
-        ),
-    ] = 60.0
+    """Path prefix that a proxy does not remove, such as `/llm`; paths without it are served, too. Empty for none."""
+    headers_max: Positive = 100
+    """Maximum number of headers in a request."""
+    header_bytes_max: Annotated[int, Meta(ge=1024)] = 32 << 10
+    """Maximum total size of a request's URL and headers."""
+    max_connections: Positive = 1024
+    """Maximum number of open connections."""
+    receive_s: Seconds = 60.0
+    """Maximum time for a request, headers and body, to arrive."""
+    send_s: Seconds = 60.0
+    """Maximum time that a client may leave a full connection unread; after it, its request is aborted."""
 
 
 @with_policy_tables("media")
 class MediaConfig(Section, frozen=True, kw_only=True):
     """Images and videos: allowed sources and sizes."""
 
-    image_bytes_max: Annotated[int, Meta(ge=1, description="Maximum size of an encoded image.")] = (
-        20 << 20
-    )
-    image_pixels_max: Annotated[
-        int, Meta(ge=1, description="Maximum number of pixels of an image, read from its header.")
-    ] = 64_000_000
-    webp_pixels_max: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Maximum number of pixels of a WEBP image, whose decoder blocks the server.",
-        ),
-    ] = 16_000_000
-    images_max: Annotated[
-        int, Meta(ge=0, description="Maximum number of images per request; 0 refuses all images.")
-    ] = 64
-    videos_max: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Maximum number of videos per request, each of which counts as an image, too; 0 refuses all "
-            "videos.",
-        ),
-    ] = 4
-    video_bytes_max: Annotated[int, Meta(ge=1, description="Maximum size of a video file.")] = (
-        64 << 20
-    )
-    video_frames_max: Annotated[
-        int, Meta(ge=1, description="Maximum number of frames that are sampled from a video.")
-    ] = 768
-    video_seconds_max: Annotated[float, Meta(gt=0, description="Maximum duration of a video.")] = (
-        3600.0
-    )
-    video_decode_s: Annotated[
-        float, Meta(gt=0, description="Maximum CPU time for decoding a video.")
-    ] = 20.0
-    request_bytes_max: Annotated[
-        int,
-        Meta(ge=1, description="Maximum total size of the encoded images and videos of a request."),
-    ] = 64 << 20
-    directory: Annotated[
-        str, Meta(description="Folder of the files that `file:` URLs may name; empty for none.")
-    ] = ""
-    hosts: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Hosts from which images may be fetched, as `host:port`, or as `host` for ports 80 (http) and "
-            "443 (https)."
-        ),
-    ] = ()
-    private_hosts: Annotated[
-        tuple[str, ...],
-        Meta(description="Hosts in `hosts` that may resolve to private or loopback addresses."),
-    ] = ()
-    allow_embeddings: Annotated[
-        bool,
-        Meta(description="Accept embeddings in requests (`image_embeds`, `video_embeds`)."),
-    ] = False
-    fetch_s: Annotated[float, Meta(gt=0, description="Maximum time to fetch one image.")] = 10.0
-    prepare_s: Annotated[
-        float, Meta(gt=0, description="Maximum time to prepare a request, including waits.")
-    ] = 30.0
-    preparing_max: Annotated[
-        int,
-        Meta(
-            ge=1, description="Maximum number of requests in preparation; further ones get a 429."
-        ),
-    ] = 512
-    preparing_bytes_max: Annotated[
-        int, Meta(ge=1, description="Maximum encoded bytes held by requests in preparation.")
-    ] = 512 << 20
-    decode_bytes: Annotated[
-        int, Meta(ge=1, description="Memory for decoding and preprocessing; images wait for it.")
-    ] = 1 << 30
-    threads: Annotated[
-        int, Meta(ge=1, description="Number of threads for decoding and preprocessing.")
-    ] = 2
-    plans_max: Annotated[
-        int, Meta(ge=1, description="Number of images whose plan is remembered.")
-    ] = 8192
+    image_bytes_max: Positive = 20 << 20
+    """Maximum size of an encoded image."""
+    image_pixels_max: Positive = 64_000_000
+    """Maximum number of pixels of an image, read from its header."""
+    webp_pixels_max: Positive = 16_000_000
+    """Maximum number of pixels of a WEBP image, whose decoder blocks the server."""
+    images_max: NonNegative = 64
+    """Maximum number of images per request; 0 refuses all images."""
+    videos_max: NonNegative = 4
+    """Maximum number of videos per request, each of which counts as an image, too; 0 refuses all videos."""
+    video_bytes_max: Positive = 64 << 20
+    """Maximum size of a video file."""
+    video_frames_max: Positive = 768
+    """Maximum number of frames that are sampled from a video."""
+    video_seconds_max: Seconds = 3600.0
+    """Maximum duration of a video."""
+    video_decode_s: Seconds = 20.0
+    """Maximum CPU time for decoding a video."""
+    request_bytes_max: Positive = 64 << 20
+    """Maximum total size of the encoded images and videos of a request."""
+    directory: str = ""
+    """Folder of the files that `file:` URLs may name; empty for none."""
+    hosts: tuple[ImageHost, ...] = ()
+    """Hosts from which images may be fetched, as `host:port`, or as `host` for ports 80 (http) and 443 (https)."""
+    private_hosts: tuple[ImageHost, ...] = ()
+    """Hosts in `hosts` that may resolve to private or loopback addresses."""
+    allow_embeddings: bool = False
+    """Accept embeddings in requests (`image_embeds`, `video_embeds`)."""
+    fetch_s: Seconds = 10.0
+    """Maximum time to fetch one image."""
+    prepare_s: Seconds = 30.0
+    """Maximum time to prepare a request, including waits."""
+    preparing_max: Positive = 512
+    """Maximum number of requests in preparation; further ones get a 429."""
+    preparing_bytes_max: Positive = 512 << 20
+    """Maximum encoded bytes held by requests in preparation."""
+    decode_bytes: Positive = 1 << 30
+    """Memory for decoding and preprocessing; images wait for it."""
+    threads: Positive = 2
+    """Number of threads for decoding and preprocessing."""
+    plans_max: Positive = 8192
+    """Number of images whose plan is remembered."""
     if TYPE_CHECKING:
         pruning: PolicyTable = {}
 
@@ -348,145 +487,79 @@ class MediaConfig(Section, frozen=True, kw_only=True):
 class ArenaConfig(Section, frozen=True, kw_only=True):
     """The shared memory between the engine and its ranks."""
 
-    pixel_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Memory for preprocessed images: waiting for the encoder, or cached, because each turn of a "
-            "conversation contains all its images; 0 for 1 GiB on a CPU, 4 GiB with CUDA.",
-        ),
-    ] = 0
-    embedding_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Memory for embeddings, in use and cached; 0 for 256 MiB on a CPU, 1 GiB with CUDA.",
-        ),
-    ] = 0
+    pixel_bytes: NonNegative = 0
+    """Memory for preprocessed images: waiting for the encoder, or cached, because each turn of a conversation contains
+    all its images; 0 for 1 GiB on a CPU, 4 GiB with CUDA."""
+    embedding_bytes: NonNegative = 0
+    """Memory for embeddings, in use and cached; 0 for 256 MiB on a CPU, 1 GiB with CUDA."""
 
 
 class PoliciesConfig(Section, frozen=True, kw_only=True):
     """Time limits of policy calls."""
 
-    call_budget_ms: Annotated[
-        float,
-        Meta(ge=0, description="Maximum time of a policy call; 0 for no limit."),
-    ] = 50.0
-    slow_calls_max: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=99,
-            description="Number of calls over `call_budget_ms`, in the last 100 calls of a policy, after which the "
-            "default replaces it until the server is restarted.",
-        ),
-    ] = 10
-    passed_over_max_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=86400,
-            description="Longest time for which policies may hold a request in one place, or let younger ones pass it; "
-            "then it goes first.",
-        ),
-    ] = 60.0
+    call_budget_ms: Annotated[float, Meta(ge=0)] = 50.0
+    """Maximum time of a policy call; 0 for no limit."""
+    slow_calls_max: Annotated[int, Meta(ge=0, le=99)] = 10
+    """Number of calls over `call_budget_ms`, in the last 100 calls of a policy, after which the default replaces it
+    until the server is restarted."""
+    passed_over_max_s: Annotated[float, Meta(gt=0, le=86400)] = 60.0
+    """Longest time for which policies may hold a request in one place, or let younger ones pass it; then it goes
+    first."""
 
 
 class VllmConfig(Section, frozen=True, kw_only=True):
     """The bridge to vLLM; without effect in vsched's server and in simulations. See docs/policies-in-vllm.md."""
 
-    trace: Annotated[
-        str,
-        Meta(
-            description="File for the arrivals of a run inside vLLM, for `vsched simulate --trace`; its times are in a "
-            "file of the same name with `.run`. Empty for none."
-        ),
-    ] = ""
-    statistics: Annotated[
-        bool,
-        Meta(
-            description="Write figures once per second, which `GET /vsched` of `FrontDoor` returns."
-        ),
-    ] = False
+    trace: str = ""
+    """File for the arrivals of a run inside vLLM, for `vsched simulate --trace`; its times are in a file of the same
+    name with `.run`. Empty for none."""
+    statistics: bool = False
+    """Write figures once per second, which `GET /vsched` of `FrontDoor` returns."""
 
 
 class RecordConfig(Section, frozen=True, kw_only=True):
     """The record of the scheduler's events and decisions, for `vsched replay`."""
 
-    path: Annotated[str, Meta(description="File for the record; empty for no record.")] = ""
-    segment_bytes: Annotated[
-        int, Meta(ge=4096, description="Size at which a new segment is started.")
-    ] = 64 << 20
-    segments: Annotated[
-        int,
-        Meta(ge=2, description="Number of segments to keep; the oldest is deleted first."),
-    ] = 8
-    resume: Annotated[
-        bool,
-        Meta(
-            description="Save running requests in a folder next to the record; if the server is killed, the next one "
-            "resumes them."
-        ),
-    ] = False
-    resume_bytes: Annotated[
-        int,
-        Meta(
-            ge=4096,
-            description="Maximum size of the saved requests, and of the resumed responses that wait for clients; "
-            "further requests are served without being saved.",
-        ),
-    ] = 256 << 20
-    resume_keep_s: Annotated[
-        float,
-        Meta(gt=0, description="Time that a resumed response waits for its client."),
-    ] = 600.0
+    path: str = ""
+    """File for the record; empty for no record."""
+    segment_bytes: Annotated[int, Meta(ge=4096)] = 64 << 20
+    """Size at which a new segment is started."""
+    segments: Annotated[int, Meta(ge=2)] = 8
+    """Number of segments to keep; the oldest is deleted first."""
+    resume: bool = False
+    """Save running requests in a folder next to the record; if the server is killed, the next one resumes them."""
+    resume_bytes: Annotated[int, Meta(ge=4096)] = 256 << 20
+    """Maximum size of the saved requests, and of the resumed responses that wait for clients; further requests are
+    served without being saved."""
+    resume_keep_s: Seconds = 600.0
+    """Time that a resumed response waits for its client."""
 
 
 class DeadlinesConfig(Section, frozen=True, kw_only=True):
     """Deadlines; every wait for another process has one."""
 
-    ready_s: Annotated[
-        float, Meta(gt=0, description="Maximum time for ranks to load and report ready.")
-    ] = 300.0
-    step_s: Annotated[
-        float, Meta(gt=0, description="Maximum time for the result of a step, without its pauses.")
-    ] = 120.0
-    heartbeat_s: Annotated[
-        float, Meta(gt=0, description="Heartbeat interval of an idle leader.")
-    ] = 1.0
-    rank_timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="Time without a message from the leader after which a rank stops."),
-    ] = 15.0
-    waiting_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Maximum time that a request waits for its first step; 0 for no limit.",
-        ),
-    ] = 0.0
-    drain_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Maximum time for running requests to finish after the first Ctrl-C, or before their group is "
-            "restarted.",
-        ),
-    ] = 30.0
+    ready_s: Seconds = 300.0
+    """Maximum time for ranks to load and report ready."""
+    step_s: Seconds = 120.0
+    """Maximum time for the result of a step, without its pauses."""
+    heartbeat_s: Seconds = 1.0
+    """Heartbeat interval of an idle leader."""
+    rank_timeout_s: Seconds = 15.0
+    """Time without a message from the leader after which a rank stops."""
+    waiting_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Maximum time that a request waits for its first step; 0 for no limit."""
+    drain_s: Annotated[float, Meta(ge=0)] = 30.0
+    """Maximum time for running requests to finish after the first Ctrl-C, or before their group is restarted."""
 
 
 @with_policy_tables("")
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole configuration."""
 
-    placement: Annotated[
-        Literal["auto", "separate", "together"],
-        Meta(
-            description="Run the two stages in separate processes or in one; `auto` is `together` if both stages are "
-            "configured alike, either on one CUDA device, or on a CPU with at most 8 cores and weights of 256 MiB or "
-            "more and no threads set; otherwise `separate`."
-        ),
-    ] = "auto"
+    placement: Literal["auto", "separate", "together"] = "auto"
+    """Run the two stages in separate processes or in one; `auto` is `together` if both stages are configured alike,
+    either on one CUDA device, or on a CPU with at most 8 cores and weights of 256 MiB or more and no threads set;
+    otherwise `separate`."""
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
     media: MediaConfig = MediaConfig()
@@ -495,13 +568,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     generate: GenerateConfig = GenerateConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     cluster: ClusterConfig = ClusterConfig()
-    policy: Annotated[
-        PolicyTable,
-        Meta(
-            description="One policy that makes several decisions with one state: those of the tables in `seats`, by "
-            "default all that its class has methods for."
-        ),
-    ] = msgspec.field(default_factory=dict)
+    policy: PolicyTable = msgspec.field(default_factory=dict)
+    """One policy that makes several decisions with one state: those of the tables in `seats`, by default all that its
+    class has methods for."""
     policies: PoliciesConfig = PoliciesConfig()
     if TYPE_CHECKING:
         routing: PolicyTable = {}
@@ -510,75 +579,78 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     record: RecordConfig = RecordConfig()
     vllm: VllmConfig = VllmConfig()
 
+    def stage(self, name: str) -> EncodeConfig | GenerateConfig:
+        """Section of a stage, `encode` or `generate`."""
+        return self.encode if name == "encode" else self.generate
+
+    @property
+    def together(self) -> bool:
+        """True if both stages run in the same processes."""
+        return self.placement == "together" and self.encode.replicas > 0
+
     @property
     def ranks(self) -> int:
         """Total number of ranks of both stages, over all replicas; a rank that serves both counts twice."""
-        return sum(self._ranks)
+        return sum(one.replicas * one.tensor_parallel for one in (self.encode, self.generate))
+
+    @property
+    def _started(self) -> list[tuple[str, int]]:
+        """Stage and number of each replica that has processes of its own."""
+        stages = ["generate"] if self.placement == "together" else ["encode", "generate"]
+        return [(stage, number) for stage in stages for number in range(self.stage(stage).replicas)]
 
     def processes_on(self, host: str) -> int:
         """Number of rank processes that start on a host, unless some are lost."""
-        count = self._starts("generate", self.generate, host)
-        if self.placement != "together":
-            count += self._starts("encode", self.encode, host)
-        return count
+        return sum(
+            self.stage(stage).tensor_parallel
+            for stage, replica in self._started
+            if self.cluster.first_host(stage, replica) == host
+        )
 
     @property
     def on_ray(self) -> dict[tuple[str, int], dict[str, float]]:
         """Replicas that Ray places, by stage and number, with their resources."""
-        stages: dict[Literal["encode", "generate"], int] = {"generate": self.generate.replicas}
-        if self.placement != "together":
-            stages = {"encode": self.encode.replicas, **stages}
         return {
             (stage, replica): self.resources(stage)
-            for stage, replicas in stages.items()
-            for replica in range(replicas)
+            for stage, replica in self._started
             if self.cluster.first_host(stage, replica) == RAY_HOST
         }
 
-    def resources(self, stage: Literal["encode", "generate"]) -> dict[str, float]:
+    def resources(self, stage: str) -> dict[str, float]:
         """Ray resources of a replica of a stage, or of both stages if they share processes."""
         cluster = self.cluster
         given = cluster.encode_resources if stage == "encode" else cluster.generate_resources
         if given:
             return given
-        section = self.encode if stage == "encode" else self.generate
-        sections = [section]
-        if self.placement == "together" and self.encode.replicas:
-            sections = [self.encode, self.generate]
+        section = self.stage(stage)
+        sections = [self.encode, self.generate] if self.together else [section]
         threads = max(one.threads or 1 for one in sections)
         found = {"CPU": float(section.tensor_parallel * threads)}
         if not all(one.on_cpu for one in sections):
             found["GPU"] = float(section.tensor_parallel)
         return found
 
-    def _starts(self, stage: str, section: EncodeConfig | GenerateConfig, host: str) -> int:
-        first = [self.cluster.first_host(stage, replica) for replica in range(section.replicas)]
-        return section.tensor_parallel * first.count(host)
-
-    def threads(self, stage: Literal["encode", "generate"]) -> int:
+    def threads(self, stage: str) -> int:
         """Number of threads that a rank of a stage computes with."""
-        given = self.encode.threads if stage == "encode" else self.generate.threads
         processes = self.processes_on(OWN_HOST)
-        return given or default_threads(usable_cores(), processes=processes)
+        return self.stage(stage).threads or default_threads(usable_cores(), processes=processes)
 
-    def threads_fixed_by(self, stage: Literal["encode", "generate"]) -> str:
+    def threads_fixed_by(self, stage: str) -> str:
         """Setting that fixes the number of threads of a stage's ranks; empty if ranks may use fewer.
 
         Stages in one process share its threads. Tensor-parallel ranks do not adapt: each would wait for the slowest.
         """
-        stages = {"encode": self.encode, "generate": self.generate}
-        section = stages[stage]
+        section = self.stage(stage)
         if not section.on_cpu:
             return f"{stage}.device"
-        shared = self.placement == "together" and self.encode.replicas > 0
-        for name in stages if shared else (stage,):
-            if stages[name].threads is not None:
+        for name in ("encode", "generate") if self.together else (stage,):
+            if self.stage(name).threads is not None:
                 return f"{name}.threads"
         return f"{stage}.tensor_parallel" if section.tensor_parallel > 1 else ""
 
     def memory_limit(self, stage: str) -> int | None:
         """Memory limit of a rank for a stage, in bytes; 0 for none, None if its host decides."""
-        section = self.encode if stage == "encode" else self.generate
+        section = self.stage(stage)
         if section.memory_limit == "auto":
             return None if section.on_cpu else 0
         return size_bytes(section.memory_limit, path=f"{stage}.memory_limit")
@@ -586,8 +658,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def encode_pauses(self) -> bool:
         """True if encode batches pause for generate steps in the same processes; not supported on GPUs yet."""
-        together = self.placement == "together" and self.encode.replicas > 0
-        return together and not self.encode.on_cuda and self.generate.step_target_ms > 0
+        return self.together and not self.encode.on_cuda and self.generate.step_target_ms > 0
 
     @property
     def text_alone(self) -> Config:
@@ -599,27 +670,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             encode=msgspec.structs.replace(self.encode, replicas=0),
         )
 
-    @property
-    def _ranks(self) -> tuple[int, int]:
-        """Ranks of each stage."""
-        encode, generate = self.encode, self.generate
-        return (
-            encode.replicas * encode.tensor_parallel,
-            generate.replicas * generate.tensor_parallel,
-        )
-
 
 @cache
 def config_keys() -> dict[str, msgspec.structs.FieldInfo]:
     """Return all keys by dotted path, in order of declaration; a policy table is one key."""
-    return dict(_keys(Config, ""))
-
-
-def _keys(
-    section: type[msgspec.Struct], prefix: str
-) -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
-    for field in msgspec.structs.fields(section):
+    keys = {}
+    for field in msgspec.structs.fields(Config):
         if isinstance(field.type, type) and issubclass(field.type, Section):
-            yield from _keys(field.type, f"{prefix}{field.name}.")
+            for inner in msgspec.structs.fields(field.type):
+                keys[f"{field.name}.{inner.name}"] = inner
         else:
-            yield f"{prefix}{field.name}", field
+            keys[field.name] = field
+    return keys

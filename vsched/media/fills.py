@@ -20,28 +20,15 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.faultpoints import fault_point
 from vsched.isolated.calls import CallCancellation
 from vsched.media.allocator import return_freed_memory
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
-from vsched.media.decode import DecodeLimits
-from vsched.media.measure import (
-    MeasuredItem,
-    MeasuredVideo,
-    MeasuredVideoEmbedding,
-    blame,
-    unknown_image,
-)
-from vsched.media.pictures.filling import (
-    Filled,
-    VideoOrder,
-    process,
-    process_video,
-    process_video_embedding,
-)
-from vsched.media.pictures.processes import PictureProcesses
+from vsched.media.measure import Filled, MeasuredItem, Pictures, blame, unknown_image
+from vsched.media.pictures.filling import fill_embedding
 from vsched.media.pixels import PixelLease, PixelStore
-from vsched.media.video import VideoLimits
-from vsched.worker.contract import Preprocessor, VideoPlan
+from vsched.types import Extent
+from vsched.worker.contract import VideoPlan
 
 logger = logging.getLogger(__name__)
 
@@ -83,29 +70,21 @@ class Fills:
 
     def __init__(
         self,
-        preprocessor: Preprocessor,
         store: PixelStore,
-        executor: Executor,
+        pictures: Pictures,
+        executors: tuple[Executor, Executor],
         *,
-        limits: DecodeLimits,
-        video_limits: VideoLimits,
-        video_executor: Executor,
+        dtype: str,
         budget_bytes: int,
-        pictures: PictureProcesses | None = None,
-        with_changes: bool = False,
     ) -> None:
-        """Create fills; `with_changes` as in `VideoOrder`."""
+        """Create fills; `executors` are those of images and of videos, and `dtype` that of embeddings."""
         self.processed = 0
         self.embedded = 0
         self.repeated = 0
-        self._preprocessor = preprocessor
         self._store = store
-        self._executor = executor
-        self._limits = limits
-        self._video_limits = video_limits
-        self._video_executor = video_executor
         self._pictures = pictures
-        self._with_changes = with_changes
+        self._executor, self._video_executor = executors
+        self._dtype = dtype
         self._budget = ByteBudget(budget_bytes)
         self._fills: dict[bytes, _Fill] = {}
         self._is_trim_due = False
@@ -137,7 +116,7 @@ class Fills:
                     continue
                 fill = self._fills.get(image.key)
                 if fill is None:
-                    if not image.is_sent:
+                    if image.content == b"":
                         raise blame(unknown_image(), index)  # its pixels have been evicted
                     fill = self._start(image, lease)
                 else:
@@ -147,8 +126,7 @@ class Fills:
             for index, fill in joined:
                 outcome = await asyncio.shield(fill.outcome)
                 if isinstance(outcome, RequestRefused):
-                    noun = "video" if isinstance(fill.image.plan, VideoPlan) else "image"
-                    raise blame(outcome, index, noun)
+                    raise blame(outcome, index, fill.image.noun)
                 if outcome is not None:
                     raise RequestFailed(
                         outcome.message,
@@ -164,28 +142,9 @@ class Fills:
         loop = asyncio.get_running_loop()
         fill = _Fill(image, self._store.hold(*image.extents), loop.create_future())
         self._fills[image.key] = fill
-        places = tuple(lease.extents[key] for key in image.extents)
-        extents = [self._store.view(place) for place in places]
+        places = [lease.extents[key] for key in image.extents]
         is_video = isinstance(image.plan, VideoPlan)
         executor = self._video_executor if is_video else self._executor
-
-        def call() -> tuple[Filled, ...]:
-            if isinstance(image, MeasuredVideoEmbedding):
-                return process_video_embedding(image, extents, self._preprocessor.info.dtype)
-            if isinstance(image, MeasuredVideo):
-                order = VideoOrder.of(image, with_changes=self._with_changes)
-                content, work_bytes = b"".join(image.content), image.work_bytes
-                if self._pictures is not None:
-                    return self._pictures.fill_video(
-                        content, order, places, fill.cancellation, work_bytes=work_bytes
-                    )
-                limits = self._limits, self._video_limits
-                return tuple(process_video(content, order, extents, self._preprocessor, limits))
-            if self._pictures is not None and not image.is_embedded:
-                self._pictures.fill(image, places[0])
-            else:
-                process(image, extents[0], self._preprocessor, self._limits)
-            return (Filled(image.key),)
 
         def wake(_: Future[tuple[Filled, ...]]) -> None:
             # The loop may be closed if the process exits while a thread is running.
@@ -195,7 +154,7 @@ class Fills:
         def begin(grant: Grant) -> None:
             fill.grant = grant
             try:
-                fill.work = executor.submit(call)
+                fill.work = executor.submit(self._process, image, places, fill.cancellation)
             except RuntimeError:
                 self._end(fill, stopping())
             else:
@@ -203,6 +162,14 @@ class Fills:
 
         fill.grant = self._budget.ask(image.work_bytes, begin)
         return fill
+
+    def _process(
+        self, image: MeasuredItem, places: Sequence[Extent], cancellation: CallCancellation
+    ) -> tuple[Filled, ...]:
+        if image.is_embedded:
+            return fill_embedding(image, [*map(self._store.view, places)], self._dtype)
+        fault_point("media.decode")
+        return self._pictures.fill(image, places, cancellation)
 
     def _finish(self, fill: _Fill) -> None:
         if self._fills.get(fill.key) is not fill:
@@ -257,7 +224,7 @@ class Fills:
         if fill.waiters or fill.outcome.done():
             return
         if fill.work and not fill.work.cancel():
-            if isinstance(fill.image, MeasuredVideo):
+            if fill.image.video is not None:
                 fill.cancellation.cancel()
             return
         # No request waits for it, and no thread has started.

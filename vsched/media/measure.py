@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from vsched.errors import RequestRefused, limit_message
+from vsched.isolated.calls import CallCancellation
 from vsched.media.base64_text import base64_bytes
-from vsched.media.decode import DecodeLimits, ImageHeader, inspect
+from vsched.media.decode import DecodeLimits, ImageHeader
 from vsched.media.embeddings import (
     BoundedImage,
     EmbeddedImage,
@@ -27,12 +28,14 @@ from vsched.media.embeddings import (
     read_video_embedding,
 )
 from vsched.media.estimate import EMBEDDING_BYTES, preprocess_bytes
+from vsched.media.fetch import Reserve, uncounted
 from vsched.media.formats import IMAGE, IMAGE_EMBEDDING, VIDEO, VIDEO_EMBEDDING, MediaKind
 from vsched.media.keys import embedding_key, group_key, item_key, video_key
 from vsched.media.sources import is_data, read_embedded, read_local, scheme_of
-from vsched.media.video import VideoLimits, decode_bytes, inspect_video, refuse_without_decoder
-from vsched.types import ModelInfo
+from vsched.media.video import VideoLimits, decode_bytes, refuse_without_decoder
+from vsched.types import ArraySpec, Extent, ModelInfo
 from vsched.worker.contract import (
+    FrameSize,
     ImagePlan,
     ImageProcessing,
     ItemPlan,
@@ -50,106 +53,93 @@ ImageName = tuple[str, str, bytes]
 """Cache salt of the requests, client-defined uuid of the image, and digest of the processor settings."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredImage:
-    """One image of a request before its pixels are decoded.
+class Filled(NamedTuple):
+    """The result of filling an extent: the key of its content, and the changes of its tokens as in `PixelStore`."""
+
+    key: bytes
+    changes: bytes = b""
+
+
+class VideoOrder(msgspec.Struct, frozen=True):
+    """The frame groups of a video to process.
 
     Attributes:
-        content: The encoded image, or the rows of an embedding; empty for a reference by name.
+        frames: Numbers of the frames of all groups; equal ones are adjacent.
+        size: The size that they are resized to.
+        groups: The arrays of each group.
+        tokens: Number of tokens of each group.
+        files: Sizes of the files of its frames, which follow each other; empty for a video file.
+        settings_digest: Part of the content's keys, as is `cache_salt`.
+        with_changes: Whether to compute the changes of tokens from group to group.
+    """
+
+    frames: tuple[int, ...]
+    size: FrameSize
+    groups: tuple[tuple[ArraySpec, ...], ...]
+    tokens: tuple[int, ...]
+    files: tuple[int, ...]
+    settings_digest: bytes
+    cache_salt: str
+    with_changes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredItem:
+    """One image or video of a request before its pixels are decoded.
+
+    Attributes:
+        content: The encoded image, the file of a video or those of its frames, or the rows of an embedding; empty for a
+            reference by name.
+        extents: Bytes in the arena's pixel region, of the image or each frame group, by key.
         received_bytes: Bytes that the client sent for it.
-        extent_bytes: Bytes that it takes in the arena's pixel region.
-        work_bytes: Maximum host memory of a thread that fills its extent.
-        bounds: Pixel bounds for resizing; None for the checkpoint's.
+        work_bytes: Maximum host memory of a thread that fills its extents.
+        bounds: Pixel bounds for resizing an image; None for the checkpoint's.
         name: Name under which it is remembered, if the client gave one.
+        video: How to process a video.
+        content_keys: The key of each extent's content, if it is known and another than that of the extent.
     """
 
     key: bytes
-    plan: ImagePlan
+    plan: ItemPlan
     content: bytes | Tensor
+    extents: Mapping[bytes, int]
     received_bytes: int
-    extent_bytes: int
     work_bytes: int
     bounds: PixelBounds | None = None
     name: ImageName | None = None
+    video: VideoOrder | None = None
+    content_keys: tuple[bytes, ...] = ()
 
     @property
-    def extents(self) -> dict[bytes, int]:
-        """The bytes of its extent, by key."""
-        return {self.key: self.extent_bytes}
+    def groups(self) -> tuple[ImagePlan, ...]:
+        """The plan of each extent."""
+        return self.plan.groups if isinstance(self.plan, VideoPlan) else (self.plan,)
+
+    @property
+    def noun(self) -> str:
+        """Its name in errors."""
+        return "video" if isinstance(self.plan, VideoPlan) else "image"
 
     @property
     def is_embedded(self) -> bool:
         """True if the client sent an embedding."""
         return isinstance(self.content, Tensor)
 
-    @property
-    def is_sent(self) -> bool:
-        """True if the client sent it with this request, and not only its name."""
-        return bool(self.content)
-
 
 @dataclass(frozen=True, slots=True)
-class MeasuredVideo:
-    """One video of a request before its frames are decoded; other attributes as in `MeasuredImage`.
+class RequestFiles:
+    """The files of a request, and its effect on their measurement.
 
     Attributes:
-        content: The file, or the files of its frames.
-        is_file: True for a file.
-        settings_digest: Digest of the settings that arrays depend on, for the keys of their content.
+        fetched: Files by URL.
+        reserve: Counts the bytes of further files before they are read.
+        cancellation: Ends the inspection of videos when the request is cancelled.
     """
 
-    key: bytes
-    plan: VideoPlan
-    content: tuple[bytes, ...]
-    is_file: bool
-    work_bytes: int
-    settings_digest: bytes
+    fetched: Mapping[str, bytes]
     cache_salt: str
-    name: None = None
-    is_embedded: bool = False
-    is_sent: bool = True
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes that the client sent for it."""
-        return sum(map(len, self.content))
-
-    @property
-    def extents(self) -> dict[bytes, int]:
-        """The bytes of each frame group's extent, by key."""
-        groups = enumerate(self.plan.groups)
-        return {group_key(self.key, index): extent_bytes(one.arrays) for index, one in groups}
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredVideoEmbedding:
-    """The embeddings of one video of a request; other attributes as in `MeasuredImage`.
-
-    Attributes:
-        content: The rows of all frame groups.
-        group_keys: The key of each group's content.
-        row_bytes: Bytes of a row in the arena.
-    """
-
-    key: bytes
-    plan: VideoPlan
-    content: Tensor
-    group_keys: tuple[bytes, ...]
-    received_bytes: int
-    row_bytes: int
-    work_bytes: int
-    name: None = None
-    is_embedded: bool = True
-    is_sent: bool = True
-
-    @property
-    def extents(self) -> dict[bytes, int]:
-        """The bytes of each frame group's extent, by key."""
-        groups = enumerate(self.plan.groups)
-        return {group_key(self.key, index): one.tokens * self.row_bytes for index, one in groups}
-
-
-MeasuredItem = MeasuredImage | MeasuredVideo | MeasuredVideoEmbedding
+    reserve: Reserve = uncounted
+    cancellation: CallCancellation = field(default_factory=CallCancellation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,11 +255,31 @@ def video_limits(settings: MediaConfig) -> VideoLimits:
     )
 
 
+class Pictures(Protocol):
+    """Decoders of untrusted images and videos; called in threads.
+
+    Each method raises `RequestRefused` for content that cannot be served, and `RequestFailed` for other failures.
+    """
+
+    def inspect(self, encoded: bytes) -> ImageHeader:
+        """Return the header of an image."""
+        ...
+
+    def inspect_video(self, encoded: bytes, cancellation: CallCancellation) -> VideoFacts:
+        """Return the facts of a video."""
+        ...
+
+    def fill(
+        self, item: MeasuredItem, places: Sequence[Extent], cancellation: CallCancellation
+    ) -> tuple[Filled, ...]:
+        """Fill the extents of an item that is not embedded; nothing writes to them afterwards."""
+        ...
+
+
 class Measurer:
     """Measures the images of requests; called from several threads at once.
 
-    `plans` and `names` are only read here; the event loop fills them. `inspect_isolated` reads image headers in an
-    isolated process, and `inspect_video_isolated` those of videos; by default they are read in the calling thread.
+    `plans` and `names` are only read here; the event loop fills them. `with_changes` as in `VideoOrder`.
     """
 
     def __init__(
@@ -278,27 +288,21 @@ class Measurer:
         settings: MediaConfig,
         plans: Mapping[bytes, Planned],
         names: Mapping[ImageName, bytes],
-        inspect_isolated: Callable[[bytes], ImageHeader] | None = None,
-        inspect_video_isolated: Callable[[bytes], VideoFacts] | None = None,
+        pictures: Pictures,
+        *,
+        with_changes: bool = False,
     ) -> None:
         self._preprocessor = preprocessor
         self._settings = settings
         self._plans = plans
         self._names = names
-        limits = pixel_limits(settings)
-        self._inspect = inspect_isolated or (lambda encoded: inspect(encoded, limits))
-        self._inspect_video = inspect_video_isolated or (
-            lambda encoded: inspect_video(encoded, video_limits(settings))
-        )
+        self._pictures = pictures
+        self._with_changes = with_changes
 
     def measure(
-        self,
-        references: Sequence[UnspannedReference],
-        fetched: Mapping[str, bytes],
-        cache_salt: str,
-        reserve: Callable[[int], None],
+        self, references: Sequence[UnspannedReference], files: RequestFiles
     ) -> list[MeasuredItem]:
-        """Measure the images of all references, in order; `reserve` counts the bytes of files before they are read.
+        """Measure the images of all references, in order.
 
         Blocks: for base64, hashing and files; call it off the event loop.
 
@@ -312,7 +316,7 @@ class Measurer:
             measured = seen.get(reference)
             if measured is None:
                 try:
-                    measured = self._measure(reference, fetched, cache_salt, reserve)
+                    measured = self._measure(reference, files)
                     total += measured.received_bytes
                     check_total(total, self._settings)
                 except RequestRefused as error:
@@ -321,68 +325,74 @@ class Measurer:
             result.append(measured)
         return result
 
-    def _measure(
-        self,
-        reference: UnspannedReference,
-        fetched: Mapping[str, bytes],
-        cache_salt: str,
-        reserve: Callable[[int], None],
-    ) -> MeasuredItem:
+    def _measure(self, reference: UnspannedReference, files: RequestFiles) -> MeasuredItem:
         if isinstance(reference, VideoReference):
-            return self._measure_video(reference, fetched, cache_salt, reserve)
+            return self._measure_video(reference, files)
         if isinstance(reference, EmbeddedImage | EmbeddedVideo):
-            file = fetched.get(reference.source)
+            file = files.fetched.get(reference.source)
             if file is None:
                 kind = kind_of(reference)
-                file = read_embedded(reference.source, self._settings, reserve, kind)
+                file = read_embedded(reference.source, self._settings, files.reserve, kind)
             check_work(EMBEDDING_BYTES + len(file), self._settings, noun_of(reference))
-            if isinstance(reference, EmbeddedVideo):
-                return self._measure_embedded_video(file, cache_salt)
-            return self._measure_embedded(file, cache_salt)
-        return self._measure_image(reference, fetched, cache_salt, reserve)
+            return self._measure_embedded(file, reference, files.cache_salt)
+        return self._measure_image(reference, files)
 
-    def _measure_video(
-        self,
-        video: VideoReference,
-        fetched: Mapping[str, bytes],
-        cache_salt: str,
-        reserve: Callable[[int], None],
-    ) -> MeasuredVideo:
+    def _measure_video(self, video: VideoReference, files: RequestFiles) -> MeasuredItem:
         is_file = isinstance(video.source, str)
         if is_file:
             refuse_without_decoder()
-        kind = kind_of(video)
-        content = []
+        kind, encoded = kind_of(video), []
         for url in video.urls:
-            found = fetched.get(url)
-            content.append(
-                read_local(url, self._settings, reserve, kind) if found is None else found
-            )
-            check_total(sum(map(len, content)), self._settings)
-        digest = self._preprocessor.settings_digest
+            found = files.fetched.get(url)
+            if found is None:
+                found = read_local(url, self._settings, files.reserve, kind)
+            encoded.append(found)
+            check_total(sum(map(len, encoded)), self._settings)
+        digest, salt = self._preprocessor.settings_digest, files.cache_salt
         key = video_key(
             settings_digest=digest,
-            cache_salt=cache_salt,
+            cache_salt=salt,
             options=msgspec.json.encode((video.sampling, is_file)),
-            encoded=content,
+            encoded=encoded,
         )
-        planned = self._plans.get(key) or self._plan_video(video, content)
-        assert isinstance(planned.plan, VideoPlan)
-        for group in planned.plan.groups:
+        planned = self._plans.get(key) or self._plan_video(video, encoded, files.cancellation)
+        plan = planned.plan
+        assert isinstance(plan, VideoPlan)
+        for group in plan.groups:
             check_tokens(group.tokens, self._preprocessor.info)
         check_work(planned.work_bytes, self._settings, "video")
-        return MeasuredVideo(
-            key, planned.plan, tuple(content), is_file, planned.work_bytes, digest, cache_salt
+        order = VideoOrder(
+            plan.frames,
+            plan.size,
+            tuple(group.arrays for group in plan.groups),
+            tuple(group.tokens for group in plan.groups),
+            () if is_file else tuple(map(len, encoded)),
+            digest,
+            salt,
+            self._with_changes,
+        )
+        content = b"".join(encoded)
+        sizes = [extent_bytes(group.arrays) for group in plan.groups]
+        return MeasuredItem(
+            key,
+            plan,
+            content,
+            _group_extents(key, sizes),
+            len(content),
+            planned.work_bytes,
+            video=order,
         )
 
-    def _plan_video(self, video: VideoReference, content: Sequence[bytes]) -> Planned:
+    def _plan_video(
+        self, video: VideoReference, content: Sequence[bytes], cancellation: CallCancellation
+    ) -> Planned:
         frames_max = self._settings.video_frames_max
         if isinstance(video.source, str):
             [file] = content
-            facts = self._inspect_video(file)
+            facts = self._pictures.inspect_video(file, cancellation)
             plan = self._preprocessor.plan_video(facts, video.sampling, frames_max=frames_max)
             return Planned(plan, decode_bytes(facts, len(file)) + plan.work_bytes)
-        headers = [self._inspect(each) for each in content]
+        headers = [self._pictures.inspect(each) for each in content]
         sizes = {(header.width, header.height) for header in headers}
         if len(sizes) > 1:
             raise RequestRefused(
@@ -404,111 +414,100 @@ class Measurer:
         return Planned(plan, work * plan.group_frames + sum(map(len, content)))
 
     def _measure_image(
-        self,
-        reference: str | NamedImage | BoundedImage,
-        fetched: Mapping[str, bytes],
-        cache_salt: str,
-        reserve: Callable[[int], None],
-    ) -> MeasuredImage:
+        self, reference: str | NamedImage | BoundedImage, files: RequestFiles
+    ) -> MeasuredItem:
         bounds = reference.bounds if isinstance(reference, BoundedImage) else None
         front = within(self._preprocessor, bounds, self._settings.image_pixels_max)
+        digest, salt = front.settings_digest, files.cache_salt
         image, source = image_of(reference), source_of(reference)
-        name: ImageName | None = None
-        if isinstance(image, NamedImage):
-            name = (cache_salt, image.uuid, front.settings_digest)
-        if not isinstance(source, str):
+        name = (salt, image.uuid, digest) if isinstance(image, NamedImage) else None
+        if isinstance(source, str):
+            found = files.fetched.get(source)
+            encoded = read_local(source, self._settings, files.reserve) if found is None else found
+            key = item_key(settings_digest=digest, cache_salt=salt, encoded=encoded)
+            planned = self._plans.get(key) or self._plan(encoded, front)
+        else:  # it was sent before; it is checked later whether its pixels are still cached
             assert name is not None
-            return self._named(name, bounds)
-        encoded = fetched.get(source)
-        if encoded is None:
-            encoded = read_local(source, self._settings, reserve)
-        key = item_key(
-            settings_digest=front.settings_digest, cache_salt=cache_salt, encoded=encoded
-        )
-        planned = self._plans.get(key) or self._plan(encoded, front)
-        plan, info = planned.plan, self._preprocessor.info
+            encoded, key = b"", self._names.get(name, b"")
+            kept = self._plans.get(key)
+            if kept is None:
+                raise unknown_image()
+            planned = kept
+        plan = planned.plan
         assert isinstance(plan, ImagePlan)
-        check_tokens(plan.tokens, info)
+        check_tokens(plan.tokens, self._preprocessor.info)
         check_work(planned.work_bytes, self._settings)
-        size = extent_bytes(plan.arrays)
-        return MeasuredImage(
-            key, plan, encoded, len(encoded), size, planned.work_bytes, bounds, name
+        extents = {key: extent_bytes(plan.arrays)}
+        return MeasuredItem(
+            key, plan, encoded, extents, len(encoded), planned.work_bytes, bounds, name
         )
-
-    def _named(self, name: ImageName, bounds: PixelBounds | None) -> MeasuredImage:
-        """An image that was sent before; it is checked later whether its pixels are still cached."""
-        key = self._names.get(name)
-        planned = self._plans.get(key) if key is not None else None
-        if key is None or planned is None:
-            raise unknown_image()
-        assert isinstance(planned.plan, ImagePlan)
-        size = extent_bytes(planned.plan.arrays)
-        return MeasuredImage(key, planned.plan, b"", 0, size, planned.work_bytes, bounds, name)
 
     def _plan(self, encoded: bytes, front: Preprocessor) -> Planned:
-        header = self._inspect(encoded)
+        header = self._pictures.inspect(encoded)
         plan = front.plan_image(header.width, header.height)
         work_bytes = preprocess_bytes(header.width, header.height, header.storage, plan)
         return Planned(plan, work_bytes)
 
-    def _measure_embedded(self, file: bytes, cache_salt: str) -> MeasuredImage:
-        info, companion = self._preprocessor.info, self._preprocessor.companion
-        if companion is None:
-            raise _no_embeddings("image")
-        plan_embedding = self._preprocessor.plan_embedding
-        embeds, plan = read_embedding(file, info, companion, plan_embedding)
-        key = self._embedding_key(embeds, plan.metadata, cache_salt)
-        size = plan.tokens * info.embedding_row_bytes
-        return MeasuredImage(key, plan, embeds, len(file), size, EMBEDDING_BYTES + len(file))
-
-    def _measure_embedded_video(self, file: bytes, cache_salt: str) -> MeasuredVideoEmbedding:
-        front = self._preprocessor
+    def _measure_embedded(
+        self, file: bytes, reference: EmbeddedImage | EmbeddedVideo, cache_salt: str
+    ) -> MeasuredItem:
+        front, settings = self._preprocessor, self._settings
         info, companion, times = front.info, front.companion, front.video_times
-        if companion is None or not times:
-            raise _no_embeddings("video")
-        embeds, plan = read_video_embedding(
-            file,
-            info,
-            companion,
-            times,
-            seconds_max=self._settings.video_seconds_max,
-            plan_video=functools.partial(
-                front.plan_embedded_video, frames_max=self._settings.video_frames_max
-            ),
-        )
-        keys = []
-        start = 0
-        for group in plan.groups:
+        is_video = isinstance(reference, EmbeddedVideo)
+        if companion is None or (is_video and not times):
+            raise _no_embeddings(noun_of(reference))
+        plan: ItemPlan
+        if is_video:
+            embeds, plan = read_video_embedding(
+                file,
+                info,
+                companion,
+                times,
+                seconds_max=settings.video_seconds_max,
+                plan_video=functools.partial(
+                    front.plan_embedded_video, frames_max=settings.video_frames_max
+                ),
+            )
+            groups = plan.groups
+        else:
+            embeds, plan = read_embedding(file, info, companion, front.plan_embedding)
+            groups = (plan,)
+        keys, start = [], 0
+        for group in groups:
             rows = embeds.rows(start, start + group.tokens)
-            # Without its time: equal groups of several videos have one key.
-            keys.append(self._embedding_key(rows, b"", cache_salt))
             start += group.tokens
-        return MeasuredVideoEmbedding(
-            key=video_key(
+            keys.append(
+                embedding_key(
+                    settings_digest=front.settings_digest,
+                    cache_salt=cache_salt,
+                    served=(info.dtype, info.hidden_size, info.embedding_levels),
+                    dtype=rows.dtype,
+                    shape=rows.shape,
+                    # Without the time of a frame group: equal ones of several videos have one key.
+                    metadata=b"" if is_video else group.metadata,
+                    rows=rows.data,
+                )
+            )
+        sizes = [group.tokens * info.embedding_row_bytes for group in groups]
+        if is_video:
+            key = video_key(
                 settings_digest=front.settings_digest,
                 cache_salt=cache_salt,
                 options=b"embeddings",
                 encoded=keys,
-            ),
-            plan=plan,
-            content=embeds,
-            group_keys=tuple(keys),
-            received_bytes=len(file),
-            row_bytes=info.embedding_row_bytes,
-            work_bytes=EMBEDDING_BYTES + len(file),
+            )
+            extents = _group_extents(key, sizes)
+        else:
+            [key] = keys
+            extents = {key: sizes[0]}
+        work_bytes = EMBEDDING_BYTES + len(file)
+        return MeasuredItem(
+            key, plan, embeds, extents, len(file), work_bytes, content_keys=tuple(keys)
         )
 
-    def _embedding_key(self, embeds: Tensor, metadata: bytes, cache_salt: str) -> bytes:
-        info = self._preprocessor.info
-        return embedding_key(
-            settings_digest=self._preprocessor.settings_digest,
-            cache_salt=cache_salt,
-            served=(info.dtype, info.hidden_size, info.embedding_levels),
-            dtype=embeds.dtype,
-            shape=embeds.shape,
-            metadata=metadata,
-            rows=embeds.data,
-        )
+
+def _group_extents(video: bytes, sizes: Sequence[int]) -> dict[bytes, int]:
+    return {group_key(video, index): size for index, size in enumerate(sizes)}
 
 
 def _no_embeddings(noun: str) -> RequestRefused:

@@ -33,9 +33,9 @@ from vsched.media.held import HeldBytes, Holding
 from vsched.media.measure import (
     ImageName,
     MeasuredItem,
-    MeasuredVideo,
     Measurer,
     Planned,
+    RequestFiles,
     blame,
     check_permitted,
     check_total,
@@ -48,6 +48,7 @@ from vsched.media.measure import (
     urls_of,
     video_limits,
 )
+from vsched.media.pictures.filling import LocalPictures
 from vsched.media.pictures.processes import PictureProcesses, picture_processes
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.pruning import Pruning
@@ -146,20 +147,17 @@ class MediaPipeline:
         self._settings = settings
         self._plans: OrderedDict[bytes, Planned] = OrderedDict()
         self._names: OrderedDict[ImageName, bytes] = OrderedDict()
-        limits = pixel_limits(settings)
-        self._pictures: PictureProcesses | None = None
+        self._processes: PictureProcesses | None = None
+        limits = pixel_limits(settings), video_limits(settings)
         if executor is None and store.shared_fd is not None:
-            self._pictures = picture_processes(
-                preprocessor,
-                limits,
-                arena_fd=store.shared_fd,
-                deadline_s=settings.prepare_s,
-                video_limits=video_limits(settings),
+            self._processes = picture_processes(
+                preprocessor, *limits, arena_fd=store.shared_fd, deadline_s=settings.prepare_s
             )
-        isolated: tuple[Any, ...] = ()
-        if self._pictures is not None:
-            isolated = self._pictures.inspect, self._pictures.inspect_video
-        self._measurer = Measurer(preprocessor, settings, self._plans, self._names, *isolated)
+        pictures = self._processes or LocalPictures(preprocessor, limits, store.view)
+        with_changes = pruning is not None
+        self._measurer = Measurer(
+            preprocessor, settings, self._plans, self._names, pictures, with_changes=with_changes
+        )
         self._executor = executor or ThreadPoolExecutor(
             settings.threads, thread_name_prefix="media"
         )
@@ -169,15 +167,11 @@ class MediaPipeline:
         # Videos take longer, and must not hold up images.
         self._videos = executor or ThreadPoolExecutor(settings.threads, thread_name_prefix="videos")
         self._fills = Fills(
-            preprocessor,
             store,
-            self._executor,
-            limits=limits,
-            video_limits=video_limits(settings),
-            video_executor=self._videos,
+            pictures,
+            (self._executor, self._videos),
+            dtype=preprocessor.info.dtype,
             budget_bytes=settings.decode_bytes,
-            pictures=self._pictures,
-            with_changes=pruning is not None,
         )
         self._held = HeldBytes(settings.preparing_bytes_max)
         self._preparing = 0
@@ -251,7 +245,7 @@ class MediaPipeline:
     @property
     def server_pid(self) -> int:
         """The process id of the image server; 0 if there is none."""
-        return 0 if self._pictures is None else self._pictures.pid
+        return 0 if self._processes is None else self._processes.pid
 
     def statistics(self) -> MediaStatistics:
         """Return a snapshot."""
@@ -287,8 +281,8 @@ class MediaPipeline:
         self._executor.shutdown(wait=True, cancel_futures=True)
         if self._pruning is not None:
             self._pruning.close()
-        if self._pictures is not None:
-            self._pictures.close()
+        if self._processes is not None:
+            self._processes.close()
 
     def _check_room(self, images: int) -> None:
         settings = self._settings
@@ -364,8 +358,10 @@ class MediaPipeline:
         """Return the number of tokens of videos that will be pruned at least."""
         if self._pruning is None:
             return 0
-        videos = [image.plan for image in measured if isinstance(image, MeasuredVideo)]
-        return sum(map(self._pruning.tokens_saved, videos))
+        plans = [image.plan for image in measured if image.video is not None]
+        return sum(
+            self._pruning.tokens_saved(plan) for plan in plans if isinstance(plan, VideoPlan)
+        )
 
     async def _prune(
         self, measured: Sequence[MeasuredItem], pruning: Pruning
@@ -375,7 +371,7 @@ class MediaPipeline:
         assert placeholder is not None
         found = list(measured)
         for index, image in enumerate(measured):
-            if isinstance(image, MeasuredVideo):
+            if image.video is not None and isinstance(image.plan, VideoPlan):
                 changes = [self._store.changes(key) for key in image.extents]
                 plan = await pruning.prune(image.plan, changes, placeholder)
                 found[index] = replace(image, plan=plan)
@@ -395,9 +391,11 @@ class MediaPipeline:
         if any(map(is_video, images)):
             executor = self._videos
 
+        files = RequestFiles(fetched, cache_salt, holding.add)
+
         def read() -> tuple[list[int], list[MeasuredItem]]:
             # Images first: a request that is refused because of an image need not be tokenized.
-            measured = self._measurer.measure(images, fetched, cache_salt, holding.add)
+            measured = self._measurer.measure(images, files)
             return self._tokenize(prompt, images=bool(images)), measured
 
         holding.share()
@@ -407,7 +405,11 @@ class MediaPipeline:
             holding.drop()
             raise stopping() from None
         reading.add_done_callback(lambda _: holding.drop())
-        return await asyncio.wrap_future(reading)
+        try:
+            return await asyncio.wrap_future(reading)
+        except asyncio.CancelledError:
+            files.cancellation.cancel()
+            raise
 
     def _tokenize(self, prompt: Prompt, *, images: bool) -> list[int]:
         if isinstance(prompt, list):
@@ -460,11 +462,10 @@ class MediaPipeline:
 
 def _left_out(measured: Sequence[MeasuredItem]) -> set[bytes]:
     """Return the keys of the extents whose frame groups have no placeholders."""
-    videos = [image for image in measured if isinstance(image, MeasuredVideo)]
     return {
         key
-        for video in videos
-        for key, group in zip(video.extents, video.plan.groups, strict=True)
+        for image in measured
+        for key, group in zip(image.extents, image.groups, strict=True)
         if not group.placeholders
     }
 
@@ -487,8 +488,7 @@ def _items(
     items: list[MediaItem] = []
     places = iter(spans)
     for index, (image, within) in enumerate(zip(measured, attention, strict=True)):
-        plans = image.plan.groups if isinstance(image.plan, VideoPlan) else (image.plan,)
-        for extent, plan in zip(image.extents, plans, strict=True):
+        for extent, plan in zip(image.extents, image.groups, strict=True):
             if not plan.placeholders:
                 continue
             key = contents.get(extent, extent)

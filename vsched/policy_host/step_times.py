@@ -11,6 +11,10 @@ The time of decodes alone is measured in steps without prefill. While requests w
 number of decodes grows. So the time is kept with its number of decodes, and each further decode counts as a prompt
 token.
 
+A long step delays every decoding request for the sake of the waiting ones. So the limit of a step falls with the number
+of decoding requests for each waiting one (`limit_share`): a long video next to 31 streams takes short steps, and a
+queue of prompts long ones.
+
 Times are part of events, so a host that is a function of its events remains one of its events.
 """
 
@@ -27,8 +31,17 @@ HELD_UP = 2.0
 else."""
 NOISE = 0.05
 """Share of the time of a step below which the time of its prefill is noise."""
+PATIENCE = 5
+"""Decoding requests that a waiting request may delay for the whole limit of a step."""
+RATIO_MIN = 1.75
+"""Ratio to its decodes that a step may take next to any number of them. Encoding may take as long in between."""
 
 _UNPLANNED = (0, 0, 0.0)
+
+
+def limit_share(decoding: int, waiting: int) -> float:
+    """Return the share of the limit of a step that `waiting` requests justify next to `decoding` ones."""
+    return min(1.0, PATIENCE * max(waiting, 1) / decoding) if decoding else 1.0
 
 
 class StepTimeModel(Restorable):
@@ -50,16 +63,20 @@ class StepTimeModel(Restorable):
         self._planned = {}
         self._costs = (0.0, 0.0)
 
-    def budget_for(self, tokens: int, *, decodes: int) -> PrefillBudget:
+    def budget_for(self, tokens: int, *, decodes: int, share: float = 1.0) -> PrefillBudget:
         """Return the budget of a step with room for `tokens` next to its decodes."""
-        return PrefillBudget(self, tokens, self.left_ns(decodes) or math.inf)
+        return PrefillBudget(self, tokens, self.left_ns(decodes, share) or math.inf)
 
-    def left_ns(self, decodes: int) -> float:
-        """Return how long other work may delay the next step of `decodes` requests; 0 for no limit."""
+    def left_ns(self, decodes: int, share: float = 1.0) -> float:
+        """Return how long other work may delay the next step of `decodes` requests; 0 for no limit.
+
+        `share` of the limit holds (`limit_share`).
+        """
         if not (self._target_ns and decodes):
             return 0.0
         decode_ns = self.decode_ns(decodes)
-        return max(max(self._target_ns, self._ratio * decode_ns) - decode_ns, 1.0)
+        ratio = max(self._ratio * share, min(self._ratio, RATIO_MIN))
+        return max(max(self._target_ns * share, ratio * decode_ns) - decode_ns, 1.0)
 
     def note(self, step: int, decodes: int, budget: PrefillBudget | None = None) -> None:
         """Note the composition of a step until its time is known; there is no budget without prefill."""

@@ -28,8 +28,7 @@ from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
 from vsched.policy_host.snapshot import LAYOUT, encode_snapshot
 from vsched.record.entries import SegmentHeader, encode_entry, encode_header
-from vsched.record.frames import FORMAT, VERSION, frame
-from vsched.record.segments import complete_segments, numbered, set_aside
+from vsched.record.files import FORMAT, VERSION, complete_segments, frame, numbered, set_aside
 
 logger = logging.getLogger(__name__)
 MODE = 0o600
@@ -66,12 +65,13 @@ def check_record_path(config: Config) -> None:
     if not config.record.path:
         return
     path = Path(config.record.path)
-    if not path.parent.is_dir():
-        raise _unwritable(path, "its folder does not exist")
-    if path.is_dir():
-        raise _unwritable(path, "it is a folder")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise _unwritable(path, "its folder is not writable")
+    for is_so, reason in (
+        (not path.parent.is_dir(), "its folder does not exist"),
+        (path.is_dir(), "it is a folder"),
+        (not os.access(path.parent, os.W_OK | os.X_OK), "its folder is not writable"),
+    ):
+        if is_so:
+            raise _unwritable(path, reason)
     try:
         _check_alone(path)
     except OSError as error:
@@ -117,7 +117,7 @@ class Recorder:
             return
         try:
             entry = frame(encode_entry(self._number, now_ns, event, commands))
-            self._write(entry)
+            write_all(self._fd, entry)  # readers drop an incomplete entry
             self._number += 1
             self._written += len(entry)
             if self._written >= self._segment_bytes:
@@ -171,27 +171,20 @@ class Recorder:
         for old in complete_segments(self._path)[: 1 - self._limits.segments]:
             old.unlink(missing_ok=True)
 
-    def _write(self, data: bytes) -> None:
-        written = os.write(self._fd, data)
-        if written < len(data):
-            write_all(
-                self._fd, data[written:]
-            )  # raises if the disk is full; readers drop an incomplete entry
-
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all data, in several writes if necessary."""
+    """Write all data, in several writes if necessary.
+
+    Raises:
+        OSError: If it cannot be written, as on a full disk.
+    """
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
 
 
 def _check_alone(path: Path) -> None:
-    """Check that no other process writes this record.
-
-    Raises:
-        ConfigError: If one does.
-    """
+    """Check that no other process writes this record."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

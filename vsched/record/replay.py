@@ -30,11 +30,11 @@ from vsched.record.entries import (
     encode_commands,
     is_notice,
 )
-from vsched.record.frames import FrameReader
-from vsched.record.segments import find_segments
+from vsched.record.files import FrameReader, find_segments
 
 SHOWN_MAX = 2000
 """Maximum number of shown characters of an event or a command."""
+NOTHING = "nothing was recorded yet: its first entry is not complete"
 Progress = Callable[[int, int], None]
 """Called with the number of bytes that are replayed, and of all."""
 
@@ -44,13 +44,11 @@ class ReplayObserver(Protocol):
 
     def begin(self, header: SegmentHeader, config: Config) -> None:
         """Take the header of the first segment."""
-        ...
 
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
         """Take an event, its commands, and the kernel after it."""
-        ...
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +67,10 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
-    """An accepted request without a terminal reply at the end of the record: its client has to send it again."""
+    """An accepted request without a terminal reply at the end of the record: its client has to send it again.
+
+    Further choices of one request have ids of their own.
+    """
 
     request_id: str
     prompt_tokens: int
@@ -100,23 +101,29 @@ def read_events(path: Path) -> Iterator[SegmentHeader | RecordedEvent]:
         RecordError: If there is no record, it is damaged before its end, or a segment is missing.
     """
     segments = find_segments(path)
-    due: tuple[bytes, int] | None = None
+    run, due = b"", 0
     for segment in segments:
-        bodies = FrameReader(segment, newest=segment is segments[-1]).bodies()
-        first = next(bodies, None)
-        if first is None:
-            continue
-        header = decode_header(first[1])
-        if due is not None and (header.run, header.number) != due:
-            raise RecordError(f"{segment}: does not follow the segment before it")
-        yield header
-        events = 0
-        for _, body in bodies:
-            yield decode_entry(body)
-            events += 1
-        due = header.run, header.number + events
-    if due is None:
-        raise RecordError(f"{path}: nothing was recorded yet: its first entry is not complete")
+        for _, one in _entries(FrameReader(segment, newest=segment is segments[-1])):
+            if isinstance(one, RecordedEvent):
+                due += 1
+            elif run and (one.run, one.number) != (run, due):
+                raise RecordError(f"{segment}: does not follow the segment before it")
+            else:
+                run, due = one.run, one.number
+            yield one
+    if not run:
+        raise RecordError(f"{path}: {NOTHING}")
+
+
+def _entries(reader: FrameReader) -> Iterator[tuple[int, SegmentHeader | RecordedEvent]]:
+    """Yield the header and the events of a segment, with the positions after them."""
+    one: SegmentHeader | RecordedEvent
+    for index, (position, body) in enumerate(reader.bodies()):
+        try:
+            one = decode_entry(body) if index else decode_header(body)
+        except RecordError as error:
+            raise RecordError(f"{reader.path}: {error}") from error
+        yield position, one
 
 
 def replay(
@@ -158,10 +165,16 @@ class Replay:
         difference = None
         for segment in segments:
             reader = FrameReader(segment, newest=segment is segments[-1])
-            for position, entry in self._entries(reader):
+            for position, one in _entries(reader):
                 if self._on_progress is not None:
                     self._on_progress(before + position, total)
-                difference = self._step(entry, segment.name)
+                try:
+                    if isinstance(one, SegmentHeader):
+                        self._take(one)
+                    else:
+                        difference = self._step(one, segment.name)
+                except RecordError as error:
+                    raise RecordError(f"{segment}: {error}") from error
                 if difference is not None:
                     break
             self._counts["dropped_bytes"] += reader.dropped_bytes
@@ -169,14 +182,20 @@ class Replay:
                 break
             before += segment.stat().st_size
         if self.kernel is None:
-            raise RecordError(
-                f"{segments[-1]}: nothing was recorded yet: its first entry is not complete"
-            )
+            raise RecordError(f"{segments[-1]}: {NOTHING}")
         return ReplayReport(
             recorded_with=self._version,
             span_s=(self._last_ns - self._first_ns) / 1e9,
             difference=difference,
-            unfinished=_unfinished(self.kernel),
+            unfinished=[
+                Unfinished(
+                    request_id=state.request.request_id,
+                    prompt_tokens=len(state.request.prompt_token_ids),
+                    images=len(state.items),
+                    phase=state.phase,
+                )
+                for state in self.kernel.requests
+            ],
             **self._counts,
         )
 
@@ -190,23 +209,6 @@ class Replay:
             decisions=sum(isinstance(command, Decide) for command in commands),
             requests=sum(isinstance(command, Accept) for command in commands),
         )
-
-    def _entries(self, reader: FrameReader) -> Iterator[tuple[int, RecordedEvent]]:
-        """Restore the snapshot of a segment, then yield its entries."""
-        bodies = reader.bodies()
-        first = next(bodies, None)
-        if first is None:
-            return
-        try:
-            self._take(decode_header(first[1]))
-            for position, body in bodies:
-                entry = decode_entry(body)
-                if entry.number != self._number:
-                    raise RecordError(f"event {entry.number} follows, {self._number} was due")
-                self._number += 1
-                yield position, entry
-        except RecordError as error:
-            raise RecordError(f"{reader.path}: {error}") from error
 
     def _take(self, header: SegmentHeader) -> None:
         try:
@@ -261,12 +263,16 @@ class Replay:
     def _step(self, entry: RecordedEvent, segment: str) -> Difference | None:
         """Let the kernel handle an event; return the difference to the record, if any."""
         assert self.kernel is not None
+        if entry.number != self._number:
+            raise RecordError(f"event {entry.number} follows, {self._number} was due")
+        self._number += 1
         try:
             commands = self.kernel.handle(entry.event, entry.now_ns)
         except Exception as error:  # noqa: BLE001 - any error is a difference
             self._count(entry, ())
             got = f"the kernel failed: {type(error).__name__}: {error}"
-            return self._difference(entry, segment, "", _shown_all(entry.commands), got)
+            expected = "; ".join(_short(decode_command(one)) for one in entry.commands)
+            return self._difference(entry, segment, "", expected or "nothing", got)
         self._count(entry, commands)
         found = _compare(entry, commands)
         if found is not None:
@@ -287,19 +293,6 @@ class Replay:
             expected=expected,
             got=got,
         )
-
-
-def _unfinished(kernel: Scheduler) -> list[Unfinished]:
-    """Return the live requests of a kernel, oldest first; further choices of one request have ids of their own."""
-    return [
-        Unfinished(
-            request_id=state.request.request_id,
-            prompt_tokens=len(state.request.prompt_token_ids),
-            images=len(state.items),
-            phase=state.phase,
-        )
-        for state in kernel.requests
-    ]
 
 
 def _compare(entry: RecordedEvent, commands: Sequence[Command]) -> tuple[str, str, str] | None:
@@ -329,10 +322,6 @@ def _compare(entry: RecordedEvent, commands: Sequence[Command]) -> tuple[str, st
 def _group(command: Command) -> str:
     group: Any = getattr(command, "group", "")
     return str(group)
-
-
-def _shown_all(bodies: Sequence[bytes]) -> str:
-    return "; ".join(_short(decode_command(body)) for body in bodies) or "nothing"
 
 
 def _short(one: object) -> str:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
+from vsched.errors import ConfigError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
 
     from vsched.config import LoadedConfig
 
+PIPE_COLUMNS = 160
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
@@ -64,6 +71,37 @@ def load_served(
     with loading_progress(Console(stderr=True)) as report:
         served = with_local_checkpoints(loaded.config, partial(report, "checkpoint"))
     return resolve_loaded(msgspec.structs.replace(loaded, config=served), only_serves=only_serves)
+
+
+def table_console() -> Console:
+    """Return a console for tables, which are wide if standard output is no terminal."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+
+
+def new_table(title: str, *columns: str, texts: Collection[str], **options: Any) -> Table:
+    """Return an empty table with a title on the left; columns are numbers, except those in `texts`."""
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", **options)
+    for name in columns:
+        table.add_column(name, justify="left" if name in texts else "right")
+    return table
+
+
+def open_output(option: str, path: Path) -> IO[bytes]:
+    """Open a file to write.
+
+    Raises:
+        ConfigError: If it cannot be written; names the option.
+    """
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: cannot be written: {error.strerror}. Remedy: name another file"
+        ) from error
 
 
 def write_json(path: Path, report: Any) -> None:

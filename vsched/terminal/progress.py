@@ -1,4 +1,4 @@
-"""Loading progress of a model: bars on a terminal, log lines elsewhere."""
+"""Progress on the terminal: bars of counted work, and of loading a model, which elsewhere is logged."""
 
 from __future__ import annotations
 
@@ -8,11 +8,42 @@ import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 logger = logging.getLogger("vsched.loading")
 LINE_S = 5.0
 """Minimum time between two lines about the same work of a group."""
+
+
+@contextlib.contextmanager
+def counting_progress() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Show a bar for each part of some work; yields the callback (part, count, known total)."""
+    columns = (
+        TextColumn("{task.description:10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+        shown: dict[str, int] = {}
+
+        def report(part: str, done: int, total: int | None) -> None:
+            if part not in tasks:
+                tasks[part] = bars.add_task(part, total=total)
+            elif total and done < min(shown[part] + total // 200, total):
+                return  # an update takes longer than many pieces of work
+            shown[part] = done
+            bars.update(tasks[part], completed=done)
+
+        yield report
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from vsched.policy import Build, MemoryPolicy, MemoryView, Probe, RankMemory, Re
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_workers import StandInGenerator, stand_in_info
 from vsched.wire import SizeKv
-from vsched.worker.kv_builder import KvBuilder
-from vsched.worker.profiling_run import StepLimits
+from vsched.worker.sizing import KvBuilder
+from vsched.worker.spec import StepLimits
 
 _LAYERS = 4
 _LIMITS = StepLimits(slots=1, batch_tokens=1, chunk_tokens=1, context_tokens=1, block_size=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.config.section import PolicyTable
+from vsched.config.sections import PolicyTable
 from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.plugins import resolve_policy
 from vsched.policy import KERNEL_TABLES, POLICY_TABLES, SEVERAL, Policy, decisions_of

@@ -7,6 +7,8 @@ buffers.
 A plug-in is a module-level object in the entry-point group `vsched.workers`. It derives from `WorkerPlugin`, and what
 it loads from `EncodeWorker`, `GenerateWorker` and `Preprocessor`. Abstract methods are required. All others have a
 default; those marked with `optional` are a capability that `supports` detects.
+
+CUDA devices of a host, as reported by a worker plug-in.
 """
 
 from __future__ import annotations
@@ -33,8 +35,42 @@ from vsched.types import (
     Spans,
     count_of,
 )
-from vsched.worker.devices import DeviceSurvey
 from vsched.worker.memory import DeviceMemory
+
+
+class CudaDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A CUDA device.
+
+    Attributes:
+        capability: Compute capability, major and minor.
+        free_bytes: Memory that no process uses.
+        problem: Reason why it cannot be used; empty if it can.
+    """
+
+    name: str
+    capability: tuple[int, int] = (0, 0)
+    total_bytes: int = 0
+    free_bytes: int = 0
+    problem: str = ""
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """True if the device computes in bfloat16."""
+        return self.capability >= (8, 0)
+
+
+class DeviceSurvey(msgspec.Struct, frozen=True, kw_only=True):
+    """The CUDA devices that processes of this host can use, in the order of `cuda:N`.
+
+    Attributes:
+        problem: Reason why there are none; empty if there are some.
+        failed: True if the survey itself failed, so that there may be devices in spite of it.
+    """
+
+    devices: tuple[CudaDevice, ...] = ()
+    problem: str = ""
+    failed: bool = False
+
 
 Progress = Callable[[str, float], None]
 """Called during loading with the current activity and the completed fraction, 0 to 1."""
@@ -254,7 +290,6 @@ class TokenMatcher(Protocol):
         `ERROR` means that the grammar became too complex, or a token does not match. Errors found while the mask is
         read are returned by the next call; until then the mask allows every token.
         """
-        ...
 
     def foresee(
         self, wanted: Sequence[int], count: int
@@ -262,9 +297,8 @@ class TokenMatcher(Protocol):
         """Return up to `count` draft tokens with the mask after each, without changing the state.
 
         They are the tokens that the grammar forces, and tokens of `wanted` that it allows; see
-        `vsched.worker.drafting.drafts.foresee_with`.
+        `vsched.worker.drafts.foresee_with`.
         """
-        ...
 
 
 @dataclass(slots=True)
@@ -585,11 +619,9 @@ class Detokenizer(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; return the text that is certain."""
-        ...
 
     def flush(self) -> str:
         """Return the text held back."""
-        ...
 
 
 class ImageRecipe(msgspec.Struct, frozen=True):
@@ -612,11 +644,9 @@ class AnswerParser(Protocol):
 
     def push(self, text: str) -> Sequence[AnswerPart]:
         """Add the next piece of the output; return the parts that are certain."""
-        ...
 
     def finish(self) -> Sequence[AnswerPart]:
         """Return the parts held back."""
-        ...
 
 
 def no_pixel_bounds() -> RequestRefused:
@@ -884,11 +914,9 @@ class Grammars(Protocol):
         Raises:
             RequestRefused: With the code `invalid_grammar`, when it cannot be used.
         """
-        ...
 
     def matcher(self, grammar: str) -> TokenMatcher:
         """Return a matcher for one output, from its first token on; the grammar has passed `check`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

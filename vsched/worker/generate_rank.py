@@ -1,4 +1,7 @@
-"""The generate stage of a rank: applies decisions to slots, forms batches, and detects finished requests."""
+"""The generate stage of a rank: applies decisions to slots, forms batches, and detects finished requests.
+
+Per-slot state of a generate rank, and its decode rows.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,10 @@ from vsched.worker.contract import (
     GenerateWorker,
     Grammars,
     ItemRows,
-    PromptLogprobs,
     Sampled,
     SequenceState,
 )
-from vsched.worker.drafting.drafts import SlotDraft, draft, verifiable
-from vsched.worker.drafting.model import DraftModel
+from vsched.worker.drafts import DraftModel, SlotDraft, draft, verifiable
 from vsched.worker.memory import KV_REMEDY, memory_errors
 from vsched.worker.slots import STOP_TOKENS_MAX, SlotTable, SteadyRows, ends_of
 from vsched.worker.stage_rank import StageRank
@@ -68,7 +69,7 @@ class GenerateRank(StageRank):
         use it.
         """
         super().__init__(worker)
-        self._worker: GenerateWorker = worker
+        self.worker: GenerateWorker = worker
         self._swap_blocks = swap_blocks
         self._now_ns = now_ns
         self._grammars = grammars
@@ -114,12 +115,16 @@ class GenerateRank(StageRank):
         for join in decision.joined:
             self._join(join)
         for grant in decision.granted:
-            self._allow(grant)
+            if grant.slot not in self._in_slot:
+                raise RankDesync(f"a grant for slot {grant.slot}, which is empty")
+            self._grants[grant.slot] = grant
+            if not grant.tokens:
+                del self._grants[grant.slot]
         self._grow(decision.grown)
         batch = self._batch(decision.chunks)
         self._restored = []
         rows = self._rows(batch)
-        sampled = self._worker.step(batch) if len(rows) or batch.chunks else _NOTHING
+        sampled = self.worker.step(batch) if len(rows) or batch.chunks else _NOTHING
         result = self._advance(decision.step, batch, rows, sampled)
         if decision.swaps is not None:
             blocks = decision.swaps.blocks
@@ -144,7 +149,7 @@ class GenerateRank(StageRank):
                 f"a block is swapped to or from place {most}, and this rank has {self._swap_blocks}"
             )
         start_ns = self._now_ns()
-        self._worker.swap(out, back)
+        self.worker.swap(out, back)
         self._renew(back[:, 1])
         return self._now_ns() - start_ns
 
@@ -171,7 +176,7 @@ class GenerateRank(StageRank):
         sequence = self._sequences.get(join.number)
         if join.data is not None:
             sequence = _sequence(join.number, join.data)
-            self._worker.prepare(sequence)
+            self.worker.prepare(sequence)
             if sequence.sampling.grammar:
                 self._constrain(sequence)
             self._sequences[join.number] = sequence
@@ -219,33 +224,19 @@ class GenerateRank(StageRank):
     def _grow(self, grown: list[int]) -> None:
         if not grown:
             return
-        if len(set(grown[::2])) < len(grown) // 2:
-            for place in range(
-                0, len(grown), 2
-            ):  # a slot with draft tokens may grow by several blocks
-                self._grow_by_one(grown[place : place + 2])
-        else:
-            self._grow_by_one(grown)
-
-    def _grow_by_one(self, grown: list[int]) -> None:
         pairs = np.asarray(grown, np.int32).reshape(-1, 2)
-        slots, blocks = pairs[:, 0], pairs[:, 1]
-        self._table.block_table[slots, self._table.block_count[slots]] = blocks
-        self._table.block_count[slots] += 1
-        self._renew(blocks)
+        # A slot with draft tokens may grow by several blocks; otherwise, all grow at once.
+        at_once = len(pairs) if len(set(grown[::2])) == len(pairs) else 1
+        for place in range(0, len(pairs), at_once):
+            slots, blocks = pairs[place : place + at_once].T
+            self._table.block_table[slots, self._table.block_count[slots]] = blocks
+            self._table.block_count[slots] += 1
+        self._renew(pairs[:, 1])
 
     def _renew(self, blocks: Sequence[int] | Int32s) -> None:
         """Tell the draft model that these blocks get other tokens."""
         if self._draft_model is not None and len(blocks):
             self._draft_model.renew(blocks)
-
-    def _allow(self, grant: DraftGrant) -> None:
-        if grant.slot not in self._in_slot:
-            raise RankDesync(f"a grant for slot {grant.slot}, which is empty")
-        if grant.tokens:
-            self._grants[grant.slot] = grant
-        else:
-            self._grants.pop(grant.slot, None)
 
     # --- the step ---
 
@@ -385,7 +376,17 @@ class GenerateRank(StageRank):
             finished=finished,
             logprobs=[SlotLogprob(rows[one.row], one.logprob, one.top) for one in logprobs],
             busy_ns=0,
-            prompts=[_piece(batch.chunks[one.chunk], one) for one in sampled.prompts],
+            prompts=[
+                PromptPiece(
+                    number=batch.chunks[one.chunk].sequence.number,
+                    start=batch.chunks[one.chunk].start + 1,
+                    logprobs=one.logprobs.tobytes(),
+                    ranks=one.ranks.tobytes(),
+                    top_ids=one.top_ids.tobytes(),
+                    top_logprobs=one.top_logprobs.tobytes(),
+                )
+                for one in sampled.prompts
+            ],
             drafted=drafted,
         )
 
@@ -470,17 +471,6 @@ def _mask(sequence: SequenceState) -> None:
     """Set the mask of a sequence with a grammar."""
     if sequence.matcher is not None:
         sequence.token_mask = sequence.matcher.mask
-
-
-def _piece(chunk: Chunk, reported: PromptLogprobs) -> PromptPiece:
-    return PromptPiece(
-        number=chunk.sequence.number,
-        start=chunk.start + 1,
-        logprobs=reported.logprobs.tobytes(),
-        ranks=reported.ranks.tobytes(),
-        top_ids=reported.top_ids.tobytes(),
-        top_logprobs=reported.top_logprobs.tobytes(),
-    )
 
 
 _NOTHING = Sampled(np.empty(0, np.int32))

@@ -1,4 +1,4 @@
-"""A rank as a member of its groups: received entries, their order of execution, and reports.
+"""A rank as a member of its groups: start-up, received entries, their order of execution, and reports.
 
 Nothing here blocks. A rank process waits on its links between entries, and a simulated rank is a task that awaits them;
 both pass received frames to a `Member`, and get the next entry from `Following`.
@@ -6,6 +6,7 @@ both pass received frames to a `Member`, and get the next entry from `Following`
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +15,10 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from vsched.errors import GroupLostError, RankDesync, error_kind
+from vsched.errors import ConfigError, GroupLostError, RankDesync, error_kind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.probes import probe
+from vsched.transport.arena import Arena
 from vsched.wire import (
     ON_THE_WAY,
     AcceptKv,
@@ -27,6 +29,7 @@ from vsched.wire import (
     FollowerLog,
     Heartbeat,
     Hello,
+    Loaded,
     Loading,
     LogEntry,
     Paused,
@@ -34,6 +37,7 @@ from vsched.wire import (
     RankReport,
     Ready,
     RemoveAdapter,
+    Reserved,
     RunHook,
     SizeKv,
     StepCheck,
@@ -42,12 +46,21 @@ from vsched.wire import (
     check_of,
     encode_report,
 )
-from vsched.worker.contract import WorkerPlugin
+from vsched.worker.contract import (
+    EncodeWorker,
+    GenerateWorker,
+    Progress,
+    WorkerPlugin,
+    WorkerSettings,
+    supports,
+)
+from vsched.worker.drafts import DraftModel, DraftWorker
+from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.memory import status_bytes
 from vsched.worker.registry import load_worker
-from vsched.worker.shares import threads_of
-from vsched.worker.spec import RankSpec
-from vsched.worker.stage_rank import StageRank
+from vsched.worker.sizing import KvBuilder, image_for, reserve_encoder
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec, threads_of
+from vsched.worker.stage_rank import EncodeRank, StageRank
 
 PULSES_PER_TIMEOUT = 4
 """Number of heartbeats of a rank's process per timeout."""
@@ -78,15 +91,12 @@ class MemberLink(Protocol):
 
     def send(self, frame: bytes) -> object:
         """Send a report."""
-        ...
 
     def receive(self, timeout_s: float = 0.0) -> bytes | None:
         """Return the next frame; None if none arrives in time."""
-        ...
 
     def close(self) -> None:
         """Close the link."""
-        ...
 
 
 Link = TypeVar("Link", bound=MemberLink)
@@ -126,15 +136,9 @@ class Member(Generic[Link]):
         """Report that this rank is ready, and its initial number of threads."""
         self.report(msgspec.structs.replace(report, threads=self._changed_threads()))
 
-    def _report_threads(self) -> None:
-        """Report the number of threads if it has changed."""
-        threads = self._changed_threads()
-        if threads is not None:
-            self.report(threads)
-
     def _changed_threads(self) -> ThreadsInUse | None:
         """Return the number of compute threads; None if it has not changed since the last report."""
-        threads = self.stage.threads_here()
+        threads = self.stage.worker.threads_here()
         if threads == self._threads:
             return None
         self._threads = threads
@@ -177,7 +181,9 @@ class Member(Generic[Link]):
             case AddAdapter() | RemoveAdapter():
                 error = self.stage.change_adapters(entry)
                 self.report(AdapterChanged(self.log.seq, error))
-        self._report_threads()
+        threads = self._changed_threads()
+        if threads is not None:
+            self.report(threads)
         # A step can take longer than the timeout: frames that arrived in between are not read yet.
         self.received_ns = self._host.now_ns()
         return True
@@ -198,7 +204,7 @@ class Member(Generic[Link]):
             return
         busy_ns, self._busy_ns = busy_ns + self._busy_ns, 0
         if self._rank == 0:
-            wanted = self.stage.wanted_hooks()
+            wanted = list(self.stage.worker.wanted_hooks())
             self.report(msgspec.structs.replace(result, busy_ns=busy_ns, wanted=wanted))
         else:
             self.report(StepCheck(result.step, check_of(result)))
@@ -269,3 +275,180 @@ class Following(Generic[Link]):
                 f"heard nothing from the engine for {self._timeout_s:g} s (deadlines.rank_timeout_s); "
                 "a living engine sends a heartbeat every deadlines.heartbeat_s"
             )
+
+
+class RankLoading(Generic[Link]):
+    """Loads the models of the roles, and reports ready after a KV cache is accepted.
+
+    `members` are those of the encode group and the generate group, if the rank has the role.
+
+    Attributes:
+        sizing: The member whose leader sends orders about the KV cache; None once the rank is ready.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        arena: Arena,
+        members: Sequence[Member[Link]],
+        host: RankHost | None = None,
+    ) -> None:
+        self.sizing: Member[Link] | None = None
+        self._spec = spec
+        self._arena = arena
+        self._members = members
+        self._host = host or RankHost()
+        self._ready: list[Ready] = []
+        self._builder: KvBuilder
+        self._finish: Callable[[], None]
+
+    def begin(self) -> None:
+        """Load the models; orders about the KV cache follow.
+
+        Raises:
+            CheckpointError, DeviceOutOfMemory: From the worker.
+        """
+        members = iter(self._members)
+        if self._spec.encode is not None:
+            self._load_encoder(self._spec.encode, next(members))
+        if self._spec.generate is not None:
+            self._load_generator(self._spec.generate, next(members))
+        else:
+            self._report_ready()
+
+    def take(self, frame: bytes) -> None:
+        """Execute an order: build, measure or drop a KV cache, or serve with the current one.
+
+        Raises:
+            RankDesync: When the entry is no such order, or does not match the current KV cache.
+        """
+        member, builder = self.sizing, self._builder
+        assert member is not None, "the rank is ready"
+        match member.log.accept(frame):
+            case SizeKv() as order:
+                if order.tokens:
+                    member.progress(f"measuring a KV cache of {order.tokens} tokens", 0.0)
+                member.report(builder.carry_out(order))
+            case AcceptKv(blocks):
+                if blocks != builder.blocks:
+                    raise RankDesync(
+                        f"{blocks} KV blocks are accepted, {builder.blocks} stand on this rank"
+                    )
+                builder.settle()
+                self._finish()
+            case Heartbeat():
+                pass
+            case entry:
+                raise RankDesync(f"heard {type(entry).__name__} before a KV cache was accepted")
+
+    def _load_encoder(self, role: EncodeRole, member: Member[Link]) -> None:
+        spec, arena, host = self._spec, self._arena, self._host
+        plugin = host.load_worker(role.plugin)
+        worker = plugin.load_encoder(spec.info, role.settings, member.progress)
+        adapters = _adapter_memory(worker, role.settings)
+        member.progress("measuring the largest batch of images", 0.0)
+        loaded, reservation = reserve_encoder(
+            plugin, worker, spec.info, role, rank=spec.rank, collect=host.collect
+        )
+        member.report(Reserved(loaded, reservation))
+        member.stage = EncodeRank(worker, arena.embeddings, arena.read, rank=spec.rank)
+        memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
+        memory |= {**adapters, **host.memory()}
+        self._ready.append(Ready(0, memory, dict(worker.hooks())))
+
+    def _load_generator(self, role: GenerateRole, member: Member[Link]) -> None:
+        spec, host = self._spec, self._host
+        plugin = host.load_worker(role.plugin)
+        # Before the target model, whose process-wide settings, such as torch's threads, must prevail.
+        draft = _load_draft(plugin, role, member.progress)
+        worker = plugin.load_generator(spec.info, role.settings, member.progress)
+        adapters = _adapter_memory(worker, role.settings)
+        # Before memory is measured, because it needs some for a large vocabulary.
+        grammars = plugin.load_grammars(spec.info)
+        image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
+        builder = self._builder = KvBuilder(
+            worker,
+            spec.info,
+            role.limits,
+            rank=spec.rank,
+            image=image,
+            draft=draft,
+            collect=host.collect,
+        )
+        member.report(Loaded(builder.measure()))
+
+        def finish() -> None:
+            limits, info, draft_model = role.limits, spec.info, None
+            memory = {"weights": worker.weights_bytes, "kv": builder.kv_bytes, **adapters}
+            if draft is not None:
+                draft_model = DraftModel(
+                    draft, limits, vocabulary=info.vocab_size, blocks=builder.blocks
+                )
+                memory["draft model"] = draft.worker.weights_bytes
+            if limits.swap_blocks:
+                if not supports(worker, "build_swap"):
+                    raise ConfigError(
+                        f"generate.swap_memory: workers such as {type(worker).__name__} swap nothing. "
+                        "Remedy: set it to 0."
+                    )
+                worker.build_swap(limits.swap_blocks)
+                block_bytes = limits.block_size * info.kv_bytes_per_token
+                memory["swap"] = limits.swap_blocks * block_bytes
+            if info.state_bytes:
+                memory["state"] = builder.state_bytes
+            member.stage = GenerateRank(
+                worker,
+                self._arena.embeddings,
+                slots=limits.slots,
+                context_tokens=limits.context_tokens,
+                block_size=limits.block_size,
+                keeps_state=info.state_bytes > 0,
+                grammars=grammars,
+                swap_blocks=limits.swap_blocks,
+                draft_model=draft_model,
+                now_ns=host.now_ns,
+            )
+            memory |= host.memory()
+            self._ready.append(Ready(builder.blocks, memory, dict(worker.hooks())))
+            self._report_ready()
+
+        self._finish = finish
+        self.sizing = member
+
+    def _report_ready(self) -> None:
+        self.sizing = None
+        for member, report in zip(self._members, self._ready, strict=True):
+            member.stage.begin()
+            member.report_ready(report)
+
+
+def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) -> DraftWorker | None:
+    """Load the draft model, if there is one.
+
+    It has no adapters, and no calibration file, which is for the target model. It need not be deterministic: all ranks
+    compute the same draft tokens, which are verified.
+    """
+    if role.draft is None:
+        return None
+    meeting = role.settings.rendezvous
+    settings = dataclasses.replace(
+        role.settings,
+        adapters=0,
+        deterministic=False,
+        calibration="",
+        rendezvous=f"{meeting}-draft" if meeting else "",
+    )
+    return DraftWorker(plugin.load_generator(role.draft, settings, progress), role.draft)
+
+
+def _adapter_memory(
+    worker: EncodeWorker | GenerateWorker, settings: WorkerSettings
+) -> dict[str, int]:
+    """Return the memory allocated by a worker for adapters, by name; empty if none are configured."""
+    if not settings.adapters:
+        return {}
+    if not supports(worker, "add_adapter"):
+        raise ConfigError(
+            f"adapters.count_max: workers such as {type(worker).__name__} take no adapters. Remedy: set it to 0."
+        )
+    return {"adapters": worker.adapter_bytes}

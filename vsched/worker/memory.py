@@ -45,27 +45,21 @@ class DeviceMemory(Protocol):
 
     def total(self) -> int:
         """Return the maximum for this process if it were alone."""
-        ...
 
     def available(self) -> int:
         """Return the free memory of the device, without this process's allocator cache."""
-        ...
 
     def reserved(self) -> int:
         """Return the memory held by this process, including its allocator's caches."""
-        ...
 
     def allocated(self) -> int:
         """Return the memory in use; the rest of `reserved` is cache."""
-        ...
 
     def peak(self) -> int:
         """Return the highest `reserved` since the last reset."""
-        ...
 
     def reset_peak(self) -> None:
         """Start a new measurement of the peak."""
-        ...
 
     def drift(self, growth_bytes: int) -> int:
         """Return the memory by which work may exceed a measured growth, although its shapes are not larger.
@@ -73,15 +67,12 @@ class DeviceMemory(Protocol):
         Reasons are fragmentation, and small allocations that libraries keep. It is 0 for an allocator that splits and
         joins blocks freely.
         """
-        ...
 
     def release(self) -> None:
         """Release the allocator's cache."""
-        ...
 
     def settle(self) -> None:
         """Note that all sizes are known: memory that is certain to be available again may be released until then."""
-        ...
 
     def hold(self, size: int) -> AbstractContextManager[None]:
         """Allocate `size` bytes within the context, so that nothing else can use them.
@@ -89,7 +80,6 @@ class DeviceMemory(Protocol):
         Raises:
             DeviceOutOfMemory: When there is not enough memory.
         """
-        ...
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.worker.devices import CudaDevice, DeviceSurvey
+from vsched.worker.contract import CudaDevice, DeviceSurvey
 
 
 def survey_devices(*, timeout_s: float) -> DeviceSurvey:

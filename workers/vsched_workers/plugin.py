@@ -16,6 +16,7 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import (
     AdapterFacts,
     Arrays,
+    DeviceSurvey,
     EncodeWorker,
     GenerateWorker,
     Grammars,
@@ -26,7 +27,6 @@ from vsched.worker.contract import (
     WorkerPlugin,
     WorkerSettings,
 )
-from vsched.worker.devices import DeviceSurvey
 from vsched.worker.memory import memory_errors
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from demo_training.interval import Share
 from vsched.api.server import running_server
 from vsched.bench.load.client import BenchClient
 from vsched.checkpoint_tools import CheckpointTools, ExamTurn, load_tools
-from vsched.cli.demo.exam import data_url, is_answer, user_message
+from vsched.cli.demo_command import data_url, is_answer, user_message
 from vsched.config import load_config
 from vsched.errors import ConfigError
 from vsched.terminal.options import JsonOption, SetOption, write_json

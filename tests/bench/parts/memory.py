@@ -24,8 +24,8 @@ from rich.table import Table
 from vsched.assembly import inspect_checkpoint
 from vsched.bench.load.generator import draw_image
 from vsched.config import load_config
-from vsched.config.byte_sizes import size_bytes
 from vsched.config.policies import resolve_policies
+from vsched.config.sections import size_bytes
 from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused, VschedError
 from vsched.memory import size_text

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from demo_training.samples import held_out
 from vsched import Engine, SamplingParams
-from vsched.cli.demo.exam import is_answer
+from vsched.cli.demo_command import is_answer
 from vsched.config import load_config
 from vsched.media import VideoReference
 from vsched.policy import PruningPolicy, PruningView

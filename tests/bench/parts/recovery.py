@@ -25,7 +25,7 @@ from vsched.config import load_config
 from vsched.engine import Engine, Environment, make_launcher
 from vsched.terminal.options import JsonOption, SetOption, write_json
 from vsched.types import SamplingParams
-from vsched.worker.shares import usable_cores
+from vsched.worker.spec import usable_cores
 
 STREAMS = 4
 TOKENS_BEFORE = 8

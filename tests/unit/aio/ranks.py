@@ -50,9 +50,9 @@ from vsched.wire import (
     check_of,
     encode_report,
 )
-from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.spec import GenerateRole, RankSpec
+from vsched.worker.stage_rank import EncodeRank
 
 BLOCKS = 100
 DRAIN_S = 0.02

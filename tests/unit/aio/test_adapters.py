@@ -12,8 +12,7 @@ from tests.patience import until
 from vsched.aio.adapters import AdapterOrders, AdapterTable, with_adapter
 from vsched.aio.worker_groups import ServedGroup, ServedGroups
 from vsched.config import Config
-from vsched.config.adapters import AdaptersConfig
-from vsched.config.sections import DeadlinesConfig, ModelConfig
+from vsched.config.sections import AdaptersConfig, DeadlinesConfig, ModelConfig
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.testing import make_request
 from vsched.wire import AddAdapter, RemoveAdapter

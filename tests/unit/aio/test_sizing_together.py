@@ -16,7 +16,7 @@ from vsched.memory import LedgerLine, Sized
 from vsched.policy import MemoryPolicy, MemoryView
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.wire import SizeKv
-from vsched.worker.kv_builder import KvBuilder
+from vsched.worker.sizing import KvBuilder
 from vsched_policies.memory import AutoProfile, Pinned
 
 NAMES = ("generate-0", "generate-1", "generate-2")

@@ -446,14 +446,16 @@ async def test_redirect_names_the_same_path_elsewhere() -> None:
 
 
 async def test_videos_have_options_of_their_own_or_of_the_request() -> None:
-    """Rate or number of frames and bounds; the first of part, processor and reader options counts."""
+    """Rate or number of frames and bounds; the first of part, its `video_url`, processor and reader options counts."""
     engine = FakeEngine()
     info = engine.info
     engine.preprocessor.info = msgspec.structs.replace(info, video_token_id=2)
+    nested = {"url": "data:four", "fps": 5, "max_frames": 6, "min_pixels": 700, "max_pixels": 800}
     content = [
         {"type": "video_url", "video_url": {"url": "data:one"}, "fps": 3, "max_pixels": 900},
         {"type": "video", "video": ["data:two", "data:three"]},
         {"type": "video_url", "video_url": "data:video/jpeg;base64,QQ==,Qg=="},
+        {"type": "video_url", "max_frames": 4, "video_url": nested},
     ]
     sent = chat(
         messages=[{"role": "user", "content": content}],
@@ -467,6 +469,7 @@ async def test_videos_have_options_of_their_own_or_of_the_request() -> None:
         VideoReference("data:one", VideoSampling(3.0, None, 20, PixelBounds(500, 900))),
         VideoReference(("data:two", "data:three"), others),
         VideoReference(frames, others),
+        VideoReference("data:four", VideoSampling(5.0, None, 4, PixelBounds(700, 800))),
     ]
     engine.preprocessor.info = info
     reply = await post(engine, CHAT, sent)

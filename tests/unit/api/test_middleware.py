@@ -192,7 +192,7 @@ def test_access_names_follow_the_address(
 def test_access_name_that_no_browser_sends_is_refused(setting: str) -> None:
     """It would never match, without any error."""
     key = setting.partition("=")[0]
-    with pytest.raises(ConfigError, match=f"server.{key}: no browser sends this: value '.*Remedy"):
+    with pytest.raises(ConfigError, match=rf"server.{key} .*is not valid: value \['.*Remedy"):
         load_config(None, sets=[f"server.{setting}"], environ={})
     good = ['server.allowed_hosts=["a.b","*.c","*"]', 'server.cors_origins=["http://a:1","*"]']
     assert load_config(None, sets=good, environ={}).config.server.cors_origins == (
@@ -322,7 +322,7 @@ async def test_access_with_what_a_proxy_leaves_before_paths(key: str, status: in
 
 @each_case("path", ["llm", "/llm/", "/", "/a b", "https://a.b/llm"])
 def test_access_root_path_is_the_beginning_of_a_path(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"server.root_path: .*Remedy"):
+    with pytest.raises(ConfigError, match=r"server.root_path .*is not valid: .*Remedy"):
         load_config(None, sets=[f"server.root_path={json.dumps(path)}"], environ={})
     sets = ['server.root_path="/a/b-1"']
     assert load_config(None, sets=sets, environ={}).config.server.root_path == "/a/b-1"
@@ -419,7 +419,7 @@ async def test_access_clients_of_this_machine_work(
 
 @each_case("url", ["collector:4317", "grpc://collector:4317", "http://", "http://c:4318?a=b"])
 def test_otlp_endpoint_is_a_url_of_http(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"server.otlp_endpoint: .*gRPC is not supported.*Remedy"):
+    with pytest.raises(ConfigError, match=r"server.otlp_endpoint .*gRPC is not supported.*Remedy"):
         load_config(None, sets=[f"server.otlp_endpoint={json.dumps(url)}"], environ={})
 
 
@@ -561,7 +561,7 @@ def test_tenant_keys_that_are_wrong_are_reported_without_the_keys(text: str) -> 
 @each_case(
     ("changes", "words"),
     [
-        ({"server.tenant_header": "x tenant"}, "no name of a header"),
+        ({"server.tenant_header": "x tenant"}, "limit letters, digits, hyphens"),
         (
             {"server.tenant_header": "x-tenant", "server.tenant_keys_variable": "KEYS"},
             "set one of the two",

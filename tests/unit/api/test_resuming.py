@@ -15,8 +15,7 @@ from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app, resuming
 from vsched.api.resuming import Resumption
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.record.journal import RequestJournal
-from vsched.record.left import Ended, Left, PartialOutput
+from vsched.record.journal import Ended, Left, PartialOutput, RequestJournal
 
 DELTAS = (
     OutputDelta("Hel", [1]),

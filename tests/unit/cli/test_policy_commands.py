@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vsched.cli import app, policy_commands
+from vsched.cli import app, main
 from vsched.sim.gallery import CASES
+from vsched.terminal import options
 from vsched.testing import policy_trial
 from vsched.testing.policy_trial import Effort
 
@@ -65,7 +66,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(policy_trial, "QUICK", short)
     few = {name: CASES[name] for name in ("long-answers", "long-context")}
     monkeypatch.setattr(policy_trial, "CASES", few)
-    monkeypatch.setattr(policy_commands, "PIPE_COLUMNS", 300)
+    monkeypatch.setattr(options, "PIPE_COLUMNS", 300)
+    main.import_commands(["policies"])
     yield tmp_path
     sys.modules.pop("tried_policies", None)
 

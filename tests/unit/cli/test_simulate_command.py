@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from tests.trace_format import check_trace_events
 from tests.unit.sim.fast.test_recorded import load, record
 from tests.unit.sim.shapes import COST
-from vsched.cli import app
-from vsched.cli.simulate import command as simulate_command
+from vsched.cli import app, simulate_command
 from vsched.errors import ConfigError
 from vsched.sim.cost.model import save_cost_model
 from vsched.sim.faults import FaultPlan, WorkerCrash
@@ -37,7 +36,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str, status: int = 0) -> str:
-    assert simulate_command.PIPE_COLUMNS, "importing the module is what adds the command"
     cost = [] if {"--swarm", "--probes"}.intersection(words) else ["--cost", "cost.json"]
     result = CliRunner().invoke(app, ["simulate", *cost, *words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from vsched.cli.vllm.flags import (
+from vsched.cli.vllm_flags import (
+    BY_NAME,
     DTYPES,
     FLAGS,
     REASONING_FORMATS,
     TOOL_FORMATS,
     Flag,
+    ServeCommand,
     flags_table,
+    translate,
 )
-from vsched.cli.vllm.translate import BY_NAME, ServeCommand, translate
 from vsched.config import Config, load_config
 from vsched.config.sections import config_keys
 from vsched.errors import ConfigError
@@ -80,7 +82,7 @@ def test_vllm_line_of_a_deployment_configures_vsched() -> None:
     assert generate.memory == {"use": "auto-profile", "mem_fraction": 0.9}
 
 
-@pytest.mark.parametrize("flag", [one for one in FLAGS if one.outcome == "set"], ids=first)
+@pytest.mark.parametrize("flag", [one for one in FLAGS if one.outcome == "sets"], ids=first)
 def test_vllm_flag_sets_the_keys_that_the_table_names(flag: Flag) -> None:
     name = flag.names[0]
     words = [name, SAMPLES.get(name, "2")] if flag.values else [name]
@@ -93,7 +95,7 @@ def test_vllm_flag_sets_the_keys_that_the_table_names(flag: Flag) -> None:
 
 def test_vllm_flags_are_named_once() -> None:
     assert len(BY_NAME) == sum(len(flag.names) for flag in FLAGS)
-    assert all(flag.note for flag in FLAGS if flag.outcome != "set")
+    assert all(flag.note for flag in FLAGS if flag.outcome != "sets")
 
 
 def test_vllm_names_of_formats_are_values_of_their_keys() -> None:

@@ -241,11 +241,30 @@ def test_group_learns_how_long_its_steps_take() -> None:
     group = cluster.kernel.generators[0]
     for _ in range(3):
         cluster.run_generate()
-    before_ns = group.decode_slack_ns(1)
+    before_ns = group.decode_slack_ns
     for _ in range(20):
         result, _ = cluster.generators["generate"].step()
         cluster.send(msgspec.structs.replace(result, busy_ns=30_000_000))
-    assert group.decode_slack_ns(1) != before_ns
+    assert group.decode_slack_ns != before_ns
+
+
+def test_limit_of_a_step_is_shorter_the_more_requests_decode_for_a_waiting_one() -> None:
+    """A long prompt next to many streams takes short steps; a queue of prompts takes long ones."""
+    limits = make_limits(slots=16, blocks=400, batch_tokens=64, step_target_ns=50_000_000)
+    cluster = ModelCluster(limits)
+    group, found = cluster.kernel.generators[0], []
+    for number in range(16):
+        cluster.submit(make_request(f"r{number}", words(5), max_tokens=60))
+        while group.decoding <= number:
+            cluster.run_generate()
+        if group.decoding in (8, 16):
+            found.append(group.decode_slack_ns)
+    for name in ("first", "second"):
+        cluster.submit(make_request(name, words(400)))
+        found.append(group.decode_slack_ns)
+    cluster.kernel.check_invariants()
+    assert [one / found[0] for one in found] == pytest.approx([1, 0.5, 0.5, 1], rel=0.01)
+    assert found[0] == pytest.approx(50_000_000 * 5 / 8, rel=0.01)
 
 
 def test_steps_that_were_out_when_a_group_was_lost_are_forgotten() -> None:

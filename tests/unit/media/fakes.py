@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -201,6 +202,18 @@ class FaultyPreprocessor(FakePreprocessor):
 
 
 def faulty(_: bytes) -> FaultyPreprocessor:
+    return FaultyPreprocessor()
+
+
+class HangingPreprocessor(FaultyPreprocessor):
+    """Picture processes hang when they inspect a video."""
+
+    def image_recipe(self) -> ImageRecipe:
+        return ImageRecipe(f"{__name__}:hanging", b"")
+
+
+def hanging(_: bytes) -> FaultyPreprocessor:
+    vars(sys.modules["__main__"])["inspect_video"] = lambda *_: signal.pause()
     return FaultyPreprocessor()
 
 

@@ -23,11 +23,11 @@ from tests.unit.media.fakes import (
 from tests.unit.media.test_pipeline import Bench
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.media import fills
 from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.estimate import preprocess_bytes
-from vsched.media.pictures.filling import process
+from vsched.media.fills import Fills
 
+PROCESS = Fills._process
 SMALL = (16, 8)
 LARGE = (1000, 8)
 SLACK = 1000
@@ -63,13 +63,13 @@ class Seam:
         self.most = 0
         self._lock = threading.Lock()
 
-    def __call__(self, image: Any, *arguments: Any) -> None:
+    def __call__(self, fills: Fills, image: Any, *arguments: Any) -> Any:
         with self._lock:
             self.order.append(image.work_bytes)
             self.running += image.work_bytes
             self.most = max(self.most, self.running)
         try:
-            process(image, *arguments)
+            return PROCESS(fills, image, *arguments)
         finally:
             with self._lock:
                 self.running -= image.work_bytes
@@ -78,7 +78,7 @@ class Seam:
 @pytest.fixture
 def seam(monkeypatch: pytest.MonkeyPatch) -> Seam:
     made = Seam()
-    monkeypatch.setattr(fills, "process", made)
+    monkeypatch.setattr(Fills, "_process", lambda fills, *given: made(fills, *given))
     return made
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vsched.config import Config
+from vsched.config.checks import decode_bytes_needed
 from vsched.config.loading import load_config
-from vsched.config.media import decode_bytes_needed
 from vsched.errors import ConfigError
 from vsched.media.decode import DecodeLimits, inspect
 from vsched.media.estimate import Storage, coefficient_bytes, decode_bytes, preprocess_bytes

@@ -1,8 +1,9 @@
-"""The ledger: every byte once, the rest unclaimed, as a table and as a line."""
+"""Pools, shares of a host's memory, and the ledger: every byte once, the rest unclaimed, and each phase of sizing."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,8 +12,20 @@ from hypothesis import strategies as st
 
 from tests.unit.memory.views import attempted, memory_view, rank_memory, reserved
 from tests.workers.properties import REPEATABLE
-from vsched.memory import Ledger, LedgerLine, group_ledger, size_text
-from vsched.policy import Attempt, RankMemory
+from vsched.errors import DeviceOutOfMemory
+from vsched.memory import (
+    HostShares,
+    KvNegotiation,
+    Ledger,
+    LedgerLine,
+    Sized,
+    group_ledger,
+    group_pools,
+    on_host,
+    size_text,
+)
+from vsched.policy import Attempt, AttemptOutcome, Build, RankMemory
+from vsched_policies.memory import AutoProfile, Fraction
 
 POOLS = st.sampled_from(["a", "b", "c"])
 LINES = st.builds(
@@ -155,7 +168,6 @@ def test_group_ledger_counts_ranks_on_one_device_once() -> None:
 
 def test_ledger_shows_what_is_overdrawn() -> None:
     ledger = Ledger.balanced({"a": 10}, [LedgerLine("a", "x", "kv", 30)])
-    assert ledger.unclaimed("a") == -20
     assert "unclaimed -20 bytes" in ledger.summary()
 
 
@@ -221,3 +233,168 @@ def test_ledger_is_json() -> None:
 )
 def test_size_text(size: int, text: str) -> None:
     assert size_text(size) == text
+
+
+ENCODER = rank_memory(reserved_bytes=300_000)
+
+
+def retried(*, measured: bool = True, owner: str = "generate") -> Ledger:
+    """A probe that fits, a build that does not, and one that does, after a reservation of 7,000 bytes."""
+    reservation = msgspec.structs.replace(reserved(7_000), measured=measured)
+    attempts = [
+        attempted("probe", 1_000),
+        attempted("build", 60_000, "out_of_memory", peak_bytes=990_000),
+        attempted("build", 57_000),
+    ]
+    view = memory_view(reservations=[reservation])
+    return group_ledger(view, attempts, encoders=[ENCODER], owner=owner)
+
+
+def test_phases_are_the_reservations_and_then_every_attempt_with_its_retries() -> None:
+    phases = retried(owner="generate-1").phases
+    reported = [(one.owner, one.action, one.outcome, one.tokens, one.retry) for one in phases]
+    assert reported == [
+        ("encode rank 0", "reserve", "fits", 0, 0),
+        ("generate-1", "probe", "fits", 1_000, 0),
+        ("generate-1", "build", "out_of_memory", 60_000, 0),
+        ("generate-1", "build", "fits", 57_000, 1),
+    ]
+    assert [one.ranks[0].peak_bytes for one in phases] == [
+        307_000,
+        260_000,
+        990_000,
+        820_000,
+    ]
+
+
+def test_phases_are_drawn_with_what_ranks_said() -> None:
+    """The table distinguishes configured sizes from measured ones."""
+    table = retried(measured=False).render_phases()
+    lines = [line.split() for line in table.splitlines()]
+    assert lines[0] == ["phase", "outcome", "KV", "tokens", "headroom", "peak", "limit"]
+    assert lines[1][:7] == ["encode", "rank", "0:", "reserve", "fits,", "not", "measured"]
+    assert lines[3][:6] == ["generate:", "build", "out", "of", "memory", "60,000"]
+    assert lines[4][:6] == ["generate:", "build,", "retry", "1", "fits", "57,000"]
+    assert lines[5] == ["generate:", "build:", "rank", "0:", "out_of_memory"]
+    assert Ledger.balanced({}, []).render_phases() == ""
+
+
+def test_phases_are_in_the_json_of_the_ledger() -> None:
+    ledger = msgspec.json.decode(msgspec.json.encode(retried().as_dict()))
+    phases: list[dict[str, Any]] = ledger["phases"]
+    assert [one["action"] for one in phases] == ["reserve", "probe", "build", "build"]
+    assert phases[2]["message"] == "rank 0: out_of_memory"
+    assert phases[2]["ranks"][0]["peak_bytes"] == 990_000
+
+
+def fit_after(failures: int, negotiation: KvNegotiation) -> None:
+    """Reply to each order; the first `failures` builds do not fit."""
+    order, left = negotiation.start(), failures
+    while not hasattr(order, "blocks"):
+        fails = isinstance(order, Build) and left > 0
+        left -= fails
+        outcome: AttemptOutcome = "out_of_memory" if fails else "fits"
+        memory = rank_memory(kv_bytes=10 * order.tokens, peak_bytes=210_000 + 10 * order.tokens)
+        order = negotiation.take([Sized(outcome, "", memory)])
+
+
+@pytest.mark.parametrize("failures", [0, 2])
+def test_phases_of_a_negotiation_report_headroom_and_retries(failures: int) -> None:
+    negotiation = KvNegotiation(AutoProfile(headroom_bytes=5_000), memory_view())
+    fit_after(failures, negotiation)
+    phases = negotiation.ledger().phases
+    assert [(one.action, one.retry, one.headroom_bytes) for one in phases] == [
+        ("probe", 0, 0),
+        *[("build", retry, 5_000) for retry in range(failures + 1)],
+    ]
+    assert all(one.profile for one in phases)
+
+
+def test_phases_of_a_negotiation_that_failed_are_kept() -> None:
+    """A start that fails has its ledger, with every retry."""
+    negotiation = KvNegotiation(AutoProfile(headroom_bytes=5_000), memory_view())
+    with pytest.raises(DeviceOutOfMemory):
+        fit_after(99, negotiation)
+    assert [one.retry for one in negotiation.ledger().phases] == [0, 0, 1, 2, 3]
+
+
+def test_phase_of_a_build_without_steps_reports_it() -> None:
+    negotiation = KvNegotiation(Fraction(), memory_view())
+    fit_after(0, negotiation)
+    assert [(one.action, one.profile) for one in negotiation.ledger().phases] == [("build", False)]
+
+
+def test_reservations_are_summed_by_pool() -> None:
+    """Those that are held count among the peers instead."""
+    reservations = [
+        reserved(5, pool="b"),
+        reserved(0, rank=1, pool="a"),
+        reserved(9, rank=2, pool="a", held=True),
+        reserved(7, pool="b"),
+    ]
+    ranks = [rank_memory(pool=pool, rank=rank) for rank, pool in enumerate("ab")]
+    unheld = {pool.name: pool.unheld_bytes for pool in group_pools(ranks, reservations)}
+    assert unheld == {"a": 0, "b": 12}
+
+
+def limited(pid: int, limit_bytes: int, *, reserved_bytes: int = 100_000) -> RankMemory:
+    """A rank under a limit of its own, from its own point of view."""
+    return rank_memory(
+        rank=pid,
+        pool=f"cpu limit of {pid}",
+        total_bytes=limit_bytes,
+        available_bytes=limit_bytes - reserved_bytes,
+        reserved_bytes=reserved_bytes,
+        owner=f"generate-{pid} rank 0",
+    )
+
+
+def test_shares_bound_limits_that_are_together_more_than_the_host_has() -> None:
+    """Free memory, less that kept for others, in equal parts on top of the memory that each holds."""
+    ranks = [limited(1, 900_000), limited(2, 800_000, reserved_bytes=200_000)]
+    shares = HostShares(ranks, 700_000, kept_bytes=100_000)
+    first, second = shares.within(ranks)
+    assert (first.total_bytes, first.available_bytes) == (400_000, 300_000)
+    assert (second.total_bytes, second.available_bytes) == (500_000, 300_000)
+    note = shares.note()
+    assert "generate-1 rank 0, generate-2 rank 0 may take 293.0 KiB each" in note
+    assert "683.6 KiB free" in note
+
+
+def test_shares_leave_limits_that_fit() -> None:
+    """No share exceeds the rank's limit."""
+    ranks = [limited(1, 300_000), limited(2, 900_000)]
+    shares = HostShares(ranks, 1_000_000)
+    first, second = shares.within(ranks)
+    assert first == ranks[0]
+    assert second.total_bytes == 600_000
+    assert "generate-1" not in shares.note()
+    assert HostShares(ranks, 10_000_000).note() == ""
+
+
+def test_shares_of_a_pool_are_those_of_its_ranks() -> None:
+    """Without limits, ranks see one memory; memory they hold in it counts once."""
+    ranks = [rank_memory(rank=number, pool="cpu", available_bytes=600_000) for number in (0, 1)]
+    shares = HostShares(ranks, 600_000, kept_bytes=200_000)
+    for rank in shares.within(ranks):
+        assert (rank.total_bytes, rank.available_bytes) == (800_000, 400_000)
+    grown = [msgspec.structs.replace(rank, reserved_bytes=300_000) for rank in ranks]
+    assert [rank.available_bytes for rank in shares.within(grown)] == [200_000, 200_000]
+
+
+def test_shares_see_what_strangers_take_later() -> None:
+    """A share is an upper bound: the minimum of it and the free memory counts."""
+    rank = limited(1, 900_000)
+    shares = HostShares([rank], 500_000)
+    (bound,) = shares.within([msgspec.structs.replace(rank, available_bytes=10_000)])
+    assert (bound.total_bytes, bound.available_bytes) == (600_000, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("pool", "expected"),
+    [("cpu", True), ("cpu limit of 7", True), ("cuda:GPU-1", False), ("device of 7", False)],
+)
+def test_shares_are_of_the_host(pool: str, *, expected: bool) -> None:
+    assert on_host(pool) is expected
+    rank = msgspec.structs.replace(limited(1, 900_000), pool=pool)
+    assert (HostShares([rank], 0).within([rank]) != [rank]) is expected

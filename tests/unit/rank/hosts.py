@@ -18,8 +18,7 @@ from vsched.aio.hosts.remote import PlacedLauncher
 from vsched.aio.hosts.server import HostServer
 from vsched.aio.launcher import LocalLauncher
 from vsched.config import Config
-from vsched.config.cluster import ClusterConfig
-from vsched.config.sections import DeadlinesConfig
+from vsched.config.sections import ClusterConfig, DeadlinesConfig
 
 PATIENT = DeadlinesConfig(heartbeat_s=0.1, rank_timeout_s=60)
 

@@ -45,9 +45,10 @@ class Link:
 
 
 class Noting:
-    """The rank of one log, which records its steps."""
+    """The rank of one log, which records its steps, and its worker."""
 
     def __init__(self, name: str, done: Done) -> None:
+        self.worker = self
         self._name = name
         self._done = done
 

@@ -21,7 +21,7 @@ from vsched.aio.hosts.ray_hosts import ActorDied, InstalledRay, RayHosts, Resour
 from vsched.aio.hosts.remote import placed
 from vsched.aio.launcher import LocalHost, RankProcess
 from vsched.config import Config, load_config
-from vsched.config.cluster import ClusterConfig
+from vsched.config.sections import ClusterConfig
 from vsched.errors import ConfigError
 from vsched.testing import make_request
 from vsched.worker.spec import HostShare, RankSpec

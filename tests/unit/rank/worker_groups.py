@@ -25,8 +25,7 @@ from vsched.transport.arena import Arena
 from vsched.types import Request, SamplingParams, stage_of
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.profiling_run import StepLimits
-from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec
+from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec, StepLimits
 from vsched_policies.memory import Pinned
 
 ROOT = Path(__file__).parents[3]

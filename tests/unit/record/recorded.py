@@ -19,8 +19,7 @@ from vsched.policy_host import SeatPolicies
 from vsched.policy_host.snapshot import LAYOUT
 from vsched.record import Recorder, open_recorder
 from vsched.record.entries import REMOVED_SETTINGS
-from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
-from vsched.record.segments import find_segments
+from vsched.record.files import FORMAT, VERSION, FrameReader, find_segments, frame
 from vsched.testing import ModelCluster, run_random
 from vsched.testing.cluster import default_policies
 

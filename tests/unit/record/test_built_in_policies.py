@@ -17,7 +17,7 @@ from vsched.plugins import RegisteredPolicy, list_policies, resolve_policy
 from vsched.policy import DECISIONS
 from vsched.policy_host import SeatPolicies
 from vsched.record import replay
-from vsched.record.segments import find_segments
+from vsched.record.files import find_segments
 from vsched.testing import ModelCluster, default_policies, run_random
 from vsched.testing.cluster import seats_of
 

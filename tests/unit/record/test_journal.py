@@ -11,8 +11,14 @@ import pytest
 from vsched.config import Config, ServerConfig
 from vsched.config.sections import RecordConfig
 from vsched.errors import ConfigError
-from vsched.record.journal import KeptRequest, Progress, RequestJournal, folder_of, open_journal
-from vsched.record.left import PartialOutput
+from vsched.record.journal import (
+    KeptRequest,
+    PartialOutput,
+    Progress,
+    RequestJournal,
+    folder_of,
+    open_journal,
+)
 
 ONE = KeptRequest(request_id="one", path="/v1/completions", created=5, seed=7, body=b"{}" * 50)
 TWO = msgspec.structs.replace(ONE, request_id="two", given_id="mine", tenant="blue", choices=3)

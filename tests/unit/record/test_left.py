@@ -14,9 +14,8 @@ from vsched.errors import RequestRefused
 from vsched.kernel.commands import RefusalCode
 from vsched.kernel.events import Submitted
 from vsched.record.entries import decode_header
-from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
-from vsched.record.left import PartialOutput, prompt_digest, read_left
-from vsched.record.segments import find_segments
+from vsched.record.files import FORMAT, VERSION, FrameReader, find_segments, frame
+from vsched.record.journal import PartialOutput, prompt_digest, read_left
 from vsched.sim.ranks.stepped import correct_outputs
 from vsched.testing import ModelCluster
 from vsched.types import FinishReason

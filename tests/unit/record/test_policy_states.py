@@ -18,9 +18,10 @@ from tests.unit.kernel.test_snapshot import RestoredCluster, noting
 from tests.unit.record.recorded import record_run
 from vsched.errors import RecordError
 from vsched.policy_host import SeatPolicies
-from vsched.record import frames, replay
+from vsched.record import files as frames
+from vsched.record import replay
 from vsched.record.entries import decode_header, encode_header
-from vsched.record.segments import find_segments
+from vsched.record.files import find_segments
 from vsched.testing import ModelCluster, default_policies, run_random
 
 

@@ -25,8 +25,7 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
 from vsched.record import replay
-from vsched.record.frames import FORMAT, VERSION, FrameReader, frame
-from vsched.record.segments import find_segments
+from vsched.record.files import FORMAT, VERSION, FrameReader, find_segments, frame
 from vsched.testing.cluster import default_policies
 
 ROOT = Path(__file__).parents[3]

@@ -227,7 +227,7 @@ def test_plugin_draws_faults_of_the_hosts_that_a_file_configures(
     project: pytest.Pytester,
 ) -> None:
     source = """
-from vsched.config.cluster import ClusterConfig
+from vsched.config.sections import ClusterConfig
 from vsched.sim import HostCrash, HostCut, HostStall, SlowHostLink, WorkerCrash, small_config
 
 SEEN = set()

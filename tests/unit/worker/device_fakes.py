@@ -13,7 +13,7 @@ from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInGenerator, stand_in_info
 from vsched.types import ArraySpec, ModelInfo, SamplingParams
 from vsched.worker.contract import Batch, EncodeJob, ImagePlan, Sampled, SequenceState
-from vsched.worker.profiling_run import StepLimits
+from vsched.worker.spec import StepLimits
 
 KV_BYTES = 4096
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ArraySpec, Extent
 from vsched.wire import EncodeResult, Paused
 from vsched.worker.contract import EncodeJob, EncodeWorker
-from vsched.worker.encode_rank import EncodeRank
+from vsched.worker.stage_rank import EncodeRank
 
 
 class Encoder(EncodeWorker):

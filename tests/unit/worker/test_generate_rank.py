@@ -398,85 +398,48 @@ def test_generate_rank_stops_when_a_kept_sequence_has_another_length() -> None:
         rank.apply(GenerateDecision(4, joined=[Join(1, 0, 0, 2, [1], None)]))
 
 
+ITEM = ItemPlace(5, 10)
+RUNS = ItemPlace(5, 12, b"", ((5, 9), (10, 14), (15, 19)))
+"""Rows of four tokens with separators between them."""
+PRUNED = ItemPlace(5, 12, b"", ((5, 8), (10, 13)), ((1, 3), (6, 9), (11, 12)))
+"""Placeholders stand for the kept rows in order."""
+
+
 @pytest.mark.parametrize(
-    ("span", "rows"),
+    ("place", "span", "rows"),
     [
-        # An item of ten tokens at position 5: (first in the chunk, first row, past the last row).
-        pytest.param((0, 20), (5, 0, 10), id="whole"),
-        pytest.param((5, 15), (0, 0, 10), id="exactly"),
-        pytest.param((0, 9), (5, 0, 4), id="its beginning"),
-        pytest.param((9, 12), (0, 4, 7), id="its middle"),
-        pytest.param((12, 20), (0, 7, 10), id="its end"),
-        pytest.param((14, 15), (0, 9, 10), id="its last row"),
-        pytest.param((5, 6), (0, 0, 1), id="its first row"),
+        # Of each run of placeholders in the chunk: first in the chunk, first row, past the last row.
+        pytest.param(ITEM, (0, 20), [(5, 0, 10)], id="whole"),
+        pytest.param(ITEM, (5, 15), [(0, 0, 10)], id="exactly"),
+        pytest.param(ITEM, (0, 9), [(5, 0, 4)], id="its beginning"),
+        pytest.param(ITEM, (9, 12), [(0, 4, 7)], id="its middle"),
+        pytest.param(ITEM, (12, 20), [(0, 7, 10)], id="its end"),
+        pytest.param(ITEM, (14, 15), [(0, 9, 10)], id="its last row"),
+        pytest.param(ITEM, (5, 6), [(0, 0, 1)], id="its first row"),
+        pytest.param(RUNS, (0, 20), [(5, 0, 4), (10, 4, 8), (15, 8, 12)], id="runs, whole"),
+        pytest.param(RUNS, (7, 12), [(0, 2, 4), (3, 4, 6)], id="runs, cut on both sides"),
+        pytest.param(RUNS, (9, 15), [(1, 4, 8)], id="separators and the row between them"),
+        pytest.param(RUNS, (9, 10), [], id="a separator alone"),
+        pytest.param(RUNS, (18, 20), [(0, 11, 12)], id="the last placeholder"),
+        pytest.param(
+            PRUNED, (0, 20), [(5, 1, 3), (7, 6, 7), (10, 7, 9), (12, 11, 12)], id="pruned, whole"
+        ),
+        pytest.param(PRUNED, (6, 8), [(0, 2, 3), (1, 6, 7)], id="pruned, cut on both sides"),
+        pytest.param(PRUNED, (8, 12), [(2, 7, 9)], id="a run of rows that a separator cuts"),
+        pytest.param(PRUNED, (12, 20), [(0, 11, 12)], id="pruned, the last row"),
     ],
 )
 def test_generate_rank_item_rows_of_a_chunk(
-    span: tuple[int, int], rows: tuple[int, int, int]
+    place: ItemPlace, span: tuple[int, int], rows: list[tuple[int, int, int]]
 ) -> None:
-    """A chunk boundary inside an image splits its rows without gap or overlap."""
-    worker = Script([7])
-    rank = rank_of(worker)
-    joining = join(1, 0, [5] * 20, items=[ItemPlace(5, 10)])
-    plan = ChunkPlan(0, *span, [ChunkItem(5, 10, [3, 1, 2])])
-    worker.steps = [[7] if span[1] == 20 else []]
-    rank.apply(GenerateDecision(1, joined=[joining], chunks=[plan]))
-    (((item,),),) = [batch["items"] for batch in worker.batches]
-    assert (item.chunk_start, item.row_start, item.row_stop) == rows
-    assert item.pages == [3, 1, 2]
-    assert span[0] + item.chunk_start - item.row_start == 5
-    assert item.row_stop - item.row_start == min(span[1], 15) - max(span[0], 5)
-
-
-@pytest.mark.parametrize(
-    ("span", "rows"),
-    [
-        # Rows of four tokens at 5, 10 and 15, separators between: (first in the chunk, first row, past the last row).
-        pytest.param((0, 20), [(5, 0, 4), (10, 4, 8), (15, 8, 12)], id="whole"),
-        pytest.param((7, 12), [(0, 2, 4), (3, 4, 6)], id="cut on both sides"),
-        pytest.param((9, 15), [(1, 4, 8)], id="separators and the row between them"),
-        pytest.param((9, 10), [], id="a separator alone"),
-        pytest.param((18, 20), [(0, 11, 12)], id="the last placeholder"),
-    ],
-)
-def test_generate_rank_item_rows_of_runs(
-    span: tuple[int, int], rows: list[tuple[int, int, int]]
-) -> None:
-    """Each run of placeholders that overlaps a chunk gets its own rows, and separators get none."""
-    worker = Script([7])
-    rank = rank_of(worker)
-    place = ItemPlace(5, 12, b"", ((5, 9), (10, 14), (15, 19)))
-    plan = ChunkPlan(0, *span, [ChunkItem(5, 12, [3, 1, 2])])
-    worker.steps = [[7] if span[1] == 20 else []]
+    """A chunk boundary inside an image splits its rows without gap or overlap; separators get none."""
+    worker = Script([7] if span[1] == 20 else [])
     joining = join(1, 0, [5] * 20, items=[ItemPlace(0, 4), place])
-    rank.apply(GenerateDecision(1, joined=[joining], chunks=[plan]))
+    plan = ChunkPlan(0, *span, [ChunkItem(5, place.tokens, [3, 1, 2])])
+    rank_of(worker).apply(GenerateDecision(1, joined=[joining], chunks=[plan]))
     [[items]] = [batch["items"] for batch in worker.batches]
     assert [(one.chunk_start, one.row_start, one.row_stop) for one in items] == rows
     assert all(one.index == 1 and one.pages == [3, 1, 2] for one in items)
-
-
-@pytest.mark.parametrize(
-    ("span", "rows"),
-    [
-        pytest.param((0, 20), [(5, 1, 3), (7, 6, 7), (10, 7, 9), (12, 11, 12)], id="whole"),
-        pytest.param((6, 8), [(0, 2, 3), (1, 6, 7)], id="cut on both sides"),
-        pytest.param((8, 12), [(2, 7, 9)], id="a run of rows that a separator cuts"),
-        pytest.param((12, 20), [(0, 11, 12)], id="the last row"),
-    ],
-)
-def test_generate_rank_item_rows_of_pruned_items(
-    span: tuple[int, int], rows: list[tuple[int, int, int]]
-) -> None:
-    """Placeholders stand for the kept rows in order."""
-    worker = Script([7])
-    rank = rank_of(worker)
-    place = ItemPlace(5, 12, b"", ((5, 8), (10, 13)), ((1, 3), (6, 9), (11, 12)))
-    plan = ChunkPlan(0, *span, [ChunkItem(5, 12, [3, 1, 2])])
-    worker.steps = [[7] if span[1] == 20 else []]
-    joining = join(1, 0, [5] * 20, items=[ItemPlace(0, 4), place])
-    rank.apply(GenerateDecision(1, joined=[joining], chunks=[plan]))
-    [[items]] = [batch["items"] for batch in worker.batches]
-    assert [(one.chunk_start, one.row_start, one.row_stop) for one in items] == rows
 
 
 def test_generate_rank_names_the_rows_that_need_more_than_argmax() -> None:

@@ -42,9 +42,9 @@ from vsched.worker.contract import (
     extent_bytes,
     view_arrays,
 )
-from vsched.worker.encode_rank import EncodeRank
-from vsched.worker.reserve import reserve_encoder
+from vsched.worker.sizing import reserve_encoder
 from vsched.worker.spec import EncodeRole
+from vsched.worker.stage_rank import EncodeRank
 
 TILE = 8
 ROW_BYTES = 32

@@ -1,4 +1,4 @@
-"""Reports of a rank, silence of its leaders, and refused log entries."""
+"""Start of a rank, its reports, silence of its leaders, and refused log entries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from tests.unit.rank.fake_plugin import LAYOUT, NAME, FakeGenerator, FakePlugin, model_info
+from tests.unit.rank.worker_groups import LOAD
 from vsched.errors import CheckpointError, GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInWorker
+from vsched.transport.arena import Arena
+from vsched.types import ModelInfo
 from vsched.wire import (
     ON_THE_WAY,
     AcceptKv,
@@ -35,10 +39,10 @@ from vsched.wire import (
     ThreadsInUse,
     decode_report,
 )
-from vsched.worker.contract import WorkerSettings
-from vsched.worker.encode_rank import EncodeRank
-from vsched.worker.member import Following, Member, RankHost
-from vsched.worker.stage_rank import StageRank
+from vsched.worker.contract import Progress, WorkerPlugin, WorkerSettings
+from vsched.worker.member import Following, Member, RankHost, RankLoading
+from vsched.worker.spec import GenerateRole, RankSpec
+from vsched.worker.stage_rank import EncodeRank, StageRank
 
 _Worker = TypeVar("_Worker", bound=StandInWorker)
 EMBEDDINGS, NO_BYTES = np.zeros((1, 1, 1), np.uint8), np.zeros(0, np.uint8)
@@ -61,13 +65,26 @@ class Link:
         """No-op."""
 
 
+class HookedWorker(StandInWorker):
+    """A worker that requests a hook, and has a number of threads."""
+
+    threads = 0
+
+    def wanted_hooks(self) -> list[str]:
+        return ["balance"]
+
+    def threads_here(self) -> int:
+        return self.threads
+
+
 class Stage(StageRank):
     """Returns its given results one by one, each after its own time."""
 
+    worker: HookedWorker
+
     def __init__(self, *said: tuple[int, EncodeResult | Paused | None]) -> None:
-        super().__init__(worker())
+        super().__init__(worker(HookedWorker))
         self.now_ns = 0
-        self.threads = 0
         self.hooks_run: list[str] = []
         self._said = deque(said)
         self.order: list[str] = []
@@ -75,14 +92,8 @@ class Stage(StageRank):
     def run_hook(self, name: str) -> None:
         self.hooks_run.append(name)
 
-    def wanted_hooks(self) -> list[str]:
-        return ["balance"]
-
     def kernels_late(self) -> int:
         return len(self.hooks_run)
-
-    def threads_here(self) -> int:
-        return self.threads
 
     def look_ahead(self) -> None:
         self.order.append("looks ahead")
@@ -164,13 +175,13 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     member._spec = SimpleNamespace(  # type: ignore[assignment]
         encode=SimpleNamespace(settings=settings), generate=None
     )
-    side.threads = 4
+    side.worker.threads = 4
     member.report_ready(Ready(8, {}))
     for step, threads in ((1, 4), (2, 3), (3, 3)):
-        side.threads = threads
+        side.worker.threads = threads
         receive(member, log, EncodeDecision(step, []))
         assert member.carry_out()
-    side.threads = 4
+    side.worker.threads = 4
     receive(member, log, Heartbeat())
     assert member.carry_out()
     assert [type(one).__name__ for one in member.link.sent[1:]] == [
@@ -180,18 +191,6 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     reports = [one for one in member.link.sent if isinstance(one, Ready | ThreadsInUse)]
     ready = Ready(8, {}, threads=ThreadsInUse(4, 4))
     assert reports == [ready, ThreadsInUse(3, 4), ThreadsInUse(4, 4)]
-
-
-class ThreadedWorker(StandInWorker):
-    """A worker that computes with two threads."""
-
-    def threads_here(self) -> int:
-        return 2
-
-
-@pytest.mark.parametrize(("kind", "threads"), [(ThreadedWorker, 2), (StandInWorker, 0)])
-def test_stage_asks_the_worker_for_its_threads(kind: type[StandInWorker], threads: int) -> None:
-    assert StageRank(worker(kind)).threads_here() == threads
 
 
 class CompilingWorker(StandInWorker):
@@ -337,3 +336,44 @@ def test_following_waits_for_leaders_that_have_not_spoken() -> None:
     following.advance()
     with pytest.raises(GroupLostError, match="heard nothing from the engine for 20 s"):
         following.received_nothing()
+
+
+class Recording(FakePlugin):
+    """Records the models to load, and loads no deterministic one."""
+
+    def __init__(self) -> None:
+        self.requested: list[bool] = []
+
+    def load_generator(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> FakeGenerator:
+        self.requested.append(settings.deterministic)
+        if settings.deterministic:
+            raise CheckpointError("that was the model")
+        return super().load_generator(info, settings, progress)
+
+
+def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants_it() -> None:
+    """A deterministic model sets torch to one thread, and a draft model, which need not be, to all."""
+    plugin = Recording()
+    role = GenerateRole(
+        address="",
+        plugin=NAME,
+        settings=WorkerSettings(deterministic=True),
+        limits=LOAD,
+        draft=model_info(),
+    )
+    spec = RankSpec(
+        rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, generate=role
+    )
+
+    def found(_name: str) -> WorkerPlugin:
+        return plugin
+
+    arena, host = Arena.create(LAYOUT), RankHost(load_worker=found)
+    try:
+        with pytest.raises(CheckpointError, match="that was the model"):
+            RankLoading(spec, arena, [Member(spec, Link(), host)], host).begin()
+    finally:
+        arena.close()
+    assert plugin.requested == [False, True]

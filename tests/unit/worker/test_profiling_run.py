@@ -20,15 +20,15 @@ from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import Batch, ImagePlan, Sampled
-from vsched.worker.kv_builder import KvBuilder
-from vsched.worker.profiling_run import (
-    StepLimits,
+from vsched.worker.sizing import (
+    KvBuilder,
     beside_decodes,
     heap,
     image_for,
     run_profile,
     spread,
 )
+from vsched.worker.spec import StepLimits
 
 IMAGE = ImagePlan((), 6)
 

@@ -22,11 +22,9 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.policy import RankMemory, Reservation
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
-from vsched.worker import kv_builder as sizing
-from vsched.worker import memory, profiling_run
-from vsched.worker import reserve as reserve_module
+from vsched.worker import memory, sizing
 from vsched.worker.contract import EncodeJob, ImagePlan, WorkerPlugin, WorkerSettings
-from vsched.worker.reserve import REPEATS_MAX, ROUNDS_OF_GROUP, BatchArena, reserve_encoder
+from vsched.worker.sizing import REPEATS_MAX, ROUNDS_OF_GROUP, BatchArena, reserve_encoder
 from vsched.worker.spec import EncodeRole
 
 ROLE = EncodeRole(
@@ -242,12 +240,12 @@ def test_reserve_warns_without_a_builder(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     "modules",
     [
-        ("vsched.worker.reserve", "vsched_workers.plugin", "vsched_workers.memory.worst_case"),
-        ("vsched_workers.memory.worst_case", "vsched.worker.reserve"),
+        ("vsched.worker.sizing", "vsched_workers.plugin", "vsched_workers.memory.worst_case"),
+        ("vsched_workers.memory.worst_case", "vsched.worker.sizing"),
         (
             "vsched_workers.memory.out_of_memory",
-            "vsched.worker.kv_builder",
-            "vsched.worker.profiling_run",
+            "vsched.worker.sizing",
+            "vsched.worker.sizing",
         ),
     ],
     ids=["reservation first", "model first", "memory first"],
@@ -259,9 +257,7 @@ def test_reserve_has_no_import_cycle_with_models(modules: tuple[str, ...]) -> No
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize(
-    "module", [memory, reserve_module, sizing, profiling_run], ids=lambda module: module.__name__
-)
+@pytest.mark.parametrize("module", [memory, sizing], ids=lambda module: module.__name__)
 def test_worst_cases_come_from_no_environment(module: ModuleType) -> None:
     """Worst cases follow from the model's configuration and the caps, which all ranks share."""
     text = inspect.getsource(module)

@@ -15,7 +15,7 @@ from tests.unit.worker.device_fakes import (
 from vsched.memory import Sized
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.wire import SizeKv
-from vsched.worker.kv_builder import KvBuilder
+from vsched.worker.sizing import KvBuilder
 
 PROBE = SizeKv(4096, profile=True, headroom_bytes=0, probe=True)
 BUILD = SizeKv(8192, profile=True, headroom_bytes=16 * MIB)

@@ -18,8 +18,8 @@ from tests.workers.driver import Driver, Question, Stage
 from vsched.errors import CheckpointError
 from vsched.wire import SizeKv
 from vsched.worker.contract import GenerateWorker, WorkerSettings
-from vsched.worker.kv_builder import KvBuilder
-from vsched.worker.profiling_run import StepLimits
+from vsched.worker.sizing import KvBuilder
+from vsched.worker.spec import StepLimits
 from vsched_workers.adapters.files import WEIGHTS_FILE
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

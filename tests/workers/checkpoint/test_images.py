@@ -468,8 +468,8 @@ async def test_large_image_is_processed_elsewhere_without_torch(
         wanted = preprocessor.process_image(image)
         for name, found in view_arrays(item.arrays, raw).items():
             np.testing.assert_array_equal(found, wanted[name])
-        assert pipeline._pictures is not None
-        server = pipeline._pictures.pid
+        assert pipeline._processes is not None
+        server = pipeline._processes.pid
         maps = await asyncio.to_thread(Path(f"/proc/{server}/maps").read_text)
         assert "libtorch" not in maps
         assert "numpy" in maps

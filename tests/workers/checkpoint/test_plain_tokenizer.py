@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from vsched_workers.checkpoint.plain_tokenizer import _QWEN_STEPS, load_plain
-from vsched_workers.checkpoint.tokenizer_files import render_template
+from vsched_workers.checkpoint.tokenizer_files import _QWEN_STEPS, load_plain, render_template
 
 TEXT = "<|im_start|>It's 12 é€😀\n\n<|vision_start|><|image_pad|> two<|im_end|>"
 ADDED = {

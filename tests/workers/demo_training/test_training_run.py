@@ -19,8 +19,7 @@ from rich.console import Console  # noqa: E402
 
 from demo_training import model as small  # noqa: E402
 from demo_training import report, samples, train  # noqa: E402
-from demo_training.batches import make_batch, placed  # noqa: E402
-from demo_training.drawing import Mark  # noqa: E402
+from demo_training.batches import make_batch  # noqa: E402
 from demo_training.samples import DrawnConversation, held_out  # noqa: E402
 from demo_training.train import (  # noqa: E402
     BatchMaker,
@@ -29,10 +28,8 @@ from demo_training.train import (  # noqa: E402
 )
 from tests.workers.driver import values_of  # noqa: E402
 from vsched.errors import CheckpointError  # noqa: E402
-from vsched.types import ItemPlace  # noqa: E402
 from vsched_workers.checkpoint.facts import inspect_checkpoint  # noqa: E402
 from vsched_workers.families.qwen_image import grid_of  # noqa: E402
-from vsched_workers.families.qwen_positions import rope_positions  # noqa: E402
 
 PLAN = Plan(steps=4, again=0, batch=2, threads=1, warmup=2, seed=5)
 
@@ -172,24 +169,6 @@ def _messages(question: str, images: int) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-def test_training_positions_are_the_library_s(tmp_path: Path) -> None:
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
-
-    trainer = Trainer(tmp_path, PLAN)
-    (sample,) = held_out("second", 1)
-    rows = make_batch([sample], trainer.front, buckets=1).buckets[0]
-    ids = rows.ids[0].numpy().astype(np.int32)
-    items, at = [], 0
-    for image in sample.turns[0].images:
-        plan = trainer.front.plan_image(image.width, image.height)
-        at += int(np.flatnonzero(ids[at:] == trainer.front.info.image_token_id)[0])
-        items.append(ItemPlace(at, plan.tokens, plan.metadata))
-        at += plan.tokens
-    expected, _ = rope_positions(Qwen2_5_VLModel, trainer.model.config, ids, items)
-    assert np.array_equal(rows.positions[:, 0].numpy(), expected)
-
-
-@pytest.mark.slow
 def test_training_writes_what_a_server_loads_and_what_it_saw(tmp_path: Path) -> None:
     trainer = trained(tmp_path, PLAN, 2)
     trainer.save()
@@ -280,17 +259,6 @@ def test_training_takes_a_second_round_that_varies_more() -> None:
     assert plan.rate(1100) == pytest.approx(plan.rewarmed / 2)
     assert plan.rate(1199) < 0.01
     assert plan.difficulty(999) == 1.0 < plan.difficulty(1000)
-
-
-def test_training_marks_name_the_token_and_its_quarter() -> None:
-    grid = (2, 3)  # tokens down and across
-    assert placed(Mark(0.01, 0.01, 0, 7), grid, 10) == (10, 0, 0, 7, -1)
-    assert placed(Mark(0.99, 0.01, 1, 8), grid, 10) == (12, 1, 1, 8, -1)
-    assert placed(Mark(0.01, 0.99, 2, 9), grid, 10) == (13, 2, 2, 9, -1)
-    assert placed(Mark(0.50, 0.60, 3, 6), grid, 10) == (14, 1, 3, 6, -1)
-    assert placed(Mark(1.20, 1.20, 3, 6), grid, 10) == (15, 3, 3, 6, -1), (
-        "turned out of the picture"
-    )
 
 
 @pytest.mark.slow

@@ -235,9 +235,10 @@ RANK = """
 import sys
 from vsched.types import ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.kv_builder import KvBuilder
-from vsched.worker.profiling_run import StepLimits, image_for
-from vsched.worker.reserve import reserve_encoder
+from vsched.worker.sizing import KvBuilder
+from vsched.worker.sizing import image_for
+from vsched.worker.spec import StepLimits
+from vsched.worker.sizing import reserve_encoder
 from vsched.worker.spec import EncodeRole
 from vsched.wire import SizeKv
 from vsched_workers.plugin import plugin

@@ -334,7 +334,7 @@ import sys
 from contextlib import nullcontext
 from vsched.worker.memory import limit_process_memory
 limit_process_memory(4 << 30, keys="encode.memory_limit")
-from vsched.worker import reserve
+from vsched.worker import sizing as reserve
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.spec import EncodeRole
 from vsched_workers.plugin import plugin

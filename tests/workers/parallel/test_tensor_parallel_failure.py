@@ -30,8 +30,8 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.types import SamplingParams
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.kv_builder import KvBuilder
-from vsched.worker.profiling_run import StepLimits
+from vsched.worker.sizing import KvBuilder
+from vsched.worker.spec import StepLimits
 from vsched_workers import language
 from vsched_workers.backends.reference.backend import GlooCollectives
 from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint

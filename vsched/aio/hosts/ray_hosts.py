@@ -22,7 +22,7 @@ from typing import Any
 
 from vsched.aio.hosts.link import Connect, EngineEnd
 from vsched.aio.hosts.server import serve_host
-from vsched.config.cluster import ClusterConfig
+from vsched.config.sections import ClusterConfig
 from vsched.errors import ConfigError, VschedError, limit_message
 
 logger = logging.getLogger(__name__)

@@ -43,8 +43,7 @@ from vsched.aio.hosts.link import (
 from vsched.aio.hosts.ray_hosts import InstalledRay, RayHosts
 from vsched.aio.launcher import Host, Launcher, OnExit
 from vsched.config import Config
-from vsched.config.cluster import OWN_HOST, RAY_HOST
-from vsched.config.sections import DeadlinesConfig
+from vsched.config.sections import OWN_HOST, RAY_HOST, DeadlinesConfig
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, EncodeTask, GenerateDecision
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame

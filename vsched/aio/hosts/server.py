@@ -63,7 +63,7 @@ from vsched.wire import (
     undamaged_report,
 )
 from vsched.worker.memory import host_available
-from vsched.worker.shares import shared_out, threads_of, usable_cores
+from vsched.worker.spec import shared_out, threads_of, usable_cores
 
 logger = logging.getLogger(__name__)
 STARTS_MAX = 64

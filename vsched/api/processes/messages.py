@@ -34,7 +34,7 @@ from vsched.media.embeddings import (
     UnspannedReference,
     VideoReference,
 )
-from vsched.record.left import PartialOutput
+from vsched.record.journal import PartialOutput
 from vsched.types import FinishReason, ModelInfo, Request, Spans
 from vsched.wire import PromptPiece
 from vsched.worker.contract import PixelBounds, VideoSampling

@@ -52,7 +52,7 @@ from vsched.assembly import load_front_end
 from vsched.errors import RequestFailed, RequestRefused, VschedError, limit_message
 from vsched.logs import configure_logging
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
-from vsched.record.left import PartialOutput
+from vsched.record.journal import PartialOutput
 from vsched.types import FinishReason, ModelInfo, Request, SamplingParams
 from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker

@@ -129,9 +129,7 @@ def fidelity(
         Path | None,
         typer.Option(help="Cost model of the checkpoint.", show_default="measured first"),
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Requests to send.", show_default=False)
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Requests to send.")] = None,
     workload: Annotated[
         str, typer.Option(help="Generator of requests, if there is no trace.")
     ] = "small",

@@ -20,7 +20,7 @@ from vsched.terminal.options import (
     load,
     write_json,
 )
-from vsched.worker.shares import usable_cores
+from vsched.worker.spec import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def tune(
     ] = 300.0,
     write: Annotated[
         Path | None,
-        typer.Option(help="Write the best split as TOML, for --config.", show_default=False),
+        typer.Option(help="Write the best split as TOML, for --config."),
     ] = None,
     out: JsonOption = None,
 ) -> None:

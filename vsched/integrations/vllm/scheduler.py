@@ -44,7 +44,7 @@ from vsched.policy_host import (
     decide_shares,
 )
 from vsched.policy_host.shares import NONE_ADVANCES
-from vsched.policy_host.step_times import pairs_of
+from vsched.policy_host.step_times import limit_share, pairs_of
 from vsched.sim.cost.host_runs import HostRecorder, RunHeader
 
 logger = init_logger("vllm.vsched")
@@ -194,8 +194,9 @@ class PolicyScheduler(Base):  # type: ignore[misc]
 
     def _arrange(self, now_ns: int, decodes: int) -> None:
         room = max(self.max_num_scheduled_tokens - decodes * (1 + self.num_spec_tokens), 0)
-        budget = self._budget = self._times.budget_for(room, decodes=decodes)
         queue, prefilling, waits = self._queue, [*self._prefilling.values()], len(self.waiting)
+        share = limit_share(decodes, len(prefilling) + waits)
+        budget = self._budget = self._times.budget_for(room, decodes=decodes, share=share)
         planned = sum([one.num_tokens - one.num_computed_tokens for one in prefilling])
         timed = budget.time_ns is not None
         if self._shares is not None and (prefilling or (waits and timed)):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from vsched.config.host import HostSettings, read_host_settings
+from vsched.config.policies import HostSettings, read_host_settings
 from vsched.errors import ConfigError
 from vsched.policy_host import HostCapabilities
 

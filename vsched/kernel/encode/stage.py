@@ -43,7 +43,8 @@ class HostingGroup(Protocol):
     def decoding(self) -> int: ...
     @property
     def load_tokens(self) -> int: ...
-    def decode_slack_ns(self, decodes: int) -> int: ...
+    @property
+    def decode_slack_ns(self) -> int: ...
 
 
 class EncodeGroup(Group):
@@ -206,8 +207,7 @@ class EncodeStage(Restorable):
             return None
         self.in_flight += len(batch)
         host = self.hosts.get(group.name)
-        # If no request decodes yet, one may begin to before the batch is done.
-        slice_ns = 0 if host is None else host.decode_slack_ns(host.decoding or 1)
+        slice_ns = 0 if host is None else host.decode_slack_ns
         return group.send(batch, now_ns, slice_ns, self._requests)
 
     def _overdue(self, now_ns: int) -> int | None:

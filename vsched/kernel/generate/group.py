@@ -57,7 +57,7 @@ from vsched.policy_host.eviction import GuardedOrder
 from vsched.policy_host.seats import PolicySeats
 from vsched.policy_host.shares import NONE_ADVANCES, decide_shares
 from vsched.policy_host.snapshot import Saved
-from vsched.policy_host.step_times import StepTimeModel
+from vsched.policy_host.step_times import StepTimeModel, limit_share
 from vsched.probes import probe
 
 CLEARING_TOKENS = 2
@@ -118,7 +118,7 @@ class GenerateGroup(Group):
             limits.step_target_ns, limits.step_target_ratio, limits.block_size
         )
         self._counts = dict.fromkeys(COUNTED, 0)
-        self._known_tokens = 0
+        self._known_tokens = self._members = 0
         self.measures = Measures()
         self.measured: Measured = Measurements()  # set once all groups are there
         self._in_flight = InFlightSteps(0, requests, self.measures)
@@ -154,6 +154,7 @@ class GenerateGroup(Group):
 
     def add(self, state: RequestState) -> None:
         """Add a request to the load of the group."""
+        self._members += 1
         state.counted = len(state.tokens)
         self._known_tokens += state.counted
 
@@ -169,11 +170,15 @@ class GenerateGroup(Group):
         if state.known:
             self._running.forget(state)
             state.known = False
+        self._subtract(state)
+
+    def _subtract(self, state: RequestState) -> None:
+        self._members -= 1
         self._known_tokens -= state.counted
 
     def _know_outputs(self, state: RequestState) -> None:
         """Count the outputs of a request that left its slot as known tokens."""
-        self._known_tokens -= state.counted
+        self._subtract(state)
         self.add(state)
         state.extend_hashes(self._limits.block_size)
 
@@ -274,7 +279,9 @@ class GenerateGroup(Group):
         """Share the budget of a step among prefilling requests, then among joining ones."""
         running, joins = self._running, bool(self.queue.entries) and not self.queue.blocked
         rows = len(running.decoding) + self._drafts.tokens
-        budget = self.step_times.budget_for(self._limits.batch_tokens - rows, decodes=rows)
+        budget = self.step_times.budget_for(
+            self._limits.batch_tokens - rows, decodes=rows, share=self._limit_share
+        )
         plan = StepPlan(step, budget)
         if able or (joins and budget.time_ns is not None):
             self._prefill(able, plan, rows, now_ns)
@@ -634,7 +641,7 @@ class GenerateGroup(Group):
             probe("generate.swap_ended")
         if self._in_flight.preempted.pop(state.number, None) is not None:
             probe("generate.settling_ended")
-        self._known_tokens -= state.counted
+        self._subtract(state)
         # Requests begin to decode in order of steps, so the first in the set is the oldest.
         self._in_flight.trim(next(iter(self._running.decoding.values()), None))
 
@@ -765,9 +772,16 @@ class GenerateGroup(Group):
         """Ended requests that ranks drop with the next decision."""
         return self._running.unannounced
 
-    def decode_slack_ns(self, decodes: int) -> int:
-        """Return how long other work may keep `decodes` requests from their next step; 0 for no limit."""
-        return int(self.step_times.left_ns(decodes))
+    @property
+    def _limit_share(self) -> float:
+        decoding = len(self._running.decoding)
+        return limit_share(decoding, self._members - decoding)
+
+    @property
+    def decode_slack_ns(self) -> int:
+        """Maximum time that other work may keep the decoding requests from their next step; 0 for no limit."""
+        # If none decodes yet, a request may begin to at any time.
+        return int(self.step_times.left_ns(self.decoding or 1, self._limit_share))
 
     def explain(self, state: RequestState, now_ns: int) -> str:
         """Return the phase of one of its requests, and what it waits for, in words for operators."""
@@ -868,6 +882,7 @@ class GenerateGroup(Group):
         blocked, hold_until_ns = queue.blocked, queue.hold_until_ns
         for state in self._requests.values():
             if state.replica == self.index:
+                self._members += 1
                 self._known_tokens += state.counted
                 if state.phase is READY:
                     queue.enqueue(state)
@@ -880,6 +895,7 @@ class GenerateGroup(Group):
         assert not self._requeued, "requests are on their way to the queue"
         self._snapshots.check()
         self._swap.check([state.number for state in own if state.slot < 0])
+        assert self._members == len(own), "requests are miscounted"
         assert self._known_tokens == sum(state.counted for state in own), "load is miscounted"
         ready = [state.number for state in own if state.phase is READY]
         assert ready == [entry.state.number for entry in self.queue.entries], "the queue is wrong"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,105 +11,72 @@ import numpy.typing as npt
 from PIL import Image
 
 from vsched.errors import RequestFailed
-from vsched.faultpoints import fault_point
+from vsched.isolated.calls import CallCancellation
 from vsched.media.allocator import free_image
-from vsched.media.decode import DecodeLimits, decode
+from vsched.media.decode import DecodeLimits, ImageHeader, decode, inspect
 from vsched.media.embeddings import Tensor, write_rows
 from vsched.media.keys import content_key
-from vsched.media.measure import MeasuredImage, MeasuredVideo, MeasuredVideoEmbedding, within
-from vsched.media.video import VideoLimits, read_frames
-from vsched.types import ArraySpec
+from vsched.media.measure import Filled, MeasuredItem, VideoOrder, within
+from vsched.media.video import VideoLimits, inspect_video, read_frames
+from vsched.types import ArraySpec, Extent
 from vsched.worker.contract import (
     Arrays,
-    FrameSize,
     ImageProcessing,
     Preprocessor,
+    VideoFacts,
     view_arrays,
 )
 
 
-class VideoOrder(msgspec.Struct, frozen=True):
-    """The frame groups of a video to process.
+class LocalPictures:
+    """Decodes in the calling thread, for preprocessors without an `ImageRecipe` and for simulations."""
 
-    Attributes:
-        frames: Numbers of the frames of all groups; equal ones are adjacent.
-        size: The size that they are resized to.
-        groups: The arrays of each group.
-        tokens: Number of tokens of each group.
-        files: Sizes of the files of its frames, which follow each other; empty for a video file.
-        settings_digest: Part of the content's keys, as is `cache_salt`.
-        with_changes: Whether to compute the changes of tokens from group to group.
-    """
+    def __init__(
+        self,
+        preprocessor: Preprocessor,
+        limits: tuple[DecodeLimits, VideoLimits],
+        view: Callable[[Extent], npt.NDArray[np.uint8]],
+    ) -> None:
+        self._preprocessor = preprocessor
+        self._limits = limits
+        self._view = view
 
-    frames: tuple[int, ...]
-    size: FrameSize
-    groups: tuple[tuple[ArraySpec, ...], ...]
-    tokens: tuple[int, ...]
-    files: tuple[int, ...]
-    settings_digest: bytes
-    cache_salt: str
-    with_changes: bool = False
+    def inspect(self, encoded: bytes) -> ImageHeader:
+        return inspect(encoded, self._limits[0])
 
-    @classmethod
-    def of(cls, video: MeasuredVideo, *, with_changes: bool = False) -> VideoOrder:
-        """Return the order for a video."""
-        plan = video.plan
-        return cls(
-            plan.frames,
-            plan.size,
-            tuple(group.arrays for group in plan.groups),
-            tuple(group.tokens for group in plan.groups),
-            () if video.is_file else tuple(map(len, video.content)),
-            video.settings_digest,
-            video.cache_salt,
-            with_changes,
-        )
+    def inspect_video(self, encoded: bytes, cancellation: CallCancellation) -> VideoFacts:
+        del cancellation
+        return inspect_video(encoded, self._limits[1])
+
+    def fill(
+        self, item: MeasuredItem, places: Sequence[Extent], cancellation: CallCancellation
+    ) -> tuple[Filled, ...]:
+        del cancellation
+        assert isinstance(item.content, bytes)
+        extents, limits = [*map(self._view, places)], self._limits
+        if item.video is not None:
+            return process_video(item.content, item.video, extents, self._preprocessor, limits)
+        bounded = within(self._preprocessor, item.bounds, limits[0].image)
+        process_encoded(item.content, item.groups[0].arrays, extents[0], bounded, limits[0])
+        return (Filled(item.key),)
 
 
-class Filled(NamedTuple):
-    """The result of filling an extent: the key of its content, and the changes of its tokens as in `PixelStore`."""
-
-    key: bytes
-    changes: bytes = b""
-
-
-def process(
-    image: MeasuredImage,
-    extent: npt.NDArray[np.uint8],
-    preprocessor: Preprocessor,
-    limits: DecodeLimits,
-) -> None:
-    """Fill an extent with the arrays of an image, or with the rows of its embedding.
-
-    Blocks: until the image is decoded or converted; call it in a thread of the pool.
-
-    Raises:
-        RequestRefused: If the image is damaged, or a value of the embedding is not finite.
-        RequestFailed: If the processor's output differs from its plan.
-    """
-    if isinstance(image.content, Tensor):
-        write_rows(image.content, preprocessor.info.dtype, extent)
-        return
-    fault_point("media.decode")
-    bounded = within(preprocessor, image.bounds, limits.image)
-    process_encoded(image.content, image.plan.arrays, extent, bounded, limits)
-
-
-def process_video_embedding(
-    video: MeasuredVideoEmbedding, extents: Sequence[npt.NDArray[np.uint8]], dtype: str
+def fill_embedding(
+    item: MeasuredItem, extents: Sequence[npt.NDArray[np.uint8]], dtype: str
 ) -> tuple[Filled, ...]:
-    """Fill the extent of each frame group with its rows.
+    """Fill the extent of an image, or of each frame group, with the rows of its embedding.
 
     Blocks: until all rows are converted; call it in a thread of the pool.
 
     Raises:
         RequestRefused: If a value is not finite.
     """
+    assert isinstance(item.content, Tensor)
     start = 0
-    for group, extent in zip(video.plan.groups, extents, strict=True):
-        write_rows(video.content.rows(start, start + group.tokens), dtype, extent)
+    for group, extent in zip(item.groups, extents, strict=True):
+        write_rows(item.content.rows(start, start + group.tokens), dtype, extent)
         start += group.tokens
-    return tuple(map(Filled, video.group_keys))
+    return tuple(map(Filled, item.content_keys))
 
 
 def process_encoded(
@@ -119,7 +86,12 @@ def process_encoded(
     preprocessor: ImageProcessing,
     limits: DecodeLimits,
 ) -> None:
-    """Fill an extent with the planned arrays of an encoded image; see `process`."""
+    """Fill an extent with the planned arrays of an encoded image.
+
+    Raises:
+        RequestRefused: If the image is damaged.
+        RequestFailed: If the processor's output differs from its plan.
+    """
     decoded = decode(encoded, limits)
     try:
         arrays = preprocessor.process_image(decoded)
@@ -134,7 +106,7 @@ def process_video(
     extents: Sequence[npt.NDArray[np.uint8]],
     preprocessor: ImageProcessing,
     limits: tuple[DecodeLimits, VideoLimits],
-) -> list[Filled]:
+) -> tuple[Filled, ...]:
     """Fill the extent of each frame group of a video.
 
     Blocks: until all frames are decoded; the frames of one group are in memory at a time.
@@ -143,7 +115,6 @@ def process_video(
         RequestRefused: If a frame is damaged.
         RequestFailed: If the processor's output differs from its plan.
     """
-    fault_point("media.decode")
     if order.files:
         images = _frame_files(encoded, order.files, limits[0])
     else:
@@ -167,7 +138,7 @@ def process_video(
             changes = preprocessor.token_changes(before, views).tobytes()
         filled.append(Filled(key, changes))
         before = views
-    return filled
+    return tuple(filled)
 
 
 def _repeated(images: Iterator[Image.Image], numbers: Sequence[int]) -> Iterator[Image.Image]:

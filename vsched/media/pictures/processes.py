@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Sequence
 
 import msgspec
 
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.faultpoints import fault_point
 from vsched.isolated.calls import (
     EXTERNAL_SIGNALS,
     RETRY_AFTER_S,
@@ -24,9 +24,7 @@ from vsched.isolated.calls import (
     IsolatedCalls,
 )
 from vsched.media.decode import DecodeLimits, ImageHeader, has_native_header, inspect
-from vsched.media.embeddings import Tensor
-from vsched.media.measure import MeasuredImage
-from vsched.media.pictures.filling import Filled, VideoOrder
+from vsched.media.measure import Filled, MeasuredItem, VideoOrder
 from vsched.media.video import HEADER_BYTES, VideoLimits
 from vsched.types import ArraySpec, Extent
 from vsched.worker.contract import ImageRecipe, PixelBounds, Preprocessor, VideoFacts
@@ -83,15 +81,14 @@ class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def picture_processes(
     preprocessor: Preprocessor,
     limits: DecodeLimits,
+    video_limits: VideoLimits,
     *,
     arena_fd: int,
     deadline_s: float,
-    video_limits: VideoLimits | None = None,
 ) -> PictureProcesses | None:
     """Start the processes for images; None if the preprocessor has no image recipe.
 
-    `arena_fd` is the arena, which begins with the pixel region, and `deadline_s` the maximum time of one image. Videos
-    need `video_limits`.
+    `arena_fd` is the arena, which begins with the pixel region, and `deadline_s` the maximum time of one image.
     """
     recipe = preprocessor.image_recipe()
     if recipe is None:
@@ -138,21 +135,28 @@ class PictureProcesses:
         assert header is not None
         return header
 
-    def fill(self, image: MeasuredImage, place: Extent) -> None:
-        """Fill an extent of the arena in a process; nothing writes to it after this has returned or raised.
+    def fill(
+        self, item: MeasuredItem, places: Sequence[Extent], cancellation: CallCancellation
+    ) -> tuple[Filled, ...]:
+        """Fill extents of the arena in a process; nothing writes to them after this has returned or raised.
 
         Blocks: for the deadline at most; call it in a thread of the pool.
 
         Raises:
-            RequestRefused: When the image is damaged.
+            RequestRefused: When the image or video is damaged.
             RequestFailed: When the processor failed, or the process died or took too long.
         """
-        assert not isinstance(image.content, Tensor)
-        fault_point("media.decode")
-        order = PictureOrder(image.plan.arrays, place, image.bounds)
-        self._call(order, image.content, keep=image.work_bytes < LARGE_BYTES)
+        assert isinstance(item.content, bytes)
+        if item.video is not None:
+            order = PictureOrder(
+                video_bytes=item.work_bytes, video=item.video, places=tuple(places)
+            )
+            return self._call_video(order, item.content, cancellation).groups
+        order = PictureOrder(item.groups[0].arrays, places[0], item.bounds)
+        self._call(order, item.content, keep=item.work_bytes < LARGE_BYTES)
+        return (Filled(item.key),)
 
-    def inspect_video(self, encoded: bytes) -> VideoFacts:
+    def inspect_video(self, encoded: bytes, cancellation: CallCancellation) -> VideoFacts:
         """Like `vsched.media.video.inspect_video`, in a process of its own.
 
         Raises:
@@ -160,26 +164,12 @@ class PictureProcesses:
             RequestFailed: When the process was killed from outside.
         """
         memory = HEADER_BYTES + 2 * len(encoded)
-        facts = self._call_video(PictureOrder(video_bytes=memory), encoded).facts
+        facts = self._call_video(PictureOrder(video_bytes=memory), encoded, cancellation).facts
         assert facts is not None
         return facts
 
-    def fill_video(
-        self,
-        encoded: bytes,
-        video: VideoOrder,
-        places: tuple[Extent, ...],
-        cancellation: CallCancellation,
-        *,
-        work_bytes: int,
-    ) -> tuple[Filled, ...]:
-        """Fill the extents of a video's groups; see `fill`."""
-        fault_point("media.decode")
-        order = PictureOrder(video_bytes=work_bytes, video=video, places=places)
-        return self._call_video(order, encoded, cancellation).groups
-
     def _call_video(
-        self, order: PictureOrder, encoded: bytes, cancellation: CallCancellation | None = None
+        self, order: PictureOrder, encoded: bytes, cancellation: CallCancellation
     ) -> PictureOutcome:
         """Carry out an order for a video in a new process; if the video kills it, that is the client's error."""
         try:
@@ -191,7 +181,7 @@ class PictureProcesses:
                 cancellation=cancellation,
             )
         except CallFailedError as error:
-            if cancellation is not None and cancellation.is_cancelled:
+            if cancellation.is_cancelled:
                 raise RequestFailed("the request was cancelled") from None
             logger.error("the process of a video %s", error)  # noqa: TRY400 - the traceback adds nothing
             if error.signal in EXTERNAL_SIGNALS:

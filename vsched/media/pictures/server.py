@@ -62,7 +62,7 @@ def _video_outcome(
         return PictureOutcome(facts=inspect_video(encoded, video_limits))
     extents = [arena[place.offset : place.offset + place.size] for place in order.places]
     filled = process_video(encoded, order.video, extents, preprocessor, (limits, video_limits))
-    return PictureOutcome(groups=tuple(filled))
+    return PictureOutcome(groups=filled)
 
 
 def _outcome(order: PictureOrder, encoded: bytes, work: Loaded, arena: Arena) -> PictureOutcome:

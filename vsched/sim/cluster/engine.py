@@ -27,7 +27,7 @@ from vsched.config import (
     ModelConfig,
     resolve_policies,
 )
-from vsched.config.section import PolicyTable
+from vsched.config.sections import PolicyTable
 from vsched.engine import Engine, Environment
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Finish, Refuse

@@ -29,15 +29,17 @@ from typing import Any
 import msgspec
 
 from vsched.config import Config
-from vsched.config.adapters import AdaptersConfig
-from vsched.config.cluster import OWN_HOST, ClusterConfig, check_cluster
+from vsched.config.checks import check_cluster, check_combinations, check_together
 from vsched.config.policies import (
-    check_combinations,
-    check_together,
     policy_table,
     seats_of_table,
 )
-from vsched.config.section import PolicyTable
+from vsched.config.sections import (
+    OWN_HOST,
+    AdaptersConfig,
+    ClusterConfig,
+    PolicyTable,
+)
 from vsched.policy import SEVERAL
 from vsched.probes import PROBES, observed
 from vsched.sim.cluster.client_sessions import adapter_name

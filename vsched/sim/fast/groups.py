@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 
 from vsched.config import Config
-from vsched.config.cluster import OWN_HOST, RAY_HOST
+from vsched.config.sections import OWN_HOST, RAY_HOST
 from vsched.errors import ConfigError
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import (

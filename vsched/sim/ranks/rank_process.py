@@ -27,12 +27,12 @@ from vsched.types import stage_of
 from vsched.wire import Hello, Pulse, Stop, encode_report
 from vsched.worker.contract import WorkerPlugin
 from vsched.worker.generate_rank import GenerateRank
-from vsched.worker.loading import RankLoading
 from vsched.worker.member import (
     PULSES_PER_TIMEOUT,
     Following,
     Member,
     RankHost,
+    RankLoading,
 )
 from vsched.worker.spec import RankSpec
 

@@ -23,7 +23,7 @@ from vsched.sim.workload.images import SETTINGS_DIGEST, Appearance
 from vsched.sim.workload.requests import TEXT_BITS
 from vsched.types import ArraySpec, FinishReason, MediaItem, Spans
 from vsched.worker.contract import ImagePlan
-from vsched.worker.drafting.drafts import foresee_with
+from vsched.worker.drafts import foresee_with
 
 IMAGE_TOKEN = 1 << TEXT_BITS
 """Text tokens have lower ids."""

@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from vsched.errors import VschedError
-from vsched.record.frames import is_record
+from vsched.record.files import is_record
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload
 
 MOONCAKE_BLOCK = 512

@@ -43,11 +43,11 @@ from vsched.worker.contract import (
     supports,
     view_arrays,
 )
-from vsched.worker.encode_rank import EncodeRank
 from vsched.worker.generate_rank import GenerateRank
-from vsched.worker.kv_builder import KvBuilder
 from vsched.worker.memory import DeviceMemory
-from vsched.worker.profiling_run import StepLimits
+from vsched.worker.sizing import KvBuilder
+from vsched.worker.spec import StepLimits
+from vsched.worker.stage_rank import EncodeRank
 
 PREEMPTIONS_MAX = 3
 """Maximum preemptions per request, so that schedules end."""

@@ -17,7 +17,7 @@ from vsched.api.processes.messages import CancelRequest, HttpForward, Submit
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import Aborted, Arrived, Cleared, Event, Submitted, Withdrawn
 from vsched.policy import Admit, ArrivalDecision, ArrivalView, RequestPolicy, Shed
-from vsched.record.left import PartialOutput, prompt_digest
+from vsched.record.journal import PartialOutput, prompt_digest
 from vsched.types import FinishReason, Request, SamplingParams
 
 

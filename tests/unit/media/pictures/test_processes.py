@@ -18,21 +18,31 @@ from tests.unit.media.fakes import (
     VIDEO_PLACEHOLDER,
     FakePreprocessor,
     FaultyPreprocessor,
+    HangingPreprocessor,
     data_url,
     image_bytes,
     model_info,
 )
 from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.isolated.calls import CallCancellation
 from vsched.media import MediaPipeline, PixelStore, VideoReference
 from vsched.media.decode import DecodeLimits
-from vsched.media.measure import MeasuredImage, Measurer
+from vsched.media.measure import (
+    MeasuredItem,
+    Measurer,
+    RequestFiles,
+    pixel_limits,
+    video_limits,
+)
 from vsched.media.pictures import filling, processes
-from vsched.media.pictures.processes import LARGE_BYTES, picture_processes
+from vsched.media.pictures.filling import LocalPictures
+from vsched.media.pictures.processes import LARGE_BYTES, PictureProcesses, picture_processes
+from vsched.media.video import VideoLimits
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, Extent
 
-LIMITS = DecodeLimits(image=1 << 20, webp=1 << 20)
+LIMITS = DecodeLimits(image=1 << 20, webp=1 << 20), VideoLimits(1 << 20, 60.0, 60.0)
 PIXEL_BYTES = 1 << 20
 DIES = data_url(image_bytes(value=FaultyPreprocessor.DIES))
 HANGS = data_url(image_bytes(value=FaultyPreprocessor.HANGS))
@@ -41,14 +51,16 @@ HANGS = data_url(image_bytes(value=FaultyPreprocessor.HANGS))
 class ArenaBench:
     """A pipeline whose store is an arena, so that large images get processes."""
 
-    def __init__(self, settings: MediaConfig) -> None:
+    def __init__(
+        self, settings: MediaConfig, preprocessor: type[FaultyPreprocessor] = FaultyPreprocessor
+    ) -> None:
         self.arena = Arena.create(
             ArenaLayout(pixel_bytes=PIXEL_BYTES, pages=0, page_rows=1, row_bytes=1)
         )
         self.store = PixelStore(self.arena.pixels, self.arena.fd)
         info = model_info(video_token_id=VIDEO_PLACEHOLDER)
-        self.pipeline = MediaPipeline(FaultyPreprocessor(info), self.store, settings)
-        made = self.pipeline._pictures
+        self.pipeline = MediaPipeline(preprocessor(info), self.store, settings)
+        made = self.pipeline._processes
         assert made is not None
         self.pictures = made
 
@@ -64,17 +76,37 @@ class ArenaBench:
         prepared.lease.release()
         return found
 
+    def close(self) -> None:
+        self.pipeline.close()
+        self.arena.close()
+
     async def all_back(self) -> None:
         """Wait until all space and bytes have been returned."""
         await until(lambda: not self.pipeline.statistics().decode.bytes_used)
         assert self.store.statistics().bytes_held == 0
 
 
+def measured(
+    url: str, preprocessor: FakePreprocessor | None = None, settings: MediaConfig | None = None
+) -> MeasuredItem:
+    """Return the measured image of a URL."""
+    preprocessor, settings = preprocessor or FaultyPreprocessor(), settings or MediaConfig()
+    limits = pixel_limits(settings), video_limits(settings)
+    local = LocalPictures(preprocessor, limits, PixelStore(memoryview(b"")).view)
+    [found] = Measurer(preprocessor, settings, {}, {}, local).measure([url], RequestFiles({}, ""))
+    return found
+
+
+async def fill(pictures: PictureProcesses, image: MeasuredItem) -> None:
+    """Fill the start of the arena with an image."""
+    [size] = image.extents.values()
+    await asyncio.to_thread(pictures.fill, image, [Extent(0, size)], CallCancellation())
+
+
 def make_bench(prepare_s: float) -> Iterator[ArenaBench]:
     bench = ArenaBench(MediaConfig(prepare_s=prepare_s))
     yield bench
-    bench.pipeline.close()
-    bench.arena.close()
+    bench.close()
 
 
 @pytest.fixture
@@ -147,11 +179,11 @@ def test_decoded_bytes_are_bounded(kind: str) -> None:
     """In any format and size, an image in a kept process may take at most `LARGE_BYTES`."""
     rng = random.Random(kind)
     settings = MediaConfig(decode_bytes=1 << 40)
-    measurer = Measurer(FaultyPreprocessor(model_info(item_tokens_max=1 << 40)), settings, {}, {})
+    preprocessor = FaultyPreprocessor(model_info(item_tokens_max=1 << 40))
     for wide in (100, 700, 2000):
         high = rng.randint(wide // 2, wide)
         url = data_url(image_bytes(wide, high, kind=kind), f"image/{kind.lower()}")
-        [image] = measurer.measure([url], {}, "", lambda _: None)
+        image = measured(url, preprocessor, settings)
         # Pillow's storage is part of this bound.
         assert image.work_bytes >= 4 * wide * high
 
@@ -167,16 +199,14 @@ def test_decoded_bytes_are_bounded(kind: str) -> None:
 )
 async def test_undecodable_input_is_refused(bench: ArenaBench, content: bytes, code: str) -> None:
     """By the process itself, with the same limits as for the check of the header."""
-    measurer = Measurer(FaultyPreprocessor(), MediaConfig(), {}, {})
-    [image] = measurer.measure([data_url(image_bytes())], {}, "", lambda _: None)
-    assert isinstance(image, MeasuredImage)
-    made = picture_processes(FaultyPreprocessor(), LIMITS, arena_fd=bench.arena.fd, deadline_s=30.0)
+    image = measured(data_url(image_bytes()))
+    made = picture_processes(
+        FaultyPreprocessor(), *LIMITS, arena_fd=bench.arena.fd, deadline_s=30.0
+    )
     assert made is not None
     try:
         with pytest.raises(RequestRefused, match="Remedy: ") as caught:
-            await asyncio.to_thread(
-                made.fill, replace(image, content=content), Extent(0, image.extent_bytes)
-            )
+            await fill(made, replace(image, content=content))
     finally:
         made.close()
     assert caught.value.code == code
@@ -231,12 +261,20 @@ async def test_process_of_a_cancelled_video_is_killed(patient: ArenaBench) -> No
     await until(lambda: not children(bench.pictures.pid))
 
 
+async def test_inspection_of_a_cancelled_video_is_killed() -> None:
+    bench = ArenaBench(MediaConfig(prepare_s=NEVER_S), HangingPreprocessor)
+    file = VideoReference(data_url(b"any file", "video/mp4"))
+    request = asyncio.ensure_future(bench.pipeline.prepare("\x02", [file]))
+    await until(lambda: bool(children(bench.pictures.pid)))
+    request.cancel()
+    await until(lambda: not children(bench.pictures.pid))
+    await until(lambda: not bench.pipeline.statistics().preparing_bytes)
+    bench.close()
+
+
 async def test_hanging_process_is_told_to_who_still_waits(hasty: ArenaBench) -> None:
-    measurer = Measurer(FaultyPreprocessor(), MediaConfig(), {}, {})
-    [image] = measurer.measure([HANGS], {}, "", lambda _: None)
-    assert isinstance(image, MeasuredImage)
     with pytest.raises(RequestFailed, match=r"was not done within 0\.2 s, and was killed"):
-        await asyncio.to_thread(hasty.pictures.fill, image, Extent(0, image.extent_bytes))
+        await fill(hasty.pictures, measured(HANGS))
 
 
 async def test_server_that_dies_is_replaced(bench: ArenaBench) -> None:
@@ -283,10 +321,10 @@ def test_text_alone_needs_no_image_server() -> None:
     arena = Arena.create(ArenaLayout(pixel_bytes=0, pages=0, page_rows=1, row_bytes=0))
     store = PixelStore(arena.pixels, arena.fd)
     pipeline = MediaPipeline(FaultyPreprocessor(), store, MediaConfig())
-    assert pipeline._pictures is None
+    assert pipeline._processes is None
     pipeline.close()
     arena.close()
 
 
 def test_preprocessor_without_a_recipe_leaves_images_to_threads() -> None:
-    assert picture_processes(FakePreprocessor(), LIMITS, arena_fd=0, deadline_s=1.0) is None
+    assert picture_processes(FakePreprocessor(), *LIMITS, arena_fd=0, deadline_s=1.0) is None

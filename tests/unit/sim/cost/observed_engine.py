@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from tests.unit.sim.virtual import current
 from vsched.bench.fidelity.measure import ObservedEngine, RequestTexts
 from vsched.config import Config
-from vsched.config.sections import ArenaConfig, ModelConfig
-from vsched.config.stages import EncodeConfig, GenerateConfig
+from vsched.config.sections import ArenaConfig, EncodeConfig, GenerateConfig, ModelConfig
 from vsched.engine import Environment
 from vsched.kernel.commands import Accept, Command
 from vsched.kernel.events import Event, Submitted

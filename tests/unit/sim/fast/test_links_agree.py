@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from vsched.config import Config
-from vsched.config.cluster import ClusterConfig
+from vsched.config.sections import ClusterConfig
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event

@@ -121,29 +121,6 @@ def test_numba_survives_scores_far_apart() -> None:
     assert torch.allclose(found, decode_by_gather(query, 0, step, 1.0), atol=1e-5)
 
 
-def test_context_slots_follow_the_block_table() -> None:
-    table = np.array([7, 2, -1], dtype=np.int32)
-    assert context_slots(table, 6, 4).tolist() == [28, 29, 30, 31, 8, 9]
-
-
-@pytest.mark.parametrize(
-    ("first", "last"), [(0, 5), (3, 4), (3, 6)], ids=["whole prompt", "one token", "middle"]
-)
-def test_segment_masks_only_if_needed(first: int, last: int) -> None:
-    table: npt.NDArray[np.int32] = np.arange(4, dtype=np.int32)
-    segment = Segment(table, start=2, first=first, last=last, block_size=4, device="cpu")
-    assert (segment.start, segment.stop, segment.context) == (2, 2 + last - first, last)
-    assert segment.whole == (first == 0)
-    slots, mask = segment.slots(), segment.mask(torch.bfloat16)
-    assert slots.tolist() == list(range(last))
-    assert (mask is not None) == (last - first > 1)
-    if mask is not None:
-        assert mask.dtype == torch.bfloat16
-        assert (mask == 0).tolist() == [
-            [seen <= first + row for seen in range(last)] for row in range(last - first)
-        ]
-
-
 def test_segment_keeps_nothing_on_a_cpu() -> None:
     """Memory kept per chunk would add up over the chunks of a step, unlike in the profiling run of one long chunk."""
     table: npt.NDArray[np.int32] = np.arange(4, dtype=np.int32)

@@ -30,7 +30,6 @@ from vsched_workers.backends.cpu.compiling import (
     KERNEL_FILES,
     Need,
     compile_ahead,
-    expected_s,
     language_needs,
     missing,
     needs,
@@ -147,13 +146,6 @@ def test_nothing_is_compiled_ahead_where_it_cannot_be_kept(
     monkeypatch.setattr(compiling_module, "kernel_folder", lambda: Path("/proc"))
     assert compile_ahead([GREEDY], quiet) == 0
     assert processes.requested == []
-
-
-def test_expected_time_is_that_of_the_longest_or_of_all_shared_out() -> None:
-    sampler, attention = needs("sampler"), needs("decode attention", "float32", "bfloat16")
-    assert expected_s([sampler, NORM], 2) == sampler.seconds
-    total = sampler.seconds + attention.seconds
-    assert expected_s([sampler, attention], 1) == total
 
 
 def test_needs_follow_settings() -> None:

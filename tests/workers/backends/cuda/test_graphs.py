@@ -23,7 +23,7 @@ from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, WorkerSettings
 from vsched_workers import language
 from vsched_workers.backends.base import RunModel
-from vsched_workers.backends.cuda.graphs import TRIED_STEPS, DecodeGraphs, row_counts
+from vsched_workers.backends.cuda.graphs import TRIED_STEPS, DecodeGraphs
 from vsched_workers.backends.reference.attention import decode_by_gather
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.batching.kv_cache import KvCache
@@ -382,9 +382,3 @@ def test_states_do_not_advance_in_a_step_that_is_dropped(
     found = outputs(Driver(stage, chunk=48).run(questions, arrivals=9))
     assert found == generated(tmp_path, asked, outputs=24)
     assert generic[0].stream.starts > 24
-
-
-def test_row_counts_double_up_to_all_slots() -> None:
-    assert list(row_counts(1)) == [1]
-    assert list(row_counts(8)) == [1, 2, 4, 8]
-    assert list(row_counts(48)) == [1, 2, 4, 8, 16, 32, 48]

@@ -30,7 +30,7 @@ import torch
 
 from vsched.worker.contract import Progress, WorkerSettings
 from vsched.worker.memory import host_available
-from vsched.worker.shares import usable_cores
+from vsched.worker.spec import usable_cores
 from vsched_workers.backends.cpu import low_rank
 from vsched_workers.backends.cpu.attention import (
     NumbaDecode,

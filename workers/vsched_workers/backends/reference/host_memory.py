@@ -23,7 +23,7 @@ from vsched.worker.memory import (
     status_bytes,
     tells_what_is_free,
 )
-from vsched.worker.shares import usable_cores
+from vsched.worker.spec import usable_cores
 from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
 
 DRIFT_BYTES = 8 << 20

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.types import FinishReason, ModelInfo
-from vsched.worker.drafting.drafts import allows, foresee_with, only_token
+from vsched.worker.drafts import allows, foresee_with, only_token
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.preprocess.disjoint import longest_chain
 from vsched_workers.checkpoint.preprocess.schema_numbers import (

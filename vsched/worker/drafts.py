@@ -1,4 +1,14 @@
-"""Draft tokens from a second, smaller model with the same vocabulary, which each rank runs next to the target model.
+"""Draft tokens of a slot for speculative decoding.
+
+A draft token is a guess of the token after the next one. It is a decode row after the last token, whose result is the
+token after it. The token of a row depends only on the tokens before it, seed and position. So as long as each draft
+token equals the token sampled by the row before it, the results are exactly the tokens of single-row steps.
+
+All ranks of a group must use the same draft tokens: they depend only on the grant, the tokens and the grammar of a
+sequence. Sources are `lookup` (n-grams of the sequence) and, if it finds nothing, a small model
+(`vsched.worker.drafts`).
+
+Draft tokens from a second, smaller model with the same vocabulary, which each rank runs next to the target model.
 
 It is a generate worker with a KV cache of the same number of blocks, and a position of a sequence has the same block in
 both: the kernel allocates blocks once. It computes only on request: sequences without drafts cost nothing, and a
@@ -14,17 +24,119 @@ an output wrong; they lower the acceptance rate.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vsched.kernel.decisions import DraftGrant
 from vsched.types import ModelInfo
-from vsched.worker.contract import Batch, Chunk, GenerateWorker, SequenceState
+from vsched.worker.contract import Batch, Chunk, GenerateWorker, SequenceState, TokenMatcher
 from vsched.worker.slots import SlotTable
+from vsched.worker.spec import StepLimits
+
+MATCH_MAX = 16
+"""Maximum number of tokens compared to find the earlier position with the longest match."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDraft:
+    """The draft tokens of one slot; with a grammar, the mask after each."""
+
+    tokens: list[int]
+    masks: list[npt.NDArray[np.uint32]] = field(default_factory=list)
+
+
+def draft(sequence: SequenceState, length: int, grant: DraftGrant, room: int) -> SlotDraft | None:
+    """Return up to `room` draft tokens after `length` tokens, without a draft model; None for none."""
+    count = min(grant.tokens, room)
+    if count <= 0:
+        return None
+    wanted = lookup(sequence.tokens[:length], count, grant.ngram) if grant.ngram else []
+    return verifiable(sequence, wanted, count)
+
+
+def verifiable(sequence: SequenceState, wanted: list[int], count: int) -> SlotDraft | None:
+    """Return up to `count` draft tokens that are allowed or forced by the grammar; None for none."""
+    if sequence.items:  # outputs never contain their placeholders
+        held = {
+            int(sequence.tokens[start])
+            for place in sequence.items
+            for start, _, _ in place.rows(0, sequence.prompt_length)
+        }
+        wanted = [*itertools.takewhile(lambda token: token not in held, wanted)]
+    if sequence.matcher is not None:
+        foreseen = sequence.matcher.foresee(wanted, count)
+        if not foreseen:
+            return None
+        return SlotDraft([token for token, _ in foreseen], [mask for _, mask in foreseen])
+    return SlotDraft(wanted) if wanted else None
+
+
+def lookup(tokens: npt.NDArray[np.int32], count: int, ngram: int) -> list[int]:
+    """Return the `count` tokens after an earlier occurrence of the last tokens, which must match in at least `ngram`.
+
+    Of several occurrences, the one with the longest match counts, and of equal ones the last. At the end of the
+    sequence the continuation starts over from its beginning, as in a repeating text.
+    """
+    last = len(tokens) - 1
+    if last < ngram:
+        return []
+    places = np.flatnonzero(tokens[ngram - 1 : last] == tokens[last]) + ngram - 1
+    for back in range(1, min(MATCH_MAX, last)):
+        if not len(places):
+            return []
+        agree = (places >= back) & (tokens[np.maximum(places - back, 0)] == tokens[last - back])
+        if back >= ngram and not agree.any():
+            break
+        places = places[agree]
+    if not len(places):
+        return []
+    start = int(places[-1]) + 1
+    period = last + 1 - start
+    found: list[int] = tokens[start + np.arange(count) % period].tolist()
+    return found
+
+
+def foresee_with(
+    matcher: TokenMatcher, wanted: Sequence[int], count: int
+) -> list[tuple[int, npt.NDArray[np.uint32]]]:
+    """Return the draft tokens allowed by a grammar, for `TokenMatcher.foresee`; `matcher` is a copy that follows them.
+
+    A token that the grammar forces is always drafted; tokens of `wanted` are drafted while they agree with the drafts
+    so far and are allowed. Tokens that end the output are not drafted.
+    """
+    found: list[tuple[int, npt.NDArray[np.uint32]]] = []
+    while len(found) < count:
+        token = only_token(matcher.mask)
+        place = len(found)
+        agrees = all(one == other for (one, _), other in zip(found, wanted, strict=False))
+        if token is None and agrees and place < len(wanted) and allows(matcher.mask, wanted[place]):
+            token = wanted[place]
+        if token is None or matcher.follow([token]) is not None:
+            return found
+        found.append((token, matcher.mask.copy()))
+    return found
+
+
+def only_token(mask: npt.NDArray[np.uint32]) -> int | None:
+    """Return the only token that a mask allows; None if there are several or none."""
+    words = np.flatnonzero(mask)
+    if len(words) != 1:
+        return None
+    word = int(mask[words[0]])
+    return int(words[0]) * 32 + word.bit_length() - 1 if word & (word - 1) == 0 else None
+
+
+def allows(mask: npt.NDArray[np.uint32], token: int) -> bool:
+    """Return True if a mask allows a token."""
+    word = token // 32
+    return 0 <= word < len(mask) and bool(int(mask[word]) >> token % 32 & 1)
+
 
 ROWS_MAX = 2
 """Missing tokens up to this number are computed in decode rows: the last draft token and the token after it."""
@@ -56,22 +168,18 @@ class DraftModel:
     def __init__(
         self,
         draft: DraftWorker,
+        limits: StepLimits,
         *,
         vocabulary: int,
         blocks: int,
-        block_size: int,
-        chunk_tokens: int,
-        batch_tokens: int,
     ) -> None:
-        """Use a worker with a KV cache.
+        """Use a worker with a KV cache of `blocks` blocks.
 
-        `vocabulary` is the vocabulary size of the target model: tokens beyond it are not drafted. `chunk_tokens` is the
-        maximum number of tokens to prefill in a step, and `batch_tokens` that of all tokens in a step.
+        `vocabulary` is the vocabulary size of the target model: tokens beyond it are not drafted.
         """
         self._worker, self._info = draft
-        self._vocabulary = vocabulary
-        self._block_size = block_size
-        self._chunk_tokens, self._batch_tokens = chunk_tokens, batch_tokens
+        self._vocabulary, self._limits = vocabulary, limits
+        self._block_size = limits.block_size
         self._whole = np.zeros(blocks, np.bool_)
         """Whether all positions of each block are computed."""
         self._followed: dict[int, Followed] = {}
@@ -102,7 +210,12 @@ class DraftModel:
             self._receive(slot, sequences[slot], table)
         found = self._catch_up(list(wanted), table)
         going = sorted(found)
-        while going := [slot for slot in going if self._goes_on(slot, found, wanted)]:
+        while going := [
+            slot
+            for slot in going
+            if len(found[slot]) < wanted[slot]
+            and found[slot][-1] not in self._followed[slot].sequence.stop_token_ids
+        ]:
             rows = []
             for slot in going:
                 followed = self._followed[slot]
@@ -111,20 +224,8 @@ class DraftModel:
                 followed.done += 1
             for slot, token in zip(going, self._run(rows, [], table), strict=True):
                 found[slot].append(token)
-        return {slot: self._known(tokens) for slot, tokens in found.items()}
-
-    def _goes_on(
-        self, slot: int, found: Mapping[int, list[int]], wanted: Mapping[int, int]
-    ) -> bool:
-        """Return True if more tokens are wanted, and the last one is no stop token."""
-        last = found[slot][-1]
-        ends = last in self._followed[slot].sequence.stop_token_ids
-        return len(found[slot]) < wanted[slot] and not ends
-
-    def _known(self, tokens: list[int]) -> list[int]:
-        """Return tokens before the first one that the target model does not have."""
-        size = self._vocabulary
-        return tokens[: next((at for at, one in enumerate(tokens) if one >= size), len(tokens))]
+        size = self._vocabulary  # tokens that the target model does not have end a draft
+        return {slot: [*itertools.takewhile(size.__gt__, tokens)] for slot, tokens in found.items()}
 
     def _receive(self, slot: int, sequence: SequenceState, table: SlotTable) -> None:
         """Update a sequence with its new tokens; rejected draft tokens are forgotten."""
@@ -175,7 +276,9 @@ class DraftModel:
         rows: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
         # Decode rows first: the memory is proved for this total number of rows.
-        room = min(self._chunk_tokens, max(self._batch_tokens - ROWS_MAX * len(slots), 0))
+        room = min(
+            self._limits.chunk_tokens, max(self._limits.batch_tokens - ROWS_MAX * len(slots), 0)
+        )
         for slot in slots:
             followed = self._followed[slot]
             own, start = followed.sequence, followed.done

@@ -1,0 +1,593 @@
+"""Speculative decoding in a rank: sources of draft tokens, acceptance, and outputs that stay the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.unit.worker.test_generate_rank import GREEDY, Script, join, tokens_of, whole
+from vsched.errors import RankDesync
+from vsched.kernel.decisions import ChunkPlan, DraftGrant, GenerateDecision, Join, Leave, SwapCopies
+from vsched.kernel.events import Drafted, Finished
+from vsched.sim.ranks.symbolic_model import SymbolicGrammars
+from vsched.sim.ranks.symbolic_workers import stand_in_info
+from vsched.types import FinishReason, ItemPlace, SamplingParams
+from vsched.wire import GenerateResult, check_of
+from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs
+from vsched.worker.drafts import DraftModel, DraftWorker, allows, draft, lookup, only_token
+from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.spec import StepLimits
+
+BLOCK_SIZE = 4
+CONTEXT = 64
+FIRST = 16
+"""The first of the tokens that the models here yield; the grammars of simulations know those from here on."""
+
+
+@dataclass
+class Received:
+    """Output of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+
+def run_drafted(
+    rank: GenerateRank,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    rng: random.Random | None,
+    *,
+    stops: tuple[int, ...] = (),
+    model: bool = False,
+    blocks: Callable[[int], list[int]],
+) -> tuple[list[Received], list[Drafted]]:
+    """Run requests concurrently to their ends, with random grants of draft tokens if there is a generator.
+
+    `blocks` returns all blocks that a slot can need. With `model`, draft tokens come from a draft model, too.
+    """
+    received = [Received() for _ in prompts]
+    joins = [
+        msgspec.structs.replace(
+            join(slot + 1, slot, prompt, sampling=sampling, stops=stops), blocks=blocks(slot)
+        )
+        for slot, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
+    ]
+    decision = GenerateDecision(
+        1, joined=joins, chunks=[whole(slot, len(prompt)) for slot, prompt in enumerate(prompts)]
+    )
+    drafted: list[Drafted] = []
+    while not all(one.reason for one in received):
+        result = rank.apply(decision)
+        drafted += result.drafted
+        more = {one.slot: one.tokens for one in result.drafted}
+        for slot, token in enumerate(tokens_of(result)[: len(received)]):
+            if token >= 0:
+                received[slot].tokens += [token, *more.get(slot, [])]
+        for reported in result.logprobs:
+            received[reported.slot].logprobs.append(reported.logprob)
+        for end in result.finished:
+            assert received[end.slot].reason is None, "two ends"
+            received[end.slot].reason = end.reason
+        granted = []
+        if rng is not None:
+            granted = [
+                DraftGrant(slot, rng.randint(0, 6), rng.randint(0, 2), model)
+                for slot in range(len(prompts))
+                if rng.random() < 0.4
+            ]
+        decision = GenerateDecision(decision.step + 1, granted=granted)
+    return received, drafted
+
+
+def int32(*tokens: int) -> npt.NDArray[np.int32]:
+    return np.array(tokens, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ngram", "found"),
+    [
+        ((1, 2, 3, 9, 8, 7, 1, 2, 3), 3, [9, 8, 7]),
+        ((1, 2, 3, 9, 8, 7, 1, 2, 3), 2, [9, 8, 7]),
+        ((1, 2, 3, 9, 8, 7, 5, 2, 3), 3, []),  # two agree, three must
+        ((4, 3, 9, 5, 3, 8, 4, 3), 1, [9, 5, 3]),  # the longest match, not the last place
+        ((3, 9, 5, 3, 8, 4, 3), 1, [8, 4, 3]),  # of equal ones the last place
+        ((5, 6, 5, 6, 5, 6), 2, [5, 6, 5]),  # a cycle is continued
+        ((7, 7, 7), 1, [7, 7, 7]),
+        ((1, 2), 2, []),
+        ((1,), 1, []),
+    ],
+)
+def test_lookup_finds_what_followed_the_last_tokens(
+    tokens: tuple[int, ...], ngram: int, found: list[int]
+) -> None:
+    assert lookup(int32(*tokens), 3, ngram) == found
+
+
+def test_masks_report_the_only_token() -> None:
+    mask = np.zeros(3, np.uint32)
+    assert only_token(mask) is None
+    mask[2] = 1 << 31
+    assert only_token(mask) == 95
+    assert [allows(mask, token) for token in (95, 94, 96)] == [True, False, False]
+    mask[0] = 1
+    assert only_token(mask) is None
+
+
+def test_draft_stops_before_what_stands_for_an_image() -> None:
+    tokens = int32(1, 2, 3, 99, 99, 8, 1, 2, 3)
+    sequence = SequenceState(1, tokens, 9, 9, [ItemPlace(3, 2)], GREEDY, frozenset())
+    assert draft(sequence, 9, DraftGrant(0, 4, 2), 10) is None
+    tokens[3] = 7
+    sequence.items = [ItemPlace(4, 1)]
+    found = draft(sequence, 9, DraftGrant(0, 4, 2), 10)
+    assert found is not None
+    assert found.tokens == [7]
+
+
+def test_draft_keeps_within_its_room() -> None:
+    sequence = SequenceState(1, int32(7, 7, 7), 3, 3, [], GREEDY, frozenset())
+    found = [draft(sequence, 3, DraftGrant(0, 4, 1), room) for room in (9, 2, 0, -1)]
+    assert [len(one.tokens) if one is not None else 0 for one in found] == [4, 2, 0, 0]
+
+
+# --- rows ---
+
+
+def rank_of(worker: Script) -> GenerateRank:
+    embeddings = np.zeros((4, 4, 8), np.uint8)
+    return GenerateRank(
+        worker,
+        embeddings,
+        slots=4,
+        context_tokens=CONTEXT,
+        block_size=BLOCK_SIZE,
+        grammars=SymbolicGrammars(),
+    )
+
+
+def started(
+    worker: Script, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **more: object
+) -> GenerateRank:
+    """Return a rank with a request in slot 1, after its first token and with all blocks it needs."""
+    rank = rank_of(worker)
+    requested = join(1, 1, list(prompt), sampling=sampling, **more)  # type: ignore[arg-type]
+    requested = msgspec.structs.replace(requested, blocks=list(range(CONTEXT // BLOCK_SIZE)))
+    rank.apply(GenerateDecision(1, joined=[requested], chunks=[whole(1, len(prompt))]))
+    return rank
+
+
+def test_generate_rank_verifies_drafts_in_rows_behind_the_last_token() -> None:
+    worker = Script([6], [5, 6, 9, 5], [1])
+    rank = started(worker, [5, 6, 5])
+    result = rank.apply(GenerateDecision(2, granted=[DraftGrant(1, 3, 2)]))
+    batch = worker.batches[1]
+    assert (batch["slots"], batch["tokens"]) == ([1, 1, 1, 1], [6, 5, 6, 5])
+    assert (batch["positions"], batch["numbers"]) == ([3, 4, 5, 6], [1, 1, 1, 1])
+    # The first two rows confirm their draft tokens, the third does not: its own token is right, the last row is void.
+    assert tokens_of(result)[1] == 5
+    assert result.drafted == [Drafted(1, 3, [6, 9])]
+    rank.apply(GenerateDecision(3))
+    assert (worker.batches[2]["tokens"], worker.batches[2]["positions"]) == ([9], [6])
+
+
+def test_generate_rank_keeps_a_grant_until_another_or_a_leave() -> None:
+    worker = Script([6], [5, 1], [6], [7, 1], [8])
+    rank = started(worker, [5, 6, 5])
+    rank.apply(GenerateDecision(2, granted=[DraftGrant(1, 1, 1)]))
+    rank.apply(GenerateDecision(3, granted=[DraftGrant(1, 0, 1)]))
+    assert worker.batches[2]["slots"] == [1]
+    rank.apply(GenerateDecision(4, granted=[DraftGrant(1, 1, 1)]))
+    assert worker.batches[3]["slots"] == [1, 1]
+    again = msgspec.structs.replace(join(2, 1, [5, 5]), blocks=[0])
+    rank.apply(
+        GenerateDecision(5, left=[Leave(1, 1, keep=False)], joined=[again], chunks=[whole(1, 2)])
+    )
+    assert rank._grants == {}
+    with pytest.raises(RankDesync, match="slot 2, which is empty"):
+        rank.apply(GenerateDecision(6, granted=[DraftGrant(2, 1, 1)]))
+
+
+def test_generate_rank_drafts_no_further_than_blocks_and_limit() -> None:
+    worker = Script([7], [7, 7], [7])
+    rank = rank_of(worker)
+    requested = join(1, 0, [7, 7, 7, 7, 7], sampling=GREEDY)  # two blocks: eight positions
+    rank.apply(GenerateDecision(1, joined=[requested], chunks=[whole(0, 5)]))
+    worker.steps[0] = [7, 7, 7]
+    rank.apply(GenerateDecision(2, granted=[DraftGrant(0, 8, 1)]))
+    assert worker.batches[1]["positions"] == [5, 6, 7]
+    limited = Script([7], [7, 7, 7])
+    rank = started(limited, [7, 7], msgspec.structs.replace(GREEDY, max_tokens=4))
+    result = rank.apply(GenerateDecision(2, granted=[DraftGrant(1, 8, 1)]))
+    assert limited.batches[1]["positions"] == [2, 3, 4]
+    assert result.drafted == [Drafted(1, 2, [7, 7])]
+    assert result.finished == [Finished(1, 1, FinishReason.LENGTH)]
+
+
+def test_generate_rank_ends_at_a_stop_token_among_drafts() -> None:
+    worker = Script([5], [7, 9, 6, 5], [1])
+    rank = started(worker, [5, 7, 9, 6], stops=(9,))
+    result = rank.apply(GenerateDecision(2, granted=[DraftGrant(1, 3, 1)]))
+    assert worker.batches[1]["tokens"] == [5, 7, 9, 6]
+    assert result.drafted == [Drafted(1, 3, [9])]
+    assert result.finished == [Finished(1, 1, FinishReason.STOP)]
+    assert rank.apply(GenerateDecision(3)).finished == []
+
+
+def test_generate_rank_grows_a_slot_by_several_blocks() -> None:
+    worker = Script([7], [7] * 7)
+    rank = rank_of(worker)
+    rank.apply(GenerateDecision(1, joined=[join(1, 0, [7, 7, 7])], chunks=[whole(0, 3)]))
+    grown = [0, 31, 0, 32]
+    rank.apply(GenerateDecision(2, granted=[DraftGrant(0, 6, 1)], grown=grown))
+    assert worker.batches[1]["blocks"][0, :3].tolist() == [10, 31, 32]
+    assert worker.batches[1]["positions"] == list(range(3, 10))
+
+
+def test_check_of_a_result_covers_what_was_drafted() -> None:
+    result = GenerateResult(1, b"", b"", [], [], 0)
+    other = msgspec.structs.replace(result, drafted=[Drafted(1, 2, [3])])
+    assert check_of(result) != check_of(other)
+    assert check_of(other) != check_of(
+        msgspec.structs.replace(result, drafted=[Drafted(1, 2, [4])])
+    )
+
+
+# --- the same tokens as without draft tokens ---
+
+
+class Periodic(Script):
+    """The next token follows from the last two, the seed and the position; with grammars and logprobs.
+
+    It reads the whole history of each row, so a draft token in the wrong place would show.
+    """
+
+    def step(self, batch: Batch) -> Sampled:
+        table = batch.block_tables
+        rows = [
+            (one, position + 1)
+            for one, position in zip(
+                batch.decode_sequences, batch.decode_positions.tolist(), strict=True
+            )
+        ]
+        for slot, token, position, one in zip(
+            batch.decode_slots.tolist(),
+            batch.decode_tokens.tolist(),
+            batch.decode_positions.tolist(),
+            batch.decode_sequences,
+            strict=True,
+        ):
+            assert one.tokens[position] == token, "a row differs from the sequence"
+            assert table[slot, position // BLOCK_SIZE] >= 0
+        rows += [(chunk.sequence, chunk.stop) for chunk in batch.chunks if chunk.samples]
+        special = dict(batch.special)
+        tokens, reported = [], []
+        for row, (sequence, length) in enumerate(rows):
+            a, b = sequence.tokens[length - 2 : length].tolist()
+            seed = sequence.sampling.seed or 0
+            lucky = (length * 7 + seed) % 11 < 8
+            value = (a + b) % 3 if lucky else (length * 5 + seed) % 5
+            mask = special[row].token_mask if row in special else None
+            allowed = [one for one in range(FIRST, FIRST + 16) if mask is None or allows(mask, one)]
+            tokens.append(allowed[value % len(allowed)])
+            if sequence.sampling.logprobs is not None:
+                reported.append(TokenLogprobs(row, -float(length), [(tokens[-1], -float(length))]))
+        return Sampled(int32(*tokens), reported)
+
+
+CHOICES = '{"choice": ["16 17 18 19 21 22 23", "16 17 18 22 23 24 25 26", "18 18 18 18", "17 16 16 16 23"]}'
+
+
+# --- a draft model ---
+
+BLOCKS = 3 * CONTEXT // BLOCK_SIZE
+NOTHING = -1
+
+
+class Small(Periodic):
+    """Predicts as `Periodic` does, except for every n-th position; reads its own KV cache.
+
+    Each position of a block holds the token that was computed there. A missing or wrong token fails.
+
+    Attributes:
+        computed: Number of computed positions.
+        largest: Maximum positions of a step.
+    """
+
+    def __init__(self, *, wrong_every: int = 0) -> None:
+        super().__init__()
+        self._wrong_every = wrong_every
+        self.kv = np.full((BLOCKS, BLOCK_SIZE), NOTHING)
+        self.computed = self.largest = 0
+        self.prepared: list[int] = []
+        self.batches_run = 0
+
+    def prepare(self, sequence: SequenceState) -> None:
+        self.prepared.append(sequence.number)
+        assert not sequence.items, "it takes no images"
+        assert sequence.sampling.logprobs is None, "it was not called"
+        assert not sequence.sampling.grammar
+
+    def step(self, batch: Batch) -> Sampled:
+        self.batches_run += 1
+        before = self.computed
+        for chunk in batch.chunks:
+            for position in range(chunk.start, chunk.stop):
+                self._write(batch, chunk.slot, chunk.sequence, position)
+            self._read(batch, chunk.slot, chunk.sequence, chunk.stop)
+        rows = list(
+            zip(
+                batch.decode_slots.tolist(),
+                batch.decode_sequences,
+                batch.decode_positions.tolist(),
+                strict=True,
+            )
+        )
+        assert batch.decode_slots.tolist() == sorted(batch.decode_slots.tolist())
+        for slot, sequence, position in rows:
+            self._write(batch, slot, sequence, position)
+        for slot, sequence, position in rows:
+            self._read(batch, slot, sequence, position + 1)
+        self.largest = max(self.largest, self.computed - before)
+        sampled = super().step(batch)
+        ends = [position + 1 for _, _, position in rows]
+        ends += [chunk.stop for chunk in batch.chunks if chunk.samples]
+        for row, length in enumerate(ends):
+            if self._wrong_every and length % self._wrong_every == 0:
+                sampled.tokens[row] = FIRST + 1 + (sampled.tokens[row] - FIRST) % 3
+        return sampled
+
+    def _write(self, batch: Batch, slot: int, sequence: SequenceState, position: int) -> None:
+        self.computed += 1
+        block = batch.block_tables[slot, position // BLOCK_SIZE]
+        self.kv[block, position % BLOCK_SIZE] = sequence.tokens[position]
+
+    def _read(self, batch: Batch, slot: int, sequence: SequenceState, length: int) -> None:
+        blocks = batch.block_tables[slot, : -(-length // BLOCK_SIZE)]
+        found = self.kv[blocks].reshape(-1)[:length]
+        assert found.tolist() == sequence.tokens[:length].tolist(), "KV that is not its own"
+
+
+def model_rank(
+    worker: Periodic, small: Small, *, chunk: int = 8, batch: int = 32, vocabulary: int = 100
+) -> GenerateRank:
+    model = DraftModel(
+        DraftWorker(small, stand_in_info(context_tokens=CONTEXT)),
+        StepLimits(
+            slots=8,
+            batch_tokens=batch,
+            chunk_tokens=chunk,
+            context_tokens=CONTEXT,
+            block_size=BLOCK_SIZE,
+        ),
+        vocabulary=vocabulary,
+        blocks=BLOCKS,
+    )
+    return GenerateRank(
+        worker,
+        np.zeros((4, 4, 8), np.uint8),
+        slots=8,
+        context_tokens=CONTEXT,
+        block_size=BLOCK_SIZE,
+        grammars=SymbolicGrammars(),
+        draft_model=model,
+        swap_blocks=4,
+    )
+
+
+def own_blocks(slot: int) -> list[int]:
+    count = CONTEXT // BLOCK_SIZE
+    return list(range(slot * count, (slot + 1) * count))
+
+
+def begun(rank: GenerateRank, prompt: Sequence[int], **changes: object) -> list[int]:
+    """Have a request join slot 0 and yield its first token."""
+    requested = msgspec.structs.replace(join(1, 0, list(prompt)), blocks=own_blocks(0), **changes)
+    rank.apply(GenerateDecision(1, joined=[requested], chunks=[whole(0, len(prompt))]))
+    return own_blocks(0)
+
+
+def by_model(tokens: int) -> list[DraftGrant]:
+    return [DraftGrant(0, tokens, 0, True)]
+
+
+def test_draft_model_proposes_and_all_prove_right_if_both_think_alike() -> None:
+    small = Small()
+    rank = model_rank(Periodic(), small)
+    begun(rank, [16, 17, 18])
+    found = rank.apply(GenerateDecision(2, granted=by_model(3))).drafted[0]
+    assert (found.drafts, len(found.tokens)) == (3, 3)
+    # Four known tokens and two draft tokens; the last draft token is not computed.
+    assert (small.computed, small.prepared) == (6, [1])
+    found = rank.apply(GenerateDecision(3)).drafted[0]
+    assert len(found.tokens) == 3
+    # That draft token and the next output token, in rows, and again two draft tokens.
+    assert (small.computed, small.batches_run) == (10, 6)
+
+
+def test_draft_model_forgets_drafts_that_proved_wrong() -> None:
+    small, right = Small(wrong_every=3), 0
+    rank = model_rank(Periodic(), small)
+    begun(rank, [16, 17, 18])
+    for step in range(2, 9):
+        found = rank.apply(GenerateDecision(step, granted=by_model(4))).drafted[0]
+        assert found.drafts == 4
+        right += len(found.tokens)
+    assert 7 <= right < 28
+
+
+def test_draft_model_catches_up_in_chunks_and_drafts_when_it_has() -> None:
+    small = Small()
+    rank = model_rank(Periodic(), small, chunk=8)
+    begun(rank, [16 + at % 3 for at in range(20)])
+    reported = [rank.apply(GenerateDecision(step, granted=by_model(2))) for step in range(2, 6)]
+    # 21, 22, 23 tokens are known in these steps, and each computes 8 more of them.
+    assert [len(one.drafted) for one in reported] == [0, 0, 1, 1]
+    assert small.computed == 23 + 1 + 2 + 1
+
+
+def test_draft_model_takes_no_more_positions_a_step_than_memory_is_proved_for() -> None:
+    """One sequence catches up while draft tokens are proposed for another."""
+    small = Small()
+    rank = model_rank(Periodic(), small, chunk=8, batch=10)
+    begun(rank, [16, 17, 18])
+    long = [16 + at % 3 for at in range(20)]
+    late = msgspec.structs.replace(join(2, 1, long), blocks=own_blocks(1))
+    rank.apply(GenerateDecision(2, granted=by_model(3), joined=[late], chunks=[whole(1, 20)]))
+    requested = [DraftGrant(1, 3, 0, True)]
+    reported = [rank.apply(GenerateDecision(3 + at, granted=requested)) for at in range(4)]
+    assert [[each.slot for each in one.drafted] for one in reported] == [[0], [0], [0], [0, 1]]
+    assert small.largest <= 10
+
+
+def test_draft_model_computes_nothing_without_a_grant() -> None:
+    small = Small()
+    rank = model_rank(Periodic(), small)
+    begun(rank, [16, 17, 18])
+    rank.apply(GenerateDecision(2, granted=[DraftGrant(0, 3, 1)]))
+    rank.apply(GenerateDecision(3, granted=[DraftGrant(0, 0, 0, True)]))
+    assert small.batches_run == 0
+
+
+def test_draft_model_is_called_only_if_lookup_has_nothing() -> None:
+    small = Small()
+    rank = model_rank(Periodic(), small)
+    begun(rank, [16, 17] * 6)
+    both = [DraftGrant(0, 3, 1, True)]
+    assert rank.apply(GenerateDecision(2, granted=both)).drafted
+    assert small.batches_run == 0
+
+
+def test_draft_model_knows_what_blocks_of_the_prefix_cache_it_has_filled() -> None:
+    small = Small()
+    rank = model_rank(Periodic(), small, chunk=CONTEXT)
+    prompt = [16, 17, 18, 16, 17, 18, 16, 17, 18]
+    blocks = begun(rank, prompt)
+    rank.apply(GenerateDecision(2, granted=by_model(1)))
+    assert small.computed == 10
+    again = msgspec.structs.replace(join(2, 1, prompt), blocks=[*blocks[:2], 40, 41], computed=8)
+    rank.apply(GenerateDecision(3, joined=[again], chunks=[ChunkPlan(1, 8, len(prompt), [])]))
+    before = small.computed
+    rank.apply(GenerateDecision(4, granted=[DraftGrant(0, 0, 0), DraftGrant(1, 1, 0, True)]))
+    assert small.computed == before + 2, "the ninth token of the prompt and the first of the answer"
+    # Blocks that were given to another request hold its tokens.
+    leave = [Leave(1, 0, keep=False), Leave(2, 1, keep=False)]
+    other = msgspec.structs.replace(join(3, 1, prompt), blocks=[*blocks[:1], 44, 45], computed=4)
+    rank.apply(
+        GenerateDecision(5, left=leave, joined=[other], chunks=[ChunkPlan(1, 4, len(prompt), [])])
+    )
+    before = small.computed
+    rank.apply(GenerateDecision(6, granted=[DraftGrant(1, 1, 0, True)]))
+    assert small.computed == before + 6
+
+
+def test_draft_model_computes_again_what_was_swapped_back() -> None:
+    small = Small()
+    rank = model_rank(Swapping(), small, chunk=CONTEXT)
+    blocks = begun(rank, [16, 17, 18, 16, 17, 18])
+    rank.apply(GenerateDecision(2, granted=by_model(1)))
+    rank.apply(
+        GenerateDecision(3, left=[Leave(1, 0, keep=True)], swaps=SwapCopies([0, 0, 1, 1], []))
+    )
+    small.kv[:] = NOTHING  # other requests used it meanwhile
+    back = Join(1, 0, 8, 9, blocks[:3], None)
+    swaps = SwapCopies([], [0, 0, 1, 1])
+    chunk = ChunkPlan(0, 8, 9, [])
+    rank.apply(GenerateDecision(4, swaps=swaps, joined=[back], chunks=[chunk]))
+    before = small.computed
+    rank.apply(GenerateDecision(5, granted=by_model(1)))
+    assert small.computed == before + 10
+
+
+class Swapping(Periodic):
+    """A model whose requests can be swapped."""
+
+    def build_swap(self, blocks: int) -> None:
+        """No-op."""
+
+    def swap(self, out: object, back: object) -> None:
+        """No-op."""
+
+
+def test_draft_model_drafts_within_its_context_and_the_other_vocabulary() -> None:
+    small = Small()
+    rank = model_rank(Periodic(), small, chunk=CONTEXT, vocabulary=FIRST + 1)
+    begun(rank, [16, 17, 18])
+    drafted = [
+        one
+        for step in range(2, 12)
+        for one in rank.apply(GenerateDecision(step, granted=by_model(4))).drafted
+    ]
+    assert drafted, "some tokens are known to both"
+    assert all(one.drafts < 4 for one in drafted)
+    short = Small()
+    rank = model_rank(Periodic(), short, chunk=CONTEXT)
+    assert rank._draft_model is not None
+    rank._draft_model._info = stand_in_info(context_tokens=6)
+    begun(rank, [16, 17, 18])
+    assert rank.apply(GenerateDecision(2, granted=by_model(3))).drafted == []
+    assert rank.apply(GenerateDecision(3, granted=by_model(1))).drafted[0].drafts == 1
+
+
+def test_draft_model_reads_tokens_beyond_its_vocabulary_and_drafts_no_image() -> None:
+    small = Small()
+    rank = model_rank(Periodic(), small, chunk=CONTEXT)
+    data = join(1, 0, [16, 200, 200, 17]).data
+    assert data is not None
+    with_image = msgspec.structs.replace(data, items=[ItemPlace(1, 2)])
+    begun(rank, [16, 200, 200, 17], data=with_image)
+    rank.apply(GenerateDecision(2, granted=by_model(2)))
+    assert small.kv[0].tolist() == [16, 99, 99, 17]
+
+
+@pytest.mark.parametrize("model", [False, True], ids=["lookup", "model"])
+def test_generate_rank_yields_the_same_with_drafts(*, model: bool) -> None:
+    """Whatever the source of the draft tokens is."""
+    drafts = right = forced = 0
+    for seed in range(100 if model else 150):
+        rng = random.Random(seed)
+        longest = 20 if model else 12
+        prompts = [[rng.randint(16, 18) for _ in range(rng.randint(2, longest))] for _ in range(3)]
+        params = [
+            SamplingParams(
+                temperature=rng.choice([0.0, 1.0]),
+                seed=rng.randint(0, 99),
+                max_tokens=rng.randint(1, 40),
+                min_tokens=0,
+                logprobs=rng.choice([None, 0]),
+                grammar=rng.choice(["", "", CHOICES]),
+            )
+            for _ in prompts
+        ]
+        if model:
+            small = Small(wrong_every=rng.choice([0, 2, 5]))
+            sides = Small(), small
+            ranks = [model_rank(Periodic(), one, chunk=rng.choice([3, 64])) for one in sides]
+        else:
+            ranks = [rank_of(Periodic()), rank_of(Periodic())]
+        plain, found = (
+            run_drafted(
+                rank,
+                prompts,
+                params,
+                with_drafts,
+                stops=(FIRST + 4,),
+                model=model,
+                blocks=own_blocks,
+            )
+            for rank, with_drafts in zip(ranks, (None, rng), strict=True)
+        )
+        assert found[0] == plain[0]
+        assert not plain[1]
+        drafts += sum(one.drafts for one in found[1])
+        right += sum(len(one.tokens) for one in found[1])
+        forced += any(one.grammar for one in params)
+    assert 0 < right < drafts, "some draft tokens are accepted and some are not"
+    assert forced

@@ -1,1 +1,0 @@
-"""`vsched demo`: everything in one command."""

@@ -1,0 +1,318 @@
+"""`vsched demo`: everything in one command: a checkpoint, a server, pictures, streamed answers."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vsched.checkpoint_tools import ExamTurn
+from vsched.cli import app
+from vsched.terminal.options import new_table
+
+if TYPE_CHECKING:
+    import httpx
+    from openai import AsyncOpenAI
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+QUESTION = "What is in this picture?"
+SIZE = "tiny25"
+TASKS = ("number", "colour", "count")
+"""Tasks of the first question and of each turn of the conversation."""
+TABLE_COLUMNS = 72
+PICTURE_COLUMNS = 56
+PICTURES_COLUMNS = 120
+"""Maximum total width of pictures side by side."""
+GAP_COLUMNS = 2
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Folder for pictures and random weights.")] = (
+        Path(".demo")
+    ),
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 40,
+    *,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the pictures.")] = 0,
+    random_weights: Annotated[
+        bool,
+        typer.Option(
+            "--random-weights", help="Use random weights instead of the trained checkpoint."
+        ),
+    ] = False,
+) -> None:
+    """Serve a small checkpoint, ask it about pictures, and show where time and memory went."""
+    import uvloop
+    from rich.console import Console
+
+    from vsched.checkpoint_tools import load_tools
+
+    console = Console(highlight=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    plugin = load_tools("transformers", "exam_tasks")
+    trained = plugin.trained_checkpoint()
+    if trained and not random_weights:
+        size = sum(path.stat().st_size for path in Path(trained).iterdir() if path.is_file())
+        console.print(f"The trained checkpoint of the repository, {size / 1e6:.1f} MB.")
+
+        def turn(task: str, place: int) -> ExamTurn:
+            """Return the turn of a task; another place gives another picture."""
+            return plugin.exam(task, 1, seed=2 * seed + place)[0][0]
+
+        uvloop.run(_examine(trained, turn, folder, max_tokens, console))
+        return
+    if not random_weights:
+        console.print(
+            "The trained checkpoint is not available: it is in the repository, but not in wheels."
+        )
+    checkpoint = folder / SIZE
+    if not (checkpoint / "config.json").exists():
+        with console.status(f"Making a Qwen2.5-VL checkpoint with random weights ({SIZE}) …"):
+            parameters = plugin.make_checkpoint(str(checkpoint), SIZE)
+        console.print(f"Made {checkpoint}: {parameters / 1e6:.1f} M random parameters.")
+    uvloop.run(_ask_noise(checkpoint, folder, max_tokens, console))
+
+
+def is_answer(text: str, expected: str) -> bool:
+    """Return whether a text is the right answer, ignoring surrounding white space."""
+    return text.strip() == expected
+
+
+def data_url(png: bytes) -> str:
+    """Return a PNG file as a data URL."""
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def user_message(turn: ExamTurn) -> dict[str, Any]:
+    """Return a turn as an OpenAI chat message: its images, then its question."""
+    images = [{"type": "image_url", "image_url": {"url": data_url(png)}} for png in turn.images]
+    return {"role": "user", "content": [*images, {"type": "text", "text": turn.question}]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """A server and an OpenAI client for it."""
+
+    url: str
+    model: str
+    openai: AsyncOpenAI
+    http: httpx.AsyncClient
+    console: Console
+    max_tokens: int
+
+    async def ask(self, messages: Sequence[Any], *, show: bool = True, **sampling: Any) -> str:
+        """Send messages, print the answer as it is streamed, and return it."""
+        stream: Any = await self.openai.chat.completions.create(
+            model=self.model,
+            messages=list(messages),
+            max_tokens=self.max_tokens,
+            stream=True,
+            **sampling,
+        )
+        pieces: list[str] = []
+        async for chunk in stream:
+            if chunk.choices and chunk.choices[0].delta.content:
+                pieces.append(chunk.choices[0].delta.content)
+                if show:
+                    self.console.print(pieces[-1], end="", markup=False)
+        return "".join(pieces)
+
+    async def statistics(self) -> dict[str, Any]:
+        """Return the server's statistics."""
+        reply = await self.http.get(f"{self.url}/admin/statistics")
+        found: dict[str, Any] = reply.json()
+        return found
+
+
+@contextlib.asynccontextmanager
+async def _serving(checkpoint: str, max_tokens: int, console: Console) -> AsyncIterator[_Client]:
+    """Serve a checkpoint, with progress bars while it loads."""
+    import httpx
+    from openai import AsyncOpenAI
+
+    from vsched.api.server import running_server
+    from vsched.config import load_config
+    from vsched.terminal.progress import loading_progress
+
+    settings = [f"model.path={checkpoint}", "server.port=0"]
+    config = load_config(None, sets=settings, environ={}).config
+    async with contextlib.AsyncExitStack() as stack:
+        with loading_progress(console) as report:
+            server = await stack.enter_async_context(running_server(config, on_progress=report))
+        console.print(f"Serving at {server.url}/v1")
+        # Clients are closed before the server: an open keep-alive connection would delay its stop.
+        openai = await stack.enter_async_context(
+            AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
+        )
+        http = await stack.enter_async_context(httpx.AsyncClient())
+        yield _Client(server.url, config.model.served_name, openai, http, console, max_tokens)
+    console.print("Stopped: no process and no shared memory is left.")
+
+
+async def _examine(
+    checkpoint: str,
+    turn: Callable[[str, int], ExamTurn],
+    folder: Path,
+    max_tokens: int,
+    console: Console,
+) -> None:
+    """Ask about a picture, then hold a conversation; report whether the answers are right."""
+    first = turn(TASKS[0], 0)
+    async with _serving(checkpoint, max_tokens, console) as client:
+        _show(first.images, folder, "picture", console)
+        console.print(f"[bold]user[/]       {first.question}")
+        console.print("[bold]assistant[/]  ", end="")
+        answer = await client.ask([user_message(first)], temperature=0)
+        console.print(f"   [dim]({_verdict(answer, first)})[/]\n")
+        first_timeline = (await client.statistics())["recent"][-1]
+        turns = [turn(task, 1) for task in TASKS]
+        _show([png for one in turns for png in one.images], folder, "turn", console)
+        console.print(await _converse(client, turns))
+        console.print()
+        console.print(timeline_table(first_timeline))
+        console.print()
+        console.print(memory_table(await client.statistics()))
+
+
+async def _converse(client: _Client, turns: Sequence[ExamTurn]) -> Table:
+    """Hold a conversation of these turns, each with its own picture; return it as a table."""
+    title = "A conversation: the next picture with each turn"
+    table = _table(title, "turn", "question", "images", "encoded", "answer", "")
+    table.caption = "images: in the prompt; encoded: new ones, the others were cached"
+    table.caption_justify = "left"
+    messages: list[dict[str, Any]] = []
+    images = 0
+    for number, turn in enumerate(turns, 1):
+        messages.append(user_message(turn))
+        images += len(turn.images)
+        answer = await client.ask(messages, show=False, temperature=0)
+        messages.append({"role": "assistant", "content": answer})
+        encoded = (await client.statistics())["recent"][-1]["encoded_items"]
+        counts = str(images), str(encoded)
+        table.add_row(str(number), turn.question, *counts, answer, _verdict(answer, turn))
+    return table
+
+
+async def _ask_noise(checkpoint: Path, folder: Path, max_tokens: int, console: Console) -> None:
+    turn = ExamTurn((draw_picture(),), QUESTION, "")
+    _show(turn.images, folder, "picture", console)
+    async with _serving(str(checkpoint), max_tokens, console) as client:
+        console.print(f"\n[bold]user[/]       {QUESTION}")
+        console.print("[bold]assistant[/]  ", end="")
+        await client.ask([user_message(turn)], temperature=1.0, seed=7)
+        console.print(
+            "\n\nThe weights are random, so the answer is noise; the path that it took is real:\n"
+            "HTTP, preprocessing, an encode process, shared memory, a generate process.\n",
+            style="dim",
+        )
+        statistics = await client.statistics()
+        console.print(timeline_table(statistics["recent"][-1]))
+        console.print(memory_table(statistics))
+
+
+def draw_picture() -> bytes:
+    """Return a picture of a red circle, a blue square and a green triangle, as a PNG file."""
+    from PIL import Image, ImageDraw
+
+    picture = Image.new("RGB", (448, 336), "#f4f1ea")
+    draw = ImageDraw.Draw(picture)
+    draw.ellipse((40, 100, 160, 220), fill="#d1495b")
+    draw.rectangle((180, 110, 290, 220), fill="#2e6f95")
+    draw.polygon([(310, 220), (420, 220), (365, 105)], fill="#5b8e55")
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _show(pictures: Sequence[bytes], folder: Path, name: str, console: Console) -> None:
+    """Write pictures as PNG files, and show them side by side if the console has colours."""
+    from rich.table import Table
+
+    several = len(pictures) > 1
+    paths = [
+        folder / (f"{name}-{number}.png" if several else f"{name}.png")
+        for number in range(1, len(pictures) + 1)
+    ]
+    for path, png in zip(paths, pictures, strict=True):
+        path.write_bytes(png)
+    console.print(
+        f"The picture{'s' * several}, which the model has never seen "
+        f"([dim]{', '.join(map(str, paths))}[/]):"
+    )
+    if console.color_system and not console.no_color:
+        width = min(console.width, PICTURES_COLUMNS) - GAP_COLUMNS
+        columns = min(width // len(pictures) - GAP_COLUMNS, PICTURE_COLUMNS)
+        row = Table.grid(padding=(0, GAP_COLUMNS, 0, 0))
+        row.add_row(*(thumbnail(png, columns) for png in pictures))
+        console.print(row)
+    console.print()
+
+
+def thumbnail(png: bytes, columns: int) -> Text:
+    """Return a picture as coloured half blocks, two pixels per character; small ones are not enlarged."""
+    from PIL import Image
+    from rich.text import Text
+
+    with Image.open(io.BytesIO(png)) as opened:
+        picture = opened.convert("RGB")
+    # Limit the height to the width, so that a tall picture does not fill the screen.
+    scale = min(columns / picture.width, columns / picture.height, 1.0)
+    columns = max(round(picture.width * scale), 1)
+    rows = max(round(picture.height * scale / 2), 1) * 2
+    small = picture.resize((columns, rows), Image.Resampling.LANCZOS).tobytes().hex()
+    pixels = [f"#{small[at : at + 6]}" for at in range(0, len(small), 6)]
+    text = Text(no_wrap=True)
+    for row in range(0, rows, 2):
+        for column in range(row * columns, (row + 1) * columns):
+            text.append("▀", style=f"{pixels[column]} on {pixels[column + columns]}")
+        text.append("\n")
+    return text
+
+
+def _verdict(answer: str, turn: ExamTurn) -> str:
+    return "right" if is_answer(answer, turn.answer) else f"wrong: {turn.answer}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    texts = ("question", "answer", "", "process")
+    return new_table(title, *columns, texts=texts, min_width=TABLE_COLUMNS)
+
+
+def timeline_table(timeline: dict[str, Any]) -> Table:
+    """Return a table of the time spent on one request, by stage."""
+    stages = ("preprocess", "encode", "queue", "prefill", "decode")
+    table = _table("Where the time went (ms)", *stages, "total")
+    spent = [timeline[f"{stage}_ms"] for stage in stages]
+    table.add_row(*(f"{value:.1f}" for value in (*spent, sum(spent))))
+    table.caption = (
+        f"{timeline['prompt_tokens']} prompt tokens ({timeline['cached_tokens']} cached), "
+        f"{timeline['encoded_items']} image encoded, {timeline['output_tokens']} tokens out"
+    )
+    return table
+
+
+def memory_table(statistics: dict[str, Any]) -> Table:
+    """Return a table of the memory in use, by process."""
+    columns = ("process", "resident", "peak", "weights", "KV cache")
+    table = _table("Where the memory is (MiB)", *columns)
+
+    def mib(fields: dict[str, int], name: str) -> str:
+        return f"{fields[name] / 2**20:.1f}" if name in fields else ""
+
+    memory = statistics["memory"]
+    table.add_row("engine", mib(memory, "engine_resident"), "", "", "")
+    for group, ranks in statistics["ranks"].items():
+        for rank, fields in ranks.items():
+            cells = (mib(fields, name) for name in ("resident", "peak", "weights", "kv"))
+            table.add_row(f"{group} rank {rank}", *cells)
+    pixels, embeddings = mib(memory, "arena_pixels"), mib(memory, "arena_embeddings")
+    table.caption = f"shared arena (reserved): pixels {pixels}, embeddings {embeddings}"
+    return table

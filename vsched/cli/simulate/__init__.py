@@ -1,1 +1,0 @@
-"""`vsched simulate`: try configurations on a workload."""

@@ -1,0 +1,509 @@
+"""`vsched simulate`: try configurations on a workload, with the production scheduler on a virtual clock.
+
+`--swarm N` runs whole engines with random faults instead, until one breaks an invariant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vsched.cli import app
+from vsched.errors import ConfigError, limit_message
+from vsched.terminal.options import (
+    JsonOption,
+    PlotOption,
+    SetOption,
+    load,
+    open_output,
+    table_console,
+)
+
+if TYPE_CHECKING:
+    from vsched.config import LoadedConfig
+    from vsched.config.sections import PolicyTable
+    from vsched.sim.cost.model import CostModel
+    from vsched.sim.fast.metrics import SimulationOutcome
+    from vsched.sim.fast.recorded import RecordedRun
+    from vsched.sim.fast.simulation import EventObserver
+    from vsched.sim.faults import FaultPlan, GroupOutage
+    from vsched.sim.workload.requests import Workload
+
+REQUESTS, RATE, COST = 2000, 2.0, "h100-7b"
+"""Defaults of a generated workload, and of the cost model."""
+TargetOption = Annotated[float, typer.Option(min=0, help="Target for goodput.")]
+WITH_SWARM = ("swarm", "seed", "faults", "config", "assignments", "probes")
+"""Options that apply to `--swarm`."""
+
+
+@app.command()
+def simulate(
+    ctx: typer.Context,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--config", "-c", help="TOML file; several are compared.", show_default="the defaults"
+        ),
+    ] = None,
+    assignments: SetOption = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Requests to replay: a trace, or a record of `vsched serve --record`."),
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="Generator of requests, by name.", show_default="poisson")
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Number of requests; {REQUESTS} of a generator."),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Generated requests per second.", show_default=f"{RATE:g}"),
+    ] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="Speed-up factor of arrivals.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the generator and of noise.")] = 0,
+    cost: Annotated[
+        str | None,
+        typer.Option(
+            help="Cost model: h100-7b, tiny25, or a JSON file.",
+            show_default=f"{COST}; of a record, its steps",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint, for its shape.", show_default="the cost model's shape"),
+    ] = None,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="KV cache of a replica.", show_default="generate.memory"),
+    ] = None,
+    ttft_target_ms: TargetOption = 2000.0,
+    tpot_target_ms: TargetOption = 100.0,
+    draft_acceptance: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Acceptance probability of a draft token after accepted ones; 0 for no drafting.",
+        ),
+    ] = 0.0,
+    draft_model_time: Annotated[
+        float,
+        typer.Option(min=0, help="Time of a draft-model token, as a share of a decode step."),
+    ] = 0.2,
+    link_mbit: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            help="Megabits per second of the link to each host of `cluster`, in each direction.",
+        ),
+    ] = 1000.0,
+    link_latency_ms: Annotated[
+        float, typer.Option(min=0, help="Latency to a host of `cluster`, in milliseconds.")
+    ] = 0.2,
+    outage: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GROUP:FROM_S:TO_S", help="Lose a group for a while; for good without TO_S."
+        ),
+    ] = None,
+    swarm: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Instead, run this many whole engines of random shapes with random faults, from --seed on; "
+            "with the policies of --config, if it is given.",
+        ),
+    ] = None,
+    probes: Annotated[
+        bool,
+        typer.Option(
+            "--probes", help="With --swarm, report the number of engines that reached each probe."
+        ),
+    ] = False,
+    faults: Annotated[
+        Path | None,
+        typer.Option(help="Fault plan, a JSON file; with --swarm instead of random ones."),
+    ] = None,
+    restart_s: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Seconds from the loss of a group by --faults until it serves again."
+        ),
+    ] = 10.0,
+    oracles: Annotated[
+        bool, typer.Option("--oracles", help="Check all invariants after every event.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a report with charts as one file."),
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a table.")] = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")
+    ] = None,
+) -> None:
+    """Simulate configurations on a workload, and compare the results.
+
+    The scheduler and the policies are those of a server; ranks are replaced by a cost model of step
+    times.
+    """
+    if swarm is not None:
+        _refuse_given(ctx, but=WITH_SWARM, reason="is not used with --swarm")
+        run_swarm(
+            swarm,
+            seed=seed,
+            faults=faults,
+            configs=config or (),
+            assignments=assignments or (),
+            probes=probes,
+        )
+        return
+    if probes:
+        raise ConfigError("--probes: needs --swarm. Remedy: add --swarm N, or leave it out")
+    from vsched.record.files import is_record
+    from vsched.sim.cost.model import load_cost_model
+    from vsched.sim.fast.metrics import Targets
+    from vsched.sim.fast.recorded import load_record
+    from vsched.sim.network.links import HostLinkProfile
+    from vsched.sim.setup import DraftLuck, inspect_checkpoint
+
+    files = {"--html": html, "--csv": csv, "--json": json, "--plot": plot}
+    check_writable(files)
+    run = load_record(trace) if trace is not None and is_record(trace) else None
+    named = _configs(config, assignments, run)
+    costs = load_cost_model(cost or COST) if run is None else _cost_of(run, cost)
+    load_of = _workload(trace, run, workload, requests=requests, rate=rate, seed=seed, speed=speed)
+    info = None if model is None else inspect_checkpoint(next(iter(named.values())).config, model)
+    outcomes = _run_all(
+        named,
+        load_of,
+        timeline=timeline,
+        cost=costs,
+        seed=seed,
+        oracles=oracles,
+        faults=_faults(outage, faults),
+        restart_s=restart_s,
+        targets=Targets(ttft_ms=ttft_target_ms, tpot_ms=tpot_target_ms),
+        info=info,
+        kv_tokens=kv_tokens,
+        drafts=DraftLuck(draft_acceptance, draft_model_time),
+        host_links=HostLinkProfile(
+            latency_ns=int(link_latency_ms * 1e6), bytes_per_s=link_mbit * 125_000
+        ),
+    )
+    _say(load_of, outcomes, costs)
+    _write(outcomes, files)
+    _report_policy_failures(outcomes)
+
+
+def _refuse_given(ctx: typer.Context, *, but: Collection[str], reason: str) -> None:
+    """Refuse options given on the command line, except those in `but`."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in ctx.params
+        if name not in but and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: {reason}. Remedy: leave it out")
+
+
+def check_writable(files: Mapping[str, Path | None]) -> None:
+    """Check that output files can be written, before a simulation that may take minutes.
+
+    Raises:
+        ConfigError: When one cannot; names its option.
+    """
+    for option, path in files.items():
+        if path is None:
+            continue
+        target = path if path.exists() else path.parent  # /dev/stdout is in no writable folder
+        if path.is_dir() or not os.access(target, os.W_OK):
+            raise ConfigError(
+                f"{option} {path}: cannot be written. Remedy: name a file in an existing, writable folder"
+            )
+
+
+def _run_all(
+    named: dict[str, LoadedConfig],
+    load_of: Workload,
+    *,
+    timeline: Path | None,
+    **settings: Any,
+) -> list[SimulationOutcome]:
+    """Simulate the configurations one after another, with a progress bar for each."""
+    from vsched.sim.fast.simulation import simulate as run
+    from vsched.terminal.progress import counting_progress
+
+    outcomes: list[SimulationOutcome] = []
+    with counting_progress() as report:
+        for label, loaded in named.items():
+            progress = partial(lambda label, done: report(label, done, load_of.requests), label)
+            with _timeline(timeline, label if len(named) > 1 else "", loaded) as observers:
+                outcomes.append(
+                    run(
+                        loaded,
+                        load_of,
+                        label=label,
+                        progress=progress,
+                        observers=observers,
+                        **settings,
+                    )
+                )
+    return outcomes
+
+
+def _cost_of(run: RecordedRun, cost: str | None) -> CostModel:
+    """Return the costs of a recorded run, or those of the option, with the KV cache of the run."""
+    import msgspec
+
+    from vsched.sim.cost.model import load_cost_model
+
+    found = run.cost if cost is None else load_cost_model(cost)
+    if found is None:
+        raise ConfigError(
+            "--trace: the record has too few steps to measure their times. Remedy: give --cost"
+        )
+    return msgspec.structs.replace(found, kv_tokens=run.kv_tokens)
+
+
+def _configs(
+    paths: list[Path] | None, assignments: list[str] | None, run: RecordedRun | None
+) -> dict[str, LoadedConfig]:
+    """Return the configurations by label: the file name, numbered if it is not unique.
+
+    With a recorded run, its configuration is the first, and without files, the base of the assignments.
+    """
+    named: dict[str, LoadedConfig] = {}
+    every: list[Path | None] = [*paths] if paths else [None]
+    if run is not None:
+        from vsched.config import load_config
+
+        named["as recorded"] = load_config(None, environ={}, base=run.config)
+        if not paths:
+            if assignments:
+                named["changed"] = load_config(
+                    None, sets=assignments, environ=os.environ, base=run.config
+                )
+            return named
+    for path in every:
+        label = wanted = "defaults" if path is None else path.stem
+        number = 1
+        while label in named:
+            number += 1
+            label = f"{wanted}-{number}"
+        named[label] = load(path, assignments)
+    return named
+
+
+def _workload(
+    trace: Path | None,
+    run: RecordedRun | None,
+    name: str | None,
+    *,
+    requests: int | None,
+    rate: float | None,
+    seed: int,
+    speed: float,
+) -> Workload:
+    from vsched.sim.workload.generators import generate_workload
+    from vsched.sim.workload.traces import load_trace
+
+    if trace is not None and name is not None:
+        raise ConfigError("--trace and --workload: give one of them")
+    if trace is not None and rate is not None:
+        raise ConfigError(
+            "--trace and --rate: a trace has its own arrivals; scale them with --speed"
+        )
+    if trace is None:
+        generated = requests or REQUESTS
+        found = generate_workload(
+            name or "poisson", seed=seed, requests=generated, rate=rate or RATE
+        )
+    else:
+        found = load_trace(trace) if run is None else run.workload
+        found = found.first(requests) if requests else found
+    return found if speed == 1 else found.faster(speed)
+
+
+def _faults(outages: Sequence[str] | None, faults: Path | None) -> FaultPlan:
+    """Return the fault plan, if any, with the outages added."""
+    from vsched.sim.faults import FaultPlan
+
+    plan = FaultPlan() if faults is None else FaultPlan.load(faults)
+    named = (_outage(text) for text in outages or ())
+    return FaultPlan(seed=plan.seed, faults=(*named, *plan.faults))
+
+
+def _outage(text: str) -> GroupOutage:
+    from vsched.sim.faults import GroupOutage
+
+    group, _, span = text.partition(":")
+    start, _, stop = span.partition(":")
+    try:
+        at_ns, back_ns = int(float(start) * 1e9), int(float(stop) * 1e9) if stop else None
+    except ValueError:
+        raise ConfigError(f"--outage {text}: not GROUP:FROM_S:TO_S, as in generate:60:90") from None
+    duration_ns = None if back_ns is None else max(back_ns - at_ns, 0)
+    return GroupOutage(at_ns=at_ns, duration_ns=duration_ns, group=group)
+
+
+@contextlib.contextmanager
+def _timeline(
+    path: Path | None, label: str, loaded: LoadedConfig
+) -> Iterator[Sequence[EventObserver]]:
+    """Write the timeline of a simulation to a file, if one is named; with several configurations, one file each."""
+    if path is None:
+        yield ()
+        return
+    from vsched.record import TraceTimeline
+    from vsched.sim.fast.simulation import header_of
+
+    own = path.with_name(f"{path.stem}-{label}{path.suffix}") if label else path
+    with open_output("--timeline", own) as file:
+        drawn = TraceTimeline(file)
+        drawn.begin(header_of(loaded.config), loaded.config)
+        yield [drawn]
+        drawn.close()
+
+
+def _say(load_of: Workload, outcomes: Sequence[SimulationOutcome], costs: CostModel) -> None:
+    """Print the comparison, with notes for the reader."""
+    from vsched.sim.report.comparison import comparison, differences
+    from vsched.sim.report.rendering import load_warning
+
+    table_console().print(comparison(outcomes))
+    for table, policies in differences(outcomes).items():
+        typer.echo(f"{table}: {' | '.join(policies)}")
+    for outcome in outcomes:
+        if warning := load_warning(outcome):
+            typer.echo(f"{outcome.label}: {warning}")
+    for note in load_of.notes:
+        typer.echo(f"{load_of.name}: {note}")
+    if any(outcome.scaled_down for outcome in outcomes):
+        counts = ", ".join(f"{one.scaled_down} ({one.label})" for one in outcomes)
+        typer.echo(f"images scaled down to the limit: {counts}")
+    typer.echo(f"cost model {costs.name}: {costs.source}")
+
+
+def _report_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
+    """Print the number of failures of each policy, and the traceback of the first."""
+    for outcome in outcomes:
+        for policy, count in outcome.figures.policy_faults.items():
+            failures = outcome.policy_failures.items()
+            failure = "".join(text for name, text in failures if name.split(",")[0] == policy)
+            typer.echo(
+                f"{failure}error: {outcome.label}: {policy} failed {count:,} times, and the default decided "
+                "in its place. Remedy: fix the policy; see the traceback of its first failure above.",
+                err=True,
+            )
+    if any(outcome.figures.policy_faults for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _write(outcomes: Sequence[SimulationOutcome], files: Mapping[str, Path | None]) -> None:
+    from vsched.sim.report.comparison import write_csv, write_json
+    from vsched.sim.report.rendering import render_html, write_png
+
+    def write_html(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
+        path.write_text(render_html(outcomes), encoding="utf-8")
+
+    writers = {"--html": write_html, "--csv": write_csv, "--json": write_json, "--plot": write_png}
+    for option, path in files.items():
+        if path is not None:
+            writers[option](outcomes, path)
+            typer.echo(f"wrote {path}")
+
+
+def run_swarm(
+    count: int,
+    *,
+    seed: int,
+    faults: Path | None,
+    configs: Sequence[Path] = (),
+    assignments: Sequence[str] = (),
+    probes: bool = False,
+) -> None:
+    """Run `count` scenarios; report the results, and the command that reproduces a failure; list `probes` if asked.
+
+    The policies set in the configuration replace the drawn ones; the shapes of the engines are
+    still drawn.
+
+    Raises:
+        ConfigError: When the plan or the configuration cannot be read, or there are several
+            configurations.
+        typer.Exit: With status 1, when a scenario failed.
+    """
+    from vsched.probes import PROBES
+    from vsched.sim.cluster.scenario import swarm
+    from vsched.terminal.progress import counting_progress
+
+    if len(configs) > 1:
+        raise ConfigError(
+            limit_message(
+                "--config with --swarm",
+                value=f"{len(configs)} files",
+                limit="one",
+                remedy="give one configuration with the policies to test",
+            )
+        )
+    loaded = load(configs[0] if configs else None, [*assignments])
+    policies, unused = _policies_of(loaded)
+    words = [*(f"--config={path}" for path in configs), *(f"--set={one}" for one in assignments)]
+    started_s = time.perf_counter()
+    with counting_progress() as report:
+        outcome = swarm(
+            count,
+            seed=seed,
+            faults=faults,
+            policies=policies,
+            arguments="".join(f" {shlex.quote(word)}" for word in words),
+            on_report=lambda at, _: report("swarm", at - seed + 1, count),
+        )
+    took_s = time.perf_counter() - started_s
+    if unused:
+        typer.echo(f"ignored, since the swarm draws the shapes of its engines: {', '.join(unused)}")
+    for failure in outcome.failures:
+        typer.echo(failure.describe())
+    typer.echo(
+        f"{outcome.scenarios} scenarios in {took_s:.1f} s, {outcome.virtual_s:.0f} s of virtual time: "
+        f"{outcome.requests} requests, {outcome.events} events, {outcome.struck} faults, "
+        f"{outcome.losses} groups lost, {len(outcome.failures)} scenarios failed"
+    )
+    reached = len(outcome.probes) - len(outcome.unreached)
+    typer.echo(f"{reached} of {len(outcome.probes)} probes reached")
+    if probes:
+        for name, scenarios in outcome.probes.items():
+            typer.echo(f"| `{name}` | {PROBES[name]} | {scenarios} |")
+    if outcome.failures:
+        raise typer.Exit(1)
+
+
+def _policies_of(loaded: LoadedConfig) -> tuple[dict[str, PolicyTable], list[str]]:
+    """Return the policy tables that are set explicitly, and all other explicitly set keys."""
+    from vsched.config.loading import DEFAULT
+    from vsched.config.policies import policy_table
+    from vsched.policy import KERNEL_TABLES, SEVERAL
+
+    policies: dict[str, PolicyTable] = {}
+    unused: list[str] = []
+    for key, origin in loaded.origins.items():
+        if origin == DEFAULT:
+            continue
+        table = next((one for one in (*KERNEL_TABLES, SEVERAL) if key.startswith(f"{one}.")), None)
+        if table is None:
+            unused.append(key)
+        else:
+            policies[table] = policy_table(loaded.config, table)
+    return policies, unused

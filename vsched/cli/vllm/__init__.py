@@ -1,1 +1,0 @@
-"""The flags of `vllm serve` that `vsched serve` understands."""

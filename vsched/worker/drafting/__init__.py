@@ -1,1 +1,0 @@
-"""What a rank drafts, and where it takes it from."""
