@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
 
 from vsched.errors import ConfigError
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Progress,
-    SequenceState,
     WorkerSettings,
     optional,
     supports,
@@ -173,17 +169,6 @@ class CheckpointTools:
     def exam(self, task: str, count: int, *, seed: int = 0) -> list[tuple[ExamTurn, ...]]:
         """Return `count` conversations of a task that are not in the training data; they depend on the seed."""
         raise unsupported(self, "questions")
-
-    # Benchmark of the sampler
-
-    def sampler(
-        self, logits: npt.NDArray[np.float32], *, dtype: str = "bfloat16"
-    ) -> Callable[[Sequence[tuple[int, SequenceState]]], npt.NDArray[np.int32]]:
-        """Return a function that samples a token for each row of the logits, [rows, vocabulary], converted to `dtype`.
-
-        Its argument are the special rows, as in `Batch.special`; the sampled token follows the last of each sequence.
-        """
-        raise unsupported(self, "sampling without a model")
 
 
 def load_tools(name: str, method: str, *, path: str = "plugin") -> CheckpointTools:

@@ -250,6 +250,3 @@ class _Works(dict[int | None, float]):
 
 def _bucket(tokens: int) -> int:
     return min(tokens.bit_length(), BUCKETS_MAX - 1)
-
-
-Deadline = Gathered = Priority  # until entry points are installed again

@@ -51,6 +51,3 @@ class Combined(ImagePolicy, frozen=True, kw_only=True):
             for index in missing
         )
         return missing if needed else []
-
-
-Eager = ChunkAware  # until entry points are installed again

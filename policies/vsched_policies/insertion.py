@@ -34,6 +34,3 @@ class Matching(CachePolicy, frozen=True, kw_only=True):
         short = view.prompt_tokens < self.tokens_min
         long = self.tokens_max is not None and view.prompt_tokens > self.tokens_max
         return len(view.hashes) if ours and not (short or long) else view.found
-
-
-Prompts = Everything  # until entry points are installed again

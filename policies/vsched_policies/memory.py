@@ -187,7 +187,7 @@ def _sized(view: MemoryView, attempt: Attempt) -> str:
 class Fraction(MemoryPolicy, frozen=True, kw_only=True):
     """Builds the KV cache from a share of the memory left by the weights, without a profiling run.
 
-    Ignores what encoders reserve. `check_policy` finds both faults.
+    Ignores reservations of encoders. `check_policy` finds both faults.
     """
 
     mem_fraction: policy.Fraction = 0.9

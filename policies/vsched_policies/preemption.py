@@ -77,6 +77,3 @@ def swap_block_ns(measured: Measured) -> float | None:
     """Return the copy time per block; None if it was not measured."""
     blocks = sum(one.blocks for one in measured.swaps)
     return sum(one.took_ns for one in measured.swaps) / blocks if blocks else None
-
-
-ReaderPace = Youngest  # until entry points are installed again

@@ -1,4 +1,4 @@
-"""Base class of encode and generate groups, and what the scheduler keeps of all generate groups."""
+"""Base class of encode and generate groups; marks and loads of all generate groups."""
 
 from __future__ import annotations
 

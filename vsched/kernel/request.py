@@ -205,7 +205,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it ran in so many losses of its group that it must not run together with another such request."""
+        """Whether it may have caused losses of its group; no two suspects run together."""
         return self.losses >= LOSSES_MAX
 
     @property

@@ -135,7 +135,7 @@ ITEMS_MAX = 8192
 
 
 class RoutedGroup(msgspec.Struct, frozen=True, eq=False):
-    """A `ReplicaView` of a generate group; what depends on the request is computed when it is read."""
+    """A `ReplicaView` of a generate group; facts about the request are computed when read."""
 
     index: int
     _group: GenerateGroup

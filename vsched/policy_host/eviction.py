@@ -49,11 +49,11 @@ class GuardedOrder(Restorable, Generic[Key]):
             self._give_up(error)
 
     def add(self, key: Key, size: int) -> bool:
-        """Add a key; return False if the policy does not keep it."""
+        """Add a key; return False if the policy refuses it."""
         return not self.add_all((key,), size)
 
     def add_all(self, keys: Sequence[Key], size: int = 1) -> list[Key]:
-        """Add keys of this size each, in order; return those that the policy does not keep."""
+        """Add keys of this size each, in order; return the refused ones."""
         refused: list[Key] = []
         order, rest = self._order, iter(keys)
         if order is not None:
@@ -71,7 +71,7 @@ class GuardedOrder(Restorable, Generic[Key]):
         return refused
 
     def replace(self, policy: CachePolicy, size_of: Callable[[Key], int]) -> list[Key]:
-        """Hand the entries to an order of another policy, as they were released; return those that it does not keep."""
+        """Hand the entries to an order of another policy, as they were released; return the refused ones."""
         keys = list(self._released)
         self._install(policy)
         return [key for key in keys if not self.add(key, size_of(key))]

@@ -21,7 +21,7 @@ class PolicyHost:
     Attributes:
         seats: All seats, and the failures of their policies.
         switched_off: Reasons why tables have no seat although a policy is configured.
-        faults: Number of failures of the host's own code around policies, by what it was doing.
+        faults: Number of failures of the host's own code around policies, by activity.
     """
 
     def __init__(

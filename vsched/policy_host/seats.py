@@ -58,8 +58,8 @@ class SeatPolicies(msgspec.Struct, frozen=True, kw_only=True):
     """The policies of a host.
 
     Attributes:
-        by_table: The policies by the paths of their configuration tables; that of the KV cache's size is not used.
-        several: The one of them that makes several decisions with one state; None if each seat has its own.
+        by_table: The policies by the paths of their configuration tables; a memory policy is not used.
+        several: The policy that makes several decisions with one state; None if each seat has its own state.
         build: Builds the policies of a `PolicyReplaced`; equal tables must give equal policies.
     """
 

@@ -7,7 +7,7 @@ quick.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,15 +23,12 @@ from vsched.worker.contract import (
     ImagePlan,
     Preprocessor,
     Progress,
-    SequenceState,
     WorkerPlugin,
     WorkerSettings,
 )
 from vsched.worker.memory import memory_errors
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from PIL import Image
 
 TRAINED = Path(__file__).parents[1] / "demo-model"
@@ -191,26 +188,6 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
     def sample_arrays(self, info: ModelInfo, plan: ImagePlan) -> Arrays:
         """Return the arrays of an image of one of the worst batches; each can be taken once."""
         return self._samples.pop(plan, {})
-
-    def sampler(
-        self, logits: npt.NDArray[np.float32], *, dtype: str = "bfloat16"
-    ) -> Callable[[Sequence[tuple[int, SequenceState]]], npt.NDArray[np.int32]]:
-        """Return a sampler for these logits, which runs on one thread of the host."""
-        import torch
-
-        from vsched_workers.backends.choice import choose_backend
-        from vsched_workers.batching.sampling import SpecialRow, choose_tokens
-
-        torch.set_num_threads(1)
-        backend = choose_backend(WorkerSettings(), getattr(torch, dtype))
-        backend.load_attention()
-        given = torch.from_numpy(logits).to(getattr(torch, dtype))
-
-        def choose(special: Sequence[tuple[int, SequenceState]]) -> npt.NDArray[np.int32]:
-            rows = [SpecialRow(row, state.length, state) for row, state in special]
-            return choose_tokens(backend.argmax(given), given, rows, backend.draw).tokens
-
-        return choose
 
     def checkpoint_sizes(self) -> Mapping[str, str]:
         """Return the names of the sizes for `make_checkpoint`, with a one-line summary each."""

@@ -341,7 +341,7 @@ class EmbeddingCache(Restorable):
     # --- eviction ---
 
     def replace_eviction(self, policy: CachePolicy) -> None:
-        """Hand the idle entries to another eviction policy, and drop those that it does not keep."""
+        """Hand the idle entries to another eviction policy, and drop refused ones."""
         for key in self._order.replace(policy, lambda key: len(self.entries[key].pages)):
             self._evictable_pages -= len(self.entries[key].pages)
             self._drop(self.entries[key])

@@ -148,7 +148,7 @@ class BlockPool(Restorable):
         self._free += free
 
     def replace_order(self, policy: CachePolicy) -> None:
-        """Hand the cached blocks to another eviction policy, and free those that it does not keep."""
+        """Hand the cached blocks to another eviction policy, and free refused ones."""
         refused = self._order.replace(policy, lambda _: 1)
         blocks = list(map(self._by_hash.pop, refused))
         for block in blocks:
@@ -159,7 +159,7 @@ class BlockPool(Restorable):
         """Publish full blocks; a hash that is published already keeps its block."""
         by_hash, hash_of = self._by_hash, self._hash_of
         if None not in map(hash_of.__getitem__, blocks):
-            return  # all are, as those of a request that ends mostly are
+            return  # all are, as is usual at the end of a request
         for block, block_hash in zip(blocks, hashes, strict=True):
             if hash_of[block] is None and by_hash.setdefault(block_hash, block) == block:
                 hash_of[block] = block_hash
@@ -330,7 +330,7 @@ class StateSnapshots(Restorable):
         return place
 
     def replace_order(self, policy: CachePolicy) -> None:
-        """Hand the snapshots to another eviction policy, and drop those that it does not keep."""
+        """Hand the snapshots to another eviction policy, and drop refused ones."""
         if self._order is not None:
             refused = self._order.replace(policy, lambda _: 1)
             self._free += map(self._places.pop, refused)

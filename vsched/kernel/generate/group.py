@@ -784,7 +784,7 @@ class GenerateGroup(Group):
         return int(self.step_times.left_ns(self.decoding or 1, self._limit_share))
 
     def explain(self, state: RequestState, now_ns: int) -> str:
-        """Return the phase of one of its requests, and what it waits for, in words for operators."""
+        """Return the phase of one of its requests and the reason for its wait, in words for operators."""
         match state.phase:
             case Phase.ITEMS:
                 missing = [
