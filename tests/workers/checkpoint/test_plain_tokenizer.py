@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from vsched_workers.checkpoint.tokenizer_files import _QWEN_STEPS, load_plain, render_template
+from vsched_workers.checkpoint.chat_templates import render_template
+from vsched_workers.checkpoint.plain_tokenizer import _QWEN_STEPS, load_plain
 
 TEXT = "<|im_start|>It's 12 é€😀\n\n<|vision_start|><|image_pad|> two<|im_end|>"
 ADDED = {

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from vsched.config import Config
-    from vsched.sim.cost.model import CostModel, FitError
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vsched.errors import ConfigError
 from vsched.terminal.options import (
@@ -33,7 +26,7 @@ if TYPE_CHECKING:
 
     from vsched.bench.fidelity.measure import Run
     from vsched.config import Config
-    from vsched.sim.cost.model import CostModel
+    from vsched.sim.cost.model import CostModel, FitError
     from vsched.sim.workload.requests import Workload
 
 

@@ -7,21 +7,42 @@ supervisor, administration, streams, media pipeline and HTTP are production code
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Literal, Self
 
 import msgspec
 
 from vsched.aio.worker_groups import RESTART_DELAYS_S
-from vsched.config import Config, resolve_policies
+from vsched.api.app import create_app
+from vsched.api.contract import ApiSettings
+from vsched.config import (
+    ArenaConfig,
+    Config,
+    DeadlinesConfig,
+    EncodeConfig,
+    GenerateConfig,
+    ModelConfig,
+    resolve_policies,
+)
+from vsched.config.sections import PolicyTable
+from vsched.engine import Engine, Environment
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Finish, Refuse
 from vsched.kernel.events import Aborted, Event, GroupLost, GroupReady, GroupRetired, Submitted
+from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
+from vsched.sim.cluster.machines import SimulatedCluster, Strike
+from vsched.sim.cluster.media import media_of
+from vsched.sim.cluster.plugin import NAME
+from vsched.sim.cost.model import CostModel
 from vsched.sim.faults import (
     DecodeError,
     Disconnect,
+    FaultPlan,
     FetchStall,
+    GroupOutage,
     Hang,
     HostCrash,
     HostCut,
@@ -37,49 +58,15 @@ from vsched.sim.faults import (
     TiePermutation,
     WorkerCrash,
 )
-from vsched.sim.invariants import Oracles
-from vsched.sim.setup import Setup
-from vsched.sim.world import World
-from vsched.types import ModelInfo, Request, stage_of
-
-if TYPE_CHECKING:
-    from vsched.config import Config
-    from vsched.config.sections import DeadlinesConfig
-    from vsched.engine import Engine
-    from vsched.sim.cluster.client_sessions import ClientSession
-    from vsched.sim.cluster.machines import SimulatedCluster, Strike
-    from vsched.sim.faults import FaultPlan
-import contextlib
-import random
-from collections.abc import Iterable
-from typing import Any, Literal, Self
-
-from vsched.api.app import create_app
-from vsched.api.contract import ApiSettings
-from vsched.config import (
-    ArenaConfig,
-    Config,
-    DeadlinesConfig,
-    EncodeConfig,
-    GenerateConfig,
-    ModelConfig,
-)
-from vsched.config.sections import PolicyTable
-from vsched.engine import Engine, Environment
-from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
-from vsched.sim.cluster.machines import SimulatedCluster
-from vsched.sim.cluster.media import media_of
-from vsched.sim.cluster.plugin import NAME
-from vsched.sim.cost.model import CostModel
-from vsched.sim.faults import FaultPlan, GroupOutage
-from vsched.sim.invariants import SimulationFailed
+from vsched.sim.invariants import Oracles, SimulationFailed
 from vsched.sim.loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
 from vsched.sim.network.links import HostLinkProfile, LinkProfile
 from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS, SymbolicChecker
+from vsched.sim.setup import Setup
 from vsched.sim.workload.requests import Arrival
-from vsched.sim.world import ORIGIN_NS, QUICK, Delays
-from vsched.types import group_names
+from vsched.sim.world import ORIGIN_NS, QUICK, Delays, World
+from vsched.types import ModelInfo, Request, group_names, stage_of
 
 
 class GroupLoss(msgspec.Struct, frozen=True):
@@ -223,20 +210,6 @@ RECOVERY_S = 60.0
 """Sum of all restart delays and as many starts."""
 
 
-class CheckedRun(Protocol):
-    """The part of a run that these checks read; see `vsched.sim.cluster.engine.SimEngine`."""
-
-    config: Config
-    plan: FaultPlan
-    world: World
-    observer: EngineObserver | None
-    engine: Engine
-    launcher: SimulatedCluster
-    sessions: list[ClientSession]
-    operations: list[Operation]
-    was_shut_down: bool
-
-
 def silence_s(deadlines: DeadlinesConfig) -> float:
     """Return the maximum time to detect silence, in seconds."""
     return deadlines.rank_timeout_s + 2 * deadlines.heartbeat_s + deadlines.rank_timeout_s / 4
@@ -334,7 +307,7 @@ def check_causes(world: World, observer: EngineObserver) -> None:
         world.expect(found or loss.planned, f"{loss.group} was lost without a cause: {loss.reason}")
 
 
-def check_ends(run: CheckedRun) -> None:
+def check_ends(run: SimEngine) -> None:
     """Check that requests end without an error unless a fault explains it."""
     kinds = {type(fault) for fault in run.plan.faults}
     losses = run.observer.losses if run.observer is not None else []
@@ -361,7 +334,7 @@ def check_ends(run: CheckedRun) -> None:
             )
 
 
-async def check_healed(run: CheckedRun) -> None:
+async def check_healed(run: SimEngine) -> None:
     """Check the state after the last fault: all groups are back or correctly retired, and nothing is held."""
     world, observer, served = run.world, run.observer, run.engine
     if observer is None:
@@ -385,7 +358,7 @@ async def check_healed(run: CheckedRun) -> None:
         _check_nothing_held(run, observer)
 
 
-def _check_given_up(run: CheckedRun) -> None:
+def _check_given_up(run: SimEngine) -> None:
     """Check that a group was retired only after all restart attempts."""
     for row in run.engine.groups():
         launches = run.world.launches[row["name"]]
@@ -396,7 +369,7 @@ def _check_given_up(run: CheckedRun) -> None:
         )
 
 
-def _rests(run: CheckedRun, observer: EngineObserver) -> bool:
+def _rests(run: SimEngine, observer: EngineObserver) -> bool:
     """Return True if all groups are back and no step is in flight."""
     if run.engine.state not in ("ready", "degraded"):
         return True
@@ -409,7 +382,7 @@ def _rests(run: CheckedRun, observer: EngineObserver) -> bool:
     )
 
 
-def _check_nothing_held(run: CheckedRun, observer: EngineObserver) -> None:
+def _check_nothing_held(run: SimEngine, observer: EngineObserver) -> None:
     expect = run.world.expect
     kernel = observer.kernel
     statistics = run.engine.statistics()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import statistics
+import tracemalloc
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -28,12 +31,13 @@ from vsched.policy import (
     StepView,
 )
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
+from vsched.sim.fast import metrics
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.simulation import START_NS, simulate
 from vsched.sim.invariants import Oracles
 from vsched.sim.setup import DraftLuck, prepare
 from vsched.sim.workload.generators import conversations
-from vsched.sim.workload.requests import Image, Text, Workload, workload_of
+from vsched.sim.workload.requests import Arrival, Image, Text, Video, Workload, workload_of
 from vsched_policies.admission import Fifo, TokenBudget
 
 PLAIN = CostModel(
@@ -485,3 +489,130 @@ def test_run_gives_one_object_one_state(tables: list[str]) -> None:
     two = placed | dict.fromkeys(["generate.step", "generate.preemption"], Both())
     with pytest.raises(PolicyError, match="an object of its own for each table"):
         simulate(config(), workload_of("none", []), cost=COST, policies=two)
+
+
+def test_run_twice_is_the_same() -> None:
+    one, same, other = (simulate(config(*SCARCE), scarce(seed), cost=COST) for seed in (5, 5, 6))
+    assert one.digest == same.digest != other.digest
+    assert (one.figures, one.cdf) == (same.figures, same.cdf)
+    assert one.series == same.series
+
+
+def test_run_with_an_observer_is_the_same() -> None:
+    class Nobody:
+        def see(self, *_: object) -> None:
+            pass
+
+    one, same = (
+        simulate(config(*SCARCE), scarce(5), cost=COST, observers=observers)
+        for observers in ([], [Nobody()])
+    )
+    assert one.digest == same.digest
+
+
+@pytest.mark.slow
+def test_run_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the requests at the same rate take the same memory at the peak."""
+    monkeypatch.setattr(metrics, "SAMPLES_MAX", 16)  # a bound that short runs reach, too
+    small = config("arena.embedding_bytes=100000", "arena.pixel_bytes=100000")
+
+    def peak(requests: int) -> int:
+        def arrivals() -> Iterator[Arrival]:
+            for number in range(requests):
+                if number % 50 == 0:
+                    gc.collect()  # here, and not when the objects of other tests trigger it
+                yield arrival(number, 20 * number, Text(number, 40), Image(f"{number}", 20))
+
+        tracemalloc.start()
+        try:
+            outcome = simulate(small, Workload("alike", arrivals), cost=COST)
+            assert outcome.figures.finished == requests
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        peak(20)
+        # Python itself keeps some freed tuples and numbers; a kept object of a hundred bytes a request would show.
+        assert peak(1000) < 1.1 * peak(300)
+    finally:
+        gc.enable()
+
+
+CPU = CostModel(
+    name="cpu",
+    source="about those of a model of 400 million parameters on two cores",
+    encode=EncodeCost(step_ns=2e7, item_ns=1e6, token_ns=3e6),
+    generate=GenerateCost(step_ns=3e7, decode_ns=1e6, context_ns=100, prefill_ns=1.2e6, pair_ns=50),
+    bytes_per_token=2352,
+    shape=msgspec.structs.replace(TINY, context_tokens=32768),
+    kv_tokens=131_072,
+    noise=0.05,
+)
+
+
+def test_a_video_is_prepared_by_one_thread_and_encoded_group_by_group() -> None:
+    host = HostCost(image_ns=4_000_000)
+    video = Video("a", 5, 50)
+    workload = workload_of("one", [arrival(1, 0, video, Text(1, 50), outputs=1)])
+    outcome, seen = run(workload, cost=with_host(host))
+    prepared_ns, encoded_ns = 5 * 4_000_000, 5 * (2_000_000 + 4000 * 50)
+    step_ns = 2_000_000 + 300 * 10_000 + 10 * 300 * 150
+    assert seen.ttft_ns("r1") <= prepared_ns + encoded_ns + step_ns
+    assert seen.ttft_ns("r1") > prepared_ns + encoded_ns
+    assert outcome.figures.images_encoded == 5
+
+
+def test_each_frame_group_is_encoded_once() -> None:
+    """A video again, and extended by two groups, in the next turns of a conversation."""
+    videos = (Video("a", 5, 20), Video("a", 5, 20), Video("a", 7, 20), Video("b", 2, 20))
+    turns = [
+        arrival(number, 0, video, Text(number, 9), conversation="c", outputs=2)
+        for number, video in enumerate(videos)
+    ]
+    outcome, _ = run(workload_of("turns", turns))
+    assert outcome.figures.images == 19
+    assert outcome.figures.images_encoded == 9
+
+
+@pytest.mark.parametrize(
+    ("videos", "code"), [(3, None), (4, "too_many_images"), (5, "too_many_videos")]
+)
+def test_limits_of_images_and_videos_count_videos(videos: int, code: str | None) -> None:
+    prompt = [Video(f"{number}", 3, 4) for number in range(videos)]
+    workload = workload_of("one", [arrival(1, 0, *prompt, Text(1, 5))])
+    outcome, _ = run(workload, "media.images_max=3")
+    assert outcome.figures.failed == ({code: 1} if code else {})
+
+
+def test_decoding_goes_on_next_to_long_videos_for_an_hour() -> None:
+    """31 requests decode in the processes that encode and prefill a video of 256 frames every four minutes."""
+    texts = [
+        arrival(100 * client + turn, 0, outputs=1000, conversation=f"c{client}")
+        for client in range(31)
+        for turn in range(54)
+    ]
+    videos = [
+        arrival(10_000 + number, 240e3 * number, Video(f"{number}", 128, 64), Text(number, 20))
+        for number in range(15)
+    ]
+    seen = Seen()
+    outcome = simulate(
+        config(
+            "placement=together",
+            "generate.slots=32",
+            "generate.step_target_ratio=1.5",
+            "arena.pixel_bytes=100000000",
+        ),
+        workload_of("an hour", [*texts, *videos]),
+        cost=CPU,
+        observers=[seen],
+    )
+    assert outcome.figures.finished == len(texts) + len(videos)
+    assert outcome.figures.images_encoded == 128 * len(videos)
+    gaps = seen.gaps_ns()
+    assert sum(gaps) > 3600e9
+    assert max(gaps) <= 3 * statistics.median(gaps)

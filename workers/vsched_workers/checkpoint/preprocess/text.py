@@ -20,13 +20,14 @@ from vsched.errors import RequestRefused, limit_message
 from vsched.types import ModelInfo
 from vsched.worker.contract import AnswerPart, Preprocessor
 from vsched.worker.expansion import places_of
+from vsched_workers.checkpoint.chat_templates import render_template
 from vsched_workers.checkpoint.tokenize import (
     ByteDetokenizer,
     RenderedPrompt,
     SpecialTokens,
     TokenTable,
 )
-from vsched_workers.checkpoint.tokenizer_files import DEFAULT_TEMPLATE, render_template
+from vsched_workers.checkpoint.tokenizer_files import DEFAULT_TEMPLATE
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from tests.each_case import each_case
 from tests.patience import NEVER_S, patience, until
-from tests.unit.api.fakes import Client, FakeEngine, chat, post
+from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
 from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, bodies, create_app, parameters
 from vsched.api.bodies import count_values
+from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import RequestRefused
 
 REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=50)
@@ -46,7 +47,6 @@ def test_count_sees_no_text(value: Any, size: int) -> None:
         assert count_values(json.dumps(value).encode(), 10**9) == marks(value)
 
 
-CHAT = "/v1/chat/completions"
 BODIES = {
     "/v1/completions": b'{"metadata":[%s],"prompt":"x"}',
     "/v1/chat/completions": b'{"messages":[%s]}',
@@ -206,3 +206,168 @@ async def test_large_bodies_are_read_one_by_one_off_the_loop(
     assert [reply.status for reply in await asyncio.gather(*replies)] == [200] * 8
     assert most == [1] * 8
     assert threading.current_thread() not in threads
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["x"]}}}
+CLOSED = {**SCHEMA, "additionalProperties": False}
+
+
+def named(schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}
+
+
+def test_constraint_from_schema_keeps_the_order_of_properties() -> None:
+    grammar = constraint_from_schema(SCHEMA)
+    assert json.loads(grammar) == {"json_schema": CLOSED}
+    assert grammar.index('"b"') < grammar.index('"a"')
+
+
+@each_case(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            {"json_schema": CLOSED},
+        ),
+        ({"response_format": named(strict=True)}, {"json_schema": CLOSED}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": CLOSED}),
+        ({"structured_outputs": {"json": True}}, {"json_schema": True}),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": CLOSED}),
+        ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"grammar": "start: A"}}, {"grammar": "start: A"}),
+        ({"guided_json": SCHEMA, "guided_decoding_backend": "any"}, {"json_schema": CLOSED}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a"]}, {"choice": ["a"]}),
+        ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+    ],
+)
+@each_case("path", [CHAT, PLAIN])
+async def test_every_way_to_ask_for_a_form_reaches_the_engine(
+    path: str, fields: dict[str, Any], grammar: dict[str, Any]
+) -> None:
+    engine = FakeEngine()
+    body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
+    assert (await post(engine, path, body)).status == 200
+    assert json.loads(engine.sampling.grammar) == grammar
+    assert not engine.sampling.is_plain_greedy
+
+
+@each_case(
+    "fields",
+    [{"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"guided_json": None}],
+)
+async def test_no_form_is_no_grammar(fields: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    assert (await post(engine, CHAT, chat(**fields))).status == 200
+    assert not engine.sampling.grammar
+
+
+@each_case(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": named(None)}, "response_format"),
+        ({"response_format": named(3)}, "response_format.json_schema.schema"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "guided_choice"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        (
+            {"response_format": named(), "structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex",
+        ),
+    ],
+)
+async def test_bad_forms_are_refused_with_the_parameter(fields: dict[str, Any], param: str) -> None:
+    reply = await post(FakeEngine(), CHAT, chat(**fields))
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert "Remedy" in reply.error["message"]
+
+
+async def test_a_grammar_that_the_engine_refuses_names_its_parameter() -> None:
+    engine = FakeEngine()
+    engine.refusal = RequestRefused("it cannot be used. Remedy: mend it.", code="invalid_grammar")
+    reply = await post(engine, CHAT, chat(response_format=named()))
+    assert (reply.status, reply.error["param"]) == (400, "response_format")
+    assert (reply.error["code"], reply.error["type"]) == (
+        "invalid_grammar",
+        "invalid_request_error",
+    )
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "x"}}]},
+    {
+        "role": "assistant",
+        "content": "there",
+        "refusal": None,
+        "annotations": [],
+        "audio": {"id": "x"},
+        "function_call": None,
+        "reasoning": {"a": [1]},
+        "provider_specific_fields": {"citations": None},
+    },
+    {"role": "user", "content": "again"},
+]
+
+
+async def test_unknown_fields_of_messages_are_ignored() -> None:
+    """Clients send back histories with fields that other servers added."""
+    engine = FakeEngine()
+    reply = await post(engine, CHAT, chat(messages=HISTORY))
+    assert reply.status == 200
+    assert engine.calls[0]["prompt"] == "user:hiassistant:thereuser:again"
+
+
+@each_case(
+    ("changed", "name"),
+    [
+        ({}, "messages[0].content[0].cache_control"),
+        ({0: {"role": "user", "content": "hi"}}, "messages[1].provider_specific_fields"),
+    ],
+)
+async def test_unknown_fields_are_named_if_the_settings_ask_for_it(
+    changed: dict[int, Any], name: str
+) -> None:
+    messages = [changed.get(index, message) for index, message in enumerate(HISTORY)]
+    settings = ApiSettings(strict_fields=True)
+    reply = await post(FakeEngine(), CHAT, chat(messages=messages), settings)
+    assert (reply.status, reply.error["code"]) == (400, "unknown_parameter")
+    assert reply.error["param"] == name
+    assert "server.strict_fields" in reply.error["message"]
+
+
+async def test_known_fields_pass_strictness_wherever_they_are() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":{"b":1}}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:one"}}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+    ]
+    fields = {
+        "metadata": {"any": {"thing": 1}},
+        "stream_options": {"include_usage": True},
+        "stream": True,
+    }
+    body = chat(messages=messages, **fields)
+    reply = await post(FakeEngine(), CHAT, body, ApiSettings(strict_fields=True))
+    assert reply.status == 200, reply.body
+
+
+@each_case("sent", [b'"user":{"\xff":1}', b'"user":' + b"[" * 900 + b"]" * 900])
+async def test_strictness_survives_what_decoding_skips(sent: bytes) -> None:
+    body = b'{"messages":[{"role":"user","content":"x","odd":{%s}}]}' % sent
+    reply = await post(FakeEngine(), CHAT, body, ApiSettings(strict_fields=True))
+    assert reply.status == 400

@@ -1,22 +1,29 @@
-"""Access control: host names, keys, origins, and content types of bodies."""
+"""Host names, keys, origins, tenants, request ids and the access log."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import logging
+import re
 import socket
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from tests.each_case import each_case
 from tests.patience import PATIENCE_S
-from tests.unit.api.fakes import CHAT, Client, FakeEngine, Reply, chat, served
+from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, Reply, chat, served
 from vsched.api import ApiSettings, create_app
 from vsched.api import server as server_module
+from vsched.api.middleware import RequireKey, read_tenant_keys
+from vsched.api.openapi import JsonEndpoint
 from vsched.config import Config, ServerConfig, load_config
-from vsched.errors import ConfigError
+from vsched.errors import ConfigError, RequestRefused
+from vsched.logs import FIELDS
 from vsched.sim.network.asgi_client import AsgiClient
 
 if TYPE_CHECKING:
@@ -414,3 +421,286 @@ async def test_access_clients_of_this_machine_work(
 def test_otlp_endpoint_is_a_url_of_http(url: str) -> None:
     with pytest.raises(ConfigError, match=r"server.otlp_endpoint .*gRPC is not supported.*Remedy"):
         load_config(None, sets=[f"server.otlp_endpoint={json.dumps(url)}"], environ={})
+
+
+KEY = "the right key"
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def alike(part: slice) -> str:
+    """Return a wrong key whose digest shares this part with that of the right one."""
+    keys = (f"wrong {number}" for number in itertools.count())
+    return next(key for key in keys if digest(key)[part] == digest(KEY)[part])
+
+
+async def status_of(authorization: str | None) -> int:
+    """Status of a request with this header; None for a request without it."""
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
+    await RequireKey(app, settings=ApiSettings(api_key=KEY))(scope, receive, send)
+    return int(sent[0]["status"])
+
+
+@each_case(
+    "wrong",
+    [
+        "",
+        KEY[:1],
+        KEY[:-1],
+        KEY + "x",
+        KEY[:-1] + "x",
+        "x" + KEY[1:],
+        KEY.upper(),
+        alike(slice(0, 1)),
+        alike(slice(0, 2)),
+        alike(slice(-1, None)),
+    ],
+)
+async def test_key_that_is_right_in_part_is_wrong(wrong: str) -> None:
+    """If a comparison left out any bytes of key or digest, one of these would pass."""
+    assert await status_of(f"Bearer {wrong}") == 401
+
+
+KEYS = {"red": "key of red", "blue": "key of blue"}
+
+
+async def tenants_of(headers: list[dict[str, str]], **settings: Any) -> tuple[list[Any], str]:
+    """Return the status or the tenant of each request, and the metrics afterwards."""
+    engine = FakeEngine()
+    client = Client(create_app(engine, ApiSettings(metrics_without_key=True, **settings)))
+    found: list[Any] = []
+    for one in headers:
+        reply = await client.send(
+            "POST", CHAT, chat(), headers={"content-type": "application/json", **one}
+        )
+        found.append(engine.calls[-1]["tenant"] if reply.status == 200 else reply.status)
+    metrics = await client.send("GET", "/metrics")
+    return found, metrics.body.decode()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_tenant_is_that_of_the_key() -> None:
+    requested = [bearer("key of red"), {"x-api-key": "key of blue"}, bearer("another"), {}]
+    found, metrics = await tenants_of(requested, tenant_keys=KEYS)
+    assert found == ["red", "blue", 401, 401]
+    assert (
+        'vsched_tenant_requests_total{model_name="demo",outcome="stop",tenant="red"} 1.0' in metrics
+    )
+    assert 'vsched_tenant_tokens_total{kind="prompt",model_name="demo",tenant="blue"}' in metrics
+
+
+async def test_common_key_has_no_tenant() -> None:
+    requested = [bearer("common"), bearer("key of red")]
+    found, metrics = await tenants_of(requested, tenant_keys=KEYS, api_key="common")
+    assert found == ["", "red"]
+    assert 'tenant=""' not in metrics
+
+
+async def test_key_of_a_tenant_is_no_admin_key() -> None:
+    app = create_app(FakeEngine(), ApiSettings(tenant_keys=KEYS, admin_key="admin"))
+    reply = await Client(app).send("GET", "/admin/replicas", headers=bearer("key of red"))
+    assert reply.status == 401
+
+
+async def test_tenant_is_that_of_the_header_where_it_is_configured() -> None:
+    requested = [{"x-team": "red"}, {}, {"x-team": "no name"}, {"x-team": "x" * 65}]
+    found, _ = await tenants_of(requested, tenant_header="x-team")
+    assert found == ["red", "", 400, 400]
+    ignored, _ = await tenants_of(requested[:1])
+    assert ignored == [""], "it was not requested"
+
+
+async def test_client_with_a_key_cannot_claim_another_tenant() -> None:
+    claimed = {**bearer("key of red"), "x-tenant": "blue"}
+    found, _ = await tenants_of([claimed], tenant_keys=KEYS)
+    assert found == ["red"]
+
+
+async def test_metrics_have_a_bounded_number_of_tenants() -> None:
+    requested = [{"x-team": f"t{number % 5}"} for number in range(10)]
+    found, metrics = await tenants_of(requested, tenant_header="x-team", tenants_max=2)
+    assert found == ["t0", "t1", "t2", "t3", "t4"] * 2, "policies see it in any case"
+    for tenant, count in (("t0", 2), ("t1", 2), ("other tenants", 6)):
+        labels = f'{{model_name="demo",outcome="stop",tenant="{tenant}"}}'
+        assert f"vsched_tenant_requests_total{labels} {count}.0" in metrics
+    assert 'tenant="t2"' not in metrics
+
+
+@each_case("text", ["red=a\nblue=b=c\n", " red = a ,blue=b=c"])
+def test_tenant_keys_are_read(text: str) -> None:
+    assert read_tenant_keys(text, path="p") == {"red": "a", "blue": "b=c"}
+
+
+@each_case(
+    "text", ["red", "red=", "=a", "no name=a", "red=secret\nred=b", "red=secret,blue=secret"]
+)
+def test_tenant_keys_that_are_wrong_are_reported_without_the_keys(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"p: entry \d is not valid") as caught:
+        read_tenant_keys(text, path="p")
+    assert "secret" not in str(caught.value)
+
+
+@each_case(
+    ("changes", "words"),
+    [
+        ({"server.tenant_header": "x tenant"}, "limit letters, digits, hyphens"),
+        (
+            {"server.tenant_header": "x-tenant", "server.tenant_keys_variable": "KEYS"},
+            "set one of the two",
+        ),
+    ],
+)
+def test_tenants_that_could_be_claimed_are_refused_at_start(
+    changes: dict[str, str], words: str
+) -> None:
+    assignments = [f"{key}={value}" for key, value in changes.items()]
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, sets=["model.path=demo", *assignments], environ={})
+
+
+BODIES: dict[str, Any] = {
+    CHAT: chat(),
+    f"{CHAT} stream": chat(stream=True),
+    PLAIN: {"prompt": "x"},
+    f"{PLAIN} stream": {"prompt": "x", "stream": True},
+    f"{CHAT} unknown": chat(nonsense=1),
+    f"{CHAT} text": b"no JSON",
+    "/tokenize": {"prompt": "x"},
+    "/admin/replicas": {"group": "x", "action": "dance"},
+    "/nowhere": {},
+}
+
+
+async def ask_as(
+    name: str, sent: str | None, engine: FakeEngine | None = None, **settings: Any
+) -> Reply:
+    headers = {} if sent is None else {"x-request-id": sent}
+    app = create_app(engine or FakeEngine(), ApiSettings(**settings))
+    return await Client(app).send("POST", name.partition(" ")[0], BODIES[name], headers=headers)
+
+
+@each_case("name", BODIES)
+async def test_request_id_comes_back_on_every_kind_of_response(name: str) -> None:
+    reply = await ask_as(name, "trace-1.2:3/a+b=")
+    assert reply.headers["x-request-id"] == "trace-1.2:3/a+b="
+
+
+@each_case("name", BODIES)
+async def test_request_id_is_made_if_none_was_sent(name: str) -> None:
+    first, second = await ask_as(name, None), await ask_as(name, None)
+    ids = {first.headers["x-request-id"], second.headers["x-request-id"]}
+    assert len(ids) == 2
+    assert all(re.fullmatch(r"[\w-]{24,}", one) for one in ids)
+
+
+@each_case("sent", ["", "a b", "x" * 129, "é", 'a"b', "a\tb"])
+async def test_request_id_that_cannot_be_sent_back_is_replaced(sent: str) -> None:
+    reply = await ask_as(CHAT, sent)
+    assert reply.status == 200
+    assert reply.headers["x-request-id"] == reply.json["id"]
+    assert reply.json["id"].startswith("chatcmpl-")
+
+
+async def test_request_id_of_a_client_is_a_part_of_the_engines() -> None:
+    """Two requests may send the same id; statistics and records still contain it."""
+    engine = FakeEngine()
+    replies = [await ask_as(CHAT, "mine", engine) for _ in range(2)]
+    ids = [generation.request_id for generation in engine.generations]
+    assert ids == [reply.json["id"] for reply in replies]
+    assert len(set(ids)) == 2
+    assert all(one.startswith("chatcmpl-mine-") for one in ids)
+
+
+async def test_request_id_is_on_refusals_of_keys_hosts_and_engines() -> None:
+    engine = FakeEngine()
+    engine.refusal = RequestRefused("full", code="queue_full", status=429, retry_after_s=1)
+    replies = [
+        await ask_as(CHAT, "mine", api_key="secret"),
+        await ask_as(CHAT, "mine", engine),
+        await ask_as(f"{CHAT} stream", "mine", engine),
+    ]
+    assert [reply.status for reply in replies] == [401, 429, 429]
+    assert {reply.headers["x-request-id"] for reply in replies} == {"mine"}
+
+
+async def test_request_id_is_on_what_no_endpoint_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(JsonEndpoint, "__call__", broken)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/admin/statistics",
+        "headers": [(b"x-request-id", b"mine")],
+        "client": ("127.0.0.1", 1),
+    }
+    with pytest.raises(ValueError, match="broken"):
+        await create_app(FakeEngine(), ApiSettings())(scope, receive, send)
+    assert sent[0]["status"] == 500
+    assert dict(sent[0]["headers"])[b"x-request-id"] == b"mine"
+
+
+async def log_of(
+    caplog: pytest.LogCaptureFixture, method: str, path: str, body: object = b"", *, on: bool = True
+) -> list[logging.LogRecord]:
+    app = create_app(FakeEngine(), ApiSettings(access_log=on))
+    with caplog.at_level(logging.INFO, "vsched.access"):
+        await Client(app).send(method, path, body, headers={"x-request-id": "mine"})
+    return [one for one in caplog.records if one.name == "vsched.access"]
+
+
+async def test_access_log_has_a_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = await log_of(caplog, "POST", "/v1/chat/completions", chat(stream=True))
+    fields = getattr(line, FIELDS)
+    assert fields.pop("duration_ms") >= 0
+    assert fields.pop("client")
+    assert fields == {
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "status": 200,
+        "request_id": "mine",
+    }
+    assert "POST /v1/chat/completions 200 " in line.getMessage()
+
+
+async def test_access_log_has_refused_requests(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = await log_of(caplog, "GET", "/v1/none\nforged?key=secret")
+    message = line.getMessage()
+    assert "/v1/none%0Aforged" in message
+    assert " 404 " in message
+    assert "\n" not in message
+
+
+async def test_access_log_has_no_probes_and_is_off_by_default(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert not await log_of(caplog, "GET", "/health")
+    assert not await log_of(caplog, "GET", "/v1/models", on=False)
+    assert await log_of(caplog, "GET", "/v1/models")

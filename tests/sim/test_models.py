@@ -1,0 +1,179 @@
+"""Engines of models with recurrent states, bidirectional spans, adapters, drafts or videos."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from vsched.config import Config
+from vsched.kernel import request, request_moves
+from vsched.probes import observed
+from vsched.sim.cluster import SimEngine, small_config
+from vsched.sim.cluster.client_sessions import ClientBehaviour
+from vsched.sim.cluster.plugin import HYBRID, SEES_IMAGES, SEES_PROMPTS
+from vsched.sim.cluster.scenario import draw_scenario, run_scenario
+from vsched.sim.faults import FaultPlan
+from vsched.sim.ranks.symbolic_model import DRAFT, drafted_token, extend, next_token
+from vsched.sim.workload.requests import Arrival, Image, Text, Video
+from vsched.worker.drafts import DraftModel
+
+Engines = Callable[..., SimEngine]
+
+
+def hybrid_config(**generate: Any) -> Config:
+    base = small_config()
+    return msgspec.structs.replace(
+        base,
+        model=msgspec.structs.replace(base.model, path=HYBRID),
+        generate=msgspec.structs.replace(base.generate, **generate),
+    )
+
+
+@pytest.mark.sim(seeds=4)
+@pytest.mark.parametrize("places", [0, 1, 4])
+async def test_states_survive_whatever_happens(
+    sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, places: int
+) -> None:
+    """Requests share prefixes, are preempted, and lose their ranks; a rank reports a wrong state."""
+    async with sim_engine(hybrid_config(state_snapshots=places), faults=faults) as engine:
+        await engine.run(workload)
+        await engine.heal()
+        assert places or not engine.engine.statistics()["generate"]["tokens_cached"]
+
+
+@pytest.mark.sim
+async def test_beginning_is_taken_from_a_snapshot(
+    sim_engine: Engines, workload: tuple[Arrival, ...]
+) -> None:
+    """The same prompt again: all but its last block is cached, with the state at its end."""
+    longest = max(workload, key=lambda one: len(str(one.prompt)))
+    async with sim_engine(hybrid_config()) as engine:
+        for name in ("first", "second"):
+            session = engine.send(msgspec.structs.replace(longest, request_id=name))
+            await session.done.wait()
+            assert (session.outcome, session.received.text) == ("finished", session.expected.text)
+        assert engine.engine.statistics()["generate"]["tokens_cached"] > 0
+
+
+@pytest.mark.sim(seeds=4)
+@pytest.mark.parametrize("path", [SEES_IMAGES, SEES_PROMPTS])
+async def test_bidirectional_spans_are_never_split(
+    sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, path: str
+) -> None:
+    """Chunks are smaller than images, requests are preempted and lose their ranks; observers check every decision."""
+    base = small_config()
+    room = 72 if path == SEES_IMAGES else 260
+    config = msgspec.structs.replace(
+        base,
+        model=msgspec.structs.replace(base.model, path=path),
+        generate=msgspec.structs.replace(base.generate, max_batch_tokens=room),
+    )
+    async with sim_engine(config, faults=faults) as engine:
+        await engine.run(workload)
+        await engine.heal()
+        statistics = engine.engine.statistics()
+        assert statistics["generate"]["admitted"] > 0
+        assert path == SEES_IMAGES or not statistics["generate"]["tokens_cached"]
+
+
+ADAPTER_SEEDS = (9, 19, 29, 39, 49, 289, 1009, 1029)
+
+
+def test_requests_keep_to_their_adapters_while_groups_are_lost_and_adapters_change() -> None:
+    outcomes: Counter[str] = Counter()
+    with observed() as reached:
+        for seed in ADAPTER_SEEDS:
+            scenario = draw_scenario(seed)
+            assert scenario.config.adapters.count_max == 3
+            report = run_scenario(scenario)
+            assert not report.violations, seed
+            outcomes.update(report.outcomes)
+    assert outcomes["finished"] > 40
+    assert reached["adapters.restored"]
+    assert reached["adapters.lost_while_adding"]
+
+
+def test_blocks_that_adapters_share_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = request.root_hash
+    monkeypatch.setattr(request_moves, "root_hash", lambda salt, adapter: real(salt))
+    assert any(run_scenario(draw_scenario(seed)).violations for seed in ADAPTER_SEEDS)
+
+
+DRAFT_SEEDS = (*range(5, 125, 10), 1005, 1015, 1025)
+
+
+def test_a_drafted_token_is_right_as_often_as_is_said() -> None:
+    seen = [extend(number, 7) for number in range(2000)]
+    for acceptance in (0.0, 0.3, 1.0):
+        right = sum(drafted_token(one, acceptance) == next_token(one) for one in seen)
+        assert abs(right / len(seen) - acceptance) < 0.03
+
+
+def test_requests_get_their_tokens_while_groups_are_lost_and_drafts_are_wrong() -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in DRAFT_SEEDS:
+        scenario = draw_scenario(seed)
+        assert scenario.config.generate.draft_model.startswith(DRAFT)
+        report = run_scenario(scenario)
+        assert not report.violations, (seed, report.violations)
+        outcomes.update(report.outcomes)
+    assert outcomes["finished"] > 60
+
+
+@pytest.mark.parametrize("forgotten", ["renew", "leave"])
+def test_drafts_from_what_lies_in_another_block_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, forgotten: str
+) -> None:
+    """A draft model that reads blocks of another request finds wrong KV."""
+    monkeypatch.setattr(DraftModel, forgotten, lambda *_: None)
+    assert any(run_scenario(draw_scenario(seed)).violations for seed in DRAFT_SEEDS)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(("acceptance", "least", "most"), [(1.0, 0.95, 1.0), (0.5, 0.2, 0.8)])
+async def test_drafts_prove_right_as_often_as_is_said(
+    sim_engine: Engines, workload: tuple[Arrival, ...], acceptance: float, least: float, most: float
+) -> None:
+    base = small_config()
+    drafting = {"use": "draft-model", "gain_min": 0.0, "speedup_min": 0.0, "tokens": 2}
+    generate = msgspec.structs.replace(
+        base.generate, draft_model=f"{DRAFT} {acceptance}", drafting=drafting
+    )
+    texts = tuple(
+        msgspec.structs.replace(one, prompt=(Text(number, 9),), output_tokens=30, conversation="")
+        for number, one in enumerate(workload)
+    )
+    async with sim_engine(msgspec.structs.replace(base, generate=generate)) as engine:
+        await engine.run(texts)
+        counts = engine.engine.statistics()["generate"]
+    assert counts["tokens_drafted"] > 20
+    assert least <= counts["drafts_accepted"] / counts["tokens_drafted"] <= most
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    "behaviour", [ClientBehaviour(), ClientBehaviour(http=False), ClientBehaviour(remote=True)]
+)
+async def test_groups_are_encoded_once(sim_engine: Engines, behaviour: ClientBehaviour) -> None:
+    """A video, the same longer by two groups, and another one between images."""
+    prompts = [
+        (Video("a", 4, 7), Text(1, 5)),
+        (Text(2, 5), Video("a", 6, 7), Text(3, 5)),
+        (Image("c", 9), Video("b", 1, 12), Image("d", 5), Text(4, 5)),
+    ]
+    encoded, answers = [], []
+    async with sim_engine(small_config()) as engine:
+        for number, prompt in enumerate(prompts):
+            before = engine.engine.statistics()["encode"]["items_encoded"]
+            arrival = Arrival(at_ns=0, request_id=f"r{number}", prompt=prompt, output_tokens=6)
+            session = engine.send(arrival, behaviour)
+            await session.done.wait()
+            assert (session.outcome, session.received.text) == ("finished", session.expected.text)
+            encoded.append(engine.engine.statistics()["encode"]["items_encoded"] - before)
+            answers.append(session.received.text)
+    assert encoded == [4, 2, 3]
+    assert len(set(answers)) == 3
