@@ -17,10 +17,10 @@ from vsched.errors import ConfigError
 from vsched.worker.contract import Progress, WorkerSettings
 from vsched_workers.adapters.places import MakeSums, TorchSums
 from vsched_workers.backends.base import RunnableLanguage
-from vsched_workers.backends.cpu import attention, low_rank
+from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.attention import NumbaDecode
 from vsched_workers.backends.cpu.compiling import compile_ahead, language_needs, tower_needs
-from vsched_workers.backends.cpu.kernels import compilation, sampling
+from vsched_workers.backends.cpu.kernels import compilation, low_rank, sampling
 from vsched_workers.backends.cpu.kernels.kept_tokens import Buffers, make_buffers
 from vsched_workers.backends.cpu.kernels.sampling import (
     ROW_DTYPES,

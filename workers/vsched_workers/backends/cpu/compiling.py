@@ -31,7 +31,6 @@ import torch
 from vsched.worker.contract import Progress, WorkerSettings
 from vsched.worker.memory import host_available
 from vsched.worker.spec import usable_cores
-from vsched_workers.backends.cpu import low_rank
 from vsched_workers.backends.cpu.attention import (
     NumbaDecode,
     fits,
@@ -43,6 +42,7 @@ from vsched_workers.backends.cpu.kernel_store import content_key, kernel_folder,
 from vsched_workers.backends.cpu.kernels import (
     activation,
     decode_attention,
+    low_rank,
     norm,
     prefill_attention,
     rope,
@@ -276,14 +276,11 @@ _POLL_S = 0.2
 KERNEL_FILES = [
     Path(__file__).parent / name
     for name in (
-        *(
-            "quantized/kernel.py",
-            "quantized/integers.py",
-            "tiles/kernel.py",
-            "tiles/attention.py",
-            "quantized/widened.py",
-            "low_rank.py",
-        ),
+        "quantized/kernel.py",
+        "quantized/integers.py",
+        "quantized/widened.py",
+        "tiles/kernel.py",
+        "tiles/attention.py",
         "decode_step/kernel.py",
     )
 ]

@@ -4,6 +4,7 @@
 |---|---|
 | `norm.py` | residual sum and RMS norm |
 | `gemm.py` | activations times a weight in panels |
+| `low_rank.py` | the products of LoRA adapters |
 | `rope.py` | norms and rotary embedding of heads, and writes into the KV cache |
 | `decode_attention.py` | attention of decode rows over the paged cache |
 | `prefill_attention.py` | attention of prefill chunks and of images |
