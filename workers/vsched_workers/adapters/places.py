@@ -8,9 +8,9 @@ does a called module get a forward hook, and a product in an attribute get repla
 
 `TorchSums` is for any device: for each adapter its rows are gathered by an index, multiplied by its two small matrices,
 and added back. A row has at most one adapter, so no two additions meet and the sum has one order. On a CPU in bfloat16
-a compiled kernel does the same for all adapters in one call (`backends/cpu/kernels/low_rank.py`). On a CPU the matrices are
-float32 for weights of any type, as in PEFT: they are small, and the sum is rounded once. On other devices they have the
-type of the weights.
+a compiled kernel does the same for all adapters in one call (`backends/cpu/kernels/low_rank.py`). On a CPU the matrices
+are float32 for weights of any type, as in PEFT: they are small, and the sum is rounded once. On other devices they have
+the type of the weights.
 
 Memory is allocated when a model is loaded, so that adding an adapter later cannot run out of it.
 """
