@@ -259,11 +259,14 @@ class HookTimes:
 
 
 class RankThreads(dict[int, ThreadsInUse]):
-    """Threads in use by each rank that reports them; a change is logged if it lasts for `THREADS_LAST_S`."""
+    """Threads in use by each rank that reports them, shared by the leaders of the same processes.
 
-    def __init__(self, group: str) -> None:
+    A change is logged if it lasts for `THREADS_LAST_S`; `groups` are named in the line.
+    """
+
+    def __init__(self, groups: str) -> None:
         super().__init__()
-        self._group = group
+        self._groups = groups
         self._changed_s: dict[int, float] = {}
         self._logged: dict[int, int] = {}
 
@@ -282,10 +285,10 @@ class RankThreads(dict[int, ThreadsInUse]):
                 line = (
                     "%s rank %d computes with %d of %d threads: other programs keep the cores busy"
                 )
-                logger.warning(line, self._group, rank, active, total)
+                logger.warning(line, self._groups, rank, active, total)
             else:
                 line = "%s rank %d computes with all of its %d threads again"
-                logger.info(line, self._group, rank, total)
+                logger.info(line, self._groups, rank, total)
 
 
 class EncodeSlices:
@@ -399,13 +402,14 @@ class Leader:
         on_lost: Callable[[GroupFailure], None],
         on_progress: Callable[[str, float], None],
         liveness: ProcessLiveness | None = None,
+        threads: RankThreads | None = None,
     ) -> None:
         assert secret, "an empty secret would let anybody in"
         self.name = name
         self._groups = (name,)
         self.memory: dict[int, dict[str, int]] = {}
         self.kernels_late: dict[int, int] = {}
-        self.threads = RankThreads(name)
+        self.threads = RankThreads(name) if threads is None else threads
         self.heartbeats = self.heartbeats_missed = 0
         self.loaded = _Gather[RankMemory](ranks)
         self.reserved = _Gather[Reserved](ranks)

@@ -29,7 +29,7 @@ import msgspec
 
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.launcher import Host, LaunchedRank, Launcher
-from vsched.aio.leader import Leader, ProcessLiveness
+from vsched.aio.leader import Leader, ProcessLiveness, RankThreads
 from vsched.config.sections import DeadlinesConfig
 from vsched.errors import DeviceOutOfMemory, RequestRefused, failure_of, startup_error
 from vsched.failures import (
@@ -152,10 +152,12 @@ class WorkerGroup:
         for group in self.groups:
             self._progress(group, STARTING, 0.0)
         secret = secrets.token_hex(16)
-        liveness = ProcessLiveness()
+        liveness, threads = ProcessLiveness(), RankThreads(self._names)
         self._close_host()
         host = self._host = self._launcher.choose_host(self.groups, self._arena, self._lose_host)
-        self._leaders = {name: self._lead(host, name, secret, liveness) for name in self.groups}
+        self._leaders = {
+            name: self._lead(host, name, secret, liveness, threads) for name in self.groups
+        }
         self._processes = []
         # One by one: if a launch fails, `stop` ends the earlier ones.
         for rank in range(self._ranks):
@@ -225,7 +227,9 @@ class WorkerGroup:
         if host is not None:
             host.close()
 
-    def _lead(self, host: Host, group: str, secret: str, liveness: ProcessLiveness) -> Leader:
+    def _lead(
+        self, host: Host, group: str, secret: str, liveness: ProcessLiveness, threads: RankThreads
+    ) -> Leader:
         return Leader(
             group,
             partial(host.open_link, group),
@@ -236,6 +240,7 @@ class WorkerGroup:
             on_lost=self._lose,
             on_progress=partial(self._progress, group),
             liveness=liveness,
+            threads=threads,
         )
 
     def _spec(self, rank: int, secret: str) -> RankSpec:

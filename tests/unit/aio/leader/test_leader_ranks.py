@@ -248,6 +248,19 @@ async def test_leader_logs_a_change_of_threads(
     assert "generate rank 1 computes with 1 of 2 threads" in caplog.text
 
 
+def test_change_of_threads_that_two_groups_report_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    threads = RankThreads("encode and generate")
+    for now_s in (0.0, 1.0):  # the ranks of both groups are one process
+        threads.take(0, ThreadsInUse(1, 2), now_s)
+    for now_s in (THREADS_LAST_S, THREADS_LAST_S + 1.0):
+        threads.log_changes(now_s)
+    assert [line.split(" computes ")[0] for line in caplog.messages] == [
+        "encode and generate rank 0"
+    ]
+
+
 async def test_leader_ignores_a_pulse_without_the_secret(led: LeaderHarness) -> None:
     """A stranger cannot make a dead rank look alive, nor report for it."""
     led.leader.decide(GenerateDecision(1))
