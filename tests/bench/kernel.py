@@ -118,7 +118,7 @@ class Fleet:
         return bool(ended)
 
     def visit(self) -> Visit:
-        """Run a one-image request from the front door through encoding and prefill to its first token."""
+        """Run a one-image request from arrival through encoding and prefill to its first token."""
         number = self._visits = self._visits + 1
         request = one_request(number, self._rng, images=1, tokens=VISIT_TOKENS, max_tokens=1)
         arrived = Arrived(

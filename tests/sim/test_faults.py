@@ -265,7 +265,7 @@ async def test_slow_stretch_leaves_nothing_behind(sim_engine: Engines) -> None:
     generate = msgspec.structs.replace(
         base.generate, chunk_tokens=64, step_target_ms=8.0, step_target_ratio=1.5
     )
-    config = small_config(generate=generate, front_door={"use": "deadline-shed"})
+    config = small_config(generate=generate, arrival={"use": "deadline-shed"})
     arrivals = [
         Arrival(
             at_ns=index * SECOND_NS // 5,

@@ -96,7 +96,7 @@ def test_cli_policies_show_describes_a_class_that_is_not_registered() -> None:
     for expected in (
         "Counts arrivals in one method",
         "admission: admit(), configured in encode.admission or generate.admission",
-        "front_door: arrive(), configured in front_door",
+        "arrival: arrive(), configured in arrival",
         "all with one state",
         "State: Counts",
         "most = 8  (int, 1 or more)",

@@ -57,22 +57,22 @@ def load(*sets: str) -> Any:
 
 
 def test_decisions_of_a_class_are_the_methods_that_it_overrides() -> None:
-    assert decisions_of(Counting) == ["front_door", "admission"]
+    assert decisions_of(Counting) == ["arrival", "admission"]
 
 
 def test_policy_table_makes_every_decision_that_its_class_has_a_method_for() -> None:
     policies = load(USE, "policy.most=3").policies
     chosen = [path for path, policy in policies.by_table.items() if isinstance(policy, Counting)]
-    assert chosen == ["front_door", "encode.admission", "generate.admission"]
+    assert chosen == ["arrival", "encode.admission", "generate.admission"]
     kernel = policies.for_kernel()
-    arriving, admission = kernel.by_table["front_door"], kernel.by_table["generate.admission"]
+    arriving, admission = kernel.by_table["arrival"], kernel.by_table["generate.admission"]
     assert arriving is admission is kernel.several == Counting(most=3)
 
 
 def test_policy_table_makes_the_decisions_of_its_seats_alone() -> None:
-    policies = load(USE, 'policy.seats=["front_door"]').policies
+    policies = load(USE, 'policy.seats=["arrival"]').policies
     chosen = [path for path, policy in policies.by_table.items() if isinstance(policy, Counting)]
-    assert chosen == ["front_door"]
+    assert chosen == ["arrival"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_policy_table_refuses_input_that_it_cannot_decide(sets: list[str], expec
 
 
 def test_configuration_with_a_policy_table_is_written_and_read_again(tmp_path: Any) -> None:
-    loaded = load(USE, "policy.most=3", 'policy.seats=["front_door"]')
+    loaded = load(USE, "policy.most=3", 'policy.seats=["arrival"]')
     path = tmp_path / "config.toml"
     path.write_text(to_toml(loaded))
     again = load_config(path, environ={})
@@ -118,8 +118,7 @@ def test_class_without_a_method_or_with_a_hidden_one_is_refused() -> None:
 def test_policy_that_makes_several_decisions_has_one_state_for_all() -> None:
     seats = PolicySeats(default_policies(Counting()))
     door, first, second = (
-        seats.add_seat(name)
-        for name in ("front_door", "generate-0.admission", "generate-1.admission")
+        seats.add_seat(name) for name in ("arrival", "generate-0.admission", "generate-1.admission")
     )
     door.state.arrived += 1
     door.accept()
@@ -132,8 +131,8 @@ def test_policy_that_makes_several_decisions_has_one_state_for_all() -> None:
 
 def test_policy_in_two_tables_has_a_state_for_each() -> None:
     policy = Counting()
-    seats = PolicySeats(default_policies(front_door=policy, generate_admission=policy))
-    door, admission = seats.add_seat("front_door"), seats.add_seat("generate.admission")
+    seats = PolicySeats(default_policies(arrival=policy, generate_admission=policy))
+    door, admission = seats.add_seat("arrival"), seats.add_seat("generate.admission")
     door.state.arrived += 1
     door.accept()
     assert admission.state == Counts()
@@ -142,7 +141,7 @@ def test_policy_in_two_tables_has_a_state_for_each() -> None:
 def test_answers_of_the_base_class_are_valid_for_the_kernel() -> None:
     """What a subclass does not override decides as the kernel's defaults do."""
     policies = default_policies(
-        front_door=RequestPolicy(), step=RequestPolicy(), preemption=RequestPolicy()
+        arrival=RequestPolicy(), step=RequestPolicy(), preemption=RequestPolicy()
     )
     cluster = run_random(random.Random(3), policies)
     assert not cluster.kernel.statistics()["policy_faults"]

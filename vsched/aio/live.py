@@ -13,7 +13,7 @@ from vsched.kernel.live import MemoryMap, RequestRow
 from vsched.plugins import registered_policies
 from vsched.policy import KERNEL_TABLES, POLICY_TABLES, Policy
 
-COUNTERS = ("running", "waiting", "finished", "refused", "front_door", "media")
+COUNTERS = ("running", "waiting", "finished", "refused", "arrival", "media")
 """Entries of the engine's statistics that a state has."""
 REQUESTS_MAX = 256
 """Maximum number of requests in a state; all with a slot are in it."""

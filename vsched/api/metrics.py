@@ -142,8 +142,8 @@ _VLLM_NAMES = {
 """Metrics of vLLM under the same names, and their further names, such as those of earlier versions."""
 
 _KV_USAGE = "Fraction of KV blocks held by requests."
-FRONT_DOOR = ("admitted", "held", "shed", "redirected")
-_FRONT_DOOR = "Decisions of the front-door policy."
+ARRIVAL_OUTCOMES = ("admitted", "held", "shed", "redirected")
+_ARRIVALS = "Decisions of the arrival policy."
 _UNCLAIMED = "Rest of a memory pool at the peaks of all processes; negative if too much is claimed."
 _OVERRULED = "Valid policy answers that the kernel did not follow."
 _PASSED_OVER = "Longest time for which policies let others pass a request or an image."
@@ -177,9 +177,9 @@ class EngineCollector(Collector):
                 yield kind(f"vsched_{name}", what, value=value)
         for name, label, path, what in _BY_REASON:
             yield _family(COUNTER, name, what, label, statistics.get(path, {}).items())
-        decided = statistics.get("front_door", {})
-        outcomes = [(name, decided[name]) for name in FRONT_DOOR if name in decided]
-        yield _family(COUNTER, "front_door", _FRONT_DOOR, "outcome", outcomes)
+        decided = statistics.get("arrival", {})
+        outcomes = [(name, decided[name]) for name in ARRIVAL_OUTCOMES if name in decided]
+        yield _family(COUNTER, "arrivals", _ARRIVALS, "outcome", outcomes)
         yield from _histograms(statistics.get("histograms", {}))
         yield from _memory(statistics)
         yield from _policy_calls(statistics)

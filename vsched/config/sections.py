@@ -514,7 +514,7 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     """File for the arrivals of a run inside vLLM, for `vsched simulate --trace`; its times are in a file of the same
     name with `.run`. Empty for none."""
     statistics: bool = False
-    """Write figures once per second, which `GET /vsched` of `FrontDoor` returns."""
+    """Write figures once per second, which `GET /vsched` of `Middleware` returns."""
 
 
 class RecordConfig(Section, frozen=True, kw_only=True):
@@ -574,7 +574,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policies: PoliciesConfig = PoliciesConfig()
     if TYPE_CHECKING:
         routing: PolicyTable = {}
-        front_door: PolicyTable = {}
+        arrival: PolicyTable = {}
     deadlines: DeadlinesConfig = DeadlinesConfig()
     record: RecordConfig = RecordConfig()
     vllm: VllmConfig = VllmConfig()

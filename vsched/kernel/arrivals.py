@@ -1,6 +1,6 @@
 """Admission of arriving requests, before any work is done for them.
 
-Preparing a request takes processor time and memory, so the front-door policy decides before. The kernel gets two events
+Preparing a request takes processor time and memory, so the arrival policy decides before. The kernel gets two events
 for a request: `Arrived`, and `Submitted` with its tokens. In between, the shell prepares it, which is counted here.
 """
 
@@ -40,7 +40,7 @@ class HeldRequest(msgspec.Struct):
 
 
 class ArrivalGate(Restorable):
-    """Calls the front-door policy for each arriving request, and again at the end of a hold.
+    """Calls the arrival policy for each arriving request, and again at the end of a hold.
 
     Attributes:
         due_ns: The end of the next hold; None without held requests.
@@ -152,7 +152,7 @@ class ArrivalGate(Restorable):
         self.counts["shed"] += 1
         limit = self._limits.waiting
         remedy = "try again later, or raise generate.max_waiting"
-        what = "too many requests are held at the front door"
+        what = "too many requests are held on arrival"
         text = limit_message(what, value=limit + 1, limit=limit, remedy=remedy)
         return RejectArrival(arrival_id, text.removesuffix("."))
 
@@ -201,8 +201,8 @@ class ArrivalGate(Restorable):
         if held is not None:
             wait_s = max(held.until_ns - now_ns, 0) / 1e9
             return (
-                f"the front-door policy holds it for another {wait_s:.1f} s. "
-                "Remedy: other fields of front_door, or another policy"
+                f"the arrival policy holds it for another {wait_s:.1f} s. "
+                "Remedy: other fields of arrival, or another policy"
             )
         return PREPARED if arrival_id in self._preparing else ""
 

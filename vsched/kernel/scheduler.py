@@ -139,7 +139,7 @@ class Scheduler(SnapshotRoot):
             limits, self._table, self.embeddings, self.generators, seats, measured, loads
         )
         self._gate = ArrivalGate(
-            seats.add_seat("front_door"),
+            seats.add_seat("arrival"),
             limits,
             self._table,
             self.generators,
@@ -256,7 +256,7 @@ class Scheduler(SnapshotRoot):
             Notice(f"from now on, {table['use']} decides as {path}")
             for path, table in tables.items()
         ]
-        if any("front_door" in (path, *table.get("seats", ())) for path, table in tables.items()):
+        if any("arrival" in (path, *table.get("seats", ())) for path, table in tables.items()):
             commands += self._gate.ask_again(now_ns, all_held=True)
         return commands
 
@@ -584,7 +584,7 @@ class Scheduler(SnapshotRoot):
             "live_bytes": self._table.live_bytes,
             "finished": dict(self._table.finished),
             "refused": dict(self._table.refused),
-            "front_door": self._gate.statistics(),
+            "arrival": self._gate.statistics(),
             "policy_faults": dict(self._faults.counts),
             "policy_overruled": self._seats.overruled(),
             "policy_replaced": self._seats.replaced(),

@@ -44,7 +44,7 @@ class ArrivingRequest(OfRequest, frozen=True, kw_only=True):
 
 
 class ArrivalView(View, frozen=True, kw_only=True):
-    """Input of a front-door policy: an arrived request and the load of the server.
+    """Input of a arrival policy: an arrived request and the load of the server.
 
     Attributes:
         request: The arrived request, which the numbers below do not include.
@@ -426,8 +426,8 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
     then called while no slot is free, too."""
 
     @decides(
-        "front_door",
-        PolicyKey("front_door", "open", "Admission of requests, before any work is done for them."),
+        "arrival",
+        PolicyKey("arrival", "open", "Admission of requests, before any work is done for them."),
         check=check_arrival,
         default=default_arrival,
     )

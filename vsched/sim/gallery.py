@@ -232,14 +232,14 @@ CASES: dict[str, GalleryCase] = {
             choices={
                 "fifo": (),
                 "priority": (("generate.admission", {"use": "priority"}),),
-                "deadline-shed": (("front_door", {"use": "deadline-shed"}),),
+                "deadline-shed": (("arrival", {"use": "deadline-shed"}),),
                 "deadline-shed + priority": (
-                    ("front_door", {"use": "deadline-shed", "by_priority": True}),
+                    ("arrival", {"use": "deadline-shed", "by_priority": True}),
                     ("generate.admission", {"use": "priority"}),
                 ),
                 "tenant-fair": (
                     (
-                        "front_door",
+                        "arrival",
                         {"use": "tenant-fair", "rate": 3.0, "burst": 10, "rates": {"urgent": 7.0}},
                     ),
                 ),
@@ -342,7 +342,7 @@ def run_policies(
 DEFAULTS = {
     ("admission", "fifo"): "long-context",
     ("step", "in-order"): "long-context",
-    ("front_door", "open"): "overload",
+    ("arrival", "open"): "overload",
     ("routing", "least-loaded"): "conversations",
     ("eviction", "lru"): "scan",
     ("insertion", "everything"): "scan",

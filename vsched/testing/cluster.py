@@ -197,7 +197,7 @@ class ModelCluster:
         return commands
 
     def arrive(self, request: Request, *, choices: int = 1) -> int:
-        """Announce a request to the front-door policy, and submit it once it is admitted; return its arrival number."""
+        """Announce a request to the arrival policy, and submit it once it is admitted; return its arrival number."""
         self._arrivals += 1
         self.at_gate[self._arrivals] = _submission(request, choices, arrival_id=self._arrivals)
         self.send(
@@ -214,9 +214,9 @@ class ModelCluster:
         return self._arrivals
 
     def withdraw(self, arrival_id: int) -> None:
-        """Withdraw a request at the front door or in preparation, as a leaving client does."""
-        self.at_gate.pop(arrival_id, None)
+        """Withdraw a request on arrival or in preparation, as a leaving client does."""
         self.send(Withdrawn(arrival_id))
+        self.at_gate.pop(arrival_id, None)
 
     def abort(self, name: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Abort a request."""
@@ -597,7 +597,7 @@ _ANSWERS = (1, 1, 2, 1, 1, 1, 5, 1, 3)
 _TELLING = 4
 """One in this many requests asks for prompt log-probabilities."""
 _GATED = 2
-"""One in this many requests passes the front door; one in `_LEAVING` of these withdraws if it is held."""
+"""One in this many requests passes the arrival policy; one in `_LEAVING` of these withdraws if it is held."""
 _LEAVING = 8
 
 

@@ -58,7 +58,7 @@ def engine(played: ShellHarness, media: SlowMedia) -> Any:
 
 
 def door(played: ShellHarness) -> tuple[int, int]:
-    counts = played.shell.statistics()["front_door"]
+    counts = played.shell.statistics()["arrival"]
     return counts["held_now"], counts["preparing_now"]
 
 
@@ -83,7 +83,7 @@ async def test_held_request_waits_and_is_served(
     assert door(played) == (1, 0)
     assert media.started.empty()
     assert played.shell.statistics()["waiting"] == 1
-    assert "the front-door policy holds it" in engine.explain("held")
+    assert "the arrival policy holds it" in engine.explain("held")
     played.shell._kernel._gate._held[1].until_ns = 0
     played.shell._kernel._gate.due_ns = 0
     played.shell.handle(TimerFired())

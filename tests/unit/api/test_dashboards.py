@@ -109,7 +109,7 @@ FIRING = {
     "VschedGroupLost": [
         ('vsched_group_losses_total{group="generate",model_name="m",reason="RankSilent"}', "_x10 1x20")
     ],
-    "VschedOverloaded": [('vsched_front_door_total{model_name="m",outcome="shed"}', "0+5x30")],
+    "VschedOverloaded": [('vsched_arrivals_total{model_name="m",outcome="shed"}', "0+5x30")],
     "VschedQueueLong": [
         ('vsched_num_requests_waiting{model_name="m"}', "9x30"),
         ('vsched_slots{group="generate",model_name="m"}', "4x30"),

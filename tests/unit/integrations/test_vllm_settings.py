@@ -23,7 +23,7 @@ def test_tables_are_those_of_vsched(tmp_path: Path) -> None:
     file = tmp_path / "policies.toml"
     file.write_text(
         '[generate]\nstep_target_ms = 20\n[generate.step]\nuse = "slo-feedback"\n[server]\nport = 1\n'
-        "[policies]\ncall_budget_ms = 5\n[vllm]\ntrace = 'run.jsonl'\n[front_door]\nuse = 'open'\n"
+        "[policies]\ncall_budget_ms = 5\n[vllm]\ntrace = 'run.jsonl'\n[arrival]\nuse = 'open'\n"
     )
     found = settings(str(file))
     assert [*found.policies.by_table] == ["generate.step"]
@@ -40,7 +40,7 @@ def test_one_policy_decides_if_vllm_can_follow_it() -> None:
     found = settings(tables)
     assert {*found.policies.by_table} == {*SCHEDULER}
     assert {type(one) for one in found.policies.by_table.values()} == {TenantFair}
-    assert [*settings(tables, FRONT).policies.by_table] == ["front_door"]
+    assert [*settings(tables, FRONT).policies.by_table] == ["arrival"]
 
 
 @pytest.mark.parametrize(

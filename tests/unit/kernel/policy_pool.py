@@ -45,11 +45,11 @@ from vsched.policy.measured import Measured
 from vsched.policy_host import SeatPolicies
 from vsched.testing.cluster import default_policies
 from vsched_policies.admission import Fifo, Priority, ShortestFirst, Tiers, TokenBudget
+from vsched_policies.arrival import DeadlineShed, Open
 from vsched_policies.dispatch import FewestHeldUp
 from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup
 from vsched_policies.encoding import ChunkAware, Combined
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
-from vsched_policies.front_door import DeadlineShed, Open
 from vsched_policies.insertion import Everything, Matching
 from vsched_policies.preemption import Youngest
 from vsched_policies.reclaim import YoungestEmbedding
@@ -504,7 +504,7 @@ class TalliedDoor(RequestPolicy, frozen=True, kw_only=True):
         return Shed("no", 1 + number % 9) if number % 7 == 0 else Hold(view.now_ns + number)
 
 
-def random_front_door(rng: random.Random) -> RequestPolicy:
+def random_arrival(rng: random.Random) -> RequestPolicy:
     makers: list[Callable[[], RequestPolicy]] = [
         Open,
         lambda: TenantFair(rate=rng.choice([1, 1e4]), burst=rng.randint(1, 4), wait_s=rng.random()),
@@ -634,5 +634,5 @@ def random_policies(rng: random.Random) -> SeatPolicies:
         routing=random_routing(rng),
         drafting=random_drafting(rng),
         step=random_step(rng),
-        front_door=random_front_door(rng),
+        arrival=random_arrival(rng),
     )

@@ -26,7 +26,7 @@ from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.record import replay
 from vsched.testing import ModelCluster, check_policy, make_request
 from vsched.testing.cluster import default_policies
-from vsched_policies.front_door import DeadlineShed, Open
+from vsched_policies.arrival import DeadlineShed, Open
 from vsched_policies.requests import TenantFair
 
 LIMITS = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16, waiting=4)
@@ -53,7 +53,7 @@ class Told(RequestPolicy, frozen=True, kw_only=True):
 
 
 def cluster(policy: RequestPolicy | None = None) -> ModelCluster:
-    return ModelCluster(LIMITS, default_policies(front_door=policy or Told()))
+    return ModelCluster(LIMITS, default_policies(arrival=policy or Told()))
 
 
 def arrive(one: ModelCluster, name: str, tenant: str = "") -> int:
@@ -64,7 +64,7 @@ def arrive(one: ModelCluster, name: str, tenant: str = "") -> int:
 def test_admitted_request_is_submitted_and_served() -> None:
     one = cluster(Open())
     arrive(one, "a")
-    assert one.kernel.statistics()["front_door"]["preparing_now"] == 0
+    assert one.kernel.statistics()["arrival"]["preparing_now"] == 0
     one.drain()
     one.check_settled()
     assert one.ended.keys() == {"a"}
@@ -110,7 +110,7 @@ def test_shed_and_redirected_requests_get_the_reason() -> None:
         RejectArrival(shed, "0 wait, 0 of yours", 503, 7),
         RejectArrival(away, base_url="http://other:8000/"),
     ]
-    assert one.kernel.statistics()["front_door"] == {
+    assert one.kernel.statistics()["arrival"] == {
         "admitted": 0,
         "held": 0,
         "shed": 1,
@@ -124,7 +124,7 @@ def test_a_hold_ends_by_the_timer_and_another_answer() -> None:
     one = cluster()
     arrive(one, "a", "held")
     one.wait(SECOND_NS)
-    assert one.kernel.statistics()["front_door"]["held_now"] == 1
+    assert one.kernel.statistics()["arrival"]["held_now"] == 1
     one.wait(2 * SECOND_NS)
     one.drain()
     one.check_settled()
@@ -145,7 +145,7 @@ def test_policy_is_not_called_for_requests_aborted_while_held() -> None:
     one.drain()
     one.check_settled()
     assert not one.ended
-    assert one.kernel.statistics()["front_door"]["admitted"] == 0
+    assert one.kernel.statistics()["arrival"]["admitted"] == 0
 
 
 def test_as_many_are_held_as_may_wait() -> None:
@@ -181,7 +181,7 @@ def test_requests_of_a_tenant_are_counted_wherever_they_are() -> None:
 def test_snapshot_contains_held_requests() -> None:
     one = cluster()
     held = arrive(one, "a", "held")
-    policies = default_policies(front_door=Told())
+    policies = default_policies(arrival=Told())
     again = restore_snapshot(Scheduler(LIMITS, policies), encode_snapshot(one.kernel))
     assert encode_snapshot(again) == encode_snapshot(one.kernel)
     now_ns = one.now_ns + 3 * SECOND_NS
@@ -194,7 +194,7 @@ def test_snapshot_contains_held_requests() -> None:
 )
 def test_a_record_of_the_door_is_replayed(policy: RequestPolicy, tmp_path: Path) -> None:
     path = tmp_path / "run.vlog"
-    record_run(path, 3, policies=default_policies(front_door=policy), segment_bytes=8192)
+    record_run(path, 3, policies=default_policies(arrival=policy), segment_bytes=8192)
     report = replay(path)
     assert report.difference is None
     assert report.segments > 1

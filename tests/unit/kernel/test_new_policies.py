@@ -103,12 +103,12 @@ def test_a_new_policy_has_fresh_states_and_takes_the_place_of_a_default() -> Non
     assert cluster.kernel.statistics()["policy_replaced"] == {}
 
 
-def test_requests_held_at_the_front_door_are_decided_again() -> None:
-    cluster = ModelCluster(LIMITS, default_policies(front_door=OneAtATime()))
+def test_requests_held_at_the_arrival_are_decided_again() -> None:
+    cluster = ModelCluster(LIMITS, default_policies(arrival=OneAtATime()))
     for number in range(3):
         cluster.arrive(make_request(f"r{number}", [1, 2, 3]))
-    assert cluster.kernel.statistics()["front_door"]["held_now"] == 3
-    install(cluster, front_door={"use": "open"})
+    assert cluster.kernel.statistics()["arrival"]["held_now"] == 3
+    install(cluster, arrival={"use": "open"})
     assert len(cluster.requests) == 3
     cluster.drain()
     cluster.check_settled()
@@ -116,15 +116,15 @@ def test_requests_held_at_the_front_door_are_decided_again() -> None:
 
 def test_one_policy_takes_several_seats_with_one_state() -> None:
     cluster = ModelCluster(LIMITS)
-    seats = ["front_door", "generate.admission"]
+    seats = ["arrival", "generate.admission"]
     install(cluster, policy={"use": f"{HERE}:OneAtATime", "hold_s": 0, "seats": seats})
     cluster.arrive(make_request("a", [1, 2, 3]))
     states = cluster.kernel.policy_states()
-    assert states["front_door"] == states["generate-0.admission"] == states["generate-1.admission"]
-    assert msgspec.msgpack.decode(states["front_door"], type=Counts).arrived == 1
+    assert states["arrival"] == states["generate-0.admission"] == states["generate-1.admission"]
+    assert msgspec.msgpack.decode(states["arrival"], type=Counts).arrived == 1
     assert "encode.admission" not in states
-    install(cluster, front_door={"use": "open"})
-    assert "front_door" not in cluster.kernel.policy_states()
+    install(cluster, arrival={"use": "open"})
+    assert "arrival" not in cluster.kernel.policy_states()
     restored = restore_snapshot(
         Scheduler(LIMITS, default_policies()), encode_snapshot(cluster.kernel)
     )
@@ -185,8 +185,8 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "generate.eviction": [{"use": "lru"}, {"use": "s3-fifo"}, {"use": "none"}],
     "generate.step": [{"use": "tenant-fair"}, {"use": "slo-feedback"}, {"use": "in-order"}],
     "generate.insertion": [{"use": "matching", "tokens_min": 20}, {"use": "everything"}],
-    "front_door": [{"use": "tenant-fair", "rate": 0.5, "burst": 1, "wait_s": 5}, {"use": "open"}],
-    "policy": [{"use": f"{HERE}:OneAtATime", "hold_s": 1, "seats": ["front_door"]}],
+    "arrival": [{"use": "tenant-fair", "rate": 0.5, "burst": 1, "wait_s": 5}, {"use": "open"}],
+    "policy": [{"use": f"{HERE}:OneAtATime", "hold_s": 1, "seats": ["arrival"]}],
 }
 
 
@@ -200,7 +200,7 @@ def test_a_record_of_replacements_is_replayed_from_any_segment(
     def with_replacements(self: ModelCluster, event: Event) -> object:
         if rng.random() < 0.15:
             paths = rng.sample(sorted(CHOICES), rng.randint(1, 2))
-            if not {"policy", "front_door"}.issubset(paths):
+            if not {"policy", "arrival"}.issubset(paths):
                 tables = {path: rng.choice(CHOICES[path]) for path in paths}
                 send(self, PolicyReplaced(tables=tables))
         return send(self, event)

@@ -346,8 +346,8 @@ class Holds(RequestPolicy, frozen=True, kw_only=True):
 @pytest.mark.parametrize(("limit_s", "fails"), [(5, False), (3, True)])
 def test_holds_have_the_same_limit(limit_s: int, fails: bool) -> None:
     limits = make_limits(waiting=2, passed_over_ns=limit_s * SECOND_NS)
-    cluster = cluster_of(limits, front_door=Holds())
+    cluster = cluster_of(limits, arrival=Holds())
     for index in range(3):
         cluster.arrive(make_request(f"r{index}", words(4)))
     assert bool(cluster.notices) == fails
-    assert bool(overruled(cluster, "front_door")) != fails
+    assert bool(overruled(cluster, "arrival")) != fails

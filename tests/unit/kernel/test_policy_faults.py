@@ -169,7 +169,7 @@ INVALID: dict[str, tuple[tuple[Any, ...], list[Any]]] = {
             ANY_STEPSHARES(["first"]),
         ],
     ),
-    "front_door": (
+    "arrival": (
         (7, 5, 60),
         [None, Hold(7), Hold(66), Shed(""), Shed("full", 0), Shed("full", 1, 500), Redirect("x")],
     ),
@@ -188,7 +188,7 @@ def test_invalid_answers_are_refused(decision: str) -> None:
 
 @pytest.mark.parametrize("answer", [BOOM, None], ids=repr)
 @pytest.mark.parametrize(
-    "decision", sorted({*INVALID} - {"reclaim", "routing", "front_door", "drafting"})
+    "decision", sorted({*INVALID} - {"reclaim", "routing", "arrival", "drafting"})
 )
 def test_default_decides_after_a_failure(decision: str, answer: Any) -> None:
     """Everything is served; the failures are counted, and logged with the input."""
@@ -290,9 +290,9 @@ class Reason(str):
         ("preemption", (2,), Preemption(np.int8(1), PreemptionMode("swap"))),  # type: ignore[arg-type]
         ("drafting", (), Draft(np.int64(2), np.int64(3), np.int64(2), np.True_)),  # type: ignore[arg-type]
         ("step", (2,), StepShares(np.array([1, 0]), np.array([3, 4]), np.int64(9))),  # type: ignore[arg-type]
-        ("front_door", (7, 5, 60), Hold(np.int64(9))),  # type: ignore[arg-type]
-        ("front_door", (7, 5, 60), Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
-        ("front_door", (7, 5, 60), Redirect(Reason("http://other:8000"))),
+        ("arrival", (7, 5, 60), Hold(np.int64(9))),  # type: ignore[arg-type]
+        ("arrival", (7, 5, 60), Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
+        ("arrival", (7, 5, 60), Redirect(Reason("http://other:8000"))),
         ("dispatch", (1, {}, 1), Dispatch(None, [np.int8(0)])),  # type: ignore[list-item]
     ],
     ids=lambda one: type(one).__name__,

@@ -43,7 +43,7 @@ def config_for(
     record = RecordConfig(path=str(path), segment_bytes=segment_bytes, segments=segments)
     config = Config(
         routing=table(policies.by_table["routing"]),
-        front_door=table(policies.by_table["front_door"]),
+        arrival=table(policies.by_table["arrival"]),
         record=record,
     )
     for place, policy in policies.by_table.items():

@@ -86,7 +86,7 @@ def test_run_policy_names_the_line_of_a_failure() -> None:
 
 def test_default_policies_put_a_policy_at_all_its_seats() -> None:
     policies = default_policies(LastFirst())
-    arriving, encoding = (policies.by_table[one] for one in ("front_door", "encode.admission"))
+    arriving, encoding = (policies.by_table[one] for one in ("arrival", "encode.admission"))
     assert arriving is policies.several is encoding
     assert default_policies().several is None
     with pytest.raises(PolicyError, match="overrides no method"):

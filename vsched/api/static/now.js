@@ -5,7 +5,7 @@ import { Chart, MemoryMap } from "./charts.js";
 
 const PHASES = {
   items: "waits for embeddings", ready: "waits in the queue", preempted: "preempted", suspended: "waits for its group",
-  prompt: "waits for a shared prompt", prefill: "prefill", decode: "decode", held: "held at the front door",
+  prompt: "waits for a shared prompt", prefill: "prefill", decode: "decode", held: "held on arrival",
   preparing: "is prepared",
 };
 const WAITING = new Set(["items", "ready", "preempted", "suspended", "prompt", "held"]);

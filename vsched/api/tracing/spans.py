@@ -181,7 +181,7 @@ class RequestTrace:
         session: str,
         tenant: str,
     ) -> None:
-        """Add the parameters of a checked request, without its contents; it goes to the front door now."""
+        """Add the parameters of a checked request, without its contents; the arrival policy gets it now."""
         self._checked_ns = time.monotonic_ns()
         if not self._span.is_recording():
             return

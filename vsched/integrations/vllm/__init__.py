@@ -10,7 +10,7 @@ import importlib
 _CLASSES = {
     "Scheduler": "vsched.integrations.vllm.scheduler:PolicyScheduler",
     "EmbeddingCache": "vsched.integrations.vllm.embeddings:PolicyEncoderCache",
-    "FrontDoor": "vsched.integrations.vllm.front_door:FrontDoor",
+    "Middleware": "vsched.integrations.vllm.middleware:Middleware",
 }
 
 

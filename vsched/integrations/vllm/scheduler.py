@@ -443,7 +443,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             self._recorder.note_end(entry, request.request_id, now_ns, hashes, images, kept=ended)
 
     def _log(self, now_ns: int, *, due: bool) -> None:
-        """Log figures in which something has changed, if a line is due, and write them for the front door."""
+        """Log figures in which something has changed, if a line is due, and write them for the middleware."""
         figures = self.host.figures()
         if due:
             calls = {name: int(one["calls"]) for name, one in figures["policy_calls"].items()}

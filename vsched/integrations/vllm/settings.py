@@ -16,7 +16,7 @@ from vsched.policy_host import HostCapabilities
 
 SCHEDULER = ("generate.admission", "generate.step", "generate.preemption")
 EMBEDDINGS = ("encode.eviction",)
-FRONT = ("front_door", "routing")
+FRONT = ("arrival", "routing")
 REFUSED = {
     "encode.admission": "it encodes an image in the step and the worker of its request",
     "encode.encoding": "it encodes the images of the next chunk",
@@ -63,7 +63,7 @@ def capabilities(version: str) -> HostCapabilities:
 
 
 def statistics_path(vllm_config: Any) -> Path:
-    """Return the file with the figures of the scheduler; the front door, another process, finds it by the same name."""
+    """Return the file with the figures of the scheduler; the middleware, another process, finds it by the same name."""
     rank = vllm_config.parallel_config.data_parallel_rank
     name = f"vsched-vllm-{os.getuid()}-{vllm_config.instance_id}-{rank}.json"
     return Path(tempfile.gettempdir()) / name

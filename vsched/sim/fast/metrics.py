@@ -175,7 +175,7 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
         prefix_hits: Share of prompt tokens found in the prefix cache.
         embedding_hits: Share of requested embeddings that were cached or being encoded.
         failed: Refused and failed requests, by code.
-        reasons: Requests shed by the front-door policy, by reason, cut before its first value, with
+        reasons: Requests shed by the arrival policy, by reason, cut before its first value, with
             numbers as `#`.
         encode_busy: Busy share of encode groups over the span; likewise `generate_busy`.
         link_bytes: Bytes to and from other hosts.

@@ -424,7 +424,7 @@ def test_run_names_the_place_of_a_policy_failure() -> None:
 def test_run_counts_refusals_by_tenant_and_reason() -> None:
     """Reasons that differ only in their numbers count as one."""
     arrivals = [arrival(n, n, tenant="ab"[n % 2]) for n in range(12)]
-    limited = config("front_door={use='tenant-fair',rate=1,burst=1,rates={a=1000}}")
+    limited = config("arrival={use='tenant-fair',rate=1,burst=1,rates={a=1000}}")
     figures = simulate(limited, workload_of("two", arrivals), cost=COST).figures
     assert figures.failed == {"shed": 5}
     assert figures.reasons == {"tenant b sends too fast": 5}
@@ -480,7 +480,7 @@ class Both(RequestPolicy, frozen=True, kw_only=True):
         return len(view.running) - 1
 
 
-@pytest.mark.parametrize("tables", [["policy"], ["front_door", "generate.admission"]])
+@pytest.mark.parametrize("tables", [["policy"], ["arrival", "generate.admission"]])
 def test_run_gives_one_object_one_state(tables: list[str]) -> None:
     placed: dict[str, Policy] = dict.fromkeys(tables, Counting())
     few = workload_of("few", [arrival(1, 0, Text(1, 100)), arrival(2, 0, Text(2, 100))])

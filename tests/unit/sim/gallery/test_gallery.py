@@ -98,7 +98,7 @@ def test_a_case_is_the_same_every_time() -> None:
 
 
 def test_every_registered_choice_is_found_by_its_name() -> None:
-    found = case_of("front_door", "tenant-fair")
+    found = case_of("arrival", "tenant-fair")
     assert found is not None
     assert found.name == "overload"
     for kind, name in DEFAULTS:

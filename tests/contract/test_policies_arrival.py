@@ -21,7 +21,7 @@ from vsched.policy import (
 from vsched.policy.measured import FirstTokenTime, Measurements
 from vsched.sim import SimulationOutcome, generate_workload, load_cost_model, simulate
 from vsched.sim.workload.requests import Arrival, Text, workload_of
-from vsched_policies.front_door import DeadlineShed, busy_gap_ns
+from vsched_policies.arrival import DeadlineShed, busy_gap_ns
 from vsched_policies.requests import TENANTS_MAX, ServedTokens, TenantFair
 
 MS = 1_000_000
@@ -146,7 +146,7 @@ def overloaded(policy: RequestPolicy | None) -> SimulationOutcome:
         load_config(None, sets=sizes, environ={}),
         generate_workload("poisson", seed=1, requests=300, rate=16.0),
         cost=load_cost_model("h100-7b"),
-        policies={"front_door": policy} if policy else None,
+        policies={"arrival": policy} if policy else None,
     )
 
 
@@ -174,7 +174,7 @@ def test_tenant_fair_keeps_a_tenant_to_its_rate(wait_s: float, *, shed: bool) ->
         Config(),
         workload_of("greedy", arrivals),
         cost=load_cost_model("h100-7b"),
-        policies={"front_door": TenantFair(rate=10, burst=5, wait_s=wait_s)},
+        policies={"arrival": TenantFair(rate=10, burst=5, wait_s=wait_s)},
         oracles=True,
     )
     figures = outcome.figures

@@ -1,4 +1,4 @@
-"""The front door before another server: tenants, refusals, holds, routing; driven through ASGI."""
+"""Policies before another server: tenants, refusals, holds, routing; driven through ASGI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from vsched.integrations.front_door import FrontSettings, PolicyFrontDoor
+from vsched.integrations.middleware import MiddlewareSettings, PolicyMiddleware
 from vsched.policy import (
     Admit,
     ArrivalDecision,
@@ -65,14 +65,14 @@ class Server:
         await send({"type": "http.response.body", "body": b"two", "more_body": False})
 
 
-class Door(PolicyFrontDoor):
+class Door(PolicyMiddleware):
     """The middleware with given settings."""
 
     def __init__(self, app: Any, by_table: Mapping[str, Policy], **more: Any) -> None:
         super().__init__(app)
-        self.settings = FrontSettings(policies=SeatPolicies(by_table=by_table), **more)
+        self.settings = MiddlewareSettings(policies=SeatPolicies(by_table=by_table), **more)
 
-    def read_settings(self, app: Any) -> FrontSettings:
+    def read_settings(self, app: Any) -> MiddlewareSettings:
         return self.settings
 
     def server_figures(self, app: Any) -> Any:
@@ -120,7 +120,7 @@ async def forever() -> Message:
 
 async def test_tenant_of_the_gateway_replaces_that_of_the_client() -> None:
     server = Server()
-    door = Door(server, {"front_door": ByTenant()}, tenant_header="X-Tenant")
+    door = Door(server, {"arrival": ByTenant()}, tenant_header="X-Tenant")
     body = {"n": 1, "vllm_xargs": {"tenant": "liar", "ttft_target_ms": 5}, "text": "é"}
     status, _, text = await call(door, body, {"x-tenant": "a", "content-length": "1"})
     assert (status, text) == (200, b"onetwo")
@@ -145,7 +145,7 @@ async def test_refused_requests_do_not_reach_the_server(
     tenant: str, status: int, header: tuple[str, str]
 ) -> None:
     server = Server()
-    door = Door(server, {"front_door": ByTenant()}, tenant_header="x-tenant")
+    door = Door(server, {"arrival": ByTenant()}, tenant_header="x-tenant")
     got, headers, _ = await call(door, {}, {"x-tenant": tenant})
     assert got == status
     assert headers[header[0]] == header[1] + (CHAT if status == 307 else "")
@@ -155,14 +155,14 @@ async def test_refused_requests_do_not_reach_the_server(
 @pytest.mark.parametrize("tenant", ["held", "broken", "plain"])
 async def test_held_and_failing_decisions_end_in_admission(tenant: str) -> None:
     server = Server()
-    door = Door(server, {"front_door": ByTenant()}, tenant_header="x-tenant")
+    door = Door(server, {"arrival": ByTenant()}, tenant_header="x-tenant")
     status, _, _ = await call(door, {}, {"x-tenant": tenant})
     assert status == 200
     _, _, text = await call(door, path="/vsched")
     figures = json.loads(text)
     assert figures["scheduler"] == {"waiting": 3}
-    assert figures["front_door"]["policy_faults"] == ({"ByTenant": 1} if tenant == "broken" else {})
-    calls = figures["front_door"]["policy_calls"]["front_door"]["calls"]
+    assert figures["arrival"]["policy_faults"] == ({"ByTenant": 1} if tenant == "broken" else {})
+    calls = figures["arrival"]["policy_calls"]["arrival"]["calls"]
     assert calls == (2 if tenant == "held" else 1)
 
 

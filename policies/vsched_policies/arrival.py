@@ -1,4 +1,4 @@
-"""Front-door policies: admission of requests before any work is done for them."""
+"""Arrival policies: admission of requests before any work is done for them."""
 
 from __future__ import annotations
 

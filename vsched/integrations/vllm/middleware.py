@@ -1,4 +1,4 @@
-"""The front door of vLLM: `--middleware vsched.integrations.vllm.FrontDoor`."""
+"""Middleware of vLLM: `--middleware vsched.integrations.vllm.Middleware`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 import msgspec
 import vllm
 
-from vsched.integrations.front_door import FrontSettings, PolicyFrontDoor
+from vsched.integrations.middleware import MiddlewareSettings, PolicyMiddleware
 from vsched.integrations.vllm.settings import FRONT, read_settings, statistics_path
 
 
-class FrontDoor(PolicyFrontDoor):
+class Middleware(PolicyMiddleware):
     """Reads the tables of vLLM's `--additional-config`, and the table `server` of a vsched configuration."""
 
-    def read_settings(self, app: Any) -> FrontSettings:
+    def read_settings(self, app: Any) -> MiddlewareSettings:
         config = app.state.vllm_config
         settings = read_settings(config, vllm.__version__, FRONT)
         server = settings.rest.get("server", {})
-        return FrontSettings(
+        return MiddlewareSettings(
             policies=settings.policies,
             passed_over_ns=int(settings.limits.passed_over_max_s * 1e9),
             budget_ms=settings.limits.call_budget_ms,

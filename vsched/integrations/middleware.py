@@ -1,4 +1,4 @@
-"""Policies before a server that is not vsched's: ASGI middleware for the front door, routing and tenants.
+"""Policies before a server that is not vsched's: ASGI middleware for arrival, routing and tenants.
 
 It sees requests, not the scheduler. A request counts as waiting until its first output, and then as running.
 """
@@ -40,7 +40,7 @@ Body = dict[str, Any]
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-class FrontSettings(msgspec.Struct, frozen=True, kw_only=True):
+class MiddlewareSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the middleware.
 
     Attributes:
@@ -76,19 +76,19 @@ class InFlight:
         self.state, self.asks, self.first_ns, self.replica = "held", 0, 0, 0
 
 
-class PolicyFrontDoor:
+class PolicyMiddleware:
     """ASGI middleware; a subclass reads its settings from the server in `scope["app"]`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._host: PolicyHost | None = None
-        self._settings = FrontSettings(policies=SeatPolicies(by_table={}))
+        self._settings = MiddlewareSettings(policies=SeatPolicies(by_table={}))
         self._tenants: Mapping[str, str] = {}
         self._flying: set[InFlight] = set()
         self._measured = HostMeasured()
         self._routed = 0
 
-    def read_settings(self, app: Any) -> FrontSettings:
+    def read_settings(self, app: Any) -> MiddlewareSettings:
         """Return the settings for this server."""
         raise NotImplementedError
 
@@ -116,7 +116,7 @@ class PolicyFrontDoor:
             await self._app(scope, receive, send)
             return
         if scope["path"] == "/vsched" and scope["method"] == "GET":
-            figures = {"front_door": self._ready(scope["app"]).figures()}
+            figures = {"arrival": self._ready(scope["app"]).figures()}
             figures["scheduler"] = self.server_figures(scope["app"])
             await JSONResponse(figures)(scope, receive, send)
         elif scope["method"] == "POST" and scope["path"] in PATHS:
@@ -167,8 +167,8 @@ class PolicyFrontDoor:
     async def _admit(
         self, host: PolicyHost, one: InFlight, path: str, receive: Receive
     ) -> Response | None:
-        """Ask the front-door policy, and hold; return the refusal, None to admit."""
-        seat = host.seat("front_door")
+        """Ask the arrival policy, and hold; return the refusal, None to admit."""
+        seat = host.seat("arrival")
         while seat is not None:
             now_ns, most = time.monotonic_ns(), self._settings.passed_over_ns
             if now_ns >= one.arrived_ns + most:
