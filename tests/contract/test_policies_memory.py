@@ -24,7 +24,7 @@ from vsched.plugins import list_policies, resolve_policy
 from vsched.policy import Attempt, Build, MemoryPolicy, Probe
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.testing.memory_check import KvSizingRank, load_view, negotiate
-from vsched_policies.memory import AutoProfile, Fraction, Pinned
+from vsched_policies.memory import AutoProfile, Pinned
 
 MIB = 1 << 20
 REGISTERED = [policy.name for policy in list_policies() if policy.kind == "memory"]
@@ -292,7 +292,7 @@ def test_auto_profile_makes_room_for_a_peer_that_came() -> None:
     assert requested(PLAIN, attempted("probe", 8192), taken) == Build(25_000 // 16 * 16)
 
 
-# --- pinned and fraction ---
+# --- pinned ---
 
 
 def test_pinned_builds_once_and_proves_it() -> None:
@@ -349,17 +349,6 @@ def test_pinned_needs_the_size_once() -> None:
         Pinned(tokens=1, bytes=1)
 
 
-def test_fraction_takes_a_share_and_hopes() -> None:
-    """A baseline: of 700,000 free bytes, whatever encoders reserve, without a profiling run."""
-    encoder = [reserved(650_000)]
-    assert requested(Fraction(), reservations=encoder) == Build(63_000, profile=False)
-    half = Fraction(mem_fraction=0.5)
-    assert requested(half, reservations=encoder) == Build(35_000, profile=False)
-    assert requested(Fraction(), attempted("build", 63_000)) is None
-    full = [rank_memory(available_bytes=100)]
-    assert "value 9 tokens" in refused(requested(Fraction(), ranks=full))
-
-
 def test_every_policy_leaves_room_for_states() -> None:
     """50,000 bytes for all slots of a rank; two ranks on a device need them twice."""
     tight = [rank_memory(available_bytes=100_000)]
@@ -370,7 +359,6 @@ def test_every_policy_leaves_room_for_states() -> None:
     assert "65000 tokens" in refused(requested(pinned, state_bytes=50_000))
     pinned = Pinned(tokens=65_000, mem_fraction=1.0)
     assert requested(pinned, state_bytes=50_000) == Build(65_000)
-    assert requested(Fraction(), state_bytes=50_000) == Build(58_000, profile=False)
     measured = attempted("probe", 8192, peak_bytes=350_000 + 81_920, state_bytes=100_000)
     policy = AutoProfile(headroom_bytes=0, mem_fraction=1.0)
     assert requested(policy, attempted("probe", 8192)) == Build(65_000 // 16 * 16, True, 0)

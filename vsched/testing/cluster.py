@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from heapq import heappop, heappush
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -58,7 +58,6 @@ from vsched.policy import (
     KERNEL_TABLES,
     POLICY_TABLES,
     SEVERAL,
-    ImagePolicy,
     Policy,
     decisions_of,
     tables_of,
@@ -161,7 +160,6 @@ class ModelCluster:
                 limits,
                 self.arena,
                 lambda number: self.requests[self.names[number]],
-                by_set=cast("ImagePolicy", policies.by_table["encode.encoding"]).scope != "item",
             )
             for name in group_names("generate", limits.generators)
         }

@@ -48,7 +48,7 @@ from vsched_policies.admission import Fifo, Priority, ShortestFirst, Tiers, Toke
 from vsched_policies.arrival import DeadlineShed, Open
 from vsched_policies.dispatch import FewestHeldUp
 from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup
-from vsched_policies.encoding import ChunkAware, Combined
+from vsched_policies.encoding import ChunkAware
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 from vsched_policies.insertion import Everything, Matching
 from vsched_policies.preemption import Youngest
@@ -358,7 +358,6 @@ def random_encoding(rng: random.Random) -> ImagePolicy:
     ahead = rng.choice([0, 1, 3, 100])
     makers: list[Callable[[], ImagePolicy]] = [
         lambda: ChunkAware(look_ahead_chunks=ahead),
-        Combined,
         lambda: Scattered(wrong=rng.choice(WRONG)),
         FromTheEnd,
         lambda: TalliedEncoding(fails=rng.choice([0, 2, 5])),

@@ -17,9 +17,8 @@ from tests.unit.kernel.setups import (
 )
 from vsched.aio.arrivals import refusal_error
 from vsched.kernel import SchedulerLimits
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import ModelCluster, make_request
 from vsched.types import Extent, MediaItem, Request, Spans
-from vsched_policies.encoding import Combined
 
 
 def with_items(*places: tuple[int, int]) -> Request:
@@ -265,7 +264,7 @@ def test_scheduler_stuck_state_is_an_assertion() -> None:
 
 def test_refused_set_of_images_reports_a_value_above_the_limit() -> None:
     """Images take whole pages, so their tokens alone may stay below a limit that they break."""
-    cluster = ModelCluster(make_limits(pages=4, page_rows=4), default_policies(encoding=Combined()))
+    cluster = ModelCluster(make_limits(pages=4, page_rows=4, prompt_atomic=True))
     cluster.submit(image_request("r", *((b"%d" % number, 1) for number in range(5))))
     message = refusal_error(cluster.refused["r"]).message
     value, limit = map(int, re.findall(r"(?:value|limit) (\d+)", message))

@@ -24,8 +24,16 @@ from vsched.memory import (
     on_host,
     size_text,
 )
-from vsched.policy import Attempt, AttemptOutcome, Build, RankMemory
-from vsched_policies.memory import AutoProfile, Fraction
+from vsched.policy import (
+    Attempt,
+    AttemptOutcome,
+    Build,
+    MemoryPlan,
+    MemoryPolicy,
+    MemoryView,
+    RankMemory,
+)
+from vsched_policies.memory import AutoProfile
 
 POOLS = st.sampled_from(["a", "b", "c"])
 LINES = st.builds(
@@ -318,8 +326,13 @@ def test_phases_of_a_negotiation_that_failed_are_kept() -> None:
     assert [one.retry for one in negotiation.ledger().phases] == [0, 0, 1, 2, 3]
 
 
+class Unproved(MemoryPolicy, frozen=True, kw_only=True):
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        yield Build(view.context_tokens, profile=False)
+
+
 def test_phase_of_a_build_without_steps_reports_it() -> None:
-    negotiation = KvNegotiation(Fraction(), memory_view())
+    negotiation = KvNegotiation(Unproved(), memory_view())
     fit_after(0, negotiation)
     assert [(one.action, one.profile) for one in negotiation.ledger().phases] == [("build", False)]
 

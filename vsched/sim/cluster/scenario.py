@@ -484,7 +484,7 @@ def draw_config(rng: random.Random) -> Config:
                     {"use": "chunk-aware"},
                     {"use": "chunk-aware"},
                     {"use": "chunk-aware", "look_ahead_chunks": 100},
-                    {"use": "combined"},
+                    {"use": "chunk-aware", "look_ahead_chunks": 1},
                 ]
             ),
             admission={"use": "token-budget", "max_items": rng.choice([1, 4, 8])},
