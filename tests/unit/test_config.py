@@ -17,7 +17,6 @@ from vsched.config import (
     EncodeConfig,
     GenerateConfig,
     ModelConfig,
-    config_schema,
     keys_table,
     load_config,
     plain_config,
@@ -305,18 +304,6 @@ def test_config_key_of_another_section_is_found() -> None:
     assert reported.endswith("Did you mean media.threads or encode.threads or generate.threads?")
 
 
-def test_config_warns_of_a_variable_with_single_underscores(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It is not refused: a Kubernetes service of a matching name sets such variables, too."""
-    environ = {"VSCHED_GENERATE__SLOTS": "2", "VSCHED_SERVER_PORT": "1", "VSCHED_API_KEY": "x"}
-    assert load_config(None, environ=environ).config == load_config(None, environ={}).config
-    assert caplog.messages == [
-        "environment VSCHED_GENERATE__SLOTS is not read. Did you mean VSCHED__GENERATE__SLOTS?",
-        "environment VSCHED_SERVER_PORT is not read. Did you mean VSCHED__SERVER__PORT?",
-    ]
-
-
 def test_config_refusals_of_files_name_the_file(tmp_path: Path) -> None:
     missing = tmp_path / "missing.toml"
     remedy = "Remedy: check the path of --config"
@@ -454,21 +441,6 @@ def test_config_shown_as_toml_loads_to_the_same(tmp_path: Path) -> None:
     assert again.policies == first.policies
     assert again.config.model == first.config.model
     assert "max_tokens = 77  # command line" in to_toml(first, origin=True).splitlines()
-
-
-def test_config_schema_lists_every_key_and_the_fields_of_policies() -> None:
-    schema = config_schema()
-    for path in config_keys():
-        section, _, name = path.rpartition(".")
-        owner = f"{section.capitalize()}Config" if section else "Config"
-        assert name in schema["$defs"][owner]["properties"], path
-    options = schema["$defs"]["EncodeConfig"]["properties"]["admission"]["anyOf"]
-    budget = next(
-        option for option in options if option["properties"]["use"].get("const") == "token-budget"
-    )
-    fields = load_policy_class("admission", "token-budget").__struct_fields__
-    assert sorted(budget["properties"]) == sorted(["use", *fields])
-    assert budget["additionalProperties"] is False
 
 
 def test_config_policy_tables_are_all_those_that_exist() -> None:

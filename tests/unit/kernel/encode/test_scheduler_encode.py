@@ -225,17 +225,6 @@ def test_encode_image_twice_in_one_request_is_one_task() -> None:
     assert_served(cluster, "r")
 
 
-def test_encode_hit_of_another_length_is_encoded_again() -> None:
-    """A cached entry whose length differs from the span is dropped."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r1", (b"a", 10)))
-    cluster.drain()
-    cluster.submit(image_request("r2", (b"a", 12)))
-    cluster.drain()
-    assert cluster.encoded == [[b"a"], [b"a"]]
-    assert_served(cluster, "r1", "r2")
-
-
 @pytest.mark.parametrize("encoded", [False, True])
 def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:
     """An entry in use is never trimmed; the request with the other length fails, the first goes on."""
