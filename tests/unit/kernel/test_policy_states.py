@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.policy_pool import TalliedAdmission, TalliedRouting, Tally
+from tests.unit.kernel.policy_pool import Tallied, Tally
 from tests.unit.kernel.setups import make_limits, words
 from vsched.errors import PolicyError, RecordError
 from vsched.kernel import Scheduler
@@ -168,9 +168,9 @@ def test_state_has_the_declared_types_in_the_next_call() -> None:
 def test_states_are_kept_by_place_and_replica() -> None:
     limits = msgspec.structs.replace(make_limits(), generators=2)
     policies = default_policies(
-        encode_admission=TalliedAdmission(),
-        generate_admission=TalliedAdmission(),
-        routing=TalliedRouting(),
+        encode_admission=Tallied(),
+        generate_admission=Tallied(),
+        routing=Tallied(),
     )
     cluster = ModelCluster(limits, policies)
     serve(cluster, 6)
@@ -194,14 +194,14 @@ def test_snapshot_refuses_the_state_of_another_policy() -> None:
     data = encode_snapshot(cluster.kernel)
     with pytest.raises(RecordError, match="Fifo: it has no state, and one was recorded"):
         restore_snapshot(Scheduler(limits, default_policies()), data)
-    seat = PolicySeat(TalliedRouting(), DECISIONS["routing"], PolicyFaults())
+    seat = PolicySeat(Tallied(), DECISIONS["routing"], PolicyFaults())
     seat.kept = b"\xc0"
-    with pytest.raises(RecordError, match="TalliedRouting: its state cannot be kept"):
+    with pytest.raises(RecordError, match="Tallied: its state cannot be kept"):
         seat.rebuild()
 
 
 def test_seat_begins_with_the_defaults() -> None:
-    assert PolicySeat(TalliedRouting(), DECISIONS["routing"], PolicyFaults()).state == Tally()
+    assert PolicySeat(Tallied(), DECISIONS["routing"], PolicyFaults()).state == Tally()
 
 
 class Colour(enum.Enum):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from tests.unit.kernel.policy_pool import TalliedRouting
+from tests.unit.kernel.policy_pool import Tallied
 from vsched.errors import DeviceOutOfMemory, PolicyError, limit_message
 from vsched.policy import (
     Admission,
@@ -249,7 +249,7 @@ class Misses(RequestPolicy, frozen=True, kw_only=True):
         Shortest(most=1),
         Misses(need=2),
         Learns,
-        TalliedRouting,
+        Tallied,
         RoundRobin,
         Pinned(tokens=64),
         AutoProfile,
