@@ -140,26 +140,6 @@ def test_gathering_is_called_on_arrival_and_at_its_deadline() -> None:
     assert_served(cluster, *cluster.requests)
 
 
-def test_gathering_encoder_is_called_on_arrival_and_at_its_deadline() -> None:
-    """Steps of other groups do not make the encode stage call it again."""
-    Counted.requested.clear()
-    policies = default_policies(encode_admission=Counted(deadline_s=0.1))
-    cluster = ModelCluster(make_limits(), policies)
-    cluster.submit(make_request("text", words(4), max_tokens=60))
-    for requested, name in enumerate("ab", start=1):
-        cluster.submit(image_request(name, (name.encode(), 8)))
-        for _ in range(20):
-            cluster.run_generate()
-        assert len(Counted.requested) == requested, (
-            "the steps of the text request do not call it again"
-        )
-    cluster.wait(200_000_000)
-    assert len(Counted.requested) == 3, "one call for both"
-    assert cluster.encoded == [[b"a", b"b"]]
-    assert cluster.notices == []
-    assert_served(cluster, *cluster.requests)
-
-
 def test_gathering_encodes_what_comes_within_the_deadline_together() -> None:
     """Two images that arrive a moment apart are one batch, which does not wait once it is full."""
     policies = default_policies(encode_admission=Gathering(count=2))

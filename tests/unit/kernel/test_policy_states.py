@@ -122,14 +122,6 @@ def test_state_is_as_it_was_after_a_call_that_failed(act: Any) -> None:
     assert sorted(cluster.ended) == ["r0", "r1", "r2"], "the default served it"
 
 
-def test_state_that_is_too_large_is_reported_with_the_limit() -> None:
-    ACTS[:] = [remembers_too_much]
-    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Doing()))
-    serve(cluster, 1)
-    assert "its state is too large: value 16," in cluster.notices[0]
-    assert "limit 16,384" in cluster.notices[0]
-
-
 def test_state_is_another_object_in_every_call() -> None:
     """Keeping a reference to it cannot change the state of the next call."""
     held: list[Any] = []
@@ -182,12 +174,6 @@ def test_states_are_kept_by_place_and_replica() -> None:
     assert min(calls[1:]) > 0
 
 
-def test_state_costs_nothing_if_there_is_none() -> None:
-    cluster = ModelCluster(make_limits(), default_policies())
-    serve(cluster, 1)
-    assert cluster.kernel.policy_states() == {}
-
-
 def test_snapshot_refuses_the_state_of_another_policy() -> None:
     limits = make_limits()
     cluster = ModelCluster(limits, default_policies(generate_admission=Doing()))
@@ -198,10 +184,6 @@ def test_snapshot_refuses_the_state_of_another_policy() -> None:
     seat.kept = b"\xc0"
     with pytest.raises(RecordError, match="Tallied: its state cannot be kept"):
         seat.rebuild()
-
-
-def test_seat_begins_with_the_defaults() -> None:
-    assert PolicySeat(Tallied(), DECISIONS["routing"], PolicyFaults()).state == Tally()
 
 
 class Colour(enum.Enum):

@@ -15,7 +15,7 @@ from vsched.memory import Accepted, KvNegotiation
 from vsched.policy import MemoryPolicy
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.testing.memory_check import KvSizingRank, load_view, negotiate
-from vsched_policies.memory import AutoProfile, Fraction, Pinned
+from vsched_policies.memory import AutoProfile, Pinned
 
 MIB = 1 << 20
 HEADROOM = 16 * MIB
@@ -23,7 +23,7 @@ AUTO = AutoProfile(headroom_bytes=HEADROOM)
 PINNED = Pinned(tokens=20_000, headroom_bytes=HEADROOM)
 WITHOUT_FAILURE = 53_504
 """Tokens that `AUTO` finds on these ranks."""
-ORDERS_MAX = {"AutoProfile": 6, "Pinned": 1, "Fraction": 1}
+ORDERS_MAX = {"AutoProfile": 6, "Pinned": 1}
 KNOBS = ("generate.max_batch_tokens", "generate.slots", "encode.admission.max_tokens")
 
 
@@ -213,16 +213,6 @@ def test_sizing_finds_a_leak_on_a_later_attempt() -> None:
         negotiate(negotiation, ranks, between=leak)
     outcomes = [attempt.outcome for attempt in negotiation.attempts]
     assert outcomes == ["fits", "out_of_memory", "leak"]
-
-
-def test_sizing_by_fraction_runs_out_and_by_profile_does_not() -> None:
-    """A share of the free memory is accepted without a profiling run, and the first full step runs out of memory."""
-    old, new = group(1), group(1)
-    accepted = negotiate(KvNegotiation(Fraction(mem_fraction=0.97), load_view(old)), old)
-    assert accepted.tokens > 0
-    with pytest.raises(DeviceOutOfMemory):
-        old[0].profile()
-    assert Ended(AUTO, new).accepted is not None
 
 
 @REPEATABLE
