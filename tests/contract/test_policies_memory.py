@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +18,7 @@ from tests.unit.memory.views import (
     reserved,
 )
 from tests.workers.properties import REPEATABLE
-from vsched.errors import ConfigError, DeviceOutOfMemory, MemoryLeak
+from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import Accepted, KvNegotiation
 from vsched.plugins import list_policies, resolve_policy
 from vsched.policy import Attempt, Build, MemoryPolicy, Probe
@@ -209,23 +209,6 @@ def test_auto_profile_has_one_safety_margin(
     assert build == Build(wanted, headroom_bytes=headroom)
 
 
-@pytest.mark.parametrize("name", REGISTERED)
-@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("inf"), float("nan")])
-def test_mem_fraction_is_refused_outside_its_bounds(name: str, fraction: float) -> None:
-    """A share above 0 and at most 1; 1.0 is legal."""
-    table = {"use": name, **FIELDS.get(name, {})}
-    with pytest.raises(ConfigError, match=r"mem_fraction.*limit .*above 0, at most 1"):
-        resolve_policy("memory", {**table, "mem_fraction": fraction})
-    policy = resolve_policy("memory", {**table, "mem_fraction": 1.0})
-    assert cast("MemoryPolicy", policy).mem_fraction == 1.0
-
-
-def test_mem_fraction_defaults() -> None:
-    """0.95 of the measured budget, with a headroom of 256 MiB."""
-    assert AutoProfile().mem_fraction == Pinned(tokens=1).mem_fraction == 0.95
-    assert AutoProfile().headroom_bytes == 256 * MIB
-
-
 # --- after a build ---
 
 
@@ -340,13 +323,6 @@ def test_pinned_refuses_less_than_one_block() -> None:
     message = refused(requested(Pinned(tokens=15)))
     assert "value 15 tokens, limit at least 16 tokens." in message
     assert "Remedy: raise generate.memory.tokens to 16 or more" in message
-
-
-def test_pinned_needs_the_size_once() -> None:
-    with pytest.raises(ValueError, match="value neither of tokens and bytes"):
-        Pinned()
-    with pytest.raises(ValueError, match="value both of tokens and bytes"):
-        Pinned(tokens=1, bytes=1)
 
 
 def test_every_policy_leaves_room_for_states() -> None:
