@@ -7,7 +7,13 @@ from typing import ClassVar
 
 import pytest
 
+from tests.unit.kernel.setups import image_request, make_limits, request_state
+from vsched.kernel.encode.embedding_cache import EmbeddingCache
+from vsched.kernel.request import RequestState
 from vsched.policy import ImagePolicy, ReclaimView
+from vsched.policy_host.seats import PolicySeats
+from vsched.testing import default_policies
+from vsched_policies.reclaim import YoungestEmbedding
 
 
 def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
