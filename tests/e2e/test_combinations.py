@@ -43,13 +43,13 @@ from vsched_workers.plugin import plugin
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 EACH_FAMILY = [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.thorough)]
-KV_TOKENS = 336
+KV_TOKENS = 304
 """Not enough for both of `first_questions` at once, whatever the timing and the policies."""
 WIDE = drawn_image(900, (300, 250))
 IMAGES = [drawn_image(901 + number, size) for number, size in enumerate([(90, 60), (140, 100)] * 3)]
 DRAWS = SamplingParams(temperature=1.1, top_p=0.9, seed=11, max_tokens=22, ignore_eos=True)
 PENALISED = SamplingParams(
-    temperature=0.8, top_k=40, repetition_penalty=1.2, seed=12, max_tokens=90, ignore_eos=True
+    temperature=0.8, top_k=40, repetition_penalty=1.2, seed=12, max_tokens=70, ignore_eos=True
 )
 
 
@@ -87,7 +87,7 @@ class Question:
 
 def first_questions() -> list[Question]:
     """Two questions that are being answered before the clients ask; one of the answers is preempted."""
-    return [Question(Ask(TEXTS[3], count=90)), Question(Ask("Look: " + TEXTS[3]), PENALISED)]
+    return [Question(Ask(TEXTS[3], count=70)), Question(Ask("Look: " + TEXTS[3]), PENALISED)]
 
 
 def clients() -> list[list[Question]]:
