@@ -142,7 +142,7 @@ def batch_of(rows: int, *, delta: int = 0) -> Batch:
 
 def with_chunks(batch: Batch) -> Batch:
     """Replace the last two decode rows of a step by chunks: one ends a prompt, one is the middle of a prompt."""
-    chunks = []
+    chunks: list[Chunk] = []
     for slot, sequence in enumerate(batch.decode_sequences[-2:], len(batch.decode_slots) - 2):
         length, samples = sequence.length, len(chunks) == 0
         positions = PromptPositions(np.tile(np.arange(length + 1), (3, 1)), 0)
