@@ -204,8 +204,7 @@ class Member(Generic[Link]):
             return
         busy_ns, self._busy_ns = busy_ns + self._busy_ns, 0
         if self._rank == 0:
-            wanted = list(self.stage.worker.wanted_hooks())
-            self.report(msgspec.structs.replace(result, busy_ns=busy_ns, wanted=wanted))
+            self.report(msgspec.structs.replace(result, busy_ns=busy_ns))
         else:
             self.report(StepCheck(result.step, check_of(result)))
         self.stage.look_ahead()
