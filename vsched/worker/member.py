@@ -323,6 +323,8 @@ class RankLoading(Generic[Link]):
         """
         member, builder = self.sizing, self._builder
         assert member is not None, "the rank is ready"
+        if frame == ON_THE_WAY:
+            return
         match member.log.accept(frame):
             case SizeKv() as order:
                 if order.tokens:
