@@ -189,7 +189,7 @@ class HostedStart:
         for group in requested.groups:
             self._links[group] = self._place.open_link(group, partial(self._report, group))
         logger.info("serves %s", " and ".join(requested.groups))
-        self._stream.put(Opened(self._server.name))
+        self._stream.put(Opened())
         self._stream.watch(
             alive_s=requested.alive_s, silence_s=requested.silence_s, look=self._server.read
         )
