@@ -95,8 +95,6 @@ async def ask_all(engine: Engine, adapter: str = "") -> None:
     started = [await begin(engine, ask, sampling) for ask, sampling in [*requests()] * 2]
     for answer in await asyncio.gather(*(read(each) for each in started)):
         assert all(-20 < one.logprob <= 0 for one in answer.logprobs)
-        # NaNs draw the last token of the vocabulary, and equal logits any.
-        assert not answer.logprobs or len(set(answer.token_ids)) > 2
 
 
 async def test_no_request_waits_for_a_kernel_with_adapters(
