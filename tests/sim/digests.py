@@ -13,8 +13,9 @@ from typing import get_args
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
 from tests.unit.sim.virtual import current, play
 from vsched.sim.cluster import draw_scenario, run_scenario
+from vsched.sim.fast.groups import GroupOutage
 from vsched.sim.fast.simulation import simulate
-from vsched.sim.faults import Effect, FaultPlan, GroupOutage, Injector, MessageFault, random_plan
+from vsched.sim.faults import Effect, Injector, MessageFault, random_plan
 from vsched.sim.network.links import LinkProfile, Network
 from vsched.wire import Pulse, encode_report
 
@@ -97,7 +98,7 @@ def simulate_quickly() -> str:
     """Return the digest of a run of the fast simulator in which a group is lost."""
     lost = GroupOutage(group="generate-0", at_ns=30_000_000, duration_ns=20_000_000)
     settings = config(*SCARCE, "generate.replicas=2", "encode.encoding.look_ahead_chunks=100")
-    return simulate(settings, scarce(4), cost=COST, faults=FaultPlan(faults=(lost,))).digest
+    return simulate(settings, scarce(4), cost=COST, outages=[lost]).digest
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ from vsched.terminal.options import (
     CheckpointArgument,
     ConfigOption,
     JsonOption,
-    PlotOption,
     SetOption,
     load_served,
-    new_figure,
     write_json,
 )
 
@@ -149,7 +147,6 @@ def fidelity(
     ] = CALIBRATION_S,
     seed: Annotated[int, typer.Option(help="Seed of the generator and of noise.")] = 0,
     out: JsonOption = None,
-    plot: PlotOption = None,
 ) -> None:
     """Serve a workload and simulate it; compare TTFT, TPOT and throughput."""
     import uvloop
@@ -185,9 +182,6 @@ def fidelity(
     if out is not None:
         write_json(out, {"workload": requests.name, "seed": seed, "cost": costs, "runs": runs})
         console.print(f"JSON: {out}")
-    if plot is not None:
-        _plot(runs, plot)
-        console.print(f"Plot: {plot}")
 
 
 def _numbers(option: str, text: str) -> list[float]:
@@ -308,34 +302,3 @@ def _label(run: Run) -> str:
     if run.is_flood:
         return "all at once"
     return f"{100 * run.load:.0f} %" if run.load else f"{run.rate:.2f}/s"
-
-
-def _plot(runs: Sequence[Run], path: Path) -> None:
-    figure = new_figure(3.2 * len(runs), 6)
-    cdfs, bars = figure.subplots(2, len(runs), squeeze=False)
-    for axis, run in zip(cdfs, runs, strict=True):
-        for side, style, name in (
-            (run.real, "-", "real"),
-            (run.simulated, "--", "simulated"),
-            (run.adjusted, ":", "simulated at that speed"),
-        ):
-            axis.plot(side.ttft, range(101), style, label=name)
-        axis.set_title(_label(run), size=10)
-        axis.set_xlabel("TTFT, ms")
-        axis.set_xlim(left=0)
-        axis.grid(alpha=0.3)
-    for axis, run in zip(bars, runs, strict=True):
-        names = [name.partition(",")[0] for name in HEADINGS.values()]
-        for side, height in ((run.simulated, 0.8), (run.adjusted, 0.4)):
-            label = "as calibrated" if side is run.simulated else "at the speed of the run"
-            errors = [100 * one for one in run.errors(side).values()]
-            axis.barh(names, errors, height, label=label)
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_xlim(-50, 50)
-        axis.set_xlabel("error of the simulation, %")
-        axis.grid(alpha=0.3)
-        axis.invert_yaxis()
-    cdfs[0].set_ylabel("% of requests")
-    cdfs[0].legend(loc="lower right")
-    bars[0].legend(loc="upper right", fontsize="small")
-    figure.savefig(path, dpi=100)
