@@ -373,8 +373,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One load, real and simulated.
 
     Attributes:
-        load: Share of the capacity; 0 if the capacity was not measured, `FLOOD` for its
-            measurement.
+        load: Share of the capacity, or `FLOOD` for its measurement.
         rate: Requests sent per second.
         slowness: By stage, the ratio of step times in the real run to the cost model, for steps
             that ran alone: the change of the machine since calibration.
