@@ -41,8 +41,8 @@ async def talk(seed: int) -> None:
     profile = LinkProfile(jitter_ns=100_000)
     network = Network(current(), rng, Injector(plan, current()), profile=profile)
     for group in GROUPS:
-        leader = network.listen(f"ipc://{group}", lambda *received: note("heard", *received))
-        ends = [network.connect(f"ipc://{group}", rank) for rank in range(2)]
+        leader = network.listen(f"ipc://{group}-1", lambda *received: note("heard", *received))
+        ends = [network.connect(f"ipc://{group}-1", rank) for rank in range(2)]
         for index in range(50):
             for rank, end in enumerate(ends):
                 leader.send(rank, bytes([index]) * 40)
