@@ -584,7 +584,8 @@ class VideoPlan:
         groups: The plan of each frame group; their expansions, one after the other, replace the video's placeholder.
         work_bytes: Maximum memory for processing a group, besides its frames.
         grid: Rows and columns of a group's tokens, if `token_changes` compares them.
-        row_token: The token of each row in expansions; None for the video's placeholder in a prompt.
+        row_token: The token of each row in expansions, if text between groups stays when all their rows are pruned;
+            None for the video's placeholder in a prompt.
     """
 
     frames: tuple[int, ...]
@@ -706,12 +707,14 @@ class Preprocessor(ImageProcessing):
         companion: The argument of `plan_embedding`; None if clients cannot send embeddings.
         video_times: Name of the tensor of seconds that clients must send with the embeddings of a video, too; empty if
             they cannot send such embeddings.
+        prunes_videos: Whether plans of videos have a `grid`, and `token_changes` compares tokens.
     """
 
     info: ModelInfo
     settings_digest: bytes = b""
     companion: Companion | None = None
     video_times: str = ""
+    prunes_videos: bool = False
 
     @property
     def chat_template(self) -> str:
