@@ -91,7 +91,6 @@ async def use_the_loop(seed: int) -> None:
     async with asyncio.TaskGroup() as group:
         for part in (talk(seed), abort_a_group(), use_threads()):
             group.create_task(part)
-    note(current().statistics())
 
 
 def simulate_quickly() -> str:
