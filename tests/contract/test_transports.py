@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.patience import PATIENCE_S
 from vsched.aio.leader import LeaderEnd
 from vsched.sim.faults import FaultPlan, Injector
 from vsched.sim.loop import VirtualLoop
@@ -18,7 +19,6 @@ from vsched.transport.zmq_link import LeaderLink, OnFrame, RankLink, rank_identi
 from vsched.worker.member import MemberLink
 
 RANKS = 3
-PATIENCE_S = 10.0
 DEAF_MAX = 20_000
 """Frames after which a rank that does not read must have been noticed."""
 
