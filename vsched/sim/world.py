@@ -51,8 +51,6 @@ class World:
         injector: Injects the planned faults.
         launches: Number of times the ranks of each group were started.
         items: Images of accepted requests, by request number.
-        cached: The same images under their embedding-cache keys.
-        by_set: Whether embedding-cache keys cover all images of a request rather than one.
         appearances: Simulated image contents, by key.
         violations: Broken invariants, in order.
         hints: Suspicious events that may explain a violation.

@@ -161,6 +161,27 @@ class _SteppedDrafts:
         """No-op."""
 
 
+def symbolic_rank(
+    group: SteppedGenerator,
+    limits: SchedulerLimits,
+    arena: SteppedArena,
+    request_of: Callable[[int], Request],
+) -> GenerateRank:
+    """Return an empty rank with the symbolic model; see `SteppedGenerator`."""
+    rank = GenerateRank(
+        _SteppedWorker(limits, request_of),
+        arena.embeddings,
+        slots=limits.slots,
+        context_tokens=limits.context_tokens,
+        block_size=limits.block_size,
+        keeps_state=limits.state_snapshots is not None,
+        swap_blocks=limits.swap_blocks,
+        draft_model=_SteppedDrafts(group),  # type: ignore[arg-type] # it has the methods that a rank calls
+    )
+    rank.adapters = set(range(1, ADAPTERS))
+    return rank
+
+
 class SteppedGenerator:
     """One generate group.
 
@@ -176,31 +197,20 @@ class SteppedGenerator:
         self,
         name: str,
         limits: SchedulerLimits,
-        arena: SteppedArena,
+        make_rank: Callable[[SteppedGenerator], GenerateRank],
         request_of: Callable[[int], Request],
     ) -> None:
         """Create an empty group; `request_of` looks up requests by number."""
         self.name = name
         self._limits = limits
-        self._arena = arena
+        self._make_rank = make_rank
         self._request_of = request_of
         self.lose()
 
     def lose(self) -> None:
         """Forget everything, as a restart does."""
-        limits = self._limits
         self.log: deque[GenerateDecision] = deque()
-        self._rank = GenerateRank(
-            _SteppedWorker(limits, self._request_of),
-            self._arena.embeddings,
-            slots=limits.slots,
-            context_tokens=limits.context_tokens,
-            block_size=limits.block_size,
-            keeps_state=limits.state_snapshots is not None,
-            swap_blocks=limits.swap_blocks,
-            draft_model=_SteppedDrafts(self),  # type: ignore[arg-type] # it has the methods that a rank calls
-        )
-        self._rank.adapters = set(range(1, ADAPTERS))
+        self._rank = self._make_rank(self)
         self._granted: set[int] = set()
 
     @property
@@ -247,7 +257,6 @@ class SteppedGenerator:
     def end(self, slot: int) -> None:
         """End the sequence in a slot before its length, as a rank does whose grammar is complete."""
         self._rank._table.decoding[slot] = False  # noqa: SLF001
-        self._rank._steady = None  # noqa: SLF001
 
     # --- checks of decisions ---
 
@@ -279,7 +288,8 @@ class SteppedGenerator:
     def _check_chunk(self, chunk: ChunkPlan, join: Join | None) -> None:
         if join is None:
             number = self.slots[chunk.slot]
-            computed = self.sequences[number].state.length
+            state = self.sequences[number].state
+            computed = state.length if isinstance(state, Known) else chunk.start
             assert not self._rank._table.decoding[chunk.slot], "a chunk of a sequence that decodes"  # noqa: SLF001
         else:
             number, computed = join.number, join.computed
