@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.memory.views import (
-    TOTAL,
     attempted,
     rank_memory,
     requested,
@@ -164,13 +163,6 @@ def test_auto_profile_clamps_at_nothing(changes: dict[str, int], tokens: int) ->
     assert requested(PLAIN, attempted("probe", 8192, **changes)) == Build(tokens // 16 * 16)
 
 
-def test_auto_profile_target_is_at_least_one_token() -> None:
-    """On an overcommitted device, with a block of one token, the target is one token, not none or less."""
-    probe = attempted("probe", 8192, peak_bytes=3 * TOTAL)
-    build = requested(AutoProfile(), probe, block_size=1, context_tokens=1)
-    assert build == Build(1, headroom_bytes=256 * MIB)
-
-
 @REPEATABLE
 @given(
     total=st.integers(10**5, 10**12),
@@ -234,13 +226,6 @@ def test_auto_profile_shrinks_by_a_share() -> None:
     refused(requested(PLAIN, *attempts))
 
 
-def test_auto_profile_shrinks_by_a_block_at_least() -> None:
-    """A retry of the same size would be useless."""
-    attempts = attempted("probe", 8192), attempted("build", 160, "out_of_memory")
-    policy = AutoProfile(headroom_bytes=0, shrink=0.01)
-    assert requested(policy, *attempts, context_tokens=16) == Build(144)
-
-
 def test_auto_profile_reports_all_when_it_gives_up() -> None:
     """Initial, final, peak, total, headroom, and the settings in the order to try."""
     builds = [attempted("build", tokens, "out_of_memory") for tokens in (4096, 3888, 3680, 3488)]
@@ -259,14 +244,6 @@ def test_auto_profile_reports_all_when_it_gives_up() -> None:
         "encode.admission.max_tokens",
         "free the device",
     )
-
-
-def test_auto_profile_stops_shrinking_below_one_request() -> None:
-    """Checked after every rebuild."""
-    attempts = attempted("probe", 8192), attempted("build", 1040, "out_of_memory")
-    message = refused(requested(AutoProfile(headroom_bytes=0), *attempts, context_tokens=1024))
-    assert "value 976 tokens" in message
-    assert "limit at least 1024 tokens" in message
 
 
 def test_auto_profile_makes_room_for_a_peer_that_came() -> None:
@@ -310,13 +287,6 @@ def test_pinned_fits_the_fraction_of_what_is_left(fraction: float, tokens_max: i
     assert f"value {tokens_max + 1} tokens x 10 bytes" in message
     assert f"limit {tokens_max * 10} bytes ({tokens_max} tokens)" in message
     assert f"Remedy: lower generate.memory.tokens to {tokens_max} or less" in message
-
-
-def test_pinned_leaves_what_encoders_do_not_hold_yet() -> None:
-    """50,000 bytes of growth are not available for the KV cache."""
-    policy = Pinned(tokens=65_001, mem_fraction=1.0)
-    assert isinstance(requested(policy), Build)
-    assert "65000 tokens" in refused(requested(policy, reservations=[reserved(50_000)]))
 
 
 def test_pinned_refuses_less_than_one_block() -> None:

@@ -6,7 +6,6 @@ from array import array
 from typing import Any
 
 import msgspec
-import pytest
 
 from tests.unit.kernel.setups import image_request, make_limits, words
 from vsched.failures import Simulated
@@ -94,15 +93,6 @@ def test_gap_of_a_step_begins_with_its_decision_after_idleness() -> None:
     reported.submit(1_000_000, text("b", 4, start=50))
     reported.step(1_000_200, 2)
     assert [one.gap_ns for one in reported.measured.steps] == [100, 200]
-
-
-def test_gap_counts_from_the_result_before_if_steps_overlap() -> None:
-    reported = Told(generate_depth=2)
-    reported.submit(0, text("a", 4))
-    reported.step(100, 1)
-    reported.step(250, 2)
-    reported.step(450, 3)
-    assert [one.gap_ns for one in reported.measured.steps] == [100, 150, 200]
 
 
 def test_requests_are_told_when_their_first_token_comes_and_when_they_end() -> None:
@@ -239,16 +229,6 @@ def test_views_have_what_was_measured_and_plain_values_stand_for_it() -> None:
     for name in Measurements.__struct_fields__:
         assert hasattr(shown["generate"], name)
         assert not getattr(Measurements(), name)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_time_is_never_that_of_the_future(depth: int) -> None:
-    """Every entry is from a past event, and the latest is the last."""
-    reported = Told(generate_depth=depth)
-    reported.submit(0, text("a", 4))
-    for step in range(1, 5):
-        reported.step(step * 100, step)
-        assert reported.measured.steps[-1].ended_ns == step * 100
 
 
 def test_tenants_are_told_in_views_and_measurements() -> None:
