@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from vsched.config import Config
-from vsched.config.checks import check_cluster, check_combinations, check_together
+from vsched.config.checks import check_cluster, check_combinations
 from vsched.config.policies import (
     policy_table,
     seats_of_table,
@@ -495,7 +495,6 @@ def draw_config(rng: random.Random) -> Config:
             base.deadlines, waiting_s=rng.choice([0.0, 0.0, 0.0, 2.0])
         ),
     )
-    check_together(config)
     check_combinations(config)
     return config
 
