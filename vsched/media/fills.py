@@ -22,7 +22,8 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.faultpoints import fault_point
 from vsched.isolated.calls import CallCancellation
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
-from vsched.media.measure import Filled, MeasuredItem, unknown_image
+from vsched.media.items import Filled, MeasuredItem
+from vsched.media.measure import unknown_image
 from vsched.media.pictures.filling import fill_embedding
 from vsched.media.pictures.processes import Pictures
 from vsched.media.pixels import PixelLease, PixelStore

@@ -29,9 +29,8 @@ from vsched.media.budget import BudgetStatistics
 from vsched.media.fetch import fetch
 from vsched.media.fills import Fills, stopping
 from vsched.media.held import HeldBytes, Holding
+from vsched.media.items import ImageName, MeasuredItem
 from vsched.media.measure import (
-    ImageName,
-    MeasuredItem,
     Measurer,
     Planned,
     RequestFiles,

@@ -13,8 +13,8 @@ from PIL import Image
 from vsched.errors import RequestFailed
 from vsched.media.decode import decode
 from vsched.media.embeddings import Tensor, write_rows
+from vsched.media.items import Filled, MeasuredItem, VideoOrder, within
 from vsched.media.keys import content_key
-from vsched.media.measure import Filled, MeasuredItem, VideoOrder, within
 from vsched.media.video import VideoLimits, read_frames
 from vsched.types import ArraySpec
 from vsched.worker.contract import Arrays, ImageProcessing, PixelBounds, view_arrays

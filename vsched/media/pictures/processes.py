@@ -27,7 +27,7 @@ from vsched.isolated.calls import (
     IsolatedCalls,
 )
 from vsched.media.decode import ImageHeader, has_native_header, inspect
-from vsched.media.measure import Filled, MeasuredItem, VideoOrder
+from vsched.media.items import Filled, MeasuredItem, VideoOrder
 from vsched.media.pictures.filling import process_encoded, process_video
 from vsched.media.video import HEADER_BYTES, VideoLimits, inspect_video
 from vsched.types import ArraySpec, Extent

@@ -27,7 +27,8 @@ from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.isolated.calls import CallCancellation
 from vsched.media import MediaPipeline, MediaReference, PixelStore
-from vsched.media.measure import MeasuredItem, Measurer, RequestFiles
+from vsched.media.items import MeasuredItem
+from vsched.media.measure import Measurer, RequestFiles
 from vsched.media.pictures import filling, processes
 from vsched.media.pictures.processes import LARGE_BYTES, LocalPictures, PictureProcesses
 from vsched.media.video import VideoLimits
