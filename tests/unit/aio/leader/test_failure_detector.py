@@ -73,13 +73,3 @@ def test_detector_renews_the_time_of_the_step_that_paused(
     liveness.receive(0, now_s, follows=False)
     detects.renew(number, now_s)
     assert (detects.failure(now_s) is None) == renewed
-
-
-def test_detector_renews_nothing_if_nothing_is_owed(liveness: ProcessLiveness) -> None:
-    """A rank may have reported a step in which another one paused."""
-    detects = FailureDetector("encode", 2, LIMITS, liveness)
-    detects.expect(1, FIRST_S)
-    detects.answered(0, FIRST_S)
-    detects.renew(1, FIRST_S)
-    assert detects.due(0) is None
-    assert detects.due(1) is not None
