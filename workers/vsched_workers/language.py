@@ -98,7 +98,7 @@ from vsched_workers.parallel.slicing import (
     slice_module,
     sum_rows,
 )
-from vsched_workers.quantized.layers import check_groups, quantize_calibrated
+from vsched_workers.quantized.layers import check_groups
 from vsched_workers.quantized.schemes import scheme_of
 from vsched_workers.rank_worker import RankWorker, compile_language, served_adapters
 
@@ -424,7 +424,6 @@ def _load_family(
         mapped=backend.lays_out(model),
         scheme=scheme,
     )
-    quantize_calibrated(model, backend.lays_out(model), settings, info.path, "language", cuts)
     head = load_head(
         model,
         index,
@@ -559,9 +558,7 @@ def _load_any(
         name = next(name for name, each in model.named_modules() if each is decoder)
         others = tuple(f"{other}." for other in left_out(model))
         adapt = functools.partial(AdaptedModule, decoder, prefixes=(f"{name}.",), others=others)
-        quantize_calibrated(decoder, backend.lays_out(decoder), settings, info.path, "language")
         return family_language(info, usual, backend, decoder, head, adapt, config=text), group
-    quantize_calibrated(model, backend.lays_out(model), settings, info.path, "language")
     size = backend.prepare_whole(model)
     language = LanguageModel(
         module=model,
