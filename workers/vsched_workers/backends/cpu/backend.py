@@ -21,12 +21,13 @@ from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.attention import NumbaDecode
 from vsched_workers.backends.cpu.compiling import compile_ahead, language_needs, tower_needs
 from vsched_workers.backends.cpu.kernels import compilation, low_rank, sampling
-from vsched_workers.backends.cpu.kernels.kept_tokens import Buffers, make_buffers
 from vsched_workers.backends.cpu.kernels.sampling import (
     ROW_DTYPES,
+    Buffers,
     RowParameters,
     argmax,
     draw_rows,
+    make_buffers,
 )
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.low_rank import KernelSums
