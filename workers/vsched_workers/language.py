@@ -249,11 +249,7 @@ class LanguageWorker(RankWorker, GenerateWorker):
         """Run only the first `count` layers of each kind, and only sparse runs of these, until the context ends."""
         assert self._language.first_layers is not None, "frugal says so"
         try:
-            with (
-                self._language.first_layers(count),
-                self.partly_adapted(),
-                self._backend.sparsely(),
-            ):
+            with self._language.first_layers(count), self._backend.sparsely():
                 yield
         finally:
             if self._balance is not None:
@@ -304,8 +300,6 @@ class LanguageWorker(RankWorker, GenerateWorker):
             if not len(rows):
                 return Sampled(tokens=np.empty(0, dtype=np.int32), prompts=reported)
             logits, special = logits_of(hidden, len(rows)), special_rows(batch)
-            if not special:
-                self._group.vote_early()
             greedy = self._backend.argmax(logits)
             sampled = choose_tokens(greedy, logits, special, self._backend.draw)
             return dataclasses.replace(sampled, prompts=reported) if reported else sampled
@@ -359,7 +353,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
 
     Raises:
         CheckpointError: When weights are missing, a file is corrupt, or the architecture cannot run.
-        ConfigError: When the configured attention kernel cannot run here.
+        ConfigError: When the configuration cannot run here.
     """
     torch.set_num_threads(torch_threads(settings))
     dtype: torch.dtype = getattr(torch, info.dtype)
