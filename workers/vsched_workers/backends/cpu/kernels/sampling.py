@@ -92,46 +92,45 @@ def make_buffers(vocabulary: int) -> Buffers:
     )
 
 
-class RowParameters(NamedTuple):
-    """Sampling parameters of rows; arrays are [rows] unless noted.
+ROW = np.dtype(
+    [
+        ("row", np.int64),
+        ("inverse_temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.uint64),
+        ("position", np.uint64),
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("prompt", np.int64),
+        ("tokens", np.int64, 2),
+        ("biases", np.int64, 2),
+        ("mask", np.int64),
+    ]
+)
+"""Sampling parameters of a row of the logits; `inverse_temperature` is 0 for greedy, `top_k` 0 for all.
+
+`tokens` and `biases` are ranges of the arrays in `RowLists`; the first `prompt` of the tokens are the prompt, and there
+are none without penalties. `mask` is the index of its mask; -1 without one.
+"""
+
+
+class RowLists(NamedTuple):
+    """Concatenated lists of rows.
 
     Attributes:
-        row: Row of the logits.
-        inverse_temperature: 0 for greedy.
-        top_k: 0 for all.
-        key: uint64 [rows, 2], seed and position of the draw.
-        tokens: Concatenated prompts and outputs, [starts[row], starts[row + 1]) for a row; the first `prompts[row]`
-            of them are the prompt. Empty without penalties.
-        bias: Logit biases, for the tokens `biased`; [bias_starts[row], ...) for a row.
-        mask: uint32 [masks, words]: bit i of word j allows token 32 j + i; `mask_of` is -1 for a row without one.
+        tokens: Prompts and outputs.
+        biased: Tokens with a logit bias.
+        bias: The biases.
+        masks: uint32 [masks, words]: bit i of word j allows token 32 j + i.
     """
 
-    row: npt.NDArray[np.int64]
-    inverse_temperature: npt.NDArray[np.float64]
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float64]
-    min_p: npt.NDArray[np.float64]
-    key: npt.NDArray[np.uint64]
-    repetition: npt.NDArray[np.float32]
-    presence: npt.NDArray[np.float32]
-    frequency: npt.NDArray[np.float32]
     tokens: npt.NDArray[np.int32]
-    starts: npt.NDArray[np.int64]
-    prompts: npt.NDArray[np.int64]
     biased: npt.NDArray[np.int64]
     bias: npt.NDArray[np.float32]
-    bias_starts: npt.NDArray[np.int64]
-    mask: npt.NDArray[np.uint32]
-    mask_of: npt.NDArray[np.int64]
-
-
-ROW_FIELDS = RowParameters._fields
-ROW_DTYPES = (
-    *(np.int64, np.float64, np.int64, np.float64, np.float64, np.uint64),
-    *(np.float32, np.float32, np.float32, np.int32, np.int64, np.int64),
-    *(np.int64, np.float32, np.int64, np.uint32, np.int64),
-)
-"""Dtypes of the arrays of `RowParameters`, in order."""
+    masks: npt.NDArray[np.uint32]
 
 
 @compiled()
@@ -177,36 +176,25 @@ def uniform(seed: Any, position: Any) -> Any:
 
 
 @compiled(**INNER)
-def _apply_penalties(params: Any, entry: int, buffers: Buffers) -> None:
-    tokens = params.tokens[params.starts[entry] : params.starts[entry + 1]]
+def _apply_penalties(params: Any, lists: RowLists, buffers: Buffers) -> None:
+    tokens = lists.tokens[params.tokens[0] : params.tokens[1]]
     values, counts, outputs = buffers.values, buffers.counts, buffers.outputs
     for index in range(len(tokens)):
         if tokens[index] >= len(values):
             continue  # the lm_head may be narrower than the embedding
         counts[tokens[index]] = 1
-        outputs[tokens[index]] += 1 if index >= params.prompts[entry] else 0
-    repetition = params.repetition[entry]
+        outputs[tokens[index]] += 1 if index >= params.prompt else 0
     for index in range(len(tokens)):
         token = tokens[index]
         if token >= len(values) or counts[token] == 0:
             continue
         value, times = values[token], outputs[token]
-        value = value / repetition if value > 0 else value * repetition
+        value = value / params.repetition if value > 0 else value * params.repetition
         if times > 0:
-            value -= params.presence[entry] + params.frequency[entry] * np.float32(times)
+            value -= params.presence + params.frequency * np.float32(times)
         values[token] = value
         counts[token] = 0
         outputs[token] = 0
-
-
-@compiled(**INNER)
-def _is_adjusted(params: Any, entry: int) -> Any:
-    history = params.starts[entry + 1] - params.starts[entry]
-    return (
-        history > 0
-        or params.bias_starts[entry + 1] > params.bias_starts[entry]
-        or params.mask_of[entry] >= 0
-    )
 
 
 @compiled(**INNER)
@@ -227,13 +215,17 @@ def _apply_mask(words: Any, values: Any) -> None:
 
 
 @compiled(**INNER)
-def _adjust(params: Any, entry: int, buffers: Buffers) -> None:
-    values = buffers.values
-    _apply_penalties(params, entry, buffers)
-    for index in range(params.bias_starts[entry], params.bias_starts[entry + 1]):
-        values[params.biased[index]] += params.bias[index]
-    if params.mask_of[entry] >= 0:
-        _apply_mask(params.mask[params.mask_of[entry]], values)
+def _adjust(params: Any, lists: RowLists, buffers: Buffers) -> bool:
+    """Apply penalties, logit biases and the mask; return False if there are none."""
+    first, stop = params.biases[0], params.biases[1]
+    if params.tokens[1] <= params.tokens[0] and stop <= first and params.mask < 0:
+        return False
+    _apply_penalties(params, lists, buffers)
+    for index in range(first, stop):
+        buffers.values[lists.biased[index]] += lists.bias[index]
+    if params.mask >= 0:
+        _apply_mask(lists.masks[params.mask], buffers.values)
+    return True
 
 
 @compiled(**INNER)
@@ -441,11 +433,11 @@ def _pick(target: Any, count: int, buffers: Buffers) -> int:
 
 
 @compiled(**INNER)
-def _draw(params: Any, entry: int, top: Any, buffers: Buffers) -> Any:
+def _draw(params: Any, top: Any, buffers: Buffers) -> Any:
     """Draw the token of a row; its logits and maxima are in the buffers."""
-    number = uniform(params.key[entry, 0], params.key[entry, 1])
-    scale = np.float32(params.inverse_temperature[entry] * np.float64(LOG2_E))
-    top_k, top_p = params.top_k[entry], params.top_p[entry]
+    number = uniform(params.seed, params.position)
+    scale = np.float32(params.inverse_temperature * np.float64(LOG2_E))
+    top_k, top_p = params.top_k, params.top_p
     values, ids = buffers.values, buffers.all_ids
     if top_k >= len(values):
         top_k = 0
@@ -466,42 +458,45 @@ def _draw(params: Any, entry: int, top: Any, buffers: Buffers) -> Any:
     if top_p < 1.0:
         limit, ties = _limit(values, weights, wanted, top)
         total = _drop_others(values, limit, ties, buffers)
-    total = _drop_light(np.float32(params.min_p[entry]), total, len(values), buffers)
+    total = _drop_light(np.float32(params.min_p), total, len(values), buffers)
     return ids[_pick(number * total, len(values), buffers)]
 
 
 @compiled(**EXACT)
 def draw_rows(
-    halves: Any, singles: Any, params: Any, buffers: Buffers, out: Any, highest: Any
+    halves: Any, singles: Any, rows: Any, lists: RowLists, buffers: Buffers, out: Any, highest: Any
 ) -> None:
-    """Draw a token for each requested row.
+    """Draw a token for each of `rows`, `ROW` [requested rows].
 
     Shape: logits [rows, vocabulary], bfloat16 as uint16 in `halves` or float32 in `singles`, the other one empty; out
     int32 and highest float32 [requested rows]. Nothing is drawn for a row whose `highest` is not finite.
     """
-    for entry in range(len(params.row)):
-        row = params.row[entry]
+    for entry in range(len(rows)):
+        params = rows[entry]
+        row = params.row
         top = _fill(halves[row], buffers) if len(halves) else _fill(singles[row], buffers)
-        if _is_adjusted(params, entry):
-            _adjust(params, entry, buffers)
+        if _adjust(params, lists, buffers):
             top = _find_tops(buffers)
         highest[entry] = top
-        if params.inverse_temperature[entry] == 0.0:
+        if params.inverse_temperature == 0.0:
             out[entry] = _first(top, buffers)
         elif abs(top) < np.float32(np.inf):
-            out[entry] = _draw(params, entry, top, buffers)
+            out[entry] = _draw(params, top, buffers)
         else:
             out[entry] = 0
 
 
 def warm_up() -> None:
     """Compile ahead of the first request."""
-    nothing: list[Any] = [np.empty(0, kind) for kind in ROW_DTYPES]
-    nothing[ROW_FIELDS.index("key")] = np.empty((0, 2), np.uint64)
-    nothing[ROW_FIELDS.index("mask")] = np.empty((0, 0), np.uint32)
+    lists = RowLists(
+        np.empty(0, np.int32),
+        np.empty(0, np.int64),
+        np.empty(0, np.float32),
+        np.empty((0, 0), np.uint32),
+    )
     halves, singles = np.empty((0, 1), np.uint16), np.empty((0, 1), np.float32)
     out, highest = np.empty(0, np.int32), np.empty(0, np.float32)
-    draw_rows(halves, singles, RowParameters(*nothing), make_buffers(1), out, highest)
+    draw_rows(halves, singles, np.empty(0, ROW), lists, make_buffers(1), out, highest)
 
 
 def warm_up_greedy() -> None:
