@@ -16,7 +16,6 @@ from tests.workers.adapters.peft_adapters import make_whole_adapter
 from tests.workers.driver import Stage, values_of
 from tests.workers.test_vision import jobs_of
 from vsched.errors import CheckpointError
-from vsched.worker.contract import WorkerSettings
 from vsched_workers.adapters.files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -26,7 +25,6 @@ from vsched_workers.adapters.files import (
 )
 from vsched_workers.adapters.layers import AdaptedModule
 from vsched_workers.adapters.places import module_places
-from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.families import FAMILIES
@@ -144,38 +142,6 @@ def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name:
     assert not torch.allclose(found, plain, atol=0.01)
     language = [each for each in adapter.pairs if "language_model" in each or "text_model" in each]
     assert language, "the file has both parts"
-
-
-@pytest.mark.parametrize("name", ["llava", "idefics3", "internvl"])
-@torch.inference_mode()
-def test_fused_encoder_layers_with_adapters_equal_the_modules(tmp_path: Path, name: str) -> None:
-    """The difference to float32 is about that of the bfloat16 modules, and smaller than without the adapter."""
-    save_model(name, tmp_path)
-    image = images_of(name)[0]
-    rows, names = [], []
-    for kind, dtype in (
-        ("exact", torch.float32),
-        ("exact", torch.bfloat16),
-        ("auto", torch.bfloat16),
-    ):
-        backend: Any = choose_backend(WorkerSettings(threads=1, attention=kind), dtype)
-        loaded = any_tower(tmp_path, VISION_ARCHITECTURES[name].family or name, dtype)
-        backend.prepare_any_tower(loaded.module)
-        tower = AnyTower(loaded.module, dtype)
-        module = AdaptedModule(
-            tower.module, count_max=1, rank_max=5, make_sums=backend.prepare_adapters()
-        )
-        places = module_places(tower.module, {})
-        names.append(places.keys())
-        module.add("one", random_tower_adapter(places, "", 3))
-        with module.all_rows("one"):
-            adapted = tower(image).float()
-        rows.append((tower(image).float(), adapted))
-    assert names[0] == names[1] == names[2]
-    (plain, wanted), (_, modules), (_, fused) = rows
-    apart = (fused - wanted).norm()
-    assert apart < 2 * (modules - wanted).norm()
-    assert apart < 0.3 * (plain - wanted).norm()
 
 
 def test_modules_of_neither_part_are_refused_by_name(stages: Stages) -> None:

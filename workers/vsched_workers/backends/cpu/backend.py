@@ -38,7 +38,7 @@ from vsched_workers.backends.cpu.products import (
     widens_in_tiles,
 )
 from vsched_workers.backends.cpu.threads import pool_of, process_pool
-from vsched_workers.backends.cpu.vision_layers import fuse_blocks, fuse_encoders, merge_encoders
+from vsched_workers.backends.cpu.vision_layers import fuse_blocks
 from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.backends.reference.layers import fuse
@@ -234,12 +234,6 @@ class CpuBackend(Backend):
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
         return packed_names(module) if self.make_product is not None else ()
-
-    def prepare_any_tower(self, model: nn.Module) -> int:
-        layers = merge_encoders(model) if self._fuses else []
-        made = super().prepare_any_tower(model)
-        fuse_encoders(layers, self._threads, deterministic=self._deterministic)
-        return made
 
     def prepare_adapters(self) -> MakeSums:
         if self.dtype != torch.bfloat16:

@@ -63,7 +63,7 @@ from vsched_workers.families.decoders import Decoder, head_dim
 from vsched_workers.quantized.layers import HEAD_FORMAT
 from vsched_workers.quantized.weights import QuantizedWeight
 
-_ACTIVATIONS = {each.py_func.__name__: each for each in (*GATED.values(), activation.gelu_quick)}
+_ACTIVATIONS = {each.py_func.__name__: each for each in GATED.values()}
 _INPUTS = 64
 """Inputs of the weight used for compilation."""
 
