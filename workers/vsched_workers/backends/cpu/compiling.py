@@ -37,7 +37,7 @@ from vsched_workers.backends.cpu.attention import (
     operand,
     sample_cache,
 )
-from vsched_workers.backends.cpu.decode_step import compiled_step
+from vsched_workers.backends.cpu.compiled_step import step as compiled_step
 from vsched_workers.backends.cpu.kernel_store import kernel_folder, processor
 from vsched_workers.backends.cpu.kernels import (
     activation,

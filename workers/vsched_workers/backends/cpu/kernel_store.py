@@ -48,7 +48,7 @@ SOURCES = (
     FOLDER.parents[1] / "batching" / "kv_cache.py",
     *(
         file
-        for name in ("kernels", "quantized", "tiles", "decode_step")
+        for name in ("kernels", "quantized", "tiles", "compiled_step")
         for file in (FOLDER / name).glob("*.py")
     ),
 )
