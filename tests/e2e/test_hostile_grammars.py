@@ -35,10 +35,7 @@ def linked(keyword: str, count: int) -> dict[str, Any]:
 
 SCHEMAS: dict[str, Any] = {
     "const": {"const": -(2**63)},
-    "enum": {"enum": [1, -(2**64)]},
-    "anyOf": {"anyOf": [{"const": -(2**63)}, {"type": "string"}]},
-    "equal bounds": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
-    "far bounds": {"type": "number", "minimum": -1e300, "maximum": -1e299},
+    "multiples": {"allOf": [{"multipleOf": 49999}, {"multipleOf": 49998}]},
     **{one: linked(one, 1000) for one in ("prefixItems", "items", "oneOf", "anyOf", "allOf")},
 }
 CHAIN = "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(3000)) + '\nr3000: "a"\n'
@@ -46,7 +43,7 @@ GRAMMARS = {
     "chained rules": CHAIN,
     "chained rules in GBNF": CHAIN.replace("start:", "root:").replace(":", " ::="),
     "schema in Lark": f"start: %json {json.dumps(SCHEMAS['const'])}",
-    "schema deep in Lark": f'start: "a" b\nb: %json {json.dumps(SCHEMAS["const"])}',
+    "brackets": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000,
 }
 
 

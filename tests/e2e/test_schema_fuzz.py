@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.e2e.random_schemas import fits, random_schema
+from tests.fuzz.schemas import fits, random_schema
 from tests.patience import PATIENCE_S
 from vsched import Engine
 from vsched.api.server import RunningServer

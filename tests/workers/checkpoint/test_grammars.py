@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.e2e.random_schemas import damaged, random_schema
+from tests.fuzz.schemas import damaged, fits, random_schema
 from tests.unit.api.tools.test_reader import read_with
 from tests.unit.api.tools.written_calls import written_calls
 from vsched.api.errors import ParameterRefused
@@ -307,67 +307,11 @@ def test_deep_schemas_end_in_a_refusal(grammars: TokenGrammars) -> None:
         grammars.check(constraint_from_schema(deep))
 
 
-def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
-    """Return a random schema whose values are of bounded length."""
-    kinds = ["enum", "integer", "boolean", "null", "string"]
-    kind = rng.choice(kinds + (["object", "array", "anyOf"] if depth else []))
-    match kind:
-        case "enum":
-            return {"enum": rng.sample(["a", 'b"\\', "日本", 3, None, 1.5, "", True], 3)}
-        case "integer":
-            low = rng.randrange(-20, 20)
-            return {"type": "integer", "minimum": low, "maximum": low + rng.randrange(50)}
-        case "string":
-            return {"type": "string", "maxLength": rng.randrange(1, 6)}
-        case "object":
-            names = rng.sample(["a", "b c", "ü", "d"], rng.randrange(1, 4))
-            properties = {name: _schema(rng, depth - 1) for name in names}
-            required = names[: rng.randrange(len(names) + 1)]
-            return {
-                "type": "object",
-                "properties": properties,
-                "required": required,
-                "additionalProperties": False,
-            }
-        case "array":
-            return {"type": "array", "items": _schema(rng, depth - 1), "maxItems": 2}
-        case "anyOf":
-            return {"anyOf": [_schema(rng, depth - 1) for _ in range(2)]}
-    return {"type": kind}
-
-
-def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Return whether a value matches one of these schemas: an independent check of the keywords that they use."""
-    if "enum" in schema:
-        return any(value == each and type(value) is type(each) for each in schema["enum"])
-    if "anyOf" in schema:
-        return any(fits(value, each) for each in schema["anyOf"])
-    match schema["type"]:
-        case "integer":
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            return whole and schema["minimum"] <= value <= schema["maximum"]
-        case "string":
-            return isinstance(value, str) and len(value) <= schema["maxLength"]
-        case "array":
-            items = isinstance(value, list) and len(value) <= schema["maxItems"]
-            return items and all(fits(each, schema["items"]) for each in value)
-        case "object":
-            known = isinstance(value, dict) and value.keys() <= schema["properties"].keys()
-            return (
-                known
-                and set(schema["required"]) <= value.keys()
-                and all(fits(value[name], schema["properties"][name]) for name in value)
-            )
-        case "null":
-            return value is None
-    return isinstance(value, bool)
-
-
 def test_random_schemas_hold_blind_draws(
     grammars: TokenGrammars, text_of: Callable[[list[int]], str]
 ) -> None:
     for seed in range(40):
-        schema = _schema(random.Random(seed), 3)
+        schema = random_schema(random.Random(seed), 3)
         tokens, reason = drawn(grammars, constraint_from_schema(schema), seed)
         assert reason is FinishReason.STOP, (seed, schema)
         assert fits(json.loads(text_of(tokens)), schema), (seed, schema, text_of(tokens))
@@ -376,7 +320,7 @@ def test_random_schemas_hold_blind_draws(
 def test_damaged_schemas_and_grammars_are_compiled_or_refused(grammars: TokenGrammars) -> None:
     rng, refused = random.Random(1), []
     for seed in range(60):
-        text = list(constraint_from_schema(_schema(random.Random(seed), 3)))
+        text = list(constraint_from_schema(random_schema(random.Random(seed), 3)))
         for _ in range(rng.randrange(1, 4)):
             text[rng.randrange(len(text))] = rng.choice('{}[]",:a0\\u')
         try:
