@@ -200,21 +200,6 @@ def test_sizing_stops_at_memory_that_stays_although_the_kv_cache_was_released(
     assert [attempt.outcome for attempt in negotiation.attempts] == ["fits", "leak"]
 
 
-def test_sizing_finds_a_leak_on_a_later_attempt() -> None:
-    """The check is made on every attempt, also after an out-of-memory."""
-    ranks = group(1)
-    ranks[0].memory.fail_at(1 + 4 + 2 + 6)
-
-    def leak(count: int) -> None:
-        ranks[0].leaks = count >= 2
-
-    negotiation = KvNegotiation(AUTO, load_view(ranks))
-    with pytest.raises(MemoryLeak):
-        negotiate(negotiation, ranks, between=leak)
-    outcomes = [attempt.outcome for attempt in negotiation.attempts]
-    assert outcomes == ["fits", "out_of_memory", "leak"]
-
-
 @REPEATABLE
 @given(
     total_mib=st.integers(256, 2048),
