@@ -19,11 +19,8 @@ from typing import Protocol
 
 import msgspec
 
-from vsched.config import Config
-from vsched.config.sections import OWN_HOST, RAY_HOST
 from vsched.errors import ConfigError
 from vsched.kernel.decisions import (
-    ChunkPlan,
     Decision,
     DraftGrant,
     EncodeDecision,
@@ -35,137 +32,9 @@ from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.calibration import Span, united
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.metrics import LiveRequest, Sketch
-from vsched.sim.network.links import HostLinkProfile
 from vsched.sim.setup import DraftLuck
 from vsched.sim.workload.requests import OUTPUT_TOKEN
-from vsched.types import FinishReason, ModelInfo
-
-
-class LinkWay:
-    """One direction of the link to a host.
-
-    Attributes:
-        bytes: Total bytes sent.
-        busy_ns: Total time spent sending.
-    """
-
-    def __init__(self, profile: HostLinkProfile, rng: Random) -> None:
-        self.bytes = 0
-        self.busy_ns = 0
-        self._profile = profile
-        self._rng = rng
-        self._free_ns = self._latest_ns = 0
-        # A transfer larger than the window waits for an acknowledgement after each window.
-        window_ns = profile.window_bytes * 1e9 / profile.bytes_per_s
-        self._wait_ns = max(2 * profile.latency_ns - window_ns, 0.0)
-
-    def arrival_ns(self, size: int, now_ns: int) -> int:
-        """Return when `size` bytes sent now arrive."""
-        profile, leaves_ns = self._profile, max(now_ns, self._free_ns)
-        if size:
-            took_ns = size * 1e9 / profile.bytes_per_s
-            took_ns += (size - 1) // profile.window_bytes * self._wait_ns
-            self.bytes += size
-            self.busy_ns += int(took_ns)
-            leaves_ns = self._free_ns = leaves_ns + int(took_ns)
-        arrives_ns = leaves_ns + profile.latency_ns
-        if profile.jitter_ns:
-            arrives_ns += int(self._rng.expovariate(1 / profile.jitter_ns))
-        self._latest_ns = max(self._latest_ns, arrives_ns)
-        return self._latest_ns
-
-
-class GroupLink:
-    """The link of a group on another host; groups on one host share the directions `there` and `back`."""
-
-    def __init__(self, *, there: LinkWay, back: LinkWay, row_bytes: int) -> None:
-        self.there = there
-        self.back = back
-        self._row_bytes = row_bytes
-
-    def decision_ns(self, decision: Decision, now_ns: int) -> int:
-        """Return when a decision and all its inputs have arrived."""
-        if isinstance(decision, EncodeDecision):
-            size = sum(task.extent.size for task in decision.tasks)
-        else:
-            size = sum(map(_covered_rows, decision.chunks)) * self._row_bytes
-        return self.there.arrival_ns(size, now_ns)
-
-    def result_ns(self, decision: Decision, now_ns: int) -> int:
-        """Return when the engine receives the result of a step that ended now."""
-        size = 0
-        if isinstance(decision, EncodeDecision):
-            size = sum(task.tokens for task in decision.tasks) * self._row_bytes
-        return self.back.arrival_ns(size, now_ns)
-
-
-def _covered_rows(chunk: ChunkPlan) -> int:
-    """Return the number of embedding rows in a chunk."""
-    return sum(
-        max(min(chunk.stop, item.offset + item.tokens) - max(chunk.start, item.offset), 0)
-        for item in chunk.items
-    )
-
-
-class Links:
-    """The links of a simulation.
-
-    Attributes:
-        groups: The link of each group on another host, by name.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        info: ModelInfo,
-        profile: HostLinkProfile,
-        *,
-        encoders: Sequence[str],
-        generators: Sequence[str],
-        rng: Random,
-    ) -> None:
-        hosts = hosts_of(config, encoders, generators)
-        ways = {
-            host: (LinkWay(profile, rng), LinkWay(profile, rng))
-            for host in dict.fromkeys(hosts.values())
-            if host != OWN_HOST
-        }
-        self._ways = [way for both in ways.values() for way in both]
-        together = config.placement == "together"
-        self.groups = {
-            group: GroupLink(
-                there=ways[host][0],
-                back=ways[host][1],
-                # With both stages in one process, rows stay there.
-                row_bytes=0 if together else info.embedding_row_bytes,
-            )
-            for group, host in hosts.items()
-            if host != OWN_HOST
-        }
-
-    @property
-    def bytes(self) -> int:
-        """Total bytes to and from other hosts."""
-        return sum(way.bytes for way in self._ways)
-
-    @property
-    def busiest_ns(self) -> int:
-        """Sending time of the busiest direction."""
-        return max((way.busy_ns for way in self._ways), default=0)
-
-
-def hosts_of(
-    config: Config, encoders: Sequence[str], generators: Sequence[str]
-) -> Mapping[str, str]:
-    """Return the initial host of each group."""
-    hosts: dict[str, str] = {}
-    for stage, groups in (("encode", encoders), ("generate", generators)):
-        placed = "generate" if config.placement == "together" else stage
-        for replica, group in enumerate(groups):
-            host = config.cluster.first_host(placed, replica)
-            hosts[group] = f"{RAY_HOST}-{placed}-{replica}" if host == RAY_HOST else host
-    return hosts
-
+from vsched.types import FinishReason
 
 EMPTY_STEP_NS = 20_000.0
 """Duration of a step without work."""
@@ -204,11 +73,8 @@ class SimulatedGroup:
     """One group; computes when each step ends or pauses, and the resulting event.
 
     Attributes:
-        link: The link to its host; None on the engine's host.
-        log: Pending decisions, each with the times it was decided and received; the first one is
-            running if the device runs this group.
-        losses: Number of losses.
-        reported_ns: When the engine receives the result of the last step.
+        log: Pending decisions, each with the time it was decided; the first one is running if the
+            device runs this group.
         incarnation: Counts losses and rescheduled ends; an end announced in an earlier incarnation
             is void.
         steps: Number of completed steps; `busy_ns` is the time in them and in the time slices of a
@@ -218,10 +84,7 @@ class SimulatedGroup:
     def __init__(self, name: str, cost: CostModel, device: SharedDevice, rng: Random) -> None:
         self.name = name
         self.device = device
-        self.link: GroupLink | None = None
-        self.log: deque[tuple[Decision, int, int]] = deque()
-        self.losses = 0
-        self.reported_ns = 0
+        self.log: deque[tuple[Decision, int]] = deque()
         self.incarnation = 0
         self.steps = 0
         self.busy_ns = 0
@@ -240,8 +103,7 @@ class SimulatedGroup:
 
     def decide(self, decision: Decision, now_ns: int) -> int:
         """Take a decision; return the end of its step, or 0 if it cannot start yet."""
-        there_ns = now_ns if self.link is None else self.link.decision_ns(decision, now_ns)
-        self.log.append((decision, now_ns, there_ns))
+        self.log.append((decision, now_ns))
         device = self.device
         device.ready.append(self)
         return self.begin(now_ns) if device.running is None else 0
@@ -251,13 +113,13 @@ class SimulatedGroup:
         device = self.device
         device.ready.popleft()
         device.running = self
-        decision, decided_ns, there_ns = self.log[0]
+        decision, decided_ns = self.log[0]
         took_ns = self._start(decision)
         if now_ns == decided_ns:
             took_ns *= self._cold  # the ranks were idle when it was decided
         if self._noise:
             took_ns *= max(self._rng.gauss(1.0, self._noise), NOISE_LEAST)
-        self._start_ns = max(there_ns + self._decision_ns, now_ns + self._gap_ns)
+        self._start_ns = max(decided_ns + self._decision_ns, now_ns + self._gap_ns)
         return self._start_ns + (int(took_ns) or 1)
 
     def end(self, now_ns: int) -> Event | None:
@@ -270,15 +132,13 @@ class SimulatedGroup:
         if self._left_ns:
             device.ready.append(self)  # continues after decisions made in the meantime
             return None
-        decision, _, _ = self.log.popleft()
-        self.reported_ns = now_ns if self.link is None else self.link.result_ns(decision, now_ns)
+        decision, _ = self.log.popleft()
         self.steps += 1
         return self._finish(decision, now_ns)
 
     def lose(self) -> None:
         """Forget everything, as a loss of the processes does."""
         self.incarnation += 1
-        self.losses += 1
         self._left_ns = 0.0
         self.log.clear()
         device = self.device

@@ -59,7 +59,7 @@ def test_table_has_a_column_for_each_outcome(outcomes: list[SimulationOutcome]) 
     text = printed(outcomes)
     assert re.search(r"chunk <aware> .* combined", text)
     for measure in MEASURES:
-        assert (measure.name in text) != measure.hosts
+        assert measure.name in text
     first = outcomes[0].figures
     assert f"{first.ttft_ms.p95:,.1f}" in text
     assert re.search(rf"context_exceeded +│ +{first.failed['context_exceeded']} │", text)
