@@ -4,8 +4,7 @@ A sequence yields a token in every step from the one with its last chunk until i
 decision contains only changes. So the last step of a sequence is known when it starts to decode,
 and the sequence is not visited before then: a steady step costs the same for any number of
 sequences. Context lengths all grow by one per step, so their sum is a constant plus the number of
-sequences times the step number. Accepted draft tokens move the end of a sequence earlier; only
-sequences with a draft grant are visited.
+sequences times the step number.
 """
 
 from __future__ import annotations
@@ -22,17 +21,15 @@ import msgspec
 from vsched.errors import ConfigError
 from vsched.kernel.decisions import (
     Decision,
-    DraftGrant,
     EncodeDecision,
     GenerateDecision,
     Join,
 )
-from vsched.kernel.events import Drafted, Encoded, Event, Finished, Stepped
+from vsched.kernel.events import Encoded, Event, Finished, Stepped
 from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.calibration import Span, united
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.metrics import LiveRequest, Sketch
-from vsched.sim.setup import DraftLuck
 from vsched.sim.workload.requests import OUTPUT_TOKEN
 from vsched.types import FinishReason
 
@@ -177,13 +174,9 @@ class TimedEncodeGroup(SimulatedGroup):
 
 
 class _Sequence:
-    """A request in a slot; `first_step` is -1 until it decodes.
+    """A request in a slot; `first_step` is -1 until it decodes."""
 
-    `last` is its last step, `gained` the number of accepted draft tokens, and `blocks` its number
-    of KV blocks.
-    """
-
-    __slots__ = ("blocks", "first_step", "gained", "last", "length", "live", "number", "slot")
+    __slots__ = ("first_step", "length", "live", "number", "slot")
 
     def __init__(self, join: Join, live: LiveRequest) -> None:
         self.number = join.number
@@ -191,8 +184,6 @@ class _Sequence:
         self.length = join.length
         self.live = live
         self.first_step = -1
-        self.last = self.gained = 0
-        self.blocks = len(join.blocks)
 
 
 class TimedGenerateGroup(SimulatedGroup):
@@ -216,14 +207,11 @@ class TimedGenerateGroup(SimulatedGroup):
         itl: Sketch,
         block_bytes: int = 0,
         exact_tokens: bool = False,
-        drafts: DraftLuck | None = None,
-        block_size: int = 16,
     ) -> None:
         """Create an empty group.
 
         With `exact_tokens`, the token batch of each step shows which slots yielded a token;
         otherwise all steps share one batch, since the scheduler reads only slots that yielded.
-        `drafts` models speculative decoding.
         """
         super().__init__(name, cost, device, rng)
         self.decoded = 0
@@ -233,8 +221,6 @@ class TimedGenerateGroup(SimulatedGroup):
         self._itl = itl
         self._exact_tokens = exact_tokens
         self._block_bytes = block_bytes
-        self._block_size = block_size
-        self._luck = drafts or DraftLuck()
         self._tokens = array("i", [OUTPUT_TOKEN]) * slots
         costs = cost.generate
         self._costs = costs.step_ns, costs.decode_ns, costs.context_ns
@@ -250,8 +236,6 @@ class TimedGenerateGroup(SimulatedGroup):
         self._started: list[_Sequence] = []
         self._stepped_ns = 0
         self._swapped = NOTHING_SWAPPED
-        self._grants: dict[int, DraftGrant] = {}
-        self._drafts: list[tuple[_Sequence, int]] = []
 
     def lose(self) -> None:
         """Forget everything except the times of tokens already yielded."""
@@ -277,7 +261,6 @@ class TimedGenerateGroup(SimulatedGroup):
             self._swapped = int(swap_ns), decision.swaps.blocks
         if decision.left:
             for leave in decision.left:
-                self._grants.pop(leave.slot, None)
                 self._leave(self._slots.pop(leave.slot))
         if decision.joined:
             for join in decision.joined:
@@ -289,48 +272,7 @@ class TimedGenerateGroup(SimulatedGroup):
             prefill_ns = self._prefill(decision)
         elif not yielding:
             return EMPTY_STEP_NS + swap_ns  # all requests finished in the previous step
-        if self._luck.acceptance:
-            prefill_ns += self._draft(decision)
         return step_ns + decode_ns * yielding + context_ns * context + prefill_ns + swap_ns
-
-    def _draft(self, decision: GenerateDecision) -> float:
-        """Draft tokens for the granted slots, within their blocks and output limits; return the time."""
-        for slot in decision.grown[::2]:
-            self._slots[slot].blocks += 1
-        self._grants |= {grant.slot: grant for grant in decision.granted}
-        step, rows, deepest = decision.step, 0, 0
-        for slot, grant in self._grants.items():
-            sequence = self._slots[slot]
-            if not 0 <= sequence.first_step < step:
-                continue
-            known = sequence.length + step - sequence.first_step + sequence.gained
-            room = min(sequence.blocks * self._block_size - known, sequence.last - step)
-            drafts = min(grant.tokens, room)
-            if drafts > 0:
-                self._drafts.append((sequence, drafts))
-                rows += drafts
-                deepest = max(deepest, drafts if grant.model else 0)
-        step_ns, decode_ns, _ = self._costs
-        model_ns = self._luck.model_time * (step_ns + decode_ns * len(self._drafts))
-        return decode_ns * rows + deepest * model_ns
-
-    def _verify(self) -> list[Drafted]:
-        """Draw the accepted draft tokens, and move the ends of their sequences."""
-        reported: list[Drafted] = []
-        for sequence, drafts in self._drafts:
-            right = 0
-            while right < drafts and self._rng.random() < self._luck.acceptance:
-                right += 1
-            reported.append(Drafted(sequence.slot, drafts, [OUTPUT_TOKEN] * right))
-            if right:
-                self._ends[sequence.last].remove(sequence)
-                sequence.last -= right
-                self._ends.setdefault(sequence.last, []).append(sequence)
-                sequence.gained += right
-                self._offset += right
-                self.decoded += right
-        self._drafts = []
-        return reported
 
     def _prefill(self, decision: GenerateDecision) -> float:
         """Apply the chunks of a step; return their time."""
@@ -346,8 +288,8 @@ class TimedGenerateGroup(SimulatedGroup):
                 self._started.append(sequence)
                 self._decoding += 1
                 self._offset += sequence.length - step
-                sequence.last = step + sequence.live.total - sequence.length - 1
-                self._ends.setdefault(sequence.last, []).append(sequence)
+                last = step + sequence.live.total - sequence.length - 1
+                self._ends.setdefault(last, []).append(sequence)
         self.prefilled += tokens
         cost = self._cost.generate
         return cost.prefill_ns * tokens + cost.pair_ns * pairs
@@ -360,7 +302,7 @@ class TimedGenerateGroup(SimulatedGroup):
 
     def _stop(self, sequence: _Sequence) -> None:
         self._decoding -= 1
-        self._offset -= sequence.length + sequence.gained - sequence.first_step
+        self._offset -= sequence.length - sequence.first_step
         sequence.first_step = -1
 
     def _finish(self, decision: Decision, now_ns: int) -> Event:
@@ -375,10 +317,9 @@ class TimedGenerateGroup(SimulatedGroup):
                 if sequence.live.last_token_ns:  # from an earlier incarnation
                     self._itl.add(now_ns - sequence.live.last_token_ns)
             self._started.clear()
-        drafted = self._verify() if self._drafts else _NONE_DRAFTED
         ending = self._ends.pop(step, None)
         if ending is None:
-            return self._stepped(step, tokens, _NONE_FINISHED, drafted)
+            return self._stepped(step, tokens, _NONE_FINISHED)
         finished = []
         if len(ending) > 1:
             # Same order as in ranks: decodes by slot, then chunks in their order.
@@ -387,17 +328,15 @@ class TimedGenerateGroup(SimulatedGroup):
             if sequence.first_step >= 0:  # otherwise it was removed early
                 self._stop(sequence)
                 finished.append(Finished(sequence.slot, sequence.number, FinishReason.LENGTH))
-        return self._stepped(step, tokens, finished, drafted)
+        return self._stepped(step, tokens, finished)
 
-    def _stepped(
-        self, step: int, tokens: array[int], finished: list[Finished], drafted: list[Drafted]
-    ) -> Stepped:
+    def _stepped(self, step: int, tokens: array[int], finished: list[Finished]) -> Stepped:
         if self._swapped is NOTHING_SWAPPED:
-            return Stepped(step, tokens, finished, self._took_ns, self.name, drafted)
+            return Stepped(step, tokens, finished, self._took_ns, self.name)
         swap_ns, blocks = self._swapped
         self._swapped = NOTHING_SWAPPED
         swap_ns = min(swap_ns, self._took_ns)
-        return Stepped(step, tokens, finished, self._took_ns, self.name, drafted, swap_ns, blocks)
+        return Stepped(step, tokens, finished, self._took_ns, self.name, [], swap_ns, blocks)
 
     def _yielded(self) -> array[int]:
         tokens = array("i", [-1]) * self._slots_max
@@ -409,8 +348,6 @@ class TimedGenerateGroup(SimulatedGroup):
 
 _NONE_FINISHED: list[Finished] = []
 """Shared by all steps in which no request finished; never changed."""
-_NONE_DRAFTED: list[Drafted] = []
-"""Shared by all steps without draft tokens; never changed."""
 
 
 class SharedWork(Protocol):

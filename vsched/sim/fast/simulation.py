@@ -74,7 +74,7 @@ from vsched.sim.fast.metrics import (
     over_replicas,
 )
 from vsched.sim.invariants import Oracles, SimulationFailed
-from vsched.sim.setup import DraftLuck, Setup, prepare
+from vsched.sim.setup import Setup, prepare
 from vsched.sim.workload.requests import Arrival, RequestMaker, Workload
 from vsched.types import FinishReason, ModelInfo, group_names
 
@@ -173,8 +173,6 @@ class Simulation:
                 itl=self.collector.itl,
                 block_bytes=block_bytes,
                 exact_tokens=exact_tokens,
-                drafts=self.setup.drafts,
-                block_size=limits.block_size,
             )
             for name in generators
         ]
@@ -532,7 +530,6 @@ def simulate(
     targets: Targets | None = None,
     info: ModelInfo | None = None,
     kv_tokens: int | None = None,
-    drafts: DraftLuck | None = None,
     observers: Sequence[EventObserver] = (),
     check_every: int | None = None,
     watch: Callable[[str, Ask], Ask] | None = None,
@@ -554,7 +551,6 @@ def simulate(
         targets: Latency targets for goodput.
         info: The model's shape, if not the cost model's.
         kv_tokens: Tokens of a replica's KV cache, if not pinned by `generate.memory`.
-        drafts: Speculative decoding parameters; off by default.
         observers: Called with every event; with observers, the tokens of a step show which slots
             yielded one.
         check_every: Events between full-state checks of the kernel, with `oracles`; by default
@@ -565,7 +561,7 @@ def simulate(
         ConfigError: When the configuration, the model and the outages do not fit together.
         SimulationFailed: When the kernel or an oracle found an error.
     """
-    setup = prepare(config, cost, policies=policies, info=info, kv_tokens=kv_tokens, drafts=drafts)
+    setup = prepare(config, cost, policies=policies, info=info, kv_tokens=kv_tokens)
     simulation = Simulation(
         setup,
         cost,

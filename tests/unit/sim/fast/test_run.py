@@ -30,7 +30,7 @@ from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.simulation import START_NS, simulate
 from vsched.sim.invariants import Oracles
-from vsched.sim.setup import DraftLuck, prepare
+from vsched.sim.setup import prepare
 from vsched.sim.workload.requests import Image, Text, Video, Workload, workload_of
 from vsched_policies.admission import Fifo, TokenBudget
 
@@ -378,25 +378,6 @@ def test_run_counts_refusals_by_tenant_and_reason() -> None:
     assert figures.tenants["a"].failed == {}
     assert figures.tenants["b"].failed == {"shed": 5}
     assert figures.tenants["b"].finished == 1
-
-
-def test_run_drafts_and_takes_fewer_steps_the_more_drafts_prove_right() -> None:
-    """One request of 200 tokens, three draft tokens a step: at the end a step yields four."""
-    lone = workload_of("lone", [arrival(1, 0, outputs=200)])
-    drafting = config(
-        "generate.drafting={use='draft-model',tokens=3,gain_min=0,speedup_min=0}",
-        "generate.draft_model=small",
-    )
-    figures = {
-        (acceptance, time): simulate(
-            drafting, lone, cost=COST, oracles=True, drafts=DraftLuck(acceptance, time)
-        ).figures
-        for acceptance, time in ((0.0, 0.2), (0.5, 0.2), (1.0, 0.2), (1.0, 0.0))
-    }
-    steps = [each.generate_steps for each in figures.values()]
-    assert steps[0] > 200 > 150 > steps[1] > 80 > 65 > steps[2] == steps[3] > 50
-    assert figures[1.0, 0.2].span_s > figures[1.0, 0.0].span_s
-    assert all(each.finished == 1 for each in figures.values())
 
 
 class Calls(msgspec.Struct):
