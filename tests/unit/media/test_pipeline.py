@@ -234,23 +234,6 @@ async def test_cancelling_while_processing_returns_everything(bench: Bench) -> N
     assert bench.preprocessor.processed == 1
 
 
-async def test_cancelling_before_processing_begins_gives_it_up() -> None:
-    settings = MediaConfig(threads=1)
-    bench = Bench(FakePreprocessor(), settings, items=8)
-    bench.preprocessor.gate.clear()
-    images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
-    task = asyncio.ensure_future(bench.pipeline.prepare("\x01\x01", images))
-    await entered(bench)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert bench.store.statistics().bytes_held == ITEM_BYTES
-    bench.preprocessor.gate.set()
-    await settled(bench)
-    assert bench.preprocessor.processed == 1
-    bench.pipeline.close()
-
-
 async def test_one_of_two_sharers_cancelled_leaves_the_other(bench: Bench) -> None:
     bench.preprocessor.gate.clear()
     image = data_url(image_bytes())
