@@ -11,7 +11,6 @@ import msgspec
 
 from vsched.errors import RequestRefused, limit_message
 from vsched.isolated.calls import CallCancellation
-from vsched.media.base64_text import base64_bytes
 from vsched.media.decode import DecodeLimits, ImageHeader
 from vsched.media.embeddings import (
     BoundedImage,
@@ -567,12 +566,12 @@ def reference_bytes(reference: UnspannedReference) -> int:
     if isinstance(reference, EmbeddedImage | EmbeddedVideo):
         source: str | NamedImage = reference.source
         if not scheme_of(reference.source):
-            return base64_bytes(reference.source) * 7 // 4
+            return len(reference.source) * 7 // 4
     else:
         source = source_of(reference)
     if isinstance(source, NamedImage):
         return len(source.uuid)
-    return base64_bytes(source) * 7 // 4 if is_data(source) else len(source)
+    return len(source) * 7 // 4 if is_data(source) else len(source)
 
 
 def check_work(size: int, settings: MediaConfig, noun: str = "image") -> None:

@@ -15,8 +15,6 @@ from urllib.parse import unquote, urlsplit
 
 from vsched.errors import RequestRefused, limit_message, one_of
 from vsched.media.base64_text import (
-    base64_bytes,
-    base64_of,
     decode_base64,
     percent_decode,
     plain_base64_bytes,
@@ -75,11 +73,7 @@ def frames_of(url: str) -> tuple[str, ...]:
     start = len(_FRAMES_HEADER)
     if url[:start].lower() != _FRAMES_HEADER:
         return ()
-    try:
-        parts = base64_of(url, start).split(b",")
-    except ValueError:
-        return ()
-    return tuple(f"data:image/jpeg;base64,{part.decode()}" for part in parts)
+    return tuple(f"data:image/jpeg;base64,{part}" for part in url[start:].split(","))
 
 
 def read_local(
@@ -168,14 +162,13 @@ def _read_data(reference: str, settings: MediaConfig, kind: MediaKind) -> bytes:
 
 
 def _percent_decode(reference: str, start: int, bytes_max: int, kind: MediaKind) -> bytes:
-    size = base64_bytes(reference, start)
+    size = len(reference) - start
     if size > bytes_max * _ENCODED_RATIO_MAX:
         raise refuse_size(size // _ENCODED_RATIO_MAX, bytes_max, kind)
     try:
-        encoded = base64_of(reference, start)
+        content = percent_decode(reference.rstrip(_URL_EDGES), start)
     except ValueError:
         raise _malformed("it has characters that are not ASCII", kind) from None
-    content = percent_decode(encoded.translate(None, _LINE_BREAKS).rstrip(_URL_EDGES.encode()))
     if len(content) > bytes_max:
         raise refuse_size(len(content), bytes_max, kind)
     if not content:
@@ -205,7 +198,7 @@ def _decode_base64(
     kind: MediaKind = IMAGE,
 ) -> bytes:
     # The decoded length follows from the encoded length, so an oversized image is refused without decoding.
-    size = base64_bytes(text, start) // 4 * 3
+    size = (len(text) - start) // 4 * 3
     if size > (bytes_max + 2) * _ENCODED_RATIO_MAX:
         raise refuse_size(size, bytes_max, kind)
     try:
@@ -213,7 +206,7 @@ def _decode_base64(
             size = plain_base64_bytes(text, start) // 4 * 3  # line breaks do not count
         if size > bytes_max + 2:
             raise refuse_size(size, bytes_max, kind)
-        content = decode_base64(base64_of(text, start))
+        content = decode_base64(text, start)
     except ValueError:
         raise malformed(_BASE64_FAULT) from None
     if len(content) > bytes_max:

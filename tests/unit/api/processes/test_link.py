@@ -1,0 +1,141 @@
+"""Calls over a link: they arrive as they were made, and the buffers are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.patience import patience, until
+from vsched.api.errors import ParameterRefused
+from vsched.api.processes.link import Link
+from vsched.errors import RequestFailed, RequestRefused
+from vsched.types import FinishReason
+
+LIMIT_BYTES = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestRefused("full. Remedy: wait.", code="queue_full", status=429, retry_after_s=1),
+        RequestRefused("elsewhere", code="redirected", status=307, location="http://other"),
+        ParameterRefused("`n` is out of bounds", param="n"),
+        RequestFailed("stopping", code="stopping", status=503, retry_after_s=5),
+    ],
+)
+def test_link_carries_errors_with_all_fields_for_clients(error: Exception) -> None:
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+
+
+class Side:
+    """One end: the calls it received, and the reason for its loss."""
+
+    def __init__(self) -> None:
+        self.received: list[object] = []
+        self.lost: list[str] = []
+        self.error: Exception | None = None
+        self.link = Link(self, on_lost=self.lost.append, waiting_bytes_max=LIMIT_BYTES)
+
+    def on_note(self, *content: object) -> None:
+        self.received.append(content)
+        if self.error is not None:
+            raise self.error
+
+
+class Pair:
+    """Two ends: `up` calls, `down` receives; `end` is a raw socket if `down` has not begun."""
+
+    def __init__(self) -> None:
+        self.up, self.down = Side(), Side()
+        self.ours, self.end = socket.socketpair()
+
+    async def open(self, *, both: bool = True) -> None:
+        await self.up.link.open(self.ours)
+        if both:
+            await self.down.link.open(self.end)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    made = Pair()
+    yield made
+    for side in (made.up, made.down):
+        side.link.close()
+    made.ours.close()
+    made.end.close()
+
+
+async def test_link_brings_calls_in_order(pair: Pair) -> None:
+    calls = [(3, FinishReason.STOP), (), (list(range(50_000)), None)]
+    await pair.open()
+    for arguments in calls:
+        pair.up.link.call("note", *arguments)
+    await until(lambda: len(pair.down.received) == len(calls))
+    assert pair.down.received == calls
+
+
+async def test_link_frames_come_whole_however_they_are_cut(pair: Pair) -> None:
+    await pair.down.link.open(pair.end)
+    pair.ours.setblocking(False)
+    frame = pickle.dumps([("note", ("a",)), ("note", ("bc",))])
+    for byte in len(frame).to_bytes(8, "little") + frame:
+        await asyncio.get_running_loop().sock_sendall(pair.ours, bytes([byte]))
+        await asyncio.sleep(0)
+    await until(lambda: len(pair.down.received) == 2)
+    assert pair.down.received == [("a",), ("bc",)]
+
+
+async def test_link_end_of_a_side_is_told_to_the_other_once(pair: Pair) -> None:
+    await pair.open()
+    pair.up.link.close()
+    await until(lambda: pair.down.lost)
+    pair.down.link.lose("again")
+    assert pair.down.lost == ["has closed its link"]
+    assert pair.up.lost == [], "the closing side gets no notice"
+
+
+async def test_link_side_that_does_not_read_is_given_up_before_memory_is_full(pair: Pair) -> None:
+    await pair.open(both=False)
+    sent = 0
+    while not pair.up.lost:
+        pair.up.link.call("note", b"x" * 65536)
+        sent += 65536
+        assert sent < 4 * LIMIT_BYTES, "it is not bounded"
+        await asyncio.sleep(0)
+    assert "does not read" in pair.up.lost[0]
+    pair.up.link.call("note", b"nobody hears this")
+
+
+@pytest.mark.parametrize("spoilt", ["what is sent", "what takes it"])
+async def test_link_call_that_cannot_be_carried_out_ends_it(
+    pair: Pair, spoilt: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await pair.open()
+    pair.down.error = ValueError("a mistake")
+    pair.up.link.call("note" if spoilt == "what takes it" else "nothing of that name")
+    await until(lambda: pair.down.lost)
+    assert pair.down.lost == ["made a call that could not be carried out"]
+    assert "a call could not be carried out" in caplog.text
+
+
+async def test_link_large_calls_go_one_after_the_other_as_they_are_read(pair: Pair) -> None:
+    """The next one waits until the other side reads; small ones do not overtake earlier calls."""
+    await pair.open(both=False)
+    pair.up.link.call("note", 0)
+    large = [
+        asyncio.create_task(pair.up.link.call_large("note", n, b"7" * 600_000)) for n in (1, 2, 3)
+    ]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert [task.done() for task in large] == [True, False, False]
+    assert not pair.up.lost
+    await pair.down.link.open(pair.end)
+    async with patience():
+        await asyncio.gather(*large)
+    await until(lambda: len(pair.down.received) == 4)
+    assert [arguments[0] for arguments in pair.down.received] == [0, 1, 2, 3]  # type: ignore[index]
