@@ -10,9 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -22,6 +21,7 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from vsched.aio.streams import Histogram as PlainHistogram
@@ -485,9 +485,10 @@ class ApiMetrics(Collector):
 
     def report(self) -> Report:
         """Return the metrics of this process."""
-        return Report(
-            self.in_flight, [MetricSamples.of(metric) for metric in self.registry.collect()]
-        )
+        families = list(self.registry.collect())
+        for family in families:  # without creation times, which cannot be added
+            family.samples = [one for one in family.samples if not one.name.endswith("_created")]
+        return Report(self.in_flight, families)
 
     def render(self) -> bytes:
         """Return the exposition text."""
@@ -496,9 +497,9 @@ class ApiMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of all processes and of the engine."""
         model_name = self._engine.model_name if self._engine is not None else ""
-        everywhere = Added([self.report(), *self.reports()])
+        everywhere = added([self.report(), *self.reports()])
         yield from exposed(
-            chain(everywhere.collect(), self._of_engine.collect()),
+            chain(everywhere, self._of_engine.collect()),
             model_name=model_name,
             vllm_names=self._vllm_names,
         )
@@ -542,64 +543,25 @@ class RequestRecord:
         self._metrics.request_s.observe(time.perf_counter() - self._began)
 
 
-Sample = tuple[str, dict[str, str], float]
-"""Name, labels and value."""
-
-
-class MetricSamples(msgspec.Struct, frozen=True, array_like=True):
-    """The samples of one metric."""
-
-    name: str
-    what: str
-    kind: str
-    samples: list[Sample]
-
-    @classmethod
-    def of(cls, metric: Metric) -> MetricSamples:
-        """Convert a metric, without creation times, which cannot be added."""
-        samples = [
-            (one.name, one.labels, float(one.value))
-            for one in metric.samples
-            if not one.name.endswith("_created")
-        ]
-        return cls(metric.name, metric.documentation, metric.type, samples)
-
-
-class Report(msgspec.Struct, frozen=True, array_like=True):
+class Report(NamedTuple):
     """Metrics of one process: requests in flight, and metric families."""
 
     in_flight: int = 0
-    families: list[MetricSamples] = []
+    families: Sequence[Metric] = ()
 
 
-class Added(Collector):
-    """Sums the counters and histograms of several processes."""
-
-    def __init__(self, reports: Iterable[Report]) -> None:
-        self._reports = reports
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every family, with the sums of its samples."""
-        for family in added(self._reports):
-            metric = Metric(family.name, family.what, family.kind)
-            for name, labels, value in family.samples:
-                metric.add_sample(name, labels, value)
-            yield metric
-
-
-def added(reports: Iterable[Report]) -> list[MetricSamples]:
-    """Sum all families; samples are in order of first occurrence."""
-    families: dict[str, MetricSamples] = {}
+def added(reports: Iterable[Report]) -> list[Metric]:
+    """Sum all families, in order of first occurrence."""
+    families: dict[str, Metric] = {}
     sums: dict[str, dict[tuple[str, tuple[str, ...]], Sample]] = {}
     for report in reports:
         for family in report.families:
-            families.setdefault(family.name, family)
+            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             known = sums.setdefault(family.name, {})
-            for name, labels, value in family.samples:
-                key = (name, tuple(labels.values()))
+            for sample in family.samples:
+                key = (sample.name, tuple(sample.labels.values()))
                 found = known.get(key)
-                known[key] = (name, labels, value + (found[2] if found is not None else 0))
-    return [
-        msgspec.structs.replace(family, samples=list(sums[name].values()))
-        for name, family in families.items()
-    ]
+                known[key] = sample._replace(value=sample.value + (found.value if found else 0))
+    for name, family in families.items():
+        family.samples = list(sums[name].values())
+    return list(families.values())

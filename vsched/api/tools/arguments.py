@@ -297,5 +297,6 @@ def _json_of_word(word: str) -> str:
     if len(word) <= _WORD_CHARACTERS_MAX:
         with contextlib.suppress(SyntaxError, ValueError):
             value = ast.literal_eval(word)
-    is_json = value is None or isinstance(value, bool | int | float)
-    return json.dumps(value if is_json and abs(value or 0) != math.inf else word)
+    if isinstance(value, float) and math.isinf(value):
+        value = word
+    return json.dumps(value if value is None or isinstance(value, bool | int | float) else word)
