@@ -423,26 +423,6 @@ class Accepted(msgspec.Struct, frozen=True):
 Order: TypeAlias = Probe | Build | Accepted
 
 
-class Rebuild(MemoryPolicy, frozen=True, kw_only=True):
-    """Builds a KV cache of a size that was accepted before, in a restarted group; nothing is measured again."""
-
-    tokens: int
-
-    def plan(self, view: MemoryView) -> MemoryPlan:
-        """Build the one size."""
-        build = yield Build(self.tokens, profile=False)
-        if not build.fits:
-            raise DeviceOutOfMemory(
-                limit_message(
-                    "the generate group cannot build the KV cache that it had before it was lost "
-                    f"({build.reason})",
-                    value=f"{self.tokens} tokens",
-                    limit="what is free on the device now",
-                    remedy="see what else takes the device's memory, or restart the server",
-                )
-            )
-
-
 class KvNegotiation:
     """Runs a memory policy: returns its orders, and sends it the combined reports of all ranks.
 
@@ -637,9 +617,9 @@ class KvNegotiation:
     def _no_room(self, build: Attempt) -> str:
         """Explain why a build that fits leaves too little for the encoders; empty if it leaves enough.
 
-        Steps were run while the encoders held nothing of it. A size that was accepted before is not checked again.
+        Steps were run while the encoders held nothing of it.
         """
-        if build.action != "build" or not build.fits or isinstance(self._policy, Rebuild):
+        if build.action != "build" or not build.fits:
             return ""
         for pool in group_pools(build.ranks, self.view.reservations):
             peaks = [max(rank.peak_bytes, rank.reserved_bytes) for rank in pool.ranks]

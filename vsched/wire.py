@@ -180,8 +180,7 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
 
     Shape: `tokens` and `numbers` are little-endian int32 by slot: the slot's output token or -1, and the number of its
     request. `drafted` has the further tokens of slots with speculative decoding; the `logprobs` of a slot are in the
-    order of its tokens. `wanted` are the hooks that the worker requests. `swap_blocks` blocks were copied in `swap_ns`,
-    a part of `busy_ns`.
+    order of its tokens. `swap_blocks` blocks were copied in `swap_ns`, a part of `busy_ns`.
     """
 
     step: int
@@ -190,7 +189,6 @@ class GenerateResult(msgspec.Struct, frozen=True, tag=True):
     finished: list[Finished]
     logprobs: list[SlotLogprob]
     busy_ns: int
-    wanted: list[str] = []
     prompts: list[PromptPiece] = []
     drafted: list[Drafted] = []
     swap_ns: int = 0
@@ -203,7 +201,6 @@ class EncodeResult(msgspec.Struct, frozen=True, tag=True):
     step: int
     failure: EncodeErrorKind | None
     busy_ns: int
-    wanted: list[str] = []
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):

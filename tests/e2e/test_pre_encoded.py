@@ -16,14 +16,22 @@ import pytest_asyncio
 import safetensors.numpy
 
 from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, data_url, drawn_image, read
-from tests.e2e.conftest import assert_idle
+from tests.e2e.conftest import SETTINGS, assert_idle
+from tests.e2e.test_video_pruning import prepare, pruned
 from tests.e2e.tower import Tower, packed
-from tests.e2e.video_asks import VideoAsk, ask_video, drawn_frames, of_frames
+from tests.e2e.video_asks import SIZE, VideoAsk, ask_video, drawn_frames, of_frames
+from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.patience import PATIENCE_S, patience
 from vsched import Config, Engine, RequestRefused
 from vsched.api.server import RunningServer, running_server
+from vsched.config import load_config
+from vsched.config.sections import PoliciesConfig
+from vsched.errors import ConfigError
 from vsched.media import EmbeddedVideo, ImageReference, VideoReference
+from vsched.media.pruning import make_pruning
 from vsched.worker.contract import view_arrays
+from vsched_policies.pruning import MostChanged
+from vsched_workers.families.generic import EMBEDDED_SIZE
 from vsched_workers.families.qwen_image import grid_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -105,9 +113,10 @@ async def test_embeddings_answer_as_their_images_do(
     assert swapped != wanted
 
 
-async def embed_video(served: Served, video: VideoReference) -> dict[str, npt.NDArray[Any]]:
-    """Return the rows, grid and times of a video that is sent as its frames."""
-    engine, tower = served.engine, served.tower
+async def embed_video(
+    engine: Engine, tower: Tower, video: VideoReference
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the rows, grid or size, and times of a video that is sent as its frames."""
     assert engine._running is not None
     prompt = engine.preprocessor.render(VideoAsk([video]).messages)
     prepared = await engine._running.media.prepare(prompt, [video])
@@ -117,9 +126,13 @@ async def embed_video(served: Served, video: VideoReference) -> dict[str, npt.ND
         arrays = view_arrays(item.arrays, engine._running.arena.read(item.extent))
         rows.append(tower.encode_item(arrays, item.tokens, item.metadata))
     prepared.lease.release()
-    grid = np.array([len(rows), *grid_of(prepared.items[0].metadata)[1:]])
     fps = video.sampling.fps
     assert fps is not None
+    if tower.preprocessor.companion == EMBEDDED_SIZE:
+        size = {"image_size": np.array(SIZE[::-1])}
+        seconds = np.array([index / fps for index in range(len(video.source))])
+        return {"embeds": np.concatenate(rows), **size, "timestamps": seconds}
+    grid = np.array([len(rows), *grid_of(prepared.items[0].metadata)[1:]])
     last = len(video.source) - 1
     times = {"second_per_grid_ts": np.array([2 / fps])}
     if tower.preprocessor.video_times == "timestamps":
@@ -136,7 +149,7 @@ async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> N
     """In chunks of 48 tokens, mixed with raw videos and images; by value, and from the allowed folder."""
     engine = served.engine
     videos = [of_frames(drawn_frames(21, 11)), of_frames(drawn_frames(22, 4), fps=0.5)]
-    tensors = [await embed_video(served, video) for video in videos]
+    tensors = [await embed_video(engine, served.tower, video) for video in videos]
     long, short = map(as_video, tensors)
     file = Path(engine.config.media.directory, "short.safetensors")
     safetensors.numpy.save_file(tensors[1], file)
@@ -161,8 +174,54 @@ async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> N
     assert engine.statistics()["encode"]["items_encoded"] == encoded, "each group is cached"
 
 
+@pytest.mark.parametrize(
+    "family",
+    ["glm4v", *(pytest.param(one, marks=pytest.mark.slow) for one in ("smolvlm", "qwen2_vl"))],
+)
+async def test_embedded_and_pruned_videos_of_other_families(family: str, tmp_path: Path) -> None:
+    """Embeddings answer as the video does; pruning shortens the prompt, or is refused if frames have no patches."""
+    make_vision_checkpoint(family, tmp_path)
+    sets = (
+        *SETTINGS,
+        f"model.path={tmp_path}",
+        "media.allow_embeddings=true",
+        "generate.context_tokens=0",
+    )
+    config = load_config(None, sets=sets, environ={}).config
+    tower = await asyncio.to_thread(Tower.load, str(tmp_path))
+    async with Engine(config) as engine:
+        video, text = of_frames(drawn_frames(24, 7)), "What comes first?"
+        wanted = await ask_video(engine, VideoAsk([video, text]))
+        tensors = await embed_video(engine, tower, video)
+        before = media(engine)
+        assert await ask_video(engine, VideoAsk([as_video(tensors), text])) == wanted
+        assert media(engine) == (before[0], before[1] + 1)
+        bad = tensors | {"timestamps": np.zeros(0)}
+        with pytest.raises(RequestRefused, match="0 frames, limit 768 frames") as caught:
+            await ask_video(engine, VideoAsk([as_video(bad), text]))
+        assert caught.value.code == "video_frames_exceeded"
+        policy = MostChanged(rate=0.5)
+        if not engine.preprocessor.prunes_videos:
+            pruning = make_pruning(policy, PoliciesConfig())
+            assert pruning is not None
+            with pytest.raises(ConfigError, match="the videos of this model cannot be pruned"):
+                pruning.check(engine.preprocessor)
+            pruning.close()
+            return
+        still = of_frames(drawn_frames(25, 1) * 8)
+        whole = await prepare(engine, VideoAsk([still, text]))
+        whole.lease.release()
+        with pruned(engine, policy):
+            some = await prepare(engine, VideoAsk([still, text]))
+            some.lease.release()
+            assert await ask_video(engine, VideoAsk([still, text]))
+        rows = sum(item.tokens for item in whole.items)
+        assert len(some.token_ids) == len(whole.token_ids) - rows // 2
+        await assert_idle(engine)
+
+
 async def test_bad_embeddings_of_videos_are_refused(served: Served) -> None:
-    tensors = await embed_video(served, of_frames(drawn_frames(23, 4)))
+    tensors = await embed_video(served.engine, served.tower, of_frames(drawn_frames(23, 4)))
     times = served.tower.preprocessor.video_times
     grid = tensors["grid_thw"]
     for code, changed in {

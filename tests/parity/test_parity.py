@@ -18,7 +18,7 @@ from tests.parity.__main__ import (
 )
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED, SAMPLE
 from tests.parity.compare import compare, refusal_of
-from tests.parity.video_compare import compare_video
+from tests.parity.video_compare import answers_about_pruned_video, compare_video
 from tests.parity.vision_architectures import (
     VISION_ARCHITECTURES,
     VISION_REFUSED,
@@ -61,6 +61,14 @@ def test_answers_about_images_are_those_of_generate(name: str) -> None:
 def test_answers_about_videos_are_those_of_generate(name: str) -> None:
     """Chunks of 7 tokens end within frame groups; the prompt is that of transformers' processor."""
     assert compare_video(name).equal
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", "glm4v", pytest.param("qwen3_5", marks=pytest.mark.thorough)]
+)
+def test_answers_about_pruned_videos_are_those_of_transformers_modules(name: str) -> None:
+    found, expected = answers_about_pruned_video(name)
+    assert found == expected
 
 
 @pytest.mark.parametrize(

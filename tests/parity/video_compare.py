@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from tests.parity.architectures import FAMILY_SIZES, make_checkpoint
 from tests.parity.compare import OUTPUTS, Expected, Parity, attention_on, reported_by
 from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.parity.vision_compare import compared
-from tests.workers.driver import Clip, Question, Stage, drawn_image, values_of
-from vsched.worker.contract import Arrays, WorkerSettings
+from tests.workers.driver import Clip, Driver, Question, Stage, drawn_image, values_of
+from vsched.media.pruning import pruned_group
+from vsched.worker.contract import Arrays, Preprocessor, VideoPlan, WorkerSettings
 from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor
 from vsched_workers.families.generic import VIDEO_GRID, unpack_metadata
@@ -84,6 +86,80 @@ def compare_video(name: str, *, device: str = "cpu") -> Parity:
         return compared(describe_checkpoint(folder).path, stage, asked, expected)
 
 
+KEPT = ("11111111", "00010011", "00000000", "01101000")
+"""The tokens of each frame group of a pruned video."""
+
+
+@dataclass(frozen=True)
+class PrunedClip(Clip):
+    """A video with the tokens of `KEPT`."""
+
+    def plan(self, preprocessor: Preprocessor) -> VideoPlan:
+        plan = super().plan(preprocessor)
+        assert plan.row_token is not None
+        return replace(
+            plan,
+            groups=tuple(
+                pruned_group(group, bytes(map(int, kept)), plan.row_token, keeps_text=True)
+                for group, kept in zip(plan.groups, KEPT, strict=True)
+            ),
+        )
+
+
+def answers_about_pruned_video(name: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a checkpoint's answer about a pruned video, and those of transformers' own modules.
+
+    Those get the kept rows only, at the positions of the unpruned prompt, in which the third group has no row.
+    """
+    frames = [drawn_image(100 + index, 112, 56) for index in range(7)]
+    with tempfile.TemporaryDirectory(prefix="vsched-pruned-") as folder:
+        make = make_checkpoint if name in FAMILY_SIZES else make_vision_checkpoint
+        make(name, Path(folder))
+        settings = WorkerSettings(threads=1)
+        stage = Stage.load(folder, attention="exact", dtype="float32", settings=settings)
+        made: Any = AutoModelForImageTextToText
+        model = made.from_pretrained(folder, dtype=torch.float32).eval()
+        question = Question("what moves?", [PrunedClip(frames)], count=OUTPUTS)
+        [running] = Driver(stage, chunk=5).run([question])
+        whole = Clip(frames)
+        ids, spans = stage.prompt(replace(question, images=[whole]))
+        inputs = inputs_of(stage, model, replace(question, images=[whole]), ids)
+        kept = torch.ones(len(ids), dtype=torch.bool)
+        there = kept.clone()
+        for ((start, stop),), mask in zip(spans, KEPT, strict=True):
+            kept[start:stop] = torch.tensor([each == "1" for each in mask])
+            there[start:stop] = "1" in mask
+        with torch.inference_mode():
+            grid = inputs[VIDEO_GRID]
+            out = model.model.get_video_features(
+                inputs["pixel_values_videos"], grid, return_dict=True
+            )
+            rows = torch.cat(list(out.pooler_output))
+            embeds = model.get_input_embeddings()(inputs["input_ids"])
+            types = inputs["mm_token_type_ids"]
+            embeds[types > 0] = rows
+            positions, _ = model.model.get_rope_index(
+                input_ids=inputs["input_ids"][:, there],
+                mm_token_type_ids=types[:, there],
+                video_grid_thw=grid - torch.tensor([[1, 0, 0]]),
+            )
+            embeds, positions = embeds[:, kept], positions[:, :, kept[there]]
+            expected: list[int] = []
+            for _ in range(OUTPUTS):
+                out = model.model.language_model(
+                    inputs_embeds=embeds,
+                    position_ids=positions,
+                    attention_mask=torch.ones(embeds.shape[:2]),
+                    use_cache=False,
+                )
+                token = model.lm_head(out.last_hidden_state[:, -1]).argmax(-1)
+                expected.append(int(token))
+                embeds = torch.cat([embeds, model.get_input_embeddings()(token[None])], 1)
+                after = positions[:, :, -1:].amax(0, keepdim=True).expand(3, 1, 1) + 1
+                positions = torch.cat([positions, after], 2)
+        return running.output, expected
+
+
 def prompt_of(stage: Stage, question: Question) -> list[int]:
     """Return the prompt as transformers' processor makes it: placeholders are replaced before tokenization."""
     front = stage.preprocessor
@@ -107,8 +183,12 @@ def prompt_of(stage: Stage, question: Question) -> list[int]:
         assert rules is not None
         grid = grid_in(plan.groups[0].metadata)
         grids = () if grid is None else (len(plan.groups), *grid[1:])
-        numbers = range(len(each.frames))
-        videos.append(processor.video_text(each.facts, numbers, plan.size, grids, rules.settings))
+        seconds = [number / each.fps for number in range(len(each.frames))]
+        duration = len(each.frames) / each.fps
+        videos.append(processor.video_text(seconds, duration, plan.size, grids, rules.settings))
+        height_and_width = each.frames[0].size[::-1]
+        embedded = front.plan_embedded_video(height_and_width, seconds, frames_max=99)
+        assert embedded.groups == plan.groups, "an embedded video has another prompt"
     images = [
         processor.shape(*each.size).text for each in question.images if not isinstance(each, Clip)
     ]

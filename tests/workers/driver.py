@@ -235,11 +235,14 @@ class Driver:
         """Preprocess and encode one question, and prepare its sequence."""
         prompt, spans = self.stage.prompt(question)
         parts = [
-            part for image in question.images for part in parts_of(self.stage.preprocessor, image)
+            part
+            for image in question.images
+            for part in parts_of(self.stage.preprocessor, image)
+            if part[0].placeholders
         ]
         plans = [plan for plan, _ in parts]
         items = [
-            ItemPlace(runs[0][0], plan.tokens, plan.metadata, runs)
+            ItemPlace(runs[0][0], plan.tokens, plan.metadata, runs, plan.kept or ())
             for runs, plan in zip(spans, plans, strict=True)
         ]
         tokens = np.zeros(len(prompt) + question.count + 1, dtype=np.int32)

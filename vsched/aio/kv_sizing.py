@@ -23,14 +23,13 @@ from itertools import chain
 import msgspec
 
 from vsched.aio.leader import Leader
-from vsched.errors import limit_message
+from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.memory import (
     Accepted,
     HostShares,
     KvNegotiation,
     Ledger,
     LedgerLine,
-    Rebuild,
     Sized,
     group_ledger,
     on_host,
@@ -49,7 +48,7 @@ class Sizing:
     `view` is the policy's view without measurements. `encode` has the number of ranks of each encode group; `generate`
     names the generate groups, each with the encode group in the same processes, or with nothing. `more` are lines of
     the ledger that no rank measures. With `pausing`, encoders that can pause do so for the steps of their processes.
-    `host_free` returns the free memory of the host, in bytes; without it, ranks on a CPU share nothing.
+    `host_free` returns the free memory of the engine's host, in bytes, which ranks on its CPU share.
 
     Attributes:
         ledger: Memory of all groups at the peaks of the last attempt; None before there was one.
@@ -64,7 +63,7 @@ class Sizing:
         generate: Mapping[str, str],
         more: Sequence[LedgerLine] = (),
         pausing: bool = True,
-        host_free: Callable[[], int] | None = None,
+        host_free: Callable[[], int],
     ) -> None:
         self._policy = policy
         self._view = view
@@ -76,6 +75,7 @@ class Sizing:
         self._reserved: dict[str, list[Reserved]] = {}
         self._leaders: dict[str, Leader] = {}
         self._loaded: dict[str, list[RankMemory]] = {}
+        self._hosts: dict[str, str] = {}
         self._complete = asyncio.Event()
         self._accepted: Accepted | None = None
         self._sized = asyncio.Event()
@@ -110,11 +110,12 @@ class Sizing:
         others = [group for group in self._encoder_of if group not in self._loaded]
         return f"{', '.join(others)} has not loaded" if others else ""
 
-    async def publish(self, group: str, encode: Leader) -> None:
-        """Take the reservations of an encode group once all its ranks have reported them.
+    async def publish(self, group: str, encode: Leader, host: str = "") -> None:
+        """Take the reservations of an encode group once all its ranks have reported them; `host` is their host's name.
 
         After a restart the earlier reservations are kept; only the processes are new.
         """
+        self._hosts[group] = host
         before = self._reserved.get(group)
         reports = []
         for rank, report in enumerate(await encode.reserved.complete):
@@ -124,7 +125,7 @@ class Sizing:
         self._reserved[group] = reports
         self._check_complete()
 
-    async def lead(self, group: str, generate: Leader) -> None:
+    async def lead(self, group: str, generate: Leader, host: str = "") -> None:
         """Take a generate group from its weights to an accepted KV cache.
 
         Blocks: until all groups have loaded and all encode ranks have published; then as long as the ranks of all
@@ -133,6 +134,7 @@ class Sizing:
         Raises:
             DeviceOutOfMemory, MemoryLeak, PolicyError: As `KvNegotiation`; the first group raises for all.
         """
+        self._hosts[group] = host
         loaded = [self._named(group, rank) for rank in await generate.loaded.complete]
         self._leaders[group] = generate
         self._loaded[group] = loaded
@@ -140,10 +142,7 @@ class Sizing:
         if accepted is None:
             accepted = await self._size_with_others(group)
         else:
-            # The shares of the others stay as they are.
-            shares, policy = HostShares((), 0), Rebuild(tokens=accepted.tokens)
-            negotiation = self._negotiation(policy, [group], shares)
-            await self._negotiate(negotiation, [group], shares)
+            await _rebuild(generate, accepted.tokens)
         generate.accept(accepted.blocks)
 
     async def _size_with_others(self, group: str) -> Accepted:
@@ -153,7 +152,7 @@ class Sizing:
         groups = list(self._encoder_of)
         if group == groups[0]:
             shares = self._shares()
-            negotiation = self._negotiation(self._policy, groups, shares)
+            negotiation = self._negotiation(groups, shares)
             try:
                 self._accepted = await self._negotiate(negotiation, groups, shares)
             finally:
@@ -170,19 +169,13 @@ class Sizing:
 
     def _shares(self) -> HostShares:
         """Return the shares of all ranks in the host's memory, of which the engine and the encoders keep theirs."""
-        if self._host_free is None:
-            return HostShares((), 0)
         kept_bytes = sum(line.bytes for line in self._more) + sum(
-            one.growth_bytes
-            for one in self._reservations(list(self._encoder_of))
-            if not one.held and on_host(one.pool)
+            one.growth_bytes for one in self._reservations() if not one.held and on_host(one.pool)
         )
         ranks = [rank for group in self._encoder_of for rank in self._loaded[group]]
         return HostShares(ranks, self._host_free(), kept_bytes=kept_bytes)
 
-    def _negotiation(
-        self, policy: MemoryPolicy, groups: Sequence[str], shares: HostShares
-    ) -> KvNegotiation:
+    def _negotiation(self, groups: Sequence[str], shares: HostShares) -> KvNegotiation:
         together = len(groups) > 1
         owner = f"{groups[0]} to {groups[-1]}" if together else groups[0]
         note = shares.note()
@@ -190,28 +183,25 @@ class Sizing:
             note += f" {owner} are sized together, and each gets the same: fewer generate.replicas need less."
         loaded = [rank for group in groups for rank in self._loaded[group]]
         return KvNegotiation(
-            policy,
+            self._policy,
             msgspec.structs.replace(
                 self._view,
                 ranks=_numbered(shares.within(loaded)),
-                reservations=self._reservations(groups),
+                reservations=self._reservations(),
             ),
             ledger=partial(
                 group_ledger,
-                encoders=[one.memory for one in self._published()],
-                together=any(self._encoder_of[group] for group in groups),
+                encoders=[one.memory for group in self._encode for one in self._reserved[group]],
+                together=any(self._encoder_of.values()),
                 more=self._more,
                 owner=owner,
             ),
             note=note,
         )
 
-    def _published(self) -> list[Reserved]:
-        return [one for group in self._encode for one in self._reserved[group]]
-
-    def _reservations(self, groups: Sequence[str]) -> list[Reservation]:
-        """Return all reservations; encoders in the processes of `groups` count in the votes instead."""
-        own = {self._encoder_of[group] for group in groups}
+    def _reservations(self) -> list[Reservation]:
+        """Return all reservations; encoders in the processes of generate groups count in the votes instead."""
+        own = {*self._encoder_of.values()}
         return [
             msgspec.structs.replace(one.reservation, held=one.reservation.held or group in own)
             for group in self._encode
@@ -221,7 +211,7 @@ class Sizing:
     async def _negotiate(
         self, negotiation: KvNegotiation, groups: Sequence[str], shares: HostShares
     ) -> Accepted:
-        """Have the ranks of `groups` carry out the policy's orders until it accepts a build."""
+        """Have the ranks of all groups carry out the policy's orders until it accepts a build."""
         order = negotiation.start()
         while not isinstance(order, Accepted):
             votes = await self._votes(groups, order, dropping=bool(negotiation.attempts))
@@ -294,7 +284,7 @@ class Sizing:
                 vote,
                 needed[vote.memory.rank] + vote.memory.kv_bytes,
                 paused_bytes if probe else 0,
-                proves=not probe and self._accepted is None,
+                proves=not probe,
             )
             for vote in votes
         ]
@@ -304,9 +294,32 @@ class Sizing:
         return msgspec.structs.replace(rank, owner=f"{group} rank {rank.rank}", pool=pool)
 
     def _pool_of(self, group: str, rank: int, pool: str) -> str:
-        """Name the memory of a process by its rank, which a restart keeps, instead of its process id."""
+        """Name the memory of a process by its rank, which a restart keeps, instead of its process id, and by its host.
+
+        No two hosts share memory.
+        """
         beside = (name for name, encoder in self._encoder_of.items() if encoder == group)
-        return _PROCESS.sub(f"{next(beside, group)} rank {rank}", pool)
+        named = _PROCESS.sub(f"{next(beside, group)} rank {rank}", pool)
+        host = self._hosts[group]
+        return f"{host}: {named}" if host else named
+
+
+async def _rebuild(generate: Leader, tokens: int) -> None:
+    """Build the KV cache that was accepted before, in a restarted group; nothing is measured again.
+
+    Raises:
+        DeviceOutOfMemory: If a rank cannot.
+    """
+    for vote in await generate.size(SizeKv(tokens, profile=False, headroom_bytes=0)):
+        if vote.outcome != "fits":
+            raise DeviceOutOfMemory(
+                limit_message(
+                    f"the generate group cannot build the KV cache that it had before it was lost ({vote.message})",
+                    value=f"{tokens} tokens",
+                    limit="what is free on the device now",
+                    remedy="see what else takes the device's memory, or restart the server",
+                )
+            )
 
 
 def _numbered(ranks: Sequence[RankMemory]) -> list[RankMemory]:

@@ -201,8 +201,6 @@ class ResultComparison:
         return len(self._said)
 
 
-HOOK_GAP_S = 1.0
-"""Minimum time between runs of a hook on request of ranks, so that it is not part of every step."""
 THREADS_LAST_S = 5.0
 """Minimum duration of a logged change of the number of threads: short-lived other programs cause no log lines."""
 
@@ -210,51 +208,32 @@ THREADS_LAST_S = 5.0
 class HookTimes:
     """The hooks of one group.
 
-    A hook is due when its interval has passed since its last run and there were steps in between, because nothing
-    changes while a group is idle, or when a rank requests it; with an interval of 0 only then.
+    A hook is due when its interval has passed since the end of its last run, and there were steps in between: nothing
+    changes while a group is idle.
     """
 
     def __init__(self, intervals: Mapping[str, float], now_s: float) -> None:
-        self._intervals = dict(intervals)
-        self._start_s = now_s
-        self._ended_s: dict[str, float] = {}
+        self._intervals = intervals
+        self._ended_s = dict.fromkeys(intervals, now_s)
+        """End of the last run of each hook that does not run now."""
         self._worked: set[str] = set()
-        self._requested: set[str] = set()
-        self._out: set[str] = set()
 
     def stepped(self) -> None:
         self._worked.update(self._intervals)
 
-    def ask(self, name: str) -> bool:
-        """Request a hook; return False if there is none of this name."""
-        if name not in self._intervals:
-            return False
-        if name not in self._out:  # a run in progress satisfies the request
-            self._requested.add(name)
-        return True
-
     def take_due(self, now_s: float) -> list[str]:
         """Return the hooks to run now; they count as running until `done`."""
-        due = [name for name in self._intervals if self._is_due(name, now_s)]
+        due = [
+            name
+            for name, ended_s in self._ended_s.items()
+            if name in self._worked and now_s - ended_s >= self._intervals[name]
+        ]
         for name in due:
-            self._requested.discard(name)
-            self._out.add(name)
-            self._worked.discard(name)
+            del self._ended_s[name]
+        self._worked.difference_update(due)
         return due
 
-    def _is_due(self, name: str, now_s: float) -> bool:
-        if name in self._out:
-            return False
-        ended_s = self._ended_s.get(name)
-        if name in self._requested and (ended_s is None or now_s - ended_s >= HOOK_GAP_S):
-            return True
-        interval_s = self._intervals[name]
-        if interval_s == 0 or name not in self._worked:
-            return False
-        return now_s - (self._start_s if ended_s is None else ended_s) >= interval_s
-
     def done(self, name: str, now_s: float) -> None:
-        self._out.discard(name)
         self._ended_s[name] = now_s
 
 
@@ -661,13 +640,7 @@ class Leader:
             return
         if isinstance(answer, EncodeResult):
             self._end_slices(answer)
-        for name in answer.wanted:
-            if not self._hooks.ask(name):
-                self.refuse(0, f"asked for the hook {name!r}, which it did not announce")
-                return
         self._on_result(self.name, answer)
-        if answer.wanted and not self._over:
-            self._run_hooks()
 
     def _end_slices(self, result: EncodeResult) -> None:
         was_open = self._slices.end()

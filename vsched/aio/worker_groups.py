@@ -197,9 +197,10 @@ class WorkerGroup:
         )
 
     async def _bring_up(self, group: str) -> None:
-        leader = self._leaders[group]
-        sizing = self._sizing
-        await (sizing.publish if stage_of(group) == "encode" else sizing.lead)(group, leader)
+        leader, sizing = self._leaders[group], self._sizing
+        host = self._host.name if self._host is not None else ""
+        take_part = sizing.publish if stage_of(group) == "encode" else sizing.lead
+        await take_part(group, leader, host)
         await asyncio.shield(leader.ready)
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -84,13 +85,14 @@ class DirtyGroups:
 
     def __init__(self, count: int) -> None:
         """Start with all of `count` groups unmarked."""
-        self._marked: set[int] = set()
+        self._marked: list[int] = []  # sorted
         self.changed = dict.fromkeys(range(count))
 
     def mark(self, index: int) -> None:
         """Add a group."""
         self.changed[index] = None
-        self._marked.add(index)
+        if index not in self._marked:
+            insort(self._marked, index)
 
     def walk(self) -> Iterator[int]:
         """Remove and yield the marked groups in order.
@@ -99,9 +101,8 @@ class DirtyGroups:
         walk.
         """
         marked, at = self._marked, -1
-        while later := [index for index in marked if index > at]:
-            at = min(later)
-            marked.remove(at)
+        while (place := bisect_right(marked, at)) < len(marked):
+            at = marked.pop(place)
             yield at
 
     def __contains__(self, index: int) -> bool:

@@ -16,7 +16,7 @@ from vsched.errors import ConfigError
 from vsched.policy import PruningPolicy, PruningView
 from vsched.policy_host import SeatPolicies
 from vsched.policy_host.host import PolicyHost
-from vsched.worker.contract import ImagePlan, Preprocessor, VideoPlan, supports
+from vsched.worker.contract import ImagePlan, Preprocessor, VideoPlan
 
 if TYPE_CHECKING:
     from vsched.config.sections import PoliciesConfig
@@ -55,7 +55,7 @@ class Pruning:
         Raises:
             ConfigError: If they cannot.
         """
-        if not (preprocessor.info.takes_videos and supports(preprocessor, "token_changes")):
+        if not (preprocessor.info.takes_videos and preprocessor.prunes_videos):
             raise ConfigError(
                 f"{TABLE}.rate: the videos of this model cannot be pruned. Remedy: leave it out"
             )
@@ -96,7 +96,12 @@ class Pruning:
         return replace(
             plan,
             groups=tuple(
-                _pruned(group, kept[index * tokens : (index + 1) * tokens], placeholder)
+                pruned_group(
+                    group,
+                    kept[index * tokens : (index + 1) * tokens],
+                    placeholder if plan.row_token is None else plan.row_token,
+                    keeps_text=plan.row_token is not None,
+                )
                 for index, group in enumerate(plan.groups)
             ),
         )
@@ -131,11 +136,12 @@ def _tokens(plan: VideoPlan) -> int:
     return sum(group.tokens for group in plan.groups)
 
 
-def _pruned(group: ImagePlan, kept: bytes, placeholder: int) -> ImagePlan:
-    """Return the plan of a frame group with the kept rows; without any, its timestamp is left out as well."""
+def pruned_group(group: ImagePlan, kept: bytes, row_token: int, *, keeps_text: bool) -> ImagePlan:
+    """Return the plan of a frame group with the kept rows; without any, its text may stay."""
     if not kept.count(0):
         return group
     rows = iter(kept)
-    expansion = [token for token in group.expansion if token != placeholder or next(rows)]
+    expansion = [token for token in group.expansion if token != row_token or next(rows)]
     spans = tuple(run.span() for run in _RUNS.finditer(kept))
-    return replace(group, kept=spans, expansion=tuple(expansion) if spans else ())
+    keeps_text = keeps_text or bool(spans)
+    return replace(group, kept=spans, expansion=tuple(expansion) if keeps_text else ())

@@ -1,4 +1,4 @@
-"""Test support for policies, transports, workers and the kernel: model ranks, random schedules, contract suites.
+"""Test support for policies, workers and the kernel: model ranks, random schedules, contract suites.
 
 Names are imported on first use, because every pytest run imports the pytest plug-in of this
 package.
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     )
     from vsched.testing.contracts.base import ContractBroken
     from vsched.testing.contracts.host import check_host
-    from vsched.testing.contracts.transport import check_transport
     from vsched.testing.contracts.worker import check_worker
     from vsched.testing.policy_check import check_policy
     from vsched.testing.policy_run import PolicyRun, RequestAt, run_policy
@@ -33,7 +32,6 @@ __all__ = [
     "RequestAt",
     "check_host",
     "check_policy",
-    "check_transport",
     "check_worker",
     "default_policies",
     "fault_plans",
@@ -52,7 +50,6 @@ _MODULES = {
     "run_policy": "vsched.testing.policy_run",
     "check_host": "vsched.testing.contracts.host",
     "check_policy": "vsched.testing.policy_check",
-    "check_transport": "vsched.testing.contracts.transport",
     "check_worker": "vsched.testing.contracts.worker",
     "default_policies": "vsched.testing.cluster",
     "fault_plans": "vsched.testing.strategies",

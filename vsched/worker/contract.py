@@ -131,11 +131,10 @@ class Worker(ABC):
         return 0
 
     # Periodic collective work, such as balancing experts over ranks. The engine schedules it in the decision log, so
-    # every rank runs it between the same two steps: after an interval with steps, or when rank 0 requests it, but not
-    # in every step.
+    # every rank runs it between the same two steps: after an interval with steps.
 
     def hooks(self) -> Mapping[str, float]:
-        """Return the hooks' intervals in seconds by name; 0 for hooks that run only on request.
+        """Return the hooks' intervals in seconds by name.
 
         Called once, after the worker has loaded; equal on every rank.
         """
@@ -143,10 +142,6 @@ class Worker(ABC):
 
     def run_hook(self, name: str) -> None:
         """Run a hook, as all ranks do. An error ends the rank, and so the group is lost."""
-
-    def wanted_hooks(self) -> Sequence[str]:
-        """Return the hooks that should run soon; called after every step, and used on rank 0 only."""
-        return ()
 
     # Adapters are added and removed between two steps. An adapter has a number, which is used once. The result of a
     # row depends on the adapter of its request only, not on those of other rows.
@@ -584,7 +579,8 @@ class VideoPlan:
         groups: The plan of each frame group; their expansions, one after the other, replace the video's placeholder.
         work_bytes: Maximum memory for processing a group, besides its frames.
         grid: Rows and columns of a group's tokens, if `token_changes` compares them.
-        row_token: The token of each row in expansions; None for the video's placeholder in a prompt.
+        row_token: The token of each row in expansions, if text between groups stays when all their rows are pruned;
+            None for the video's placeholder in a prompt.
     """
 
     frames: tuple[int, ...]
@@ -706,12 +702,14 @@ class Preprocessor(ImageProcessing):
         companion: The argument of `plan_embedding`; None if clients cannot send embeddings.
         video_times: Name of the tensor of seconds that clients must send with the embeddings of a video, too; empty if
             they cannot send such embeddings.
+        prunes_videos: Whether plans of videos have a `grid`, and `token_changes` compares tokens.
     """
 
     info: ModelInfo
     settings_digest: bytes = b""
     companion: Companion | None = None
     video_times: str = ""
+    prunes_videos: bool = False
 
     @property
     def chat_template(self) -> str:

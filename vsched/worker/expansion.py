@@ -59,6 +59,7 @@ def expand_images(
             token = token_ids[place] if plan.row_token is None else plan.row_token
         for one in groups:
             if not one.placeholders:
+                expanded.extend(one.expansion)
                 continue
             first = len(expanded)
             if one.expansion:

@@ -1,7 +1,4 @@
-"""The generate stage of a rank: applies decisions to slots, forms batches, and detects finished requests.
-
-Per-slot state of a generate rank, and its decode rows.
-"""
+"""The generate stage of a rank: applies decisions to slots, forms batches, and detects finished requests."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from vsched.worker.contract import (
 )
 from vsched.worker.drafts import DraftModel, SlotDraft, draft, verifiable
 from vsched.worker.memory import KV_REMEDY, memory_errors
-from vsched.worker.slots import STOP_TOKENS_MAX, SlotTable, SteadyRows, ends_of
+from vsched.worker.slots import STOP_TOKENS_MAX, SlotTable
 from vsched.worker.stage_rank import StageRank
 
 Int32s = npt.NDArray[np.int32]
@@ -85,8 +82,6 @@ class GenerateRank(StageRank):
         self._grants: dict[int, DraftGrant] = {}
         self._drafts: dict[int, SlotDraft] = {}
         """Draft tokens of this step, by slot."""
-        self._steady: SteadyRows | None = None
-        """The rows of the last step, if the next step has the same."""
 
     @property
     def sequences(self) -> list[int]:
@@ -168,7 +163,6 @@ class GenerateRank(StageRank):
         if self._draft_model is not None:
             self._draft_model.leave(leave.slot)
         self._table.reset(leave.slot)
-        self._steady = None
 
     def _join(self, join: Join) -> None:
         if join.slot in self._in_slot:
@@ -196,7 +190,6 @@ class GenerateRank(StageRank):
         if join.restored is not None:
             self._restored.append((join.slot, join.restored))
         table, slot, sampling = self._table, join.slot, sequence.sampling
-        self._steady = None
         table.number[slot] = join.number
         table.length[slot] = join.length
         table.tokens[slot, : join.length] = sequence.tokens[: join.length]
@@ -241,21 +234,18 @@ class GenerateRank(StageRank):
     # --- the step ---
 
     def _batch(self, plans: Sequence[ChunkPlan]) -> Batch:
-        if self._steady is None:
-            self._steady = SteadyRows(self._table, self._in_slot)
-        rows = self._steady
-        slots, tokens, positions = rows.slots, rows.tokens, rows.positions
-        sequences = rows.sequences
+        table = self._table
+        slots = np.flatnonzero(table.decoding).astype(np.int32)
+        tokens, positions = table.last_token[slots], table.length[slots] - 1
         self._drafts = self._draft() if self._grants else {}
         if self._drafts:
             slots, tokens, positions = self._with_drafts(slots, tokens, positions)
-            sequences = [self._in_slot[slot] for slot in slots.tolist()]
         return Batch(
             decode_slots=slots,
             decode_tokens=tokens,
             decode_positions=positions,
-            decode_sequences=sequences,
-            block_tables=self._table.block_table,
+            decode_sequences=[self._in_slot[slot] for slot in slots.tolist()],
+            block_tables=table.block_table,
             embeddings=self._embeddings,
             chunks=[self._chunk(plan) for plan in plans],
             restored=self._restored,
@@ -347,32 +337,25 @@ class GenerateRank(StageRank):
         self, step: int, batch: Batch, rows: list[int], sampled: Sampled
     ) -> GenerateResult:
         drafted: list[Drafted] = []
-        logprobs, steady = sampled.logprobs, self._steady
-        if self._drafts or batch.chunks or steady is None:
-            steady = self._steady = None
-            slots, tokens = np.asarray(rows, np.int64), sampled.tokens
-            if self._drafts:
-                slots, tokens, ends, drafted, kept = self._take_drafts(slots, batch, sampled)
-                logprobs = [one for one in logprobs if one.row in kept]
-            else:
-                ends = self._take(slots, tokens, batch.special)
-            by_slot = np.full(len(self._table.number), -1, np.int32)
-            by_slot[slots] = tokens
-            reported = by_slot.tobytes(), self._table.number.tobytes()
+        logprobs = sampled.logprobs
+        slots, tokens = np.asarray(rows, np.int64), sampled.tokens
+        if self._drafts:
+            slots, tokens, ends, drafted, kept = self._take_drafts(slots, batch, sampled)
+            logprobs = [one for one in logprobs if one.row in kept]
         else:
-            ends = steady.advance(sampled.tokens)
-            _follow(batch.special, sampled.tokens, ends)
-            reported = steady.reported()
+            ends = self._take(slots, tokens, batch.special)
+        by_slot = np.full(len(self._table.number), -1, np.int32)
+        by_slot[slots] = tokens
+        numbers = self._table.number.tobytes()
         finished = []
         for row, reason in sorted(ends.items()):
             slot = rows[row]
             self._table.decoding[slot] = False
-            self._steady = None
             finished.append(Finished(slot, int(self._table.number[slot]), reason))
         return GenerateResult(
             step=step,
-            tokens=reported[0],
-            numbers=reported[1],
+            tokens=by_slot.tobytes(),
+            numbers=numbers,
             finished=finished,
             logprobs=[SlotLogprob(rows[one.row], one.logprob, one.top) for one in logprobs],
             busy_ns=0,
@@ -429,7 +412,11 @@ class GenerateRank(StageRank):
         table.decoding[slots] = True
         stopped = (table.stop_tokens[slots] == tokens[:, None]).any(axis=1)
         stopped &= table.length[slots] >= table.length_min[slots]
-        ends = ends_of(stopped, table.length[slots] >= table.length_max[slots])
+        over = stopped | (table.length[slots] >= table.length_max[slots])
+        ends = {
+            index: FinishReason.STOP if stopped[index] else FinishReason.LENGTH
+            for index in np.flatnonzero(over).tolist()
+        }
         _follow(special, tokens, ends)
         return ends
 

@@ -204,8 +204,7 @@ class Member(Generic[Link]):
             return
         busy_ns, self._busy_ns = busy_ns + self._busy_ns, 0
         if self._rank == 0:
-            wanted = list(self.stage.worker.wanted_hooks())
-            self.report(msgspec.structs.replace(result, busy_ns=busy_ns, wanted=wanted))
+            self.report(msgspec.structs.replace(result, busy_ns=busy_ns))
         else:
             self.report(StepCheck(result.step, check_of(result)))
         self.stage.look_ahead()
@@ -324,6 +323,8 @@ class RankLoading(Generic[Link]):
         """
         member, builder = self.sizing, self._builder
         assert member is not None, "the rank is ready"
+        if frame == ON_THE_WAY:
+            return
         match member.log.accept(frame):
             case SizeKv() as order:
                 if order.tokens:

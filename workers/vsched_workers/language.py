@@ -320,10 +320,6 @@ class LanguageWorker(RankWorker, GenerateWorker):
         """Return the periodic collective work: balancing experts, if ranks share experts."""
         return {} if self._balance is None else {BALANCE: INTERVAL_S}
 
-    def wanted_hooks(self) -> Sequence[str]:
-        """Return the collective work that is due."""
-        return [BALANCE] if self._balance is not None and self._balance.wanted() else []
-
     def run_hook(self, name: str) -> None:
         """Balance the experts; every rank does so at the same step.
 

@@ -106,6 +106,11 @@ async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_prof
     await sizing.lead("generate", again)  # type: ignore[arg-type]
     assert again.orders == [SizeKv(first.orders[-1].tokens, profile=False, headroom_bytes=0)]
     assert again.accepted == first.accepted
+    full = Group(lambda _order: [Sized("out_of_memory", "no room", LOADED)])
+    with pytest.raises(
+        DeviceOutOfMemory, match=r"had before it was lost \(no room\): value \d+ tok"
+    ):
+        await sizing.lead("generate", full)  # type: ignore[arg-type]
 
 
 async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_process() -> None:
@@ -167,15 +172,16 @@ async def test_sizing_refuses_a_size_next_to_which_the_encoder_does_not_fit() ->
 
 
 async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:
-    """An encoder in a process of its own will need at the same time what it does not hold now."""
+    """An encoder in a process of its own will need at the same time what it does not hold now; not on another host."""
     tokens = []
-    for growth_mib in (0, 30):
+    for growth_mib, host in ((0, ""), (30, ""), (30, "far")):
         sizing = make_sizing([["encode"], ["generate"]], policy=AutoProfile(headroom_bytes=MIB))
-        await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
+        await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB), host)  # type: ignore[arg-type]
         generate = Group(lambda order: [measured(order, activations_bytes=MIB)])
         await sizing.lead("generate", generate)  # type: ignore[arg-type]
         tokens.append(generate.accepted[0] * LOAD.block_size)
     assert tokens[0] - tokens[1] == pytest.approx(0.95 * 30 * MIB / 8, abs=LOAD.block_size)
+    assert tokens[2] == tokens[0]
 
 
 @pytest.mark.parametrize(

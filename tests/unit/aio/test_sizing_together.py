@@ -78,6 +78,7 @@ def sizing_of(
     view = MemoryView(
         bytes_per_token=KV_BYTES, block_size=16, context_tokens=128, batch_tokens=40, slots=4
     )
+    changes.setdefault("host_free", lambda: 1 << 60)
     return Sizing(policy, view, encode={}, generate=dict.fromkeys(names, ""), **changes)  # type: ignore[arg-type]
 
 

@@ -392,7 +392,12 @@ def test_shares_see_what_strangers_take_later() -> None:
 
 @pytest.mark.parametrize(
     ("pool", "expected"),
-    [("cpu", True), ("cpu limit of 7", True), ("cuda:GPU-1", False), ("device of 7", False)],
+    [
+        ("cpu", True),
+        ("cpu limit of 7", True),
+        ("far: cpu limit of 7", False),
+        ("device of 7", False),
+    ],
 )
 def test_shares_are_of_the_host(pool: str, *, expected: bool) -> None:
     assert on_host(pool) is expected

@@ -11,7 +11,7 @@ import pytest
 from tests.contract.harmful import ODD, RAISES, Angry, Odd, changed_by
 from tests.unit.memory.views import memory_view, rank_memory, reserved
 from vsched.errors import DeviceOutOfMemory, MemoryLeak, PolicyError
-from vsched.memory import Accepted, KvNegotiation, LedgerLine, Rebuild, Sized, group_ledger
+from vsched.memory import Accepted, KvNegotiation, LedgerLine, Sized, group_ledger
 from vsched.policy import (
     Attempt,
     AttemptOutcome,
@@ -279,30 +279,18 @@ def test_negotiation_keeps_the_room_of_encoders(
     """A build that leaves less than the reservations does not fit, whatever the ranks say; headroom is room."""
     encoders = [reserved(250_000), reserved(900_000, rank=1, held=True)]
     view = memory_view(reservations=encoders)
-    for policy in (following(Build(tokens, headroom_bytes=headroom_bytes)), Rebuild(tokens=tokens)):
-        negotiation = KvNegotiation(policy, view)
-        order = negotiation.start()
-        assert isinstance(order, Build)
-        # 100,000 of others, 300,000 at the peak without KV.
-        peak_bytes = 300_000 + 10 * tokens + order.headroom_bytes
-        memory = rank_memory(
-            reserved_bytes=peak_bytes, peak_bytes=peak_bytes, available_bytes=900_000 - peak_bytes
-        )
-        if fits or isinstance(policy, Rebuild):
-            assert negotiation.take([Sized("fits", "", memory)]) == Accepted(tokens, tokens // 16)
-            continue
-        with pytest.raises(
-            DeviceOutOfMemory, match=r"device: .* left, and encode ranks need 244\.1"
-        ):
-            negotiation.take([Sized("fits", "", memory)])
-
-
-def test_rebuild_explains_a_failure() -> None:
-    """The size was accepted before; it is built as it was, and nothing is measured."""
-    negotiation = KvNegotiation(Rebuild(tokens=64), memory_view())
-    assert negotiation.start() == Build(64, profile=False)
-    with pytest.raises(DeviceOutOfMemory, match="cannot build the KV cache that it had before"):
-        negotiation.take([report(0, "out_of_memory", "no room")])
+    negotiation = KvNegotiation(following(Build(tokens, headroom_bytes=headroom_bytes)), view)
+    negotiation.start()
+    # 100,000 of others, 300,000 at the peak without KV.
+    peak_bytes = 300_000 + 10 * tokens + headroom_bytes
+    memory = rank_memory(
+        reserved_bytes=peak_bytes, peak_bytes=peak_bytes, available_bytes=900_000 - peak_bytes
+    )
+    if fits:
+        assert negotiation.take([Sized("fits", "", memory)]) == Accepted(tokens, tokens // 16)
+        return
+    with pytest.raises(DeviceOutOfMemory, match=r"device: .* left, and encode ranks need 244\.1"):
+        negotiation.take([Sized("fits", "", memory)])
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
         exit_at: Exit with code 7 in the step that sees a sequence of this length, once; needs `meet`.
         encode_error: Fail items of this many tokens.
         differ_rank: This rank yields other tokens, starting with the step with a sequence of `differ_at` tokens.
-        hook_s: Interval of the hook `balance`, None for no hooks; a rank asks for it in the step with a sequence of
-      `hook_at` tokens. Each run appends the number of earlier steps to the file `hooks-<rank>` of `notes`.
+        hook_s: Interval of the hook `balance`, None for no hooks. Each run appends the number of earlier steps to
+            `hooks-<rank>` in `notes`.
         notes: A directory for notes of ranks; `received-<rank>` has the log entries that they received.
         forkable: The modules that a fork server imports for its ranks; with none, ranks are new processes.
     """
@@ -66,7 +66,6 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     differ_rank: int = -1
     differ_at: int = 0
     hook_s: float | None = None
-    hook_at: int = 0
     notes: str = ""
     forkable: tuple[str, ...] = ()
 
@@ -127,7 +126,6 @@ class FakeGenerator(StandInGenerator):
         self._behaviour = behaviour
         self._rank = rank
         self._steps = 0
-        self._wanted: list[str] = []
 
     def prepare(self, sequence: SequenceState) -> None:
         sequence.state = sequence.prompt_length
@@ -148,8 +146,6 @@ class FakeGenerator(StandInGenerator):
         lengths = [length for _, length in rows]
         if self._behaviour.slow_at in (0, *lengths):
             time.sleep(self._behaviour.step_s)
-        if self._behaviour.hook_at in lengths:
-            self._wanted.append("balance")
         tokens = [next_token(sequence.tokens[:length].tolist()) for sequence, length in rows]
         if self._rank == self._behaviour.differ_rank and self._behaviour.differ_at in lengths:
             tokens = [token + 1 for token in tokens]
@@ -161,10 +157,6 @@ class FakeGenerator(StandInGenerator):
     def run_hook(self, name: str) -> None:
         with Path(self._behaviour.notes, f"hooks-{self._rank}").open("a") as notes:
             notes.write(f"{name} {self._steps}\n")
-
-    def wanted_hooks(self) -> list[str]:
-        wanted, self._wanted = self._wanted, []
-        return wanted
 
 
 def _device() -> SimulatedMemory:

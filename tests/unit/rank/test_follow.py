@@ -52,9 +52,6 @@ class Noting:
         self._name = name
         self._done = done
 
-    def wanted_hooks(self) -> list[str]:
-        return []
-
     def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult:
         assert isinstance(entry, GenerateDecision | EncodeDecision | Continue)
         self._done.append((self._name, entry.step))

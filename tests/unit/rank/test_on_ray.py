@@ -17,7 +17,7 @@ from tests.patience import NEVER_S, until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import RunningHost
 from tests.unit.rank.worker_groups import ROOT, Place, generate, python_path, read, shell_of
-from vsched.aio.hosts.ray_hosts import ActorDied, InstalledRay, RayHosts, Resources
+from vsched.aio.hosts.ray_hosts import InstalledRay, RayHosts, Resources
 from vsched.aio.hosts.remote import placed
 from vsched.aio.launcher import LocalHost, RankProcess
 from vsched.config import Config, load_config
@@ -31,13 +31,11 @@ ON_RAY = ("cluster.ray=auto", f"deadlines.rank_timeout_s={NEVER_S}")
 
 
 class FakeActor:
-    """An actor that may run, be restarted, or be dead."""
+    """An actor that may run or be restarted."""
 
     def __init__(self, bundle: int, secret: bytes, cores: int) -> None:
         self.bundle, self.secret, self.cores = bundle, secret, cores
         self.host: RunningHost | None = None
-        self.dead = False
-        self.requested = 0
 
 
 class FakeRay(InstalledRay):
@@ -69,10 +67,7 @@ class FakeRay(InstalledRay):
         return self.actors[-1]
 
     async def address_of(self, actor: FakeActor) -> str:
-        actor.requested += 1
-        while actor.host is None:
-            if actor.dead:
-                raise ActorDied("it was killed")
+        while actor.host is None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         return actor.host.link.address
 
@@ -200,22 +195,6 @@ def test_ray_group_with_too_few_bundles_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster.ray_group: too few bundles.*value 1.*2"):
         hosts(ray, ray_group="mine")
     assert ray.closed == [(0, None)]
-
-
-async def test_ray_actor_that_died_is_started_again_when_it_is_looked_for() -> None:
-    """Ray itself does not restart an actor that was killed on purpose."""
-    ray = FakeRay()
-    found = hosts(ray)
-    ray.actors[1].dead = True
-    with pytest.raises(ActorDied):
-        await found._find(1)
-    assert len(ray.actors) == 2
-    looking = asyncio.get_running_loop().create_task(found._find(1))
-    await until(lambda: len(ray.actors) == 3)
-    assert ray.actors[2].bundle == 1
-    looking.cancel()
-    found.close()
-    assert ray.closed == [(2, "made")]
 
 
 def test_ray_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE_S, patience
-from vsched.aio.hosts.ray_hosts import NAMESPACE, ActorDied, InstalledRay
-from vsched.errors import ConfigError
+from vsched.aio.hosts.ray_hosts import NAMESPACE, InstalledRay
+from vsched.errors import ConfigError, VschedError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ray: Any = pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -106,7 +106,7 @@ async def test_calls_report_restarted_and_lost_actors(
     await check_listened_to(now)
     ray.kill(actor)
     async with patience():
-        with pytest.raises(ActorDied):
+        with pytest.raises(VschedError):
             await ask_for_ever(calls, actor)
     calls.close([], group)
 

@@ -97,6 +97,7 @@ def make_sizing(
         encode=dict.fromkeys(encoders, ranks),
         generate=beside,
         pausing=pausing,
+        host_free=lambda: 1 << 60,
     )
 
 

@@ -111,7 +111,7 @@ REPORTS: list[RankReport] = [
     ),
     EncodeResult(4, EncodeErrorKind.FAILED, 5),
     Ready(0, {}, {"balance": 60.0}, ThreadsInUse(2, 2)),
-    EncodeResult(4, None, 5, ["balance"]),
+    EncodeResult(4, None, 5),
     StepCheck(3, b"12345678"),
     Pulse(),
     Paused(3, 2, 5),
@@ -249,11 +249,11 @@ def test_wire_steps_of_all_logs_have_turns() -> None:
 
 
 def test_wire_checks_tell_results_apart() -> None:
-    """Another token or another request changes the check; times and requested hooks do not."""
+    """Another token or another request changes the check; times do not."""
     result = GenerateResult(3, b"\1\2", b"\3\4", [], [], 8)
     replaced = [
         msgspec.structs.replace(result, **change)
-        for change in ({"tokens": b"\1\3"}, {"numbers": b"\3\5"}, {"busy_ns": 9, "wanted": ["x"]})
+        for change in ({"tokens": b"\1\3"}, {"numbers": b"\3\5"}, {"busy_ns": 9})
     ]
     assert [check_of(one) == check_of(result) for one in replaced] == [False, False, True]
     assert len(check_of(result)) == 8

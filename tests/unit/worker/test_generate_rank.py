@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import msgspec
@@ -498,55 +497,3 @@ def test_generate_rank_reports_each_prompt_token_by_the_row_before_it() -> None:
         (1, 4, 1)
     ]
     assert third.prompts == []
-
-
-def test_generate_rank_rows_that_stay_yield_what_rows_gathered_again_do() -> None:
-    """Whatever joins, leaves, ends, comes back or gets a chunk: rows kept from the last step are never stale."""
-    draw = random.Random(7)
-    kept, anew = Script(), Script()
-    ranks = [rank_of(worker, slots=6, context_tokens=40) for worker in (kept, anew)]
-    held: dict[int, tuple[int, int]] = {}  # number and length, by slot
-    steady = 0
-    for step in range(1, 400):
-        left, joined, chunks = [], [], []
-        for slot, (number, length) in list(held.items()):
-            if length >= 30 or draw.random() < 0.03:
-                left.append(Leave(number, slot, keep=False))
-                del held[slot]
-        if draw.random() < 0.2 and len(held) < 6:
-            slot = draw.choice([each for each in range(6) if each not in held])
-            length = draw.randint(1, 5)
-            sampling = SamplingParams(temperature=0.0, max_tokens=draw.randint(1, 60))
-            joined.append(join(step, slot, [3] * length, sampling=sampling, stops=(1, 5)))
-            chunks.append(whole(slot, length))
-            held[slot] = step, length
-        results = []
-        gone = {each.slot for each in left}
-        rows = [slot for slot in _decoding(ranks[0]) if slot not in gone]
-        tokens = [draw.randint(0, 40) for _ in range(len(rows) + len(chunks))]
-        for worker, rank in zip((kept, anew), ranks, strict=True):
-            worker.steps.append(list(tokens))
-            if rank is ranks[1]:
-                rank._steady = None
-            else:
-                steady += rank._steady is not None and not joined and not left
-            results.append(
-                rank.apply(GenerateDecision(step, left=left, joined=joined, chunks=chunks))
-            )
-            if not tokens:
-                worker.steps.clear()
-        assert results[0] == results[1]
-        assert not kept.batches or _same(kept.batches[-1], anew.batches[-1])
-        for slot in rows:
-            held[slot] = held[slot][0], held[slot][1] + 1
-    assert steady > 100
-
-
-def _decoding(rank: GenerateRank) -> list[int]:
-    found: list[int] = np.flatnonzero(rank._table.decoding).tolist()
-    return found
-
-
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    blocks = np.array_equal(one["blocks"], other["blocks"])
-    return blocks and all(one[name] == other[name] for name in one if name != "blocks")

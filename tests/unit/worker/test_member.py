@@ -65,13 +65,10 @@ class Link:
         """No-op."""
 
 
-class HookedWorker(StandInWorker):
-    """A worker that requests a hook, and has a number of threads."""
+class ThreadedWorker(StandInWorker):
+    """A worker with a number of threads."""
 
     threads = 0
-
-    def wanted_hooks(self) -> list[str]:
-        return ["balance"]
 
     def threads_here(self) -> int:
         return self.threads
@@ -80,10 +77,10 @@ class HookedWorker(StandInWorker):
 class Stage(StageRank):
     """Returns its given results one by one, each after its own time."""
 
-    worker: HookedWorker
+    worker: ThreadedWorker
 
     def __init__(self, *said: tuple[int, EncodeResult | Paused | None]) -> None:
-        super().__init__(worker(HookedWorker))
+        super().__init__(worker(ThreadedWorker))
         self.now_ns = 0
         self.hooks_run: list[str] = []
         self._said = deque(said)
@@ -149,8 +146,8 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
         else [
             Paused(1, 1, 5),
             Paused(1, 2, 7),
-            EncodeResult(1, None, 21, ["balance"]),
-            EncodeResult(2, None, 3, ["balance"]),
+            EncodeResult(1, None, 21),
+            EncodeResult(2, None, 3),
         ]
     )
 

@@ -112,8 +112,6 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 class Opened(msgspec.Struct, frozen=True, tag=True):
     """The host's first message."""
 
-    name: str
-
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The host's last message: it does not serve these groups, or stops serving them, and why."""
@@ -340,13 +338,8 @@ class Stream:
 class EngineEnd(Protocol):
     """The engine's end of a link; see `vsched.aio.hosts.link.EngineSocket`."""
 
-    @property
-    def hung_up(self) -> int: ...
-
     def send(self, frame: bytes) -> bool: ...
-
     def read(self) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -435,12 +428,10 @@ LINGER_MS = 200
 """Time for queued frames to be sent when a socket is closed."""
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _WATCHED = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_DISCONNECTED
+    zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
 
@@ -449,9 +440,6 @@ class EngineSocket:
 
     `on_frame` gets the host's frames. `on_cut` gets a description when an established connection breaks, or when the
     host rejects the key; a host that is not reachable yet is waited for.
-
-    Attributes:
-        hung_up: Number of connections that the host closed during the handshake: it may have another key.
     """
 
     def __init__(
@@ -465,7 +453,6 @@ class EngineSocket:
         self._on_frame = on_frame
         self._on_cut = on_cut
         self._greeted = False
-        self.hung_up = 0
         socket = self._socket = context.socket(zmq.DEALER)
         _limit(socket)
         socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(16))
@@ -497,8 +484,6 @@ class EngineSocket:
         elif event == zmq.EVENT_DISCONNECTED and self._greeted:
             self._receiving.read()  # frames sent before it closed
             self._on_cut("closed the connection")
-        elif event == zmq.EVENT_DISCONNECTED:
-            self.hung_up += 1
         elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
             self._on_cut("does not take the key. Remedy: give engine and hosts the same key file")
 

@@ -39,10 +39,6 @@ Find = Callable[[], Awaitable[str]]
 """Returns a host's address once it has one; raises a `VschedError` if it never will."""
 
 
-class ActorDied(VschedError):
-    """An actor that Ray will not restart."""
-
-
 class RayHosts:
     """The hosts of replicas on a Ray cluster."""
 
@@ -59,9 +55,8 @@ class RayHosts:
             ConfigError: When the cluster cannot be reached, or the placement group has too few bundles.
         """
         self._calls = calls
-        self._secret = secret
         self._resources = [*replicas.values()]
-        self._actors: dict[int, Any] = {}
+        self._actors: list[Any] = []
         self._names = [*replicas]
         self._group: Any = None
         self._made = not cluster.ray_group
@@ -71,8 +66,9 @@ class RayHosts:
                 self._group = calls.make_group(self._resources, cluster.ray_strategy)
             else:
                 self._group, self._resources = self._given(cluster.ray_group)
-            for bundle in range(len(self._names)):
-                self._start(bundle)
+            for bundle, resources in enumerate(self._resources[: len(self._names)]):
+                cores = max(int(resources.get("CPU", 1)), 1)
+                self._actors.append(calls.start_host(self._group, bundle, resources, secret, cores))
         except BaseException:
             self.close()
             raise
@@ -90,17 +86,8 @@ class RayHosts:
             )
         return group, [*bundles]
 
-    def _start(self, bundle: int) -> None:
-        resources = self._resources[bundle]
-        cores = max(int(resources.get("CPU", 1)), 1)
-        self._actors[bundle] = self._calls.start_host(
-            self._group, bundle, resources, self._secret, cores
-        )
-
     async def _find(self, bundle: int) -> str:
-        """Return the address of a host; an actor that Ray has given up is replaced at the next call."""
-        if bundle not in self._actors:
-            self._start(bundle)
+        """Return the address of a host, once Ray has placed it."""
         slow = asyncio.get_running_loop().call_later(
             SLOW_S,
             logger.warning,
@@ -110,9 +97,6 @@ class RayHosts:
         )
         try:
             return await self._calls.address_of(self._actors[bundle])
-        except ActorDied:
-            self._actors.pop(bundle, None)
-            raise
         finally:
             slow.cancel()
 
@@ -128,7 +112,7 @@ class RayHosts:
 
         Blocks: until the actors have stopped.
         """
-        self._calls.close([*self._actors.values()], self._group if self._made else None)
+        self._calls.close(self._actors, self._group if self._made else None)
 
 
 class HostActor:
@@ -257,15 +241,12 @@ class InstalledRay:
         """Return the address of an actor's host once it runs.
 
         Raises:
-            ActorDied: When it never will.
-            VschedError: When the actor cannot be reached now.
+            VschedError: When the actor cannot be reached.
         """
-        from ray.exceptions import ActorDiedError, RayError
+        from ray.exceptions import RayError
 
         try:
             return str(await actor.address.remote())
-        except ActorDiedError as error:
-            raise ActorDied(str(error)) from error
         except RayError as error:
             raise VschedError(str(error)) from error
 
@@ -318,10 +299,6 @@ class SoughtEnd:
         self._said: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
         self._seeking = asyncio.get_running_loop().create_task(self._seek())
-
-    @property
-    def hung_up(self) -> int:
-        return 0 if self._end is None else self._end.hung_up
 
     async def _seek(self) -> None:
         try:

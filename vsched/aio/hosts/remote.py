@@ -106,10 +106,9 @@ class RemoteHost:
         self.stream.put(opening)
 
     def _miss(self) -> None:
-        why = f"did not answer for {self._open_s:g} s"
-        if self._end.hung_up:
-            why += f" and hung up {self._end.hung_up} times. Remedy: see that it has the same key"
-        self.stream.fail(why)
+        self.stream.fail(
+            f"did not answer for {self._open_s:g} s. Remedy: see that it runs, and has the same key"
+        )
 
     def open_link(self, group: str, on_frame: OnFrame) -> RemoteLink:
         link = self._links[group] = RemoteLink(self, group, on_frame)

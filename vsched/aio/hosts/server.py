@@ -15,9 +15,7 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TypeVar
 
-import msgspec
 import zmq
 
 from vsched.aio.hosts.link import (
@@ -47,21 +45,10 @@ from vsched.aio.hosts.link import (
 from vsched.aio.launcher import Host, LaunchedRank, Launcher, LocalLauncher
 from vsched.aio.leader import LeaderEnd
 from vsched.errors import ConfigError, VschedError
-from vsched.memory import Sized
-from vsched.policy import RankMemory, Reservation
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import is_pulse, rank_identity
 from vsched.types import stage_of
-from vsched.wire import (
-    ON_THE_WAY,
-    EncodeResult,
-    Loaded,
-    RankReport,
-    Ready,
-    Reserved,
-    encode_report,
-    undamaged_report,
-)
+from vsched.wire import ON_THE_WAY, EncodeResult, undamaged_report
 from vsched.worker.memory import host_available
 from vsched.worker.spec import shared_out, threads_of, usable_cores
 
@@ -69,7 +56,6 @@ logger = logging.getLogger(__name__)
 STARTS_MAX = 64
 """Starts of worker groups that a host serves at once."""
 _FIRST = rank_identity(0)
-AnyMeasurement = TypeVar("AnyMeasurement", RankMemory, Reservation)
 
 
 class HostServer:
@@ -150,7 +136,6 @@ class HostedStart:
         self._links: dict[str, LeaderEnd] = {}
         self._ranks: dict[int, LaunchedRank] = {}
         self._running: set[int] = set()
-        self._ready: set[tuple[str, bytes]] = set()
         self._reported: set[int] = set()
         self._over = False
         self._alive_s = self._encouraged_s = 0.0
@@ -204,7 +189,7 @@ class HostedStart:
         for group in requested.groups:
             self._links[group] = self._place.open_link(group, partial(self._report, group))
         logger.info("serves %s", " and ".join(requested.groups))
-        self._stream.put(Opened(self._server.name))
+        self._stream.put(Opened())
         self._stream.watch(
             alive_s=requested.alive_s, silence_s=requested.silence_s, look=self._server.read
         )
@@ -258,10 +243,9 @@ class HostedStart:
         if now_s - self._encouraged_s < self._alive_s:
             return
         self._encouraged_s = now_s
-        for group, link in self._links.items():
+        for link in self._links.values():
             for rank in self._running:
-                if (group, rank_identity(rank)) in self._ready:
-                    link.send(rank, ON_THE_WAY)
+                link.send(rank, ON_THE_WAY)
 
     # --- reports of ranks ---
 
@@ -272,10 +256,8 @@ class HostedStart:
         if is_pulse(identity):
             self._stream.put_ahead(FromRank(group, identity, frame))
             return
-        if (group, _FIRST) in self._ready and identity == _FIRST and stage_of(group) == "encode":
+        if identity == _FIRST and stage_of(group) == "encode":
             self._send_rows(group, frame)
-        elif (group, identity) not in self._ready:
-            frame = self._name_pools(group, identity, frame)
         self._stream.put(FromRank(group, identity, frame))
 
     def _send_rows(self, group: str, frame: bytes) -> None:
@@ -286,16 +268,6 @@ class HostedStart:
             for where in ranges if report.failure is None else ():
                 self._stream.put_range(where)
             self._stream.put(Fetched(group, report.step))
-
-    def _name_pools(self, group: str, identity: bytes, frame: bytes) -> bytes:
-        """Return a report of a starting rank with this host's name in its memory pools."""
-        report = undamaged_report(frame)
-        if report is None:
-            return frame
-        if isinstance(report, Ready):
-            self._ready.add((group, identity))
-        named = _with_pools_of(report, self._server.name)
-        return frame if named is report else encode_report(named)
 
     def _tell_pids(self) -> None:
         for rank in self._running - self._reported:
@@ -336,20 +308,6 @@ class HostedStart:
         task = self._loop.create_task(work)
         self._server.ending.add(task)
         task.add_done_callback(self._server.ending.discard)
-
-
-def _with_pools_of(report: RankReport, host: str) -> RankReport:
-    """Return a report whose memory pools carry this host's name: no two hosts share memory."""
-
-    def named(one: AnyMeasurement) -> AnyMeasurement:
-        return msgspec.structs.replace(one, pool=f"{one.pool} of {host}")
-
-    match report:
-        case Loaded() | Sized():
-            return msgspec.structs.replace(report, memory=named(report.memory))
-        case Reserved(memory, reservation):
-            return Reserved(named(memory), named(reservation))
-    return report
 
 
 async def serve_host(

@@ -260,11 +260,12 @@ class GenerateGroup(Group):
                 for one in sorted(running.prefilling.values(), key=order_of)
                 if self.can_start(one, one.computed)
             ]
-        # In the steady state, with decodes only, there is no budget to share.
-        preemptions = self._counts["preemptions"]
-        plan = self._fill(step, able, now_ns) if able or entries else None
-        if grown and self._counts["preemptions"] > preemptions:
-            grown = running.without_left(grown)  # of requests that gave way to joining ones
+        plan = None  # in the steady state, with decodes only, there is no budget to share
+        if able or entries:
+            preemptions = self._counts["preemptions"]
+            plan = self._fill(step, able, now_ns)
+            if self._counts["preemptions"] > preemptions:
+                grown = running.without_left(grown)  # of requests that gave way to joining ones
         decodes = len(running.decoding) - (len(in_flight.firsts.get(step, ())) if plan else 0)
         chunks, prefilled = (plan.chunks, plan.prefilled) if plan else ((), ())
         sent = self._send(step, decodes, grown, plan) if decodes or chunks else None

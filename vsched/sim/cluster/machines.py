@@ -43,7 +43,6 @@ class Connection:
     """The connection of one start of a worker group to its host; for the engine, an `EngineEnd`.
 
     Attributes:
-        hung_up: As in `EngineEnd`; keys always match in simulation.
         boot: The run of the host that accepted it; None before.
         gone: Whether the host knows that the engine's end is closed.
         groups: Groups served over it.
@@ -56,7 +55,6 @@ class Connection:
         on_frame: Callable[[bytes], None],
         on_cut: Callable[[str], None],
     ) -> None:
-        self.hung_up = 0
         self.identity = identity
         self.boot: Boot | None = None
         self.gone = False

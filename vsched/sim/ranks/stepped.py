@@ -257,7 +257,6 @@ class SteppedGenerator:
     def end(self, slot: int) -> None:
         """End the sequence in a slot before its length, as a rank does whose grammar is complete."""
         self._rank._table.decoding[slot] = False  # noqa: SLF001
-        self._rank._steady = None  # noqa: SLF001
 
     # --- checks of decisions ---
 

@@ -9,7 +9,7 @@ from vsched.errors import VschedError
 
 
 class ContractBroken(VschedError):
-    """A transport or worker violates its contract; the message names the requirement."""
+    """A worker violates its contract; the message names the requirement."""
 
 
 def demand(condition: object, what: str) -> None:

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from vsched.errors import CheckpointError, ConfigError, limit_message
-from vsched.worker.contract import FrameSize, VideoFacts
+from vsched.worker.contract import FrameSize
 from vsched_workers.checkpoint.files import read_json
 from vsched_workers.checkpoint.tokenizer_files import load_part
 from vsched_workers.families.generic import is_metadata, refusal
@@ -266,31 +266,25 @@ class ImageProcessor:
 
     def video_text(
         self,
-        facts: VideoFacts,
-        frames: Sequence[int],
+        seconds: Sequence[float],
+        duration: float,
         size: FrameSize,
         grid: Sequence[int],
         settings: Mapping[str, Any],
     ) -> str:
         """Return a video's placeholder text in a prompt, before tokenization.
 
-        `frames` are the numbers of its sampled frames, `grid` its patches in time, height and width, and `settings`
+        `seconds` are the times of its sampled frames, `grid` its patches in time, height and width, and `settings`
         those of the video processor.
         """
         from transformers.video_utils import VideoMetadata
 
         processor = copy.copy(self._processor)
         processor.video_processor = types.SimpleNamespace(**settings)
-        shape = (1, len(frames), 3, size.height, size.width)
+        shape = (1, len(seconds), 3, size.height, size.width)
         hollow = np.broadcast_to(np.float32(0), shape)
-        metadata = VideoMetadata(
-            total_num_frames=facts.frames,
-            fps=facts.rate,
-            width=facts.width,
-            height=facts.height,
-            duration=facts.frames / facts.rate,
-            frames_indices=list(frames),
-        )
+        indices: list[Any] = list(seconds)  # at one frame per second
+        metadata = VideoMetadata(len(seconds), fps=1.0, duration=duration, frames_indices=indices)
         made = {
             "pixel_values": hollow,
             "pixel_values_videos": hollow,

@@ -27,12 +27,6 @@ BALANCE = "expert-balance"
 INTERVAL_S = 600.0
 """Interval of rebalancing while there are steps."""
 
-GAIN_MIN = 1.2
-"""Threshold of immediate rebalancing: rows of the busiest ranks, relative to the best placement."""
-
-ROWS_MIN = 4096
-"""Rows, summed over the layers, between two checks of that threshold."""
-
 
 class SharedExperts(nn.Module):
     """The experts of one layer, of which this rank holds its share.
@@ -117,27 +111,12 @@ class ExpertBalance:
     def __init__(self, layers: Sequence[SharedExperts], group: RankGroup) -> None:
         self.layers = layers
         self._group = group
-        self._looked_at = 0
 
     def reset(self) -> None:
         """Reset the counts."""
-        self._looked_at = 0
         for layer in self.layers:
             assert layer.rows is not None, "join comes first"
             layer.rows.zero_()
-
-    def wanted(self) -> bool:
-        """Return whether another placement would relieve the busiest ranks considerably, by this rank's counts."""
-        counts = self._counts()
-        total = int(counts.sum())
-        if total - self._looked_at < ROWS_MIN:
-            return False
-        self._looked_at = total
-        busiest = least = 0
-        for layer, rows in zip(self.layers, counts.tolist(), strict=True):
-            busiest += max_rows(rows, layer.placement)
-            least += max_rows(rows, next_placement(rows, layer.placement))
-        return busiest > GAIN_MIN * least
 
     @torch.inference_mode()
     def run(self) -> int:

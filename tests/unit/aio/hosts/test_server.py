@@ -31,7 +31,7 @@ from vsched.failures import EncodeErrorKind
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.types import ArenaLayout
-from vsched.wire import ON_THE_WAY, EncodeResult, LogEntry, Pulse, Ready, encode_report
+from vsched.wire import ON_THE_WAY, EncodeResult, LogEntry, Pulse, encode_report
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.spec import EncodeRole, RankSpec
 
@@ -150,22 +150,21 @@ async def wire() -> AsyncIterator[Wire]:
 
 
 async def test_server_reports_pending_bytes_to_ranks(wire: Wire) -> None:
-    """Once per piece of bytes, and not before the bytes are usable."""
+    """Once per piece of bytes."""
     wire.engine.put_range(ByteRange(0, PIECE_BYTES))
     wire.engine.put(ToRank("encode", 0, b"order"))
     wire.deliver()
-    assert wire.home.link.received == [b"order"]
-    wire.home.link.report(FIRST, encode_report(Ready(1, {})))
+    assert wire.home.link.received == [ON_THE_WAY, b"order"]
+    wire.home.link.received.clear()
     wire.engine.put_range(ByteRange(0, 3 * PIECE_BYTES))
     wire.engine.put(ToRank("encode", 0, b"entry"))
     wire.deliver()
-    assert wire.home.link.received == [b"order", *[ON_THE_WAY] * 3, b"entry"]
+    assert wire.home.link.received == [*[ON_THE_WAY] * 3, b"entry"]
 
 
 async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
     """Rows fill the window and wait; the engine still learns that the rank is alive."""
     report = wire.home.link.report
-    report(FIRST, encode_report(Ready(1, {})))
     wire.engine.put(Fetch("encode", 1, [ByteRange(0, 2 * WINDOW_BYTES)]))
     while wire.there:
         wire.server.receive(b"peer", wire.there.popleft())
@@ -187,7 +186,6 @@ async def test_server_sends_the_rows_of_a_step_that_succeeded(
 ) -> None:
     """Each step's rows precede its result; a failed step has none."""
     report = wire.home.link.report
-    report(FIRST, encode_report(Ready(1, {})))
     for step in (1, 2):
         wire.engine.put(Fetch("encode", step, [ByteRange(100 * step, 8)]))
     wire.deliver()

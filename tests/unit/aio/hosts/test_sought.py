@@ -23,7 +23,6 @@ class End:
     ) -> None:
         self.address, self.say, self.cut = address, say, cut
         self.frames: list[bytes] = []
-        self.hung_up = 3
         self.reads = 0
         self.closed = False
 
@@ -72,7 +71,6 @@ async def test_sought_host_hears_everything_once_it_is_found() -> None:
     """Messages arrive in order, in both directions."""
     with search() as seen:
         assert seen.end.send(b"1")
-        assert seen.end.hung_up == 0
         seen.end.read()
         await asyncio.sleep(0)
         assert not seen.ends
@@ -81,7 +79,6 @@ async def test_sought_host_hears_everything_once_it_is_found() -> None:
         assert seen.end.send(b"2")
         (end,) = seen.ends
         assert (end.address, end.frames) == ("there", [b"1", b"2"])
-        assert seen.end.hung_up == 3
         seen.end.read()
         assert end.reads == 1
         end.say(b"hello")

@@ -1,4 +1,4 @@
-"""Periodic collective work is due by interval or signal, never in every iteration, never while idle."""
+"""Periodic collective work is due by interval, never in every iteration, never while idle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader import HOOK_GAP_S, HookTimes
+from vsched.aio.leader import HookTimes
 from vsched.kernel.decisions import GenerateDecision
 from vsched.wire import Beat, GenerateResult, Heartbeat, RunHook, StepCheck, check_of
 
@@ -19,8 +19,8 @@ async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
     led.leader.close()
 
 
-def result(step: int, *, wanted: list[str] | None = None) -> GenerateResult:
-    return GenerateResult(step, b"", b"", [], [], 0, wanted or [])
+def result(step: int) -> GenerateResult:
+    return GenerateResult(step, b"", b"", [], [], 0)
 
 
 def run(hooks: HookTimes, now_s: float) -> list[str]:
@@ -51,27 +51,12 @@ def test_hooks_of_an_idle_group_rest() -> None:
     assert run(hooks, 1000.0) == []
 
 
-def test_hooks_run_on_a_signal() -> None:
-    """A requested hook runs at once, but no more often than its minimum interval."""
-    hooks = HookTimes({"balance": 0.0}, 0.0)
-    hooks.stepped()
-    assert run(hooks, 1000.0) == [], "an interval of 0 is none"
-    assert hooks.ask("balance")
-    assert run(hooks, 1000.0) == ["balance"]
-    assert hooks.ask("balance")
-    assert run(hooks, 1000.0 + HOOK_GAP_S / 2) == []
-    assert run(hooks, 1000.0 + HOOK_GAP_S) == ["balance"], "the requested hook is not forgotten"
-    assert run(hooks, 2000.0) == []
-    assert not hooks.ask("unheard of")
-
-
 def test_hooks_that_run_are_not_due_again() -> None:
     """The interval starts at the end of the last run, however long that took."""
     hooks = HookTimes({"balance": 10.0}, 0.0)
     hooks.stepped()
     assert hooks.take_due(10.0) == ["balance"]
     hooks.stepped()
-    hooks.ask("balance")
     assert hooks.take_due(30.0) == []
     hooks.done("balance", 31.0)
     assert hooks.take_due(40.0) == []
@@ -93,19 +78,6 @@ async def test_leader_puts_due_hooks_before_a_step(led: LeaderHarness) -> None:
     assert steps_before == [10, 21], "the tenth step after each, and nothing since"
     assert led.link.sent[0] == led.link.sent[1]
     assert led.lost == []
-
-
-async def test_leader_runs_a_hook_that_a_rank_asks_for(led: LeaderHarness) -> None:
-    """The signal comes with a result; two results that ask for the same hook lead to one run."""
-    led.enter(0, 1, hooks={"balance": 0.0})
-    led.leader.decide(GenerateDecision(1))
-    led.leader.decide(GenerateDecision(2))
-    led.receive(0, result(1, wanted=["balance"]))
-    led.receive(0, result(2, wanted=["balance"]))
-    assert led.entries() == [GenerateDecision(1), GenerateDecision(2), RunHook("balance")]
-    led.receive(0, Beat(3, {}))
-    led.advance(100, pulses=[0, 1])
-    assert led.entries().count(RunHook("balance")) == 1
 
 
 async def test_leader_runs_no_hook_in_an_idle_group(led: LeaderHarness) -> None:
@@ -167,24 +139,3 @@ async def test_leader_runs_what_is_due_by_its_interval_before_a_step_and_not_aft
     assert led.entries() == [GenerateDecision(1)]
     led.leader.decide(GenerateDecision(2))
     assert led.entries() == [GenerateDecision(1), RunHook("balance"), GenerateDecision(2)]
-
-
-async def test_leader_runs_no_hook_in_a_group_that_its_result_brought_down(
-    led: LeaderHarness,
-) -> None:
-    """Processing a result may reveal that a rank is gone."""
-    led.enter(0, 1, hooks={"balance": 0.0})
-    led.leader.decide(GenerateDecision(1))
-    led.leader._on_result = lambda *_: led.leader.refuse(1, "is gone")
-    led.receive(0, result(1, wanted=["balance"]))
-    assert len(led.lost) == 1
-    assert led.entries() == [GenerateDecision(1)]
-
-
-async def test_leader_gives_up_a_rank_that_wants_what_is_not_there(led: LeaderHarness) -> None:
-    """An unknown hook would be an error on every rank."""
-    led.enter(0, 1, hooks={"balance": 1.0})
-    led.leader.decide(GenerateDecision(1))
-    led.receive(0, result(1, wanted=["tidy"]))
-    assert led.lost == ["generate: rank 0 asked for the hook 'tidy', which it did not announce"]
-    assert led.results == []

@@ -211,13 +211,33 @@ def test_last_layer_attends_for_rows_that_are_requested(
         ruled(query, layer, *others)
 
     monkeypatch.setattr(language_layers, "prefill_by_rule", watch)
+    layers: Any = stage.generator
+    layers = layers._layers
+    last = len(layers._layers) - 1
     Driver(stage, chunk=9).run(mixed_questions()[:1])
-    last = max(attended)
-    assert last > 0
-    prompt = sum(attended[0])
-    assert all(sum(rows) == prompt for layer, rows in attended.items() if layer < last)
+    assert attended == {last: [1]}, "one call runs the layers before"
+    monkeypatch.setattr(layers, "_compiled_step", None)
+    attended.clear()
+    Driver(stage, chunk=9).run(mixed_questions()[:1])
     assert attended[last] == [1]
+    assert last > 0
+    assert len({tuple(attended[layer]) for layer in range(last)}) == 1
     assert len(attended[0]) > 1
+
+
+def test_one_call_computes_chunks_with_images_as_layer_by_layer(
+    stages: Stages, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-VL adds image levels to the first layers, which therefore run one by one."""
+    stage = stages(size, "auto", "bfloat16")
+    layers: Any = stage.generator
+    layers = layers._layers
+    outputs = []
+    for compiled in (layers._compiled_step, None):
+        monkeypatch.setattr(layers, "_compiled_step", compiled)
+        ran = Driver(stage, chunk=30).run(mixed_questions())
+        outputs.append([list(each.sequence.outputs) for each in ran])
+    assert outputs[0] == outputs[1]
 
 
 def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: str) -> None:

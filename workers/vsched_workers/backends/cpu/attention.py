@@ -97,13 +97,22 @@ class NumbaDecode:
         return torch.from_numpy(out).to(self._dtype)
 
 
-PARALLEL_SCORES_MIN = 1 << 14
-"""Minimum number of scores for several threads: waking them takes as long."""
-
-
 def operand() -> npt.NDArray[Any]:
     """Return the dtype tag of this processor's operands: bfloat16 pairs (VDPBF16PS), or float32."""
     return BF16 if has_bf16_dot() else FLOAT32
+
+
+def attention_kernel(*, tiles: bool = True) -> tuple[Any, npt.NDArray[Any]]:
+    """Return the kernel of many rows of this processor, and the dtype tag of its operands."""
+    return (
+        (attention.attend_in_tiles, BF16) if tiles and has_tiles() else (kernel.attend, operand())
+    )
+
+
+def padded_context(keys: int, head_dim: int, *, tiles: bool = True) -> tuple[int, int]:
+    """Return a number of keys, and a head dimension, as they are packed."""
+    padded_dim = attention.padded_head(head_dim) if tiles and has_tiles() else head_dim
+    return -(-keys // PANEL) * PANEL, padded_dim
 
 
 def fits(head_dim: int) -> bool:
@@ -216,12 +225,9 @@ def _attend(
     assert keys.stride() == values.stride(), "keys and values must have the same layout"
     query = query if query[0].is_contiguous() else query.contiguous()
     assert out.is_contiguous(), "`out` must be contiguous"
-    padded_keys = -(-len(slots) // PANEL) * PANEL
-    attend, block, padded_dim = kernel.attend, kernel.BLOCK, head_dim
-    tiles = tiles and has_tiles()
-    if tiles:
-        attend, block = attention.attend_in_tiles, attention.BLOCK
-        padded_dim = attention.padded_head(head_dim)
+    padded_keys, padded_dim = padded_context(len(slots), head_dim, tiles=tiles)
+    attend, tag = attention_kernel(tiles=tiles)
+    block = kernel.BLOCK if attend is kernel.attend else attention.BLOCK
     packed = query.new_empty(len(keys) * sequences * padded_keys * 2 * padded_dim)
     scores = query.numel() // head_dim * padded_keys
     pool = process_pool()
@@ -247,6 +253,6 @@ def _attend(
         factor=np.float32(rule.scaling * LOG2_E),
         softcap=np.float32((rule.softcap or 0.0) * LOG2_E),
         out_at=out.data_ptr(),
-        tag=BF16 if tiles else operand(),
+        tag=tag,
     )
-    attend(pool.state_at if scores >= PARALLEL_SCORES_MIN else 0, arguments)
+    attend(pool.state_at if scores >= kernel.PARALLEL_SCORES_MIN else 0, arguments)

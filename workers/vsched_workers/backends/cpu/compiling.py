@@ -37,7 +37,7 @@ from vsched_workers.backends.cpu.attention import (
     operand,
     sample_cache,
 )
-from vsched_workers.backends.cpu.decode_step import compiled_step
+from vsched_workers.backends.cpu.compiled_step import step as compiled_step
 from vsched_workers.backends.cpu.kernel_store import content_key, kernel_folder, processor
 from vsched_workers.backends.cpu.kernels import (
     activation,
@@ -281,7 +281,7 @@ KERNEL_FILES = [
         "quantized/widened.py",
         "tiles/kernel.py",
         "tiles/attention.py",
-        "decode_step/kernel.py",
+        "compiled_step/kernel.py",
     )
 ]
 """Kernel sources that are not part of the folder's name."""

@@ -3,7 +3,8 @@
 With transformers' modules a small decode step spends three quarters of its time on calls: about forty-five per layer,
 each over all rows. Here a layer is five products with packed weights (QKV is one of them) and four calls of the
 compiled kernels in `kernels/`. Long steps are split into blocks of rows, which bounds the memory of intermediate
-results. A step of decode rows alone is one call (`decode_step/`).
+results. Steps of up to 256 rows are one call (`compiled_step/`), but for the last layer of chunks, in which few rows
+are needed.
 
 The computation of a layer follows from the model's architecture (`families/decoders.py`). Models of other
 architectures keep transformers' modules.
@@ -24,8 +25,9 @@ from torch import nn
 
 from vsched_workers.adapters.places import AdapterPass, LayerPlace
 from vsched_workers.backends.base import Product
+from vsched_workers.backends.cpu.attention import fits as fits_vectors
 from vsched_workers.backends.cpu.attention import prefill_by_rule, sample_cache, shares_of
-from vsched_workers.backends.cpu.decode_step.compiled_step import (
+from vsched_workers.backends.cpu.compiled_step.step import (
     CompiledStep,
     StepAngles,
     Traits,
@@ -198,6 +200,9 @@ class FusedLanguage:
         sampling.warm_up_greedy()
         decode_attention.warm_up(cached)
         self._compiled_step = self._make_compiled_step(cached)
+        self._compiles_chunks = kv_dtype == torch.bfloat16 and fits_vectors(
+            self._layers[0].attention.head_dim
+        )
 
     def adapter_places(self, within: str, cuts: Mapping[str, Cut]) -> dict[str, list[LayerPlace]]:
         """Return the positions of adapters; see `module_places`."""
@@ -218,32 +223,48 @@ class FusedLanguage:
         if self._deterministic:
             step = step.as_decode_rows()
         count = len(token_ids)
-        hidden = self._model.embed_tokens(token_ids)
-        levels: Sequence[torch.Tensor] = ()
-        places = torch.empty(0)
-        if images is not None:
-            places = torch.from_numpy(images.rows)
-            hidden[places] = images.levels[0]
-            levels = list(images.levels[1:])
-        if self._rows_factor != 1.0:
-            hidden *= self._rows_factor
-        if self._is_compiled(step, images, count):
-            normed = self._run_compiled(hidden, positions, step)
+        hidden, places, levels = self._embed(token_ids, images)
+        angles = self._angles(positions)
+        compiled = self._compiled_step if self._is_compiled(step, count) else None
+        if compiled is not None and count == step.decode_rows and not levels:
+            normed = torch.empty_like(hidden)
+            compiled(
+                hidden,
+                normed,
+                angles,
+                step,
+                normed,
+                attends_together=self._attends_together(step),
+                layers=range(len(self._layers)),
+            )
             # A deterministic step has chunks as well, of which only the last rows are wanted.
             return normed[torch.from_numpy(wanted)] if len(wanted) < count else normed
         first = self._layers[0].attention
         attended = room_for(hidden, len(hidden), first.heads * first.head_dim)
         rows = StepRows(hidden, attended)
         rows.adapted = self.passes.rows
-        angles = self._angles(positions)
         attention_steps = self._prepare_attention(rows, angles, step)
         layers = self._layers
         if len(self._model.layers) < len(layers):  # a profiling run uses a subset of layers
             layers = [self._by_module[layer] for layer in self._model.layers]
         norms = [*(layer.input_layernorm for layer in layers), self._last]
         select = torch.from_numpy(wanted) if len(wanted) < count else None
-        self._add_norm(rows, norms[0])
+        together = range(len(levels), len(layers) - 1) if compiled is not None else range(0)
+        if together.start or not together:
+            self._add_norm(rows, norms[0])
         for index, (layer, following) in enumerate(zip(layers, norms[1:], strict=True)):
+            if index in together:
+                if compiled is not None and index == together.start:
+                    compiled(
+                        hidden,
+                        rows.normed,
+                        angles,
+                        step,
+                        attention_steps[0].heads_buffer,
+                        attends_together=self._attends_together(step),
+                        layers=together,
+                    )
+                continue
             if select is not None and index + 1 == len(self._layers) > len(levels):
                 # Other rows are not needed after the last attention, and no image levels are added
                 # to them.
@@ -259,6 +280,19 @@ class FusedLanguage:
                 self._add_norm(rows, following)
         return rows.normed if select is None else rows.normed[select]
 
+    def _embed(
+        self, token_ids: torch.Tensor, images: Images | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+        """Return the input of the first layer, the rows of images, and what the first layers add to these rows."""
+        hidden = self._model.embed_tokens(token_ids)
+        places, levels = torch.empty(0), []
+        if images is not None:
+            places, levels = torch.from_numpy(images.rows), list(images.levels[1:])
+            hidden[places] = images.levels[0]
+        if self._rows_factor != 1.0:
+            hidden *= self._rows_factor
+        return hidden, places, levels
+
     def _make_compiled_step(self, cached: Any) -> CompiledStep | None:
         """Return the compiled decode step, or None if the layers do not support it."""
         if not fits(self._layers):
@@ -270,29 +304,29 @@ class FusedLanguage:
             self._added_factor,
             self._threads,
             cached,
+            not self._deterministic,
         )
         return CompiledStep(self._layers, self._last, traits, self._angles)
 
-    def _is_compiled(self, step: PagedStep, images: Images | None, count: int) -> bool:
-        """Return True if a step can be one call: only decode rows, no adapters, all layers."""
+    def _is_compiled(self, step: PagedStep, count: int) -> bool:
+        """Return True if layers can run in one call: not too many rows, no adapters, all layers.
+
+        Chunks cannot read an int8 cache, nor heads that are no whole number of vectors.
+        """
         return (
             self._compiled_step is not None
-            and images is None
-            and 0 < count == step.decode_rows <= self._compiled_step.rows_max
+            and 0 < count <= self._compiled_step.rows_max
+            and (not step.segments or self._compiles_chunks)
             and self.passes.rows is None
             and len(self._model.layers) == len(self._layers)
             and not is_sparse()
         )
 
-    def _run_compiled(
-        self, hidden: torch.Tensor, positions: torch.Tensor, step: PagedStep
-    ) -> torch.Tensor:
-        """Run decode rows through all layers in one call."""
-        assert self._compiled_step is not None, "checked by `_is_compiled`"
+    def _attends_together(self, step: PagedStep) -> bool:
+        """Return True if decode rows attend on all threads."""
         attention = self._layers[0].attention
         seen = int(step.contexts.sum()) * attention.heads * attention.head_dim
-        many = self._threads > 1 and seen >= DECODE_VALUES_MIN
-        return self._compiled_step(hidden, positions, step, attends_together=many)
+        return self._threads > 1 and seen >= DECODE_VALUES_MIN
 
     def _prepare_attention(
         self, rows: StepRows, angles: tuple[Bf16Array, Bf16Array], step: PagedStep
@@ -300,8 +334,7 @@ class FusedLanguage:
         """Prepare the inputs of attention in a step, for each kind of layers."""
         attention = self._layers[0].attention
         written = attention.heads + 2 * attention.kv_heads
-        seen = int(step.contexts.sum()) * attention.heads * attention.head_dim
-        many = self._threads > 1 and seen >= DECODE_VALUES_MIN
+        many = self._attends_together(step)
         pool = self._pool if many else 0
         prefilled = len(rows.hidden) - step.decode_rows
         found = []

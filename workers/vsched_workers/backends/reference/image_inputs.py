@@ -196,21 +196,27 @@ class ImageInputs:
         if self._rope is None or not items:
             plain = np.arange(self._first, count + self._first, dtype=np.int64)
             return np.broadcast_to(plain, (3, count)), self._first
-        types = torch.zeros(1, count, dtype=torch.int32)
+        columns, whole = _unpruned(count, items)
+        types = torch.zeros(1, whole, dtype=torch.int32)
         metadata = [unpack_metadata(item.metadata) for item in items]
         grids: list[npt.NDArray[Any]] = []
         end = -1
         for item, small in zip(items, metadata, strict=True):
-            for start, _, rows in item.rows(0, count):
-                types[0, start : start + rows] = 2 if VIDEO_GRID in small else 1
+            done = stop = 0
+            for start, row, rows in item.rows(0, count):
+                first, stop = columns[start] - (row - done), columns[start] + rows
+                types[0, first:stop] = 2 if VIDEO_GRID in small else 1
+                done = row + rows
+            types[0, stop : stop + item.tokens - done] = 2
             if VIDEO_GRID in small:
                 # Adjacent groups are one video, whose positions may have a temporal axis.
                 if item.offset == end:
                     grids[-1] = grids[-1] + [[1, 0, 0]]
                 else:
                     grids.append(small[VIDEO_GRID])
-                end = item.offset + item.tokens
-        ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+                end = item.runs[-1][1]
+        ids = torch.full_like(types, self._neutral, dtype=torch.int64)
+        ids[0, columns] = torch.from_numpy(token_ids.astype(np.int64))
         given = {
             "input_ids": torch.where(
                 types.bool(), self._image, torch.where(ids == self._image, self._neutral, ids)
@@ -222,9 +228,21 @@ class ImageInputs:
         }
         requested = inspect.signature(self._rope).parameters
         found, _ = self._rope(**{name: given[name] for name in requested if name in given})
-        positions = found[:, 0].numpy().astype(np.int64)
+        positions = found[:, 0].numpy().astype(np.int64)[:, columns]
         # As in `qwen_positions`: tokens are generated from the last position on, not from the largest.
         return positions, int(positions[:, -1].max()) + 1 - count
+
+
+def _unpruned(count: int, items: Items) -> tuple[npt.NDArray[np.int64], int]:
+    """Return the index of each of `count` tokens in the prompt before rows of videos were pruned, and its length."""
+    pruned = np.zeros(count + 1, np.int64)  # the number of rows before each token
+    for item in items:
+        done = 0
+        for start, row, rows in item.rows(0, count):
+            pruned[start] += row - done
+            done = row + rows
+        pruned[item.runs[-1][1]] += item.tokens - done
+    return np.arange(count) + np.cumsum(pruned[:-1]), count + int(pruned.sum())
 
 
 def _joined(metadata: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, torch.Tensor]:

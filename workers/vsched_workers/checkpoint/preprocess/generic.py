@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from jinja2 import TemplateError
 from PIL import Image
 
@@ -53,7 +54,12 @@ from vsched_workers.checkpoint.preprocess.text import (
     too_many_tokens,
     touching,
 )
-from vsched_workers.checkpoint.preprocess.video_rules import VideoRules, video_rules
+from vsched_workers.checkpoint.preprocess.video_rules import (
+    TIMESTAMPS,
+    VideoRules,
+    embedded_frames_refused,
+    video_rules,
+)
 from vsched_workers.checkpoint.tokenize import RenderedPrompt
 from vsched_workers.checkpoint.tokenizer_files import load_tokenizer
 from vsched_workers.families.generic import (
@@ -184,6 +190,10 @@ class GenericImages:
         shape = self.plan_group(size).arrays[0].shape
         return {PIXELS: pixels.reshape(shape), LEVELS: np.array(videos.levels, np.float32)}
 
+    def token_changes(self, before: Arrays, group: Arrays) -> npt.NDArray[np.float32]:
+        """Return the mean difference of each token's bytes from those of the frame group before, 0 to 1."""
+        return self._patches.token_changes(before, group)
+
     def _shape_of(self, width: int, height: int) -> ImageShape:
         try:
             return self.processor.shape(width, height)
@@ -285,6 +295,9 @@ class AnyPreprocessor(TextPreprocessor):
         self.processor = images.processor
         videos = images.videos.settings if images.videos is not None else None
         settings = json.dumps([self.processor.settings, videos], sort_keys=True, default=str)
+        self.video_times = TIMESTAMPS if videos is not None else ""
+        # The changes of patches are those of tokens.
+        self.prunes_videos = images.videos is not None and bool(images.videos.factor)
         self.settings_digest = digest_of(
             b"vsched.arrays.1",
             self.info.family.encode(),
@@ -437,33 +450,9 @@ class AnyPreprocessor(TextPreprocessor):
         layout = videos.layout(
             facts, sampling, frames_max=frames_max, sample=sample, tokens=self.info.item_tokens_max
         )
-        size, count = layout.size, len(layout.times)
-        group = self._images.plan_group(size)
-        grid = unpack_metadata(group.metadata).get(VIDEO_GRID)
-        text = self.processor.video_text(
-            msgspec.structs.replace(facts, rate=layout.rate),
-            layout.sampled,
-            size,
-            () if grid is None else (count, *grid[0, 1:]),
-            videos.settings,
-        )
-        ids = tuple(self._special.ids(RenderedPrompt(text)))
-        video = self.info.video_token_id
-        row_token = video if video in ids and video is not None else self.info.placeholder
-        # Rows that belong to no group follow the last one.
-        tokens, more = divmod(ids.count(row_token), count)
-        if tokens + more > self.info.item_tokens_max:
-            raise too_many_tokens(
-                facts.width, facts.height, tokens + more, self.info.item_tokens_max
-            )
-        rows = [at for at, token in enumerate(ids) if token == row_token]
-        ends = [rows[index * tokens - 1] + 1 for index in range(1, count)]
-        groups = [
-            dataclasses.replace(group, tokens=tokens, expansion=ids[start:stop])
-            for start, stop in itertools.pairwise([0, *ends, len(ids)])
-        ]
-        groups[-1] = dataclasses.replace(groups[-1], tokens=tokens + more)
-        made = sum(spec.nbytes for spec in group.arrays)
+        size = layout.size
+        groups, row_token = self._groups(videos, size, layout.seconds, layout.duration)
+        made = sum(spec.nbytes for spec in groups[0].arrays)
         steps = () if videos.factor else videos.steps(facts.width, facts.height)
         sides = [
             (facts.width, facts.height),
@@ -473,13 +462,65 @@ class AnyPreprocessor(TextPreprocessor):
         resizes = (
             4 * after[0] * (before[1] + after[1]) for before, after in itertools.pairwise(sides)
         )
+        side = videos.factor
         return VideoPlan(
             layout.frames,
             size,
-            tuple(groups),
+            groups,
             work_bytes=4 * made + sum(resizes),
+            grid=(size.height // side, size.width // side) if side else (0, 0),
             row_token=row_token,
         )
+
+    def plan_embedded_video(
+        self, companion: Sequence[int], seconds: Sequence[float], *, frames_max: int
+    ) -> VideoPlan:
+        """Return the plan of a video by height and width of its frames, and the time of each sampled frame.
+
+        Raises:
+            RequestRefused: When there is no such video.
+        """
+        videos = self._images.videos
+        if videos is None:
+            return super().plan_embedded_video(companion, seconds, frames_max=frames_max)
+        count = len(seconds)
+        if not 0 < count <= frames_max:
+            raise embedded_frames_refused(f"{count} frames", frames_max)
+        width, height = embedded_size(companion)
+        check_sides(width, height)
+        size = videos.size(width, height, count, self.info.item_tokens_max)
+        # As for frames at a constant rate.
+        duration = count * (max(seconds) - min(seconds)) / max(count - 1, 1)
+        groups, row_token = self._groups(videos, size, seconds, duration)
+        return VideoPlan((), size, groups, row_token=row_token)
+
+    def _groups(
+        self, videos: VideoRules, size: FrameSize, seconds: Sequence[float], duration: float
+    ) -> tuple[tuple[ImagePlan, ...], int]:
+        """Return the plan of each frame group of a video, and the token of its rows.
+
+        `seconds` are the times of its sampled frames.
+        """
+        count = -(-len(seconds) // videos.temporal)
+        group = self._images.plan_group(size)
+        grid = unpack_metadata(group.metadata).get(VIDEO_GRID)
+        grids = () if grid is None else (count, *grid[0, 1:])
+        text = self.processor.video_text(seconds, duration, size, grids, videos.settings)
+        ids = tuple(self._special.ids(RenderedPrompt(text)))
+        video = self.info.video_token_id
+        row_token = video if video in ids and video is not None else self.info.placeholder
+        # Rows that belong to no group follow the last one.
+        tokens, more = divmod(ids.count(row_token), count)
+        if tokens + more > self.info.item_tokens_max:
+            raise too_many_tokens(size.width, size.height, tokens + more, self.info.item_tokens_max)
+        rows = [at for at, token in enumerate(ids) if token == row_token]
+        ends = [rows[index * tokens - 1] + 1 for index in range(1, count)]
+        groups = [
+            dataclasses.replace(group, tokens=tokens, expansion=ids[start:stop])
+            for start, stop in itertools.pairwise([0, *ends, len(ids)])
+        ]
+        groups[-1] = dataclasses.replace(groups[-1], tokens=tokens + more)
+        return tuple(groups), row_token
 
     def process_frames(self, frames: Sequence[Image.Image], size: FrameSize) -> Arrays:
         """Return the pixels of a frame group, and the table of their values."""
@@ -568,5 +609,5 @@ class AnyPreprocessor(TextPreprocessor):
 
 
 def _ordinary(token_ids: Sequence[int], added: Collection[int]) -> int:
-    """Return the number of tokens before the first added token."""
-    return next(at for at, token in enumerate(token_ids) if token in added)
+    """Return the number of tokens before the first added token; 0 if there is none."""
+    return next((at for at, token in enumerate(token_ids) if token in added), 0)

@@ -43,7 +43,12 @@ from vsched_workers.checkpoint.preprocess.text import (
     too_many_tokens,
     touching,
 )
-from vsched_workers.checkpoint.preprocess.video_rules import VideoRules, video_rules
+from vsched_workers.checkpoint.preprocess.video_rules import (
+    TIMESTAMPS,
+    VideoRules,
+    embedded_frames_refused,
+    video_rules,
+)
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
@@ -71,7 +76,7 @@ DEFAULTS: dict[str, Any] = {
 checkpoints use."""
 
 
-TIMESTAMPS, SECONDS_PER_GROUP = "timestamps", "second_per_grid_ts"
+SECONDS_PER_GROUP = "second_per_grid_ts"
 _TIMES = {
     TIMESTAMPS: "the seconds of each frame group",
     SECONDS_PER_GROUP: "the seconds per frame group",
@@ -82,6 +87,7 @@ class QwenPreprocessor(TextPreprocessor):
     """Tokenizer, chat template and image processor of one checkpoint."""
 
     companion = Companion("grid_thw", ("time", "height", "width in patches"))
+    prunes_videos = True
 
     def __init__(
         self,
@@ -178,13 +184,8 @@ class QwenPreprocessor(TextPreprocessor):
             return super().plan_embedded_video(companion, seconds, frames_max=frames_max)
         count, height, width = companion
         if count * self._videos.temporal > frames_max:
-            message = limit_message(
-                "the embedded video has too many frames",
-                value=f"{count} groups of {self._videos.temporal} frames",
-                limit=f"{frames_max} frames",
-                remedy="encode fewer frames, or raise media.video_frames_max",
-            )
-            raise RequestRefused(message, code="video_frames_exceeded")
+            value = f"{count} groups of {self._videos.temporal} frames"
+            raise embedded_frames_refused(value, frames_max)
         self._check_grid(companion)
         group = self._group(height, width, self._videos.temporal)
         if group.tokens > self.info.item_tokens_max:

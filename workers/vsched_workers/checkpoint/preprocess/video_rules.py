@@ -40,26 +40,40 @@ SIDE_MAX = 4096
 UNKNOWN_RATE = 24.0
 """Rate of a video without one, if the checkpoint has none either."""
 
+TIMESTAMPS = "timestamps"
+"""The tensor of seconds beside the embeddings of a video: of each frame group, or of each sampled frame."""
+
+
+def embedded_frames_refused(value: str, frames_max: int) -> RequestRefused:
+    """Return the error that a video of embeddings has too many frames, or none."""
+    message = limit_message(
+        "the embedded video has too many frames, or none",
+        value=value,
+        limit=f"{frames_max} frames",
+        remedy="encode fewer frames, or raise media.video_frames_max",
+    )
+    return RequestRefused(message, code="video_frames_exceeded")
+
 
 @dataclass(frozen=True, slots=True)
 class VideoLayout:
     """The frames of a video.
 
     Attributes:
-        sampled: Their numbers.
-        frames: The same; the last one is repeated to fill its group.
+        frames: Their numbers; the last one is repeated to fill its group.
         size: The size that they are resized to.
+        seconds: The time of each sampled frame.
         times: The time of each group in seconds.
         interval: Seconds per group.
-        rate: Frames per second of the video.
+        duration: Seconds of the video.
     """
 
-    sampled: tuple[int, ...]
     frames: tuple[int, ...]
     size: FrameSize
+    seconds: tuple[float, ...]
     times: tuple[float, ...]
     interval: float
-    rate: float
+    duration: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +123,7 @@ class VideoRules:
         sampled = list(range(facts.frames))
         if sample:
             sampled = self._sampled(facts, rate, sampling, frames_max)
-        size = self._size(facts, len(sampled), sampling.bounds, tokens)
+        size = self.size(facts.width, facts.height, len(sampled), tokens, sampling.bounds)
         sampled_rate = len(sampled) / facts.frames * rate
         numbers = sampled + [sampled[-1]] * (-len(sampled) % self.temporal)
         seconds = [number / rate for number in numbers]
@@ -118,12 +132,12 @@ class VideoRules:
             for first in range(0, len(numbers), self.temporal)
         )
         return VideoLayout(
-            sampled=tuple(sampled),
             frames=tuple(numbers),
             size=size,
+            seconds=tuple(seconds[: len(sampled)]),
             times=times,
             interval=self.temporal / sampled_rate,
-            rate=rate,
+            duration=facts.frames / rate,
         )
 
     def _sampled(
@@ -201,8 +215,19 @@ class VideoRules:
             return FrameSize(int(crop["width"]), int(crop["height"]))
         return (FrameSize(width, height), *self.steps(width, height))[-1]
 
-    def _size(self, facts: VideoFacts, frames: int, bounds: PixelBounds, tokens: int) -> FrameSize:
-        width, height = facts.width, facts.height
+    def size(
+        self,
+        width: int,
+        height: int,
+        frames: int,
+        tokens: int,
+        bounds: PixelBounds = PixelBounds(),  # noqa: B008 - frozen
+    ) -> FrameSize:
+        """Return the size that frames are resized to; `tokens` is the maximum of a group.
+
+        Raises:
+            RequestRefused: When they are too thin, or the bounds are not accepted.
+        """
         if self.processor.sizes == "fixed":
             if bounds != PixelBounds():
                 raise no_pixel_bounds()

@@ -61,6 +61,9 @@ from vsched_workers.backends.cpu.kernels.thread_pool import spread
 BLOCK = 4 * PASS_ROWS
 """Query rows of a block: each panel is read once for all of them, and their scores stay in the cache."""
 
+PARALLEL_SCORES_MIN = 1 << 14
+"""Minimum number of scores for several threads: waking them takes as long."""
+
 
 class PrefillArguments(NamedTuple):
     """Arguments of prefill attention: sequences of one length; rows attend to keys of their own sequence.

@@ -1,4 +1,4 @@
-"""A step of decode rows through all layers of a language model, in one call from Python.
+"""A step's rows through layers of a language model, in one call from Python.
 
 A small model's step is some hundred kernel calls of a few microseconds each, and a call from Python takes as long
 again. Here compiled code makes the calls. The kernels of `kernels/` are called by address (`compilation.KernelCall`),
@@ -14,6 +14,7 @@ compile time; at run time all tags are passed in the same way.
 
       hidden -> input_layernorm -> normed
       normed -> qkv -> wide -> rotary embedding, cache write, attention -> attended
+                               (decode rows first, then each chunk)
       attended -> o_proj -> other;  hidden += other -> post_attention_layernorm -> normed
       normed -> gate -> wide;  normed -> up -> other
       wide = act(wide) * other -> down -> other;  hidden += other -> input_layernorm of the next layer
@@ -30,9 +31,14 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
-from vsched_workers.backends.cpu.kernels.gemm import PASS_ROWS
+from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS
 from vsched_workers.backends.cpu.kernels.norm import NORM
+from vsched_workers.backends.cpu.kernels.prefill_attention import (
+    PARALLEL_SCORES_MIN,
+    PrefillArguments,
+)
 from vsched_workers.backends.cpu.kernels.rope import HEADS, RopeRows, no_rows
 from vsched_workers.backends.cpu.quantized.kernel import (
     FEW_ROWS_MAX,
@@ -94,7 +100,7 @@ NORMS = INPUT_LAYERNORM, ATTENTION_OUTPUT_NORM, POST_ATTENTION_LAYERNORM, MLP_OU
 )
 """Norms of a layer, by their index among its norms. The norm of the model follows those of the last layer."""
 
-KERNELS = ADD_NORM, NORM_PARTS, ACTIVATION, DECODE = 0, 1, 2, 3
+KERNELS = ADD_NORM, NORM_PARTS, ACTIVATION, DECODE, ROPE, ATTEND = 0, 1, 2, 3, 4, 5
 """Kernels other than products, by their index in the table of addresses."""
 
 FEW, MANY, MANY_MIN = 0, 1, 2
@@ -128,10 +134,19 @@ CALL_DECODE = KernelCall(
     _LONG,
     _LONG,
 )
+CALL_ROPE = KernelCall(
+    *[_LONG] * 4,
+    numba.typeof(np.empty(1, dtype=HEADS)),
+    numba.typeof(no_rows()),
+    None,
+    None,
+)
+CALL_ATTEND = KernelCall(_LONG, None)
 _add_norm, _add_normed = CALL_ADD_NORM.call, CALL_ADD_NORMED.call
 _norm_parts, _multiply_panels = CALL_NORM_PARTS.call, CALL_PANELS.call
 _multiply_int8, _multiply_floats = CALL_INT8.call, CALL_FLOATS.call
 _activate, _decode = CALL_ACTIVATION.call, CALL_DECODE.call
+_rope, _attend = CALL_ROPE.call, CALL_ATTEND.call
 
 
 class Tables(NamedTuple):
@@ -162,17 +177,39 @@ class Tables(NamedTuple):
     places: npt.NDArray[np.int64]
 
 
-class DecodeRows(NamedTuple):
-    """Rows of a step.
+class Chunks(NamedTuple):
+    """Prefill rows of a step, in chunks: the rows after the decode rows.
+
+    Attributes:
+        bounds: For each chunk its first row, one past its last row, both counted from the first prefill row, the
+            position of its first row, and the start of its slots in `slots`, int64 [chunks, 4].
+        slots: Cache slots of the contexts of all chunks, int64.
+        heads_at: Address of a buffer for the heads, bfloat16 [heads + 2 * kv heads, prefill rows, head_dim].
+        packed_at: Address of a buffer for the packed keys and values of the longest context.
+        pool: Address of the state of the attention's threads.
+        tag: Dtype tag of the attention's operands.
+    """
+
+    bounds: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    heads_at: int
+    packed_at: int
+    pool: int
+    tag: npt.NDArray[Any]
+
+
+class StepRows(NamedTuple):
+    """Rows of a step: decode rows, then prefill rows.
 
     Attributes:
         cos: Cosines of the angles of each row, for each kind of layers, bfloat16 [kinds, rows, head_dim / 2].
         sin: Sines, likewise.
         slots: Cache slot for each row's key and value, int64 [rows].
-        tables: Block tables, int32 [rows, blocks].
-        contexts: Tokens that a row attends to, int32 [rows].
+        tables: Block tables of decode rows, int32 [decode rows, blocks].
+        contexts: Tokens that a decode row attends to, int32 [decode rows].
         shares: See `decode_attention.decode`.
-        pool: Address of the state of the attention's threads; 0 for the calling thread.
+        pool: Address of the state of the threads of decode attention; 0 for the calling thread.
+        chunks: Prefill rows.
     """
 
     cos: npt.NDArray[np.uint16]
@@ -182,6 +219,7 @@ class DecodeRows(NamedTuple):
     contexts: npt.NDArray[np.int32]
     shares: int
     pool: int
+    chunks: Chunks
 
 
 class Places(NamedTuple):
@@ -308,17 +346,71 @@ def _norm_heads(kernels: Any, tables: Tables, layer: int, qkv_at: int, rows: int
 
 
 @compiled()
+def _attend_chunks(
+    kernels: Any, tables: Tables, layer: int, rows: StepRows, at: Places, keys: Any, values: Any
+) -> None:
+    """Rotate the heads of prefill rows, write keys and values to the cache, and attend, chunk by chunk."""
+    chunks, heads, model = rows.chunks, tables.heads[layer], tables.model[0]
+    decoding, kv_heads, head_dim = len(rows.contexts), keys.shape[1], keys.shape[2]
+    prefilling, size, kind = len(rows.slots) - decoding, 2 * head_dim, tables.places[layer, 0]
+    turned = RopeRows(rows.cos[kind][decoding:], rows.sin[kind][decoding:], rows.slots[decoding:])
+    _rope(
+        kernels[ROPE],
+        model.pool,
+        at.wide + decoding * 2 * (model.queries + 2 * model.keys),
+        chunks.heads_at,
+        prefilling,
+        tables.heads[layer : layer + 1],
+        turned,
+        keys,
+        values,
+    )
+    for chunk in range(len(chunks.bounds)):
+        first, stop = chunks.bounds[chunk, 0], chunks.bounds[chunk, 1]
+        position, begin = chunks.bounds[chunk, 2], chunks.bounds[chunk, 3]
+        unseen = max(position + 1 - heads.window, 0) if heads.window else 0
+        seen = chunks.slots[begin + unseen : begin + position + stop - first]
+        padded_keys = (len(seen) + PANEL - 1) // PANEL * PANEL
+        given = PrefillArguments(
+            chunks.heads_at + first * size,
+            prefilling * size,
+            heads.queries,
+            1,
+            stop - first,
+            head_dim,
+            keys.ctypes.data,
+            values.ctypes.data,
+            kv_heads * size,
+            size,
+            kv_heads,
+            seen,
+            chunks.packed_at,
+            padded_keys,
+            1,
+            heads.window,
+            heads.scaling * LOG2_E,
+            heads.softcap * LOG2_E,
+            at.attended + (decoding + first) * 2 * model.queries,
+            chunks.tag,
+        )
+        scores = (stop - first) * heads.queries * padded_keys
+        _attend(kernels[ATTEND], chunks.pool if scores >= PARALLEL_SCORES_MIN else 0, given)
+
+
+@compiled()
 def run_layers(
     kernels: Any,
     tag: Any,
     tables: Tables,
-    rows: DecodeRows,
+    rows: StepRows,
     at: Places,
     kept_at: Any,
     kept: Any,
     block_size: int,
+    first: int,
+    stop: int,
 ) -> None:
-    """Run rows through all layers: from the hidden states to the output of the final norm.
+    """Run rows through the layers `first` to `stop`: from hidden states to the input of the next layer, or final norm.
 
     Args:
         kernels: Addresses of the kernels, int64, in the order of `KERNELS`.
@@ -329,29 +421,38 @@ def run_layers(
         kept_at: Addresses of each layer's keys and values, int64 [layers, 2].
         kept: An array with the shape and dtype of a layer's key cache.
         block_size: Slots per block.
+        first: First layer; unless it is 0, `normed` has its input.
+        stop: One past the last layer.
     """
-    count = len(rows.slots)
+    count, decoding = len(rows.slots), len(rows.contexts)
     model = tables.model[0]
-    _add_residual(kernels, tables, at, count, 0, 0, 0)
-    for layer in range(len(tables.heads)):
+    if first == 0:
+        _add_residual(kernels, tables, at, count, 0, 0, 0)
+    for layer in range(first, stop):
         _product(tag, tables, (layer, QKV), at.normed, count, at.wide)
         if model.norms_all_heads:
             _norm_heads(kernels, tables, layer, at.wide, count)
         kind, place = tables.places[layer, 0], tables.places[layer, 1]
-        _decode(
-            kernels[DECODE],
-            rows.pool,
-            at.wide,
-            at.attended,
-            tables.heads[layer : layer + 1],
-            RopeRows(rows.cos[kind], rows.sin[kind], rows.slots),
-            _array_at(kept_at[place, 0], kept),
-            _array_at(kept_at[place, 1], kept),
-            rows.tables,
-            rows.contexts,
-            block_size,
-            rows.shares,
-        )
+        keys, values = _array_at(kept_at[place, 0], kept), _array_at(kept_at[place, 1], kept)
+        if decoding:
+            _decode(
+                kernels[DECODE],
+                rows.pool,
+                at.wide,
+                at.attended,
+                tables.heads[layer : layer + 1],
+                RopeRows(
+                    rows.cos[kind][:decoding], rows.sin[kind][:decoding], rows.slots[:decoding]
+                ),
+                keys,
+                values,
+                rows.tables,
+                rows.contexts,
+                block_size,
+                rows.shares,
+            )
+        if decoding < count:
+            _attend_chunks(kernels, tables, layer, rows, at, keys, values)
         norm = len(NORMS) * layer
         _product(tag, tables, (layer, O_PROJ), at.attended, count, at.other)
         _add_residual(

@@ -1,4 +1,4 @@
-"""A compiled decode step has the same bits as the same step layer by layer."""
+"""A compiled step has the same bits as the same step layer by layer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import numba
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.test_products import weight_of
 from vsched.types import SamplingParams
-from vsched.worker.contract import Batch, SequenceState, WorkerSettings
+from vsched.worker.contract import Batch, Chunk, SequenceState, WorkerSettings
 from vsched_workers.adapters.places import NOBODY, PassRows
 from vsched_workers.backends.cpu import language_layers, products
-from vsched_workers.backends.cpu.decode_step.compiled_step import fits
-from vsched_workers.backends.cpu.decode_step.kernel import FLOATS, INT8_ACTIVATIONS, PANELS
+from vsched_workers.backends.cpu.compiled_step.kernel import FLOATS, INT8_ACTIVATIONS, PANELS
+from vsched_workers.backends.cpu.compiled_step.step import fits
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.products import QuantizedProduct, make_product
@@ -140,6 +140,26 @@ def batch_of(rows: int, *, delta: int = 0) -> Batch:
     )
 
 
+def with_chunks(batch: Batch) -> Batch:
+    """Replace the last two decode rows of a step by chunks: one ends a prompt, one is the middle of a prompt."""
+    chunks: list[Chunk] = []
+    for slot, sequence in enumerate(batch.decode_sequences[-2:], len(batch.decode_slots) - 2):
+        length, samples = sequence.length, len(chunks) == 0
+        positions = PromptPositions(np.tile(np.arange(length + 1), (3, 1)), 0)
+        prompt = dataclasses.replace(
+            sequence,
+            tokens=np.random.default_rng(slot).integers(3, 290, FAR + 1).astype(np.int32),
+            prompt_length=length + 1 - samples,
+            state=positions,
+        )
+        start = max(length - 19, 0)
+        chunks.append(Chunk(slot, prompt, start, length, samples, items=[]))
+    fields = ("decode_slots", "decode_tokens", "decode_positions", "decode_sequences")
+    return dataclasses.replace(
+        batch, chunks=chunks, **{name: getattr(batch, name)[:-2] for name in fields}
+    )
+
+
 def step(worker: Any, batch: Batch) -> tuple[list[int], torch.Tensor, list[torch.Tensor]]:
     """Run a step; return its tokens, hidden states and cache contents; the cache is restored."""
     cache = [*worker._cache.keys, *worker._cache.values]
@@ -166,8 +186,11 @@ def check(worker: Any, monkeypatch: pytest.MonkeyPatch, *, delta: int = 0) -> No
     """Check that steps with various numbers of rows are one call, with the bits of the separate calls."""
     whole = worker._layers._compiled_step
     spy = mock.Mock(wraps=whole, rows_max=whole.rows_max, inner=whole.inner)
-    for rows in sorted({min(each, whole.rows_max) for each in (1, 2, 7, 17, ROWS_MAX)}):
-        batch = batch_of(rows, delta=delta)
+    few = {min(each, whole.rows_max) for each in (1, 2, 7, 17, ROWS_MAX)}
+    batches = [batch_of(rows, delta=delta) for rows in sorted(few)]
+    if worker._layers._compiles_chunks:
+        batches += [with_chunks(batch_of(rows)) for rows in (2, 9)]
+    for batch in batches:
         found = []
         for chosen in (None, spy):
             monkeypatch.setattr(worker._layers, "_compiled_step", chosen)
@@ -286,7 +309,7 @@ def test_positions_behind_images_are_those_of_axes(
 def test_other_steps_go_layer_by_layer(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps with chunks, adapters, too many rows, or a subset of layers."""
+    """Steps with adapters, too many rows, or a subset of layers."""
     worker = load(checkpoint("tiny25"))
     whole = worker._layers._compiled_step
     spy = mock.Mock(wraps=whole, rows_max=whole.rows_max, inner=whole.inner)

@@ -1,4 +1,4 @@
-"""Decode steps in one call: tables of a model's layers, rotary angles of the rows, and the call of the kernel."""
+"""Steps in one call: tables of a model's layers, rotary angles of the rows, and the call of the kernel."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vsched_workers.backends.cpu.attention import shares_of
-from vsched_workers.backends.cpu.decode_step.kernel import (
+from vsched_workers.backends.cpu.attention import (
+    attention_kernel,
+    padded_context,
+    shares_of,
+)
+from vsched_workers.backends.cpu.compiled_step.kernel import (
     CALL_ACTIVATION,
     CALL_ADD_NORM,
     CALL_ADD_NORMED,
+    CALL_ATTEND,
     CALL_DECODE,
     CALL_FLOATS,
     CALL_INT8,
     CALL_NORM_PARTS,
     CALL_PANELS,
+    CALL_ROPE,
     FLOATS,
     MODEL,
     PANEL_PRODUCT,
     PRODUCT,
     PRODUCTS,
-    DecodeRows,
+    Chunks,
     Places,
+    StepRows,
     Tables,
     run_layers,
 )
@@ -35,11 +42,12 @@ from vsched_workers.backends.cpu.kernels.bf16 import BF16
 from vsched_workers.backends.cpu.kernels.compilation import KernelCall
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import NORM, add_norm, add_normed, norm_parts
-from vsched_workers.backends.cpu.kernels.rope import HEADS, Bf16Array
+from vsched_workers.backends.cpu.kernels.prefill_attention import no_arguments
+from vsched_workers.backends.cpu.kernels.rope import HEADS, Bf16Array, rope_prefill
 from vsched_workers.backends.cpu.products import PanelProduct, QuantizedProduct
 from vsched_workers.backends.cpu.quantized import kernel as floats
 from vsched_workers.backends.cpu.quantized.integers import multiply_int8
-from vsched_workers.backends.cpu.threads import pool_of
+from vsched_workers.backends.cpu.threads import pool_of, process_pool
 from vsched_workers.backends.cpu.tiles.kernel import multiply_in_tiles
 from vsched_workers.backends.reference.layers import Angles
 
@@ -89,6 +97,7 @@ class Traits(NamedTuple):
         factor: Multiplier of the residual.
         threads: Threads of the kernels.
         kept: An array with the dtype and layout of the cache.
+        tiles: Whether chunks attend in AMX tiles if the processor has them.
     """
 
     activation: Any
@@ -97,6 +106,7 @@ class Traits(NamedTuple):
     factor: np.float32
     threads: int
     kept: npt.NDArray[Any]
+    tiles: bool
 
 
 class _Kind(NamedTuple):
@@ -119,7 +129,7 @@ _Table = npt.NDArray[Any]
 
 
 class CompiledStep:
-    """Runs steps of decode rows through layers whose products all use this package's kernels.
+    """Runs a step's rows through layers whose products all use this package's kernels.
 
     Attributes:
         rows_max: Maximum rows of a step.
@@ -135,7 +145,7 @@ class CompiledStep:
         attention = first.attention
         products = [own for layer in layers for each in _products(layer) if (own := _own(each))]
         self.rows_max = min(_ROWS_MAX, *(each.step_rows_max for each in products))
-        self._heads, self._kv_heads = attention.heads, attention.kv_heads
+        self._kv_heads, self._head_dim = attention.kv_heads, attention.head_dim
         self._queries = attention.heads * attention.head_dim
         keys = attention.kv_heads * attention.head_dim
         inner = self.inner = first.gate.shape[0]
@@ -169,30 +179,54 @@ class CompiledStep:
     def __call__(
         self,
         hidden: torch.Tensor,
-        positions: torch.Tensor,
+        normed: torch.Tensor,
+        angles: tuple[Bf16Array, Bf16Array],
         step: PagedStep,
+        heads_buffer: torch.Tensor,
         *,
         attends_together: bool,
-    ) -> torch.Tensor:
-        """Return the norms of the last layer's hidden states.
+        layers: range,
+    ) -> None:
+        """Run rows through some consecutive layers.
 
-        Shape: hidden [rows, hidden], which is overwritten; positions [4, 1, rows]; returns [rows, hidden].
-        `attends_together`: attention runs on all threads.
+        Shape: hidden, normed [rows, hidden], which are overwritten; angles as of `StepAngles`; heads_buffer as of
+        `language_layers`, unused without prefill rows.
+
+        Args:
+            hidden: Hidden states.
+            normed: Their norms, the input of the first layer, unless that is layer 0. Afterwards the norms that the
+                next layer takes, or the final norms.
+            angles: Cosines and sines of the rows.
+            step: The step.
+            heads_buffer: Buffer for the heads of prefill rows.
+            attends_together: Decode attention runs on all threads.
+            layers: The layers.
         """
         count = len(hidden)
-        normed = torch.empty_like(hidden)
         widths = [_whole_lines(count * each) for each in (self._queries, self._wide, self._other)]
         buffer = hidden.new_empty(sum(widths))
         buffer_at = buffer.data_ptr()
         wide_at = buffer_at + 2 * widths[0]
         threads = self._traits.threads if attends_together else 1
-        rows = DecodeRows(
-            *self._angles(positions),
+        bounds, slots = _chunks_of(step)
+        longest = max((each.context for each in step.segments), default=0)
+        keys, head_dim = padded_context(longest, self._head_dim, tiles=self._traits.tiles)
+        packed = hidden.new_empty(self._kv_heads * keys * 2 * head_dim)
+        rows = StepRows(
+            *angles,
             step.slots.numpy(),
             step.tables,
             step.contexts,
-            shares_of(count, self._kv_heads, threads),
+            shares_of(step.decode_rows, self._kv_heads, threads),
             self._pool if attends_together else 0,
+            Chunks(
+                bounds,
+                slots,
+                heads_buffer.data_ptr(),
+                packed.data_ptr(),
+                process_pool().state_at if step.segments else 0,
+                attention_kernel(tiles=self._traits.tiles)[1],
+            ),
         )
         at = Places(
             hidden.data_ptr(), normed.data_ptr(), buffer_at, wide_at, wide_at + 2 * widths[1]
@@ -206,8 +240,25 @@ class CompiledStep:
             step.cache.addresses,
             step.cache.arrays[0][0],
             step.cache.block_size,
+            layers.start,
+            layers.stop,
         )
-        return normed
+
+
+_NO_CHUNKS = np.empty((0, 4), dtype=np.int64), np.empty(0, dtype=np.int64)
+
+
+def _chunks_of(step: PagedStep) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the bounds of a step's chunks, and their slots, for `kernel.Chunks`."""
+    if not step.segments:
+        return _NO_CHUNKS
+    slots = [segment.slots().numpy() for segment in step.segments]
+    begins = np.cumsum([0, *(len(each) for each in slots[:-1])])
+    bounds = [
+        (segment.start - step.decode_rows, segment.stop - step.decode_rows, segment.first, begin)
+        for segment, begin in zip(step.segments, begins, strict=True)
+    ]
+    return np.array(bounds, dtype=np.int64), np.concatenate(slots)
 
 
 def fits(layers: Sequence[Any]) -> bool:
@@ -234,14 +285,15 @@ def compile_for(kept: npt.NDArray[Any]) -> None:
             np.empty(0, dtype=HEADS),
             np.empty((0, 0), dtype=np.int64),
         ),
-        DecodeRows(
+        StepRows(
             *(halves, halves, none, np.empty((0, 0), dtype=np.int32)),
             *(np.empty(0, dtype=np.int32), 1, 0),
+            Chunks(*_NO_CHUNKS, 0, 0, 0, attention_kernel()[1]),
         ),
         Places(0, 0, 0, 0, 0),
         np.empty((0, 0), dtype=np.int64),
         kept,
-        1,
+        *(1, 0, 0),
     )
     run_layers.compile(tuple(numba.typeof(each) for each in given))
 
@@ -287,7 +339,7 @@ def _addresses_of(kind: int, product: _Product) -> tuple[int, int, int]:
 
 def _addresses(traits: Traits) -> npt.NDArray[np.int64]:
     """Addresses of `kernel.KERNELS`."""
-    kept = traits.kept
+    kept, (attend, tag) = traits.kept, attention_kernel(tiles=traits.tiles)
     return np.array(
         [
             CALL_ADD_NORM.address_of(add_norm)
@@ -296,6 +348,8 @@ def _addresses(traits: Traits) -> npt.NDArray[np.int64]:
             CALL_NORM_PARTS.address_of(norm_parts) if traits.norms_all_heads else 0,
             CALL_ACTIVATION.address_of(traits.activation),
             CALL_DECODE.address_of(decode, kept, kept),
+            CALL_ROPE.address_of(rope_prefill, kept, kept),
+            CALL_ATTEND.address_of(attend, no_arguments(tag)),
         ]
     )
 
