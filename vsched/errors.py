@@ -107,12 +107,6 @@ class RecordError(VschedError):
     """A decision record that cannot be written or read."""
 
 
-def _restored(kind: type[RequestRefused], message: str, fields: dict[str, Any]) -> RequestRefused:
-    error = kind.__new__(kind, message)
-    vars(error).update(fields)
-    return error
-
-
 class RequestRefused(VschedError):
     """A request that is rejected before any work is done for it.
 
@@ -138,9 +132,6 @@ class RequestRefused(VschedError):
         self.status = status
         self.retry_after_s = retry_after_s
         self.location = location
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), self.message, vars(self))
 
 
 class RequestFailed(VschedError):

@@ -40,6 +40,25 @@ class ParameterRefused(RequestRefused):
         self.param = param
 
 
+SentError = tuple[str, dict[str, str | int | None]]
+"""An error of a request in a message between processes: its class and its fields."""
+
+
+def sent_error(error: RequestRefused | RequestFailed) -> SentError:
+    """Convert an error for a message."""
+    return type(error).__name__, dict(vars(error))
+
+
+def received_error(sent: SentError) -> RequestRefused | RequestFailed:
+    """Return the error of a message."""
+    name, fields = sent
+    kinds = (ParameterRefused, RequestRefused, RequestFailed)
+    kind = next(one for one in kinds if one.__name__ == name)
+    error = kind.__new__(kind, str(fields["message"]))
+    vars(error).update(fields)
+    return error
+
+
 class ErrorBody(msgspec.Struct):
     """Body of an OpenAI error."""
 

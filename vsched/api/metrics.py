@@ -21,7 +21,6 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from vsched.aio.streams import Histogram as PlainHistogram
@@ -485,9 +484,12 @@ class ApiMetrics(Collector):
 
     def report(self) -> Report:
         """Return the metrics of this process."""
-        families = list(self.registry.collect())
-        for family in families:  # without creation times, which cannot be added
-            family.samples = [one for one in family.samples if not one.name.endswith("_created")]
+        families: list[Family] = []
+        for metric in self.registry.collect():
+            # Without creation times, which cannot be added.
+            kept = [one for one in metric.samples if not one.name.endswith("_created")]
+            samples = [(one.name, one.labels, float(one.value)) for one in kept]
+            families.append((metric.name, metric.documentation, metric.type, samples))
         return Report(self.in_flight, families)
 
     def render(self) -> bytes:
@@ -497,7 +499,11 @@ class ApiMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of all processes and of the engine."""
         model_name = self._engine.model_name if self._engine is not None else ""
-        everywhere = added([self.report(), *self.reports()])
+        everywhere = []
+        for name, what, kind, samples in added([self.report(), *self.reports()]):
+            everywhere.append(Metric(name, what, kind))
+            for sample in samples:
+                everywhere[-1].add_sample(*sample)
         yield from exposed(
             chain(everywhere, self._of_engine.collect()),
             model_name=model_name,
@@ -543,25 +549,28 @@ class RequestRecord:
         self._metrics.request_s.observe(time.perf_counter() - self._began)
 
 
+Family = tuple[str, str, str, list[tuple[str, dict[str, str], float]]]
+"""Name, description, type and samples of a metric: name, labels and value."""
+
+
 class Report(NamedTuple):
     """Metrics of one process: requests in flight, and metric families."""
 
     in_flight: int = 0
-    families: Sequence[Metric] = ()
+    families: Sequence[Family] = ()
 
 
-def added(reports: Iterable[Report]) -> list[Metric]:
+def added(reports: Iterable[Report]) -> list[Family]:
     """Sum all families, in order of first occurrence."""
-    families: dict[str, Metric] = {}
-    sums: dict[str, dict[tuple[str, tuple[str, ...]], Sample]] = {}
+    families: dict[str, Family] = {}
     for report in reports:
-        for family in report.families:
-            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            known = sums.setdefault(family.name, {})
-            for sample in family.samples:
-                key = (sample.name, tuple(sample.labels.values()))
-                found = known.get(key)
-                known[key] = sample._replace(value=sample.value + (found.value if found else 0))
-    for name, family in families.items():
-        family.samples = list(sums[name].values())
+        for name, *rest, samples in report.families:
+            held = families.setdefault(name, (name, *rest, []))[3]
+            known = {(one, tuple(labels.values())): at for at, (one, labels, _) in enumerate(held)}
+            for one, labels, value in samples:
+                at = known.get((one, tuple(labels.values())))
+                if at is None:
+                    held.append((one, labels, value))
+                else:
+                    held[at] = (one, labels, held[at][2] + value)
     return list(families.values())

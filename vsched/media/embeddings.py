@@ -41,33 +41,36 @@ _EXPONENT: Final = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
 """Exponent bits: a value in which all are set is NaN or infinite."""
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddedImage:
+class _Reference(msgspec.Struct, frozen=True, tag=True):
+    """A reference that is not only a URL; its content is large and private, and left out of the repr."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"
+
+
+class EmbeddedImage(_Reference, frozen=True):
     """An image given as its embedding.
 
     Attributes:
         source: Base64 of a safetensors file, or its URL. The file has `embeds`, [tokens, levels * hidden size] in the
             served dtype or float32, and the model's companion tensor (`Preprocessor.companion`), such as `grid_thw`. A
-            row has the main embedding, then each deepstack level. Left out of the repr, because it is large and
-            private.
+            row has the main embedding, then each deepstack level.
     """
 
-    source: str = field(repr=False)
+    source: str
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddedVideo:
+class EmbeddedVideo(_Reference, frozen=True):
     """A video given as the embeddings of its frame groups, one after the other.
 
     Attributes:
         source: As for an `EmbeddedImage`, with the times of the groups as another tensor (`Preprocessor.video_times`).
     """
 
-    source: str = field(repr=False)
+    source: str
 
 
-@dataclass(frozen=True, slots=True)
-class NamedImage:
+class NamedImage(_Reference, frozen=True):
     """An image with a client-defined name: sent once with the name, then referred to by the name only.
 
     Attributes:
@@ -76,23 +79,21 @@ class NamedImage:
     """
 
     uuid: str
-    reference: str | None = field(default=None, repr=False)
+    reference: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BoundedImage:
+class BoundedImage(_Reference, frozen=True):
     """An image, or a named image, with pixel bounds for resizing that replace the checkpoint's."""
 
     image: str | NamedImage
     bounds: PixelBounds
 
 
-@dataclass(frozen=True, slots=True)
-class VideoReference:
+class VideoReference(_Reference, frozen=True):
     """A video: the URL of a file, or the URLs of its frames as images of one size."""
 
-    source: str | tuple[str, ...] = field(repr=False)
-    sampling: VideoSampling = field(default_factory=VideoSampling)
+    source: str | tuple[str, ...]
+    sampling: VideoSampling = VideoSampling()
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -107,8 +108,7 @@ UnspannedReference = (
 embeddings."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpannedImage:
+class SpannedImage(_Reference, frozen=True):
     """An image with spans of its tokens, [start, stop), that have bidirectional attention instead of all."""
 
     image: UnspannedReference

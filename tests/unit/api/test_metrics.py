@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import pickle
 from typing import Any
 
 import msgspec
@@ -145,8 +144,8 @@ def test_reports_add_to_the_counters_and_histograms_of_a_process() -> None:
     """Also samples that only one of the processes has."""
     own = counted("stop", "length", tenant="a")
     other = counted("stop", "", tenant="b")
-    frame = pickle.dumps(other.report())
-    own.reports = lambda: [pickle.loads(frame)]
+    frame = msgspec.msgpack.encode(other.report())
+    own.reports = lambda: [msgspec.msgpack.decode(frame, type=Report)]
     reported = lines(own)
     assert 'vsched_requests_total{endpoint="chat",outcome="stop"} 2.0' in reported
     assert 'vsched_requests_total{endpoint="chat",outcome="length"} 1.0' in reported

@@ -1,7 +1,7 @@
 """Calls between an API process and the engine, over a socket pair.
 
 A frame is a list of calls: all of an event loop iteration, in order, each a name and arguments, which call the method
-`on_<name>` of the other side. Frames are pickled: both sides are processes of one server, of the same user.
+`on_<name>` of the other side. Arguments are decoded as the types that the method declares.
 
 When a process ends, in whatever manner, its link closes, and the other side notices at once. Calls never wait; senders
 of large arguments use `call_large`. Buffered data is limited: a peer that does not read is dropped once too many bytes
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
-import pickle
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -31,6 +31,8 @@ BEAT_S = 1.0
 SILENT_S = 60.0
 """A peer that has sent nothing for this time is dropped: its event loop hangs, or it is stopped."""
 _SIZE_BYTES = 8
+_encoder = msgspec.msgpack.Encoder()
+_calls_decoder = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +61,7 @@ class Link:
     ) -> None:
         """Create an end, to be started by `open`, with a limit of unsent data."""
         self.receivers = receivers
+        self._methods: dict[str, tuple[Callable[..., None], msgspec.msgpack.Decoder[Any]]] = {}
         self._on_lost = on_lost
         self._waiting_bytes_max = waiting_bytes_max
         self._calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -95,7 +98,7 @@ class Link:
         """Send the collected calls; on a lost link they are dropped."""
         calls, self._calls = self._calls, []
         if calls and not self.lost:
-            self._send(pickle.dumps(calls))
+            self._send(_encoder.encode(calls))
 
     def _send(self, frame: bytes) -> None:
         if self._writer is None:
@@ -129,10 +132,18 @@ class Link:
     def receive(self, frame: bytes) -> None:
         """Carry out the calls of a frame."""
         self._received_s = self._loop.time()
-        for name, arguments in pickle.loads(frame):  # noqa: S301 - from a process of this server
-            method = f"on_{name}"
-            receiver = next(one for one in self.receivers if hasattr(one, method))
-            getattr(receiver, method)(*arguments)
+        for name, sent in _calls_decoder.decode(frame):
+            if name not in self._methods:
+                self._methods[name] = self._method(name)
+            method, decoder = self._methods[name]
+            method(*decoder.decode(sent))
+
+    def _method(self, name: str) -> tuple[Callable[..., None], msgspec.msgpack.Decoder[Any]]:
+        receiver = next(one for one in self.receivers if hasattr(one, f"on_{name}"))
+        method = getattr(receiver, f"on_{name}")
+        hints = get_type_hints(method)
+        kinds = [hints[parameter] for parameter in inspect.signature(method).parameters]
+        return method, msgspec.msgpack.Decoder(tuple.__class_getitem__(tuple(kinds)))
 
     def silent_s(self) -> float:
         """Time since the last data from the peer."""

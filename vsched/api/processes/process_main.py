@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import uvloop
 from setproctitle import setproctitle
 from starlette.types import Receive, Scope, Send
@@ -28,6 +28,7 @@ from vsched.aio.streams import (
     TokenStream,
 )
 from vsched.api.app import create_frontend
+from vsched.api.errors import SentError, received_error
 from vsched.api.http_exchange import ROOMLESS_BYTES, HttpExchange
 from vsched.api.http_server import favour_event_loop, forgo_models, http_server
 from vsched.api.metrics import ApiMetrics
@@ -159,15 +160,18 @@ class RemoteEngine:
             self._streams.add(choice, stream)
         pending.accepted.set_result(streams)
 
-    def on_failed(self, number: int, error: RequestRefused | RequestFailed) -> None:
+    def on_failed(self, number: int, sent: SentError) -> None:
         """A request was refused, or a call failed."""
+        self._fail(number, received_error(sent))
+
+    def _fail(self, number: int, error: RequestRefused | RequestFailed) -> None:
         call, pending = self._calls.pop(number, None), self._pending.pop(number, None)
         if call is not None and not call.done():
             call.set_exception(error)
         if pending is not None:
             pending.refuse(error)
 
-    def on_replied(self, number: int, value: object) -> None:
+    def on_replied(self, number: int, value: Any) -> None:
         """A call has this result."""
         call = self._calls.pop(number, None)
         if call is not None and not call.done():
@@ -191,7 +195,7 @@ class RemoteEngine:
         self._lost = True
         error = RequestFailed(why, code="stopping", status=503, retry_after_s=5)
         for number in [*self._pending, *self._calls]:
-            self.on_failed(number, error)
+            self._fail(number, error)
         self._choices.clear()
         self._streams.fail_all(why, code="stopping")
 
@@ -443,7 +447,7 @@ class ApiProcess:
 def main() -> int:
     """Read the order and serve."""
     end = socket.socket(fileno=int(sys.argv[1]))
-    order: Order = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the engine
+    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
     setproctitle(f"vsched: api {order.index}")
     configure_logging(f"api {order.index}")
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import pickle
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from vsched.aio.serving import RunningParts
 from vsched.aio.streams import ChoiceInputs, PromptReport, TokenLogprob, broken
 from vsched.api.app import create_operations, engine_metrics
 from vsched.api.contract import ApiSettings
+from vsched.api.errors import sent_error
 from vsched.api.http_server import another
 from vsched.api.metrics import Report, added
 from vsched.api.processes.link import BEAT_S, SILENT_S, Link, Order
@@ -236,7 +236,7 @@ class ProcessSession:
         if not isinstance(error, RequestRefused | RequestFailed):
             logger.error("a request of an API process failed", exc_info=error)
             error = RequestFailed("the server made a mistake")
-        self._link.call("failed", number, error)
+        self._link.call("failed", number, sent_error(error))
 
     def close(self) -> None:
         """Abort all requests of the process, which is gone."""
@@ -312,7 +312,7 @@ class _Process:
             )
         assert self.popen.stdin is not None
         with contextlib.suppress(BrokenPipeError), self.popen.stdin as stdin:
-            pickle.dump(order, stdin)
+            stdin.write(msgspec.msgpack.encode(order))
         self.link = Link(on_lost=self._on_lost)
         self.session = ProcessSession(engine, self.link, operations=operations)
         self.link.receivers = (self.session, self)

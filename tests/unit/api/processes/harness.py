@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import pickle
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from tests.unit.aio.ranks import ShellHarness
@@ -40,7 +40,7 @@ class Wire(Link):
     def _send(self, frame: bytes) -> None:
         if self.cut:
             return
-        self.sent += pickle.loads(frame)
+        self.sent += msgspec.msgpack.decode(frame)
         if self.held:
             self._waiting.append(frame)
         else:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import socket
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from tests.patience import patience, until
-from vsched.api.errors import ParameterRefused
+from vsched.api.errors import ParameterRefused, SentError, received_error, sent_error
 from vsched.api.processes.link import Link
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.types import FinishReason
+from vsched.media import (
+    BoundedImage,
+    EmbeddedImage,
+    EmbeddedVideo,
+    ImageReference,
+    NamedImage,
+    SpannedImage,
+    VideoReference,
+)
+from vsched.worker.contract import PixelBounds, VideoSampling
 
 LIMIT_BYTES = 1 << 20
 
@@ -27,9 +36,29 @@ LIMIT_BYTES = 1 << 20
         RequestFailed("stopping", code="stopping", status=503, retry_after_s=5),
     ],
 )
-def test_link_carries_errors_with_all_fields_for_clients(error: Exception) -> None:
-    found = pickle.loads(pickle.dumps(error))
+def test_link_carries_errors_with_all_fields_for_clients(
+    error: RequestRefused | RequestFailed,
+) -> None:
+    frame = msgspec.msgpack.encode(sent_error(error))
+    found = received_error(msgspec.msgpack.decode(frame, type=SentError))
     assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+
+
+REFERENCES = [
+    "https://example.com/a.png",
+    EmbeddedImage("c2FmZQ=="),
+    EmbeddedVideo("file:///a.safetensors"),
+    NamedImage("a name", None),
+    BoundedImage(NamedImage("a name", "https://example.com/a.png"), PixelBounds(28, 784)),
+    VideoReference("data:video/mp4;base64,AA==", VideoSampling(2.0, bounds=PixelBounds(28))),
+    SpannedImage(VideoReference(("data:one", "data:two")), ((0, 3), (5, 8))),
+]
+
+
+def test_link_carries_every_form_of_an_image() -> None:
+    frame = msgspec.msgpack.encode(REFERENCES)
+    assert msgspec.msgpack.decode(frame, type=list[ImageReference]) == REFERENCES
+    assert "safe" not in repr(REFERENCES[1:])
 
 
 class Side:
@@ -41,8 +70,8 @@ class Side:
         self.error: Exception | None = None
         self.link = Link(self, on_lost=self.lost.append, waiting_bytes_max=LIMIT_BYTES)
 
-    def on_note(self, *content: object) -> None:
-        self.received.append(content)
+    def on_note(self, number: int, content: str | list[int]) -> None:
+        self.received.append((number, content))
         if self.error is not None:
             raise self.error
 
@@ -71,10 +100,10 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 async def test_link_brings_calls_in_order(pair: Pair) -> None:
-    calls = [(3, FinishReason.STOP), (), (list(range(50_000)), None)]
+    calls = [(3, "a"), (4, "bc"), (5, list(range(50_000)))]
     await pair.open()
-    for arguments in calls:
-        pair.up.link.call("note", *arguments)
+    for number, content in calls:
+        pair.up.link.call("note", number, content)
     await until(lambda: len(pair.down.received) == len(calls))
     assert pair.down.received == calls
 
@@ -82,12 +111,12 @@ async def test_link_brings_calls_in_order(pair: Pair) -> None:
 async def test_link_frames_come_whole_however_they_are_cut(pair: Pair) -> None:
     await pair.down.link.open(pair.end)
     pair.ours.setblocking(False)
-    frame = pickle.dumps([("note", ("a",)), ("note", ("bc",))])
+    frame = msgspec.msgpack.encode([("note", (1, "a")), ("note", (2, "bc"))])
     for byte in len(frame).to_bytes(8, "little") + frame:
         await asyncio.get_running_loop().sock_sendall(pair.ours, bytes([byte]))
         await asyncio.sleep(0)
     await until(lambda: len(pair.down.received) == 2)
-    assert pair.down.received == [("a",), ("bc",)]
+    assert pair.down.received == [(1, "a"), (2, "bc")]
 
 
 async def test_link_end_of_a_side_is_told_to_the_other_once(pair: Pair) -> None:
@@ -103,21 +132,22 @@ async def test_link_side_that_does_not_read_is_given_up_before_memory_is_full(pa
     await pair.open(both=False)
     sent = 0
     while not pair.up.lost:
-        pair.up.link.call("note", b"x" * 65536)
+        pair.up.link.call("note", 1, "x" * 65536)
         sent += 65536
         assert sent < 4 * LIMIT_BYTES, "it is not bounded"
         await asyncio.sleep(0)
     assert "does not read" in pair.up.lost[0]
-    pair.up.link.call("note", b"nobody hears this")
+    pair.up.link.call("note", 1, "nobody hears this")
 
 
-@pytest.mark.parametrize("spoilt", ["what is sent", "what takes it"])
+@pytest.mark.parametrize("spoilt", ["a name", "a type", "what takes it"])
 async def test_link_call_that_cannot_be_carried_out_ends_it(
     pair: Pair, spoilt: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await pair.open()
     pair.down.error = ValueError("a mistake")
-    pair.up.link.call("note" if spoilt == "what takes it" else "nothing of that name")
+    arguments = {"what takes it": ("note", 1, ""), "a name": ("no",), "a type": ("note", "x", "")}
+    pair.up.link.call(*arguments[spoilt])
     await until(lambda: pair.down.lost)
     assert pair.down.lost == ["made a call that could not be carried out"]
     assert "a call could not be carried out" in caplog.text
@@ -126,9 +156,9 @@ async def test_link_call_that_cannot_be_carried_out_ends_it(
 async def test_link_large_calls_go_one_after_the_other_as_they_are_read(pair: Pair) -> None:
     """The next one waits until the other side reads; small ones do not overtake earlier calls."""
     await pair.open(both=False)
-    pair.up.link.call("note", 0)
+    pair.up.link.call("note", 0, "")
     large = [
-        asyncio.create_task(pair.up.link.call_large("note", n, b"7" * 600_000)) for n in (1, 2, 3)
+        asyncio.create_task(pair.up.link.call_large("note", n, "7" * 600_000)) for n in (1, 2, 3)
     ]
     for _ in range(20):
         await asyncio.sleep(0)
