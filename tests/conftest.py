@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 from collections.abc import Callable, Mapping
@@ -63,3 +64,21 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run asynchronous tests on the event loop of production."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the directory of a float32 checkpoint of the named size; the test needs torch."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from vsched_workers.checkpoint.random_init import make_checkpoint
+
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    @functools.cache
+    def make(size: str) -> Path:
+        make_checkpoint(str(root / size), size, dtype="float32")
+        return root / size
+
+    return make

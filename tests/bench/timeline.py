@@ -30,7 +30,6 @@ from tests.bench.table import SIZES, specs_of
 from vsched.bench.load.client import BenchClient, Sample
 from vsched.bench.load.generator import Answers, Body, Figures, LoadPlan, Message, draw, summarise
 from vsched.errors import ConfigError
-from vsched.terminal.options import new_figure
 
 PURPOSE = "timeline"
 INTERVAL_S = 0.5
@@ -314,7 +313,9 @@ def draw_rates(
     by_side: Mapping[str, Sequence[Run]], seconds: Seconds, title: str, path: Path
 ) -> None:
     """Draw requests/s over time, the median of the rounds; neighbours run in the grey interval."""
-    figure = new_figure(7, 3.6)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     for side, runs in by_side.items():
         middle = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typer
 from typer.testing import CliRunner
 
 from vsched.cli import app, main
@@ -11,12 +10,7 @@ from vsched.cli import app, main
 def run_vsched(*words: str, columns: int = 120) -> str:
     """Run `vsched`, which must succeed; return its output."""
     main.import_commands()
-    return run_command(app, *words, columns=columns)
-
-
-def run_command(commands: typer.Typer, *words: str, columns: int = 120) -> str:
-    """Run a command, which must succeed; return its output."""
     shown = {"COLUMNS": str(columns), "NO_COLOR": "1"}
-    done = CliRunner().invoke(commands, words, env=shown, catch_exceptions=False)
+    done = CliRunner().invoke(app, words, env=shown, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output

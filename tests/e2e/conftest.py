@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
+import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,21 +11,20 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.e2e.asking import Ask, held, in_flight, mixed_asks  # noqa: E402
-from tests.e2e.fork_servers import one_fork_server  # noqa: E402
-from tests.patience import PATIENCE_S, until  # noqa: E402
-from tests.workers.reference import Reference  # noqa: E402
-from vsched import Config, Engine  # noqa: E402
-from vsched.aio import fork_server, launcher  # noqa: E402
-from vsched.api.server import RunningServer, running_server  # noqa: E402
-from vsched.config import load_config  # noqa: E402
-from vsched.types import ModelInfo  # noqa: E402
-from vsched.worker.contract import Preprocessor  # noqa: E402
-from vsched_workers.checkpoint.random_init import make_checkpoint  # noqa: E402
-from vsched_workers.plugin import plugin  # noqa: E402
+from tests.e2e.asking import Ask, held, in_flight, mixed_asks
+from tests.patience import PATIENCE_S, until
+from tests.workers.parallel.ranks import forkable_everywhere
+from tests.workers.reference import Reference
+from vsched import Config, Engine
+from vsched.aio import fork_server, launcher
+from vsched.api.server import RunningServer, running_server
+from vsched.config import load_config
+from vsched.types import ModelInfo
+from vsched.worker.contract import Preprocessor
+from vsched_workers.plugin import plugin
 
 KV_TOKENS = 480
 """So small that eight requests at a time do not fit."""
@@ -56,31 +52,32 @@ BATCHED = {"VSCHED__ENCODE__ADMISSION__MAX_ITEMS": "4"}
 """By default a step would take one image on a CPU; these tests are about batches of them, with few exceptions."""
 
 
+class SharedForkServer(fork_server.ForkServer):
+    """Exists before the engines that use it, and outlives them."""
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_fork_server() -> Iterator[None]:
     """Let all engines share one fork server, for each would import for seconds; see `own_fork_server`."""
-    with one_fork_server():
+    shared = SharedForkServer(forkable_everywhere())
+
+    async def import_all() -> None:
+        (await shared.open()).close()
+
+    asyncio.run(import_all())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "ForkServer", lambda *_: shared)
         yield
+    fork_server.ForkServer.close(shared)
 
 
 @pytest.fixture
 def own_fork_server(shared_fork_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engines of a test have fork servers of their own, as in production."""
     monkeypatch.setattr(launcher, "ForkServer", fork_server.ForkServer)
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the directory of a float32 checkpoint of the named size."""
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    @functools.cache
-    def make(size: str) -> Path:
-        make_checkpoint(str(root / size), size, dtype="float32")
-        return root / size
-
-    return make
 
 
 @pytest.fixture(scope="session")

@@ -1,46 +1,55 @@
-"""A host is lost in the middle of a stream, and comes back: invariants for any kind of loss."""
+"""A host is lost in the middle of a stream, and comes back: invariants for any kind of host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from tests.e2e.asking import Answer, Ask, begin, choices
+from tests.e2e.asking import Answer, Ask, begin, choices, drawn_image
 from tests.e2e.conftest import assert_idle
 from tests.patience import PATIENCE_S, patience, until
-from vsched import Engine
+from vsched import Config, Engine
+
+ASKS = [
+    Ask("What is in the image?", [drawn_image(1)]),
+    Ask("What differs?", [drawn_image(2), drawn_image(3, (140, 100))], count=40),
+    Ask("0 1 2 3 4 5"),
+]
+LONG = Ask("Describe the picture.", [drawn_image(4)], count=400)
 
 
-async def check_stream_outlives_host(
-    engine: Engine,
-    long: tuple[Ask, list[int]],
-    asks: Sequence[tuple[Ask, list[int]]],
+async def check_host_loss(
+    here: Engine,
+    elsewhere: Config,
     *,
     strike: Callable[[], object],
     mend: Callable[[], object],
 ) -> None:
-    """Lose the host of the generate stage; questions come with their expected tokens.
+    """Serve with ranks on other hosts, and lose the host of the generate stage.
 
-    The stream resumes with its tokens, questions asked meanwhile are answered, the host is used again, and the loss
-    leaves nothing behind.
+    All tokens are those of the engine `here`. The stream resumes, questions asked meanwhile are answered, the host is
+    used again, and the loss leaves nothing behind.
     """
-    ask, expected = long
-    stream = await begin(engine, ask)
-    async with patience(3 * PATIENCE_S):
-        answer = Answer()
-        while len(answer.token_ids) < 20:
-            answer.deltas.append(await anext(stream))
-        assert len(answer.token_ids) < ask.count
-        strike()
-        await until(lambda: engine.state != "ready", "the loss is detected")
-        meanwhile = [await begin(engine, one) for one, _ in asks]
-        mend()
-        answer.deltas += [delta async for delta in stream]
-        assert answer.token_ids == expected
-        for (_, tokens), requested in zip(asks, meanwhile, strict=True):
-            assert Answer([delta async for delta in requested]).token_ids == tokens
-    assert engine.state == "ready"
-    (row,) = (row for row in engine.groups() if row["stage"] == "generate")
-    assert row["losses"] == {"HostLost": 1}
-    found = [one.token_ids for one in await choices(engine, [one for one, _ in asks], at_once=3)]
-    assert found == [tokens for _, tokens in asks], "the host is used again"
-    await assert_idle(engine)
+    *expected, long = [one.token_ids for one in await choices(here, [*ASKS, LONG], at_once=4)]
+    async with Engine(elsewhere) as engine:
+        found = [one.token_ids for one in await choices(engine, ASKS, at_once=3)]
+        assert found == expected
+        stream = await begin(engine, LONG)
+        async with patience(3 * PATIENCE_S):
+            answer = Answer()
+            while len(answer.token_ids) < 20:
+                answer.deltas.append(await anext(stream))
+            assert len(answer.token_ids) < LONG.count
+            strike()
+            await until(lambda: engine.state != "ready", "the loss is detected")
+            meanwhile = [await begin(engine, one) for one in ASKS]
+            mend()
+            answer.deltas += [delta async for delta in stream]
+            assert answer.token_ids == long
+            for tokens, requested in zip(expected, meanwhile, strict=True):
+                assert Answer([delta async for delta in requested]).token_ids == tokens
+        assert engine.state == "ready"
+        (row,) = (row for row in engine.groups() if row["stage"] == "generate")
+        assert row["losses"] == {"HostLost": 1}
+        found = [one.token_ids for one in await choices(engine, ASKS, at_once=3)]
+        assert found == expected, "the host is used again"
+        await assert_idle(engine)

@@ -1,10 +1,9 @@
-"""Random JSON schemas, damage to them, and a validator for the keywords in them."""
+"""Random JSON schemas, and damage to them."""
 
 from __future__ import annotations
 
 import copy
 import random
-import re
 from typing import Any
 
 _KINDS = ("enum", "const", "integer", "number", "boolean", "null", "string", "pattern")
@@ -64,35 +63,3 @@ def damaged(schema: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     for _ in range(rng.randrange(1, 4)):
         rng.choice(inner)[rng.choice(_KEYS)] = rng.choice(_ODD)
     return broken
-
-
-def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Return True if a value matches a schema of this module."""
-    if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        return any(value == each and type(value) is type(each) for each in values)
-    if "anyOf" in schema:
-        return any(fits(value, each) for each in schema["anyOf"])
-    match schema["type"]:
-        case "integer" | "number" as kind:
-            whole = type(value) is int or (kind == "number" and type(value) is float)
-            return whole and bool(schema["minimum"] <= value <= schema["maximum"])
-        case "string":
-            if not isinstance(value, str):
-                return False
-            if "pattern" in schema:
-                return re.search(schema["pattern"], value) is not None
-            return bool(len(value) <= schema["maxLength"])
-        case "array":
-            is_list = isinstance(value, list) and len(value) <= schema["maxItems"]
-            return is_list and all(fits(each, schema["items"]) for each in value)
-        case "object":
-            known = isinstance(value, dict) and value.keys() <= schema["properties"].keys()
-            return (
-                known
-                and set(schema["required"]) <= value.keys()
-                and all(fits(value[name], schema["properties"][name]) for name in value)
-            )
-        case "null":
-            return value is None
-    return isinstance(value, bool)

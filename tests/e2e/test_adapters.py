@@ -46,16 +46,22 @@ class Adapted(NamedTuple):
         return self.references[name].generate(prompt, ask.images, ask.count)
 
 
+def make_adapters(base: Path, folder: Path, **layers: str) -> Adapted:
+    """Write the adapters of a checkpoint."""
+    return Adapted(
+        folder,
+        {
+            name: AdaptedReference(base, folder / name, seed=seed, **layers)
+            for seed, name in enumerate(ADAPTERS)
+        },
+    )
+
+
 @pytest.fixture(scope="module")
 def adapted(
     checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Adapted:
-    folder = tmp_path_factory.mktemp("adapters")
-    base = checkpoints("nano25")
-    references = {
-        name: AdaptedReference(base, folder / name, seed=seed) for seed, name in enumerate(ADAPTERS)
-    }
-    return Adapted(folder, references)
+    return make_adapters(checkpoints("nano25"), tmp_path_factory.mktemp("adapters"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -171,6 +177,46 @@ async def test_requests_with_and_without_adapters_answer_as_peft_does(
             found = await asyncio.gather(*map(read, streams))
             assert [one.token_ids for one in found] == wanted[name], name
     assert engine.statistics()["generate"]["tokens_cached"] > 0
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        ("nano25", ("generate.tensor_parallel=2", "encode.tensor_parallel=2")),
+        ("nano3", ("placement=together",)),
+    ],
+    ids=["two ranks", "together"],
+)
+async def test_images_are_encoded_by_the_adapter_of_their_request(
+    configure: Callable[..., Config],
+    checkpoints: Callable[[str], Path],
+    generated: Any,
+    tmp_path: Path,
+    size: str,
+    settings: tuple[str, ...],
+) -> None:
+    """Adapters of tower and language model: an image has embeddings of its own with each."""
+    adapted = make_adapters(checkpoints(size), tmp_path, layers="all-linear")
+    load = ", ".join(f'{name} = "{tmp_path / name}"' for name in ADAPTERS)
+    config = configure(
+        size,
+        "adapters.count_max=2",
+        "adapters.rank_max=4",
+        f"adapters.directory={tmp_path}",
+        f"adapters.load={{{load}}}",
+        "adapters.encoder=true",
+        *settings,
+    )
+    ask = Ask(TEXTS[1], [drawn_image(1)], count=24)
+    async with Engine(config) as engine:
+        wanted = [adapted.tokens(engine, ask, name) for name in ADAPTERS]
+        wanted += generated(size, [ask])
+        assert len({*map(tuple, wanted)}) == 3, "each adapter changes the answer"
+        for _ in range(2):
+            started = [await begin(engine, ask, adapter=name) for name in (*ADAPTERS, "")]
+            found = await asyncio.gather(*map(read, started))
+            assert [one.token_ids for one in found] == wanted
+        assert engine.statistics()["encode"]["items_encoded"] == 3
 
 
 async def test_every_dialect_takes_an_adapter_as_its_model_and_reports_it(

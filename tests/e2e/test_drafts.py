@@ -171,30 +171,6 @@ async def test_ranks_of_a_group_draft_the_same(
         assert not any(group["restarts"] for group in engine.groups())
 
 
-async def test_drafts_are_refused_if_ranks_cannot_verify_them(
-    configure: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vsched_workers.plugin.plugin.verifies_drafts", lambda *_, **__: False)
-    with pytest.raises(ConfigError, match=r"generate\.drafting: .* cannot verify drafts"):
-        async with Engine(configure("nano25", LOOKUP)):
-            pass
-
-
-async def test_a_draft_model_is_refused_where_it_cannot_draft(
-    configure: Callable[..., Config],
-    checkpoints: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(ConfigError, match=r"drafts with a model, and there is none"):
-        async with Engine(configure("nano25", MODEL)):
-            pass
-    settings = by_model(checkpoints("nano25"))
-    monkeypatch.setattr("vsched_workers.plugin.plugin.verifies_drafts", lambda *_, **__: False)
-    with pytest.raises(ConfigError, match=r"generate\.draft_model: ranks cannot run drafts"):
-        async with Engine(configure("nano25", *settings)):
-            pass
-
-
 async def test_a_draft_model_of_another_vocabulary_is_refused(
     configure: Callable[..., Config], checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:

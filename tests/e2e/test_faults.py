@@ -10,9 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, now_and_then, read
-from tests.e2e.conftest import assert_idle
 from tests.patience import until
-from vsched import Config, Engine, SamplingParams
+from vsched import Engine, SamplingParams
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -107,23 +106,3 @@ async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Gene
     await back(engine)
     assert engine.rank_pids[1] == generate_pid, "the language model was not affected"
     assert engine.rank_pids[0] != encode_pid
-
-
-async def test_hung_rank_is_replaced(
-    configure: Callable[..., Config], generated: Generated
-) -> None:
-    """A rank that neither replies nor exits; both its groups come back, in one process."""
-    questions = asks(4000, 5)
-    wanted = generated("nano3", questions)
-    config = configure("nano3", "placement=together", "deadlines.rank_timeout_s=4")
-    async with Engine(config) as engine:
-        started = [await begin(engine, ask) for ask in questions]
-        await until(lambda: sum(one.output_tokens for one in started) > 30, "streams are running")
-        (pid,) = engine.rank_pids
-        os.kill(pid, signal.SIGSTOP)
-        found = await asyncio.gather(*(read(one) for one in started))
-        assert [one.token_ids for one in found] == wanted
-        await back(engine)
-        assert pid not in engine.rank_pids
-        assert len(engine.rank_pids) == 1
-        await assert_idle(engine)

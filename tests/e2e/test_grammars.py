@@ -1,4 +1,7 @@
-"""Outputs keep to a grammar, whatever the model prefers, and whatever happens to its ranks."""
+"""Outputs keep to a grammar, whatever the model prefers, and whatever happens to its ranks.
+
+Schemas and grammars that crash the grammar library have no effect on other requests.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,23 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 import pytest
 
-openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("openai")
 
 from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read  # noqa: E402
-from tests.patience import until  # noqa: E402
+from tests.each_case import each_case  # noqa: E402
+from tests.fuzz.documents import CHAT, TEXT, at_doors, body_at  # noqa: E402
+from tests.fuzz.grammars import fuzz_grammars  # noqa: E402
+from tests.patience import PATIENCE_S, until  # noqa: E402
 from vsched import Config, Engine, SamplingParams  # noqa: E402
+from vsched.aio.grammar_checks import GrammarProcesses  # noqa: E402
+from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.api.structured_outputs import constraint_from_schema  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -37,6 +46,7 @@ ASK = Ask(TEXTS[1], [drawn_image(8100), drawn_image(8101, (64, 64))])
 DRAWN = SamplingParams(
     max_tokens=300, temperature=1.2, seed=11, grammar=constraint_from_schema(LIST)
 )
+DRAWN_DOCUMENTS = 100
 GREEDY = msgspec.structs.replace(DRAWN, temperature=0.0, repetition_penalty=1.2)
 
 
@@ -80,15 +90,7 @@ async def test_chat_keeps_to_a_json_schema(sdk: Any) -> None:
     assert free.choices[0].message.content
 
 
-async def test_chat_streams_json_and_is_cut_at_its_limit(sdk: Any) -> None:
-    options = {"response_format": {"type": "json_object"}, "stream": True}
-    chunks = [chunk async for chunk in await chat(sdk, max_tokens=8, **options)]
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text.lstrip().startswith("{")
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "texts"),
     [
         ({"structured_outputs": {"choice": ["left", "right"]}}, {"left", "right"}),
@@ -105,25 +107,6 @@ async def test_plain_completions_keep_to_vllm_s_fields(
     )
     assert reply.choices[0].text.strip() in texts
     assert reply.choices[0].finish_reason == "stop"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
-            "response_format",
-        ),
-        ({"guided_regex": "("}, "guided_regex"),
-        ({"guided_regex": "a", "min_tokens": 3}, "guided_regex"),
-    ],
-)
-async def test_bad_forms_are_refused_in_openai_s_form(
-    sdk: Any, fields: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(openai.BadRequestError, match="Remedy") as refusal:
-        await chat(sdk, extra_body=fields)
-    assert (refusal.value.param, refusal.value.code) == (param, "invalid_grammar")
 
 
 async def test_the_same_seed_gives_the_same_json_alone_and_preempted(engine: Engine) -> None:
@@ -161,3 +144,97 @@ async def test_ranks_of_a_group_follow_the_same_grammar(configure: Callable[...,
         for each in found:
             check_list(each.text)
         assert not any(group["restarts"] for group in engine.groups())
+
+
+def linked(keyword: str, count: int) -> dict[str, Any]:
+    """Return a schema of `count` references, each within this keyword of the one before."""
+    references = [{"$ref": f"#/$defs/d{n + 1}"} for n in range(count)]
+    inner = [{keyword: one if keyword == "items" else [one]} for one in references]
+    defs = {f"d{n}": one for n, one in enumerate(inner)}
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{count}": {"type": "null"}}}
+
+
+CRASH = {"const": -(2**63)}
+CRASHES: list[Any] = [
+    {"enum": [1, -(2**64)]},
+    {"anyOf": [CRASH, {"type": "string"}]},
+    {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
+    {"type": "number", "minimum": -1e300, "maximum": -1e299},
+    *(linked(one, 1000) for one in ("prefixItems", "items", "oneOf", "anyOf", "allOf")),
+]
+CHAIN = "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(3000)) + '\nr3000: "a"\n'
+GRAMMARS = [
+    CHAIN,
+    CHAIN.replace("start:", "root:").replace(":", " ::="),
+    f"start: %json {json.dumps(CRASH)}",
+    f'start: "a" b\nb: %json {json.dumps(CRASH)}',
+]
+
+
+async def post_hostile(url: str, requests: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Send requests, and check that each response is 200, or a refusal with a remedy."""
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+
+        async def post(path: str, fields: dict[str, Any]) -> None:
+            body = body_at(path, fields, model="nano25", tokens=4)
+            headers = {"content-type": "application/json"}
+            reply = await client.post(path, content=json.dumps(body), headers=headers)
+            assert reply.status_code in {200, 400, 413}, (path, reply.text)
+            if reply.status_code != 200:
+                assert "Remedy" in reply.json()["error"]["message"], reply.text
+
+        await asyncio.gather(*(post(*each) for each in requests))
+
+
+async def test_schemas_and_grammars_that_crash_the_library_end_nothing(
+    server: RunningServer, engine: Engine
+) -> None:
+    """On every endpoint; and drawn ones, of which `python -m tests.fuzz` sends many more."""
+    ranks = engine.rank_pids
+    requests = [*at_doors(CRASH).values()]
+    requests += [(TEXT, {"prompt": "1", "guided_json": each}) for each in CRASHES]
+    requests += [(CHAT, {"structured_outputs": {"grammar": each}}) for each in GRAMMARS]
+    for first in range(0, len(requests), 8):
+        await post_hostile(server.url, requests[first : first + 8])
+    counted = await fuzz_grammars(server.url, "nano25", seed=1, count=DRAWN_DOCUMENTS)
+    statuses = {status: counted[f"schema: {status}"] for status in (200, 400)}
+    assert min(statuses.values()) > DRAWN_DOCUMENTS // 20, counted
+    assert counted["plain: 200"]
+    assert engine.state == "ready"
+    assert engine.rank_pids == ranks
+
+
+async def test_killed_grammar_server_loses_no_request(engine: Engine) -> None:
+    """32 requests are in flight, some of them with a grammar, and some with one that is being checked."""
+    held = SamplingParams(max_tokens=40, seed=5, grammar=json.dumps({"regex": "[ab]{30}"}))
+    free = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    started = [await begin(engine, Ask(TEXTS[n % 2]), held if n % 2 else free) for n in range(12)]
+    reading = [asyncio.create_task(read(one)) for one in started]
+
+    async def ask(number: int) -> str:
+        grammar = json.dumps({"regex": f"[a-{chr(98 + number)}]{{8}}"})
+        requested = SamplingParams(max_tokens=40, seed=number, grammar=grammar)
+        return (await answer(engine, Ask(TEXTS[0]), requested)).text
+
+    asking = [asyncio.create_task(ask(number)) for number in range(20)]
+    assert engine._running is not None
+    checker = engine._running.grammars._checker
+    assert isinstance(checker, GrammarProcesses)
+    assert checker.pid
+    os.kill(checker.pid, signal.SIGKILL)
+    assert [len(text) for text in await asyncio.gather(*asking)] == [8] * 20
+    found = await asyncio.gather(*reading)
+    assert all(len(each.text) == 30 for each in found[1::2])
+    assert all(len(each.token_ids) == 24 for each in found[::2])
+
+
+@pytest.mark.slow
+async def test_api_processes_check_grammars_as_the_engine_does(
+    configure: Callable[..., Config],
+) -> None:
+    async with running_server(configure("nano25", "server.processes=2")) as running:
+        await post_hostile(running.url, at_doors(CRASH).values())
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
+            body = {"model": "nano25", "prompt": "1", "guided_regex": "ab"}
+            reply = await client.post(TEXT, json=body)
+            assert reply.json()["choices"][0]["text"] == "ab"

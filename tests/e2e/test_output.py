@@ -1,19 +1,25 @@
-"""Ends of outputs and their details, through the whole engine."""
+"""Outputs of requests, their early ends, and refusals, through the whole engine."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import math
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.e2e.asking import TEXTS, Answer, Ask, answer, begin, drawn_image, read
-from vsched import Engine, SamplingParams
+from tests.e2e.asking import TEXTS, Ask, answer, begin, data_url, drawn_image, held, in_flight, read
+from tests.e2e.conftest import CONTEXT_TOKENS, IMAGES_MAX, KV_TOKENS
+from tests.patience import until
+from vsched import Engine, RequestRefused, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-ASK = Ask(TEXTS[1], [drawn_image(400, (112, 84))])
+ASK = Ask(TEXTS[1], [drawn_image(400, (112, 84)), drawn_image(401, (64, 64))], count=100)
+OLDER = [Ask(TEXTS[number], [drawn_image(200 + number)], count=110) for number in range(3)]
+"""Three long answers fill the KV cache, so a younger request has to be preempted."""
 
 
 def greedy(**changes: Any) -> SamplingParams:
@@ -33,31 +39,13 @@ async def test_deltas_are_the_text_of_the_tokens(engine: Engine) -> None:
     assert len(found.token_ids) == 200
 
 
-async def test_max_tokens_ends_with_length(engine: Engine) -> None:
-    for count in (1, 2, 17):
-        found = await answer(engine, ASK, greedy(max_tokens=count))
-        assert len(found.token_ids) == count
-        assert found.finish_reason == "length"
-
-
-async def test_stop_string_ends_before_it(engine: Engine) -> None:
-    """The stop string is found across tokens, and is not part of the text."""
-    whole = (await answer(engine, ASK, sampled(max_tokens=60))).text
-    stop = whole[20:25]
-    found = await answer(engine, ASK, sampled(max_tokens=60, stop=("never comes", stop)))
-    assert found.text == whole[: whole.index(stop)]
-    assert found.finish_reason == "stop"
-    assert len(found.token_ids) < 60
-    found = await answer(engine, ASK, sampled(max_tokens=60, stop=(stop,), include_stop=True))
-    assert found.text == whole[: whole.index(stop) + len(stop)]
-
-
 async def test_special_tokens_are_text_where_they_are_requested(engine: Engine) -> None:
     """Stop strings find them, and the stop reason is reported as for any other stop."""
     end, *_ = engine.info.stop_token_ids
     name = engine.preprocessor.token_bytes(end).decode()
     ignoring = sampled(logit_bias=((end, 100.0),), max_tokens=3)
-    assert (await answer(engine, ASK, ignoring)).text == ""
+    found = await answer(engine, ASK, ignoring)
+    assert (found.text, found.token_ids, found.finish_reason) == ("", 3 * [end], "length")
     shown = msgspec.structs.replace(ignoring, show_special=True)
     assert (await answer(engine, ASK, shown)).text == 3 * name
     stopped = await answer(engine, ASK, msgspec.structs.replace(shown, stop=(name,)))
@@ -68,116 +56,63 @@ async def test_special_tokens_are_text_where_they_are_requested(engine: Engine) 
         assert (found.text, found.finish_reason, found.token_ids) == (text, "stop", [end])
 
 
-async def test_stop_string_that_only_begins_is_given_out(engine: Engine) -> None:
-    whole = (await answer(engine, ASK, sampled(max_tokens=60))).text
-    found = await answer(engine, ASK, sampled(max_tokens=60, stop=(whole[-4:] + "\0",)))
-    assert found.text == whole
-    assert found.finish_reason == "length"
-
-
-def first_new(tokens: list[int], start: int) -> int:
-    """Return the index, at or after `start`, of a token that did not occur before."""
-    return next(i for i in range(start, len(tokens)) if tokens[i] not in tokens[:i])
-
-
-async def test_stop_token_ends_with_it(engine: Engine) -> None:
-    whole = (await answer(engine, ASK, sampled(max_tokens=60))).token_ids
-    end = first_new(whole, 20)
-    found = await answer(engine, ASK, sampled(max_tokens=60, stop_token_ids=(whole[end],)))
-    assert found.token_ids == whole[: end + 1]
-    assert found.text == engine.preprocessor.detokenize(whole[:end])
-    assert found.finish_reason == "stop"
-
-
-async def end_at(engine: Engine, wanted: int) -> tuple[Ask, int]:
-    """Return a greedy question, and a token that first occurs in its answer at an index of at least `wanted`."""
-    for number in range(40):
-        ask = Ask(f"{TEXTS[number % 5]} {number}", [drawn_image(410 + number)])
-        whole = (await answer(engine, ask, greedy())).token_ids
-        fresh = [i for i in range(wanted, len(whole) - 8) if whole[i] not in whole[:i]]
-        if fresh:
-            return ask, fresh[0]
-    raise AssertionError("no such question")
-
-
 async def test_min_tokens_puts_the_end_off(engine: Engine) -> None:
     """No stop token is drawn before that number of tokens, and the output continues as if there were none."""
-    ask, end = await end_at(engine, 4)
-    whole = (await answer(engine, ask, greedy())).token_ids
-    stop = whole[end]
-    early = await answer(engine, ask, greedy(stop_token_ids=(stop,)))
+    whole = (await answer(engine, ASK, sampled())).token_ids
+    end = next(i for i in range(8, 30) if whole[i] not in whole[:i])
+    stop = {"stop_token_ids": (whole[end],)}
+    early = await answer(engine, ASK, sampled(**stop))
     assert early.token_ids == whole[: end + 1]
-    late = await answer(engine, ask, greedy(stop_token_ids=(stop,), min_tokens=end + 6))
-    assert len(late.token_ids) >= end + 6
-    assert stop not in late.token_ids[: end + 5]
+    late = await answer(engine, ASK, sampled(**stop, min_tokens=end + 6))
     assert late.token_ids[:end] == whole[:end]
-
-
-async def test_end_of_sequence_token_ends_unless_ignored(engine: Engine) -> None:
-    """High temperature draws the end token sooner or later; `ignore_eos` continues past it."""
-    (end,) = engine.info.stop_token_ids
-    for seed in range(60):
-        params: dict[str, Any] = {"temperature": 3.0, "seed": seed, "max_tokens": 120}
-        ignoring = await answer(engine, ASK, SamplingParams(**params, ignore_eos=True))
-        if end in ignoring.token_ids[:-1]:
-            break
-    else:
-        raise AssertionError("no seed draws the end token")
-    assert len(ignoring.token_ids) == 120
-    assert ignoring.finish_reason == "length"
-    stopping = await answer(engine, ASK, SamplingParams(**params))
-    index = ignoring.token_ids.index(end)
-    assert stopping.token_ids == ignoring.token_ids[: index + 1]
-    assert stopping.finish_reason == "stop"
-    assert stopping.text == engine.preprocessor.detokenize(ignoring.token_ids[:index])
-
-
-def check_logprobs(found: Answer, alternatives: int) -> None:
-    assert [one.token_id for one in found.logprobs] == found.token_ids
-    for one in found.logprobs:
-        values = [value for _, value in one.top]
-        assert len(values) == alternatives
-        assert values == sorted(values, reverse=True)
-        assert all(value <= 0.0 for value in [one.logprob, *values])
-        assert sum(map(math.exp, values)) <= 1.0 + 1e-5
-
-
-async def test_logprobs_of_greedy_are_the_top(engine: Engine) -> None:
-    found = await answer(engine, ASK, greedy(logprobs=5))
-    check_logprobs(found, 5)
-    for one in found.logprobs:
-        assert one.top[0] == (one.token_id, one.logprob)
-    plain = await answer(engine, ASK, greedy())
-    assert found.token_ids == plain.token_ids
-    assert plain.logprobs == []
-
-
-async def test_logprobs_of_sampled_tokens_are_their_own(engine: Engine) -> None:
-    found = await answer(engine, ASK, sampled(logprobs=20))
-    check_logprobs(found, 20)
-    listed = [dict(one.top) for one in found.logprobs]
-    known = [
-        (one.logprob, top[one.token_id])
-        for one, top in zip(found.logprobs, listed, strict=True)
-        if one.token_id in top
-    ]
-    assert known
-    assert all(own == of_top for own, of_top in known)
+    assert whole[end] not in late.token_ids[: end + 5]
 
 
 async def test_logprobs_over_the_vocabulary_sum_to_one(engine: Engine) -> None:
-    size = engine.info.vocab_size
-    found = await answer(engine, ASK, greedy(logprobs=size, max_tokens=3))
+    found = await answer(engine, ASK, greedy(logprobs=engine.info.vocab_size, max_tokens=3))
+    assert [one.token_id for one in found.logprobs] == found.token_ids
     for one in found.logprobs:
+        assert one.top[0] == (one.token_id, one.logprob)
         assert math.fsum(math.exp(value) for _, value in one.top) == pytest.approx(1.0, abs=1e-5)
 
 
-async def test_text_request_on_a_vision_server(engine: Engine) -> None:
-    """No images at all, and no encoder either."""
-    before = engine.statistics()["encode"]["items_encoded"]
-    found = await answer(engine, Ask("Thank you; that was all."))
-    assert len(found.token_ids) == 24
-    assert engine.statistics()["encode"]["items_encoded"] == before
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "all": {
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "top_k": 50,
+        "min_p": 0.005,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.1,
+        "seed": 7,
+    },
+    "biased": {
+        "temperature": 0.9,
+        "logit_bias": ((40, 3.0), (41, -100.0)),
+        "bad_words": ((45,), (40, 46)),
+        "min_tokens": 20,
+        "seed": 9,
+    },
+    "greedy-penalised": {"temperature": 0.0, "repetition_penalty": 1.4, "seed": 8},
+}
+"""Together they have every parameter."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(
+    engine: Engine, name: str
+) -> None:
+    """Neither other requests nor a forced preemption change the tokens of a seed."""
+    sampling = greedy(max_tokens=ASK.count, **SAMPLINGS[name])
+    alone = await answer(engine, ASK, sampling)
+    older = [await begin(engine, ask) for ask in OLDER]
+    stream = await begin(engine, ASK, sampling)
+    found, *_ = await asyncio.gather(read(stream), *(read(one) for one in older))
+    assert stream.times.preemptions > 0, "nothing was tested"
+    assert (found.token_ids, found.text) == (alone.token_ids, alone.text)
+    assert len(alone.token_ids) == ASK.count
 
 
 async def test_timeline_accounts_for_the_request(engine: Engine) -> None:
@@ -189,3 +124,89 @@ async def test_timeline_accounts_for_the_request(engine: Engine) -> None:
     assert (line["output_tokens"], line["encoded_items"]) == (24, 1)
     assert line["finish_reason"] == "length"
     assert all(line[f"{part}_ms"] > 0 for part in ("preprocess", "encode", "prefill", "decode"))
+
+
+async def test_abort_in_mid_stream_frees_everything_within_a_step(engine: Engine) -> None:
+    """After the abort the request holds nothing; after the step in flight, neither does the step."""
+    generation = await begin(engine, ASK, greedy(max_tokens=300))
+    await anext(generation)
+    steps = engine.statistics()["generate"]["steps"] + in_flight(engine)["steps_in_flight"]
+    assert held(engine)["blocks_held"] > 0
+    generation.abort()
+    assert not any(held(engine).values()), held(engine)
+    await until(lambda: not any(in_flight(engine).values()), "the step in flight ends")
+    assert engine.statistics()["generate"]["steps"] <= steps
+    assert (await read(generation)).finish_reason == "abort"
+    generation.abort()  # after the end it does nothing
+
+
+async def test_cancelled_preparation_leaves_nothing(engine: Engine) -> None:
+    """A client that leaves while its image is being decoded."""
+    before = engine.statistics()["generate"]["admitted"]
+    tasks = [asyncio.create_task(begin(engine, ASK)) for _ in range(4)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+    await until(lambda: not any(held(engine).values()), "threads release the pixels")
+    assert engine.statistics()["generate"]["admitted"] == before
+
+
+def truncated() -> str:
+    head, _, data = data_url(drawn_image(901, (200, 200))).partition(",")
+    return f"{head},{base64.b64encode(base64.b64decode(data)[:500]).decode()}"
+
+
+GOOD = data_url(drawn_image(903))
+TWO_IMAGES = Ask(TEXTS[0], [drawn_image(903)] * 2)
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "truncated": ({"images": [GOOD, truncated()]}, "", r"image 1|images\[1\]"),
+    "file": ({"images": [GOOD, "file:///etc/passwd"]}, "", r"image 1|images\[1\]"),
+    "too few placeholders": ({"images": [GOOD] * 3}, "", "value 2, limit 3. Remedy: "),
+    "too many images": (
+        {"images": [GOOD] * (IMAGES_MAX + 1)},
+        "too_many_images",
+        f"value {IMAGES_MAX + 1} images, limit {IMAGES_MAX} images. Remedy: ",
+    ),
+    # A prompt that leaves no space is refused before its images are even decoded.
+    "context": (
+        {"prompt": [100] * (CONTEXT_TOKENS + 1)},
+        "context_exceeded",
+        f"value {CONTEXT_TOKENS + 1} prompt tokens, limit {CONTEXT_TOKENS} tokens of context. Remedy: ",
+    ),
+    "KV cache": (
+        {"prompt": [100] * 40, "sampling": greedy(max_tokens=KV_TOKENS)},
+        "kv_exceeded",
+        f"value {KV_TOKENS + 40}, limit {KV_TOKENS} tokens. Remedy: ",
+    ),
+    "stop tokens": (
+        {"prompt": [100], "sampling": greedy(stop_token_ids=tuple(range(100)))},
+        "too_many_stop_tokens",
+        "Remedy: ",
+    ),
+}
+
+
+async def test_bad_requests_are_refused_and_another_is_served(engine: Engine) -> None:
+    """At once, with value, limit and remedy; an id in use is refused as well."""
+    wanted = await answer(engine, ASK)
+    beside = await begin(engine, ASK, request_id="beside")
+    with pytest.raises(RequestRefused) as caught:
+        await begin(engine, ASK, request_id="beside")
+    assert caught.value.status == 409
+    two = engine.preprocessor.render(TWO_IMAGES.messages)
+    for name, (fields, code, words) in REFUSED.items():
+        with pytest.raises(RequestRefused, match=words) as caught:
+            await engine.generate(
+                **{"prompt": two, "sampling": greedy(), "request_id": "refused", **fields}
+            )
+        assert (caught.value.status, code or caught.value.code) == (400, caught.value.code), name
+        assert "/etc" not in caught.value.message
+    assert (await read(beside)).token_ids == wanted.token_ids
+
+
+async def test_max_tokens_of_zero_fills_what_is_left(engine: Engine) -> None:
+    found = await answer(engine, Ask(TEXTS[4]), greedy(max_tokens=0))
+    prompt = Ask(TEXTS[4]).prompt(engine.preprocessor)
+    assert len(found.token_ids) == KV_TOKENS - len(prompt)

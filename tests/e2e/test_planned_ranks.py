@@ -1,6 +1,6 @@
 """Two ranks that share a model by transformers' plan, served: answers over HTTP, one rank killed, and the record.
 
-The ranks of Cohere have heads of their own and so a part of the KV cache each; those of DeepSeek each keep all of it.
+The ranks of DeepSeek each keep the whole KV cache.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ OUTPUTS = 60
 STREAMED = {"stream": True, "ignore_eos": True}
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("cohere", marks=pytest.mark.thorough), "deepseek_v3"]
-)
-def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    path = tmp_path_factory.mktemp("shared") / request.param
-    make_checkpoint(request.param, path)
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    path = tmp_path_factory.mktemp("shared") / "deepseek_v3"
+    make_checkpoint("deepseek_v3", path)
     sets = [one for one in SETTINGS if not one.startswith("generate.context_tokens")]
     sets += [f"model.path={path}", "model.name=shared", f"record.path={path.parent / 'run.vlog'}"]
     sets.append("generate.tensor_parallel=2")
@@ -82,8 +80,7 @@ async def test_two_ranks_answer_as_generate_and_one_that_is_killed_costs_no_toke
     assert not any(one.done() for one in asking), "too late to lose anything"
     held = engine.statistics()["ledger"]["in_use"]["kv"]
     blocks = engine.statistics()["generate"]["blocks_held"]
-    keeps = 1 if engine.info.shares_kv else 2
-    assert held == blocks * config.generate.block_size * engine.info.kv_bytes_per_token * keeps > 0
+    assert held == 2 * blocks * config.generate.block_size * engine.info.kv_bytes_per_token > 0
     os.kill(sorted(engine.rank_pids)[1], signal.SIGKILL)
     said = await asyncio.gather(*asking)
     assert said == [engine.preprocessor.detokenize(tokens) for tokens in wanted]

@@ -15,7 +15,6 @@ from tests.e2e.asking import TEXTS, Ask, data_url, drawn_image, read  # noqa: E4
 from tests.workers.reference import Reference  # noqa: E402
 from vsched import Engine, SamplingParams  # noqa: E402
 from vsched.aio.streams import PromptToken  # noqa: E402
-from vsched.errors import RequestRefused  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -67,22 +66,6 @@ async def test_prompt_logprobs_are_those_of_the_model_however_chunks_cut(
         assert generation.cached_tokens == 0
 
 
-async def test_answers_report_their_prompt_together(engine: Engine) -> None:
-    token_ids = engine.preprocessor.tokenize(TEXT)
-    generations = await engine.generate_choices(
-        prompt=token_ids,
-        sampling=SamplingParams(max_tokens=2, prompt_logprobs=0),
-        request_ids=["told", "told#1", "told#2"],
-    )
-    for one in generations:
-        await read(one)
-    reports = {id(one.prompt_report) for one in generations}
-    assert len(reports) == 1
-    assert generations[2].prompt_report is not None
-    assert len(list(generations[2].prompt_report.tokens())) == len(token_ids) - 1
-    assert generations[1].cached_tokens > 0
-
-
 async def test_prompt_logprobs_work_with_images(engine: Engine) -> None:
     ask = Ask(TEXTS[1], [drawn_image(9200, (112, 84))])
     generation = await engine.generate(
@@ -96,16 +79,6 @@ async def test_prompt_logprobs_work_with_images(engine: Engine) -> None:
     assert generation.prompt_report is not None
     reported = list(generation.prompt_report.tokens())
     assert [one.token_id for one in reported] == ask.prompt(engine.preprocessor)[1:]
-
-
-async def test_more_values_than_can_be_kept_are_refused(engine: Engine) -> None:
-    size = engine.info.vocab_size
-    with pytest.raises(RequestRefused, match=r"Remedy: ask for fewer alternatives"):
-        await engine.generate(
-            prompt=[1] * (2**18 // size + 1),
-            sampling=SamplingParams(max_tokens=1, prompt_logprobs=size),
-            request_id="told",
-        )
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -139,27 +112,3 @@ async def test_loglikelihoods_as_lm_eval_requests_them(
         for place in range(1, count):
             best = max(reported["top_logprobs"][place].values())
             assert best == pytest.approx(wanted[place - 1].max().item(), abs=1e-4)
-
-
-async def test_echo_without_logprobs_and_as_a_stream(client: Any) -> None:
-    body = {"prompt": "One, two,", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    alone = (await client.post(PLAIN, json=body)).json()["choices"][0]["text"]
-    echoed = (await client.post(PLAIN, json={**body, "echo": True, "n": 2})).json()
-    assert [one["text"] for one in echoed["choices"]] == ["One, two," + alone] * 2
-    assert echoed["choices"][0]["logprobs"] is None
-    body |= {"echo": True, "stream": True, "logprobs": 0, "n": 2}
-    streamed = await client.post(PLAIN, json=body)
-    events = [
-        httpx.Response(200, content=line.removeprefix("data: ")).json()["choices"][0]
-        for line in streamed.text.split("\n\n")
-        if line.startswith("data: {")
-    ]
-    for index in (0, 1):
-        reported = [one for one in events if one["index"] == index]
-        text = "".join(one["text"] for one in reported)
-        assert text == "One, two," + alone
-        tokens = [token for one in reported for token in one["logprobs"]["tokens"]]
-        offsets = [offset for one in reported for offset in one["logprobs"]["text_offset"]]
-        whole = [pair for pair in zip(tokens, offsets, strict=True) if pair[0][:6] != "bytes:"]
-        assert len(whole) > 3
-        assert all(text.startswith(token, offset) for token, offset in whole)

@@ -1,15 +1,17 @@
-"""Nothing is computed twice: conversations, and the same image from many clients."""
+"""Nothing is computed twice: conversations, choices of a prompt, and the same image from many clients."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, data_url, drawn_image, read
-from vsched import Engine
+from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, data_url, drawn_image, held, read
+from vsched import Engine, SamplingParams
+from vsched.aio.streams import Generation
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -107,8 +109,37 @@ async def test_one_image_from_eight_clients_is_encoded_once(engine: Engine) -> N
     assert (after["processed"], after["repeated"]) == (1, 7)
 
 
-async def test_one_image_twice_in_a_request_is_encoded_once(engine: Engine) -> None:
-    image = drawn_image(330)
+async def choose(engine: Engine, ask: Ask, count: int, **chosen: Any) -> list[Generation]:
+    return await engine.generate_choices(
+        prompt=engine.preprocessor.render(ask.messages),
+        images=[data_url(image) for image in ask.images],
+        sampling=SamplingParams(ignore_eos=True, max_tokens=ask.count, **chosen),
+        request_ids=[f"choice#{number}" for number in range(count)],
+    )
+
+
+async def test_greedy_choices_are_those_of_generate_and_share_the_prompt(
+    engine: Engine, generated: Callable[[str, Sequence[Ask]], list[list[int]]]
+) -> None:
+    ask = Ask(TEXTS[2], [drawn_image(9100, (112, 84)), drawn_image(9101)], count=24)
     before = counters(engine)
-    await answer(engine, Ask("Compare the two images.", [image, image], count=4))
-    assert grown(engine, before)["items_encoded"] == 1
+    found = [await read(one) for one in await choose(engine, ask, 3, temperature=0.0)]
+    assert [one.token_ids for one in found] == generated("nano25", [ask]) * 3
+    after = grown(engine, before)
+    assert after["items_encoded"] == 2
+    assert after["tokens_prefilled"] <= len(ask.prompt(engine.preprocessor)) + 2 * BLOCK
+
+
+async def test_first_seeded_choice_is_the_only_one_and_others_differ(engine: Engine) -> None:
+    """Images are held until the last choice ends."""
+    ask = Ask(TEXTS[3], [drawn_image(9102)], count=24)
+    seeded: dict[str, Any] = {"temperature": 1.5, "seed": 77}
+    (alone,) = [await read(one) for one in await choose(engine, ask, 1, **seeded)]
+    several = [(await read(one)).token_ids for one in await choose(engine, ask, 3, **seeded)]
+    assert several[0] == alone.token_ids
+    assert len({tuple(one) for one in several}) == 3
+    first, second = await choose(engine, Ask(TEXTS[4], [drawn_image(9105)], count=200), 2)
+    first.abort()
+    assert held(engine)["pixel_bytes"] > 0
+    second.abort()
+    assert held(engine)["pixel_bytes"] == 0

@@ -13,8 +13,9 @@ from typing import get_args
 from tests.unit.sim.shapes import COST, SCARCE, config, scarce
 from tests.unit.sim.virtual import current, play
 from vsched.sim.cluster import draw_scenario, run_scenario
+from vsched.sim.fast.groups import GroupOutage
 from vsched.sim.fast.simulation import simulate
-from vsched.sim.faults import Effect, FaultPlan, GroupOutage, Injector, MessageFault, random_plan
+from vsched.sim.faults import Effect, Injector, MessageFault, random_plan
 from vsched.sim.network.links import LinkProfile, Network
 from vsched.wire import Pulse, encode_report
 
@@ -40,8 +41,8 @@ async def talk(seed: int) -> None:
     profile = LinkProfile(jitter_ns=100_000)
     network = Network(current(), rng, Injector(plan, current()), profile=profile)
     for group in GROUPS:
-        leader = network.listen(f"ipc://{group}", lambda *received: note("heard", *received))
-        ends = [network.connect(f"ipc://{group}", rank) for rank in range(2)]
+        leader = network.listen(f"ipc://{group}-1", lambda *received: note("heard", *received))
+        ends = [network.connect(f"ipc://{group}-1", rank) for rank in range(2)]
         for index in range(50):
             for rank, end in enumerate(ends):
                 leader.send(rank, bytes([index]) * 40)
@@ -90,14 +91,13 @@ async def use_the_loop(seed: int) -> None:
     async with asyncio.TaskGroup() as group:
         for part in (talk(seed), abort_a_group(), use_threads()):
             group.create_task(part)
-    note(current().statistics())
 
 
 def simulate_quickly() -> str:
     """Return the digest of a run of the fast simulator in which a group is lost."""
     lost = GroupOutage(group="generate-0", at_ns=30_000_000, duration_ns=20_000_000)
     settings = config(*SCARCE, "generate.replicas=2", "encode.encoding.look_ahead_chunks=100")
-    return simulate(settings, scarce(4), cost=COST, faults=FaultPlan(faults=(lost,))).digest
+    return simulate(settings, scarce(4), cost=COST, outages=[lost]).digest
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from vsched.errors import ConfigError, DeviceOutOfMemory
+from vsched.errors import DeviceOutOfMemory
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.faults import (
     KINDS,
@@ -19,7 +19,6 @@ from vsched.sim.faults import (
     Effect,
     FaultPlan,
     FetchStall,
-    GroupOutage,
     Hang,
     LateHeartbeat,
     LostHeartbeat,
@@ -245,14 +244,6 @@ def test_every_kind_of_fault_is_tried() -> None:
         text = file.read()
     for kind in KINDS:
         assert text.count(f"{kind.__name__}(") >= 1, f"{kind.__name__} is not tried"
-
-
-@pytest.mark.sim
-async def test_faults_of_whole_groups_are_refused(sim_engine: Engines) -> None:
-    """They could never occur: an engine loses a group through its ranks."""
-    plan = FaultPlan(faults=(GroupOutage(group="generate"),))
-    with pytest.raises(ConfigError, match=r"group_outage at 0 s: .*worker_crash"):
-        sim_engine(faults=plan)
 
 
 @pytest.mark.sim

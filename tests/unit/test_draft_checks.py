@@ -55,3 +55,5 @@ def test_draft_model_gets_a_prompt_chunk_by_chunk(monkeypatch: pytest.MonkeyPatc
     assert found is not None
     assert not found.prompt_atomic
     assert not found.item_atomic
+    with pytest.raises(ConfigError, match=r"generate\.draft_model: ranks cannot run drafts"):
+        inspect_draft(config, plugin, STATEFUL)

@@ -6,7 +6,7 @@ import typer
 
 from vsched.bench.fidelity.command import fidelity
 from vsched.bench.load.command import serve
-from vsched.bench.tune.command import tune
+from vsched.bench.tune import tune
 from vsched.cli import app
 
 bench_app = typer.Typer(

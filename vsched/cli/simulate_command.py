@@ -20,7 +20,6 @@ from vsched.cli import app
 from vsched.errors import ConfigError, limit_message
 from vsched.terminal.options import (
     JsonOption,
-    PlotOption,
     SetOption,
     load,
     open_output,
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
     from vsched.config import LoadedConfig
     from vsched.config.sections import PolicyTable
     from vsched.sim.cost.model import CostModel
+    from vsched.sim.fast.groups import GroupOutage
     from vsched.sim.fast.metrics import SimulationOutcome
     from vsched.sim.fast.recorded import RecordedRun
     from vsched.sim.fast.simulation import EventObserver
-    from vsched.sim.faults import FaultPlan, GroupOutage
     from vsched.sim.workload.requests import Workload
 
 REQUESTS, RATE, COST = 2000, 2.0, "h100-7b"
@@ -132,14 +131,8 @@ def simulate(
     ] = False,
     faults: Annotated[
         Path | None,
-        typer.Option(help="Fault plan, a JSON file; with --swarm instead of random ones."),
+        typer.Option(help="With --swarm, a fault plan instead of random ones: a JSON file."),
     ] = None,
-    restart_s: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Seconds from the loss of a group by --faults until it serves again."
-        ),
-    ] = 10.0,
     oracles: Annotated[
         bool, typer.Option("--oracles", help="Check all invariants after every event.")
     ] = False,
@@ -147,9 +140,7 @@ def simulate(
         Path | None,
         typer.Option(help="Write a report with charts as one file."),
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a table.")] = None,
     json: JsonOption = None,
-    plot: PlotOption = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")
     ] = None,
@@ -170,8 +161,9 @@ def simulate(
             probes=probes,
         )
         return
-    if probes:
-        raise ConfigError("--probes: needs --swarm. Remedy: add --swarm N, or leave it out")
+    for option, given in (("--probes", probes), ("--faults", faults)):
+        if given:
+            raise ConfigError(f"{option}: needs --swarm. Remedy: add --swarm N, or leave it out")
     from vsched.record.files import is_record
     from vsched.sim.cost.model import load_cost_model
     from vsched.sim.fast.metrics import Targets
@@ -179,7 +171,7 @@ def simulate(
     from vsched.sim.network.links import HostLinkProfile
     from vsched.sim.setup import DraftLuck, inspect_checkpoint
 
-    files = {"--html": html, "--csv": csv, "--json": json, "--plot": plot}
+    files = {"--html": html, "--json": json}
     check_writable(files)
     run = load_record(trace) if trace is not None and is_record(trace) else None
     named = _configs(config, assignments, run)
@@ -193,8 +185,7 @@ def simulate(
         cost=costs,
         seed=seed,
         oracles=oracles,
-        faults=_faults(outage, faults),
-        restart_s=restart_s,
+        outages=[_outage(text) for text in outage or ()],
         targets=Targets(ttft_ms=ttft_target_ms, tpot_ms=tpot_target_ms),
         info=info,
         kv_tokens=kv_tokens,
@@ -337,17 +328,8 @@ def _workload(
     return found if speed == 1 else found.faster(speed)
 
 
-def _faults(outages: Sequence[str] | None, faults: Path | None) -> FaultPlan:
-    """Return the fault plan, if any, with the outages added."""
-    from vsched.sim.faults import FaultPlan
-
-    plan = FaultPlan() if faults is None else FaultPlan.load(faults)
-    named = (_outage(text) for text in outages or ())
-    return FaultPlan(seed=plan.seed, faults=(*named, *plan.faults))
-
-
 def _outage(text: str) -> GroupOutage:
-    from vsched.sim.faults import GroupOutage
+    from vsched.sim.fast.groups import GroupOutage
 
     group, _, span = text.partition(":")
     start, _, stop = span.partition(":")
@@ -413,16 +395,15 @@ def _report_policy_failures(outcomes: Sequence[SimulationOutcome]) -> None:
 
 
 def _write(outcomes: Sequence[SimulationOutcome], files: Mapping[str, Path | None]) -> None:
-    from vsched.sim.report.comparison import write_csv, write_json
-    from vsched.sim.report.rendering import render_html, write_png
+    from vsched.sim.report.comparison import write_json
+    from vsched.sim.report.rendering import render_html
 
-    def write_html(outcomes: Sequence[SimulationOutcome], path: Path) -> None:
-        path.write_text(render_html(outcomes), encoding="utf-8")
-
-    writers = {"--html": write_html, "--csv": write_csv, "--json": write_json, "--plot": write_png}
     for option, path in files.items():
         if path is not None:
-            writers[option](outcomes, path)
+            if option == "--html":
+                path.write_text(render_html(outcomes), encoding="utf-8")
+            else:
+                write_json(outcomes, path)
             typer.echo(f"wrote {path}")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vsched.sim.cluster import SimEngine, small_config
     from vsched.sim.cost.model import CostModel, load_cost_model
+    from vsched.sim.fast.groups import GroupOutage
     from vsched.sim.fast.metrics import SimulationOutcome, Targets
     from vsched.sim.fast.recorded import RecordedRun, load_record
     from vsched.sim.fast.simulation import simulate
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
         Disconnect,
         FaultPlan,
         FetchStall,
-        GroupOutage,
         Hang,
         HostCrash,
         HostCut,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from vsched.sim.invariants import SimulationFailed
     from vsched.sim.network.links import HostLinkProfile, LinkProfile
-    from vsched.sim.report.comparison import comparison, write_csv, write_json
+    from vsched.sim.report.comparison import comparison, write_json
     from vsched.sim.report.rendering import render_html
     from vsched.sim.workload.generators import generate_workload
     from vsched.sim.workload.requests import (
@@ -95,18 +95,18 @@ __all__ = [
     "simulate",
     "small_config",
     "workload_of",
-    "write_csv",
     "write_json",
 ]
 _NAMES = {
     "cluster": "SimEngine small_config",
     "cost.model": "CostModel load_cost_model",
+    "fast.groups": "GroupOutage",
     "fast.metrics": "SimulationOutcome Targets",
     "fast.recorded": "RecordedRun load_record",
     "fast.simulation": "simulate",
     "invariants": "SimulationFailed",
     "network.links": "HostLinkProfile LinkProfile",
-    "report.comparison": "comparison write_csv write_json",
+    "report.comparison": "comparison write_json",
     "report.rendering": "render_html",
     "workload.generators": "generate_workload",
     "workload.requests": "Arrival Image Reply Text Video Workload workload_of",

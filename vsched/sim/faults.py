@@ -54,11 +54,6 @@ class Fault(
         """Planned end of the fault; its consequences may last longer."""
         return self.at_ns
 
-    def refused(self, why: str) -> ConfigError:
-        """Return the error of a simulator that does not support this kind of fault."""
-        kind = type(self).__struct_config__.tag
-        return ConfigError(f"faults: {kind} at {self.at_ns / 1e9:g} s: {why}")
-
 
 class Lasting(Fault, frozen=True, kw_only=True):
     """A fault with a duration."""
@@ -166,21 +161,6 @@ class ReplicaRestart(Fault, frozen=True, kw_only=True):
     group: str
 
 
-class GroupOutage(Fault, frozen=True, kw_only=True):
-    """A group is lost, with the groups that share its processes: for a while, or for good if there is no duration.
-
-    Only in the fast simulator, and never drawn.
-    """
-
-    group: str
-    duration_ns: TimeNs | None = None
-
-    @property
-    def end_ns(self) -> int:
-        """End of the outage; its start if it is permanent."""
-        return self.at_ns + (self.duration_ns or 0)
-
-
 class HostCrash(Lasting, frozen=True, kw_only=True):
     """A host and all its ranks end, and restart after the duration; after a power loss, peers get no notice."""
 
@@ -232,7 +212,7 @@ DrawnFault = (
 """Faults of ranks, links, images and clients."""
 HostFault = HostStall | SlowHostLink | HostCut | HostCrash
 """Faults of another host or the link to it."""
-AnyFault = DrawnFault | GroupOutage | HostFault
+AnyFault = DrawnFault | HostFault
 KINDS: tuple[type[AnyFault], ...] = get_args(DrawnFault)
 """Drawn kinds, simpler first: the direction of shrinking."""
 HOST_KINDS: tuple[type[AnyFault], ...] = get_args(HostFault)

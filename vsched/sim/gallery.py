@@ -366,6 +366,18 @@ def case_of(kind: str, name: str) -> GalleryCase | None:
 
 
 BAR_COLUMNS = 30
+COLOURS = ("#2563eb", "#ea580c")
+FIGURE_SETTINGS: dict[Any, Any] = {
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titleweight": "bold",
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
 
 
 class GalleryMeasure(NamedTuple):
@@ -396,11 +408,9 @@ def draw_case(case: GalleryCase, outcomes: Sequence[SimulationOutcome], path: Pa
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from vsched.sim.report.charts import SETTINGS, colour
-
     labels, measures = [one.label for one in outcomes], measures_of(case)
     height = 0.8 / len(case.shown)
-    with mpl.rc_context(SETTINGS):
+    with mpl.rc_context(FIGURE_SETTINGS):
         figure = Figure(figsize=(10, 1.4 + 0.5 * len(outcomes)), layout="constrained")
         figure.suptitle(f"{case.title} (simulated, cost model {COST})")
         panels: Any = figure.subplots(1, len(measures), sharey=True)
@@ -408,7 +418,7 @@ def draw_case(case: GalleryCase, outcomes: Sequence[SimulationOutcome], path: Pa
             for row, tenant in enumerate(case.shown):
                 places = [index + (row + 0.5) * height - 0.4 for index in range(len(outcomes))]
                 values = [measure.value(one.figures.tenants[tenant]) for one in outcomes]
-                drawn = axes.barh(places, values, height * 0.95, color=colour(row), label=tenant)
+                drawn = axes.barh(places, values, height * 0.95, color=COLOURS[row], label=tenant)
                 axes.bar_label(drawn, fmt="{:,.0f}", size=7, padding=2)
             axes.set_yticks(range(len(outcomes)), labels)
             axes.set_xlabel(measure.unit)

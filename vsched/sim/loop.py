@@ -39,14 +39,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, Unpack
-
-import msgspec
-
-TASKS_SHOWN_MAX = 50
 
 
 class VirtualDeadlock(RuntimeError):
@@ -58,13 +53,9 @@ def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
     tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
     tasks.sort(key=lambda task: (len(task.get_name()), task.get_name()))
     lines = [f"{len(tasks)} tasks wait:" if tasks else "no task is left"]
-    for task in tasks[:TASKS_SHOWN_MAX]:
-        waited_for = getattr(task, "_fut_waiter", None)
-        what = f" for {waited_for.get_name()}" if isinstance(waited_for, asyncio.Task) else ""
-        lines.append(f"  {task.get_name()} waits{what} in")
+    for task in tasks:
+        lines.append(f"  {task.get_name()} waits in")
         lines += [f"    {place}" for place in _places(task.get_coro())]
-    if len(tasks) > TASKS_SHOWN_MAX:
-        lines.append(f"  and {len(tasks) - TASKS_SHOWN_MAX} more")
     return "\n".join(lines)
 
 
@@ -189,14 +180,6 @@ PLACE: ContextVar[object] = ContextVar("PLACE", default=None)
 _Event = tuple[selectors.SelectorKey, int]
 
 
-class LoopStatistics(msgspec.Struct, frozen=True):
-    """Counters of a loop: jumps of the clock, executor calls, and rounds with a drawn order."""
-
-    jumps: int
-    calls: int
-    permutations: int
-
-
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock jumps to the next timer when nothing can run.
 
@@ -218,12 +201,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._timers_cancelled = 0
         self._timers_set = 0
         self._calls: deque[ThreadCall] = deque()
-        self._calls_made = 0
         self._posted: queue.SimpleQueue[asyncio.Handle] = queue.SimpleQueue()
         self._outside = 0
         self._outside_limit_s = outside_limit_s
-        self._jumps = 0
-        self._permutations = 0
         self._ties: random.Random | None = None
         self._held: dict[object, list[asyncio.Handle]] = {}
         super().__init__(self._virtual)
@@ -306,15 +286,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     # --- threads and processes outside the loop ---
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Stop the clock and wait in real time for a thread or process unknown to the loop."""
-        self._outside += 1
-        try:
-            yield
-        finally:
-            self._outside -= 1
-
     def run_in_executor(
         self,
         executor: concurrent.futures.Executor | None,
@@ -335,18 +306,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             assert executor is not None
         call = ThreadCall(partial(executor.submit, func, *args), self.create_future())
         self._calls.append(call)
-        self._calls_made += 1
         return call.result
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
         """Wait in real time for the threads of the default executor to end."""
         if self._calls:
             await asyncio.wait([call.result for call in self._calls])
-        with self.frozen():
+        self._outside += 1
+        try:
             if sys.version_info >= (3, 12):
                 await super().shutdown_default_executor(timeout)
             else:
                 await super().shutdown_default_executor()
+        finally:
+            self._outside -= 1
 
     def call_soon_threadsafe(
         self,
@@ -407,7 +380,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._give_up("nothing can run, no timer is set and no thread is at work")
         if self._timers[0][0] > self._now_ns:
             self._now_ns = self._timers[0][0]
-            self._jumps += 1
 
     def _give_up(self, why: str) -> None:
         raise VirtualDeadlock(f"at {self.time():.9f} s: {why}\n{describe_tasks(self)}")
@@ -434,11 +406,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             ties.shuffle(handles)
             for place, handle in zip(places, handles, strict=True):
                 self._ready[place] = handle
-            self._permutations += 1
-
-    def statistics(self) -> LoopStatistics:
-        """Return the counters of the loop."""
-        return LoopStatistics(self._jumps, self._calls_made, self._permutations)
 
 
 class _Selector(selectors.BaseSelector):

@@ -15,7 +15,6 @@ import typer
 from vsched.errors import ConfigError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
 
@@ -37,9 +36,6 @@ SetOption = Annotated[
 ]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Write the figures as JSON.", show_default=False)
-]
-PlotOption = Annotated[
-    Path | None, typer.Option(help="Draw a PNG (needs matplotlib).", show_default=False)
 ]
 
 
@@ -107,16 +103,3 @@ def open_output(option: str, path: Path) -> IO[bytes]:
 def write_json(path: Path, report: Any) -> None:
     """Write a report as indented JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure; width and height in inches.
-
-    Raises:
-        typer.BadParameter: When matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise typer.BadParameter("--plot needs matplotlib: pip install 'vsched[report]'") from error
-    return Figure(figsize=(width, height), layout="constrained")

@@ -64,7 +64,12 @@ from vsched.policy import (
     tables_of,
 )
 from vsched.policy_host import SeatPolicies
-from vsched.sim.ranks.stepped import SteppedArena, SteppedGenerator, correct_outputs
+from vsched.sim.ranks.stepped import (
+    SteppedArena,
+    SteppedGenerator,
+    correct_outputs,
+    symbolic_rank,
+)
 from vsched.types import (
     Extent,
     FinishReason,
@@ -74,6 +79,7 @@ from vsched.types import (
     group_names,
     stage_of,
 )
+from vsched.worker.generate_rank import GenerateRank
 
 _ENDS = [table.rpartition(".")[2] for table in POLICY_TABLES]
 SEATS = {
@@ -134,7 +140,7 @@ class ModelCluster:
         self.kernel = Scheduler(limits, policies)
         self.now_ns = 0
         self.timers: list[int] = []
-        self.arena = SteppedArena(limits)
+        self.arena = self.make_arena()
         self.requests: dict[str, Request] = {}
         self.names: dict[int, str] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -155,19 +161,27 @@ class ModelCluster:
         self.encode_logs: dict[str, deque[EncodeDecision]] = {
             name: deque() for name in group_names("encode", limits.encoders)
         }
+        self._by_set = cast("ImagePolicy", policies.by_table["encode.encoding"]).scope != "item"
         self.generators = {
             name: SteppedGenerator(
-                name,
-                limits,
-                self.arena,
-                lambda number: self.requests[self.names[number]],
-                by_set=cast("ImagePolicy", policies.by_table["encode.encoding"]).scope != "item",
+                name, limits, self.make_rank, self._request_of, by_set=self._by_set
             )
             for name in group_names("generate", limits.generators)
         }
         self.groups = [*self.encode_logs, *self.generators]
         for group in self.groups:
             self.send(GroupReady(group))
+
+    def make_arena(self) -> Any:
+        """Return an object with the embeddings of all images in `embeddings`, written by `encode(task)`."""
+        return SteppedArena(self.limits)
+
+    def make_rank(self, group: SteppedGenerator) -> GenerateRank:
+        """Return an empty rank of a generate group."""
+        return symbolic_rank(group, self.limits, self.arena, self._request_of, by_set=self._by_set)
+
+    def _request_of(self, number: int) -> Request:
+        return self.requests[self.names[number]]
 
     # --- events in, commands out ---
 

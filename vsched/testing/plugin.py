@@ -1,7 +1,6 @@
 """The pytest plug-in: `@pytest.mark.sim(seeds=...)` runs a test on a virtual clock, once for each seed.
 
-The report of a failed test contains everything needed to reproduce it: seed, commit, fault plan,
-and command.
+The report of a failed test contains everything needed to reproduce it: seed, fault plan and command.
 
 Every pytest run in an environment with vsched imports this module. So it imports only pytest and
 modules that pytest has already imported; everything else is imported when a test uses a fixture or
@@ -14,11 +13,8 @@ import inspect
 import os
 import random
 import shlex
-import shutil
-import subprocess
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -91,7 +87,7 @@ class SimCase:
     def loop(self) -> VirtualLoop:
         """The loop of an asynchronous test."""
         loop = self._loops.loop
-        assert loop is not None, "a synchronous test has no loop; make a VirtualLoop"
+        assert loop is not None, "the loop of a test exists while it runs"
         return loop
 
     def draw_faults(
@@ -151,11 +147,14 @@ def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object
 ) -> None:
     """Make `sim` imply `asyncio`, so that it is sufficient in pytest-asyncio's strict mode."""
-    if not _is_asynchronous(obj) or not collector.funcnamefilter(name):
+    if not inspect.isroutine(obj) or not collector.funcnamefilter(name):
         return
     marks = [*getattr(obj, "pytestmark", ()), *collector.iter_markers()]
     names = [mark.name for mark in marks]
     if "sim" in names:
+        inner = getattr(getattr(obj, "hypothesis", None), "inner_test", obj)
+        if not inspect.iscoroutinefunction(inner):
+            raise pytest.UsageError(f"{collector.nodeid}::{name}: sim needs an async function")
         if not collector.config.pluginmanager.hasplugin("asyncio"):
             raise pytest.UsageError(f"{collector.nodeid}::{name}: sim needs pytest-asyncio")
         if "asyncio" not in names:
@@ -176,23 +175,6 @@ def pytest_asyncio_loop_factories(
     import asyncio
 
     return {"asyncio": asyncio.new_event_loop}
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run synchronous tests marked `sim` once for each seed; asynchronous ones are parametrized by their loops."""
-    if _is_asynchronous(metafunc.function):
-        return
-    cases = _cases(metafunc.config, metafunc.definition)
-    if cases is not None:
-        metafunc.fixturenames.append("_sim_loops")
-        hidden = len(cases) == 1 and hasattr(pytest, "HIDDEN_PARAM")
-        ids = [pytest.HIDDEN_PARAM] if hidden else [f"seed{one.seed}" for one in cases]
-        metafunc.parametrize("_sim_loops", cases, ids=ids, indirect=True)
-
-
-def _is_asynchronous(function: Any) -> bool:
-    inner = getattr(getattr(function, "hypothesis", None), "inner_test", function)
-    return inspect.iscoroutinefunction(inner)
 
 
 def _cases(config: pytest.Config, item: pytest.Item) -> list[SeededLoops] | None:
@@ -228,12 +210,6 @@ def _loops_of(item: pytest.Item) -> SeededLoops | None:
 
 
 # --- running ---
-
-
-@pytest.fixture
-def _sim_loops(request: pytest.FixtureRequest) -> SeededLoops:
-    loops: SeededLoops = request.param
-    return loops
 
 
 @pytest.fixture
@@ -320,7 +296,7 @@ def pytest_runtest_makereport(
 
 
 def _recipe(item: pytest.Item, loops: SeededLoops) -> str:
-    lines = [f"seed: {loops.seed}", f"commit: {_commit(item.config.rootpath)}"]
+    lines = [f"seed: {loops.seed}"]
     if loops.loop is not None:
         lines.append(f"virtual time: {loops.loop.time():.9f} s")
     if loops.plan is not None:
@@ -337,24 +313,3 @@ def _replay_command(item: pytest.Item, seed: int) -> str:
     if plan_path := item.config.getoption("--sim-plan"):
         words.append(f"--sim-plan={plan_path}")
     return shlex.join(words)
-
-
-def _commit(folder: Path) -> str:
-    """Return the checked-out commit, and whether there are uncommitted changes."""
-    git = shutil.which("git")
-    if git is None:
-        return "unknown: git is not installed"
-    said = [
-        subprocess.run(  # noqa: S603 - fixed words
-            [git, "-C", str(folder), *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=10,
-        )
-        for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
-    ]
-    if said[0].returncode:
-        return "unknown: not a git repository"
-    changes = " with local changes" if said[1].stdout.strip() else ""
-    return said[0].stdout.strip() + changes

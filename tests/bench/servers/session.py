@@ -239,7 +239,6 @@ def plan_of(
         sessions=sessions_for(kind, concurrency, sessions),
         seed=seed,
         warmup=warmup,
-        decoder_tokens=tokens * 4,
     )
 
 

@@ -14,10 +14,8 @@ from tests.patience import PATIENCE_S
 from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
 from vsched.bench.load.generator import (
     NOT_ASKED,
-    RUNNING_PIECES,
     VIDEO_RATE,
     VIDEO_S,
-    WARMUP,
     Answers,
     Figures,
     LoadPlan,
@@ -184,7 +182,7 @@ def fixed_length(messages: list[dict[str, Any]], tokens: int) -> bytes:
     return chat_body("demo", messages, tokens, fixed_length_fields(tokens))
 
 
-async def run_on(server: Server | StreamingServer, plan: LoadPlan) -> tuple[Figures, int]:
+async def run_on(server: Server, plan: LoadPlan) -> tuple[Figures, int]:
     finished: list[None] = []
     client = BenchClient(server.url)
     done = run(client, draw(plan), fixed_length, finished=lambda: finished.append(None))
@@ -200,14 +198,6 @@ async def test_run_keeps_the_concurrency_and_sends_every_session() -> None:
     assert len({str(body["messages"]) for body in server.bodies}) == 6
     assert server.bodies[0]["min_tokens"] == 3
     assert server.bodies[0]["stream_options"] == {"include_usage": True}
-
-
-async def test_sampled_load_leaves_sampling_to_the_server() -> None:
-    """Requests set only a length, like those of clients that set no parameters."""
-    async with serving(whole(ANSWER)) as server:
-        await run_on(server, plan_of(Case.SAMPLED, warmup=1))
-    assert not [body for body in server.bodies if "temperature" in body]
-    assert server.bodies[0]["min_tokens"] == 3
 
 
 def test_body_without_extra_has_openai_fields_only() -> None:
@@ -239,107 +229,6 @@ async def test_conversation_ends_with_its_first_failure() -> None:
     assert (figures.requests, figures.failed, figures.requests_s) == (15, 15, 0.0)
     assert figures.errors[0] == f"10 x {NOT_ASKED}", "two turns of each of five were not sent"
     assert figures.ttft_ms is None
-
-
-class StreamingServer:
-    """Streams the requested number of pieces; a decoder continues only once an image has been answered.
-
-    Attributes:
-        requested: The messages of all requests, in their order.
-        running: Number of decoders with enough output to count as running, at each arrival of an image.
-        broken: Texts in a request that make it fail.
-    """
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.requested: list[list[Any]] = []
-        self.running: list[int] = []
-        self.broken: set[str] = set()
-        self.waits = False
-        self._decoding = 0
-        self._image_answered = asyncio.Event()
-
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:-2])
-        body = msgspec.json.decode(await reader.readexactly(int(fields["Content-Length"])))
-        self.requested.append(body["messages"])
-        if any(text in str(body["messages"]) for text in self.broken):
-            writer.write(b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n")
-        else:
-            await self._answer(writer, body)
-        writer.close()
-
-    async def _answer(self, writer: asyncio.StreamWriter, body: Any) -> None:
-        decoder = isinstance(body["messages"][-1]["content"], str)
-        if not decoder and len(self.requested) > WARMUP:
-            self.running.append(self._decoding)
-        writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
-        for index in range(body["max_tokens"]):
-            if decoder and self.waits and index == RUNNING_PIECES:
-                self._decoding += 1
-                await writer.drain()
-                await self._image_answered.wait()
-            writer.write(as_chunk({"choices": [{"delta": {"content": "a"}}]}))
-        usage = {"prompt_tokens": 5, "completion_tokens": body["max_tokens"]}
-        writer.write(as_chunk({"choices": [], "usage": usage}) + b"0\r\n\r\n")
-        await writer.drain()
-        if not decoder and len(self.requested) > WARMUP:
-            self._image_answered.set()
-
-
-@contextlib.asynccontextmanager
-async def streaming() -> AsyncIterator[StreamingServer]:
-    server = StreamingServer()
-    listener = await asyncio.start_server(server.handle, "127.0.0.1", 0)
-    async with listener:
-        server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        yield server
-
-
-def as_chunk(content: Any) -> bytes:
-    body = event(content)
-    return b"%x\r\n%b\r\n" % (len(body), body)
-
-
-async def test_images_arrive_when_all_decoders_run() -> None:
-    async with streaming() as server:
-        server.waits = True
-        figures, finished = await run_on(server, plan_of(Case.MIXED, decoder_tokens=9))
-    assert server.running == [2, 2]
-    assert (figures.requests, figures.failed, figures.wrong_length, finished) == (4, 0, 0, 4)
-    assert figures.itl_ms is not None
-    assert figures.output_tokens_mean == 6, "two of nine, two of three"
-
-
-async def test_failing_decoder_leaves_no_request_waiting() -> None:
-    plan = plan_of(Case.MIXED, decoder_tokens=9)
-    async with streaming() as server:
-        server.broken = {str(draw(plan).sessions[0][0][0]["content"])}
-        figures, _ = await run_on(server, plan)
-    assert (figures.requests, figures.failed) == (4, 1)
-    assert figures.errors == ["1 x status 500: "]
-
-
-def test_figures_of_a_burst_distinguish_decoders_and_images() -> None:
-    decoder = Sample(0.0, 1.3, [0.1, 0.2, 1.2, 1.3], ["a"] * 4, output_tokens=4)
-    image = Sample(0.0, 1.0, [0.9, 1.0], ["a"] * 2, output_tokens=2)
-    figures = summarise(
-        "mixed",
-        1,
-        Answers(
-            sessions=[[decoder], [image]],
-            tokens=[4, 3],
-            decoders=range(1),
-            burst=(0.5, 1.1),
-            wall_s=2.0,
-        ),
-    )
-    assert figures.ttft_ms is not None
-    assert figures.ttft_ms.worst == 900, "the image's alone"
-    assert figures.itl_ms is not None
-    assert (figures.itl_ms.p50, figures.itl_ms.worst) == (1000, 1000), "the gap of the burst alone"
-    assert figures.wrong_length == 1
 
 
 def test_summary_computes_each_figure() -> None:

@@ -77,24 +77,6 @@ async def test_single(sim):
     result.stdout.fnmatch_lines(expected)
 
 
-def test_plugin_runs_tests_that_are_not_asynchronous_too(project: pytest.Pytester) -> None:
-    source = """
-seen = []
-
-@pytest.mark.sim(seeds=3)
-def test_sync(sim):
-    seen.append((sim.seed, sim.rng.random()))
-
-@pytest.mark.sim(seeds=3)
-def test_without_the_fixture(): ...
-
-def test_seen():
-    assert [seed for seed, _ in seen] == [0, 1, 2]
-    assert len({number for _, number in seen}) == 3
-"""
-    run(project, source).assert_outcomes(passed=7)
-
-
 def test_plugin_leaves_other_tests_alone(project: pytest.Pytester) -> None:
     """Without any other loop factory, and with one in a conftest."""
     source = """
@@ -138,7 +120,6 @@ def test_plugin_prints_what_repeats_a_failure(project: pytest.Pytester) -> None:
         [
             "*- simulation -*",
             "seed: 7",
-            "commit: *",
             "virtual time: 1.500000000 s",
             'faults: {"seed": *, "faults": [[]',
             '  {"kind":"*',
@@ -212,15 +193,19 @@ def test_plugin_refuses_markers_that_are_wrong(project: pytest.Pytester) -> None
         f"test_{index}": f"import pytest\n@pytest.mark.{marker}\nasync def test_it(): ..."
         for index, marker in enumerate(markers)
     }
-    project.makepyfile(**files, test_fixture="def test_it(sim): ...")
+    project.makepyfile(
+        **files,
+        test_fixture="def test_it(sim): ...",
+        test_sync="import pytest\n@pytest.mark.sim\ndef test_it(): ...",
+    )
     result = project.runpytest_inprocess("--continue-on-collection-errors")
-    result.assert_outcomes(errors=6)
+    result.assert_outcomes(errors=7)
     by_name = "sim takes nothing but seeds=..., by its name"
     listed = "seeds is how many there are, or a sequence of whole numbers"
     complaints = [by_name, by_name, listed, listed, listed]
     lines = [f"*test_{index}.py::test_it: {one}*" for index, one in enumerate(complaints)]
     fixture = "*the fixture sim is for tests marked with pytest.mark.sim*"
-    result.stdout.fnmatch_lines([*lines, fixture])
+    result.stdout.fnmatch_lines([*lines, "*test_it: sim needs an async function*", fixture])
 
 
 def test_plugin_draws_faults_of_the_hosts_that_a_file_configures(
@@ -238,7 +223,7 @@ def sim_config():
     return small_config(cluster=ClusterConfig(hosts=hosts, key_file="any", encode=["far"]))
 
 @pytest.mark.sim(seeds=120)
-def test_faults_are_drawn(faults):
+async def test_faults_are_drawn(faults):
     SEEN.update(type(fault) for fault in faults.faults)
     assert {getattr(fault, "host", "far") for fault in faults.faults} <= {"far"}
 

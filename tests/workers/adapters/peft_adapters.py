@@ -61,15 +61,8 @@ LANGUAGE_LAYERS = r".*language_model\.layers.*\.(q_proj|v_proj|o_proj|up_proj|do
 class AdaptedReference(Reference):
     """A whole vision-language model with an adapter applied by PEFT; the constructor creates the adapter."""
 
-    def __init__(self, path: Path, adapter: Path, *, seed: int) -> None:
+    def __init__(
+        self, path: Path, adapter: Path, *, seed: int, layers: str = LANGUAGE_LAYERS
+    ) -> None:
         super().__init__(path)
-        torch.manual_seed(seed)
-        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=LANGUAGE_LAYERS)
-        base = self.model
-        self.model = peft.get_peft_model(base, settings)
-        with torch.no_grad():
-            for name, tensor in self.model.named_parameters():
-                if "lora_" in name:
-                    tensor.normal_(std=0.2)
-        self.model.save_pretrained(str(adapter))
-        self.model.eval()
+        self.model = _save_random(self.model, adapter, seed, {"target_modules": layers})

@@ -13,10 +13,8 @@ from vsched.terminal.options import (
     CheckpointArgument,
     ConfigOption,
     JsonOption,
-    PlotOption,
     SetOption,
     load_served,
-    new_figure,
     write_json,
 )
 
@@ -116,6 +114,8 @@ def _off(error: FitError | None) -> str:
     return f"{100 * error.median:.0f} % / {100 * error.p95:.0f} % of {error.samples}"
 
 
+FLOOD_S = 20.0
+"""Approximate seconds of the measurement of the capacity."""
 GENERATED = 20_000
 """More requests than any run sends."""
 PIPE_COLUMNS = 140
@@ -130,64 +130,39 @@ def fidelity(
         typer.Option(help="Cost model of the checkpoint.", show_default="measured first"),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Requests to send.")] = None,
-    workload: Annotated[
-        str, typer.Option(help="Generator of requests, if there is no trace.")
-    ] = "small",
     loads: Annotated[
         str, typer.Option(help="Loads as shares of the measured capacity, separated by commas.")
     ] = "0.3,0.6,0.9",
-    rates: Annotated[
-        str,
-        typer.Option(
-            help="Loads as requests per second instead, separated by commas.", show_default=False
-        ),
-    ] = "",
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of each load.")] = 60.0,
-    flood_s: Annotated[float, typer.Option(min=1, help="Seconds to measure the capacity.")] = 20.0,
-    calibration_s: Annotated[
-        float, typer.Option(min=1, help="Seconds to measure costs, without --cost.")
-    ] = CALIBRATION_S,
     seed: Annotated[int, typer.Option(help="Seed of the generator and of noise.")] = 0,
     out: JsonOption = None,
-    plot: PlotOption = None,
 ) -> None:
     """Serve a workload and simulate it; compare TTFT, TPOT and throughput."""
     import uvloop
     from rich.console import Console
 
+    from vsched.bench.fidelity.measure import small_requests
     from vsched.sim.cost.model import load_cost_model
+    from vsched.sim.workload.traces import load_trace
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPE_COLUMNS)
-    levels = _numbers("--rates", rates) if rates else _numbers("--loads", loads)
+    levels = _numbers("--loads", loads)
     settings = load_served(config, assignments, path).config
-    requests = _workload(trace, workload, seed)
+    requests = small_requests(seed, GENERATED) if trace is None else load_trace(trace)
     if cost is None:
-        costs = run_calibration_here(settings, console, calibration_s)
+        costs = run_calibration_here(settings, console, CALIBRATION_S)
         show_costs(costs, console)
     else:
         costs = load_cost_model(str(cost))
     runs = uvloop.run(
-        _measure(
-            settings,
-            requests,
-            costs,
-            console,
-            levels=levels,
-            are_rates=bool(rates),
-            seconds=seconds,
-            flood_s=flood_s,
-            seed=seed,
-        )
+        _measure(settings, requests, costs, console, levels=levels, seconds=seconds, seed=seed)
     )
     _show(runs, requests.name, console)
     if out is not None:
         write_json(out, {"workload": requests.name, "seed": seed, "cost": costs, "runs": runs})
         console.print(f"JSON: {out}")
-    if plot is not None:
-        _plot(runs, plot)
-        console.print(f"Plot: {plot}")
 
 
 def _numbers(option: str, text: str) -> list[float]:
@@ -202,18 +177,6 @@ def _numbers(option: str, text: str) -> list[float]:
     return numbers
 
 
-def _workload(trace: Path | None, name: str, seed: int) -> Workload:
-    from vsched.bench.fidelity.measure import SMALL, small_requests
-    from vsched.sim.workload.generators import generate_workload
-    from vsched.sim.workload.traces import load_trace
-
-    if trace is not None:
-        return load_trace(trace)
-    if name == SMALL:
-        return small_requests(seed, GENERATED)
-    return generate_workload(name, seed=seed, requests=GENERATED, rate=1.0)
-
-
 async def _measure(
     settings: Config,
     requests: Workload,
@@ -221,9 +184,7 @@ async def _measure(
     console: Console,
     *,
     levels: Sequence[float],
-    are_rates: bool,
     seconds: float,
-    flood_s: float,
     seed: int,
 ) -> list[Run]:
     from rich.progress import Progress
@@ -240,17 +201,14 @@ async def _measure(
         async with ObservedEngine(settings) as engine:
             comparison = Comparison(engine, costs, seed=seed)
             await comparison.warm_up(requests)
-            capacity = 1.0
-            if not are_rates:
-                flood = comparison.flood_of(requests, flood_s)
-                begin("all at once", flood)
-                runs.append(await comparison.run(flood, FLOOD, lambda: progress.advance(task)))
-                capacity = runs[0].real.requests_s
+            flood = comparison.flood_of(requests, FLOOD_S)
+            begin("all at once", flood)
+            runs.append(await comparison.run(flood, FLOOD, lambda: progress.advance(task)))
+            capacity = runs[0].real.requests_s
             for level in levels:
                 load_of = at_rate(requests, level * capacity, seconds)
                 begin(f"{level * capacity:.2f} requests/s", load_of)
-                share = level if not are_rates else 0.0
-                runs.append(await comparison.run(load_of, share, lambda: progress.advance(task)))
+                runs.append(await comparison.run(load_of, level, lambda: progress.advance(task)))
     return runs
 
 
@@ -305,37 +263,4 @@ HEADINGS = {
 
 
 def _label(run: Run) -> str:
-    if run.is_flood:
-        return "all at once"
-    return f"{100 * run.load:.0f} %" if run.load else f"{run.rate:.2f}/s"
-
-
-def _plot(runs: Sequence[Run], path: Path) -> None:
-    figure = new_figure(3.2 * len(runs), 6)
-    cdfs, bars = figure.subplots(2, len(runs), squeeze=False)
-    for axis, run in zip(cdfs, runs, strict=True):
-        for side, style, name in (
-            (run.real, "-", "real"),
-            (run.simulated, "--", "simulated"),
-            (run.adjusted, ":", "simulated at that speed"),
-        ):
-            axis.plot(side.ttft, range(101), style, label=name)
-        axis.set_title(_label(run), size=10)
-        axis.set_xlabel("TTFT, ms")
-        axis.set_xlim(left=0)
-        axis.grid(alpha=0.3)
-    for axis, run in zip(bars, runs, strict=True):
-        names = [name.partition(",")[0] for name in HEADINGS.values()]
-        for side, height in ((run.simulated, 0.8), (run.adjusted, 0.4)):
-            label = "as calibrated" if side is run.simulated else "at the speed of the run"
-            errors = [100 * one for one in run.errors(side).values()]
-            axis.barh(names, errors, height, label=label)
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_xlim(-50, 50)
-        axis.set_xlabel("error of the simulation, %")
-        axis.grid(alpha=0.3)
-        axis.invert_yaxis()
-    cdfs[0].set_ylabel("% of requests")
-    cdfs[0].legend(loc="lower right")
-    bars[0].legend(loc="upper right", fontsize="small")
-    figure.savefig(path, dpi=100)
+    return "all at once" if run.is_flood else f"{100 * run.load:.0f} %"

@@ -354,10 +354,7 @@ FIRST_TEXT = 1 << 41
 
 
 class FidelityRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Client latencies, real or simulated, in milliseconds, and requests per second.
-
-    `ttft` holds the percentiles from 0 to 100.
-    """
+    """Client latencies, real or simulated, in milliseconds, and requests per second."""
 
     finished: int
     failed: dict[str, int]
@@ -366,7 +363,6 @@ class FidelityRun(msgspec.Struct, frozen=True, kw_only=True):
     tpot_p50: float
     tpot_p95: float
     requests_s: float
-    ttft: list[float]
 
 
 LIMITS = {"ttft_p50": 0.1, "ttft_p95": 0.2, "tpot_p50": 0.1, "tpot_p95": 0.2, "requests_s": 0.05}
@@ -377,8 +373,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One load, real and simulated.
 
     Attributes:
-        load: Share of the capacity; 0 if the capacity was not measured, `FLOOD` for its
-            measurement.
+        load: Share of the capacity, or `FLOOD` for its measurement.
         rate: Requests sent per second.
         slowness: By stage, the ratio of step times in the real run to the cost model, for steps
             that ran alone: the change of the machine since calibration.
@@ -510,7 +505,6 @@ class TraceClient:
             tpot_p50=_share(tpot, 50),
             tpot_p95=_share(tpot, 95),
             requests_s=len(seen) / ((max(one.last_ns for one in seen) - first_ns) / 1e9),
-            ttft=np.percentile(ttft, range(101)).tolist() if ttft else [],
         )
 
 
@@ -521,8 +515,6 @@ def _share(values: Sequence[float], share: float) -> float:
 def side_of(outcome: SimulationOutcome) -> FidelityRun:
     """Return the figures of a simulation."""
     figures = outcome.figures
-    points = outcome.cdf["ttft"]
-    shares = [share * 100 for _, share in points]
     return FidelityRun(
         finished=figures.finished,
         failed=figures.failed,
@@ -531,7 +523,6 @@ def side_of(outcome: SimulationOutcome) -> FidelityRun:
         tpot_p50=figures.tpot_ms.p50,
         tpot_p95=figures.tpot_ms.p95,
         requests_s=figures.requests_s,
-        ttft=np.interp(range(101), shares, [value for value, _ in points]).tolist(),
     )
 
 

@@ -108,7 +108,7 @@ def draw_session(case: Case, shape: Shape, seed: int) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for _ in range(shape.turns):
         text = draw_text(rng, shape.words)
-        if case in {Case.TEXT, Case.SAMPLED}:
+        if case is Case.TEXT:
             turns.append({"role": "user", "content": text})
             continue
         seed_of_it = 0 if case is Case.SAME_IMAGE else rng.getrandbits(32)
@@ -155,11 +155,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         wrong_length: Number of outputs with another number of tokens than requested.
         wall_s: From the first request to the end of the last.
         requests_s: Successful requests per second.
-        ttft_ms: From sending a request to its first text; in `mixed`, of the images.
-        itl_ms: Between two pieces of text of one request, which may hold several tokens; in
-            `mixed`, of the decoding requests during the burst.
+        ttft_ms: From sending a request to its first text.
+        itl_ms: Between two pieces of text of one request, which may hold several tokens.
         tpot_ms: From first to last text, divided by the tokens after the first, one value per
-            request; in `mixed`, of the decoding requests.
+            request.
         pieces_mean: Pieces of text per output; fewer than tokens if a server joins tokens or shows
             nothing for one.
         client_cpu: CPU time of the client over wall time: near 1, the client limited the result.
@@ -198,14 +197,10 @@ class Answers:
     Attributes:
         sessions: The samples of each session, one per turn.
         tokens: Requested output tokens of each request, in the same order.
-        decoders: Sessions that were decoding during a burst; empty for other cases.
-        burst: Start and end of the burst, on the clock of the samples.
     """
 
     sessions: list[list[Sample]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    decoders: range = range(0)
-    burst: tuple[float, float] = (0.0, 0.0)
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -225,14 +220,9 @@ def times(seconds: Iterable[float]) -> Times | None:
     return Times(p50=p50, p95=p95, p99=p99, mean=mean, worst=worst)
 
 
-def gaps(samples: Iterable[Sample], window: tuple[float, float] | None) -> list[float]:
-    """Return the times between two pieces of text; with a window, only those that overlap it."""
-    return [
-        after - before
-        for sample in samples
-        for before, after in pairwise(sample.stamps)
-        if window is None or (after > window[0] and before < window[1])
-    ]
+def gaps(samples: Iterable[Sample]) -> list[float]:
+    """Return the times between two pieces of text."""
+    return [after - before for sample in samples for before, after in pairwise(sample.stamps)]
 
 
 def summarise(case: str, concurrency: int, choices: Answers) -> Figures:
@@ -245,12 +235,6 @@ def summarise(case: str, concurrency: int, choices: Answers) -> Figures:
         for sample, tokens in zip(samples, choices.tokens, strict=True)
         if sample.error is None and sample.output_tokens != tokens
     ]
-    first, streams, window = good, good, None
-    if choices.decoders:
-        decoders = {id(sample) for index in choices.decoders for sample in choices.sessions[index]}
-        first = [sample for sample in good if id(sample) not in decoders]
-        streams = [sample for sample in good if id(sample) in decoders]
-        window = choices.burst
     wall_s = max(choices.wall_s, 1e-9)
     return Figures(
         case=case,
@@ -266,9 +250,9 @@ def summarise(case: str, concurrency: int, choices: Answers) -> Figures:
         prompt_tokens_mean=_mean([sample.prompt_tokens for sample in good]),
         output_tokens_mean=_mean([sample.output_tokens for sample in good]),
         pieces_mean=_mean([len(sample.stamps) for sample in good]),
-        ttft_ms=_first_text(first),
-        itl_ms=times(gaps(streams, window)),
-        tpot_ms=times(_per_token(streams)),
+        ttft_ms=_first_text(good),
+        itl_ms=times(gaps(good)),
+        tpot_ms=times(_per_token(good)),
         request_ms=_whole(good),
         client_cpu=round(choices.cpu_s / wall_s, 3),
         turns=_turns(choices.sessions),
@@ -358,9 +342,6 @@ def turns_table(figures: Figures) -> Table:
 
 WARMUP = 2
 REPLY_WORDS = 12
-DECODER_TOKENS = 256
-RUNNING_PIECES = 4
-"""Pieces of text after which a decoding request counts as running."""
 _SESSIONS_MIN = 8
 
 Message = dict[str, Any]
@@ -373,12 +354,10 @@ class LoadPlan:
     """One run, without the server.
 
     Attributes:
-        concurrency: Concurrent sessions; in `mixed`, decoding requests, and images that arrive at
-            once.
-        sessions: Total number of sessions; ignored in `mixed`.
+        concurrency: Concurrent sessions.
+        sessions: Total number of sessions.
         seed: Draws other texts and images.
         warmup: Requests before the measurement.
-        decoder_tokens: Tokens of each decoding request in `mixed`.
     """
 
     case: Case
@@ -387,13 +366,11 @@ class LoadPlan:
     sessions: int
     seed: str = "0"
     warmup: int = WARMUP
-    decoder_tokens: int = DECODER_TOKENS
 
     @property
     def requests(self) -> int:
         """Total number of requests."""
-        mixed = self.case is Case.MIXED
-        return self.concurrency * 2 if mixed else self.sessions * self.shape.turns
+        return self.sessions * self.shape.turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,17 +404,15 @@ def sessions_for(case: Case, concurrency: int, wanted: int | None) -> int:
 
 def draw(plan: LoadPlan) -> DrawnLoad:
     """Draw everything for one run."""
-    seeded = functools.partial(_seed, plan.case, plan.concurrency, plan.seed)
-    if plan.case is Case.MIXED:
-        kind, count = Case.IMAGE, range(plan.concurrency)
-        sessions = [_session(Case.TEXT, plan.shape, seeded("decoder", index)) for index in count]
-        sessions += [_session(kind, plan.shape, seeded("burst", index)) for index in count]
-    else:
-        kind = plan.case
-        sessions = [_session(kind, plan.shape, seeded(index)) for index in range(plan.sessions)]
-    warm = range(plan.warmup)
-    warmup = [_session(kind, plan.shape, seeded("warm", index))[0] for index in warm]
-    return DrawnLoad(plan=plan, sessions=sessions, warmup=warmup)
+
+    def session(*part: object) -> list[list[Message]]:
+        return _session(plan.case, plan.shape, _seed(plan.case, plan.concurrency, plan.seed, *part))
+
+    return DrawnLoad(
+        plan=plan,
+        sessions=[session(index) for index in range(plan.sessions)],
+        warmup=[session("warm", index)[0] for index in range(plan.warmup)],
+    )
 
 
 def _seed(*parts: object) -> int:
@@ -462,20 +437,10 @@ async def run(
 ) -> Figures:
     """Warm a server up and run a load against it; `finished` is called after each request."""
     plan = drawn.plan
-    if plan.case is Case.SAMPLED:
-        body = functools.partial(_without_temperature, body)
     for messages in drawn.warmup:
         await client.chat_when_ready(body(messages, plan.shape.output_tokens))
-    measure = _burst if plan.case is Case.MIXED else _closed_loop
-    choices = await measure(client, drawn, body, finished)
+    choices = await _closed_loop(client, drawn, body, finished)
     return summarise(plan.case, plan.concurrency, choices)
-
-
-def _without_temperature(body: Body, messages: list[Message], tokens: int) -> bytes:
-    """Return the body of a request that uses the server's sampling defaults."""
-    content = msgspec.json.decode(body(messages, tokens))
-    del content["temperature"]
-    return msgspec.json.encode(content)
 
 
 async def _closed_loop(
@@ -511,50 +476,6 @@ async def _closed_loop(
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     counts = [tokens] * plan.requests
     return Answers(sessions=results, tokens=counts, wall_s=wall_s, cpu_s=cpu_s)
-
-
-async def _burst(
-    client: BenchClient, drawn: DrawnLoad, body: Body, finished: Callable[[], None]
-) -> Answers:
-    """Start the decoding requests, wait until all of them run, and send all images at once."""
-    plan = drawn.plan
-    count = plan.concurrency
-    tokens = [plan.decoder_tokens] * count + [plan.shape.output_tokens] * count
-    bodies = [
-        body(session[0], wanted) for session, wanted in zip(drawn.sessions, tokens, strict=True)
-    ]
-    running = asyncio.Semaphore(0)
-
-    def note(sample: Sample) -> None:
-        if len(sample.stamps) == RUNNING_PIECES:
-            running.release()
-
-    async def ask(index: int) -> Sample:
-        sample = await client.chat(bodies[index])
-        if len(sample.stamps) < RUNNING_PIECES:
-            running.release()  # failed or almost without text: do not wait for it
-        finished()
-        return sample
-
-    client.on_text = note
-    began, cpu_began = time.perf_counter(), time.process_time()
-    async with asyncio.TaskGroup() as group:
-        decoders = [group.create_task(ask(index)) for index in range(count)]
-        for _ in range(count):
-            await running.acquire()
-        client.on_text = None
-        burst_began = time.perf_counter()
-        images = [group.create_task(ask(count + index)) for index in range(count)]
-        await asyncio.wait(images)
-        burst_ended = time.perf_counter()
-    return Answers(
-        sessions=[[task.result()] for task in decoders + images],
-        tokens=tokens,
-        decoders=range(count),
-        burst=(burst_began, burst_ended),
-        wall_s=time.perf_counter() - began,
-        cpu_s=time.process_time() - cpu_began,
-    )
 
 
 PIPE_COLUMNS = 160

@@ -7,18 +7,12 @@ from dataclasses import dataclass
 
 
 class Case(enum.StrEnum):
-    """Contents of the requests; in `mixed`, a burst of images arrives while as many texts are decoded.
-
-    All are greedy except `sampled`, which is `text` with the API's default sampling. `video` needs PyAV to draw the
-    files.
-    """
+    """Contents of the requests, which are greedy; `video` needs PyAV to draw the files."""
 
     TEXT = "text"
-    SAMPLED = "sampled"
     IMAGE = "image"
     SAME_IMAGE = "same-image"
     CONVERSATION = "conversation"
-    MIXED = "mixed"
     VIDEO = "video"
 
 
@@ -34,11 +28,9 @@ class Shape:
 
 _DEFAULT_SIZES = {
     Case.TEXT: (120, 128),
-    Case.SAMPLED: (120, 128),
     Case.IMAGE: (100, 64),
     Case.SAME_IMAGE: (100, 64),
     Case.CONVERSATION: (30, 32),
-    Case.MIXED: (100, 64),
     Case.VIDEO: (100, 64),
 }
 

@@ -42,7 +42,6 @@ from vsched.sim.faults import (
     Disconnect,
     FaultPlan,
     FetchStall,
-    GroupOutage,
     Hang,
     HostCrash,
     HostCut,
@@ -498,7 +497,6 @@ async def operate(world: World, client: AsgiClient, operation: Operation) -> Non
         )
 
 
-REMEDY = "a whole engine loses a group through its ranks. Remedy: name a fault of a rank, such as worker_crash or hang"
 SHUT_DOWN_S = 60.0
 HELD_SHARE = 0.2
 """Share of requests with a grammar."""
@@ -552,7 +550,7 @@ class SimEngine:
             simulation.
 
     Raises:
-        ConfigError: When a fault applies only to whole groups, or names an unknown host.
+        ConfigError: When a fault names an unknown host.
 
     Attributes:
         engine: The production engine.
@@ -581,9 +579,6 @@ class SimEngine:
         self.config = config or small_config()
         self.plan = faults or FaultPlan(seed=seed)
         self._choices_max = choices_max
-        for fault in self.plan.faults:
-            if isinstance(fault, GroupOutage):
-                raise fault.refused(REMEDY)
         self._allow_policy_failures = allow_policy_failures
         if origin_ns is None:
             origin_ns = loop.now_ns() + ORIGIN_NS

@@ -652,20 +652,16 @@ def swarm(
     *,
     seed: int = 0,
     faults: str | Path | None = None,
-    twice: bool = False,
-    failures_max: int = 1,
     policies: Mapping[str, PolicyTable] = MappingProxyType({}),
     arguments: str = "",
     on_report: OnReport = lambda _seed, _report_on: None,
 ) -> SwarmOutcome:
-    """Run `count` scenarios with consecutive seeds, starting at `seed`.
+    """Run `count` scenarios with consecutive seeds, starting at `seed`, up to the first failure.
 
     Args:
         count: Number of scenarios.
         seed: The first seed.
         faults: File with a fault plan that replaces the drawn ones.
-        twice: Run each scenario twice and compare the digests.
-        failures_max: Stop after this number of failures.
         policies: Policy tables, by path, that replace the drawn ones.
         arguments: Further arguments of the command that reproduces a failure.
         on_report: Called with the report of each scenario.
@@ -682,16 +678,14 @@ def swarm(
             scenario = draw_scenario(one).with_policies(policies)
             if plan is not None:
                 scenario = scenario.with_faults(plan)
-            report = run_guarded(scenario, twice=twice)
+            report = run_guarded(scenario)
             reports.append(report)
             on_report(one, report)
             for name in report.probes:
                 probes[name] += 1
             if report.violations:
-                shortened = _shortened(scenario, report, twice=twice)
-                failures.append(msgspec.structs.replace(shortened, arguments=arguments))
-                if len(failures) >= failures_max:
-                    break
+                failures.append(_shortened(scenario, report, arguments))
+                break
     return SwarmOutcome(
         scenarios=len(reports),
         failures=failures,
@@ -704,30 +698,24 @@ def swarm(
     )
 
 
-def run_guarded(scenario: Scenario, *, twice: bool = False) -> ScenarioReport:
-    """Run a scenario; report an exception, or a different digest on the second run, as a violation."""
+def run_guarded(scenario: Scenario) -> ScenarioReport:
+    """Run a scenario; report an exception as a violation."""
     try:
         with observed() as probes:
             report = run_scenario(scenario)
-        report = msgspec.structs.replace(report, probes=dict(probes))
-        if twice and not report.violations:
-            again = run_scenario(scenario)
-            if again.digest != report.digest:
-                words = f"the second run differs: digest {again.digest} instead of {report.digest}"
-                return msgspec.structs.replace(report, violations=(words,))
+        return msgspec.structs.replace(report, probes=dict(probes))
     except Exception as error:  # noqa: BLE001 - whatever it is, it must not happen
         return ScenarioReport(violations=(f"{type(error).__name__}: {error}",))
-    return report
 
 
-def _shortened(scenario: Scenario, report: ScenarioReport, *, twice: bool) -> SwarmFailure:
+def _shortened(scenario: Scenario, report: ScenarioReport, arguments: str) -> SwarmFailure:
     """Minimize the plan: remove each fault without which the scenario still fails; the others are unaffected."""
     plan = scenario.plan
     for fault in reversed(scenario.plan.faults):
         fewer = msgspec.structs.replace(
             plan, faults=tuple(one for one in plan.faults if one is not fault)
         )
-        shorter = run_guarded(scenario.with_faults(fewer), twice=twice)
+        shorter = run_guarded(scenario.with_faults(fewer))
         if shorter.violations:
             plan, report = fewer, shorter
     return SwarmFailure(
@@ -735,6 +723,7 @@ def _shortened(scenario: Scenario, report: ScenarioReport, *, twice: bool) -> Sw
         violations=report.violations,
         plan=plan,
         dropped=len(scenario.plan.faults) - len(plan.faults),
+        arguments=arguments,
     )
 
 

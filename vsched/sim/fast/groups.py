@@ -14,7 +14,6 @@ import math
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from random import Random
 from typing import Protocol
 
@@ -23,7 +22,6 @@ import msgspec
 from vsched.config import Config
 from vsched.config.sections import OWN_HOST, RAY_HOST
 from vsched.errors import ConfigError
-from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import (
     ChunkPlan,
     Decision,
@@ -32,26 +30,15 @@ from vsched.kernel.decisions import (
     GenerateDecision,
     Join,
 )
-from vsched.kernel.events import Drafted, Encoded, EncodeFailed, Event, Finished, Stepped
+from vsched.kernel.events import Drafted, Encoded, Event, Finished, Stepped
 from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.calibration import Span, united
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.metrics import LiveRequest, Sketch
-from vsched.sim.faults import (
-    FaultPlan,
-    GroupOutage,
-    Hang,
-    MissedDecision,
-    OutOfMemory,
-    Partition,
-    ReplicaRestart,
-    Slowdown,
-    WorkerCrash,
-)
 from vsched.sim.network.links import HostLinkProfile
 from vsched.sim.setup import DraftLuck
 from vsched.sim.workload.requests import OUTPUT_TOKEN
-from vsched.types import FinishReason, ModelInfo, stage_of
+from vsched.types import FinishReason, ModelInfo
 
 
 class LinkWay:
@@ -224,8 +211,6 @@ class SimulatedGroup:
         reported_ns: When the engine receives the result of the last step.
         incarnation: Counts losses and rescheduled ends; an end announced in an earlier incarnation
             is void.
-        slowdown: Factor on step durations.
-        held_ns: No step begins before this time.
         steps: Number of completed steps; `busy_ns` is the time in them and in the time slices of a
             paused one.
     """
@@ -238,8 +223,6 @@ class SimulatedGroup:
         self.losses = 0
         self.reported_ns = 0
         self.incarnation = 0
-        self.slowdown = 1.0
-        self.held_ns = 0
         self.steps = 0
         self.busy_ns = 0
         self._cost = cost
@@ -274,8 +257,8 @@ class SimulatedGroup:
             took_ns *= self._cold  # the ranks were idle when it was decided
         if self._noise:
             took_ns *= max(self._rng.gauss(1.0, self._noise), NOISE_LEAST)
-        self._start_ns = max(there_ns + self._decision_ns, now_ns + self._gap_ns, self.held_ns)
-        return self._start_ns + (int(took_ns * self.slowdown) or 1)
+        self._start_ns = max(there_ns + self._decision_ns, now_ns + self._gap_ns)
+        return self._start_ns + (int(took_ns) or 1)
 
     def end(self, now_ns: int) -> Event | None:
         """End the running step or time slice; return the resulting event, None for a pause."""
@@ -311,15 +294,10 @@ class SimulatedGroup:
 
 
 class TimedEncodeGroup(SimulatedGroup):
-    """An encode group.
-
-    Attributes:
-        faults: Errors of the next steps.
-    """
+    """An encode group."""
 
     def __init__(self, name: str, cost: CostModel, device: SharedDevice, rng: Random) -> None:
         super().__init__(name, cost, device, rng)
-        self.faults: deque[EncodeErrorKind] = deque()
         self.items = 0
         self.tokens = 0
 
@@ -333,8 +311,6 @@ class TimedEncodeGroup(SimulatedGroup):
 
     def _finish(self, decision: Decision, now_ns: int) -> Event:
         assert isinstance(decision, EncodeDecision)
-        if self.faults:
-            return EncodeFailed(decision.step, self.faults.popleft(), self.name)
         self.items += len(decision.tasks)
         self.tokens += sum(task.tokens for task in decision.tasks)
         return Encoded(decision.step, self.name)
@@ -656,62 +632,12 @@ class Contention:
         return self._slowdowns[-1] * count / known
 
 
-GroupFault = GroupOutage | Slowdown | Hang | OutOfMemory
-"""Faults with an effect on a whole group; other faults of a plan are converted to these."""
-REMEDY = (
-    "this simulator has groups, but neither messages, images nor clients. Remedy: leave it out, or run whole engines "
-    "with `vsched simulate --swarm`"
-)
+class GroupOutage(msgspec.Struct, frozen=True, kw_only=True):
+    """A group is lost, with the groups that share its processes: for a while, or for good without `duration_ns`."""
 
-
-def group_faults(plan: FaultPlan, config: Config, *, restart_s: float) -> list[GroupFault]:
-    """Convert a plan to faults of groups; a hang ends no later than its detection.
-
-    Args:
-        plan: The planned faults.
-        config: Provides the hang timeout and the groups that share processes.
-        restart_s: From the loss of a group until it serves again.
-
-    Raises:
-        ConfigError: When a fault needs a whole simulated engine.
-    """
-    patience_ns, restart_ns = int(config.deadlines.rank_timeout_s * 1e9), int(restart_s * 1e9)
-    found: list[GroupFault] = []
-    down: defaultdict[str, list[Span]] = defaultdict(list)
-    for fault in plan.faults:
-        match fault:
-            case Slowdown():
-                found.append(fault)
-            case OutOfMemory(during="step", group=group) if stage_of(group) == "encode":
-                found.append(fault)
-            case Hang(group=group) | Partition(group=group):
-                noticed_ns = fault.at_ns + patience_ns
-                held_ns = min(fault.duration_ns, patience_ns)
-                found.append(Hang(at_ns=fault.at_ns, duration_ns=held_ns, group=group))
-                if fault.end_ns > noticed_ns:
-                    down[group].append((noticed_ns, noticed_ns + restart_ns))
-            case GroupOutage(group=group, duration_ns=duration_ns):
-                end_ns = math.inf if duration_ns is None else fault.at_ns + duration_ns
-                down[group].append((fault.at_ns, end_ns))
-            case WorkerCrash() | OutOfMemory() | MissedDecision() | ReplicaRestart():
-                down[fault.group].append((fault.at_ns, fault.at_ns + restart_ns))
-            case _:
-                raise fault.refused(REMEDY)
-    return [*found, *_outages(down, together=config.placement == "together")]
-
-
-def _outages(down: Mapping[str, list[Span]], *, together: bool) -> list[GroupOutage]:
-    """Return non-overlapping outages: a group that is already down is not lost again."""
-    worker_groups: defaultdict[str, list[str]] = defaultdict(list)
-    for group in down:
-        worker_groups[group.partition("-")[2] if together else group].append(group)
-    return [
-        GroupOutage(
-            at_ns=start, duration_ns=None if end == math.inf else int(end) - start, group=groups[0]
-        )
-        for groups in worker_groups.values()
-        for start, end in united([span for group in groups for span in down[group]])
-    ]
+    group: str
+    at_ns: int
+    duration_ns: int | None = None
 
 
 class GroupDown(msgspec.Struct, frozen=True):
@@ -727,36 +653,25 @@ class GroupUp(msgspec.Struct, frozen=True):
     group: SimulatedGroup
 
 
-Change = GroupDown | GroupUp | Callable[[], None]
-"""A state change of a group; plain callables send no event to the scheduler."""
-
-
 def changes(
-    faults: Iterable[GroupFault], groups: Sequence[SimulatedGroup], *, start_ns: int
-) -> Iterator[tuple[int, Change]]:
-    """Yield state changes of groups with their times, for a workload that begins at `start_ns`.
+    outages: Iterable[GroupOutage], groups: Sequence[SimulatedGroup]
+) -> Iterator[tuple[int, GroupDown | GroupUp]]:
+    """Yield the losses and returns of groups with their times; a group that is down is not lost again.
 
     Raises:
         ConfigError: When a group is unknown.
     """
     named = {group.name: group for group in groups}
-    for fault in faults:
-        group = named.get(fault.group)
-        if group is None:
-            raise ConfigError(f"{fault.group}: no such group. Known: {', '.join(named)}")
-        at_ns, end_ns = start_ns + fault.at_ns, start_ns + fault.end_ns
-        match fault:
-            case GroupOutage(duration_ns=duration_ns):
-                for one in groups:
-                    if one.device is group.device:
-                        yield at_ns, GroupDown(one, for_good=duration_ns is None)
-                        if duration_ns is not None:
-                            yield end_ns, GroupUp(one)
-            case OutOfMemory():
-                assert isinstance(group, TimedEncodeGroup)
-                yield at_ns, partial(group.faults.append, EncodeErrorKind.OUT_OF_MEMORY)
-            case Slowdown(factor=factor):
-                yield at_ns, partial(setattr, group, "slowdown", factor)
-                yield end_ns, partial(setattr, group, "slowdown", 1.0)
-            case Hang():
-                yield at_ns, partial(setattr, group, "held_ns", end_ns)
+    spans: defaultdict[SharedDevice, list[Span]] = defaultdict(list)
+    for one in outages:
+        if one.group not in named:
+            raise ConfigError(f"{one.group}: no such group. Known: {', '.join(named)}")
+        end_ns = math.inf if one.duration_ns is None else one.at_ns + one.duration_ns
+        spans[named[one.group].device].append((one.at_ns, end_ns))
+    for device, lost in spans.items():
+        for start_ns, end_ns in united(lost):
+            for group in groups:
+                if group.device is device:
+                    yield start_ns, GroupDown(group, for_good=end_ns == math.inf)
+                    if end_ns != math.inf:
+                        yield int(end_ns), GroupUp(group)

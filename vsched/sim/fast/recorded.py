@@ -42,7 +42,6 @@ from vsched.kernel.events import (
     Withdrawn,
 )
 from vsched.kernel.request import chain_hashes, root_hash
-from vsched.notebook import html_table
 from vsched.record import read_events
 from vsched.record.entries import SegmentHeader, decode_command
 from vsched.sim.cost.calibration import (
@@ -93,26 +92,6 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     workload: Workload
     cost: CostModel | None
     measured: TenantFigures
-
-    def __repr__(self) -> str:
-        """Return the requests and the measured latencies in a line."""
-        return f"<RecordedRun of {self.workload!r}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(f"Recorded run {self.workload.name}", self._summary())
-
-    def _summary(self) -> dict[str, object]:
-        one = self.measured
-        return {
-            "requests": one.requests,
-            "finished": one.finished,
-            **one.failed,
-            "TTFT p50 / p95 / p99, ms": one.ttft_ms.line,
-            "TPOT p50 / p95 / p99, ms": one.tpot_ms.line,
-            "KV cache, tokens": self.kv_tokens,
-            "step times": self.cost.source if self.cost is not None else "too few steps",
-            "notes": dict(enumerate(self.workload.notes[1:], 1)),
-        }
 
 
 class _Generated(msgspec.Struct, frozen=True):

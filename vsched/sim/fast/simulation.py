@@ -51,10 +51,9 @@ from vsched.policy_host.seats import Ask
 from vsched.record.entries import SegmentHeader
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.groups import (
-    Change,
     Contention,
     GroupDown,
-    GroupFault,
+    GroupOutage,
     GroupUp,
     Links,
     SharedWork,
@@ -62,7 +61,6 @@ from vsched.sim.fast.groups import (
     TimedEncodeGroup,
     TimedGenerateGroup,
     changes,
-    group_faults,
     make_devices,
 )
 from vsched.sim.fast.ingress import ImageJob, IncomingRequest, Ingress
@@ -76,7 +74,6 @@ from vsched.sim.fast.metrics import (
     figures_of,
     over_replicas,
 )
-from vsched.sim.faults import FaultPlan
 from vsched.sim.invariants import Oracles, SimulationFailed
 from vsched.sim.network.links import HostLinkProfile
 from vsched.sim.setup import DraftLuck, Setup, prepare
@@ -203,14 +200,14 @@ class Simulation:
         """Add oracles that observe every event."""
         self._observers.append(oracles)
 
-    def schedule(self, faults: Iterable[GroupFault]) -> None:
-        """Schedule faults.
+    def schedule(self, outages: Iterable[GroupOutage]) -> None:
+        """Schedule losses of groups.
 
         Raises:
             ConfigError: When a group is unknown.
         """
-        for at_ns, change in changes(faults, [*self._groups.values()], start_ns=START_NS):
-            self._push(at_ns, CHANGE, change)
+        for at_ns, change in changes(outages, [*self._groups.values()]):
+            self._push(START_NS + at_ns, CHANGE, change)
 
     # --- the loop ---
 
@@ -398,7 +395,7 @@ class Simulation:
         self._ended(arrival, pixels, now_ns)
         return Withdrawn(arrival_id)
 
-    def _change(self, change: Change | GroupRetired, now_ns: int) -> Event | None:
+    def _change(self, change: GroupUp | GroupDown | GroupRetired, now_ns: int) -> Event:
         match change:
             case GroupUp(group):
                 return GroupReady(group.name)
@@ -411,9 +408,6 @@ class Simulation:
                 return GroupLost(group.name, Simulated((group.name,)))
             case GroupRetired():
                 return change
-            case _:
-                change()
-                return None
 
     def _lose(self, group: SimulatedGroup, now_ns: int) -> None:
         was_running = group.device.running is group
@@ -558,8 +552,7 @@ def simulate(
     progress: OnRequests | None = None,
     label: str = "",
     policies: Mapping[str, Policy] | None = None,
-    faults: FaultPlan | None = None,
-    restart_s: float = 10.0,
+    outages: Sequence[GroupOutage] = (),
     targets: Targets | None = None,
     info: ModelInfo | None = None,
     kv_tokens: int | None = None,
@@ -582,8 +575,7 @@ def simulate(
         policies: Replacements for configured policies, by table, such as `encode.encoding`. The table `policy` stands
             for all tables that the policy has methods for and that are not named. An object that several tables name
             has one state for all of them.
-        faults: Planned faults; times count from the start of the workload.
-        restart_s: From the loss of a group by a fault until it serves again.
+        outages: Losses of groups; times count from the start of the workload.
         targets: Latency targets for goodput.
         info: The model's shape, if not the cost model's.
         kv_tokens: Tokens of a replica's KV cache, if not pinned by `generate.memory`.
@@ -596,7 +588,7 @@ def simulate(
         watch: Wraps the call of each policy, for example with a timer; gets the seat's name and the call.
 
     Raises:
-        ConfigError: When the configuration, the model and the faults do not fit together.
+        ConfigError: When the configuration, the model and the outages do not fit together.
         SimulationFailed: When the kernel or an oracle found an error.
     """
     setup = prepare(config, cost, policies=policies, info=info, kv_tokens=kv_tokens, drafts=drafts)
@@ -610,8 +602,7 @@ def simulate(
     )
     if watch is not None:
         simulation.kernel.watch_policies(watch)
-    if faults is not None:
-        simulation.schedule(group_faults(faults, setup.config, restart_s=restart_s))
+    simulation.schedule(outages)
     if oracles:
         simulation.check_with(Oracles(setup, check_every=check_every))
     started_s = time.perf_counter()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
@@ -232,24 +231,17 @@ class Network:
         self._leaders: dict[str, SimulatedLeaderEnd] = {}
         self._ranks: dict[tuple[str, bytes], RankEnd] = {}
 
-    def listen(
-        self, address: str, on_frame: OnFrame, *, group: str | None = None
-    ) -> SimulatedLeaderEnd:
-        """Open a leader's end, to which ranks can connect.
-
-        `group` is its name in faults; by default the last part of the address, without the number
-        of the start.
-        """
+    def listen(self, address: str, on_frame: OnFrame) -> SimulatedLeaderEnd:
+        """Open a leader's end, to which ranks can connect; its group is named in the address."""
         assert address not in self._leaders, f"{address} has a leader"
-        leader = self._leaders[address] = SimulatedLeaderEnd(self, address, on_frame, group)
+        leader = self._leaders[address] = SimulatedLeaderEnd(self, address, on_frame)
         return leader
 
     def connect(self, address: str, rank: int, *, pulse: bool = False) -> RankEnd:
         """Open a rank's end, or its heartbeat's end; nothing is delivered while no leader listens."""
         identity = pulse_identity(rank) if pulse else rank_identity(rank)
         assert (address, identity) not in self._ranks, f"{identity!r} is connected to {address}"
-        leader = self._leaders.get(address)
-        party = Party(leader.group if leader else group_of(address), rank, pulse=pulse)
+        party = Party(group_of(address), rank, pulse=pulse)
         end = RankEnd(self, address, identity, party)
         self._ranks[address, identity] = end
         return end
@@ -297,11 +289,8 @@ class Network:
 class SimulatedLeaderEnd:
     """The leader's end of a group's links; has the interface of `zmq_link.LeaderLink`."""
 
-    def __init__(
-        self, network: Network, address: str, on_frame: OnFrame, group: str | None
-    ) -> None:
+    def __init__(self, network: Network, address: str, on_frame: OnFrame) -> None:
         self.address = address
-        self.group = group or group_of(address)
         self._network = network
         self._on_frame = on_frame
         self._closed = False
@@ -417,9 +406,7 @@ async def wait_readable(ends: Sequence[RankEnd], timeout_s: float | None) -> boo
 
 def group_of(address: str) -> str:
     """Return the group in an address: `generate-1` for `ipc:///run/generate-1-4`, its fourth start."""
-    place = address.rpartition("/")[2]
-    named = re.fullmatch(r"([a-z]+-\d+)-\d+", place)
-    return named[1] if named else place
+    return address.rpartition("/")[2].rpartition("-")[0]
 
 
 class HostLinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

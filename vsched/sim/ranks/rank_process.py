@@ -412,7 +412,7 @@ class SimulatedHost:
     def open_link(self, group: str, on_frame: OnFrame) -> SimulatedLeaderEnd:
         """Listen for the ranks of a group."""
         address = link_address(self._run_dir, group, self._start)
-        return self._world.network.listen(address, on_frame, group=group)
+        return self._world.network.listen(address, on_frame)
 
     def launch(
         self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]

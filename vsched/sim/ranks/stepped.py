@@ -168,6 +168,29 @@ class _SteppedDrafts:
         """No-op."""
 
 
+def symbolic_rank(
+    group: SteppedGenerator,
+    limits: SchedulerLimits,
+    arena: SteppedArena,
+    request_of: Callable[[int], Request],
+    *,
+    by_set: bool,
+) -> GenerateRank:
+    """Return an empty rank with the symbolic model; see `SteppedGenerator`."""
+    rank = GenerateRank(
+        _SteppedWorker(limits, request_of, by_set=by_set),
+        arena.embeddings,
+        slots=limits.slots,
+        context_tokens=limits.context_tokens,
+        block_size=limits.block_size,
+        keeps_state=limits.state_snapshots is not None,
+        swap_blocks=limits.swap_blocks,
+        draft_model=_SteppedDrafts(group),  # type: ignore[arg-type] # it has the methods that a rank calls
+    )
+    rank.adapters = set(range(1, ADAPTERS))
+    return rank
+
+
 class SteppedGenerator:
     """One generate group.
 
@@ -183,7 +206,7 @@ class SteppedGenerator:
         self,
         name: str,
         limits: SchedulerLimits,
-        arena: SteppedArena,
+        make_rank: Callable[[SteppedGenerator], GenerateRank],
         request_of: Callable[[int], Request],
         *,
         by_set: bool,
@@ -191,26 +214,15 @@ class SteppedGenerator:
         """Create an empty group; `request_of` looks up requests by number, `by_set` is the key of embeddings."""
         self.name = name
         self._limits = limits
-        self._arena = arena
+        self._make_rank = make_rank
         self._request_of = request_of
         self._by_set = by_set
         self.lose()
 
     def lose(self) -> None:
         """Forget everything, as a restart does."""
-        limits = self._limits
         self.log: deque[GenerateDecision] = deque()
-        self._rank = GenerateRank(
-            _SteppedWorker(limits, self._request_of, by_set=self._by_set),
-            self._arena.embeddings,
-            slots=limits.slots,
-            context_tokens=limits.context_tokens,
-            block_size=limits.block_size,
-            keeps_state=limits.state_snapshots is not None,
-            swap_blocks=limits.swap_blocks,
-            draft_model=_SteppedDrafts(self),  # type: ignore[arg-type] # it has the methods that a rank calls
-        )
-        self._rank.adapters = set(range(1, ADAPTERS))
+        self._rank = self._make_rank(self)
         self._granted: set[int] = set()
 
     @property
@@ -288,7 +300,8 @@ class SteppedGenerator:
     def _check_chunk(self, chunk: ChunkPlan, join: Join | None) -> None:
         if join is None:
             number = self.slots[chunk.slot]
-            computed = self.sequences[number].state.length
+            state = self.sequences[number].state
+            computed = state.length if isinstance(state, Known) else chunk.start
             assert not self._rank._table.decoding[chunk.slot], "a chunk of a sequence that decodes"  # noqa: SLF001
         else:
             number, computed = join.number, join.computed

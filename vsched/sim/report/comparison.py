@@ -1,8 +1,7 @@
-"""Comparison of simulation outcomes: a table for the terminal, CSV and JSON for programs."""
+"""Comparison of simulation outcomes: a table for the terminal, and JSON for programs."""
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -90,15 +89,14 @@ MEASURES = [
 
 
 def measures_of(
-    outcomes: Sequence[SimulationOutcome], *, with_hosts: bool = False, with_tenants: bool = True
+    outcomes: Sequence[SimulationOutcome], *, with_tenants: bool = True
 ) -> list[Measure]:
     """Return the rows of a comparison, with one for each code, reason and policy in any of the outcomes.
 
-    Rows about other hosts are omitted if no outcome has other hosts, unless `with_hosts`; those of tenants follow
-    with `with_tenants`.
+    Rows about other hosts are omitted if no outcome has other hosts; those of tenants follow with `with_tenants`.
     """
     every = [one.figures for one in outcomes]
-    hosts = with_hosts or any(one.link_bytes for one in every)
+    hosts = any(one.link_bytes for one in every)
     found: list[Measure] = []
     for measure in MEASURES:
         if hosts or not measure.hosts:
@@ -209,19 +207,6 @@ def differences(outcomes: Sequence[SimulationOutcome]) -> dict[str, list[str]]:
         for table in tables
         if len({outcome.policies[table] for outcome in outcomes}) > 1
     }
-
-
-def write_csv(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[str]) -> None:
-    """Write one row per outcome, one column per figure; times in milliseconds."""
-    measures = measures_of(outcomes, with_hosts=True)
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        names = [measure.name for measure in measures]
-        writer.writerow(["label", "workload", "seed", "cost", "digest", *names])
-        for one in outcomes:
-            values = [measure.value(one.figures) for measure in measures]
-            cells = [value if isinstance(value, int) else f"{value:.6g}" for value in values]
-            writer.writerow([one.label, one.workload, one.seed, one.cost, one.digest, *cells])
 
 
 def write_json(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[str]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from html import escape
 from importlib.resources import files
 from itertools import accumulate
@@ -301,8 +300,12 @@ def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
     Raises:
         ConfigError: When Jinja2 is not installed.
     """
-    with _extra("--html"):
+    try:
         import jinja2
+    except ImportError as error:
+        raise ConfigError(
+            f"--html: {error.name} is not installed. Remedy: pip install 'vsched[report]'"
+        ) from error
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -384,24 +387,3 @@ def _slow_row(index: int, outcome: SimulationOutcome, request: SlowRequest) -> S
     waiting, running = (gauges[name][place] if place >= 0 else 0 for name in ("waiting", "running"))
     longest = max(phases, key=phases.__getitem__)
     return SlowRow(f"request-{index}-{request.request_id}", request, longest, waiting, running)
-
-
-def write_png(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[str]) -> None:
-    """Draw the picture of a comparison.
-
-    Raises:
-        ConfigError: When matplotlib is not installed.
-    """
-    with _extra("--plot"):
-        from vsched.sim.report import charts
-    charts.draw_picture(outcomes, Path(path))
-
-
-@contextmanager
-def _extra(option: str) -> Iterator[None]:
-    """Raise an error with install instructions if a library of the extra `report` is missing."""
-    try:
-        yield
-    except ImportError as error:
-        remedy = "Remedy: pip install 'vsched[report]'"
-        raise ConfigError(f"{option}: {error.name} is not installed. {remedy}") from error

@@ -119,8 +119,6 @@ def _format_of(path: Path) -> Parse:
             first = file.readline().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise TraceError(f"{path}:1: not a text: {error}") from error
-    if first.startswith("{") and ('"start_times"' in first or '"request_throughput"' in first):
-        return _parse_vllm_bench
     if first.startswith("{"):
         if '"hash_ids"' in first:
             return _parse_bailian if '"chat_id"' in first else _parse_mooncake
@@ -132,8 +130,8 @@ def _format_of(path: Path) -> Parse:
     known = "; ".join(",".join(wanted) for wanted in CSV_FORMATS)
     raise TraceError(
         f"{path}:1: this header is of no known format: {first[:120]!r}. Known: {known}; JSON lines of Mooncake "
-        "(timestamp, input_length, output_length, hash_ids), of Qwen Bailian (with chat_id) and of our own, and "
-        "detailed results of vllm bench serve (see docs/simulation.md)"
+        "(timestamp, input_length, output_length, hash_ids), of Qwen Bailian (with chat_id) and of our own "
+        "(see docs/simulation.md)"
     )
 
 
@@ -157,47 +155,6 @@ def _parse_csv(path: Path, read: Callable[[TraceRow], _TraceRows]) -> Iterator[A
                 number += 1
         except (ValueError, csv.Error) as error:
             raise TraceError(f"{path}:{reader.line_num}: {error}") from error
-
-
-class _VllmBenchResult(msgspec.Struct):
-    """Result of `vllm bench serve --save-result --save-detailed`: lists with a value for each request."""
-
-    start_times: list[float] = []
-    input_lens: list[int] = []
-    output_lens: list[int] = []
-
-
-def _parse_vllm_bench(path: Path) -> Iterator[Arrival | None]:
-    with _open(path) as file:
-        try:
-            result = msgspec.json.decode(file.read(), type=_VllmBenchResult)
-        except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
-            raise TraceError(
-                f"{path}:1: not one result of vllm bench serve: {error}. Remedy: one run per file, without "
-                "--append-result"
-            ) from error
-    if not result.start_times:
-        raise TraceError(
-            f"{path}:1: has no start_times. Remedy: vllm bench serve --save-result --save-detailed"
-        )
-    lengths = {len(result.start_times), len(result.input_lens), len(result.output_lens)}
-    if len(lengths) > 1:
-        raise TraceError(
-            f"{path}:1: start_times, input_lens and output_lens have {len(result.start_times)}, "
-            f"{len(result.input_lens)} and {len(result.output_lens)} values, not the same number"
-        )
-    rows = sorted(
-        zip(result.start_times, result.input_lens, result.output_lens, strict=True),
-        key=lambda row: row[0],
-    )
-    first_s = rows[0][0]
-    for number, (start_s, input_tokens, output_tokens) in enumerate(rows):
-        if input_tokens < 0 or output_tokens < 0:
-            raise TraceError(
-                f"{path}:1: a request has {input_tokens} prompt and {output_tokens} output tokens, not counts"
-            )
-        prompt = _own_text(number, input_tokens)
-        yield _arrival(number, _TraceRows(start_s - first_s, prompt, output_tokens))
 
 
 def _arrival(number: int, row: _TraceRows) -> Arrival | None:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.kernel.decisions import (
-    ChunkItem,
-    ChunkPlan,
-    EncodeDecision,
-    EncodeTask,
-    GenerateDecision,
-    Join,
-    Leave,
-    RequestData,
-    SwapCopies,
-)
-from vsched.testing.contracts.base import ContractBroken, demand, demand_members
-from vsched.types import ArraySpec, Extent, ItemPlace, ModelInfo, SamplingParams
-from vsched.wire import GenerateResult, Paused, RankReport, SizeKv
+from vsched.kernel import SchedulerLimits
+from vsched.kernel.decisions import EncodeDecision, EncodeTask
+from vsched.plugins import resolve_policy
+from vsched.sim.ranks.stepped import SteppedGenerator
+from vsched.testing.cluster import ModelCluster, default_policies
+from vsched.testing.contracts.base import ContractBroken, demand
+from vsched.types import ArraySpec, Extent, MediaItem, ModelInfo, Request, SamplingParams
+from vsched.wire import Paused, RankReport, SizeKv
 from vsched.worker.contract import (
     Arrays,
     Batch,
@@ -48,79 +41,6 @@ from vsched.worker.memory import DeviceMemory
 from vsched.worker.sizing import KvBuilder
 from vsched.worker.spec import StepLimits
 from vsched.worker.stage_rank import EncodeRank
-
-PREEMPTIONS_MAX = 3
-"""Maximum preemptions per request, so that schedules end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduledRequest:
-    """A request: its prompt, and its images as (offset, image index)."""
-
-    prompt: list[int]
-    images: list[tuple[int, int]]
-    sampling: SamplingParams
-
-    @property
-    def length_max(self) -> int:
-        """Tokens of prompt and output."""
-        return len(self.prompt) + self.sampling.max_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Environment of schedules: a worker with a KV cache, and encoded embeddings.
-
-    Attributes:
-        plans: The available images.
-        pages: The pages of each image.
-        swap_blocks: Number of swap blocks of the worker.
-    """
-
-    worker: GenerateWorker
-    embeddings: npt.NDArray[np.uint8]
-    plans: Sequence[ImagePlan]
-    pages: Sequence[Sequence[int]]
-    slots: int
-    blocks: int
-    block_size: int
-    swap_blocks: int = 0
-
-
-@dataclass
-class _Request:
-    """State of a request in the schedule: known results, and decisions beyond them.
-
-    Attributes:
-        planned: Number of tokens after all decisions are executed, unless it ends before.
-        computed: Number of positions whose KV is computed by then.
-        places: Its blocks in swap memory while it is swapped out; `kept` is the number of positions
-            in them.
-    """
-
-    ask: ScheduledRequest
-    number: int
-    tokens: list[int]
-    planned: int
-    slot: int = -1
-    blocks: list[int] = field(default_factory=list)
-    computed: int = 0
-    decoding: bool = False
-    finished: bool = False
-    known_to_rank: bool = False
-    returns_at: int = 0
-    preemptions: int = 0
-    places: list[int] = field(default_factory=list)
-    kept: int = 0
-
-    def content(self, length: int) -> list[tuple[int, int]]:
-        """Return the content of the first positions: tokens, and the image index."""
-        images = {offset: image + 1 for offset, image in self.ask.images}
-        seen, content = 0, []
-        for position, token in enumerate(self.tokens[:length]):
-            seen = images.get(position, seen)
-            content.append((token, seen))
-        return content
 
 
 def watch_steps(worker: GenerateWorker, vocabulary: int) -> None:
@@ -162,262 +82,65 @@ def _check_tokens(tokens: npt.NDArray[np.int32], rows: int, vocabulary: int) -> 
     demand(not len(wrong), f"`step` returned a token outside the vocabulary: {wrong[:1]}")
 
 
-def run_alone(place: Place, ask: ScheduledRequest, number: int) -> list[int]:
-    """Return the output of a request that runs alone: one chunk, then token by token."""
-    request = _Request(ask, number, list(ask.prompt), len(ask.prompt))
-    schedule = Schedule(place, [request], random.Random(0), plain=True)  # noqa: S311
-    return schedule.run()[0]
-
-
-def run_together(
-    place: Place, asks: Sequence[ScheduledRequest], first_number: int, rng: random.Random
-) -> tuple[list[list[int]], str]:
-    """Return the outputs of requests in one random schedule, and the counts of its events."""
-    requests = [
-        _Request(ask, first_number + index, list(ask.prompt), len(ask.prompt))
-        for index, ask in enumerate(asks)
-    ]
-    schedule = Schedule(place, requests, rng, plain=False)
-    choices = schedule.run()
-    counts = ", ".join(f"{count} {what}" for what, count in sorted(schedule.events.items()))
-    return choices, counts
-
-
-class Schedule:
-    """Makes decisions, executes them on the rank, and processes the results, sometimes one step late.
+class _EncodedImages:
+    """The embeddings of images, which "encoding" copies to the pages that the kernel has chosen.
 
     Attributes:
-        events: Counts of events by name.
+        embeddings: uint8 [pages, page rows, row bytes].
     """
 
     def __init__(
-        self, place: Place, requests: list[_Request], rng: random.Random, *, plain: bool
+        self, limits: SchedulerLimits, rows: Mapping[bytes, npt.NDArray[np.uint8]]
     ) -> None:
-        self.events: Counter[str] = Counter()
-        self._place = place
-        self._requests = requests
-        self._rng = rng
-        self._plain = plain
-        self._step = 0
-        self._free_slots = rng.sample(range(place.slots), place.slots)
-        self._uses: Counter[int] = Counter()
-        self._free_places = rng.sample(range(place.swap_blocks), place.swap_blocks)
-        self._out: list[int] = []
-        self._back: list[int] = []
-        self._context = max(one.ask.length_max for one in requests)
-        # No more blocks than can be in use, so that freed blocks are soon reused.
-        most = min(place.slots, len(requests)) * -(-self._context // place.block_size)
-        self._free_blocks = rng.sample(range(place.blocks), most)
-        self._rank = GenerateRank(
-            place.worker,
-            place.embeddings,
-            slots=place.slots,
-            context_tokens=self._context,
-            block_size=place.block_size,
-            swap_blocks=place.swap_blocks,
+        """Take the rows of each image by its key."""
+        row_bytes = next((one.shape[1] for one in rows.values()), 1)
+        self.embeddings = np.zeros((limits.pages, limits.page_rows, row_bytes), np.uint8)
+        self._rows = rows
+
+    def encode(self, task: EncodeTask) -> None:
+        """Write the rows of an image."""
+        rows, size = self._rows[task.key], self.embeddings.shape[1]
+        for index, page in enumerate(task.pages):
+            part = rows[index * size : (index + 1) * size]
+            self.embeddings[page, : len(part)] = part
+
+
+class _WorkerCluster(ModelCluster):
+    """A scheduler whose generate group runs a worker of a plug-in."""
+
+    def __init__(
+        self,
+        worker: GenerateWorker,
+        rows: Mapping[bytes, npt.NDArray[np.uint8]],
+        limits: SchedulerLimits,
+        mode: str,
+    ) -> None:
+        self._worker = worker
+        self._rows = rows
+        preemption = resolve_policy("preemption", {"use": "youngest", "mode": mode})
+        super().__init__(limits, default_policies(preemption=preemption))
+
+    def make_arena(self) -> _EncodedImages:
+        """Return the embeddings of the images."""
+        return _EncodedImages(self.limits, self._rows)
+
+    def make_rank(self, _: SteppedGenerator) -> GenerateRank:
+        """Return an empty rank with the worker."""
+        return GenerateRank(
+            self._worker,
+            self.arena.embeddings,
+            slots=self.limits.slots,
+            context_tokens=self.limits.context_tokens,
+            block_size=self.limits.block_size,
+            swap_blocks=self.limits.swap_blocks,
         )
-
-    def run(self) -> list[list[int]]:
-        """Run every request to its end; return the outputs, in order."""
-        late: GenerateResult | None = None
-        while late is not None or not all(one.finished and one.slot < 0 for one in self._requests):
-            result = self._rank.apply(self._decide())
-            if late is not None:
-                self._learn(late)
-            late = None
-            if not self._plain and self._rng.random() < 0.7:
-                late = result
-            else:
-                self._learn(result)
-        return [one.tokens[len(one.ask.prompt) :] for one in self._requests]
-
-    def _learn(self, result: GenerateResult) -> None:
-        tokens = np.frombuffer(result.tokens, np.int32)
-        numbers = np.frombuffer(result.numbers, np.int32)
-        by_number = {one.number: one for one in self._requests}
-        for slot in np.flatnonzero(tokens >= 0).tolist():
-            by_number[int(numbers[slot])].tokens.append(int(tokens[slot]))
-        for one in result.finished:
-            by_number[one.number].finished = True
-
-    def _decide(self) -> GenerateDecision:
-        self._step += 1
-        left = self._let_go()
-        forgotten = []
-        for one in self._requests:
-            if one.finished and one.known_to_rank and one.slot < 0:
-                one.known_to_rank = False
-                forgotten.append(one.number)
-        joined = self._let_in()
-        grown = self._grow()
-        swaps = SwapCopies(self._out, self._back) if self._out or self._back else None
-        self._out, self._back = [], []
-        chunks = self._cut()
-        decision = GenerateDecision(self._step, forgotten, left, joined, grown, chunks, swaps=swaps)
-        if sum(one.decoding for one in self._requests) > 1:
-            self.events["steps with several decodes"] += 1
-        return decision
-
-    # --- slots ---
-
-    def _let_go(self) -> list[Leave]:
-        left = []
-        for one in self._requests:
-            if one.slot < 0:
-                continue
-            preempted = not self._plain and one.preemptions < PREEMPTIONS_MAX
-            preempted = preempted and self._rng.random() < 0.12
-            if not one.finished and not preempted:
-                continue
-            # Sometimes as after a restart: the rank forgets the request and receives it again in
-            # full.
-            keep = not one.finished and self._rng.random() < 0.7
-            left.append(Leave(one.number, one.slot, keep))
-            one.known_to_rank = keep
-            if keep and self._place.swap_blocks and self._rng.random() < 0.5:
-                self._swap_out(one)
-            self._free_slots.append(one.slot)
-            self._release(one.blocks)
-            one.slot, one.blocks, one.decoding, one.computed = -1, [], False, 0
-            if not one.finished:
-                one.preemptions += 1
-                one.returns_at = self._step + 2  # the result of the last step is known by then
-                self.events["preemptions" if keep else "restarts"] += 1
-        return left
-
-    def _let_in(self) -> list[Join]:
-        joined = []
-        for one in self._requests:
-            waits = one.slot < 0 and not one.finished and one.returns_at <= self._step
-            if not waits or not self._free_slots or (not self._plain and self._rng.random() < 0.4):
-                continue
-            one.slot = self._free_slots.pop(self._rng.randrange(len(self._free_slots)))
-            one.planned = length = len(one.tokens)
-            one.blocks, one.computed = ([], 0) if one.places else self._shared(one)
-            self._cover(one, length)
-            self._swap_in(one)
-            data = None if one.known_to_rank else self._data(one)
-            one.known_to_rank = True
-            joined.append(Join(one.number, one.slot, one.computed, length, list(one.blocks), data))
-        return joined
-
-    def _data(self, one: _Request) -> RequestData:
-        places = [
-            ItemPlace(offset, self._place.plans[image].tokens, self._place.plans[image].metadata)
-            for offset, image in one.ask.images
-        ]
-        tokens = np.asarray(one.tokens, np.int32).tobytes()
-        return RequestData(tokens, len(one.ask.prompt), places, one.ask.sampling, ())
-
-    # --- memory ---
-
-    def _shared(self, one: _Request) -> tuple[list[int], int]:
-        """Return blocks of another request that hold a prefix of this one, and the length of that prefix."""
-        if self._plain or self._rng.random() < 0.2:
-            return [], 0
-        size, best = self._place.block_size, 0
-        blocks: list[int] = []
-        content = one.content(len(one.tokens) - 1)  # the last token is always computed
-        for donor in self._requests:
-            if donor is one or donor.slot < 0:
-                continue
-            # Chunks of the previous decision are computed before those of this one.
-            theirs = donor.content(min(donor.computed, len(donor.tokens)))
-            common = 0
-            while common < min(len(theirs), len(content)) and theirs[common] == content[common]:
-                common += 1
-            if common // size > best:
-                best = common // size
-                blocks = donor.blocks[:best]
-        for block in blocks:
-            self._uses[block] += 1
-        self.events["shared prefixes"] += best > 0
-        return list(blocks), best * size
-
-    def _cover(self, one: _Request, length: int) -> int:
-        """Allocate the blocks of a request's first `length` positions; return the number of new blocks."""
-        new = -(-length // self._place.block_size) - len(one.blocks)
-        for _ in range(new):
-            block = self._free_blocks.pop()
-            self._uses[block] = 1
-            one.blocks.append(block)
-        return max(new, 0)
-
-    def _swap_out(self, one: _Request) -> None:
-        """Swap out the computed blocks of a leaving request, if there is enough swap memory."""
-        blocks = one.blocks[: -(-one.computed // self._place.block_size)]
-        if not blocks or len(blocks) > len(self._free_places):
-            return
-        one.kept = one.computed
-        one.places = [self._free_places.pop() for _ in blocks]
-        for pair in zip(blocks, one.places, strict=True):
-            self._out += pair
-        self.events["swapped out"] += 1
-
-    def _swap_in(self, one: _Request) -> None:
-        """Swap in the blocks of a joining request; computation continues after them."""
-        if not one.places:
-            return
-        one.computed = min(one.kept, one.planned - 1)
-        count = -(-one.computed // self._place.block_size)
-        for pair in zip(one.places[:count], one.blocks[:count], strict=True):
-            self._back += pair
-        self._free_places += one.places
-        one.places = []
-
-    def _release(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self._uses[block] -= 1
-            if not self._uses[block]:
-                self._free_blocks.append(block)
-        if not self._plain:
-            self._rng.shuffle(self._free_blocks)
-
-    # --- step contents ---
-
-    def _grow(self) -> list[int]:
-        """Plan a token for each decoding request, including those whose end is not known yet."""
-        grown: list[int] = []
-        for one in self._requests:
-            if one.decoding:
-                if one.planned < self._context and self._cover(one, one.planned):
-                    grown += [one.slot, one.blocks[-1]]
-                one.computed = one.planned
-                one.planned += 1
-        return grown
-
-    def _cut(self) -> list[ChunkPlan]:
-        """Cut chunks off prompts; after the last chunk of the known tokens, a request decodes from the next step on."""
-        chunks = []
-        for one in self._requests:
-            if one.slot < 0 or one.decoding or (not self._plain and self._rng.random() < 0.3):
-                continue
-            start, stop = one.computed, one.planned
-            if not self._plain:
-                stop = min(stop, start + self._rng.choice([1, 2, 3, 7, 16, 1000]))
-            chunks.append(ChunkPlan(one.slot, start, stop, self._met(one.ask, start, stop)))
-            one.computed = stop
-            self.events["chunks"] += 1
-            if stop == one.planned:
-                one.decoding = True
-                one.planned += 1
-        if not self._plain:
-            self._rng.shuffle(chunks)
-        return chunks
-
-    def _met(self, ask: ScheduledRequest, start: int, stop: int) -> list[ChunkItem]:
-        """Return the images in a chunk."""
-        place, met = self._place, []
-        for offset, image in ask.images:
-            tokens = place.plans[image].tokens
-            if offset < stop and start < offset + tokens:
-                met.append(ChunkItem(offset, tokens, list(place.pages[image])))
-        return met
 
 
 BLOCK_SIZE = 4
 PAGE_ROWS = 3
 SLOTS = 4
+RESTARTS = 0.03
+"""Probability of a restart of the ranks instead of a step."""
 ASKS_MAX = 5
 PROMPT_MAX = 24
 OUTPUTS_MAX = 8
@@ -479,7 +202,7 @@ def check_worker(
     """
     name = type(plugin).__qualname__
     try:
-        demand_members(plugin, WorkerPlugin, who=name)
+        _demand_kind(plugin, WorkerPlugin, "the plug-in")
         info = model
         if isinstance(info, str):
             info = plugin.inspect(info, dtype="float32", item_tokens_max=0)
@@ -498,7 +221,7 @@ def check_worker(
 def sample_images(plugin: WorkerPlugin, info: ModelInfo) -> list[SampleImage]:
     """Return small pictures prepared by the plug-in's preprocessor."""
     preprocessor = plugin.load_preprocessor(info)
-    demand_members(preprocessor, Preprocessor, who="the result of `load_preprocessor`")
+    _demand_kind(preprocessor, Preprocessor, "the result of `load_preprocessor`")
     made = []
     for number, (width, height) in enumerate(SIDES):
         noise = np.random.default_rng(number).integers(0, 255, (height, width, 3), np.uint8)
@@ -527,7 +250,6 @@ class _WorkerBench:
         self.info = info
         self.block_size = block_size
         self.images = sample_images(plugin, info) if images is None else list(images)
-        self.numbers = itertools.count(1)
         self.encoder: EncodeWorker | None = None
         fractions: list[float] = []
 
@@ -569,28 +291,75 @@ class _WorkerBench:
     def check(self, seed: int) -> None:
         """Encode, run each request alone, and then all in a random schedule."""
         rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
-        embeddings, pages = self._encode(rng)
-        place = Place(
-            worker=self.generator,
-            embeddings=embeddings,
-            plans=[image.plan for image in self.images],
-            pages=pages,
-            slots=SLOTS,
-            blocks=self.blocks,
-            block_size=self.block_size,
-            swap_blocks=self.swap_blocks,
-        )
-        asks = self._draw(rng)
-        expected = [run_alone(place, ask, next(self.numbers)) for ask in asks]
-        first = next(self.numbers)
-        self.numbers = itertools.count(first + len(asks))
-        choices, events = run_together(place, asks, first, rng)
-        for ask, alone, together in zip(asks, expected, choices, strict=True):
+        self._rows = self._encode(rng)
+        requests = self._draw(rng)
+        expected = [self._run_alone(request) for request in requests]
+        outputs, preemptions = self._run_together(requests, rng)
+        for request, alone in zip(requests, expected, strict=True):
+            together = outputs[request.request_id]
             demand(
                 alone == together,
-                f"a request of {len(ask.prompt)} tokens and {len(ask.images)} images with {ask.sampling} is answered "
-                f"{alone} alone and {together} in a schedule with {events}",
+                f"a request of {len(request.prompt_token_ids)} tokens and {len(request.items)} images with "
+                f"{request.sampling} is answered {alone} alone and {together} in a schedule of {len(requests)} "
+                f"requests with {preemptions} preemptions",
             )
+
+    def _limits(self, **changes: Any) -> SchedulerLimits:
+        limits = SchedulerLimits(
+            block_size=self.block_size,
+            blocks=self.blocks,
+            slots=SLOTS,
+            batch_tokens=self.length_max + SLOTS,
+            chunk_tokens=self.length_max,
+            context_tokens=self.length_max,
+            page_rows=PAGE_ROWS,
+            pages=2 * sum(-(-image.plan.tokens // PAGE_ROWS) for image in self.images) + 1,
+            swap_blocks=self.swap_blocks,
+            prefix_cache=False,
+        )
+        return msgspec.structs.replace(limits, **changes)
+
+    def _run_alone(self, request: Request) -> list[int]:
+        """Return the output of a request that runs alone: one chunk, then token by token."""
+        cluster = _WorkerCluster(self.generator, self._rows, self._limits(), "recompute")
+        cluster.submit(request)
+        cluster.drain()
+        return cluster.outputs[request.request_id]
+
+    def _run_together(
+        self, requests: Sequence[Request], rng: random.Random
+    ) -> tuple[dict[str, list[int]], int]:
+        """Return the outputs of requests in one random schedule, in which ranks restart, and its preemptions."""
+        lengths = (len(one.prompt_token_ids) + one.sampling.max_tokens for one in requests)
+        # Few blocks, so that requests are preempted and freed blocks are soon reused.
+        least = max(-(-length // self.block_size) for length in lengths) + 1
+        limits = self._limits(
+            blocks=min(least + rng.choice([0, 1, 2, 4, 8, 100]), self.blocks),
+            chunk_tokens=rng.choice([1, 2, 3, 5, 7, 16, 1000]),
+            batch_tokens=SLOTS + rng.choice([1, 4, 9, 20, 1000]),
+            prefix_cache=rng.random() < 0.8,
+        )
+        mode = rng.choice(["recompute", "swap"] if self.swap_blocks else ["recompute"])
+        cluster = _WorkerCluster(self.generator, self._rows, limits, mode)
+        for request in requests:
+            cluster.submit(request)
+            for _ in range(rng.randrange(12)):
+                self._act(cluster, rng)
+        while cluster.busy("encode") or cluster.busy("generate"):
+            self._act(cluster, rng)
+        cluster.drain()
+        (group,) = cluster.kernel.generators
+        return cluster.outputs, group.statistics()["preemptions"]
+
+    def _act(self, cluster: ModelCluster, rng: random.Random) -> None:
+        """Run a pending step, or restart the ranks of the generate group."""
+        if rng.random() < RESTARTS:
+            cluster.lose("generate", planned=True)
+            cluster.restore_group("generate")
+        elif cluster.busy("encode") and (rng.random() < 0.5 or not cluster.busy("generate")):
+            cluster.run_encode()
+        elif cluster.busy("generate"):
+            cluster.run_generate()
 
     def end(self) -> None:
         """Drop the KV cache, twice."""
@@ -600,8 +369,10 @@ class _WorkerBench:
 
     # --- encode ---
 
-    def _encode(self, rng: random.Random) -> tuple[npt.NDArray[np.uint8], list[list[int]]]:
-        """Encode all images in random batches over random pages; return the arena's content."""
+    def _encode(self, rng: random.Random) -> dict[bytes, npt.NDArray[np.uint8]]:
+        """Encode all images in random batches over random pages; return the rows of each by its key in requests."""
+        if self.encoder is None:
+            return {}
         counts = [-(-image.plan.tokens // PAGE_ROWS) for image in self.images]
         spare = 3
         free = rng.sample(range(sum(counts) + spare), sum(counts) + spare)
@@ -611,8 +382,6 @@ class _WorkerBench:
             np.frombuffer(rng.randbytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
             for _ in range(2)
         ]
-        if self.encoder is None:
-            return arenas[0], pages
         order = rng.sample(range(len(self.images)), len(self.images))
         cut = rng.randint(1, len(order))
         # The same batches over different initial bytes reveal unwritten ones. Also layer by layer,
@@ -621,14 +390,15 @@ class _WorkerBench:
             for batch in (order[:cut], order[cut:]):
                 if batch:
                     self._encode_batch(self.encoder, arena, batch, pages, layers)
-        for image, own in zip(self.images, pages, strict=True):
+        found = {}
+        for index, (image, own) in enumerate(zip(self.images, pages, strict=True)):
             rows = [arena[own].reshape(-1, shape[2])[: image.plan.tokens] for arena in arenas]
             demand(
                 np.array_equal(rows[0], rows[1]),
                 f"`encode` must write all {image.plan.tokens} rows of an image, and the same ones every time",
             )
-        arenas[0].flags.writeable = False
-        return arenas[0], pages
+            found[_key(index)] = rows[0]
+        return found
 
     def _encode_batch(
         self,
@@ -676,29 +446,45 @@ class _WorkerBench:
 
     # --- requests ---
 
-    def _draw(self, rng: random.Random) -> list[ScheduledRequest]:
+    def _draw(self, rng: random.Random) -> list[Request]:
         """Draw requests; some have a prefix of an earlier one."""
-        asks: list[ScheduledRequest] = []
+        requests: list[Request] = []
         for _ in range(rng.randint(2, ASKS_MAX)):
             prompt: list[int] = []
-            images: list[tuple[int, int]] = []
-            if asks and rng.random() < 0.5:
-                model = rng.choice(asks)
-                prompt, images = list(model.prompt), list(model.images)
+            items: list[MediaItem] = []
+            if requests and rng.random() < 0.5:
+                model = rng.choice(requests)
+                prompt, items = [*model.prompt_token_ids], [*model.items]
             room = max(2, PROMPT_MAX - sum(token != self.info.image_token_id for token in prompt))
-            for _ in range(0 if images or not self.images else rng.choice([0, 1, 1, 2])):
+            for _ in range(0 if items or not self.images else rng.choice([0, 1, 1, 2])):
                 prompt += self._text(rng, rng.randint(1, max(1, room // 4)))
-                image = rng.randrange(len(self.images))
-                images.append((len(prompt), image))
-                prompt += [self.info.placeholder] * self.images[image].plan.tokens
+                index = rng.randrange(len(self.images))
+                plan = self.images[index].plan
+                items.append(
+                    MediaItem(
+                        key=_key(index),
+                        tokens=plan.tokens,
+                        offset=len(prompt),
+                        metadata=plan.metadata,
+                        extent=Extent(0, 16),
+                    )
+                )
+                prompt += [self.info.placeholder] * plan.tokens
             if len(prompt) < self.length_max - OUTPUTS_MAX:
                 most = min(room // 2, self.length_max - OUTPUTS_MAX - len(prompt))
                 prompt += self._text(rng, rng.randint(1, max(1, most)))
             sampling = msgspec.structs.replace(
                 rng.choice(SAMPLINGS), max_tokens=rng.randint(1, OUTPUTS_MAX), ignore_eos=True
             )
-            asks.append(ScheduledRequest(prompt=prompt, images=images, sampling=sampling))
-        return asks
+            requests.append(
+                Request(
+                    request_id=f"r{len(requests)}",
+                    prompt_token_ids=prompt,
+                    items=tuple(items),
+                    sampling=sampling,
+                )
+            )
+        return requests
 
     def _text(self, rng: random.Random, count: int) -> list[int]:
         special = {self.info.image_token_id, *self.info.stop_token_ids}
@@ -708,6 +494,11 @@ class _WorkerBench:
             if token not in special:
                 drawn.append(token)
         return drawn
+
+
+def _key(index: int) -> bytes:
+    """Return the key of an image in requests."""
+    return b"image %d" % index
 
 
 class _Overheard(EncodeWorker):
@@ -747,9 +538,12 @@ class _Overheard(EncodeWorker):
             raise
 
 
+def _demand_kind(subject: object, kind: type, what: str) -> None:
+    demand(isinstance(subject, kind), f"{what} must be a {kind.__module__}.{kind.__qualname__}")
+
+
 def _check_loaded(worker: EncodeWorker | GenerateWorker, protocol: type, method: str) -> None:
-    demand_members(worker, protocol, who=f"the result of `{method}`")
-    demand_members(worker.device_memory(), DeviceMemory, who="the result of `device_memory`")
+    _demand_kind(worker, protocol, f"the result of `{method}`")
     weights = worker.weights_bytes
     demand(isinstance(weights, int) and weights >= 0, f"`weights_bytes` is {weights!r}")
 

@@ -1,4 +1,4 @@
-"""Groups of the fast simulator: links to other hosts, contention for cores, and faults."""
+"""Groups of the fast simulator: links to other hosts, contention for cores, and outages."""
 
 from __future__ import annotations
 
@@ -14,32 +14,12 @@ from vsched.sim import HostLinkProfile, SimulationOutcome
 from vsched.sim.cost.model import CostModel, HostCost
 from vsched.sim.fast.groups import (
     Contention,
-    GroupFault,
+    GroupOutage,
     LinkWay,
     SharedWork,
-    group_faults,
     hosts_of,
 )
 from vsched.sim.fast.simulation import simulate
-from vsched.sim.faults import (
-    AnyFault,
-    DecodeError,
-    Disconnect,
-    FaultPlan,
-    FetchStall,
-    GroupOutage,
-    Hang,
-    LateHeartbeat,
-    LostHeartbeat,
-    MessageFault,
-    MissedDecision,
-    OutOfMemory,
-    Partition,
-    ReplicaRestart,
-    Slowdown,
-    TiePermutation,
-    WorkerCrash,
-)
 from vsched.sim.workload.requests import Image, Text, workload_of
 
 MS = 1_000_000
@@ -121,9 +101,8 @@ def test_result_of_a_lost_group_is_not_heard(at_ms: int) -> None:
         GroupOutage(at_ns=at_ms * MS, duration_ns=15 * MS, group=group)
         for at_ms, group in ((at_ms, "encode"), (at_ms + 150, "generate"))
     ]
-    plan = FaultPlan(faults=tuple(outages))
     outcome = simulate(
-        served, scarce(1), cost=COST, host_links=LINK, faults=plan, oracles=True, check_every=1
+        served, scarce(1), cost=COST, host_links=LINK, outages=outages, oracles=True, check_every=1
     )
     assert outcome.figures.finished == outcome.figures.requests == 40
 
@@ -257,11 +236,9 @@ def test_simulation_slows_decoding_while_images_are_prepared() -> None:
     assert beside > alone + 15
 
 
-def failed(*faults: AnyFault, sets: tuple[str, ...] = SCARCE) -> dict[str, int]:
+def failed(*outages: GroupOutage, sets: tuple[str, ...] = SCARCE) -> dict[str, int]:
     """Number of failed requests by code; the others must have finished."""
-    outcome = simulate(
-        config(*sets), scarce(3), cost=COST, faults=FaultPlan(faults=faults), oracles=True
-    )
+    outcome = simulate(config(*sets), scarce(3), cost=COST, outages=outages, oracles=True)
     figures = outcome.figures
     assert figures.finished + sum(figures.failed.values()) == figures.requests == 40
     return figures.failed
@@ -275,7 +252,7 @@ def test_outage_ends_no_request() -> None:
 def test_outage_takes_time() -> None:
     plain = simulate(config(*SCARCE), scarce(3), cost=COST)
     lost = GroupOutage(group="generate", at_ns=30 * MS, duration_ns=70 * MS)
-    longer = simulate(config(*SCARCE), scarce(3), cost=COST, faults=FaultPlan(faults=(lost,)))
+    longer = simulate(config(*SCARCE), scarce(3), cost=COST, outages=[lost])
     difference_s = longer.figures.span_s - plain.figures.span_s
     assert 0.05 < difference_s < 0.2
     assert longer.figures.itl_ms.p99 >= plain.figures.itl_ms.p99
@@ -303,133 +280,26 @@ def test_outages_of_every_moment_are_survived() -> None:
         )
 
 
-def test_pause_takes_its_time_and_loses_nothing() -> None:
-    plain = simulate(config(*SCARCE), scarce(3), cost=COST)
-    pause = Hang(group="generate", at_ns=30 * MS, duration_ns=100 * MS)
-    longer = simulate(config(*SCARCE), scarce(3), cost=COST, faults=FaultPlan(faults=(pause,)))
-    assert 0.05 < longer.figures.span_s - plain.figures.span_s < 0.15
-    assert longer.figures.finished == plain.figures.finished
-
-
-def test_encoder_without_memory_tries_again() -> None:
-    assert failed(OutOfMemory(group="encode")) == {}
-
-
-def test_encoder_without_memory_twice_for_one_image_ends_its_request() -> None:
-    arrivals = [arrival(1, 0, Image("a", 50), Text(1, 5)), arrival(2, 100, Text(2, 5))]
-    outcome = simulate(
-        config(),
-        workload_of("two", arrivals),
-        cost=COST,
-        oracles=True,
-        faults=FaultPlan(faults=(OutOfMemory(group="encode"),) * 2),
+def test_overlapping_outages_are_one() -> None:
+    """Of two groups that share a process as well: both are lost, once."""
+    settings = config(*SCARCE, 'placement="together"', "encode.replicas=2", "generate.replicas=2")
+    overlapping = [
+        GroupOutage(group=group, at_ns=at_ms * MS, duration_ns=30 * MS)
+        for group, at_ms in (("generate-1", 60), ("encode-1", 50), ("generate-1", 10))
+    ]
+    whole = [
+        GroupOutage(group="encode-1", at_ns=10 * MS, duration_ns=30 * MS),
+        GroupOutage(group="encode-1", at_ns=50 * MS, duration_ns=40 * MS),
+    ]
+    one, same = (
+        simulate(settings, scarce(3), cost=COST, outages=outages, oracles=True)
+        for outages in (overlapping, whole)
     )
-    assert outcome.figures.failed == {"encode_failed": 1}
-    assert outcome.figures.finished == 1
+    assert one.figures.finished == one.figures.requests == 40
+    assert one.digest == same.digest
 
 
-def test_slowness_lasts_for_its_span() -> None:
-    plain, slow = (
-        simulate(
-            config(),
-            workload_of("one", [arrival(1, 0, Text(1, 5), outputs=100)]),
-            cost=COST,
-            faults=FaultPlan(
-                faults=(
-                    Slowdown(group="generate", at_ns=20 * MS, duration_ns=30 * MS, factor=factor),
-                )
-            ),
-        ).figures.e2e_ms.p50
-        for factor in (1.0, 3.0)
-    )
-    assert slow - plain == pytest.approx(20, abs=3)
-
-
-def test_fault_of_an_unknown_group_is_refused() -> None:
-    plan = FaultPlan(faults=(GroupOutage(group="generate-7"),))
+def test_outage_of_an_unknown_group_is_refused() -> None:
+    outage = GroupOutage(group="generate-7", at_ns=0)
     with pytest.raises(ConfigError, match="generate-7: no such group. Known: encode, generate"):
-        simulate(config(), scarce(0), cost=COST, faults=plan)
-
-
-SECOND = 1_000_000_000
-TOGETHER = 'placement="together"'
-
-
-def read(*faults: AnyFault, sets: tuple[str, ...] = ()) -> list[GroupFault]:
-    settings = config("deadlines.rank_timeout_s=5", "deadlines.heartbeat_s=1", *sets)
-    return group_faults(FaultPlan(faults=faults), settings.config, restart_s=3)
-
-
-@pytest.mark.parametrize("kind", [WorkerCrash, OutOfMemory, MissedDecision, ReplicaRestart])
-def test_plan_whatever_takes_a_group_down_is_an_outage(kind: type[WorkerCrash]) -> None:
-    assert read(kind(at_ns=2 * SECOND, group="generate")) == [
-        GroupOutage(group="generate", at_ns=2 * SECOND, duration_ns=3 * SECOND)
-    ]
-
-
-@pytest.mark.parametrize("kind", [Hang, Partition])
-def test_plan_stall_holds_a_group_until_it_is_noticed(kind: type[Hang]) -> None:
-    short = kind(at_ns=SECOND, duration_ns=2 * SECOND, group="generate")
-    assert read(short) == [Hang(group="generate", at_ns=1 * SECOND, duration_ns=2 * SECOND)]
-    long = kind(at_ns=SECOND, duration_ns=60 * SECOND, group="generate")
-    assert read(long) == [
-        Hang(group="generate", at_ns=1 * SECOND, duration_ns=5 * SECOND),
-        GroupOutage(group="generate", at_ns=6 * SECOND, duration_ns=3 * SECOND),
-    ]
-
-
-def test_plan_slowdown_is_one_of_the_group() -> None:
-    slow = Slowdown(at_ns=SECOND, duration_ns=SECOND, group="generate", factor=7.0)
-    assert read(slow) == [slow]
-
-
-def test_plan_group_that_is_down_is_not_lost_again() -> None:
-    crashes = [WorkerCrash(at_ns=at_s * SECOND, group="generate") for at_s in (9, 1, 3)]
-    assert read(*crashes) == [
-        GroupOutage(group="generate", at_ns=1 * SECOND, duration_ns=5 * SECOND),
-        GroupOutage(group="generate", at_ns=9 * SECOND, duration_ns=3 * SECOND),
-    ]
-
-
-def test_plan_groups_of_one_process_are_lost_once() -> None:
-    crashes = [
-        WorkerCrash(at_ns=SECOND, group="generate-1"),
-        WorkerCrash(at_ns=SECOND, group="encode-0"),
-        WorkerCrash(at_ns=2 * SECOND, group="encode-1"),
-    ]
-    assert read(*crashes, sets=(TOGETHER, "encode.replicas=2", "generate.replicas=2")) == [
-        GroupOutage(group="generate-1", at_ns=1 * SECOND, duration_ns=4 * SECOND),
-        GroupOutage(group="encode-0", at_ns=1 * SECOND, duration_ns=3 * SECOND),
-    ]
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        DecodeError(),
-        Disconnect(phase="wait"),
-        FetchStall(duration_ns=1),
-        LateHeartbeat(group="encode", late_ns=1),
-        LostHeartbeat(group="encode"),
-        MessageFault(group="encode", duration_ns=1),
-        TiePermutation(),
-    ],
-)
-def test_plan_of_what_groups_do_not_have_is_refused(fault: AnyFault) -> None:
-    kind = type(fault).__struct_config__.tag
-    with pytest.raises(ConfigError, match=f"faults: {kind} at 0 s: .*--swarm"):
-        read(fault)
-
-
-def test_plan_faults_lose_no_request() -> None:
-    plan = FaultPlan(
-        faults=(
-            WorkerCrash(at_ns=SECOND // 30, group="generate"),
-            Hang(at_ns=SECOND // 20, duration_ns=SECOND // 50, group="encode"),
-            Slowdown(at_ns=0, duration_ns=SECOND, group="generate", factor=2.0),
-        )
-    )
-    settings = config(*SCARCE)
-    outcome = simulate(settings, scarce(3), cost=COST, faults=plan, restart_s=0.1, oracles=True)
-    figures = outcome.figures
-    assert figures.finished == figures.requests == 40
+        simulate(config(), scarce(0), cost=COST, outages=[outage])

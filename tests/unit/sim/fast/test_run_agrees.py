@@ -29,8 +29,8 @@ from vsched.kernel.events import (
     Stepped,
     Submitted,
 )
+from vsched.sim.fast.groups import GroupOutage
 from vsched.sim.fast.simulation import simulate
-from vsched.sim.faults import FaultPlan, GroupOutage, OutOfMemory
 from vsched.sim.setup import DraftLuck, Setup, prepare
 from vsched.testing.cluster import TICK_NS, ModelCluster
 
@@ -162,18 +162,15 @@ def test_run_agrees_with_model_cluster_in_drafts(seed: int, sets: tuple[str, ...
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_run_agrees_with_model_cluster_in_faults(seed: int) -> None:
+def test_run_agrees_with_model_cluster_in_outages(seed: int) -> None:
     settings = config(*SCARCE)
     shadow = Shadow(prepare(settings, COST))
-    plan = FaultPlan(
-        faults=(
-            OutOfMemory(at_ns=5 * seed * MS, group="encode"),
-            GroupOutage(group="generate", at_ns=50 * MS, duration_ns=30 * MS),
-            GroupOutage(group="encode", at_ns=100 * MS, duration_ns=10 * MS),
-        )
-    )
+    outages = [
+        GroupOutage(group="generate", at_ns=50 * MS, duration_ns=30 * MS),
+        GroupOutage(group="encode", at_ns=100 * MS, duration_ns=10 * MS),
+    ]
     outcome = simulate(
-        settings, scarce(seed), cost=COST, observers=[shadow], oracles=True, faults=plan
+        settings, scarce(seed), cost=COST, observers=[shadow], oracles=True, outages=outages
     )
     assert outcome.figures.finished + sum(outcome.figures.failed.values()) == 40
 

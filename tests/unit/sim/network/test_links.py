@@ -24,7 +24,6 @@ from vsched.sim.network.links import (
     Network,
     RankEnd,
     SimulatedLeaderEnd,
-    group_of,
     wait_readable,
 )
 from vsched.transport.zmq_link import pulse_identity, rank_identity
@@ -331,9 +330,3 @@ def test_ties_permute_links_with_each_other_and_no_link_by_itself() -> None:
     for order in orders:
         for rank in range(4):
             assert [one for one in order if one % 4 == rank] == list(range(rank, 16, 4))
-
-
-def test_group_of_an_address_is_its_name_without_the_start() -> None:
-    assert group_of("ipc:///run/x/generate-1-4") == "generate-1"
-    assert group_of("ipc://encode-0") == "encode-0"
-    assert group_of("ipc://nowhere") == "nowhere"

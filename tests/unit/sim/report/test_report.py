@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import sys
@@ -25,10 +24,9 @@ from vsched.sim.report.comparison import (
     comparison,
     differences,
     read_json,
-    write_csv,
     write_json,
 )
-from vsched.sim.report.rendering import chart_data, load_warning, render_html, write_png
+from vsched.sim.report.rendering import chart_data, load_warning, render_html
 from vsched.sim.workload.requests import workload_of
 
 
@@ -106,13 +104,11 @@ def with_tenants(outcome: SimulationOutcome) -> SimulationOutcome:
     )
 
 
-def test_table_csv_and_html_report_tenants_reasons_and_failures(
-    outcomes: list[SimulationOutcome], tmp_path: Path
+def test_table_and_html_report_tenants_reasons_and_failures(
+    outcomes: list[SimulationOutcome],
 ) -> None:
     reported = [with_tenants(outcomes[0]), outcomes[1]]
     text, html = printed(reported), render_html(reported)
-    write_csv(reported, tmp_path / "out.csv")
-    one, other = csv.DictReader((tmp_path / "out.csv").read_text().splitlines())
     for name, value in {
         "shed: tenant [a] sends too fast": "2",
         "failures of policies": "3",
@@ -122,7 +118,6 @@ def test_table_csv_and_html_report_tenants_reasons_and_failures(
         "[a]: shed": "2",
     }.items():
         assert re.search(rf"{re.escape(name)} +│ +{value} │ +0 │", text)
-        assert (one[name], other[name]) == (value, "0")
         assert name.removeprefix("[a]: ") in html
     assert re.search(r"\[a\]: within targets +│ +50\.0% │ +0\.0% │", text)
     assert "Traceback of &lt;Mine&gt;" in html
@@ -148,17 +143,6 @@ def test_differences_are_the_policies_that_differ(outcomes: list[SimulationOutco
     assert differences(outcomes) == {
         "encode.encoding": ["ChunkAware(look_ahead_chunks=0)", "Combined()"]
     }
-
-
-def test_csv_has_a_row_for_each_outcome(outcomes: list[SimulationOutcome], tmp_path: Path) -> None:
-    path = tmp_path / "out.csv"
-    write_csv(outcomes, str(path))
-    rows = list(csv.DictReader(path.read_text().splitlines()))
-    assert [row["label"] for row in rows] == ["chunk <aware>", "combined"]
-    for row, outcome in zip(rows, outcomes, strict=True):
-        figures = outcome.figures
-        assert float(row["TTFT p50, ms"]) == pytest.approx(figures.ttft_ms.p50, rel=1e-4)
-        assert int(row["context_exceeded"]) == figures.failed["context_exceeded"]
 
 
 def test_json_reads_as_it_was_written(outcomes: list[SimulationOutcome], tmp_path: Path) -> None:
@@ -306,16 +290,11 @@ def test_slow_requests_are_the_slowest(outcomes: list[SimulationOutcome]) -> Non
 
 
 def test_report_without_its_extra_names_it(
-    outcomes: list[SimulationOutcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    outcomes: list[SimulationOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match=r"--html: jinja2 .* pip install 'vsched\[report\]'"):
         render_html(outcomes)
-    monkeypatch.delitem(sys.modules, "vsched.sim.report.charts", raising=False)
-    monkeypatch.delattr("vsched.sim.report.charts", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"--plot: matplotlib"):
-        write_png(outcomes, tmp_path / "out.png")
 
 
 def test_html_of_nothing_is_the_same_twice() -> None:

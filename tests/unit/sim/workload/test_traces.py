@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 
 import msgspec
@@ -108,42 +107,6 @@ def test_bailian_trace_has_conversations_and_short_blocks(tmp_path: Path) -> Non
     assert second.prompt_tokens == 52
     assert second.at_ns == 5_000_000_000
     assert first.conversation == second.conversation != ""
-
-
-def test_result_of_vllm_bench_is_a_trace(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    result = {
-        "date": "20261127-120000",
-        "request_throughput": 2.0,
-        "start_times": [103.5, 100.25, 101.0],
-        "input_lens": [30, 10, 20],
-        "output_lens": [3, 1, 0],
-        "errors": ["", "", "timeout"],
-    }
-    path.write_text(json.dumps(result))
-    workload = load_trace(path)
-    first, last = workload
-    assert (first.at_ns, first.prompt_tokens, first.output_tokens) == (0, 10, 1)
-    assert (last.at_ns, last.prompt_tokens, last.output_tokens) == (3_250_000_000, 30, 3)
-    assert workload.notes == ("1 rows without output tokens were left out",)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"request_throughput": 2.0}', "no start_times. Remedy: .* --save-detailed"),
-        ('{"start_times": [1.0], "input_lens": [1, 2], "output_lens": [1]}', "have 1, 2 and 1"),
-        (
-            '{"start_times": [1.0], "input_lens": [-1], "output_lens": [1]}',
-            "-1 prompt and 1 output",
-        ),
-        ('{"start_times": []}\n{"start_times": []}', "one run per file, without --append-result"),
-    ],
-)
-def test_result_of_vllm_bench_that_is_no_trace(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "run.json").write_text(text)
-    with pytest.raises(TraceError, match=message):
-        load_trace(tmp_path / "run.json")
 
 
 def test_own_trace_reads_as_it_was_written(tmp_path: Path) -> None:

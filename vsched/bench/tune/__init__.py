@@ -1,1 +1,0 @@
-"""`vsched tune`: find the best split of cores among ranks by measurement."""
