@@ -26,7 +26,7 @@ from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused
 from vsched.api.http_exchange import HttpExchange
 from vsched.errors import RequestRefused, limit_message
-from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
+from vsched.media.budget import ByteBudget, Grant
 
 Body = TypeVar("Body")
 
@@ -55,10 +55,6 @@ class RequestBodies:
         self._strict = settings.strict_fields
         self._budget = ByteBudget(settings.bodies_bytes_max)
         self._turn = asyncio.Lock()
-
-    def statistics(self) -> BudgetStatistics:
-        """Return a snapshot."""
-        return self._budget.statistics()
 
     async def read(self, exchange: HttpExchange, kind: type[Body], *, tokens: int) -> Body:
         """Read and decode a body, with a limit of values that depends on `tokens`.

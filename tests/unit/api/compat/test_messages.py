@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tests.each_case import each_case
-from tests.unit.api.compat.scripts import CALLS, named_events, saying
+from tests.unit.api.compat.scripts import CALLS, named_events, plain, saying
 from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, post
 from tests.unit.media.fakes import model_info
 from vsched.aio.streams import OutputDelta
@@ -173,14 +173,6 @@ def meant(**fields: Any) -> ChatRequest:
 def image(data: str = "AAAA") -> dict[str, Any]:
     source = {"type": "base64", "media_type": "image/png", "data": data}
     return {"type": "image", "source": source}
-
-
-def plain(request: ChatRequest) -> list[dict[str, Any]]:
-    """Return messages as builtins, without unset fields."""
-    return [
-        {key: value for key, value in message.items() if value is not None}
-        for message in msgspec.to_builtins(request.messages)
-    ]
 
 
 def test_a_history_with_calls_and_images() -> None:

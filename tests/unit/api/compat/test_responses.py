@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tests.each_case import each_case
-from tests.unit.api.compat.scripts import CALLS, named_events, saying
+from tests.unit.api.compat.scripts import CALLS, named_events, plain, saying
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.media.fakes import model_info
 from vsched.aio.streams import OutputDelta, TokenLogprob
@@ -227,14 +227,6 @@ TEXT = {"type": "input_text", "text": "See"}
 
 def meant(**fields: Any) -> ChatRequest:
     return chat_request(msgspec.convert(body(**fields), ResponsesRequest))
-
-
-def plain(request: ChatRequest) -> list[dict[str, Any]]:
-    """Return messages as builtins, without unset fields."""
-    return [
-        {key: value for key, value in message.items() if value is not None}
-        for message in msgspec.to_builtins(request.messages)
-    ]
 
 
 def test_a_text_with_instructions() -> None:
