@@ -27,7 +27,7 @@ from vsched.api.server import RunningServer, running_server
 from vsched.config import load_config
 from vsched.config.sections import PoliciesConfig
 from vsched.errors import ConfigError
-from vsched.media import EmbeddedVideo, ImageReference, VideoReference
+from vsched.media import ImageReference, MediaReference
 from vsched.media.pruning import make_pruning
 from vsched.worker.contract import view_arrays
 from vsched_policies.pruning import MostChanged
@@ -114,7 +114,7 @@ async def test_embeddings_answer_as_their_images_do(
 
 
 async def embed_video(
-    engine: Engine, tower: Tower, video: VideoReference
+    engine: Engine, tower: Tower, video: MediaReference
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the rows, grid or size, and times of a video that is sent as its frames."""
     assert engine._running is not None
@@ -126,23 +126,22 @@ async def embed_video(
         arrays = view_arrays(item.arrays, engine._running.arena.read(item.extent))
         rows.append(tower.encode_item(arrays, item.tokens, item.metadata))
     prepared.lease.release()
-    fps = video.sampling.fps
+    fps, count = video.sampling.fps, len(video.sources)
     assert fps is not None
     if tower.preprocessor.companion == EMBEDDED_SIZE:
         size = {"image_size": np.array(SIZE[::-1])}
-        seconds = np.array([index / fps for index in range(len(video.source))])
+        seconds = np.array([index / fps for index in range(count)])
         return {"embeds": np.concatenate(rows), **size, "timestamps": seconds}
     grid = np.array([len(rows), *grid_of(prepared.items[0].metadata)[1:]])
-    last = len(video.source) - 1
     times = {"second_per_grid_ts": np.array([2 / fps])}
     if tower.preprocessor.video_times == "timestamps":
-        pairs = [(2 * group, min(2 * group + 1, last)) for group in range(len(rows))]
+        pairs = [(2 * group, min(2 * group + 1, count - 1)) for group in range(len(rows))]
         times = {"timestamps": np.array([(first / fps + end / fps) / 2 for first, end in pairs])}
     return {"embeds": np.concatenate(rows), "grid_thw": grid, **times}
 
 
-def as_video(tensors: dict[str, npt.NDArray[Any]]) -> EmbeddedVideo:
-    return EmbeddedVideo(packed(**tensors).source)
+def as_video(tensors: dict[str, npt.NDArray[Any]]) -> MediaReference:
+    return MediaReference(packed(**tensors).source, is_video=True, is_embedded=True)
 
 
 async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> None:
@@ -165,9 +164,9 @@ async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> N
     for first, second, third in (
         (long, videos[1], image),
         (videos[0], short, served.tower.embed(image)),
-        (long, EmbeddedVideo(f"file://{file}"), image),
+        (long, MediaReference(f"file://{file}", is_video=True, is_embedded=True), image),
     ):
-        parts = [image, first, second, "and ", third, text]
+        parts: list[Any] = [image, first, second, "and ", third, text]
         assert await ask_video(engine, VideoAsk(parts, count=30)) == wanted
     encoded = engine.statistics()["encode"]["items_encoded"]
     assert await ask_video(engine, VideoAsk([long, "Again?"], count=1))

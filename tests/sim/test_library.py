@@ -22,7 +22,7 @@ from vsched.engine import Engine
 from vsched.errors import RequestRefused
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
-from vsched.media.embeddings import EmbeddedImage
+from vsched.media.references import MediaReference
 from vsched.record import open_recorder
 from vsched.record.replay import replay
 from vsched.sim import SimEngine, small_config
@@ -151,7 +151,7 @@ async def test_engine_records_what_a_caller_passes_so_that_it_replays(
         ({"images": "data:image/png;base64,"}, "images[0]"),
         ({"images": [b"png"]}, "images[0]"),
         ({"images": None}, "images[0]"),
-        ({"images": EmbeddedImage("png")}, "images[0]"),
+        ({"images": MediaReference("png", is_embedded=True)}, "images[0]"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"sampling": {}}, "sampling"),
     ],

@@ -21,10 +21,9 @@ from vsched.config.sections import (
 )
 from vsched.errors import ConfigError, limit_message
 from vsched.plugins import convert_value
-from vsched.types import ModelInfo
-from vsched.worker.registry import check_worker_name, load_worker
+from vsched.worker.registry import check_worker_name
 
-_JPEG_BYTES, _WEBP_BYTES = 12, 16
+_JPEG_BYTES, _WEBP_BYTES, _WEBP_PIXELS = 12, 16, 16_000_000
 """Memory of decoding, per pixel."""
 _STRIP_BYTES = 24_000_000
 
@@ -74,25 +73,6 @@ def check_cluster(cluster: ClusterConfig, *, together: bool, adapters: int) -> N
     _refuse(_cluster(cluster, together, adapters))
 
 
-def check_calibration(config: Config, info: ModelInfo) -> None:
-    """Check the calibration files of the active stages, without reading weights.
-
-    Raises:
-        ConfigError: If the weights are not quantized, or the plug-in does not support calibration files.
-        CheckpointError: If a file belongs to another checkpoint, or cannot be used.
-    """
-    for stage, section in (("generate", config.generate), ("encode", config.encode)):
-        if not section.calibration or not section.replicas:
-            continue
-        if section.weights == "auto":
-            raise ConfigError(
-                f"{stage}.calibration: {section.calibration}, but {stage}.weights is auto, so no scales are chosen. "
-                f"Remedy: set {stage}.weights to int8 or int4, or leave {stage}.calibration empty."
-            )
-        plugin = load_worker(section.plugin, path=f"{stage}.plugin")
-        plugin.check_calibration(info, section.calibration, stage=stage)
-
-
 def decode_bytes_needed(media: MediaConfig) -> int:
     """Maximum memory for decoding one image within the limits, in any format.
 
@@ -101,7 +81,7 @@ def decode_bytes_needed(media: MediaConfig) -> int:
     """
     pixels = max(
         media.image_pixels_max * _JPEG_BYTES,
-        min(media.webp_pixels_max, media.image_pixels_max) * _WEBP_BYTES,
+        min(_WEBP_PIXELS, media.image_pixels_max) * _WEBP_BYTES,
     )
     return pixels + _STRIP_BYTES + 4 * media.image_bytes_max
 
@@ -140,8 +120,7 @@ def _decode_bytes(media: MediaConfig) -> Iterator[str]:
             "media.decode_bytes: too small to decode the largest image (media.image_pixels_max)",
             value=media.decode_bytes,
             limit=f"at least {needed}",
-            remedy="raise media.decode_bytes, or lower media.image_pixels_max, media.webp_pixels_max and "
-            "media.image_bytes_max",
+            remedy="raise media.decode_bytes, or lower media.image_pixels_max and media.image_bytes_max",
         )
 
 

@@ -25,34 +25,32 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.media.attention import place_attention, split_attention
 from vsched.media.budget import BudgetStatistics
-from vsched.media.embeddings import ImageReference, UnspannedReference
+from vsched.media.fetch import fetch
 from vsched.media.fills import Fills, stopping
 from vsched.media.held import HeldBytes, Holding
+from vsched.media.items import ImageName, MeasuredItem
 from vsched.media.measure import (
-    ImageName,
-    MeasuredItem,
     Measurer,
     Planned,
     RequestFiles,
-    blame,
     check_permitted,
     check_total,
-    is_video,
-    kind_of,
-    noun_of,
-    pixel_limits,
-    reference_bytes,
     refuse_images,
-    urls_of,
-    video_limits,
 )
-from vsched.media.pictures.filling import LocalPictures
-from vsched.media.pictures.processes import PictureProcesses, picture_processes
+from vsched.media.pictures.processes import LocalPictures, PictureProcesses
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.pruning import Pruning
-from vsched.media.sources import ReadRemote, is_local, read_remote
+from vsched.media.references import (
+    ImageReference,
+    MediaReference,
+    as_reference,
+    blame,
+    check_attention,
+    place_attention,
+)
+from vsched.media.sources import ReadRemote, is_local
+from vsched.media.video import VideoLimits
 from vsched.types import MediaItem, Spans
 from vsched.worker.contract import Preprocessor, VideoPlan
 
@@ -126,7 +124,7 @@ class MediaPipeline:
         pruning: Pruning | None = None,
         *,
         executor: Executor | None = None,
-        read_remote: ReadRemote = read_remote,
+        read_remote: ReadRemote = fetch,
     ) -> None:
         """Create the pipeline, which owns the executor: by default `settings.threads` and one thread for long texts.
 
@@ -148,10 +146,17 @@ class MediaPipeline:
         self._plans: OrderedDict[bytes, Planned] = OrderedDict()
         self._names: OrderedDict[ImageName, bytes] = OrderedDict()
         self._processes: PictureProcesses | None = None
-        limits = pixel_limits(settings), video_limits(settings)
-        if executor is None and store.shared_fd is not None:
-            self._processes = picture_processes(
-                preprocessor, *limits, arena_fd=store.shared_fd, deadline_s=settings.prepare_s
+        limits = VideoLimits(
+            settings.image_pixels_max, settings.video_seconds_max, settings.video_decode_s
+        )
+        recipe = preprocessor.image_recipe()
+        if executor is None and store.shared_fd is not None and recipe is not None:
+            self._processes = PictureProcesses(
+                recipe,
+                limits,
+                takes_videos=preprocessor.info.takes_videos,
+                arena_fd=store.shared_fd,
+                deadline_s=settings.prepare_s,
             )
         pictures = self._processes or LocalPictures(preprocessor, limits, store.view)
         with_changes = pruning is not None
@@ -190,18 +195,21 @@ class MediaPipeline:
         """
         info = self._preprocessor.info
         try:
-            references, attention = split_attention(images, info)
+            references = [as_reference(image) for image in images]
+            for index, reference in enumerate(references):
+                try:
+                    check_attention(reference, info)
+                except RequestRefused as error:
+                    raise blame(error, index, reference.noun) from None
             check_permitted(references, self._settings)
             with self.place(len(images)):
                 if images:
                     refuse_images(info, references)
                 holding = self._held.open()
                 try:
-                    holding.add(sum(map(reference_bytes, references)))
+                    holding.add(sum(reference.held_bytes for reference in references))
                     async with asyncio.timeout(self._settings.prepare_s):
-                        return await self._prepare(
-                            prompt, references, attention, cache_salt, holding
-                        )
+                        return await self._prepare(prompt, references, cache_salt, holding)
                 finally:
                     holding.drop()
         except TimeoutError:
@@ -318,8 +326,7 @@ class MediaPipeline:
     async def _prepare(
         self,
         prompt: Prompt,
-        images: Sequence[UnspannedReference],
-        attention: Sequence[Spans | None],
+        images: Sequence[MediaReference],
         cache_salt: str,
         holding: Holding,
     ) -> PreparedRequest:
@@ -343,7 +350,7 @@ class MediaPipeline:
                     plans = [image.plan for image in measured]
                     token_ids, spans = self._preprocessor.expand(prompt_ids, plans)
                 contents, lease = self._store.settle(lease, _left_out(measured))
-            items = _items(measured, spans, attention, contents, lease)
+            items = _items(images, measured, spans, contents, lease)
         except BaseException:
             lease.release()
             raise
@@ -380,7 +387,7 @@ class MediaPipeline:
     async def _read(
         self,
         prompt: Prompt,
-        images: Sequence[UnspannedReference],
+        images: Sequence[MediaReference],
         cache_salt: str,
         holding: Holding,
     ) -> tuple[list[int], list[MeasuredItem]]:
@@ -388,7 +395,7 @@ class MediaPipeline:
             return self._tokenize(prompt, images=False), []
         fetched = await self._fetch(images, holding)
         executor = self._executor if _is_short(prompt) else self._long_texts
-        if any(map(is_video, images)):
+        if any(image.is_video for image in images):
             executor = self._videos
 
         files = RequestFiles(fetched, cache_salt, holding.add)
@@ -417,23 +424,22 @@ class MediaPipeline:
         text = prompt if isinstance(prompt, str) else prompt()
         return self._preprocessor.tokenize(text, images=images)
 
-    async def _fetch(
-        self, images: Sequence[UnspannedReference], holding: Holding
-    ) -> dict[str, bytes]:
+    async def _fetch(self, images: Sequence[MediaReference], holding: Holding) -> dict[str, bytes]:
         # One after the other, so that at most one image above the request's limit is ever in memory.
         fetched: dict[str, bytes] = {}
         total = 0
         for index, reference in enumerate(images):
-            kind = kind_of(reference)
-            for url in urls_of(reference):
+            for url in reference.sources:
                 if is_local(url) or url in fetched:
                     continue
                 try:
-                    fetched[url] = await self._read_remote(url, self._settings, holding.add, kind)
+                    fetched[url] = await self._read_remote(
+                        url, self._settings, holding.add, reference.kind
+                    )
                     total += len(fetched[url])
                     check_total(total, self._settings)
                 except RequestRefused as error:
-                    raise blame(error, index, noun_of(reference)) from None
+                    raise blame(error, index, reference.noun) from None
         return fetched
 
     def _check_context(self, tokens: int) -> None:
@@ -471,28 +477,33 @@ def _left_out(measured: Sequence[MeasuredItem]) -> set[bytes]:
 
 
 def _items(
+    images: Sequence[MediaReference],
     measured: Sequence[MeasuredItem],
     spans: Sequence[Spans],
-    attention: Sequence[Spans | None],
     contents: Mapping[bytes, bytes],
     lease: PixelLease,
 ) -> tuple[MediaItem, ...]:
     """Return the items of all images and frame groups.
 
-    `spans` are their placeholders, `attention` the attention spans of images; `contents` has the key of each extent's
-    content.
+    `spans` are their placeholders; `contents` has the key of each extent's content.
 
     Raises:
         RequestRefused: If an attention span is out of bounds.
     """
     items: list[MediaItem] = []
     places = iter(spans)
-    for index, (image, within) in enumerate(zip(measured, attention, strict=True)):
+    for index, (reference, image) in enumerate(zip(images, measured, strict=True)):
         for extent, plan in zip(image.extents, image.groups, strict=True):
             if not plan.placeholders:
                 continue
             key = contents.get(extent, extent)
             runs = next(places)
+            attention = reference.attention
+            if attention is not None:
+                try:
+                    attention = place_attention(attention, runs)
+                except RequestRefused as error:
+                    raise blame(error, index) from None
             items.append(
                 MediaItem(
                     key=key,
@@ -504,7 +515,7 @@ def _items(
                     metadata=plan.metadata,
                     extent=lease.extents[key],
                     encoded=image.is_embedded,
-                    attention=None if within is None else place_attention(within, runs, index),
+                    attention=attention,
                 )
             )
     return tuple(items)

@@ -179,7 +179,7 @@ async def test_a_client_that_leaves_as_all_are_interrupted_is_gone() -> None:
     task = asyncio.create_task(prepare())
     await asyncio.sleep(0)
     arrivals.interrupt(RequestFailed("cleared", code="cleared", status=503))
-    assert (len(arrivals), arrivals.request_ids()) == (0, [])
+    assert len(arrivals) == 0
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

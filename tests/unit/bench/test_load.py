@@ -32,7 +32,7 @@ from vsched.bench.load.generator import (
 from vsched.bench.load.shapes import Case, Shape, shape_of
 from vsched.config import MediaConfig
 from vsched.errors import ConfigError
-from vsched.media.decode import DecodeLimits, inspect
+from vsched.media.decode import inspect
 from vsched.media.formats import VIDEO
 from vsched.media.sources import read_local
 from vsched.media.video import VideoLimits, inspect_video
@@ -271,7 +271,7 @@ def test_cases_are_drawn_from_the_seed() -> None:
 
 def test_images_are_ones_that_a_server_takes() -> None:
     encoded = read_local(draw_image(3, 448), MediaConfig())
-    assert inspect(encoded, DecodeLimits(image=10**6, webp=10**6)).width == 448
+    assert inspect(encoded, 10**6).width == 448
 
 
 def test_sessions_follow_the_concurrency() -> None:

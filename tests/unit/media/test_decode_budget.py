@@ -23,7 +23,7 @@ from tests.unit.media.fakes import (
 from tests.unit.media.test_pipeline import Bench
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.media.decode import DecodeLimits, inspect
+from vsched.media.decode import inspect
 from vsched.media.estimate import preprocess_bytes
 from vsched.media.fills import Fills
 
@@ -41,7 +41,7 @@ def image_url(size: tuple[int, int] = SMALL, value: int = 0) -> str:
 def work_bytes(size: tuple[int, int] = SMALL, value: int = 0) -> int:
     """Estimated bytes of an image."""
     preprocessor = FakePreprocessor()
-    header = inspect(image_bytes(*size, value=value), DecodeLimits(10**9, 10**9))
+    header = inspect(image_bytes(*size, value=value), 10**9)
     plan = preprocessor.plan_image(*size)
     return preprocess_bytes(*size, header.storage, plan)
 
