@@ -32,7 +32,7 @@ class SlowMedia:
         self.started.put_nowait(None)
         await self.ready.wait()
         self.leases += 1
-        return SimpleNamespace(token_ids=prompt, items=(), lease=self, timings=None)
+        return SimpleNamespace(token_ids=prompt, items=(), lease=self)
 
     def release(self) -> None:
         self.leases -= 1
