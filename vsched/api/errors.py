@@ -52,9 +52,14 @@ def sent_error(error: RequestRefused | RequestFailed) -> SentError:
 def received_error(sent: SentError) -> RequestRefused | RequestFailed:
     """Return the error of a message."""
     name, fields = sent
-    kinds = (ParameterRefused, RequestRefused, RequestFailed)
-    kind = next(one for one in kinds if one.__name__ == name)
-    error = kind.__new__(kind, str(fields["message"]))
+    error: RequestRefused | RequestFailed
+    if name == RequestFailed.__name__:
+        error = RequestFailed("")
+    elif name == ParameterRefused.__name__:
+        error = ParameterRefused("", param=None)
+    else:
+        error = RequestRefused("", code="")
+    error.args = (fields["message"],)
     vars(error).update(fields)
     return error
 

@@ -564,8 +564,8 @@ def added(reports: Iterable[Report]) -> list[Family]:
     """Sum all families, in order of first occurrence."""
     families: dict[str, Family] = {}
     for report in reports:
-        for name, *rest, samples in report.families:
-            held = families.setdefault(name, (name, *rest, []))[3]
+        for name, what, kind, samples in report.families:
+            held = families.setdefault(name, (name, what, kind, []))[3]
             known = {(one, tuple(labels.values())): at for at, (one, labels, _) in enumerate(held)}
             for one, labels, value in samples:
                 at = known.get((one, tuple(labels.values())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -135,7 +136,11 @@ async def test_link_call_that_cannot_be_carried_out_ends_it(
 ) -> None:
     await pair.open()
     pair.down.error = ValueError("a mistake")
-    arguments = {"what takes it": ("note", 1, ""), "a name": ("no",), "a type": ("note", "x", "")}
+    arguments: dict[str, tuple[Any, ...]] = {
+        "what takes it": ("note", 1, ""),
+        "a name": ("no",),
+        "a type": ("note", "x", ""),
+    }
     pair.up.link.call(*arguments[spoilt])
     await until(lambda: pair.down.lost)
     assert pair.down.lost == ["made a call that could not be carried out"]
