@@ -15,7 +15,6 @@ from vsched.aio.kv_sizing import Sizing
 from vsched.aio.launcher import Launcher
 from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
-from vsched.config.checks import check_calibration
 from vsched.config.devices import placed
 from vsched.config.sections import RAY_HOST, size_bytes
 from vsched.errors import ConfigError, limit_message
@@ -177,7 +176,6 @@ def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInf
     arena_layout(config, info)
     _check_atoms(config, info)
     _check_swapping(config, info)
-    check_calibration(config, info)
     return msgspec.structs.replace(
         info,
         draft=inspect_draft(config, plugin, info),

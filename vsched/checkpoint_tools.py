@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from vsched.errors import ConfigError
 from vsched.types import ModelInfo
@@ -138,22 +138,6 @@ class CheckpointTools:
             CheckpointError, ConfigError: As when such a rank loads.
         """
         return 0
-
-    # `vsched calibrate`
-
-    @optional
-    def calibrate(
-        self,
-        info: ModelInfo,
-        settings: WorkerSettings,
-        file: str,
-        progress: Progress,
-        *,
-        texts: Sequence[str],
-        images: Sequence[Any],
-    ) -> int:
-        """Run lines of text and RGB images, write the calibration file, and return the number of layers in it."""
-        raise unsupported(self, "calibration")
 
     # `vsched demo`, and benchmarks of accuracy: generated pictures and questions about them
 

@@ -48,14 +48,12 @@ def ask(
     *,
     activations: str = "float",
     kv_dtype: str = "auto",
-    calibration: str = "",
 ) -> Told:
     """Run the first questions of all exam tasks; both models are fed the quantized model's output."""
     settings = WorkerSettings(
         threads=1,
         weights=kind,
         weights_group=group,
-        calibration=calibration,
         activations=activations,
     )
     plain = Stage.load(path, attention="auto", dtype="float32")
@@ -78,11 +76,8 @@ def ask(
     return Told(float(apart), float(same), right, requested)
 
 
-def logits_table(path: str, calibration: str) -> Table:
-    """Return the difference of logits from those of unquantized weights, and the number of right answers.
-
-    Each format is also calibrated, if there is a calibration file.
-    """
+def logits_table(path: str) -> Table:
+    """Return the difference of logits from those of unquantized weights, and the number of right answers."""
     table = Table("weights", "logits apart", "same first choice", "right answers", title=path)
     lines = [("as they are", ask(path, "auto", 0))]
     lines.append(("as they are, KV int8", ask(path, "auto", 0, kv_dtype="int8")))
@@ -90,9 +85,6 @@ def logits_table(path: str, calibration: str) -> Table:
         for activations, suffix in (("float", ""), ("int8", ", rows int8")):
             reported = ask(path, kind, group, activations=activations)
             lines.append((f"{kind}, {group}{suffix}", reported))
-        if calibration:
-            reported = ask(path, kind, group, calibration=calibration)
-            lines.append((f"{kind}, {group}, calibrated", reported))
     for name, reported in lines:
         row = (
             f"{100 * reported.apart:.2f} %",
@@ -107,9 +99,8 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.weights")
     parser.add_argument("checkpoint")
-    parser.add_argument("--calibration", metavar="FILE", default="")
     given = parser.parse_args()
-    Console(width=150).print(logits_table(given.checkpoint, given.calibration))
+    Console(width=150).print(logits_table(given.checkpoint))
 
 
 if __name__ == "__main__":

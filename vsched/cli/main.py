@@ -22,7 +22,6 @@ COMMANDS = {
     "host": "vsched.cli.host_command",
     "make-checkpoint": "vsched.cli.checkpoint_command",
     "compile": "vsched.cli.checkpoint_command",
-    "calibrate": "vsched.cli.checkpoint_command",
     "check": "vsched.cli.check_command",
     "config": "vsched.cli.config_commands",
     "policies": "vsched.cli.policy_commands",

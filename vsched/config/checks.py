@@ -21,8 +21,7 @@ from vsched.config.sections import (
 )
 from vsched.errors import ConfigError, limit_message
 from vsched.plugins import convert_value
-from vsched.types import ModelInfo
-from vsched.worker.registry import check_worker_name, load_worker
+from vsched.worker.registry import check_worker_name
 
 _JPEG_BYTES, _WEBP_BYTES = 12, 16
 """Memory of decoding, per pixel."""
@@ -72,25 +71,6 @@ def check_cluster(cluster: ClusterConfig, *, together: bool, adapters: int) -> N
         ConfigError: Each line starts with the path of a key.
     """
     _refuse(_cluster(cluster, together, adapters))
-
-
-def check_calibration(config: Config, info: ModelInfo) -> None:
-    """Check the calibration files of the active stages, without reading weights.
-
-    Raises:
-        ConfigError: If the weights are not quantized, or the plug-in does not support calibration files.
-        CheckpointError: If a file belongs to another checkpoint, or cannot be used.
-    """
-    for stage, section in (("generate", config.generate), ("encode", config.encode)):
-        if not section.calibration or not section.replicas:
-            continue
-        if section.weights == "auto":
-            raise ConfigError(
-                f"{stage}.calibration: {section.calibration}, but {stage}.weights is auto, so no scales are chosen. "
-                f"Remedy: set {stage}.weights to int8 or int4, or leave {stage}.calibration empty."
-            )
-        plugin = load_worker(section.plugin, path=f"{stage}.plugin")
-        plugin.check_calibration(info, section.calibration, stage=stage)
 
 
 def decode_bytes_needed(media: MediaConfig) -> int:

@@ -150,8 +150,6 @@ class StageConfig(Section, frozen=True, kw_only=True):
     weights_group: Annotated[int, Meta(ge=0, le=128, multiple_of=16)] = 0
     """Group size of weight quantization: the inputs of an output that share a scale; 0 for 128 with int8 and 32 with
     int4."""
-    calibration: str = ""
-    """Calibration file from `vsched calibrate`, for the scales of int8 or int4 weights; empty for none."""
     activations: Literal["auto", "float", "int8"] = "auto"
     """Activation type in products with int8 or int4 weights, on a CPU: `float`, or `int8`, with dynamic quantization
     in blocks. `auto` is `int8` in bfloat16 if the processor has instructions for it, otherwise `float`. With AMX,
@@ -186,7 +184,6 @@ class StageConfig(Section, frozen=True, kw_only=True):
         return {
             "weights": self.weights,
             "weights_group": self.weights_group,
-            "calibration": self.calibration,
             "activations": self.activations,
         }
 

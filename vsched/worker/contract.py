@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.errors import ConfigError, RequestRefused
+from vsched.errors import RequestRefused
 from vsched.types import (
     ARENA_ALIGNMENT,
     ArraySpec,
@@ -863,7 +863,6 @@ class WorkerSettings:
             guarantees it.
         weights: Quantization of weights on loading, `int8` or `int4`; `auto` keeps the checkpoint's format.
         weights_group: Group size of quantization scales, in inputs of an output; 0 for the default.
-        calibration: Calibration file of the scales, written by `CheckpointTools.calibrate`; empty for none.
         activations: Type of activations in products with int8 or int4 weights: `float`, `int8`, or `auto` for the best.
     """
 
@@ -883,7 +882,6 @@ class WorkerSettings:
     promises: bool = False
     weights: str = "auto"
     weights_group: int = 0
-    calibration: str = ""
     activations: str = "auto"
 
     @property
@@ -1053,15 +1051,3 @@ class WorkerPlugin(ABC):
             CheckpointError: When a file is missing, damaged or too large, or the adapter is not supported.
         """
         raise unsupported(self, "adapters")
-
-    def check_calibration(self, info: ModelInfo, file: str, *, stage: str) -> None:
-        """Check a calibration file for a stage without loading weights.
-
-        Raises:
-            CheckpointError: If it belongs to another checkpoint, or cannot be used.
-            ConfigError: If calibration is not supported, as by default.
-        """
-        raise ConfigError(
-            f"{stage}.calibration: the plug-in {type(self).__name__} does not support calibration files. "
-            "Remedy: leave it empty."
-        )

@@ -426,8 +426,7 @@ class RankLoading(Generic[Link]):
 def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) -> DraftWorker | None:
     """Load the draft model, if there is one.
 
-    It has no adapters, and no calibration file, which is for the target model. It need not be deterministic: all ranks
-    compute the same draft tokens, which are verified.
+    It has no adapters. It need not be deterministic: all ranks compute the same draft tokens, which are verified.
     """
     if role.draft is None:
         return None
@@ -436,7 +435,6 @@ def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) ->
         role.settings,
         adapters=0,
         deterministic=False,
-        calibration="",
         rendezvous=f"{meeting}-draft" if meeting else "",
     )
     return DraftWorker(plugin.load_generator(role.draft, settings, progress), role.draft)

@@ -98,7 +98,7 @@ from vsched_workers.parallel.slicing import (
     slice_module,
     sum_rows,
 )
-from vsched_workers.quantized.layers import check_groups, quantize_calibrated
+from vsched_workers.quantized.layers import check_groups
 from vsched_workers.quantized.schemes import scheme_of
 from vsched_workers.rank_worker import RankWorker, compile_language, served_adapters
 
@@ -249,11 +249,7 @@ class LanguageWorker(RankWorker, GenerateWorker):
         """Run only the first `count` layers of each kind, and only sparse runs of these, until the context ends."""
         assert self._language.first_layers is not None, "frugal says so"
         try:
-            with (
-                self._language.first_layers(count),
-                self.partly_adapted(),
-                self._backend.sparsely(),
-            ):
+            with self._language.first_layers(count), self._backend.sparsely():
                 yield
         finally:
             if self._balance is not None:
@@ -304,8 +300,6 @@ class LanguageWorker(RankWorker, GenerateWorker):
             if not len(rows):
                 return Sampled(tokens=np.empty(0, dtype=np.int32), prompts=reported)
             logits, special = logits_of(hidden, len(rows)), special_rows(batch)
-            if not special:
-                self._group.vote_early()
             greedy = self._backend.argmax(logits)
             sampled = choose_tokens(greedy, logits, special, self._backend.draw)
             return dataclasses.replace(sampled, prompts=reported) if reported else sampled
@@ -355,7 +349,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
 
     Raises:
         CheckpointError: When weights are missing, a file is corrupt, or the architecture cannot run.
-        ConfigError: When the configured attention kernel cannot run here.
+        ConfigError: When the configuration cannot run here.
     """
     torch.set_num_threads(torch_threads(settings))
     dtype: torch.dtype = getattr(torch, info.dtype)
@@ -420,7 +414,6 @@ def _load_family(
         mapped=backend.lays_out(model),
         scheme=scheme,
     )
-    quantize_calibrated(model, backend.lays_out(model), settings, info.path, "language", cuts)
     head = load_head(
         model,
         index,
@@ -555,9 +548,7 @@ def _load_any(
         name = next(name for name, each in model.named_modules() if each is decoder)
         others = tuple(f"{other}." for other in left_out(model))
         adapt = functools.partial(AdaptedModule, decoder, prefixes=(f"{name}.",), others=others)
-        quantize_calibrated(decoder, backend.lays_out(decoder), settings, info.path, "language")
         return family_language(info, usual, backend, decoder, head, adapt, config=text), group
-    quantize_calibrated(model, backend.lays_out(model), settings, info.path, "language")
     size = backend.prepare_whole(model)
     language = LanguageModel(
         module=model,

@@ -223,29 +223,6 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
             paged_attention.register()
             build_any(info)
 
-    def calibrate(
-        self,
-        info: ModelInfo,
-        settings: WorkerSettings,
-        file: str,
-        progress: Progress,
-        *,
-        texts: Sequence[str],
-        images: Sequence[Image.Image],
-    ) -> int:
-        """Run calibration texts and images, and write the statistics of layer inputs; return the number of layers."""
-        from vsched_workers.calibrating import calibrate
-
-        return calibrate(info, settings, Path(file), progress, texts=texts, images=images)
-
-    def check_calibration(self, info: ModelInfo, file: str, *, stage: str) -> None:
-        """Check a calibration file against the headers of the checkpoint."""
-        from vsched_workers.checkpoint.files import checkpoint_directory
-        from vsched_workers.quantized.calibration import Part, check_calibration
-
-        part: Part = "language" if stage == "generate" else "vision"
-        check_calibration(file, checkpoint_directory(info.path), part)
-
     def check_conversion(self, path: str, *, dtype: str) -> None:
         """Check that a GGUF file can be converted here and written to this path."""
         from vsched_workers.checkpoint.gguf import check_conversion

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -96,18 +96,6 @@ class RankWorker(Worker):
     def adapted_images(self, number: int) -> AbstractContextManager[None]:
         """Apply an adapter to all rows of images until the context ends; none for 0."""
         return nullcontext() if self._served is None else self._served.all_rows(number)
-
-    @contextmanager
-    def partly_adapted(self) -> Iterator[None]:
-        """Allow steps through some layers only until the context ends."""
-        if self._served is None:
-            yield
-            return
-        self._served.whole = False
-        try:
-            yield
-        finally:
-            self._served.whole = True
 
     @property
     def _adapters(self) -> AdaptedModule:

@@ -27,7 +27,7 @@ from vsched_workers.families.qwen_levels import pixel_values
 from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memory
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import slice_module, sum_rows
-from vsched_workers.quantized.layers import check_groups, quantize_calibrated
+from vsched_workers.quantized.layers import check_groups
 from vsched_workers.rank_worker import RankWorker, served_adapters
 
 if TYPE_CHECKING:
@@ -211,7 +211,6 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
             cuts=cuts,
             mapped=backend.lays_out(tower),
         )
-    quantize_calibrated(tower, backend.lays_out(tower), settings, info.path, "vision", cuts)
     group = RankGroup(settings, "encode", backend.collectives)
     sum_rows(tower, sharing, group)
     if backend.compiles:
@@ -250,7 +249,6 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
             label="loading the vision tower",
             mapped=backend.lays_out,
         )
-        quantize_calibrated(model, backend.lays_out(model), settings, info.path, "vision")
         if backend.compiles:
             progress("loading kernels", 1.0)
         weights_bytes = backend.prepare_any_tower(model)

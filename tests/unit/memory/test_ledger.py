@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -12,20 +11,16 @@ from hypothesis import strategies as st
 
 from tests.unit.memory.views import attempted, memory_view, rank_memory, reserved
 from tests.workers.properties import REPEATABLE
-from vsched.errors import DeviceOutOfMemory
 from vsched.memory import (
     HostShares,
-    KvNegotiation,
     Ledger,
     LedgerLine,
-    Sized,
     group_ledger,
     group_pools,
     on_host,
     size_text,
 )
-from vsched.policy import Attempt, AttemptOutcome, Build, RankMemory
-from vsched_policies.memory import AutoProfile, Fraction
+from vsched.policy import Attempt, RankMemory
 
 POOLS = st.sampled_from(["a", "b", "c"])
 LINES = st.builds(
@@ -214,13 +209,6 @@ def test_ledger_has_a_one_line_summary() -> None:
     )
 
 
-def test_ledger_is_json() -> None:
-    (device, host) = json.loads(json.dumps(example().as_dict()))["pools"]
-    assert device["pool"] == "cuda:GPU-1"
-    assert device["total"] == sum(line["bytes"] for line in device["lines"])
-    assert host["lines"][0] == {"owner": "engine", "line": "arena", "bytes": 1 << 29}
-
-
 @pytest.mark.parametrize(
     ("size", "text"),
     [
@@ -285,43 +273,6 @@ def test_phases_are_in_the_json_of_the_ledger() -> None:
     assert [one["action"] for one in phases] == ["reserve", "probe", "build", "build"]
     assert phases[2]["message"] == "rank 0: out_of_memory"
     assert phases[2]["ranks"][0]["peak_bytes"] == 990_000
-
-
-def fit_after(failures: int, negotiation: KvNegotiation) -> None:
-    """Reply to each order; the first `failures` builds do not fit."""
-    order, left = negotiation.start(), failures
-    while not hasattr(order, "blocks"):
-        fails = isinstance(order, Build) and left > 0
-        left -= fails
-        outcome: AttemptOutcome = "out_of_memory" if fails else "fits"
-        memory = rank_memory(kv_bytes=10 * order.tokens, peak_bytes=210_000 + 10 * order.tokens)
-        order = negotiation.take([Sized(outcome, "", memory)])
-
-
-@pytest.mark.parametrize("failures", [0, 2])
-def test_phases_of_a_negotiation_report_headroom_and_retries(failures: int) -> None:
-    negotiation = KvNegotiation(AutoProfile(headroom_bytes=5_000), memory_view())
-    fit_after(failures, negotiation)
-    phases = negotiation.ledger().phases
-    assert [(one.action, one.retry, one.headroom_bytes) for one in phases] == [
-        ("probe", 0, 0),
-        *[("build", retry, 5_000) for retry in range(failures + 1)],
-    ]
-    assert all(one.profile for one in phases)
-
-
-def test_phases_of_a_negotiation_that_failed_are_kept() -> None:
-    """A start that fails has its ledger, with every retry."""
-    negotiation = KvNegotiation(AutoProfile(headroom_bytes=5_000), memory_view())
-    with pytest.raises(DeviceOutOfMemory):
-        fit_after(99, negotiation)
-    assert [one.retry for one in negotiation.ledger().phases] == [0, 0, 1, 2, 3]
-
-
-def test_phase_of_a_build_without_steps_reports_it() -> None:
-    negotiation = KvNegotiation(Fraction(), memory_view())
-    fit_after(0, negotiation)
-    assert [(one.action, one.profile) for one in negotiation.ledger().phases] == [("build", False)]
 
 
 def test_reservations_are_summed_by_pool() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,16 +10,7 @@ from tests.workers.properties import REPEATABLE
 from vsched.errors import DeviceOutOfMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
 
-if TYPE_CHECKING:
-    from vsched.worker.memory import DeviceMemory
-
 MIB = 1 << 20
-
-
-def test_simulated_memory_is_a_device_memory() -> None:
-    memory: DeviceMemory = SimulatedMemory(64 * MIB, name="cuda:0", pool="cuda:GPU-1")
-    assert (memory.name, memory.pool) == ("cuda:0", "cuda:GPU-1")
-    assert (memory.total(), memory.available(), memory.reserved()) == (64 * MIB, 64 * MIB, 0)
 
 
 @pytest.mark.parametrize(
@@ -39,26 +28,6 @@ def test_simulated_memory_rounds_up(size: int, allocated: int, reserved: int) ->
     memory = SimulatedMemory(64 * MIB)
     memory.allocate(size)
     assert (memory.allocated(), memory.reserved()) == (allocated, reserved)
-
-
-def test_simulated_memory_caches_until_released() -> None:
-    memory = SimulatedMemory(64 * MIB)
-    memory.free(memory.allocate(12 * MIB))
-    assert (memory.allocated(), memory.reserved(), memory.available()) == (0, 12 * MIB, 52 * MIB)
-    memory.allocate(11 * MIB)
-    assert memory.reserved() == 12 * MIB, "taken from the cache"
-    memory.release()
-    assert memory.reserved() == 12 * MIB, "in use"
-
-
-def test_simulated_memory_takes_the_best_fit() -> None:
-    memory = SimulatedMemory(128 * MIB)
-    large, small = memory.allocate(30 * MIB), memory.allocate(14 * MIB)
-    memory.free(large)
-    memory.free(small)
-    memory.allocate(13 * MIB)
-    memory.release()
-    assert memory.reserved() == 14 * MIB
 
 
 def test_simulated_memory_fragments() -> None:
@@ -82,40 +51,6 @@ def test_simulated_memory_gives_its_cache_back_before_it_fails() -> None:
     memory.allocate(60 * MIB)
     assert memory.reserved() == 60 * MIB
     assert memory.peak() == 64 * MIB
-
-
-def test_simulated_memory_peak_is_reset() -> None:
-    memory = SimulatedMemory(64 * MIB)
-    kept = memory.allocate(12 * MIB)
-    memory.free(memory.allocate(20 * MIB))
-    memory.release()
-    assert memory.peak() == 32 * MIB
-    memory.reset_peak()
-    assert memory.peak() == 12 * MIB
-    memory.free(kept)
-    memory.release()
-    assert memory.peak() == 12 * MIB, "memory held at the reset counts"
-
-
-def test_simulated_memory_holds_for_a_while() -> None:
-    """Headroom is really taken, and really given back."""
-    memory = SimulatedMemory(64 * MIB)
-    with memory.hold(40 * MIB):
-        assert memory.available() == 24 * MIB
-        with pytest.raises(DeviceOutOfMemory), memory.hold(30 * MIB):
-            pytest.fail("there is no room")
-    with memory.hold(0):
-        assert memory.allocated() == 0
-
-
-def test_simulated_memory_has_peers() -> None:
-    memory = SimulatedMemory(64 * MIB, peers_bytes=20 * MIB)
-    assert memory.available() == 44 * MIB
-    memory.set_peers_bytes(60 * MIB)
-    with pytest.raises(DeviceOutOfMemory):
-        memory.allocate(11 * MIB)
-    memory.set_peers_bytes(0)
-    memory.allocate(11 * MIB)
 
 
 def test_simulated_memory_fails_on_demand() -> None:

@@ -15,7 +15,7 @@ from vsched.memory import Accepted, KvNegotiation
 from vsched.policy import MemoryPolicy
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.testing.memory_check import KvSizingRank, load_view, negotiate
-from vsched_policies.memory import AutoProfile, Fraction, Pinned
+from vsched_policies.memory import AutoProfile, Pinned
 
 MIB = 1 << 20
 HEADROOM = 16 * MIB
@@ -198,31 +198,6 @@ def test_sizing_stops_at_memory_that_stays_although_the_kv_cache_was_released(
     with pytest.raises(MemoryLeak, match=f"value {65 * MIB}, limit {64 * MIB}"):
         negotiate(negotiation, ranks)
     assert [attempt.outcome for attempt in negotiation.attempts] == ["fits", "leak"]
-
-
-def test_sizing_finds_a_leak_on_a_later_attempt() -> None:
-    """The check is made on every attempt, also after an out-of-memory."""
-    ranks = group(1)
-    ranks[0].memory.fail_at(1 + 4 + 2 + 6)
-
-    def leak(count: int) -> None:
-        ranks[0].leaks = count >= 2
-
-    negotiation = KvNegotiation(AUTO, load_view(ranks))
-    with pytest.raises(MemoryLeak):
-        negotiate(negotiation, ranks, between=leak)
-    outcomes = [attempt.outcome for attempt in negotiation.attempts]
-    assert outcomes == ["fits", "out_of_memory", "leak"]
-
-
-def test_sizing_by_fraction_runs_out_and_by_profile_does_not() -> None:
-    """A share of the free memory is accepted without a profiling run, and the first full step runs out of memory."""
-    old, new = group(1), group(1)
-    accepted = negotiate(KvNegotiation(Fraction(mem_fraction=0.97), load_view(old)), old)
-    assert accepted.tokens > 0
-    with pytest.raises(DeviceOutOfMemory):
-        old[0].profile()
-    assert Ended(AUTO, new).accepted is not None
 
 
 @REPEATABLE

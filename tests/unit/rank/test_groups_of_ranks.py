@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,8 @@ from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.unit.rank.fake_plugin import Behaviour
 from tests.unit.rank.worker_groups import Place, Received, is_running, limits
 from vsched.aio.worker_groups import WorkerGroup
-from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
+from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join, RequestData
 from vsched.types import SamplingParams
-from vsched.wire import EncodeResult, GenerateResult
 
 pytestmark = pytest.mark.slow
 
@@ -39,24 +38,22 @@ async def answered(received: Received, count: int) -> None:
     await received.wait_until(lambda: len(received.results) >= count or received.lost)
 
 
-async def steps(
-    worker_group: WorkerGroup, received: Received, count: int, *, group: str = "generate"
-) -> None:
+async def steps(worker_group: WorkerGroup, received: Received, count: int) -> None:
     """Run steps in a new group, or until something is lost."""
+    leader = worker_group.leader("generate")
     for step in range(1, count + 1):
-        worker_group.leader(group).decide(first_step() if step == 1 else GenerateDecision(step))
+        leader.decide(first_step() if step == 1 else GenerateDecision(step))
         await answered(received, step)
 
 
 @asynccontextmanager
-async def started(*worker_groups: WorkerGroup) -> AsyncIterator[None]:
-    """Start worker groups, and leave no process behind, stopped or not."""
+async def started(worker_group: WorkerGroup) -> AsyncIterator[None]:
+    """Start a worker group, and leave no process behind, stopped or not."""
     try:
-        await asyncio.gather(*(worker_group.start() for worker_group in worker_groups))
+        await worker_group.start()
         yield
     finally:
-        for worker_group in worker_groups:
-            await worker_group.stop(grace_s=0)
+        await worker_group.stop(grace_s=0)
 
 
 async def test_group_of_ranks_that_differ_is_lost(place: Place) -> None:
@@ -106,65 +103,6 @@ async def test_group_rank_that_is_stopped_in_a_step_is_found(place: Place) -> No
         assert received.lost[0][1].startswith("generate: rank 1 was silent for ")
         pids = worker_group.pids
     assert not any(is_running(pid) for pid in pids)
-
-
-async def test_group_that_is_stopped_stalls_no_other(place: Place, tmp_path: Path) -> None:
-    """One rank of a group does not read: sending to it never blocks, and another group goes on."""
-    deaf_received, received = Received(), Received()
-    patient = limits(rank_timeout_s=NEVER_S)
-    run_dir = tmp_path / "other"
-    run_dir.mkdir(mode=0o700)
-    with closing(Place(run_dir)) as other:
-        backlogged = place.worker_group(deaf_received.events, ranks=2, limits=patient)
-        worker_group = other.worker_group(received.events, ranks=2)
-        async with started(backlogged, worker_group):
-            os.kill(backlogged.pids[1], signal.SIGSTOP)
-            backlogged.leader("generate").decide(first_step())
-            sent, step = 1, 0
-            while not deaf_received.lost:
-                step += 1
-                worker_group.leader("generate").decide(
-                    first_step() if step == 1 else GenerateDecision(step)
-                )
-                for _ in range(25):  # far more than a kernel would have in flight
-                    sent += 1
-                    backlogged.leader("generate").decide(GenerateDecision(sent))
-                await answered(received, step)
-                assert len(received.results) == step
-                # The rank that reads keeps up, however busy the machine is: only the other one falls behind.
-                await answered(deaf_received, sent)
-                assert sent < 5000
-            assert received.lost == []
-            ((_, reason),) = deaf_received.lost
-            assert reason.startswith("generate: rank 1 ")
-            assert "behind" in reason or "does not read" in reason
-
-
-async def test_group_together_follows_one_order(place: Place) -> None:
-    """Two ranks that serve both stages carry out the steps of the two logs in the order they were decided."""
-    received = Received()
-    worker_group = place.worker_group(received.events, groups=("encode", "generate"), ranks=2)
-    async with started(worker_group):
-        decided = []
-        for step in range(1, 101):
-            first = ("encode", "generate") if step % 3 else ("generate", "encode")
-            for group in first:
-                decided.append((group, step))
-                if group == "encode":
-                    worker_group.leader(group).decide(EncodeDecision(step, []))
-                else:
-                    worker_group.leader(group).decide(
-                        first_step() if step == 1 else GenerateDecision(step)
-                    )
-            if step % 10 == 0:
-                await answered(received, len(decided))
-        assert received.lost == []
-        kinds = {"encode": EncodeResult, "generate": GenerateResult}
-        assert all(isinstance(result, kinds[group]) for group, result in received.results)
-        for group in kinds:
-            assert [one.step for name, one in received.results if name == group] == list(
-                range(1, 101)
-            )
 
 
 async def test_group_of_ranks_idles(place: Place, tmp_path: Path) -> None:

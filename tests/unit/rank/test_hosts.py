@@ -120,15 +120,6 @@ async def test_hosts_stream_goes_on_when_a_host_is_killed_and_comes_back(
                 assert "host far" in row["last_loss"]["reason"]
 
 
-async def test_hosts_stream_goes_on_when_a_host_stands_still(place: Place) -> None:
-    """SIGSTOP: no connection breaks, so the deadline finds it; its ranks are replaced when it continues."""
-    async with hosts_of() as hosts:
-        with host_process(hosts) as process:
-            hosts.launcher(place, encode=["far"], generate=["far"], deadlines=QUICK)
-            async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
-                await check_stream_goes_on(shell, process.stop, process.go_on)
-
-
 async def test_hosts_stream_goes_on_when_a_cable_is_pulled(place: Place) -> None:
     """A half-open connection: both sides detect it, and the host's ranks end without the engine."""
     async with hosts_of("far") as hosts, cable_to(hosts, "far") as cable:

@@ -23,7 +23,6 @@ from tests.unit.rank.worker_groups import (
     read,
     shell_of,
 )
-from vsched.errors import RequestFailed
 from vsched.testing import make_request
 
 pytestmark = pytest.mark.slow
@@ -60,29 +59,6 @@ async def test_shell_streams_go_on_when_ranks_are_killed(
         assert victim not in shell.pids
         assert shell.healthy
         assert shell.statistics()["finished"]["length"] == 4
-
-
-async def test_shell_request_that_kills_its_ranks_twice_is_ended(
-    place: Place, tmp_path: Path
-) -> None:
-    """A rank that exits by itself once costs its requests nothing."""
-    behaviour = Behaviour(exit_at=12, meet=str(tmp_path))
-    async with shell_of(place, behaviour=behaviour) as shell:
-        tokens = await read(generate(shell, make_request("r", [11, 12]), max_tokens=20))
-        assert (tmp_path / "exited").exists()
-        assert tokens == expected_tokens([11, 12], 20)
-
-
-async def test_shell_image_that_cannot_be_encoded_fails_alone(place: Place) -> None:
-    """The encoder's error fails that request, with a text that names no path; others are served."""
-    async with shell_of(place, behaviour=Behaviour(encode_error=7)) as shell:
-        bad = generate(shell, make_request("bad", [7], [(0, 7, b"bad")]), max_tokens=5)
-        good = generate(shell, make_request("good", [7], [(0, 6, b"good")]), max_tokens=5)
-        with pytest.raises(RequestFailed, match="^the image could not be encoded$") as caught:
-            await read(bad)
-        assert caught.value.code == "encode_failed"
-        assert await read(good) == expected_tokens([5] * 6 + [7], 5)
-        assert shell.healthy
 
 
 async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(place: Place) -> None:

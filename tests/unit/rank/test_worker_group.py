@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from tests.patience import NEVER_S, patience, until
+from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import Behaviour
 from tests.unit.rank.worker_groups import (
     KV_TOKENS,
@@ -23,12 +19,11 @@ from tests.unit.rank.worker_groups import (
     limits,
     make_sizing,
 )
-from vsched.aio.launcher import RANK_COMMAND, RankProcess, at_home
+from vsched.aio.launcher import RankProcess
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLostError
-from vsched.kernel.decisions import ChunkPlan, EncodeDecision, GenerateDecision, Join, RequestData
+from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join, RequestData
 from vsched.transport.zmq_link import LeaderLink
 from vsched.types import SamplingParams
-from vsched.wire import GenerateResult
 
 pytestmark = pytest.mark.slow
 QUIET = limits(heartbeat_s=60)
@@ -74,28 +69,6 @@ def process_names(pid: int) -> tuple[str, str]:
     return (folder / "comm").read_text().strip(), (folder / "cmdline").read_text().strip("\0 ")
 
 
-async def test_worker_group_rank_says_its_name_in_its_log(place: Place) -> None:
-    failing = Behaviour(load_error="CheckpointError")
-    worker_group = place.worker_group(Received().events, groups=["encode-1"], behaviour=failing)
-    rank = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *RANK_COMMAND,
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=[place.arena.fd],
-    )
-    assert rank.stdin is not None
-    assert rank.stderr is not None
-    spec, run_dir, fd = worker_group._spec(0, "secret"), str(place.run_dir), place.arena.fd
-    spec = at_home(spec, worker_group.groups, run_dir=run_dir, arena_fd=fd, start=1)
-    rank.stdin.write(msgspec.json.encode(spec) + b"\n")
-    said = (await rank.stderr.read()).decode()
-    assert await rank.wait() == 2
-    assert said.endswith(
-        " ERROR [encode-1 rank 0] vsched.rank: stops: weights.safetensors is not there\n"
-    )
-
-
 async def test_worker_group_rank_that_dies_while_it_loads_names_phase_limit_and_settings(
     place: Place, tmp_path: Path
 ) -> None:
@@ -136,32 +109,6 @@ async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -
     assert pids
     assert not any(is_running(pid) for pid in pids)
     assert received.lost == []
-
-
-async def test_worker_group_names_the_encoder_that_never_reports_what_it_reserves(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The KV cache is not sized on a guess; the deadline passes, and the message names the missing group."""
-    deadlines: list[asyncio.Timeout] = []
-    timeout = asyncio.timeout
-
-    def watched(wait_s: float) -> asyncio.Timeout:
-        deadlines.append(timeout(wait_s))
-        return deadlines[-1]
-
-    monkeypatch.setattr(asyncio, "timeout", watched)
-    sizing = make_sizing([["encode"], ["generate"]])
-    worker_group = place.worker_group(Received().events, sizing=sizing)
-    starting = asyncio.ensure_future(worker_group.start())
-    await until(lambda: "generate" in sizing._loaded)
-    (deadline,) = deadlines
-    deadline.reschedule(asyncio.get_running_loop().time())  # it passes now
-    with pytest.raises(
-        GroupLostError,
-        match=rf"not ready after {NEVER_S:g} s .*encode rank 0 did not: value 0 of 1",
-    ):
-        await starting
-    assert worker_group.pids == []
 
 
 async def test_worker_group_starts_an_encoder_again_with_its_share(place: Place) -> None:
@@ -234,30 +181,6 @@ async def test_worker_group_one_failing_rank_stops_the_others(place: Place, tmp_
     assert worker_group.pids == []
 
 
-async def test_worker_group_reports_a_killed_rank_and_starts_again(place: Place) -> None:
-    """The loss is reported once, with the reason; the next start is a new group under a new address."""
-    received = Received()
-    worker_group = place.worker_group(received.events, limits=QUIET)
-    await worker_group.start()
-    (pid,) = worker_group.pids
-    os.kill(pid, signal.SIGKILL)
-    await received.wait_until(lambda: received.lost)
-    assert received.lost == [(["generate"], "generate: rank 0 was killed by SIGKILL")]
-    worker_group.leader("generate").decide(one_request())  # a group that is being lost drops it
-    await worker_group.stop(grace_s=0)
-    await worker_group.start()
-    assert worker_group.pids != [pid]
-    worker_group.leader("generate").decide(one_request())
-    await received.wait_until(lambda: received.results)
-    ((group, result),) = received.results
-    assert group == "generate"
-    assert isinstance(result, GenerateResult)
-    assert result.step == 1
-    assert result.busy_ns > 0
-    await worker_group.stop()
-    assert len(received.lost) == 1
-
-
 async def test_worker_group_stop_lets_ranks_end_by_themselves(place: Place) -> None:
     """`Stop` in the log ends every rank with code 0, without waiting for the grace period."""
     codes: list[int] = []
@@ -327,47 +250,6 @@ async def test_worker_group_rank_stops_when_the_leader_falls_silent(place: Place
         in reason
     )
     await worker_group.stop(grace_s=0)
-
-
-async def test_worker_group_together_serves_both_groups_in_one_process(place: Place) -> None:
-    """One process with both roles: both groups are ready, both are led, and they are lost together."""
-    received = Received()
-    worker_group = place.worker_group(received.events, groups=("encode", "generate"), limits=QUIET)
-    assert worker_group.groups == ["encode", "generate"]
-    ready = await worker_group.start()
-    assert sorted(ready) == ["encode", "generate"]
-    assert len(worker_group.pids) == 1
-    worker_group.leader("encode").decide(EncodeDecision(1, []))
-    worker_group.leader("generate").decide(one_request())
-    await received.wait_until(lambda: len(received.results) == 2)
-    assert sorted(group for group, _ in received.results) == ["encode", "generate"]
-    os.kill(worker_group.pids[0], signal.SIGKILL)
-    await received.wait_until(lambda: received.lost)
-    assert received.lost == [
-        (["encode", "generate"], "encode and generate: rank 0 was killed by SIGKILL")
-    ]
-    await worker_group.stop(grace_s=0)
-    assert len(received.lost) == 1
-
-
-async def test_worker_group_together_long_step_of_one_group_is_not_silence_in_the_other(
-    place: Place,
-) -> None:
-    """One process reports to both leaders, and a step may take up to `deadlines.step_s`."""
-    received = Received()
-    worker_group = place.worker_group(
-        received.events,
-        groups=("encode", "generate"),
-        behaviour=Behaviour(step_s=2.5, slow_at=3),
-        limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
-    )
-    await worker_group.start()
-    worker_group.leader("generate").decide(one_request())
-    try:
-        await received.wait_until(lambda: received.results or received.lost)
-        assert received.lost == []
-    finally:
-        await worker_group.stop(grace_s=0)
 
 
 async def test_worker_group_start_that_is_cancelled_can_be_cleaned_up(place: Place) -> None:

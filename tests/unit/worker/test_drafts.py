@@ -412,17 +412,6 @@ def test_draft_model_proposes_and_all_prove_right_if_both_think_alike() -> None:
     assert (small.computed, small.batches_run) == (10, 6)
 
 
-def test_draft_model_forgets_drafts_that_proved_wrong() -> None:
-    small, right = Small(wrong_every=3), 0
-    rank = model_rank(Periodic(), small)
-    begun(rank, [16, 17, 18])
-    for step in range(2, 9):
-        found = rank.apply(GenerateDecision(step, granted=by_model(4))).drafted[0]
-        assert found.drafts == 4
-        right += len(found.tokens)
-    assert 7 <= right < 28
-
-
 def test_draft_model_catches_up_in_chunks_and_drafts_when_it_has() -> None:
     small = Small()
     rank = model_rank(Periodic(), small, chunk=8)
@@ -453,15 +442,6 @@ def test_draft_model_computes_nothing_without_a_grant() -> None:
     begun(rank, [16, 17, 18])
     rank.apply(GenerateDecision(2, granted=[DraftGrant(0, 3, 1)]))
     rank.apply(GenerateDecision(3, granted=[DraftGrant(0, 0, 0, True)]))
-    assert small.batches_run == 0
-
-
-def test_draft_model_is_called_only_if_lookup_has_nothing() -> None:
-    small = Small()
-    rank = model_rank(Periodic(), small)
-    begun(rank, [16, 17] * 6)
-    both = [DraftGrant(0, 3, 1, True)]
-    assert rank.apply(GenerateDecision(2, granted=both)).drafted
     assert small.batches_run == 0
 
 

@@ -21,8 +21,6 @@ from tests.unit.media.fakes import (
     tensor_of,
     tensors_file,
 )
-from tests.unit.rank.fake_plugin import FakePlugin
-from tests.unit.worker.device_fakes import MIB, MeasuredEncoder, model_info
 from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
@@ -30,7 +28,7 @@ from vsched.media import EmbeddedImage, MediaPipeline, PixelStore
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.testing import ModelCluster
 from vsched.transport.arena import Arena
-from vsched.types import ArenaLayout, ArraySpec, ModelInfo, Request, SamplingParams
+from vsched.types import ArenaLayout, ArraySpec, Request, SamplingParams
 from vsched.wire import EncodeResult
 from vsched.worker.contract import (
     Arrays,
@@ -38,12 +36,9 @@ from vsched.worker.contract import (
     EncodeJob,
     EncodeWorker,
     ImagePlan,
-    WorkerSettings,
     extent_bytes,
     view_arrays,
 )
-from vsched.worker.sizing import reserve_encoder
-from vsched.worker.spec import EncodeRole
 from vsched.worker.stage_rank import EncodeRank
 
 TILE = 8
@@ -209,43 +204,3 @@ async def test_an_embedding_is_planned_by_the_size_of_its_image(
         with pytest.raises(RequestRefused, match="Remedy: ") as caught:
             await pipeline.prepare("\x01", [brought(size, rows)])
         assert caught.value.code == code
-
-
-async def test_a_model_without_a_companion_takes_no_embeddings(pipeline: MediaPipeline) -> None:
-    pipeline._preprocessor.companion = None
-    with pytest.raises(RequestRefused, match="takes no embeddings of images. Remedy: ") as caught:
-        await pipeline.prepare("\x01", [brought((8, 20), 6)])
-    assert (caught.value.code, caught.value.status) == ("embeddings_not_taken", 400)
-
-
-class TiledPlugin(FakePlugin):
-    """Names the largest image within the limits, as often as the caps allow."""
-
-    def worst_batches(
-        self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
-    ) -> list[list[ImagePlan]]:
-        plan = TiledPreprocessor(info).plan_image(pixels_max // TILE, TILE)
-        return [[plan] * min(items, tokens // plan.tokens)]
-
-
-def test_an_encoder_is_reserved_for_by_plans_alone() -> None:
-    """The batches are in an arena of their own, with the arrays and metadata of their plans."""
-
-    class Encoder(MeasuredEncoder):
-        def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-            self.batches.append([job.tokens for job in jobs])
-            for job in jobs:
-                height, width = struct.unpack("<2q", job.metadata)
-                assert job.arrays["tiles"].shape == (width // TILE, 3, TILE, TILE)
-                assert job.arrays["mask"].dtype == np.bool_
-            handle = self.memory.allocate(sum(self.batches[-1]) * MIB)
-            embeddings[list(jobs[0].pages)] = height
-            self.memory.free(handle)
-
-    role = EncodeRole(
-        address="", plugin="", settings=WorkerSettings(), items=3, tokens=40, pixels_max=512
-    )
-    worker = Encoder(SimulatedMemory(256 * MIB))
-    _, reservation = reserve_encoder(TiledPlugin(), worker, model_info(), role)
-    assert worker.batches == [[16, 16]] * 2
-    assert reservation.growth_bytes == 32 * MIB

@@ -184,11 +184,6 @@ def test_reserve_adds_what_may_drift() -> None:
     assert (reservation.growth_bytes, reservation.held) == (43 * MIB, False)
 
 
-def test_reserve_reports_no_negative_growth() -> None:
-    _, reservation, worker = reserve(pixels_max=0)
-    assert (reservation.growth_bytes, reservation.held, worker.batches) == (0, False, [])
-
-
 def test_reserve_gives_every_cap_to_the_search() -> None:
     """Count, tokens and pixels."""
     plugin = Builder()

@@ -20,7 +20,7 @@ from tests.workers.backends.cpu.twins import Twins
 from tests.workers.driver import Driver, Question, Stage
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.adapters.places import CallRows, HeldProduct, Part, TorchSums, own_memory
+from vsched_workers.adapters.places import CallRows, Carrier, Part, TorchSums, own_memory
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.low_rank import KernelSums
@@ -80,7 +80,7 @@ def test_adapters_change_fused_answers_and_leave_no_trace(tmp_path: Path) -> Non
     assert found[0] == alone.output
     assert len({tuple(each) for each in found}) == 4, "each changes the answer"
     layer, before = worker._layers._layers[0], plain.generator._layers._layers[0]  # type: ignore[attr-defined]
-    assert isinstance(layer.qkv, HeldProduct)
+    assert isinstance(layer.qkv, Carrier)
     for number in (1, 2, 3):
         worker.remove_adapter(number)
     for name in ("qkv", "o_proj", "gate", "up", "down"):

@@ -16,7 +16,6 @@ from tests.workers.adapters.peft_adapters import make_whole_adapter
 from tests.workers.driver import Stage, values_of
 from tests.workers.test_vision import jobs_of
 from vsched.errors import CheckpointError
-from vsched.worker.contract import WorkerSettings
 from vsched_workers.adapters.files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -26,7 +25,6 @@ from vsched_workers.adapters.files import (
 )
 from vsched_workers.adapters.layers import AdaptedModule
 from vsched_workers.adapters.places import module_places
-from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.families import FAMILIES
@@ -48,6 +46,7 @@ def tower_of(stage: Stage, **options: Any) -> tuple[Any, AdaptedModule]:
         others=family.language_prefixes,
         make_sums=worker._backend.prepare_adapters(),
         count_max=4,
+        rank_max=5,
         **options,
     )
     return worker._tower, module
@@ -131,7 +130,7 @@ def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name:
     tower = any_tower(base, VISION_ARCHITECTURES[name].family or name)
     whole = make_whole_adapter(base, tmp_path / "adapter", 1)
     adapter = read_adapter(tmp_path / "adapter", rank_max=4)
-    module = AdaptedModule(tower.module, count_max=1)
+    module = AdaptedModule(tower.module, count_max=1, rank_max=4)
     module.add("one", adapter)
     image = images_of(name)[0]
     plain = tower(image)
@@ -145,41 +144,11 @@ def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name:
     assert language, "the file has both parts"
 
 
-@pytest.mark.parametrize("name", ["llava", "idefics3", "internvl"])
-@torch.inference_mode()
-def test_fused_encoder_layers_with_adapters_equal_the_modules(tmp_path: Path, name: str) -> None:
-    """The difference to float32 is about that of the bfloat16 modules, and smaller than without the adapter."""
-    save_model(name, tmp_path)
-    image = images_of(name)[0]
-    rows, names = [], []
-    for kind, dtype in (
-        ("exact", torch.float32),
-        ("exact", torch.bfloat16),
-        ("auto", torch.bfloat16),
-    ):
-        backend: Any = choose_backend(WorkerSettings(threads=1, attention=kind), dtype)
-        loaded = any_tower(tmp_path, VISION_ARCHITECTURES[name].family or name, dtype)
-        backend.prepare_any_tower(loaded.module)
-        tower = AnyTower(loaded.module, dtype)
-        module = AdaptedModule(tower.module, count_max=1, make_sums=backend.prepare_adapters())
-        places = module_places(tower.module, {})
-        names.append(places.keys())
-        module.add("one", random_tower_adapter(places, "", 3))
-        with module.all_rows("one"):
-            adapted = tower(image).float()
-        rows.append((tower(image).float(), adapted))
-    assert names[0] == names[1] == names[2]
-    (plain, wanted), (_, modules), (_, fused) = rows
-    apart = (fused - wanted).norm()
-    assert apart < 2 * (modules - wanted).norm()
-    assert apart < 0.3 * (plain - wanted).norm()
-
-
 def test_modules_of_neither_part_are_refused_by_name(stages: Stages) -> None:
     _, module = tower_of(stages("nano25"))
     pair = LowRankPair(torch.ones(1, 8), torch.ones(8, 1), 1.0)
     module.add("language alone", Adapter({"model.language_model.layers.0.self_attn.q_proj": pair}))
-    assert module.bytes_by_adapter["language alone"] == 0
+    assert module.names == ["language alone"]
     for name in ("model.visual.blocks.99.attn.qkv", "lm_head"):
         with pytest.raises(CheckpointError, match=f"changes {name}, which the model lacks"):
             module.add("one", Adapter({name: pair}))

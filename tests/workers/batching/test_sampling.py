@@ -119,12 +119,6 @@ def draws(sampling: SamplingParams, logits: torch.Tensor, count: int = 300) -> l
     return found
 
 
-def test_draws_follow_the_distribution() -> None:
-    logits = logits_of({3: np.log(6.0), 4: np.log(3.0), 5: 0.0}, base=-50.0)
-    counts = np.bincount(draws(SamplingParams(seed=1), logits, 2000), minlength=VOCABULARY)
-    assert counts[[3, 4, 5]] / 2000 == pytest.approx([0.6, 0.3, 0.1], abs=0.04)
-
-
 @pytest.mark.parametrize(
     ("options", "allowed"),
     [
@@ -176,16 +170,6 @@ def test_uniform_depends_on_seed_and_position_only() -> None:
     assert len({uniform(seed, position) for seed in range(8) for position in range(8)}) == 64
     assert 0.0 <= uniform(-1, 0) < 1.0
     assert uniform(2**64 + 5, 1) == uniform(5, 1)
-
-
-def test_draw_does_not_depend_on_the_row_or_its_neighbours() -> None:
-    rng = np.random.default_rng(0)
-    logits = torch.from_numpy(rng.normal(size=(6, VOCABULARY))).float()
-    params = SamplingParams(seed=11, top_p=0.8)
-    alone = sample(logits[4:5], [special(0, params, [1, 2, 3])]).tokens[0]
-    others = [special(row, SamplingParams(seed=row)) for row in (0, 2)]
-    together = sample(logits, [*others, special(4, params, [1, 2, 3])])
-    assert together.tokens[4] == alone
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -317,28 +301,6 @@ def test_empty_token_mask_is_reported() -> None:
 
 
 WORDS = 5000
-
-
-def sampled_logits(spread: float, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    logits = torch.from_numpy(np.random.default_rng(5).standard_normal((6, WORDS)) * spread)
-    logits[:, ::7] = -torch.inf
-    return logits.to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("spread", [0.0, 1.0, 9.0])
-def test_rows_of_a_batch_are_drawn_as_alone(dtype: torch.dtype, spread: float) -> None:
-    """All parameters in one batch, with ties, forbidden tokens and a mask."""
-    logits = sampled_logits(spread, dtype)
-    rows = [
-        special(index % 6, SamplingParams(seed=index, **options), [1, 9], [5, 9, 9])
-        for index, options in enumerate(OPTIONS.values())
-    ]
-    rows[2].sequence.token_mask = np.random.default_rng(1).integers(0, 2**32, 100, dtype=np.uint32)
-    together = StagedDraw(rows, WORDS).run(logits).tolist()
-    assert [StagedDraw([row], WORDS).run(logits).tolist() for row in rows] == [
-        [token] for token in together
-    ]
 
 
 @pytest.mark.parametrize(

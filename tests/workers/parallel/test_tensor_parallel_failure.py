@@ -159,7 +159,6 @@ class LateCollectives:
 
     exchanges = False
     wakes_peers = False
-    runs_behind = True
 
     def __init__(self) -> None:
         self.group = LateGroup()
@@ -204,33 +203,6 @@ def test_first_failure_of_this_rank_is_reported(late: tuple[RankGroup, LateGroup
     with pytest.raises(FloatingPointError), group.together():
         raise FloatingPointError("nothing to draw from")
     assert store.get("failed") == b"0 FloatingPointError"
-
-
-def test_a_vote_that_is_cast_early_is_cast_once(late: tuple[RankGroup, LateGroup, Any]) -> None:
-    """It is started before results are read, so that the host waits once; the next attempt has its own vote."""
-    group, connected, _ = late
-    for _ in range(2):
-        with group.together():
-            connected.started.clear()
-            group.vote_early()
-            assert len(connected.started) == 1
-        assert len(connected.started) == 1
-        with group.together():
-            connected.started.clear()
-        assert len(connected.started) == 1
-    assert group._agreed == 4
-
-
-def test_votes_are_cast_at_the_end_if_collectives_are_done_at_once(ranks: Ranks) -> None:
-    assert ranks.run(vote_early) == [[1, 1]] * 2
-
-
-def vote_early(settings: WorkerSettings) -> list[int]:
-    group = RankGroup(settings, "generate", GlooCollectives())
-    with group.together():
-        group.vote_early()
-        early = group._ballot
-    return [int(early is None), group._agreed]
 
 
 def lose(settings: WorkerSettings, how: str) -> str:

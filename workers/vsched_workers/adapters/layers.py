@@ -3,8 +3,7 @@
 The base product is computed once for all rows; the contribution of each adapter is computed for its rows alone.
 `places.py` maps the layers of an adapter to products. Without adapters the module is unchanged, at no cost.
 
-The rows of a pass are set before it. A layer that is called with another number of rows fails, and so does a pass that
-skips a layer: a partly applied adapter behaves like no model that was ever trained.
+The rows of a pass are set before it. A layer that is called with another number of rows fails.
 """
 
 from __future__ import annotations
@@ -54,12 +53,9 @@ class AdaptedModule:
         prefixes: Prefixes that an adapter may use for the names of its layers, such as `model.`.
         others: Prefixes of layers that belong to another module, such as the tower; they are skipped.
         count_max: The maximum number of adapters.
-        rank_max: Their maximum rank; 0 to allocate memory for each adapter separately, on the host.
+        rank_max: Their maximum rank.
         allocate: Allocates the memory for adapters, zeroed.
         make_sums: Factory of the adapter parts of one product.
-
-    Attributes:
-        whole: Whether passes call all layers, as they do except while memory is measured.
     """
 
     def __init__(
@@ -72,12 +68,11 @@ class AdaptedModule:
         prefixes: Sequence[str] = ("",),
         others: Sequence[str] = (),
         count_max: int,
-        rank_max: int = 0,
+        rank_max: int,
         allocate: Room = own_memory,
         make_sums: MakeSums = TorchSums,
     ) -> None:
         """Take a module, without changing it yet."""
-        self.whole = True
         self._module = module
         fused: Any = layers if hasattr(layers, "adapter_places") else None
         if fused is None:
@@ -87,24 +82,21 @@ class AdaptedModule:
         self._places: Places = {n: each for n, each in places.items() if only is None or n in only}
         self._prefixes, self._others = tuple(prefixes), tuple(others)
         self._count_max, self._rank_max = count_max, rank_max
-        self._room: AdapterRoom | None = None
-        if rank_max:
-            each = bytes_of_one(self._places, make_sums, rank_max=rank_max)
-            self._room = AdapterRoom(each, count_max, allocate)
+        each = bytes_of_one(self._places, make_sums, rank_max=rank_max)
+        self._room = AdapterRoom(each, count_max, allocate)
         self._make_sums = make_sums
         self._joined: dict[Carrier, TorchSums] = {}
         self._numbers: dict[Name | None, int] = {None: NOBODY, 0: NOBODY}
-        self._bytes: dict[Name, int] = {}
 
     @property
     def bytes(self) -> int:
         """Bytes on the device that were allocated for all adapters."""
-        return 0 if self._room is None else self._room.bytes
+        return self._room.bytes
 
     @property
-    def bytes_by_adapter(self) -> Mapping[Name, int]:
-        """Bytes on the device that each adapter uses here."""
-        return dict(self._bytes)
+    def names(self) -> list[Name]:
+        """The adapters that were added."""
+        return [name for name in self._numbers if name]
 
     def read(self, name: Name, path: str) -> None:
         """Read an adapter and add its layers of this module, all or none.
@@ -143,15 +135,15 @@ class AdaptedModule:
         self._put(name, zero_parts(self._places, self._rank_max))
 
     def _check_count(self, name: Name) -> None:
-        if name in self._bytes:
+        if name in self._numbers:
             raise CheckpointError(
                 f"there is an adapter {name!r}. Remedy: remove it, or use another name."
             )
-        if len(self._bytes) >= self._count_max:
+        if len(self.names) >= self._count_max:
             raise CheckpointError(
                 limit_message(
                     "adapters",
-                    value=len(self._bytes) + 1,
+                    value=len(self.names) + 1,
                     limit=self._count_max,
                     remedy="remove one, or raise the limit",
                 )
@@ -159,21 +151,16 @@ class AdaptedModule:
 
     def _put(self, name: Name, parts: Mapping[Carrier, Sequence[Part]]) -> None:
         number = min({*range(self._count_max)} - {*self._numbers.values()})
-        room: Room = own_memory if self._room is None else self._room.place(number)
+        room = self._room.place(number)
         # Copy all parts before any is installed: the device's memory may run out.
         placed = {carrier: self._join(carrier).place(own, room) for carrier, own in parts.items()}
         self._numbers[name] = number
         for carrier, kept in placed.items():
             carrier.put(number, kept)
-        self._bytes[name] = sum(
-            each.down.nbytes + each.up.nbytes for kept in placed.values() for each in kept
-        )
 
     def remove(self, name: Name) -> None:
         """Remove an adapter, if it is there; layers without adapters are unchanged again."""
-        if self._bytes.pop(name, None) is None:
-            return
-        number = self._numbers.pop(name)
+        number = self._numbers.pop(name, NOBODY)
         for carrier in self._joined:
             carrier.drop(number)
 
@@ -195,9 +182,11 @@ class AdaptedModule:
             yield
             return
         rows = PassRows(owners)
-        with self._passing({*owners.tolist()}):
-            self._pass.rows, self._pass.call = rows, rows.all
+        self._pass.rows, self._pass.call = rows, rows.all
+        try:
             yield
+        finally:
+            self._pass.rows = self._pass.call = None
 
     @contextmanager
     def all_rows(self, name: Name | None) -> Iterator[None]:
@@ -206,30 +195,11 @@ class AdaptedModule:
             yield
             return
         assert name in self._numbers, f"no adapter {name}"
-        number = self._numbers[name]
-        with self._passing({number}):
-            self._pass.call = RowsOfOne(number)
-            yield
-
-    @contextmanager
-    def _passing(self, owners: set[int]) -> Iterator[None]:
-        for carrier in self._joined:
-            carrier.called = False
+        self._pass.call = RowsOfOne(self._numbers[name])
         try:
             yield
-            unused = [each for each in self._joined if each.waits_for(owners)]
-            assert not (self.whole and unused), (
-                f"layers with adapters were not called: {self._names(unused)[:3]}"
-            )
         finally:
-            self._pass.rows = self._pass.call = None
-
-    def _names(self, carriers: Sequence[Carrier]) -> list[str]:
-        return [
-            name
-            for name, places in self._places.items()
-            if any(place.carrier in carriers for place in places)
-        ]
+            self._pass.call = None
 
     def _join(self, carrier: Carrier) -> TorchSums:
         """Return the adapter parts of a carrier; attach it to this module's passes the first time."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -195,21 +194,23 @@ def whole(matrix: torch.Tensor) -> torch.Tensor:
     return matrix
 
 
-class Carrier(ABC):
+class Carrier:
     """One product, and the adapters' contributions to it.
+
+    The product is a linear layer, packed or not, that is called as a module; or its owner keeps it in an attribute and
+    calls it directly. While it has no adapter it costs nothing.
 
     Attributes:
         inputs: Of the product; `outputs` likewise.
-        checked: Whether each pass with an adapter that has a part here must call it.
-        called: Whether the current pass did.
     """
 
-    checked = False
-
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.inputs, self.outputs = inputs, outputs
-        self.dtype, self.device = dtype, device
-        self.called = False
+    def __init__(self, module: Any, owner: Any = None, attribute: str = "") -> None:
+        """Take the layer, and if the product built from it is called directly, its owner and attribute."""
+        self.inputs, self.outputs = module.in_features, module.out_features
+        self.dtype, self.device = module.weight.dtype, _device_of(module)
+        self._module, self._owner, self._attribute = module, owner, attribute
+        self._product: Any = None
+        self._hook: RemovableHandle | None = None
         self._pass = AdapterPass()
         self._owners: set[int] = set()
         self._sums: TorchSums | None = None
@@ -218,32 +219,27 @@ class Carrier(ABC):
         """Set the pass that a module's products share, and the adapter parts of this product."""
         self._pass, self._sums = passes, sums
 
-    def put(self, owner: int, parts: Sequence[Part]) -> None:
+    def put(self, number: int, parts: Sequence[Part]) -> None:
         """Install an adapter's parts, as returned by `TorchSums.place`."""
         assert self._sums is not None, "join comes first"
-        self._sums.put(owner, parts)
+        self._sums.put(number, parts)
         if not self._owners:
             self._attach()
-        self._owners.add(owner)
+        self._owners.add(number)
 
-    def drop(self, owner: int) -> None:
+    def drop(self, number: int) -> None:
         """Remove an adapter's parts, if there are any."""
-        if self._sums is not None and owner in self._owners:
-            self._sums.drop(owner)
-            self._owners.remove(owner)
+        if self._sums is not None and number in self._owners:
+            self._sums.drop(number)
+            self._owners.remove(number)
             if not self._owners:
                 self._detach()
-
-    def waits_for(self, owners: set[int]) -> bool:
-        """Return whether it was not called, although one of these adapters has a part here."""
-        return self.checked and not self.called and not owners.isdisjoint(self._owners)
 
     def add(self, rows: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         """Add the adapters' contributions to results [..., outputs] of rows [..., inputs], in place if possible."""
         call = self._pass.call
         if call is None:
             return made
-        self.called = True
         shape = made.shape
         flat = rows.reshape(-1, self.inputs)
         of_call = call.of(len(flat))
@@ -253,61 +249,25 @@ class Carrier(ABC):
             made = made.view(shape)
         return made
 
-    @abstractmethod
-    def _attach(self) -> None:
-        """Have `add` called after the product."""
-
-    @abstractmethod
-    def _detach(self) -> None:
-        """Restore the product."""
-
-
-class CalledModule(Carrier):
-    """A linear layer, packed or not, that is called as a module."""
-
-    checked = True
-
-    def __init__(self, module: Any) -> None:
-        super().__init__(
-            module.in_features, module.out_features, module.weight.dtype, _device_of(module)
-        )
-        self._module = module
-        self._hook: RemovableHandle | None = None
-
-    def _attach(self) -> None:
-        # Before existing hooks, which sum over ranks.
-        self._hook = self._module.register_forward_hook(self._forward, prepend=True)
-
-    def _detach(self) -> None:
-        assert self._hook is not None, "it was attached"
-        self._hook.remove()
-        self._hook = None
-
-    def _forward(self, _: nn.Module, given: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor:
-        return self.add(given[0], made)
-
-
-class HeldProduct(Carrier):
-    """A product that its owner keeps in an attribute and calls directly, not as a module."""
-
-    def __init__(self, owner: Any, attribute: str, module: Any) -> None:
-        """Take the owner, its attribute, and the layer that the product was built from."""
-        super().__init__(
-            module.in_features, module.out_features, module.weight.dtype, _device_of(module)
-        )
-        self._owner, self._attribute = owner, attribute
-        self._product: Any = None
-
-    def _attach(self) -> None:
-        self._product = getattr(self._owner, self._attribute)
-        setattr(self._owner, self._attribute, self)
-
-    def _detach(self) -> None:
-        setattr(self._owner, self._attribute, self._product)
-
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows, and add their adapters' contributions."""
+        """Multiply rows in place of the owner's product, and add their adapters' contributions."""
         return self.add(rows, self._product(rows))
+
+    def _attach(self) -> None:
+        if self._owner is None:
+            # Before existing hooks, which sum over ranks.
+            self._hook = self._module.register_forward_hook(
+                lambda _, given, made: self.add(given[0], made), prepend=True
+            )
+        else:
+            self._product = getattr(self._owner, self._attribute)
+            setattr(self._owner, self._attribute, self)
+
+    def _detach(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        else:
+            setattr(self._owner, self._attribute, self._product)
 
 
 def _device_of(module: Any) -> torch.device:
@@ -367,10 +327,8 @@ def carrier_of(owner: Any, attribute: str, module: nn.Module) -> Carrier:
     For a layer whose results are summed over ranks, each rank adds to its own part, before the sum.
     """
     if isinstance(module, SummedLinear):
-        carrier = CalledModule(module.partial)
-        carrier.checked = False  # not every product that an owner keeps is called in every pass
-        return carrier
-    return HeldProduct(owner, attribute, module)
+        return Carrier(module.partial)
+    return Carrier(module, owner, attribute)
 
 
 def held_places(
@@ -401,7 +359,7 @@ def module_places(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, list[
             places.update(part.adapter_places(f"{name}.", cuts))
         elif is_linear(child):
             own = name.removesuffix(".partial") if _is_summed(module, name) else name
-            places[own] = [place_of(CalledModule(child), cuts.get(f"{own}.weight"))]
+            places[own] = [place_of(Carrier(child), cuts.get(f"{own}.weight"))]
     return places
 
 

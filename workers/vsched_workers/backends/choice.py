@@ -10,10 +10,8 @@ from vsched.errors import ConfigError, limit_message
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.reference.backend import Backend
 
-KERNELS = ("auto", "exact", "numba", "triton", "varlen")
+KERNELS = ("auto", "exact")
 """Values of `generate.attention`."""
-
-_CUDA_KERNELS = ("triton", "varlen")
 
 
 def check_device(device: str, *, key: str) -> None:
@@ -78,7 +76,10 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str =
         )
     if settings.activations == "int8":
         _check_int8_rows(settings, dtype)
-    _check_attention(settings, dtype, on_cuda=on_cuda)
+    if settings.attention not in KERNELS:
+        raise ConfigError(
+            f"generate.attention: unknown value {settings.attention!r}. Known: {', '.join(KERNELS)}."
+        )
     kept = torch.int8 if kv_dtype == "int8" else dtype
     if kept != dtype:
         _check_int8_kv(settings)
@@ -92,12 +93,7 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str =
         return Backend(settings, dtype, kept)
     try:
         from vsched_workers.backends.cpu.backend import CpuBackend
-    except ImportError as error:
-        if settings.attention != "auto":
-            raise ConfigError(
-                f"generate.attention: {settings.attention!r} is not installed. "
-                "Remedy: install it, or use `auto`."
-            ) from error
+    except ImportError:
         return Backend(settings, dtype, kept)
     return CpuBackend(settings, dtype, kept)
 
@@ -180,26 +176,3 @@ def _deterministic_backend(
             "Remedy: use another host, or set it to false."
         )
     return CpuBackend(settings, dtype, kept)
-
-
-def _check_attention(settings: WorkerSettings, dtype: torch.dtype, *, on_cuda: bool) -> None:
-    kernel, name = settings.attention, str(dtype).removeprefix("torch.")
-    if kernel not in KERNELS:
-        raise ConfigError(
-            f"generate.attention: unknown kernel {kernel!r}. Known: {', '.join(KERNELS)}."
-        )
-    if kernel in _CUDA_KERNELS and not on_cuda:
-        raise ConfigError(
-            f"generate.attention: {kernel!r} runs on cuda only, not on {settings.device}. "
-            "Remedy: use `auto`."
-        )
-    if kernel == "numba" and (on_cuda or dtype not in {torch.float32, torch.bfloat16}):
-        raise ConfigError(
-            f"generate.attention: 'numba' runs on cpu with float32 or bfloat16 only, not on "
-            f"{settings.device} with {name}. Remedy: use `auto`."
-        )
-    if kernel == "varlen" and dtype == torch.float32:
-        raise ConfigError(
-            f"generate.attention: 'varlen' runs with 16-bit types only, not with {name}. "
-            "Remedy: use `auto`."
-        )

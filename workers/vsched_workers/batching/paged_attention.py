@@ -387,6 +387,17 @@ class PagedStep:
             decoding = int(self.contexts.max())
         return max([decoding, *(each.context for each in self.segments)])
 
+    def context_index(self, window: int | None, device: torch.device) -> ContextIndex:
+        """Return the contexts of the decode rows, or their last `window` tokens; computed once per step."""
+        name = f"index of {window}"
+        if name not in self.scratch:
+            size = self.cache.block_size
+            self.scratch[name] = ContextIndex.of(
+                self.tables, self.contexts, block_size=size, window=window, device=device
+            )
+        found: ContextIndex = self.scratch[name]
+        return found
+
     def as_decode_rows(self) -> PagedStep:
         """Return the step with every token of a chunk as a decode row, with the context up to itself."""
         width = max((each.blocks for each in self.segments), default=0)
@@ -518,17 +529,11 @@ def attend_by_rule(
     elif rows:
         if len(step.contexts) < rows:
             raise RuntimeError("no kernel that can be captured attends by rules here")
-        name = f"index of {rule.window}"
-        if name not in step.scratch:
-            step.scratch[name] = ContextIndex.of(
-                step.tables,
-                step.contexts,
-                block_size=step.cache.block_size,
-                window=rule.window,
-                device=query.device,
-            )
-        decoding = query[:, :rows].transpose(0, 1)
-        out[:rows] = decode_by_rule(decoding, kept, step.scratch[name], rule)
+        decoding, index = (
+            query[:, :rows].transpose(0, 1),
+            step.context_index(rule.window, query.device),
+        )
+        out[:rows] = decode_by_rule(decoding, kept, index, rule)
     prefill = step.prefill if isinstance(step.prefill, WindowedPrefill) else None
     if prefill is not None and not (prefill.takes_windows and _only_window(rule, kept)):
         prefill = None

@@ -60,12 +60,10 @@ class Collectives(Protocol):
     Attributes:
         exchanges: Whether small tensors are sent to every rank and summed by each, in the order of the ranks.
         wakes_peers: Whether waiting collectives of the others fail when a rank closes its connections.
-        runs_behind: Whether a collective may still run on the device after the host has waited for it.
     """
 
     exchanges: bool
     wakes_peers: bool
-    runs_behind: bool
 
     def connect(self, store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
         """Return torch's process group of the ranks that meet in a store.
@@ -98,7 +96,6 @@ class RankGroup:
         self._store: Any = None
         self._group: Any = None
         self._aborter: _PeerAborter | None = None
-        self._ballot: torch.Tensor | None = None
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
         assert self.size == 1 or settings.rendezvous, "ranks need a path to find each other"
 
@@ -132,15 +129,6 @@ class RankGroup:
                 raise self._verdict(str(error)) from error
             self._tell(epoch, error)
             raise
-
-    def vote_early(self) -> None:
-        """Vote now, within `together`, when only results of launched work remain to be read.
-
-        If collectives run behind the host, reading the results then includes waiting for the vote: one wait, not two. A
-        failure after this is a failure of the group, at its next attempt.
-        """
-        if self.size > 1 and self._collectives.runs_behind:
-            self._ballot = self._cast()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -279,13 +267,9 @@ class RankGroup:
         self._barrier()
         self._agreed += 1
 
-    def _cast(self) -> torch.Tensor:
-        """Start a sum of ones over all ranks."""
-        return self.all_reduce(torch.ones(1, dtype=torch.int64, device=self._device))
-
     def _barrier(self) -> None:
         """Return when every rank has reached this point."""
-        total, self._ballot = self._cast() if self._ballot is None else self._ballot, None
+        total = self.all_reduce(torch.ones(1, dtype=torch.int64, device=self._device))
         if int(total.item()) != self.size:
             # The result of an aborted collective on a GPU.
             raise _Interrupted("a collective was aborted")
@@ -328,7 +312,6 @@ class RankGroup:
             self._aborter.stop()
             self._aborter = None
             self._group.abort()
-        self._ballot = None
         self._group = None
         self._store = None
         self._epoch += 1

@@ -56,10 +56,6 @@ class Cut:
         assert shape[self.dimension] == self.size, f"{shape} is not cut to {self}"
         return (*shape[: self.dimension], self.whole, *shape[self.dimension + 1 :])
 
-    def shifted(self, dimension: int) -> Cut:
-        """Return the same part of another dimension."""
-        return Cut(dimension, self.whole, self.spans)
-
     def read(self, source: Any) -> torch.Tensor:
         """Read only this part of a tensor in a file or in memory."""
         before = (slice(None),) * self.dimension

@@ -1,12 +1,11 @@
-"""Linear layers with quantized weights: detection, calibrated quantization, merging, and quantization on loading.
+"""Linear layers with quantized weights: detection, merging, and quantization on loading.
 
 Quantizing ranks' shares of weights must be equivalent to quantizing whole weights, which is checked first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +15,8 @@ from torch.nn import functional
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.parallel.slicing import Cut
-from vsched_workers.quantized.calibration import Part, check_layer, read_calibration
 from vsched_workers.quantized.schemes import GROUPS, Scheme
 from vsched_workers.quantized.weights import QuantizedWeight, merged_weights, quantize
-
-UNSEEN_SHARE = 0.01
-"""Minimum importance of an input, as a share of the mean: inputs unused in calibration may be used later."""
 
 
 class QuantizedLinear(nn.Linear):
@@ -52,63 +47,6 @@ def find_quantized(module: nn.Module, scheme: Scheme, has: Callable[[str], bool]
             full = f"{parent_name}.{name}" if parent_name else name
             if type(child) is nn.Linear and any(has(f"{full}.{end}") for end in scheme.known_by):
                 setattr(parent, name, QuantizedLinear(child))
-
-
-def quantize_calibrated(
-    module: nn.Module,
-    names: Collection[str],
-    settings: WorkerSettings,
-    path: str,
-    part: Part,
-    cuts: Mapping[str, Cut] | None = None,
-) -> None:
-    """Quantize the weights of linear layers with the calibration file of the settings; do nothing without one.
-
-    `names` are the weights that get packed; a head is left to the code that packs it. `cuts` are a rank's parts of
-    them; the importance of inputs is split likewise, so that the values are the same as with one rank. Layers are
-    merged and packed afterwards, like layers of a quantized checkpoint.
-
-    Raises:
-        CheckpointError: When the file does not match these layers.
-    """
-    if not settings.calibration:
-        return
-    squares = read_calibration(settings.calibration, Path(path), part)
-    skipped = head_of(module)
-    for full in names:
-        name = full.removesuffix(".weight")
-        linear = module.get_submodule(name)
-        if type(linear) is not nn.Linear or linear is skipped:
-            continue
-        cut = (cuts or {}).get(full)
-        by_inputs = cut is not None and cut.dimension == 1
-        inputs = cut.whole if cut is not None and by_inputs else linear.in_features
-        check_layer(squares, name, inputs, settings.calibration, part)
-        importance = importance_of(torch.from_numpy(squares[name]))
-        if cut is not None and by_inputs:
-            importance = cut.shifted(0).read(importance)
-        weight = linear.weight.detach()
-        made = quantize(
-            weight,
-            settings.weights,
-            group=settings.weights_group,
-            importance=importance.to(weight.device),
-        )
-        parent, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(parent), attribute, QuantizedLinear(linear, made))
-
-
-def head_of(module: Any) -> nn.Module | None:
-    """Return the output projection within a module; None if it has none."""
-    find = getattr(module, "get_output_embeddings", None)
-    head: nn.Module | None = None if find is None else find()
-    return head
-
-
-def importance_of(squares: torch.Tensor) -> torch.Tensor:
-    """Return the importance of inputs, [in], from their mean squares; uniform if all are zero."""
-    importance = squares + UNSEEN_SHARE * squares.mean()
-    return importance if bool((importance > 0).all()) else torch.ones_like(squares)
 
 
 def merged_quantized(linears: Sequence[nn.Linear]) -> QuantizedLinear | None:

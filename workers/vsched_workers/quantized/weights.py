@@ -12,7 +12,6 @@ the least squared error. Scales are float16 if that is exact, and values are rou
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,13 +27,6 @@ _INT4_SHRINKS = (1.0, 0.925, 0.85)
 """Candidate scales, relative to the one that represents the largest value; smaller ones clip it."""
 _TRIED_VALUES_MAX = 1 << 24
 """Values that are rounded at once, to limit temporary memory next to a layer's weight."""
-_SEARCHED_VALUES_MAX = 1 << 17
-"""The same with many candidate scales: temporary values then stay in the cache."""
-_SEARCHED = {
-    "int8": (127, -127, 127, (0.0, 0.5, 1.0)),
-    "int4": (-8, -8, 7, (-0.8, -0.4, 0.0, 0.3, 0.6, 0.9, 1.2, 1.6, 2.0, 2.4)),
-}
-"""The quantized largest value, the range of values, and additions to the first for smaller, clipping scales."""
 
 _FP8_TYPE = torch.float8_e4m3fn
 _HALF_MIN = 2.0**-14
@@ -130,7 +122,7 @@ class QuantizedWeight:
         else:
             scales, offsets, group = self.scales, self.offsets, max(cut.size, 1)
         assert scales is not None
-        packed = _packed(values) if self.kind == "int4" else values.contiguous()
+        packed = packed_int4(values) if self.kind == "int4" else values.contiguous()
         return dataclasses.replace(
             self, values=packed, scales=scales, offsets=offsets, inputs=cut.size, group=group
         )
@@ -192,23 +184,15 @@ def merged_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     )
 
 
-def quantize(
-    weight: torch.Tensor, kind: str, *, group: int = 0, importance: torch.Tensor | None = None
-) -> QuantizedWeight:
+def quantize(weight: torch.Tensor, kind: str, *, group: int = 0) -> QuantizedWeight:
     """Quantize a weight [out, in] to one of `FORMATS`; `group` is the group size, 0 for the default.
 
-    With the `importance` of inputs, float32 [in], scales minimize the squared errors, weighted by it. An output's
-    values do not depend on other outputs, nor a group's on other groups.
+    An output's values do not depend on other outputs, nor a group's on other groups.
     """
     outputs, inputs = weight.shape
     group = min(group or GROUPS[kind], inputs)
-    if importance is None:
-        rows = max(_TRIED_VALUES_MAX // inputs, 1)
-        make = _int8 if kind == "int8" else _int4
-    else:
-        rows = max(_SEARCHED_VALUES_MAX // inputs, 1)
-        counts = _grouped(importance[None], group)[0]
-        make = functools.partial(_searched, counts=counts, kind=kind)
+    rows = max(_TRIED_VALUES_MAX // inputs, 1)
+    make = _int8 if kind == "int8" else _int4
     parts = [
         make(_grouped(weight[start : start + rows].float(), group))
         for start in range(0, outputs, rows)
@@ -216,7 +200,7 @@ def quantize(
     values = torch.cat([each[0] for each in parts]).flatten(1)[:, :inputs]
     return QuantizedWeight(
         kind=kind,
-        values=_packed(values) if kind == "int4" else values.contiguous(),
+        values=packed_int4(values) if kind == "int4" else values.contiguous(),
         scales=torch.cat([each[1] for each in parts]),
         group=group,
         inputs=inputs,
@@ -236,10 +220,6 @@ def exact_scales(
 
 def packed_int4(values: torch.Tensor) -> torch.Tensor:
     """Pack values 0 to 15, [out, in], two per byte."""
-    return _packed(values)
-
-
-def _packed(values: torch.Tensor) -> torch.Tensor:
     values = functional.pad(values, (0, values.shape[1] % 2))
     return values[:, 0::2] | (values[:, 1::2] << 4)
 
@@ -278,37 +258,6 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         least = torch.where(better, error, least)
     assert best is not None
     return (best[0] + INT4_CENTRE).to(torch.uint8), best[1]
-
-
-def _searched(
-    groups: torch.Tensor, *, counts: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize groups [out, groups, n], with weights of the squared errors [groups, n]; return values and scales.
-
-    A candidate scale rounds a group to values, and the least-squares scale for these values is computed. The best of
-    these scales rounds the group again.
-    """
-    top, least, most, more = _SEARCHED[kind]
-    places = groups.abs().argmax(-1, keepdim=True)
-    largest = groups.gather(-1, places)
-    counted = groups * counts
-    best = _kept(largest.squeeze(-1) / top).float()
-    highest = torch.zeros_like(best)
-    for each in more:
-        values = groups / _divisors(largest.squeeze(-1) / (top + (each if top > 0 else -each)))
-        values = values.round_().clamp_(least, most)
-        product = (values * counted).sum(-1)
-        square = values.square_().mul_(counts).sum(-1)
-        # The remaining error is the group's weighted square sum minus this.
-        explained = torch.where(square > 0, product.square() / square, 0.0)
-        better = explained > highest
-        best = torch.where(better, product / square, best)
-        highest = torch.where(better, explained, highest)
-    scales = _kept(best)
-    values = (groups / _divisors(scales)).round_().clamp_(least, most)
-    if kind == "int8":
-        return values.to(torch.int8), scales
-    return (values + INT4_CENTRE).to(torch.uint8), scales
 
 
 def _kept(scales: torch.Tensor) -> torch.Tensor:

@@ -155,15 +155,6 @@ async def test_leader_gives_up_a_batch_without_end(led: LeaderHarness) -> None:
     assert led.lost == ["encode: rank 0 has worked on step 1 for 31 s, limit 30 (deadlines.step_s)"]
 
 
-async def test_leader_of_one_rank_sends_no_vote(monkeypatch: pytest.MonkeyPatch) -> None:
-    led = LeaderHarness(monkeypatch, ranks=1, name="encode")
-    led.enter(0)
-    led.leader.decide(batch(1, 200))
-    led.receive(0, EncodeResult(1, EncodeErrorKind.FAILED, 0))
-    assert layers(led.entries()) == [1]
-    led.leader.close()
-
-
 async def test_leader_runs_no_hook_within_a_batch(led: LeaderHarness) -> None:
     """A hook runs between two steps, never within one; heartbeats continue."""
     led.leader.decide(batch(1, 200))

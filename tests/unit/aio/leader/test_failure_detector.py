@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS
 from vsched.aio.leader import FailureDetector, ProcessLiveness
-from vsched.failures import AnswerOverdue, RankSilent
+from vsched.failures import RankSilent
 
 SILENT_S = LIMITS.rank_timeout_s + LIMITS.heartbeat_s
 FIRST_S = 1000.0
@@ -21,30 +21,6 @@ def liveness() -> ProcessLiveness:
 
 def detector(liveness: ProcessLiveness, group: str = "generate") -> FailureDetector:
     return FailureDetector(group, 1, LIMITS, liveness)
-
-
-def test_detector_rank_is_silent_only_after_the_whole_time(liveness: ProcessLiveness) -> None:
-    detects = detector(liveness)
-    assert detects.failure(FIRST_S + SILENT_S) is None
-    assert isinstance(detects.failure(FIRST_S + SILENT_S + 1), RankSilent)
-
-
-def test_detector_log_follower_is_silent_only_after_the_whole_time(
-    liveness: ProcessLiveness,
-) -> None:
-    """Even while the process sends pulses."""
-    detects = detector(liveness)
-    liveness.receive(0, FIRST_S + SILENT_S, follows=False)
-    assert detects.failure(FIRST_S + SILENT_S) is None
-    assert isinstance(detects.failure(FIRST_S + SILENT_S + 1), RankSilent)
-
-
-def test_detector_answer_is_overdue_only_after_the_whole_time(liveness: ProcessLiveness) -> None:
-    detects = detector(liveness)
-    detects.expect(1, FIRST_S)
-    liveness.receive(0, FIRST_S + LIMITS.step_s, follows=False)
-    assert detects.failure(FIRST_S + LIMITS.step_s) is None
-    assert isinstance(detects.failure(FIRST_S + LIMITS.step_s + 1), AnswerOverdue)
 
 
 def test_detector_rank_at_work_for_another_group_is_not_silent(liveness: ProcessLiveness) -> None:
@@ -73,13 +49,3 @@ def test_detector_renews_the_time_of_the_step_that_paused(
     liveness.receive(0, now_s, follows=False)
     detects.renew(number, now_s)
     assert (detects.failure(now_s) is None) == renewed
-
-
-def test_detector_renews_nothing_if_nothing_is_owed(liveness: ProcessLiveness) -> None:
-    """A rank may have reported a step in which another one paused."""
-    detects = FailureDetector("encode", 2, LIMITS, liveness)
-    detects.expect(1, FIRST_S)
-    detects.answered(0, FIRST_S)
-    detects.renew(1, FIRST_S)
-    assert detects.due(0) is None
-    assert detects.due(1) is not None

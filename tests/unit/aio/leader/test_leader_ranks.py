@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader import THREADS_LAST_S, ProcessLiveness, RankThreads, ResultComparison
+from vsched.aio.leader import THREADS_LAST_S, ProcessLiveness, RankThreads
 from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.memory import Sized
@@ -336,13 +336,3 @@ async def test_leaders_of_the_same_processes_share_one_order(
     assert "has not answered step 1" in generate.lost[0]
     encode.leader.close()
     generate.leader.close()
-
-
-def test_checks_are_forgotten_when_all_have_spoken() -> None:
-    """Only checks that are still to be compared are kept."""
-    checks = ResultComparison(3)
-    assert checks.add(1, 1, b"x") is None
-    assert checks.add(2, 1, b"y") is None
-    assert len(checks) == 1
-    assert checks.add(0, 1, b"x") == 2
-    assert len(checks) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -197,27 +196,6 @@ async def test_generation_one_by_one_has_the_same_deltas_however_fast_they_come(
         [TokenLogprob(token, -1.0, [])] for token in (0, 1, 4, 2, 4, 9)
     ]
     assert [one.finish_reason for one in found] == [None] * 5 + ["stop"]
-
-
-async def test_generation_one_by_one_reports_an_error_at_once() -> None:
-    made, _ = generation()
-    made.one_by_one()
-    for token in (0, 1, 2):
-        made.push(token, None)
-    made.finish(finish(FinishReason.ERROR, message="no"))
-    with pytest.raises(RequestFailed, match="no"):
-        made.take()
-    assert made.take() is None
-
-
-async def test_generation_waits_for_a_token() -> None:
-    made, _ = generation()
-    reading = asyncio.ensure_future(anext(made))
-    await asyncio.sleep(0)
-    assert not reading.done()
-    made.push(4, None)
-    async with patience():
-        assert (await reading).text == "e"
 
 
 ONE, BC = frozenset({1}), ("bc",)

@@ -19,7 +19,6 @@ from tests.workers.backends.cpu.kernels.operands import (
     with_operand,
 )
 from tests.workers.backends.paged import written_out
-from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import attention
@@ -85,7 +84,7 @@ def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, P
     return cache, step
 
 
-@pytest.mark.parametrize("kernel", ["exact", "numba"])
+@pytest.mark.parametrize("kernel", ["exact", "auto"])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "threads"), [(4, 2, 16, 2), (3, 3, 8, 1), (7, 1, 128, 1)]
@@ -115,7 +114,7 @@ def test_numba_survives_scores_far_apart() -> None:
     """The softmax subtracts the maximum score; much lower scores vanish and do not overflow."""
     _, step = filled(torch.float32, 1, 8)
     query = torch.full((len(CONTEXTS), 1, 8), 1e4)
-    decode = choose_decode(WorkerSettings(attention="numba"), torch.float32)
+    decode = choose_decode(WorkerSettings(), torch.float32)
     found = decode(query, 0, step, 1.0)
     assert torch.isfinite(found).all()
     assert torch.allclose(found, decode_by_gather(query, 0, step, 1.0), atol=1e-5)
@@ -129,25 +128,12 @@ def test_segment_keeps_nothing_on_a_cpu() -> None:
     assert segment.slots() is not segment.slots()
 
 
-@pytest.mark.parametrize("kernel", ["triton", "varlen"])
-def test_choose_decode_wants_cuda_for_its_kernels(kernel: str) -> None:
-    with pytest.raises(ConfigError, match="runs on cuda only, not on cpu. Remedy"):
-        choose_decode(WorkerSettings(attention=kernel), torch.float32)
-
-
-def test_choose_decode_explains_what_cannot_run() -> None:
-    with pytest.raises(ConfigError, match="'numba' runs on cpu with float32 or bfloat16 only"):
-        choose_decode(WorkerSettings(attention="numba"), torch.float16)
-
-
 def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     absent: Any = None
     monkeypatch.setitem(sys.modules, "vsched_workers.backends.cpu.backend", absent)
     assert choose_decode(WorkerSettings(attention="auto"), torch.float32) is decode_by_gather
-    with pytest.raises(ConfigError, match="not installed. Remedy"):
-        choose_decode(WorkerSettings(attention="numba"), torch.float32)
     assert choose_decode(WorkerSettings(attention="auto"), torch.float16) is decode_by_gather
     assert choose_prefill(WorkerSettings(attention="auto"), torch.bfloat16) is prefill_by_gather
 

@@ -1,34 +1,32 @@
-"""Choice of a kernel by trials: over a cache on the CPU, with kernels that are right, wrong, slow or broken."""
+"""Choice of a kernel by trials: over a cache on the CPU, with kernels that are right, wrong or broken."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from tests.workers.backends.paged import filled_cache
-from vsched.errors import ConfigError, DeviceOutOfMemory
+from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import attention, attention_trials
-from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill, VarlenDecode
+from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill, KernelMissing
 from vsched_workers.backends.cuda.attention_trials import (
     WITHIN,
     AttentionTrial,
-    fastest,
+    first_right,
     layers_of_shapes,
     passes,
-    require_right,
     try_kernels,
 )
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
-    ContextIndex,
     PagedStep,
     ScoreRule,
     Segment,
@@ -41,10 +39,6 @@ from vsched_workers.batching.paged_attention import (
 class Right:
     def __call__(self, *inputs: Any) -> torch.Tensor:
         return decode_by_gather(*inputs)
-
-
-class AlsoRight(Right):
-    pass
 
 
 class Wrong(Right):
@@ -79,61 +73,37 @@ def small_cache() -> KvCache:
     return cache
 
 
-def choose(kernels: Sequence[Right], times: Mapping[str, float]) -> object:
-    """Choose among kernels with these durations."""
-    left = [times[type(kernel).__name__] for kernel in kernels if type(kernel).__name__ in times]
-
-    def timer(run: Callable[[], object]) -> float:
-        run()
-        return left.pop(0)
-
+def choose(*kernels: Right) -> object:
+    loaded: Sequence[Any] = [functools.partial(lambda each: each, each) for each in kernels]
     with AttentionTrial.over(small_cache(), 4) as trial:
-        candidates: Sequence[Any] = kernels
-        return fastest("decode", candidates, decode_by_gather, trial.decode, timer)
+        return first_right("decode", loaded, decode_by_gather, trial.decode)
 
 
-def test_fastest_takes_the_quickest_that_is_right() -> None:
-    slow, quick = Right(), AlsoRight()
-    assert choose([slow, quick], {"Right": 2.0, "AlsoRight": 1.0}) is quick
-    assert choose([quick, slow], {"Right": 1.0, "AlsoRight": 2.0}) is slow
+def missing() -> Right:
+    raise KernelMissing("not installed")
 
 
 @pytest.mark.parametrize("bad", [Wrong(), NoNumber(), Broken()])
-def test_fastest_leaves_out_what_is_wrong_or_does_not_run(
-    bad: Right, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_first_kernel_that_is_right_is_used(bad: Right, caplog: pytest.LogCaptureFixture) -> None:
     good = Right()
-    with caplog.at_level(logging.INFO):
-        assert choose([bad, good], {"Right": 1.0}) is good
-        assert choose([bad], {}) is decode_by_gather
-    assert type(bad).__name__ in caplog.text
+    assert choose(bad, good, Right()) is good
+    assert choose(bad) is decode_by_gather
+    assert f"decode without {type(bad).__name__}, which is slower: " in caplog.text
     assert "attention by gather is used" in caplog.text
 
 
-def test_fastest_reports_out_of_memory() -> None:
+def test_kernel_that_is_not_installed_is_left_out() -> None:
+    good = Right()
+    loaders: Sequence[Any] = [missing, lambda: good]
+    with AttentionTrial.over(small_cache(), 4) as trial:
+        found: object = first_right("decode", loaders, decode_by_gather, trial.decode)
+    assert found is good
+
+
+def test_trials_report_out_of_memory() -> None:
     """A cache that leaves no memory for its kernel is too large."""
-    with pytest.raises(DeviceOutOfMemory, match="trying Greedy"):
-        choose([Greedy(), Right()], {"Right": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("kernel", "says"),
-    [
-        (Broken(), r"'varlen' does not run \(page_block_size .* multiple of 256\) on cpu"),
-        (Wrong(), "'varlen' is wrong by 0.5 on cpu"),
-        (NoNumber(), "'varlen' is wrong by nan on cpu"),
-    ],
-)
-def test_a_kernel_that_is_named_is_refused_where_it_is_not_right(kernel: Any, says: str) -> None:
-    """When the cache is built, not in the first step; the remedy includes a suitable block size."""
-    cache = small_cache()
-    with AttentionTrial.over(cache, 4) as trial:
-        with pytest.raises(ConfigError, match=says) as refused:
-            require_right("varlen", kernel, cache, trial.decode)
-        require_right("varlen", decode_by_gather, cache, trial.decode)
-    assert "blocks of 4 tokens. Remedy: use generate.block_size = 256, or `auto`" in str(
-        refused.value
-    )
+    with pytest.raises(DeviceOutOfMemory, match="trying kernels"):
+        choose(Greedy(), Right())
 
 
 def shaped_cache(*shapes: tuple[int, int, int]) -> KvCache:
@@ -161,13 +131,7 @@ class ByRule(Right):
     wrong = 0.0
 
     def by_rule(self, query: Any, layer: int, step: PagedStep, rule: ScoreRule) -> torch.Tensor:
-        index = ContextIndex.of(
-            step.tables,
-            step.contexts,
-            block_size=step.cache.block_size,
-            window=rule.window,
-            device=query.device,
-        )
+        index = step.context_index(rule.window, query.device)
         return decode_by_rule(query, step.cache.layers[layer], index, rule) + self.wrong
 
 
@@ -177,13 +141,12 @@ def test_kernel_that_is_wrong_by_rules_decodes_plain_layers_alone(
 ) -> None:
     kernel: Any = ByRule()
     kernel.wrong = wrong
-    monkeypatch.setattr(attention_trials, "load_decode", lambda _: kernel)
+    monkeypatch.setattr(attention_trials, "_triton_decode", lambda _: kernel)
     cache = shaped_cache((2, 8, 8), (4, 24, 16))
-    named = WorkerSettings(attention="triton")
-    found: Any = try_kernels(named, torch.float32, cache, 4, ruled=True).decode
+    found: Any = try_kernels(WorkerSettings(), torch.float32, cache, 4, ruled=True).decode
     assert found is kernel
     assert found.takes_rules is (wrong == 0)
-    assert ("decode by score rules: ByRule is wrong by 0.5" in caplog.text) is (wrong > 0)
+    assert ("decode by score rules without ByRule" in caplog.text) is (wrong > 0)
 
 
 def test_steps_use_the_rules_of_a_kernel_for_decode_rows() -> None:
@@ -214,28 +177,20 @@ def varlen_on_cpu(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
+    cu_seq_k: torch.Tensor,
     max_q: int,
     max_k: int,
     *,
     scale: float,
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
-    seqused_k: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The documented behavior of torch's `varlen_attn`."""
     assert enable_gqa
     rows = []
     for one, (start, stop) in enumerate(itertools.pairwise(cu_seq_q)):
-        if block_table is not None:
-            assert seqused_k is not None
-            keys, values = (held[block_table[one].long()].flatten(0, 1) for held in (key, value))
-            keys, values = keys[: seqused_k[one]], values[: seqused_k[one]]
-        else:
-            assert cu_seq_k is not None
-            span = slice(int(cu_seq_k[one]), int(cu_seq_k[one + 1]))
-            keys, values = key[span], value[span]
+        span = slice(int(cu_seq_k[one]), int(cu_seq_k[one + 1]))
+        keys, values = key[span], value[span]
         count = int(stop - start)
         assert count <= max_q
         assert len(keys) <= max_k
@@ -292,14 +247,6 @@ def flash_prefills() -> list[FlashPrefill]:
 
 def step_of(contexts: list[int]) -> PagedStep:
     return filled_cache(torch.float32, 2, 16, contexts=contexts, block_size=4)[1]
-
-
-@pytest.mark.usefixtures("varlen")
-def test_varlen_is_called_as_its_documentation_says() -> None:
-    step = step_of([1, 4, 5, 37])
-    query = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
-    found = VarlenDecode()(query, 1, step, 0.3)
-    torch.testing.assert_close(found, decode_by_gather(query, 1, step, 0.3), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("varlen")
@@ -386,21 +333,15 @@ def test_flash_prefill_in_a_window_reads_no_more_than_the_window(window: int) ->
     assert read == [9, min(37, 7 + window - 1)]
 
 
-def test_an_older_torch_has_no_block_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_has_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import varlen
 
-    def older(query: Any, cu_seq_q: Any, *, scale: Any = None, window_size: Any = None) -> None:
-        """The signature in torch 2.11."""
+    def older(query: Any, cu_seq_q: Any, *, scale: Any = None) -> None:
+        """A signature without windows."""
 
     monkeypatch.setattr(varlen, "varlen_attn", older)
-    with pytest.raises(ImportError, match="does not take seqused_k, block_table"):
-        VarlenDecode()
-    assert FlashPrefill()._options == {}
-
-
-def test_varlen_wants_a_16_bit_type() -> None:
-    with pytest.raises(ConfigError, match="'varlen' runs with 16-bit types only, not with float32"):
-        choose_backend(WorkerSettings(device="cuda", attention="varlen"), torch.float32)
+    with pytest.raises(KernelMissing, match="does not take window_size"):
+        FlashPrefill()
 
 
 @pytest.mark.parametrize(
@@ -420,9 +361,7 @@ def test_each_run_of_a_trial_must_be_right(
     """The first launch is by Triton, the second without its dispatch."""
     left = list(apart)
     with caplog.at_level(logging.WARNING):
-        found = passes(
-            lambda: left.pop(0), torch.float32, doing="trying", without="no tower", kernels="its"
-        )
+        found = passes(lambda: left.pop(0), torch.float32, without="no tower")
     assert found is right
     assert not left
-    assert ("no tower: its are wrong by" in caplog.text) is not right
+    assert ("no tower, which is slower: results are wrong by" in caplog.text) is not right

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.backends.cuda import test_gpu
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends import choice
@@ -86,8 +85,3 @@ def test_variable_turns_parts_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VSCHED_CUDA_OFF", "graph")
     with pytest.raises(ConfigError, match=r"VSCHED_CUDA_OFF: unknown part 'graph'.*Known: graphs"):
         choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16)
-
-
-def test_tests_on_a_gpu_do_not_fail_for_a_warning() -> None:
-    """Warnings of torch on a new machine are not a failure of the tested code."""
-    assert pytest.mark.filterwarnings("default") in test_gpu.pytestmark

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from tests.bench.gpu.costs import FAMILY, SHAPES
 from tests.workers.backends.cuda.races import LateStream
 from vsched_workers.backends.base import LanguageLayers, RunModel
-from vsched_workers.backends.cuda.attention import TritonDecode, VarlenDecode
+from vsched_workers.backends.cuda.attention import TritonDecode
 from vsched_workers.backends.cuda.fused_layers import FusedLayers, LayerKernels, merge
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
 from vsched_workers.backends.cuda.products import QuantizedLayer, TritonProduct
@@ -73,12 +73,6 @@ def triton_decode() -> DecodeKernel:
     kernel._decode, kernel._merge, kernel._processors = Started(), Started(), 132
     found: DecodeKernel = kernel
     return found
-
-
-def varlen_decode() -> DecodeKernel:
-    kernel = VarlenDecode.__new__(VarlenDecode)
-    kernel._attend, kernel._options = lambda query, *_, **__: torch.empty_like(query), {}
-    return kernel
 
 
 def quantized_layer(linear: nn.Linear) -> QuantizedLayer:
@@ -150,14 +144,13 @@ def step_of(cache: KvCache, decode: DecodeKernel, run: RunModel) -> DecodeGraphs
     return graphs
 
 
-@pytest.mark.parametrize("decode", [triton_decode, varlen_decode])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_captured_step_touches_the_device_alone(
-    tmp_path: Path, decode: Callable[[], DecodeKernel], rows: int, quantized: bool, fused: bool
+    tmp_path: Path, rows: int, quantized: bool, fused: bool
 ) -> None:
-    step = captured_step(tmp_path, decode(), rows, quantized=quantized, fused=fused)
+    step = captured_step(tmp_path, triton_decode(), rows, quantized=quantized, fused=fused)
     with torch.inference_mode(), Capturing():  # type: ignore[no-untyped-call]
         logits = step()
     assert logits.shape == (rows, SHAPES["nano"].vocab)

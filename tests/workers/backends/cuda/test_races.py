@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.workers.backends.cuda.races import Event, Machine, RaceError, Stream
-from tests.workers.batching.test_kv_cache import NOTHING, make_cache, pairs
+from tests.workers.batching.test_kv_cache import NOTHING, blocks_of, make_cache, pairs, same
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Stage
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.types import SamplingParams
@@ -20,10 +20,10 @@ from vsched_workers import language, vision
 from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda import graphs
 from vsched_workers.backends.cuda.backend import CudaBackend
-from vsched_workers.backends.cuda.device import CudaSwapArea, RowCopies, pinned
+from vsched_workers.backends.cuda.device import CudaSwapArea, RowCopies
 from vsched_workers.backends.cuda.graphs import CudaGraphStream, DecodeGraphs
 from vsched_workers.backends.reference.backend import Backend
-from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.kv_cache import KvCache, SwapArea
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 from vsched_workers.batching.recurrent_state import RecurrentStates
 
@@ -88,7 +88,7 @@ def test_host_synchronizes_reads_and_writes(machine: Machine) -> None:
 
 def fetch_and_use(machine: Machine) -> None:
     """Fetch rows repeatedly, and compute with them."""
-    copies = RowCopies("cpu", cuda=torch.cuda, allocate=pinned)
+    copies = RowCopies("cpu")
     source = np.arange(40 * 8, dtype=np.uint8).reshape(40, 8)
     total = torch.zeros(8, dtype=torch.int64, device="cpu")
     for turn in range(6):
@@ -101,7 +101,7 @@ def swap_and_use(machine: Machine) -> None:
     """Swap blocks out and back while steps write to the cache."""
     cache = make_cache()
     machine.own([*cache.keys, *cache.values])
-    area = CudaSwapArea(cache, 4, device="cpu", cuda=torch.cuda, allocate=pinned)
+    area = CudaSwapArea(cache, 4, device="cpu")
     for turn in range(4):
         cache.keys[0][turn * 4 : turn * 4 + 8].add_(1)
         area.copy(pairs((turn, 0), (turn + 1, 1)), NOTHING)
@@ -135,6 +135,31 @@ def test_copies_without_a_wait_are_a_race(
     monkeypatch.setattr(kind, wait, nothing)
     with pytest.raises(RaceError):
         subject(machine)
+
+
+def test_fetch_brings_just_the_rows_that_are_wanted(machine: Machine) -> None:
+    """Also if a later fetch is larger, smaller, or uses the same buffer."""
+    copies, rows = RowCopies("cpu"), np.arange(480, dtype=np.uint16).view(np.uint8).reshape(40, 24)
+    for wanted in ([3], [39, 0, 7, 7], [1, 2], [5], list(range(40))):
+        found = copies.fetch(rows, np.array(wanted, dtype=np.int64))
+        machine.current.synchronize()
+        assert np.array_equal(found.numpy(), rows[wanted])
+
+
+def test_swap_copies_what_the_host_would(machine: Machine) -> None:
+    """Out before back, over every layer."""
+    ours, theirs = make_cache(), make_cache()
+    machine.own([*ours.keys, *ours.values])
+    area, host = CudaSwapArea(ours, 4, device="cpu"), SwapArea(theirs, 4)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        blocks, places = rng.permutation(9), rng.permutation(4)
+        out = pairs(*zip(blocks[:3].tolist(), places[:3].tolist(), strict=True))
+        back = pairs(*zip(places[1:3].tolist(), blocks[4:6].tolist(), strict=True))
+        area.copy(out, back)
+        host.copy(out, back)
+        machine.current.synchronize()
+        assert all(same(blocks_of(ours, one), blocks_of(theirs, one)) for one in range(9))
 
 
 # --- captured steps that run ahead, with prefill and encoding ---

@@ -21,12 +21,13 @@ from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.attention import NumbaDecode
 from vsched_workers.backends.cpu.compiling import compile_ahead, language_needs, tower_needs
 from vsched_workers.backends.cpu.kernels import compilation, low_rank, sampling
-from vsched_workers.backends.cpu.kernels.kept_tokens import Buffers, make_buffers
 from vsched_workers.backends.cpu.kernels.sampling import (
-    ROW_DTYPES,
-    RowParameters,
+    ROW,
+    Buffers,
+    RowLists,
     argmax,
     draw_rows,
+    make_buffers,
 )
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.low_rank import KernelSums
@@ -37,7 +38,7 @@ from vsched_workers.backends.cpu.products import (
     widens_in_tiles,
 )
 from vsched_workers.backends.cpu.threads import pool_of, process_pool
-from vsched_workers.backends.cpu.vision_layers import fuse_blocks, fuse_encoders, merge_encoders
+from vsched_workers.backends.cpu.vision_layers import fuse_blocks
 from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.backends.reference.layers import fuse
@@ -73,7 +74,7 @@ def draw_compiled(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.ND
         singles = logits.numpy()
     tokens, highest = np.empty(len(special), np.int32), np.empty(len(special), np.float32)
     draw_rows(
-        *(halves, singles, _parameters(special, vocabulary)),
+        *(halves, singles, *_parameters(special, vocabulary)),
         *(_buffers(vocabulary), tokens, highest),
     )
     if not np.isfinite(highest).all():
@@ -88,49 +89,51 @@ def _buffers(vocabulary: int) -> Buffers:
     return make_buffers(vocabulary)
 
 
-def _parameters(special: Sequence[SpecialRow], vocabulary: int) -> RowParameters:
-    scalars: list[tuple[Any, ...]] = []
-    histories: list[npt.NDArray[np.int32]] = []
+def _parameters(
+    special: Sequence[SpecialRow], vocabulary: int
+) -> tuple[npt.NDArray[Any], RowLists]:
+    """Return the parameters of the rows, `ROW`, and their lists."""
+    rows: list[tuple[Any, ...]] = []
+    tokens: list[npt.NDArray[np.int32]] = []
     biased: list[int] = []
     bias: list[float] = []
     masks: list[npt.NDArray[np.uint32]] = []
-    starts, bias_starts = [0], [0]
+    count = 0
     for entry in special:
         sequence, params = entry.sequence, entry.sequence.sampling
-        history = sequence.tokens[: entry.position if params.has_penalty else 0]
-        histories.append(history)
-        starts.append(starts[-1] + len(history))
+        tokens.append(sequence.tokens[: entry.position if params.has_penalty else 0])
         added = biases(entry, vocabulary)
         biased += added
         bias += added.values()
-        bias_starts.append(len(biased))
         if sequence.token_mask is not None:
             masks.append(sequence.token_mask)
         greedy = params.temperature == 0.0
-        scalars.append(
+        rows.append(
             (
                 entry.row,
                 0.0 if greedy else 1.0 / max(params.temperature, TEMPERATURE_MIN),
                 params.top_k,
                 params.top_p,
                 params.min_p,
-                ((params.seed or 0) & SEED_MASK, entry.position),
+                (params.seed or 0) & SEED_MASK,
+                entry.position,
                 params.repetition_penalty,
                 params.presence_penalty,
                 params.frequency_penalty,
                 sequence.prompt_length,
+                (count, count + len(tokens[-1])),
+                (len(biased) - len(added), len(biased)),
                 len(masks) - 1 if sequence.token_mask is not None else -1,
             )
         )
-    row, inverse, top_k, top_p, min_p, key, repetition, presence, frequency, prompts, mask_of = zip(
-        *scalars, strict=True
+        count += len(tokens[-1])
+    lists = RowLists(
+        np.concatenate(tokens),
+        np.array(biased, np.int64),
+        np.array(bias, np.float32),
+        np.stack(masks) if masks else np.empty((0, 0), np.uint32),
     )
-    mask = np.stack(masks) if masks else np.empty((0, 0), np.uint32)
-    fields = (
-        *(row, inverse, top_k, top_p, min_p, key, repetition, presence, frequency),
-        *(np.concatenate(histories), starts, prompts, biased, bias, bias_starts, mask, mask_of),
-    )
-    return RowParameters(*map(np.asarray, fields, ROW_DTYPES))
+    return np.array(rows, ROW), lists
 
 
 class CpuBackend(Backend):
@@ -231,12 +234,6 @@ class CpuBackend(Backend):
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
         return packed_names(module) if self.make_product is not None else ()
-
-    def prepare_any_tower(self, model: nn.Module) -> int:
-        layers = merge_encoders(model) if self._fuses else []
-        made = super().prepare_any_tower(model)
-        fuse_encoders(layers, self._threads, deterministic=self._deterministic)
-        return made
 
     def prepare_adapters(self) -> MakeSums:
         if self.dtype != torch.bfloat16:

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import msgspec
 import numpy.typing as npt
@@ -38,7 +38,7 @@ from vsched_workers.backends.cpu.attention import (
     sample_cache,
 )
 from vsched_workers.backends.cpu.compiled_step import step as compiled_step
-from vsched_workers.backends.cpu.kernel_store import content_key, kernel_folder, processor
+from vsched_workers.backends.cpu.kernel_store import kernel_folder, processor
 from vsched_workers.backends.cpu.kernels import (
     activation,
     decode_attention,
@@ -48,7 +48,6 @@ from vsched_workers.backends.cpu.kernels import (
     rope,
     sampling,
 )
-from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import GATED
 from vsched_workers.backends.cpu.products import (
@@ -64,43 +63,12 @@ from vsched_workers.families.decoders import Decoder, head_dim
 from vsched_workers.quantized.layers import HEAD_FORMAT
 from vsched_workers.quantized.weights import QuantizedWeight
 
-_ACTIVATIONS = {each.py_func.__name__: each for each in (*GATED.values(), activation.gelu_quick)}
+_ACTIVATIONS = {each.py_func.__name__: each for each in GATED.values()}
 _INPUTS = 64
 """Inputs of the weight used for compilation."""
 
-_OPERANDS = {"bfloat16": BF16, "float32": FLOAT32}
-
-
-class Need(NamedTuple):
-    """A kernel for one combination of argument types.
-
-    Attributes:
-        kernel: Name in `KERNELS`.
-        words: Variant to compile.
-    """
-
-    kernel: str
-    words: tuple[str, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """Approximate compile time on a 3 GHz core, for the order of compilation and progress messages."""
-        return KERNELS[self.kernel].seconds
-
-    def load(self) -> None:
-        """Read the kernel from disk, or compile it."""
-        KERNELS[self.kernel].load(*self.words)
-
-
-class _Kernel(NamedTuple):
-    load: Callable[..., None]
-    seconds: float
-
-
-def needs(kernel: str, *words: str) -> Need:
-    """Return the need of a kernel."""
-    assert kernel in KERNELS, f"no kernel is called {kernel}"
-    return Need(kernel, words)
+Need = tuple[str, ...]
+"""A kernel for one combination of argument types: its name in `KERNELS`, and the words that select the variant."""
 
 
 def language_needs(
@@ -118,25 +86,25 @@ def language_needs(
     """
     kept = _word(kv_dtype)
     made = [settings.weights, HEAD_FORMAT] if settings.quantizes else []
-    yield needs("sampler")
+    yield ("sampler",)
     yield from _product_needs(settings, dtype, [*kinds, *made])
     if dtype == torch.bfloat16:
-        yield needs("greedy sampler")
+        yield ("greedy sampler",)
         if fits(head_dim(config)) and not settings.deterministic:
             yield _many_rows_need()
     if settings.adapters and dtype == torch.bfloat16:
-        yield needs("low rank")
+        yield ("low rank",)
     if dtype != torch.bfloat16 or decoder is None or decoder.unfit(config):
-        yield needs("decode attention of modules", kept)
+        yield ("decode attention of modules", kept)
         return
-    yield needs("norm")
-    yield needs("rope", kept)
+    yield ("norm",)
+    yield ("rope", kept)
     if not decoder.adds_plainly or decoder.norms_all_heads:
-        yield needs("norms of all kinds")
-    yield needs("activation", _name(GATED[decoder.activation(config)]))
-    yield needs("decode attention", kept)
+        yield ("norms of all kinds",)
+    yield ("activation", _name(GATED[decoder.activation(config)]))
+    yield ("decode attention", kept)
     if settings.ranks == 1:
-        yield needs("decode step", kept)
+        yield ("decode step", kept)
 
 
 def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Iterator[Need]:
@@ -146,18 +114,18 @@ def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Ite
         return
     if tower is not None and can_fuse(tower):
         yield _many_rows_need(deterministic=settings.deterministic)
-        yield needs("norm")
-        yield needs("activation", _name(activation.swiglu))
-        yield needs("rope of patches")
+        yield ("norm",)
+        yield ("activation", _name(activation.swiglu))
+        yield ("rope of patches",)
     if settings.adapters:
-        yield needs("low rank")
+        yield ("low rank",)
 
 
 def _many_rows_need(*, deterministic: bool = False) -> Need:
     """Return the kernel of bfloat16 attention with many rows, of chunks or images."""
     if has_tiles() and not deterministic:
-        return needs("attention in tiles")
-    return needs("prefill attention", _operand_word(operand()))
+        return ("attention in tiles",)
+    return ("prefill attention",)
 
 
 def _product_needs(
@@ -166,27 +134,18 @@ def _product_needs(
     """Yield the kernels of products with activations of a type, for quantized weights of these kinds and others."""
     activations = "int8" if quantizes_activations(settings.activations, dtype) else "float"
     for kind in dict.fromkeys(kinds):
-        yield needs("product", _word(dtype), kind, activations)
-        yield from _tiles_needs(settings, dtype, kind)
+        yield ("product", _word(dtype), kind, activations)
+        if widens_in_tiles(settings, dtype):
+            yield ("product in tiles", kind)
     # In a quantized model, unquantized weights use the same kind of product, in float32 as well.
-    pairs = dtype == torch.bfloat16 and has_bf16_dot()
-    if pairs:
-        yield needs("product of panels")
+    if dtype == torch.bfloat16 and has_bf16_dot():
+        yield ("product of panels",)
     elif kinds or dtype == torch.bfloat16:
-        yield needs("product", _word(dtype), _word(dtype))
-
-
-def _tiles_needs(settings: WorkerSettings, dtype: torch.dtype, kind: str) -> Iterator[Need]:
-    if widens_in_tiles(settings, dtype):
-        yield needs("product in tiles", kind)
+        yield ("product", _word(dtype), _word(dtype))
 
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _operand_word(tag: npt.NDArray[Any]) -> str:
-    return "bfloat16" if tag is BF16 else "float32"
 
 
 def _name(kernel: Any) -> str:
@@ -194,20 +153,8 @@ def _name(kernel: Any) -> str:
     return name
 
 
-def _load_rope(kept: str) -> None:
-    rope.warm_up(sample_cache(getattr(torch, kept), slots=1))
-
-
-def _load_decode(kept: str) -> None:
-    decode_attention.warm_up(sample_cache(getattr(torch, kept), slots=1))
-
-
-def _load_step(kept: str) -> None:
-    compiled_step.compile_for(sample_cache(getattr(torch, kept), slots=1))
-
-
-def _load_decode_of_modules(kept: str) -> None:
-    NumbaDecode(torch.float32, getattr(torch, kept), 1).warm_up()
+def _cached(kept: str) -> npt.NDArray[Any]:
+    return sample_cache(getattr(torch, kept), slots=1)
 
 
 def _load_product(rows: str, kind: str, activations: str = "float") -> None:
@@ -245,27 +192,27 @@ def _load_panels() -> None:
     made(torch.zeros(1, _INPUTS).bfloat16())
 
 
-KERNELS: Mapping[str, _Kernel] = {
-    "norm": _Kernel(lambda: norm.warm_up(), 1.0),
-    "norms of all kinds": _Kernel(lambda: norm.warm_up_normed(), 3.0),
-    "layer norm": _Kernel(lambda: norm.warm_up_layer_norm(), 1.5),
-    "activation": _Kernel(lambda name: activation.warm_up(_ACTIVATIONS[name]), 1.0),
-    "rope": _Kernel(_load_rope, 3.0),
-    "rope of patches": _Kernel(lambda: rope.warm_up_patches(), 1.5),
-    "decode attention": _Kernel(_load_decode, 15.0),
-    "decode step": _Kernel(_load_step, 3.0),
-    "decode attention of modules": _Kernel(_load_decode_of_modules, 11.0),
-    "prefill attention": _Kernel(
-        lambda operand: prefill_attention.warm_up(_OPERANDS[operand]), 6.0
-    ),
-    "attention in tiles": _Kernel(lambda: attention.warm_up(), 6.0),
-    "greedy sampler": _Kernel(lambda: sampling.warm_up_greedy(), 0.5),
-    "sampler": _Kernel(lambda: sampling.warm_up(), 13.0),
-    "low rank": _Kernel(lambda: low_rank.warm_up(), 3.0),
-    "product": _Kernel(_load_product, 5.0),
-    "product of panels": _Kernel(_load_panels, 5.0),
-    "product in tiles": _Kernel(_load_tiles, 2.0),
+KERNELS: Mapping[str, Callable[..., None]] = {
+    "decode attention": lambda kept: decode_attention.warm_up(_cached(kept)),
+    "sampler": sampling.warm_up,
+    "decode attention of modules": lambda kept: NumbaDecode(
+        torch.float32, getattr(torch, kept), 1
+    ).warm_up(),
+    "prefill attention": lambda: prefill_attention.warm_up(operand()),
+    "attention in tiles": attention.warm_up,
+    "product": _load_product,
+    "product of panels": _load_panels,
+    "rope": lambda kept: rope.warm_up(_cached(kept)),
+    "norms of all kinds": norm.warm_up_normed,
+    "decode step": lambda kept: compiled_step.compile_for(_cached(kept)),
+    "low rank": low_rank.warm_up,
+    "product in tiles": _load_tiles,
+    "rope of patches": rope.warm_up_patches,
+    "norm": norm.warm_up,
+    "activation": lambda name: activation.warm_up(_ACTIVATIONS[name]),
+    "greedy sampler": sampling.warm_up_greedy,
 }
+"""Functions that read a kernel from disk or compile it; those that take longest, up to 15 s of a 3 GHz core, first."""
 
 
 CHILD_BYTES = 512 << 20
@@ -273,18 +220,6 @@ CHILD_BYTES = 512 << 20
 LOCK_S = 600.0
 """Maximum wait for another process that compiles for this processor; then both compile."""
 _POLL_S = 0.2
-KERNEL_FILES = [
-    Path(__file__).parent / name
-    for name in (
-        "quantized/kernel.py",
-        "quantized/integers.py",
-        "quantized/widened.py",
-        "tiles/kernel.py",
-        "tiles/attention.py",
-        "compiled_step/kernel.py",
-    )
-]
-"""Kernel sources that are not part of the folder's name."""
 
 
 def compile_ahead(wanted: Sequence[Need], progress: Progress) -> int:
@@ -314,19 +249,13 @@ def missing(wanted: Sequence[Need], folder: Path) -> list[Need]:
 
 def mark_of(need: Need, folder: Path) -> Path:
     """Return the marker file of a kernel that is in a folder, for this processor."""
-    described = repr((tuple(need), processor(), content_key(KERNEL_FILES)))
+    described = repr((need, processor()))
     return folder / f"compiled-{hashlib.blake2b(described.encode(), digest_size=8).hexdigest()}"
 
 
 def at_once(count: int) -> int:
     """Number of processes that compile at a time, limited by cores and memory."""
     return max(1, min(count, usable_cores(), host_available() // CHILD_BYTES))
-
-
-def expected_s(wanted: Sequence[Need], processes: int) -> float:
-    """Estimated duration: the maximum of the longest kernel and all of them divided among processes."""
-    seconds = [each.seconds for each in wanted]
-    return max(max(seconds), sum(seconds) / processes)
 
 
 def _wait_for(lock: IO[str], progress: Progress) -> None:
@@ -344,15 +273,10 @@ def _wait_for(lock: IO[str], progress: Progress) -> None:
 
 def _compile(wanted: Sequence[Need], folder: Path, progress: Progress) -> None:
     processes = at_once(len(wanted))
-    what = (
-        f"compiling {len(wanted)} kernels for this processor, once, about "
-        f"{expected_s(wanted, processes):.0f} s"
-    )
+    what = f"compiling {len(wanted)} kernels for this processor, once, on {processes} cores"
     progress(what, 0.0)
     command = [sys.executable, "-m", "vsched_workers.backends.cpu.compiling"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    total_s = sum(each.seconds for each in wanted)
-    done_s = 0.0
     with subprocess.Popen(  # noqa: S603 - our own words
         [*command, str(processes)],
         env=environment,
@@ -363,22 +287,21 @@ def _compile(wanted: Sequence[Need], folder: Path, progress: Progress) -> None:
         assert children.stdout is not None
         children.stdin.write(msgspec.json.encode(wanted))
         children.stdin.close()
-        for line in children.stdout:
-            need = wanted[int(line)]
+        for done, line in enumerate(children.stdout, 1):
             with suppress(OSError):
-                mark_of(need, folder).touch()
-            done_s += need.seconds
-            progress(what, done_s / total_s)
+                mark_of(wanted[int(line)], folder).touch()
+            progress(what, done / len(wanted))
 
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Compile all, the longest first; return 1 if any failed."""
+    """Compile all, in the order of `KERNELS`; return 1 if any failed."""
     _end_with_parent()
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Need])
-    waiting = sorted(range(len(wanted)), key=lambda index: wanted[index].seconds)
+    order = [*KERNELS][::-1]
+    waiting = sorted(range(len(wanted)), key=lambda index: order.index(wanted[index][0]))
     running: dict[int, int] = {}
     failed = False
     while waiting or running:
@@ -403,7 +326,7 @@ def _fork(need: Need) -> int:
     code = 1
     try:
         _end_with_parent()
-        need.load()
+        KERNELS[need[0]](*need[1:])
         code = 0
     except BaseException:  # noqa: BLE001 - as the interpreter does with an exception
         traceback.print_exc()

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import logging
 import os
+import pickle
 import shutil
+import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,22 +33,26 @@ from typing import Any
 import llvmlite  # type: ignore[import-untyped]
 import numba
 from llvmlite import binding
-from numba.core import caching
+from numba.core.compiler import CompileResult
 from numba.core.runtime.nrt import rtsys
+from numba.core.serialize import dumps
 
 import vsched.types
 
 logger = logging.getLogger(__name__)
 
-KERNELS = Path(__file__).parent / "kernels"
-CONSTANTS = (
+FOLDER = Path(__file__).parent
+KERNELS = FOLDER / "kernels"
+SOURCES = (
     Path(vsched.types.__file__),
-    KERNELS.parents[2] / "batching" / "kv_cache.py",
-    KERNELS.parent / "quantized" / "kernel.py",
-    KERNELS.parent / "quantized" / "block_sums.py",
-    KERNELS.parent / "tiles" / "kernel.py",
+    FOLDER.parents[1] / "batching" / "kv_cache.py",
+    *(
+        file
+        for name in ("kernels", "quantized", "tiles", "compiled_step")
+        for file in (FOLDER / name).glob("*.py")
+    ),
 )
-"""Sources of constants and functions that are compiled into kernels."""
+"""Sources of all kernels, and of constants and functions that are compiled into them."""
 UNUSED_DAYS_MAX = 30
 _DIGEST_BYTES = 16
 
@@ -93,7 +99,7 @@ def content_key(files: Sequence[Path]) -> str:
 def _sources() -> str:
     """Name of the folder: compiler versions and all kernel sources, as any kernel may be compiled into any other."""
     versions = f"numba-{numba.__version__}-llvmlite-{llvmlite.__version__}"
-    return f"{content_key([*KERNELS.glob('*.py'), *CONSTANTS])}-{versions}"
+    return f"{content_key(SOURCES)}-{versions}"
 
 
 @functools.cache
@@ -101,11 +107,6 @@ def processor() -> str:
     """Digest of the processor model and features, for which compiled code is specific."""
     described = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
     return hashlib.blake2b(described.encode(), digest_size=6).hexdigest()
-
-
-@functools.cache
-def _content_of(file: str) -> str:
-    return content_key([Path(file)])
 
 
 def _remove_unused(root: Path) -> None:
@@ -118,89 +119,49 @@ def _remove_unused(root: Path) -> None:
 
 def keep_on_disk(dispatcher: Any) -> None:
     """Read a function's compiled code from the folder, and write it there if missing."""
-    with suppress(RuntimeError):  # no folder
-        dispatcher._cache = _KernelCache(dispatcher.py_func)  # noqa: SLF001 - numba offers a choice of folders only
+    folder = kernel_folder()
+    if folder is not None:
+        dispatcher._cache = _KernelCache(dispatcher.py_func, folder)  # noqa: SLF001 - numba offers a choice of folders only
 
 
-class _Locator(caching._CacheLocator):  # noqa: SLF001
-    """Tells numba the folder; file names contain all dependencies of the code."""
+class _KernelCache:
+    """The cache of one function in the role of numba's own: a file for each signature and processor."""
 
-    def __init__(self, folder: Path, line: int) -> None:
-        self._folder, self._line = folder, line
-
-    @classmethod
-    def from_function(cls, py_func: Any, _py_file: str) -> _Locator | None:
-        folder = kernel_folder()
-        return None if folder is None else cls(folder, py_func.__code__.co_firstlineno)
-
-    def get_cache_path(self) -> str:
-        return str(self._folder)
-
-    def ensure_cache_path(self) -> None:
-        """Nothing to do: a failed write is logged."""
-
-    def get_source_stamp(self) -> str:
-        return ""
-
-    def get_disambiguator(self) -> str:
-        return str(self._line)
-
-
-class _Implementation(caching.CompileResultCacheImpl):
-    _locator_classes = [_Locator]  # noqa: RUF012 - numba's name and type
-
-
-class _KernelCache(caching.FunctionCache):
-    """numba's cache of one function, with other file names."""
-
-    _impl_class = _Implementation
-
-    def __init__(self, function: Any) -> None:
-        super().__init__(function)
+    def __init__(self, function: Any, folder: Path) -> None:
+        module, line = function.__module__, function.__code__.co_firstlineno
+        name = f"{module.rpartition('.')[2]}.{function.__qualname__}-{line}"
         # Stored code contains the name of its module, so a moved file must not match.
-        described = f"{function.__module__} {_content_of(inspect.getfile(function))}"
-        source = _digest(described.encode()).hex()
-        files: Any = _Files(Path(self.cache_path), f"{self._impl.filename_base}-{source}")
-        self._cache_file = files
+        described = f"{module} {sys.implementation.cache_tag}"
+        self._prefix = folder / f"{name}-{_digest(described.encode()).hex()}"
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Read compiled code; without what numba loads for compiling, which takes 0.2 s."""
         rtsys.initialize(target_context)
-        return self._load_overload(sig, target_context)
-
-
-class _Files(caching.IndexDataCacheFile):
-    """Files of one function: one for each signature and processor. numba writes and reads their content."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        super().__init__(str(folder), name, "")
-        self._folder, self._name = folder, name
-
-    def load(self, key: object) -> Any:
-        file = self._file(key)
         try:
-            content = file.read_bytes()
+            content = self._file(signature, target_context.codegen()).read_bytes()
         except OSError:
             return None
         if content[-_DIGEST_BYTES:] != _digest(content[:-_DIGEST_BYTES]):
             return None  # truncated by a full disk or a crash
-        return self._load_data(file.name)
+        return CompileResult._rebuild(target_context, *pickle.loads(content))  # noqa: S301, SLF001 - see the head
 
-    def save(self, key: object, data: object) -> None:
-        file = self._file(key)
-        content: bytes = self._dump(data)
+    def save_overload(self, signature: Any, made: Any) -> None:
+        """Write compiled code."""
+        assert not made.library.has_dynamic_globals, "addresses of this process are in the code"
+        file = self._file(signature, made.codegen)
+        content: bytes = dumps(made._reduce())  # noqa: SLF001 - as numba's own cache does
+        partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
         try:
-            with self._open_for_write(str(file)) as opened:
-                opened.write(content + _digest(content))
+            partial.write_bytes(content + _digest(content))
+            partial.replace(file)
         except OSError as error:
-            _warn_once(str(self._folder), str(error))
+            with suppress(OSError):
+                partial.unlink()
+            _warn_once(str(file.parent), str(error))
 
-    def flush(self) -> None:
-        for file in self._folder.glob(f"{self._name}.*"):
-            file.unlink(missing_ok=True)
-
-    def _file(self, key: object) -> Path:
-        return self._folder / f"{self._name}.{_digest(repr(key).encode()).hex()}"
+    def _file(self, signature: Any, codegen: Any) -> Path:
+        key = repr((signature, codegen.magic_tuple())).encode()
+        return self._prefix.with_name(f"{self._prefix.name}.{_digest(key).hex()}")
 
 
 def _digest(data: bytes) -> bytes:

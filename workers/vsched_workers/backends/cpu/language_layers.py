@@ -3,7 +3,7 @@
 With transformers' modules a small decode step spends three quarters of its time on calls: about forty-five per layer,
 each over all rows. Here a layer is five products with packed weights (QKV is one of them) and four calls of the
 compiled kernels in `kernels/`. Long steps are split into blocks of rows, which bounds the memory of intermediate
-results. Steps of up to 256 rows are one call (`compiled_step/`), but for the last layer of chunks, in which few rows
+results. Steps of up to 1024 rows are one call (`compiled_step/`), but for the last layer of chunks, in which few rows
 are needed.
 
 The computation of a layer follows from the model's architecture (`families/decoders.py`). Models of other

@@ -70,40 +70,6 @@ def varlen_kernel(*needed: str) -> tuple[Any, dict[str, Any]]:
     return varlen.varlen_attn, {"enable_gqa": True} if "enable_gqa" in known else {}
 
 
-class VarlenDecode:
-    """Torch's kernel, reading through the block table: torch 2.12 and later, 16-bit types.
-
-    The underlying flash attention may require blocks of 256 tokens.
-    """
-
-    capturable = True
-
-    def __init__(self) -> None:
-        self._attend, self._options = varlen_kernel("scale", "seqused_k", "block_table")
-
-    def __call__(
-        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
-    ) -> torch.Tensor:
-        """Return [rows, heads, head dim] for a query of the same shape."""
-        tables, contexts = _on_device(step, query.device)
-        keys, values = step.cache.keys[layer], step.cache.values[layer]
-        paged = (-1, step.cache.block_size, *keys.shape[1:])
-        out: torch.Tensor = self._attend(
-            query,
-            keys.view(paged),
-            values.view(paged),
-            torch.arange(len(query) + 1, dtype=torch.int32, device=query.device),
-            None,
-            1,
-            tables.shape[1] * step.cache.block_size,
-            scale=scaling,
-            seqused_k=contexts,
-            block_table=tables,
-            **self._options,
-        )
-        return out
-
-
 class TritonDecode:
     """The Triton kernels: an online softmax over each part of a context, and a reduction over the parts."""
 

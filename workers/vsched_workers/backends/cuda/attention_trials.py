@@ -1,38 +1,35 @@
 """Trials of a GPU's kernels before a model is prepared with them.
 
-Whether an importable kernel runs depends on the device, the data type, the heads and the block size. So `auto` runs
-each attention kernel over the new KV cache, compares it with attention by gather, and times it. Triton kernels of other
+Whether an importable kernel runs and is right depends on the device, the data type, the heads and the block size. So
+attention kernels run over the new KV cache, and are compared with attention by gather. Triton kernels of other
 operations are compared with torch's own.
 
-Trials and choice are tested with kernels on a CPU.
+Trials are tested with kernels on a CPU.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 
-from vsched.errors import ConfigError, DeviceOutOfMemory
+from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cuda.attention import (
     DirectFlashPrefill,
     FlashPrefill,
     KernelMissing,
     TritonDecode,
-    VarlenDecode,
 )
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import (
     AttentionKernels,
-    ContextIndex,
     DecodeKernel,
     PagedStep,
     PrefillKernel,
@@ -50,59 +47,50 @@ logger = logging.getLogger(__name__)
 TRIAL_ROWS, TRIAL_CONTEXT = 8, 1024
 """Sequences of a trial, and the context length of each, which is less if the cache is smaller."""
 
-TRIAL_RUNS = 10
-_WITHIN = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+"""Accepted difference of results, by the data type of a model."""
+
+_RUNS = 2
+"""The first launch is by Triton, later ones without its dispatch (`products.FastKernel`)."""
 
 Kernel = TypeVar("Kernel", DecodeKernel, PrefillKernel)
-Timer = Callable[[Callable[[], object]], float]
-"""Runs a function and returns the device time in seconds."""
 
 
-def load_decode(settings: WorkerSettings) -> DecodeKernel:
-    """Return the configured decode kernel.
+def passes(trial: Callable[[], float], dtype: torch.dtype, *, without: str) -> bool:
+    """Return whether kernels run and agree with torch; otherwise log a warning that begins with `without`.
+
+    `trial` returns the largest difference.
 
     Raises:
-        ConfigError: When it is not installed.
+        DeviceOutOfMemory: When the device's memory ran out.
     """
     try:
-        if settings.attention == "triton":
-            return _triton_decode(settings.device)
-        if settings.attention == "varlen":
-            return VarlenDecode()
-    except KernelMissing as error:
-        raise ConfigError(
-            f"generate.attention: {settings.attention!r} is not installed. "
-            "Remedy: install it, or use `auto`."
-        ) from error
-    assert settings.attention == "exact", f"{settings.attention} must be tried out first"
-    return decode_by_gather
-
-
-def _triton_decode(device: str) -> DecodeKernel:
-    return TritonDecode(torch.cuda.get_device_properties(device).multi_processor_count)
+        with typed_out_of_memory("trying kernels"):
+            found = [trial() for _ in range(_RUNS)]
+    except DeviceOutOfMemory:
+        raise
+    except Exception as error:  # noqa: BLE001  # a compiler may raise anything
+        logger.warning("%s, which is slower: %s", without, error)
+        return False
+    for apart in found:
+        if not apart <= WITHIN[dtype]:  # rejects NaNs, too
+            logger.warning("%s, which is slower: results are wrong by %.2g", without, apart)
+            return False
+    return True
 
 
 def try_kernels(
     settings: WorkerSettings, dtype: torch.dtype, cache: KvCache, heads: int, *, ruled: bool
 ) -> AttentionKernels:
-    """Return the configured kernels; `auto` is the fastest kernel with correct results.
+    """Return kernels with correct results over this cache, or attention by gather.
 
     Trials run on the cache; its first blocks are zeroed afterwards. `ruled` includes a trial with score rules.
 
     Raises:
-        ConfigError: When the configured kernel is not installed, or is wrong on this device.
         DeviceOutOfMemory: When the device's memory ran out.
     """
     if settings.attention == "exact":
         return AttentionKernels(decode_by_gather, prefill_by_gather)
-    has_halves = dtype != torch.float32
-    decodes: list[DecodeKernel] = []
-    if settings.attention == "auto":
-        loaders: list[Callable[[], DecodeKernel]] = [lambda: _triton_decode(settings.device)]
-        decodes = _loaded([*loaders, VarlenDecode] if has_halves else loaders)
-    prefills: list[PrefillKernel] = (
-        _loaded([DirectFlashPrefill, FlashPrefill]) if has_halves else []
-    )
     with ExitStack() as stack:
         layers = layers_of_shapes(cache, heads)
         trials = [stack.enter_context(AttentionTrial.over(cache, heads, layer)) for layer in layers]
@@ -114,21 +102,24 @@ def try_kernels(
         def prefilled(kernel: PrefillKernel) -> torch.Tensor:
             return _joined([trial.prefill(kernel) for trial in plain])
 
-        if settings.attention == "auto":
-            decode = fastest("decode", decodes, decode_by_gather, decoded, cuda_seconds)
-        else:
-            decode = load_decode(settings)
-            require_right(settings.attention, decode, cache, decoded)
-        prefill = fastest("prefill", prefills, prefill_by_gather, prefilled, cuda_seconds)
+        decode = first_right(
+            "decode", [lambda: _triton_decode(settings.device)], decode_by_gather, decoded
+        )
+        flash = [] if dtype == torch.float32 else [DirectFlashPrefill, FlashPrefill]
+        prefill = first_right("prefill", flash, prefill_by_gather, prefilled)
         if ruled and isinstance(decode, RuledDecode):
             decode.takes_rules = all(
-                _is_right("decode by score rules", decode, trial.by_rule) for trial in trials
+                _agrees("decode by score rules", decode, trial.by_rule, None) for trial in trials
             )
         if ruled and isinstance(prefill, WindowedPrefill):
             prefill.takes_windows = all(
-                _is_right("prefill in a window", prefill, trial.in_window) for trial in plain
+                _agrees("prefill in a window", prefill, trial.in_window, None) for trial in plain
             )
     return AttentionKernels(decode, prefill)
+
+
+def _triton_decode(device: str) -> DecodeKernel:
+    return TritonDecode(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def layers_of_shapes(cache: KvCache, heads: int) -> list[int]:
@@ -144,120 +135,43 @@ def _joined(results: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([each.flatten() for each in results]) if results else torch.zeros(1)
 
 
-def _is_right(what: str, kernel: Any, run: Callable[[Any], torch.Tensor]) -> bool:
-    """Return whether a kernel attends as torch does, which None runs.
+def first_right(
+    what: str,
+    loaders: Sequence[Callable[[], Kernel]],
+    plain: Kernel,
+    run: Callable[[Kernel], torch.Tensor],
+) -> Kernel:
+    """Return the first kernel that is installed and has the same results as `plain`; `plain` itself if there is none.
 
     Raises:
         DeviceOutOfMemory: When the device's memory ran out.
     """
-    fault = _fault(kernel, run(None), run)
-    if fault is not None:
-        name = type(kernel).__name__
-        logger.log(fault.level, "%s: %s %s here; not used", what, name, fault.what)
-    return fault is None
-
-
-def _loaded(loaders: Sequence[Callable[[], Kernel]]) -> list[Kernel]:
-    found = []
     for load in loaders:
         try:
-            found.append(load())
+            kernel = load()
         except KernelMissing as error:
-            logger.info("attention kernel not available: %s", error)
-    return found
+            logger.info("%s: attention kernel not available: %s", what, error)
+            continue
+        if _agrees(what, kernel, run, plain):
+            logger.info("%s: %s is used", what, type(kernel).__name__)
+            return kernel
+    if loaders:
+        logger.warning("%s: attention by gather is used, which is slow on a GPU", what)
+    return plain
 
 
-def fastest(
-    what: str,
-    candidates: Sequence[Kernel],
-    plain: Kernel,
-    run: Callable[[Kernel], torch.Tensor],
-    timer: Timer,
-) -> Kernel:
-    """Return the fastest candidate with the same results as `plain`, or `plain` itself if there is none.
+def _agrees(what: str, kernel: Any, run: Callable[[Any], torch.Tensor], plain: Any) -> bool:
+    """Return whether a kernel attends as `plain` does.
 
     Raises:
         DeviceOutOfMemory: When the device's memory ran out.
     """
     expected = run(plain)
-    best, least_s = plain, float("inf")
-    for kernel in candidates:
-        name = type(kernel).__name__
-        fault = _fault(kernel, expected, run)
-        if fault is not None:
-            logger.log(fault.level, "%s: %s %s here; not used", what, name, fault.what)
-            continue
-        with typed_out_of_memory(f"trying {name}"):
-            spent_s = timer(functools.partial(run, kernel))
-        logger.info("%s: %s takes %.0f us", what, name, spent_s * 1e6)
-        if spent_s < least_s:
-            best, least_s = kernel, spent_s
-    if best is plain and candidates:
-        logger.warning("%s: attention by gather is used, which is slow on a GPU", what)
-    return best
 
+    def trial() -> float:
+        return float((run(kernel).float() - expected.float()).abs().max())
 
-def require_right(
-    name: str,
-    kernel: DecodeKernel,
-    cache: KvCache,
-    run: Callable[[DecodeKernel], torch.Tensor],
-) -> None:
-    """Raise an error if a configured decode kernel is wrong over this cache.
-
-    Raises:
-        ConfigError: With the fault.
-        DeviceOutOfMemory: When the device's memory ran out.
-    """
-    fault = _fault(kernel, run(decode_by_gather), run)
-    if fault is not None:
-        larger = "generate.block_size = 256, or " if cache.block_size % 256 else ""
-        raise ConfigError(
-            f"generate.attention: {name!r} {fault.what} on {cache.keys[0].device} with {cache.keys[0].dtype} and "
-            f"blocks of {cache.block_size} tokens. Remedy: use {larger}`auto`."
-        )
-
-
-class _Fault(NamedTuple):
-    """A fault of a kernel, and the level to log it at."""
-
-    level: int
-    what: str
-
-
-def _fault(
-    kernel: Kernel, expected: torch.Tensor, run: Callable[[Kernel], torch.Tensor]
-) -> _Fault | None:
-    """Return the fault in a kernel's results; None if there is none.
-
-    Raises:
-        DeviceOutOfMemory: When the device's memory ran out.
-    """
-    try:
-        with typed_out_of_memory(f"trying {type(kernel).__name__}"):
-            run(kernel)  # compiles; later launches skip Triton's dispatch
-            differs = float((run(kernel).float() - expected.float()).abs().max())
-    except DeviceOutOfMemory:
-        raise
-    except Exception as error:  # noqa: BLE001  # kernels may raise anything
-        return _Fault(logging.INFO, f"does not run ({error})")
-    # Written so that NaNs are rejected, too.
-    if not differs <= _WITHIN[expected.dtype]:
-        return _Fault(logging.WARNING, f"is wrong by {differs:g}")
-    return None
-
-
-def cuda_seconds(run: Callable[[], object]) -> float:
-    """Return the device time of a call on a warm GPU, in seconds."""
-    cuda = torch.cuda
-    run()
-    start, stop = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(TRIAL_RUNS):
-        run()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) / 1e3 / TRIAL_RUNS
+    return passes(trial, expected.dtype, without=f"{what} without {type(kernel).__name__}")
 
 
 @dataclass
@@ -334,13 +248,7 @@ class AttentionTrial:
         rule = ScoreRule(self._scaling, window, softcap=5.0, sinks=sinks)
         if kernel is not None:
             return kernel.by_rule(query, self.layer, step, rule)
-        index = ContextIndex.of(
-            step.tables,
-            step.contexts,
-            block_size=self.cache.block_size,
-            window=window,
-            device=query.device,
-        )
+        index = step.context_index(window, query.device)
         return decode_by_rule(query, self.cache.layers[self.layer], index, rule)
 
     def in_window(self, kernel: WindowedPrefill | None) -> torch.Tensor:
@@ -365,35 +273,3 @@ class AttentionTrial:
     @property
     def _scaling(self) -> float:
         return float(self.query.shape[2] ** -0.5)
-
-
-WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-"""Accepted difference of results, by the data type of a model."""
-
-_RUNS = 2
-"""The first launch is by Triton, later ones without its dispatch (`products.FastKernel`)."""
-
-
-def passes(
-    trial: Callable[[], float], dtype: torch.dtype, *, doing: str, without: str, kernels: str
-) -> bool:
-    """Return whether kernels run and agree with torch; otherwise log a warning that begins with `without`.
-
-    `trial` returns the largest difference; `kernels` names them in the warning.
-
-    Raises:
-        DeviceOutOfMemory: When the device's memory ran out while `doing` so.
-    """
-    try:
-        with typed_out_of_memory(doing):
-            found = [trial() for _ in range(_RUNS)]
-    except DeviceOutOfMemory:
-        raise
-    except Exception as error:  # noqa: BLE001  # a compiler may raise anything
-        logger.warning("%s, which is slower: %s", without, error)
-        return False
-    for apart in found:
-        if not apart <= WITHIN[dtype]:  # rejects NaNs, too
-            logger.warning("%s: %s are wrong by %.2g", without, kernels, apart)
-            return False
-    return True

@@ -25,7 +25,7 @@ from vsched_workers.backends.base import (
     RunnableLanguage,
 )
 from vsched_workers.backends.cuda import fused_tower
-from vsched_workers.backends.cuda.attention_trials import load_decode, try_kernels
+from vsched_workers.backends.cuda.attention_trials import try_kernels
 from vsched_workers.backends.cuda.device import (
     VARIABLE,
     CudaMemory,
@@ -186,8 +186,6 @@ class CudaBackend(Backend):
             ranks = self.settings.ranks
             why = f"{ranks} ranks share the model" if ranks > 1 else f"{VARIABLE} turns them off"
             logger.info("decode steps run without CUDA graphs: %s", why)
-        if self.settings.attention != "auto":
-            load_decode(self.settings)
 
     def choose_attention(
         self, cache: KvCache, heads: int, *, ruled: bool = False

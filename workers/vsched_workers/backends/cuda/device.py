@@ -20,7 +20,7 @@ off the attention kernels.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +33,7 @@ import torch
 import torch.distributed
 
 from vsched.errors import ConfigError
-from vsched_workers.batching.kv_cache import AllocateBytes, KvCache, Pairs, SwapArea, runs
+from vsched_workers.batching.kv_cache import KvCache, Pairs, SwapArea, runs
 from vsched_workers.memory.out_of_memory import typed_out_of_memory
 
 BUFFERS = 2
@@ -55,20 +55,11 @@ class _PinnedBuffer:
 class RowCopies:
     """Copies rows to one device."""
 
-    def __init__(
-        self,
-        device: str,
-        *,
-        cuda: Any = torch.cuda,
-        allocate: Callable[[int], torch.Tensor] = pinned,
-    ) -> None:
-        """Prepare for a device; tests replace `torch.cuda` and pinned memory."""
+    def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._cuda = cuda
-        self._allocate = allocate
         self._next_buffer = 0
-        self._buffers = [_PinnedBuffer(allocate(0)) for _ in range(BUFFERS)]
-        self._stream: Any = cuda.Stream(device=self._device)
+        self._buffers = [_PinnedBuffer(pinned(0)) for _ in range(BUFFERS)]
+        self._stream: Any = torch.cuda.Stream(device=self._device)
 
     def fetch(self, source: npt.NDArray[np.uint8], wanted: npt.NDArray[np.int64]) -> torch.Tensor:
         """Return the wanted rows of `source` on the device, ready for its current stream.
@@ -78,11 +69,11 @@ class RowCopies:
         Blocks: until the copy before the last one is done.
         """
         staged, buffer = self._stage(source, wanted)
-        current = self._cuda.current_stream(self._device)
-        with self._cuda.stream(self._stream):
+        current: Any = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
             rows = torch.empty(staged.shape, dtype=torch.uint8, device=self._device)
             rows.copy_(staged, non_blocking=True)
-            buffer.copied = self._cuda.Event()
+            buffer.copied = torch.cuda.Event()
             buffer.copied.record(self._stream)
         current.wait_event(buffer.copied)
         # The memory was allocated on the copy stream, which must not reuse it while the current stream still reads it.
@@ -99,7 +90,7 @@ class RowCopies:
             buffer.copied.synchronize()
         size = len(wanted) * source.shape[1]
         if len(buffer.memory) < size:
-            buffer.memory = self._allocate(size)
+            buffer.memory = pinned(size)
         staged = buffer.memory[:size].view(len(wanted), source.shape[1])
         # In any mode but "clip", numpy copies the output first. The indices are always valid.
         np.take(source, wanted, axis=0, out=staged.numpy(), mode="clip")
@@ -109,32 +100,23 @@ class RowCopies:
 class CudaSwapArea(SwapArea):
     """Pinned host memory for swapped blocks of a KV cache on a GPU."""
 
-    def __init__(
-        self,
-        cache: KvCache,
-        blocks: int,
-        *,
-        device: str,
-        cuda: Any = torch.cuda,
-        allocate: AllocateBytes = pinned,
-    ) -> None:
-        """Allocate the memory; tests replace `torch.cuda` and pinned memory.
+    def __init__(self, cache: KvCache, blocks: int, *, device: str) -> None:
+        """Allocate the memory.
 
         Raises:
             DeviceOutOfMemory: When the host has too little memory.
         """
-        super().__init__(cache, blocks, allocate=allocate)
+        super().__init__(cache, blocks, allocate=pinned)
         self._device = torch.device(device)
-        self._cuda = cuda
-        self._stream: Any = cuda.Stream(device=self._device)
+        self._stream: Any = torch.cuda.Stream(device=self._device)
 
     def copy(self, out: Pairs, back: Pairs) -> None:
         """Enqueue copies of blocks to the host, then of blocks to the device, between earlier and later computation."""
-        current = self._cuda.current_stream(self._device)
-        written = self._cuda.Event()
+        current: Any = torch.cuda.current_stream(self._device)
+        written: Any = torch.cuda.Event()
         written.record(current)
         self._stream.wait_event(written)
-        with self._cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             for place, blocks in runs(out[:, ::-1]):
                 chosen = blocks.to(self._device)
                 for part, places in zip(self._parts, self._places, strict=True):
@@ -145,7 +127,7 @@ class CudaSwapArea(SwapArea):
                 for part, places in zip(self._parts, self._places, strict=True):
                     kept = places[place : place + len(blocks)]
                     part.index_copy_(0, chosen, kept.to(self._device, non_blocking=True))
-            copied = self._cuda.Event()
+            copied: Any = torch.cuda.Event()
             copied.record(self._stream)
         current.wait_event(copied)
 
@@ -211,7 +193,6 @@ class NcclCollectives:
 
     exchanges = False
     wakes_peers = False
-    runs_behind = True
 
     def connect(self, store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
         nccl = _DISTRIBUTED.ProcessGroupNCCL

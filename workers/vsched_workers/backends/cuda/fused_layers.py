@@ -265,9 +265,7 @@ def usable_kernels(dtype: torch.dtype, device: str) -> LayerKernels | None:
     right = passes(
         functools.partial(_tried, kernels, dtype, device),
         dtype,
-        doing="trying fused layer kernels",
         without="no fused layer kernels",
-        kernels="the kernels",
     )
     return kernels if right else None
 

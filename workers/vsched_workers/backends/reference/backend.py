@@ -55,7 +55,6 @@ class GlooCollectives:
 
     exchanges = True
     wakes_peers = True
-    runs_behind = False
 
     def connect(self, store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
         gloo = _DISTRIBUTED.ProcessGroupGloo
@@ -203,11 +202,7 @@ class Backend:
     # --- attention and captured steps ---
 
     def load_attention(self) -> None:
-        """Load the configured attention kernels of a language model; compile them unless they need a cache.
-
-        Raises:
-            ConfigError: When the configured kernel is not installed.
-        """
+        """Load the attention kernels of a language model; compile them unless they need a cache."""
 
     def choose_attention(
         self, cache: KvCache, heads: int, *, ruled: bool = False

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +39,6 @@ _LINE = 64
 """Bytes of a cache line; each weight begins at one."""
 _SPARE_SHARE, _SPARE_BYTES_MAX = 8, 64 << 20
 """A new mapping is larger than its first allocation by at most this share of all mappings, and this many bytes."""
-_REST_BYTES_MIN = 4 << 10
-"""The smallest remainder that is kept for another allocation."""
 
 _M_MMAP_THRESHOLD = -3
 """The number of this option in `malloc.h`."""
@@ -202,39 +199,28 @@ class HugePages:
 
     def __init__(self) -> None:
         self.mapped = 0
-        self._rests: list[_MappingRest] = []
+        self._rest: tuple[int, int] = (0, 0)
+        # A weak reference: only allocations keep a mapping alive.
+        self._rest_of: weakref.ref[mmap.mmap] | None = None
         self._lock = threading.Lock()
 
     def take(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return `size` zeroed bytes, aligned to a cache line."""
+        """Return `size` zeroed bytes, aligned to a cache line, in the largest remainder of a mapping or a new one."""
         whole = -(-size // _LINE) * _LINE
         with self._lock:
-            mapped, start, stop = self._room(whole)
-            if stop - start - whole >= _REST_BYTES_MIN:
-                self._rests.append(_MappingRest(weakref.ref(mapped), start + whole, stop))
-            return np.frombuffer(mapped, dtype=np.uint8, count=size, offset=start)
-
-    def _room(self, whole: int) -> tuple[mmap.mmap, int, int]:
-        """Return the remainder of a mapping with at least `whole` bytes, or a new mapping."""
-        self._rests = [rest for rest in self._rests if rest.of() is not None]
-        for at, (of, start, stop) in enumerate(self._rests):
-            mapped = of()
+            mapped = None if self._rest_of is None else self._rest_of()
+            start, stop = self._rest
             if mapped is not None and stop - start >= whole:
-                del self._rests[at]
-                return mapped, start, stop
-        # Reserve space for more allocations of this size, up to a small share of all mappings.
-        count = max(min(self.mapped // _SPARE_SHARE, _SPARE_BYTES_MAX) // whole, 1)
-        wanted = -(-count * whole // _HUGE_PAGE) * _HUGE_PAGE
-        self.mapped += wanted
-        return _map_huge(wanted), 0, wanted
-
-
-class _MappingRest(NamedTuple):
-    """The unused end of a mapping, held by a weak reference: only allocations keep a mapping alive."""
-
-    of: weakref.ref[mmap.mmap]
-    start: int
-    stop: int
+                self._rest = start + whole, stop
+                return np.frombuffer(mapped, dtype=np.uint8, count=size, offset=start)
+            # Reserve space for more allocations of this size, up to a small share of all mappings.
+            count = max(min(self.mapped // _SPARE_SHARE, _SPARE_BYTES_MAX) // whole, 1)
+            wanted = -(-count * whole // _HUGE_PAGE) * _HUGE_PAGE
+            self.mapped += wanted
+            new = _map_huge(wanted)
+            if mapped is None or wanted - whole >= stop - start:
+                self._rest, self._rest_of = (whole, wanted), weakref.ref(new)
+            return np.frombuffer(new, dtype=np.uint8, count=size)
 
 
 def _map_huge(size: int) -> mmap.mmap:

@@ -153,14 +153,6 @@ def test_thousands_of_calls_in_a_row_compute_every_piece_once(
         assert (counted(pool.state_at, pieces, grain=grain, calls=5000) == 5000).all()
 
 
-def test_the_number_of_threads_changes_between_calls(pool: ThreadPool) -> None:
-    chance = np.random.default_rng(0)
-    for _ in range(500):
-        pool.use(int(chance.integers(1, 6)))
-        pieces = int(chance.integers(1, 300))
-        assert (counted(pool.state_at, pieces, grain=2, calls=3) == 3).all()
-
-
 def test_the_number_of_threads_changes_within_a_call(pool: ThreadPool) -> None:
     found = np.zeros(100, dtype=np.int64)
     caller = threading.Thread(target=count, args=(pool.state_at, 100, 1, found.ctypes.data, 20_000))

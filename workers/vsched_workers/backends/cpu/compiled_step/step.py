@@ -50,6 +50,7 @@ from vsched_workers.backends.cpu.quantized.integers import multiply_int8
 from vsched_workers.backends.cpu.threads import pool_of, process_pool
 from vsched_workers.backends.cpu.tiles.kernel import multiply_in_tiles
 from vsched_workers.backends.reference.layers import Angles
+from vsched_workers.backends.reference.packed_weights import BLOCK_ROWS
 
 if TYPE_CHECKING:
     from vsched_workers.backends.cpu.layer_parts import Norm
@@ -82,8 +83,8 @@ class StepAngles:
         return np.stack([cos for cos, _ in still]), np.stack([sin for _, sin in still])
 
 
-_ROWS_MAX = 256
-"""Maximum rows of a step."""
+_ROWS_MAX = BLOCK_ROWS
+"""Maximum rows of a step: those that layers one by one would multiply at once."""
 _LINE_VALUES = 32
 """bfloat16 values of a cache line, to which buffers are aligned."""
 

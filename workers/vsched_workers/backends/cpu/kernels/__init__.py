@@ -10,7 +10,6 @@
 | `prefill_attention.py` | attention of prefill chunks and of images |
 | `activation.py` | SwiGLU |
 | `sampling.py` | greedy sampling, penalties and random draws |
-| `kept_tokens.py` | the tokens that top-k and top-p keep |
 
 Shared code: `compilation.py` (numba and its cache), `thread_pool.py` (threads), `bf16.py` (number formats) and
 `simd.py` (vector instructions, emitted as LLVM IR).

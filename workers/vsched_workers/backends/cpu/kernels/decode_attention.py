@@ -10,9 +10,11 @@ that share a KV head, over the tokens t of the row's blocks,
 
     s_t = q_h . k_t,    w = softmax(s),    out_h = sum_t w_t v_t          (all float32)
 
-The inner loops run over the contiguous values of one head, so LLVM vectorizes them. A key or value is widened once
-for two heads. With an int8 cache, scores are multiplied by the scales of keys, and weights by the scales of values;
-otherwise the scale is a constant 1, which LLVM removes.
+**bfloat16 pairs.** With VDPBF16PS, a bfloat16 cache and heads of a multiple of 32 values, the products take pairs
+(`_attend_pairs`): of neighbouring values for scores, of neighbouring tokens for values, whose weights are rounded to
+bfloat16, as for chunks. Otherwise everything is float32: the inner loops run over the contiguous values of one head,
+so LLVM vectorizes them, and a key or value is widened once for two heads. With an int8 cache, scores are multiplied by
+the scales of keys, and weights by the scales of values; otherwise the scale is a constant 1, which LLVM removes.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023).
 """
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched.types import KV_SCALE_BYTES
 from vsched_workers.backends.cpu.kernels.bf16 import (
@@ -38,7 +41,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import (
     narrow,
     widen,
 )
-from vsched_workers.backends.cpu.kernels.compilation import compiled
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
 from vsched_workers.backends.cpu.kernels.rope import (
     RopeRows,
     heads_of,
@@ -46,7 +49,22 @@ from vsched_workers.backends.cpu.kernels.rope import (
     rope_head,
     write_head,
 )
-from vsched_workers.backends.cpu.kernels.simd import prefetch
+from vsched_workers.backends.cpu.kernels.simd import (
+    BF16_PAIRS,
+    BF16S,
+    FLOATS,
+    LANES,
+    LINE,
+    LONG,
+    WORD,
+    ZEROS,
+    InstructionWriter,
+    Loop,
+    call_llvm,
+    cases,
+    has_bf16_dot,
+    prefetch,
+)
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 
@@ -297,9 +315,6 @@ def attend_float(query: Any, context: RowContext, summed: Any) -> None:
     _combine(scores, context, summed)
 
 
-# --- rows of a step ---
-
-
 @compiled()
 def attend_widened(query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
     """Attend for bfloat16 queries [heads, head_dim] in float32; adds to `summed`, float32 of the same shape."""
@@ -310,6 +325,226 @@ def attend_widened(query_at: int, context: RowContext, scaling: Any, summed: Any
         for index in range(head_dim):
             query[head, index] = widen(given[index]) * scaling
     attend_float(query, context, summed)
+
+
+# --- bfloat16 pairs ---
+
+PAIR_HEADS = 4
+"""Query heads that share the loads of keys and values: two accumulators each hide the latency of VDPBF16PS."""
+_LOWER = [
+    lane + half for lane in range(0, 32, 8) for each in range(4) for half in (each, 32 + each)
+]
+_UPPER = [each + 4 for each in _LOWER]
+"""Interleaving of two vectors of bfloat16 within their lanes of 128 bits, by one instruction each (VPUNPCK)."""
+_ORDERED = [
+    [16 * (lane % 8 >= 4) + 4 * (lane // 8) + lane % 4 for lane in range(first, first + LANES)]
+    for first in (0, LANES)
+]
+"""Order of the sums of `_LOWER` and `_UPPER` by values of the head."""
+
+
+def _shuffled(builder: Any, first: Any, second: Any, order: list[int]) -> Any:
+    mask = ir.Constant(ir.VectorType(WORD, len(order)), order)
+    return builder.shuffle_vector(first, second, mask)
+
+
+@emits(numba.void, *[numba.intp] * 10)
+def _score_tokens(
+    builder: Any,
+    heads: Any,
+    vectors: Any,
+    query_at: Any,
+    query_bytes: Any,
+    key_at: Any,
+    key_bytes: Any,
+    tokens: Any,
+    ahead_at: Any,
+    scores_at: Any,
+    scores_bytes: Any,
+) -> None:
+    """Write the scores of 1 to 4 heads, bfloat16, with consecutive keys of `vectors` vectors.
+
+    The keys at `ahead_at` are prefetched: blocks are scattered, and hardware prefetching stops at page boundaries.
+    """
+    writer = InstructionWriter(builder)
+    single = ir.FloatType()
+    nothing, reduce = ir.Constant(single, 0.0), "llvm.vector.reduce.fadd.v16f32"
+    for count in cases(builder, heads, range(1, PAIR_HEADS + 1)):
+        token = Loop(builder, [])
+        row = builder.mul(token.index, key_bytes)
+        row_at, row_ahead_at = builder.add(key_at, row), builder.add(ahead_at, row)
+        vector = Loop(builder, [ZEROS] * count)
+        offset = builder.mul(vector.index, ir.Constant(LONG, LINE))
+        writer.prefetch(builder.add(row_ahead_at, offset), locality=3)
+        key = writer.load(builder.add(row_at, offset), BF16_PAIRS)
+        sums = []
+        for head, total in enumerate(vector.carried):
+            at = builder.add(writer.advance(query_at, query_bytes, head), offset)
+            sums.append(writer.dot(total, writer.load(at, BF16_PAIRS), key))
+        vector.end(sums, vectors)
+        for head, total in enumerate(sums):
+            score = call_llvm(builder, reduce, single, nothing, total, fastmath=("fast",))
+            at = writer.advance(scores_at, scores_bytes, head)
+            writer.store(score, builder.add(at, builder.mul(token.index, ir.Constant(LONG, 4))), 4)
+        token.end([], tokens)
+
+
+@emits(numba.void, *[numba.intp] * 10)
+def _add_pairs(
+    builder: Any,
+    heads: Any,
+    vectors: Any,
+    weights_at: Any,
+    weights_bytes: Any,
+    value_at: Any,
+    value_bytes: Any,
+    pairs: Any,
+    ahead_at: Any,
+    summed_at: Any,
+    summed_bytes: Any,
+) -> None:
+    """Add pairs of consecutive values, times their bfloat16 weights, to the float32 sums of 1 to 4 heads.
+
+    The values at `ahead_at` are prefetched.
+    """
+    writer = InstructionWriter(builder)
+    for count in cases(builder, heads, range(1, PAIR_HEADS + 1)):
+        vector = Loop(builder, [])
+        column = builder.mul(vector.index, ir.Constant(LONG, LINE))
+        pair = Loop(builder, [ZEROS] * (2 * count))
+        two_rows = builder.mul(value_bytes, ir.Constant(LONG, 2))
+        place = builder.add(column, builder.mul(pair.index, two_rows))
+        row_at, row_ahead_at = builder.add(value_at, place), builder.add(ahead_at, place)
+        writer.prefetch(row_ahead_at, locality=3)
+        writer.prefetch(builder.add(row_ahead_at, value_bytes), locality=3)
+        first = writer.load(row_at, BF16_PAIRS)
+        second = writer.load(builder.add(row_at, value_bytes), BF16_PAIRS)
+        both = [_shuffled(builder, first, second, order) for order in (_LOWER, _UPPER)]
+        sums = []
+        for head in range(count):
+            at = writer.advance(weights_at, weights_bytes, head)
+            at = builder.add(at, builder.mul(pair.index, ir.Constant(LONG, 4)))
+            weight = builder.bitcast(writer.broadcast(writer.load(at, WORD)), BF16_PAIRS)
+            totals = pair.carried[2 * head : 2 * head + 2]
+            sums += [
+                writer.dot(total, weight, each) for total, each in zip(totals, both, strict=True)
+            ]
+        pair.end(sums, pairs)
+        to = builder.add(summed_at, builder.mul(vector.index, ir.Constant(LONG, 2 * LINE)))
+        for head in range(count):
+            for part, order in enumerate(_ORDERED):
+                at = builder.add(
+                    writer.advance(to, summed_bytes, head), ir.Constant(LONG, part * LINE)
+                )
+                added = _shuffled(builder, sums[2 * head], sums[2 * head + 1], order)
+                writer.store(builder.fadd(writer.load(at, FLOATS, 4), added), at, 4)
+        vector.end([], vectors)
+
+
+@emits(numba.void, numba.intp, numba.intp)
+def _narrow_vector(builder: Any, from_at: Any, to_at: Any) -> None:
+    """Round 16 float32 to bfloat16."""
+    writer = InstructionWriter(builder)
+    writer.store(builder.fptrunc(writer.load(from_at, FLOATS, 4), BF16S), to_at)
+
+
+@compiled()
+def _score_pairs(query_at: int, context: RowContext, scores: Any) -> None:
+    """Write the scores of bfloat16 queries [heads, head_dim] with every key to `scores` [heads, width]."""
+    keys, table, block_size = context.keys, context.table, context.block_size
+    kv_first, kv_stop, length = context.kv_first, context.kv_stop, context.length
+    size, heads = 2 * keys.shape[2], len(scores)
+    group = heads // (kv_stop - kv_first)
+    for first in range(0, length, block_size):
+        slot = table[first // block_size] * block_size
+        stop = min(first + block_size, length)
+        ahead = (table[min(stop, length - 1) // block_size] * block_size - slot) * keys.strides[0]
+        head = 0
+        while head < heads:
+            kv_head = kv_first + head // group
+            count = min(PAIR_HEADS, group - head % group)
+            key_at = keys.ctypes.data + (slot * keys.shape[1] + kv_head) * size
+            to = scores.ctypes.data + head * scores.strides[0] + 4 * first
+            _score_tokens(
+                count, size // LINE, query_at + head * size, size, key_at, keys.strides[0],
+                stop - first, key_at + ahead, to, scores.strides[0],
+            )  # fmt: skip
+            head += count
+
+
+@compiled()
+def _combine_pairs(scores: Any, weights: Any, context: RowContext, summed: Any) -> None:
+    """Add every value, times its weight [heads, width], to `summed` [heads, head_dim]; odd ones in float32."""
+    values, table, block_size = context.values, context.table, context.block_size
+    kv_first, kv_stop, length = context.kv_first, context.kv_stop, context.length
+    heads, head_dim = summed.shape
+    group, size = heads // (kv_stop - kv_first), 2 * head_dim
+    for first in range(0, length, block_size):
+        slot = table[first // block_size] * block_size
+        stop = min(first + block_size, length)
+        ahead = (table[min(stop, length - 1) // block_size] * block_size - slot) * values.strides[0]
+        pairs, last = (stop - first) // 2, slot + stop - 1 - first
+        head = 0
+        while head < heads:
+            kv_head = kv_first + head // group
+            count = min(PAIR_HEADS, group - head % group)
+            if pairs:
+                value_at = values.ctypes.data + (slot * values.shape[1] + kv_head) * size
+                weights_at = weights.ctypes.data + head * weights.strides[0] + 2 * first
+                to = summed.ctypes.data + head * summed.strides[0]
+                _add_pairs(
+                    count, size // LINE, weights_at, weights.strides[0], value_at,
+                    values.strides[0], pairs, value_at + ahead, to, summed.strides[0],
+                )  # fmt: skip
+            if (stop - first) % 2:
+                for each in range(head, head + count):
+                    weight = scores[each, stop - 1]
+                    for value in range(head_dim):
+                        summed[each, value] += weight * widen(values[last, kv_head, value])
+            head += count
+
+
+@compiled()
+def _attend_pairs(query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
+    """Attend as `attend_widened`, with bfloat16 pairs."""
+    heads, head_dim = summed.shape
+    if head_dim % (2 * LANES):
+        attend_widened(query_at, context, scaling, summed)
+        return
+    width = (context.length + LANES - 1) // LANES * LANES
+    scores = np.empty((heads, width), dtype=np.float32)
+    weights = np.empty((heads, width), dtype=np.uint16)
+    _score_pairs(query_at, context, scores)
+    factor = scaling * LOG2_E
+    for head in range(heads):
+        if context.softcap > np.float32(0.0):
+            bend(scores, head, context.length, scaling, context.softcap)
+            factor = LOG2_E
+        softmax(scores, head, context.first, context.length, factor)
+        for index in range(0, width, LANES):
+            _narrow_vector(
+                scores[head].ctypes.data + 4 * index, weights[head].ctypes.data + 2 * index
+            )
+    _combine_pairs(scores, weights, context, summed)
+
+
+def attend_rows(query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
+    """Attend as `attend_widened`, in the form of the processor and the cache."""
+    raise NotImplementedError
+
+
+@numba.extending.overload(attend_rows)
+def _choose_attend(query_at: Any, context: Any, scaling: Any, summed: Any) -> Any:
+    keys = context.types[context.fields.index("keys")]
+    chosen = _attend_pairs if keys.dtype == numba.uint16 and has_bf16_dot() else attend_widened
+
+    def attend(query_at: Any, context: Any, scaling: Any, summed: Any) -> None:
+        chosen(query_at, context, scaling, summed)
+
+    return attend
+
+
+# --- rows of a step ---
 
 
 class _Decode(NamedTuple):
@@ -376,7 +611,7 @@ def _decode_task(given: _Decode, row: int, context: RowContext) -> None:
     for head in range(count):
         source_at = row_at + head * size
         rope_head(source_at, to + head * size, rows, row, heads.query_norm_at, heads)
-    attend_widened(to, context, heads.scaling, summed)
+    attend_rows(to, context, heads.scaling, summed)
     for head in range(count):
         out = bf16_array(to + head * size, head_dim)
         for index in range(head_dim):

@@ -1,11 +1,9 @@
-"""Residual add and norm of bfloat16 rows: RMS norms of language models, layer norms of vision towers.
+"""Residual add and RMS norm of bfloat16 rows.
 
     hidden <- hidden + delta                                   (rounded)
     out     = weight * (hidden / sqrt(mean(hidden^2) + eps))   (both products rounded)
-    out     = weight * (hidden - mean(hidden)) / sqrt(var(hidden) + eps) + bias
 
-Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (NeurIPS 2019); Ba et al., "Layer Normalization"
-(2016).
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (NeurIPS 2019).
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -190,81 +188,6 @@ def norm_parts(pool: int, rows_at: int, row_bytes: int, width: int, norm: Any, r
     spread(pool, rows, rows_together(width), _norm_parts_rows, given)
 
 
-@compiled()
-def _add_scaled(hidden: Any, delta: Any, scale_at: int) -> None:
-    """Add a row to another, multiplied by a row of scales if `scale_at` is not 0."""
-    if scale_at:
-        scale = bf16_array(scale_at, len(hidden))
-        for index in range(len(hidden)):
-            scaled = through_bf16(widen(scale[index]) * widen(delta[index]))
-            hidden[index] = narrow(widen(hidden[index]) + scaled)
-    else:
-        for index in range(len(hidden)):
-            hidden[index] = narrow(widen(hidden[index]) + widen(delta[index]))
-
-
-@compiled()
-def _layer_norm_row(hidden: Any, weight_at: int, bias_at: int, eps: Any, out: Any) -> None:
-    width = len(hidden)
-    weight, bias = bf16_array(weight_at, width), bf16_array(bias_at, width)
-    total = np.float32(0.0)
-    for index in range(width):
-        total += widen(hidden[index])
-    mean = total / np.float32(width)
-    squares = np.float32(0.0)
-    for index in range(width):
-        apart = widen(hidden[index]) - mean
-        squares += apart * apart
-    share = np.float32(1.0) / np.sqrt(squares / np.float32(width) + eps)
-    for index in range(width):
-        value = (widen(hidden[index]) - mean) * share
-        out[index] = narrow(widen(weight[index]) * value + widen(bias[index]))
-
-
-@compiled()
-def _add_layer_norm_rows(
-    first: int,
-    stop: int,
-    hidden_at: int,
-    delta_at: int,
-    scale_at: int,
-    weight_at: int,
-    bias_at: int,
-    width: int,
-    eps: Any,
-    out_at: int,
-) -> None:
-    for row in range(first, stop):
-        skip = 2 * row * width
-        hidden = bf16_array(hidden_at + skip, width)
-        if delta_at:
-            _add_scaled(hidden, bf16_array(delta_at + skip, width), scale_at)
-        if out_at:
-            _layer_norm_row(hidden, weight_at, bias_at, eps, bf16_array(out_at + skip, width))
-
-
-@compiled()
-def add_layer_norm(
-    pool: int,
-    hidden_at: int,
-    delta_at: int,
-    scale_at: int,
-    weight_at: int,
-    bias_at: int,
-    width: int,
-    eps: Any,
-    out_at: int,
-    rows: int,
-) -> None:
-    """Add `delta`, times `scale`, to `hidden` in place and write the layer norms of the sums to `out`.
-
-    Shape: hidden, delta, out [rows, width]; scale, weight, bias [width]. A `delta_at` of 0 adds nothing, a `scale_at`
-    of 0 does not scale, and an `out_at` of 0 writes no norms.
-    """
-    given = hidden_at, delta_at, scale_at, weight_at, bias_at, width, eps, out_at
-    spread(pool, rows, rows_together(width), _add_layer_norm_rows, given)
-
-
 def warm_up() -> None:
     """Compile the norms of a language model, ahead of the first request."""
     add_norm(0, 0, 0, 0, 1, np.float32(1.0), 0, 0)
@@ -280,8 +203,3 @@ def warm_up_normed() -> None:
     none = norm_of(0, 0.0, once=False)
     add_normed(0, 0, 0, none, np.float32(1.0), none, 1, 0, 0)
     norm_parts(0, 0, 0, 1, none, 0)
-
-
-def warm_up_layer_norm() -> None:
-    """Compile the layer norm of a vision tower."""
-    add_layer_norm(0, 0, 0, 0, 0, 0, 1, np.float32(1.0), 0, 0)

@@ -1,9 +1,12 @@
 """Token sampling, row by row, in a few passes over the vocabulary, without sorting.
 
 A row is widened into a buffer that stays in the L2 cache; penalties and logit biases are applied there. The weight of
-a token is 2**-d, with its distance d in octaves from the maximum logit. `kept_tokens.py` finds the tokens that top-k
-and top-p keep, usually a short list, from which the token is drawn. Otherwise the draw walks over sums of blocks and
-then within one block, in order of token ids.
+a token is 2**-d, with its distance d in octaves from the maximum logit. Top-k and top-p keep the tokens above a limit,
+and the first ones of those equal to it. The limit is found by bisection: it is the highest logit such that all tokens
+from there on have the wanted mass. Usually few tokens are kept: the k-th highest among the maximum logits of all
+blocks is at most the k-th highest logit, so that the tokens from there on are listed, and the limit is searched in the
+list. Otherwise it is searched in the whole row. The draw walks over sums of blocks and then within one block, in order
+of token ids.
 
 A row is computed alone and in a fixed order of sums, so the drawn token does not depend on other rows in the batch.
 
@@ -15,69 +18,119 @@ Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E, bf16_array, larger, ordered, widen
-from vsched_workers.backends.cpu.kernels.compilation import compiled
-from vsched_workers.backends.cpu.kernels.kept_tokens import (
-    BLOCK,
-    EXACT,
-    HEAD,
-    INNER,
-    Buffers,
-    limit_list,
-    limit_row,
-    list_head,
-    make_buffers,
-    power,
-    weigh,
-    weigh_list,
+from vsched_workers.backends.cpu.kernels.bf16 import (
+    LOG2_E,
+    bf16_array,
+    larger,
+    ordered,
+    power_of_two,
+    widen,
 )
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
+
+BLOCK = 256
+"""Weights that are summed in float32, before their sums are added in float64."""
+HEAD = 64
+"""Minimum length of the list in which top-p is tried first."""
+_OCTAVES_MAX = np.float32(126.0)
+"""A token this far below the maximum has no weight."""
+_SERIES = tuple(np.float32(math.log(2.0) ** power / math.factorial(power)) for power in range(7))
+
+# Infinite logits are forbidden tokens and NaN is an error, so the compiler must not assume their
+# absence.
+EXACT = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+INNER = EXACT | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Options for functions that only compiled code calls: a Python wrapper takes as long to compile as the function."""
 
 
-class RowParameters(NamedTuple):
-    """Sampling parameters of rows; arrays are [rows] unless noted.
+class Buffers(NamedTuple):
+    """Buffers for a row, reused in every step; `counts` and `outputs` are zero between rows.
 
-    Attributes:
-        row: Row of the logits.
-        inverse_temperature: 0 for greedy.
-        top_k: 0 for all.
-        key: uint64 [rows, 2], seed and position of the draw.
-        tokens: Concatenated prompts and outputs, [starts[row], starts[row + 1]) for a row; the first `prompts[row]`
-            of them are the prompt. Empty without penalties.
-        bias: Logit biases, for the tokens `biased`; [bias_starts[row], ...) for a row.
-        mask: uint32 [masks, words]: bit i of word j allows token 32 j + i; `mask_of` is -1 for a row without one.
+    `values` are padded to whole blocks, with logits of -inf, and `all_ids` are their indices. `tops` is the maximum
+    logit of each block. `ids` and `list_values` are a list of tokens in order of ids. `weights` and the `sums` of their
+    blocks are those of the list or of the row.
+
+    Shape: `values`, `weights`, `ones`, `list_values` float32 [tokens]; `tops` float32, `sums` float64 [blocks];
+    `all_ids`, `ids`, `counts`, `outputs` int32 [tokens].
     """
 
-    row: npt.NDArray[np.int64]
-    inverse_temperature: npt.NDArray[np.float64]
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float64]
-    min_p: npt.NDArray[np.float64]
-    key: npt.NDArray[np.uint64]
-    repetition: npt.NDArray[np.float32]
-    presence: npt.NDArray[np.float32]
-    frequency: npt.NDArray[np.float32]
+    values: npt.NDArray[np.float32]
+    weights: npt.NDArray[np.float32]
+    ones: npt.NDArray[np.float32]
+    tops: npt.NDArray[np.float32]
+    sums: npt.NDArray[np.float64]
+    all_ids: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]
+    list_values: npt.NDArray[np.float32]
+    counts: npt.NDArray[np.int32]
+    outputs: npt.NDArray[np.int32]
+
+
+def make_buffers(vocabulary: int) -> Buffers:
+    """Allocate buffers for a vocabulary size."""
+    blocks = -(-vocabulary // BLOCK)
+    tokens = blocks * BLOCK
+    return Buffers(
+        np.full(tokens, -np.inf, np.float32),
+        np.empty(tokens, np.float32),
+        np.ones(tokens, np.float32),
+        np.empty(blocks, np.float32),
+        np.empty(blocks, np.float64),
+        np.arange(tokens, dtype=np.int32),
+        np.empty(tokens, np.int32),
+        np.empty(tokens, np.float32),
+        np.zeros(tokens, np.int32),
+        np.zeros(tokens, np.int32),
+    )
+
+
+ROW = np.dtype(
+    [
+        ("row", np.int64),
+        ("inverse_temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.uint64),
+        ("position", np.uint64),
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("prompt", np.int64),
+        ("tokens", np.int64, 2),
+        ("biases", np.int64, 2),
+        ("mask", np.int64),
+    ]
+)
+"""Sampling parameters of a row of the logits; `inverse_temperature` is 0 for greedy, `top_k` 0 for all.
+
+`tokens` and `biases` are ranges of the arrays in `RowLists`; the first `prompt` of the tokens are the prompt, and there
+are none without penalties. `mask` is the index of its mask; -1 without one.
+"""
+
+
+class RowLists(NamedTuple):
+    """Concatenated lists of rows.
+
+    Attributes:
+        tokens: Prompts and outputs.
+        biased: Tokens with a logit bias.
+        bias: The biases.
+        masks: uint32 [masks, words]: bit i of word j allows token 32 j + i.
+    """
+
     tokens: npt.NDArray[np.int32]
-    starts: npt.NDArray[np.int64]
-    prompts: npt.NDArray[np.int64]
     biased: npt.NDArray[np.int64]
     bias: npt.NDArray[np.float32]
-    bias_starts: npt.NDArray[np.int64]
-    mask: npt.NDArray[np.uint32]
-    mask_of: npt.NDArray[np.int64]
-
-
-ROW_FIELDS = RowParameters._fields
-ROW_DTYPES = (
-    *(np.int64, np.float64, np.int64, np.float64, np.float64, np.uint64),
-    *(np.float32, np.float32, np.float32, np.int32, np.int64, np.int64),
-    *(np.int64, np.float32, np.int64, np.uint32, np.int64),
-)
-"""Dtypes of the arrays of `RowParameters`, in order."""
+    masks: npt.NDArray[np.uint32]
 
 
 @compiled()
@@ -123,36 +176,25 @@ def uniform(seed: Any, position: Any) -> Any:
 
 
 @compiled(**INNER)
-def _apply_penalties(params: Any, entry: int, buffers: Buffers) -> None:
-    tokens = params.tokens[params.starts[entry] : params.starts[entry + 1]]
+def _apply_penalties(params: Any, lists: RowLists, buffers: Buffers) -> None:
+    tokens = lists.tokens[params.tokens[0] : params.tokens[1]]
     values, counts, outputs = buffers.values, buffers.counts, buffers.outputs
     for index in range(len(tokens)):
         if tokens[index] >= len(values):
             continue  # the lm_head may be narrower than the embedding
         counts[tokens[index]] = 1
-        outputs[tokens[index]] += 1 if index >= params.prompts[entry] else 0
-    repetition = params.repetition[entry]
+        outputs[tokens[index]] += 1 if index >= params.prompt else 0
     for index in range(len(tokens)):
         token = tokens[index]
         if token >= len(values) or counts[token] == 0:
             continue
         value, times = values[token], outputs[token]
-        value = value / repetition if value > 0 else value * repetition
+        value = value / params.repetition if value > 0 else value * params.repetition
         if times > 0:
-            value -= params.presence[entry] + params.frequency[entry] * np.float32(times)
+            value -= params.presence + params.frequency * np.float32(times)
         values[token] = value
         counts[token] = 0
         outputs[token] = 0
-
-
-@compiled(**INNER)
-def _is_adjusted(params: Any, entry: int) -> Any:
-    history = params.starts[entry + 1] - params.starts[entry]
-    return (
-        history > 0
-        or params.bias_starts[entry + 1] > params.bias_starts[entry]
-        or params.mask_of[entry] >= 0
-    )
 
 
 @compiled(**INNER)
@@ -173,13 +215,17 @@ def _apply_mask(words: Any, values: Any) -> None:
 
 
 @compiled(**INNER)
-def _adjust(params: Any, entry: int, buffers: Buffers) -> None:
-    values = buffers.values
-    _apply_penalties(params, entry, buffers)
-    for index in range(params.bias_starts[entry], params.bias_starts[entry + 1]):
-        values[params.biased[index]] += params.bias[index]
-    if params.mask_of[entry] >= 0:
-        _apply_mask(params.mask[params.mask_of[entry]], values)
+def _adjust(params: Any, lists: RowLists, buffers: Buffers) -> bool:
+    """Apply penalties, logit biases and the mask; return False if there are none."""
+    first, stop = params.biases[0], params.biases[1]
+    if params.tokens[1] <= params.tokens[0] and stop <= first and params.mask < 0:
+        return False
+    _apply_penalties(params, lists, buffers)
+    for index in range(first, stop):
+        buffers.values[lists.biased[index]] += lists.bias[index]
+    if params.mask >= 0:
+        _apply_mask(lists.masks[params.mask], buffers.values)
+    return True
 
 
 @compiled(**INNER)
@@ -228,25 +274,157 @@ def _first(top: Any, buffers: Buffers) -> Any:
     return place
 
 
-@compiled(**INNER)
-def _pick(total: Any, uniform: Any, kept: Any, weight_min: Any, buffers: Buffers) -> Any:
-    """Return the first kept token at which the cumulative weight exceeds the fraction `uniform` of the total.
+@emits(numba.int32, numba.float32)
+def _rank(builder: Any, value: Any) -> Any:
+    """Integer that orders as the float32 does: for negative values all bits except the sign are flipped."""
+    word = ir.IntType(32)
+    bits = builder.bitcast(value, word)
+    sign = builder.ashr(bits, ir.Constant(word, 31))
+    return builder.xor(bits, builder.lshr(sign, ir.Constant(word, 1)))
 
-    Kept tokens are above the limit `kept`, or equal to it up to its last token, with a weight of at least
-    `weight_min`.
+
+@emits(numba.float32, numba.int32)
+def _of_rank(builder: Any, rank: Any) -> Any:
+    """Inverse of `_rank`."""
+    word = ir.IntType(32)
+    sign = builder.ashr(rank, ir.Constant(word, 31))
+    bits = builder.xor(rank, builder.lshr(sign, ir.Constant(word, 1)))
+    return builder.bitcast(bits, ir.FloatType())
+
+
+@compiled(**INNER)
+def _power(octaves: Any) -> Any:
+    """2**-octaves in float32, for octaves >= 0, to about the last bit; 0 far below.
+
+    Like `exp2`, but with the powers of ln 2 in the coefficients, and without overflow.
     """
-    least, last_tie = kept
-    target, block, last = uniform * total, 0, len(buffers.sums) - 1
+    whole = np.floor(np.float32(0.5) - octaves)
+    rest = -octaves - whole
+    series = _SERIES[6] * rest + _SERIES[5]
+    series = series * rest + _SERIES[4]
+    series = series * rest + _SERIES[3]
+    series = series * rest + _SERIES[2]
+    series = series * rest + _SERIES[1]
+    series = series * rest + np.float32(1.0)
+    return series * power_of_two(whole) if octaves < _OCTAVES_MAX else np.float32(0.0)
+
+
+@compiled(**INNER)
+def _weigh(values: Any, top: Any, scale: Any, buffers: Buffers) -> Any:
+    """Compute the weights of a list or row, and the sums of blocks; return their total."""
+    total = 0.0
+    for start in range(0, len(values), BLOCK):
+        part = values[start : start + BLOCK]
+        weights = buffers.weights[start : start + len(part)]
+        added = np.float32(0.0)
+        for index in range(len(part)):
+            weight = _power((top - part[index]) * scale)
+            weights[index] = weight
+            added += weight
+        buffers.sums[start // BLOCK] = added
+        total += added
+    return total
+
+
+@compiled(**INNER)
+def _mass(values: Any, weights: Any, least: Any) -> Any:
+    """Sum of the weights of logits that are at least `least`."""
+    total = 0.0
+    for start in range(0, len(values), BLOCK):
+        part, heavy = values[start : start + BLOCK], weights[start : start + BLOCK]
+        added = np.float32(0.0)
+        for index in range(len(part)):
+            added += heavy[index] if part[index] >= least else np.float32(0.0)
+        total += added
+    return total
+
+
+@compiled(**INNER)
+def _limit(values: Any, weights: Any, wanted: Any, top: Any) -> Any:
+    """Return (logit, ties): the minimum kept logit, and the number of kept tokens equal to it.
+
+    Kept are the highest logits up to the wanted mass, which is at most that of all; the first one in any case.
+    """
+    low, high = _rank(np.float32(-np.inf)), _rank(top) + 1
+    while high - low > 1:
+        middle = np.int32(low + (np.int64(high) - low) // 2)
+        if _mass(values, weights, _of_rank(middle)) >= wanted:
+            low = middle
+        else:
+            high = middle
+    limit, weight = _of_rank(low), np.float32(1.0)
+    for index in range(len(values)):
+        if values[index] == limit:
+            weight = weights[index]
+            break
+    above = _mass(values, weights, _of_rank(high)) if limit < top else 0.0
+    return limit, max(math.ceil((wanted - above) / weight), 1)
+
+
+@compiled(**INNER)
+def _drop_others(values: Any, limit: Any, ties: Any, buffers: Buffers) -> Any:
+    """Set the weights of tokens that are not kept to 0, and recompute the sums of blocks; return the total."""
+    total = 0.0
+    for start in range(0, len(values), BLOCK):
+        part = values[start : start + BLOCK]
+        weights = buffers.weights[start : start + len(part)]
+        added = np.float32(0.0)
+        for index in range(len(part)):
+            if part[index] < limit or (part[index] == limit and ties <= 0):
+                weights[index] = np.float32(0.0)
+            ties -= 1 if part[index] == limit else 0
+            added += weights[index]
+        buffers.sums[start // BLOCK] = added
+        total += added
+    return total
+
+
+@compiled(**INNER)
+def _drop_light(weight_min: Any, total: Any, count: int, buffers: Buffers) -> Any:
+    """Set weights below `weight_min` to 0, and recompute the sums of blocks; return the total."""
+    if weight_min <= np.float32(0.0):
+        return total
+    total = 0.0
+    for start in range(0, count, BLOCK):
+        weights = buffers.weights[start : min(start + BLOCK, count)]
+        added = np.float32(0.0)
+        for index in range(len(weights)):
+            weights[index] = weights[index] if weights[index] >= weight_min else np.float32(0.0)
+            added += weights[index]
+        buffers.sums[start // BLOCK] = added
+        total += added
+    return total
+
+
+@compiled(**INNER)
+def _list_head(wanted: int, top: Any, buffers: Buffers) -> int:
+    """List at least the `wanted` highest logits, from the blocks that have any; return their number."""
+    blocks = len(buffers.tops)
+    low, _ = _limit(buffers.tops, buffers.ones[:blocks], np.float64(wanted), top)
+    count = 0
+    for block in range(blocks):
+        if buffers.tops[block] < low:
+            continue
+        for token in range(block * BLOCK, (block + 1) * BLOCK):
+            buffers.ids[count] = token
+            buffers.list_values[count] = buffers.values[token]
+            count += 1 if buffers.values[token] >= low else 0
+    return count
+
+
+@compiled(**INNER)
+def _pick(target: Any, count: int, buffers: Buffers) -> int:
+    """Return the index of the first weight at which the cumulative weight exceeds `target`."""
+    block, last = 0, (count - 1) // BLOCK
     while block < last and target >= buffers.sums[block]:
         target -= buffers.sums[block]
         block += 1
     while block > 0 and buffers.sums[block] == 0.0:  # rounding has led past the last weight
         block -= 1
-    chosen = -1
-    for index in range(block * BLOCK, (block + 1) * BLOCK):
-        value, weight = buffers.values[index], buffers.weights[index]
-        above = value > least or (value == least and index <= last_tie)
-        if above and weight > 0.0 and weight >= weight_min:
+    chosen = 0
+    for index in range(block * BLOCK, min((block + 1) * BLOCK, count)):
+        weight = buffers.weights[index]
+        if weight > np.float32(0.0):
             chosen = index
             target -= np.float64(weight)
             if target < 0.0:
@@ -255,136 +433,70 @@ def _pick(total: Any, uniform: Any, kept: Any, weight_min: Any, buffers: Buffers
 
 
 @compiled(**INNER)
-def _sum_kept(kept: Any, weight_min: Any, buffers: Buffers) -> Any:
-    """Recompute the sums of blocks from kept weights; return their total."""
-    total, (least, last_tie) = 0.0, kept
-    for block in range(len(buffers.sums)):
-        start = block * BLOCK
-        part = buffers.values[start : start + BLOCK]
-        weights = buffers.weights[start : start + BLOCK]
-        added = np.float32(0.0)
-        for index in range(BLOCK):
-            above = part[index] > least or (part[index] == least and start + index <= last_tie)
-            above = above and weights[index] >= weight_min
-            added += weights[index] if above else np.float32(0.0)
-        buffers.sums[block] = added
-        total += added
-    return total
-
-
-@compiled(**INNER)
-def _drop_others(kept: Any, buffers: Buffers) -> None:
-    """Set the logits of all other tokens to -inf and their weights to 0."""
-    least, last_tie = kept
-    for index in range(len(buffers.values)):
-        value = buffers.values[index]
-        if not (value > least or (value == least and index <= last_tie)):
-            buffers.values[index] = np.float32(-np.inf)
-            buffers.weights[index] = np.float32(0.0)
-
-
-@compiled(**INNER)
-def _pick_from_list(count: int, uniform: Any, weight_min: Any, buffers: Buffers) -> Any:
-    """Like `_pick`, from a list of `count` tokens."""
-    total = 0.0
-    for place in range(count):
-        weight = buffers.list_weights[place]
-        total += np.float64(weight) if weight >= weight_min else 0.0
-    target, chosen = uniform * total, -1
-    for place in range(count):
-        weight = buffers.list_weights[place]
-        if weight > 0.0 and weight >= weight_min:
-            chosen = place
-            target -= np.float64(weight)
-            if target < 0.0:
-                break
-    return buffers.ids[chosen]
-
-
-@compiled(**INNER)
-def _draw_from_list(
-    params: Any, entry: int, head: Any, uniform: Any, scale: Any, top: Any, buffers: Buffers
-) -> Any:
-    """Draw from the short list that top-k keeps: no other token needs a weight."""
-    count, low = head
-    weigh_list(count, top, scale, np.float32(1.0), buffers)
-    wanted = np.float64(params.top_k[entry])
-    count = limit_list(count, wanted, low, top, scale, np.float32(1.0), buffers)
-    weigh_list(count, top, scale, np.float32(0.0), buffers)
-    if params.top_p[entry] < 1.0:
-        total = 0.0
-        for place in range(count):
-            total += np.float64(buffers.list_weights[place])
-        wanted = params.top_p[entry] * total
-        count = limit_list(count, wanted, low, top, scale, np.float32(0.0), buffers)
-    return _pick_from_list(count, uniform, np.float32(params.min_p[entry]), buffers)
-
-
-@compiled(**INNER)
-def _draw(params: Any, entry: int, top: Any, buffers: Buffers) -> Any:
+def _draw(params: Any, top: Any, buffers: Buffers) -> Any:
     """Draw the token of a row; its logits and maxima are in the buffers."""
-    number = uniform(params.key[entry, 0], params.key[entry, 1])
-    scale = np.float32(params.inverse_temperature[entry] * np.float64(LOG2_E))
-    top_k, top_p, min_p = params.top_k[entry], params.top_p[entry], np.float32(params.min_p[entry])
-    if 0 < top_k <= len(buffers.tops) // 2:
-        head = list_head(top_k, top, scale, buffers)
-        return _draw_from_list(params, entry, head, number, scale, top, buffers)
-    everything = (np.float32(-np.inf), len(buffers.values))
-    all_weigh = top_p < 1.0 or top_k > 0
-    total = weigh(top, scale, np.float32(0.0) if all_weigh else min_p, buffers)
-    if 0 < top_k < len(buffers.values):
-        kept = limit_row(np.float64(top_k), total, top, scale, np.float32(1.0), buffers)
-        _drop_others(kept, buffers)
-        _find_tops(buffers)
-        total = _sum_kept(everything, np.float32(0.0), buffers)
-    kept = everything
-    if top_p < 1.0:
-        wanted = top_p * total
-        count, low = list_head(HEAD, top, scale, buffers)
-        if weigh_list(count, top, scale, np.float32(0.0), buffers) >= wanted:
-            count = limit_list(count, wanted, low, top, scale, np.float32(0.0), buffers)
-            return _pick_from_list(count, number, min_p, buffers)
-        kept = limit_row(wanted, total, top, scale, np.float32(0.0), buffers)
+    number = uniform(params.seed, params.position)
+    scale = np.float32(params.inverse_temperature * np.float64(LOG2_E))
+    top_k, top_p = params.top_k, params.top_p
+    values, ids = buffers.values, buffers.all_ids
+    if top_k >= len(values):
+        top_k = 0
+    total = 0.0 if top_k > 0 else _weigh(values, top, scale, buffers)
+    wanted = top_p * total
+    if (top_k > 0 or top_p < 1.0) and (top_k or HEAD) <= len(buffers.tops):
+        count = _list_head(top_k or HEAD, top, buffers)
+        if _weigh(buffers.list_values[:count], top, scale, buffers) >= wanted:
+            values, ids = buffers.list_values[:count], buffers.ids
         total = 0.0
-        for block in range(len(buffers.sums)):
-            total += buffers.sums[block]
-    if all_weigh and min_p > 0.0 and power((top - kept[0]) * scale) < min_p:
-        total = _sum_kept(kept, min_p, buffers)
-    return _pick(total, number, kept, min_p, buffers)
+    if total == 0.0:
+        total = _weigh(values, top, scale, buffers)
+    weights = buffers.weights[: len(values)]
+    if top_k > 0:
+        limit, ties = _limit(values, buffers.ones[: len(values)], np.float64(top_k), top)
+        total = _drop_others(values, limit, ties, buffers)
+        wanted = top_p * total
+    if top_p < 1.0:
+        limit, ties = _limit(values, weights, wanted, top)
+        total = _drop_others(values, limit, ties, buffers)
+    total = _drop_light(np.float32(params.min_p), total, len(values), buffers)
+    return ids[_pick(number * total, len(values), buffers)]
 
 
 @compiled(**EXACT)
 def draw_rows(
-    halves: Any, singles: Any, params: Any, buffers: Buffers, out: Any, highest: Any
+    halves: Any, singles: Any, rows: Any, lists: RowLists, buffers: Buffers, out: Any, highest: Any
 ) -> None:
-    """Draw a token for each requested row.
+    """Draw a token for each of `rows`, `ROW` [requested rows].
 
     Shape: logits [rows, vocabulary], bfloat16 as uint16 in `halves` or float32 in `singles`, the other one empty; out
     int32 and highest float32 [requested rows]. Nothing is drawn for a row whose `highest` is not finite.
     """
-    for entry in range(len(params.row)):
-        row = params.row[entry]
+    for entry in range(len(rows)):
+        params = rows[entry]
+        row = params.row
         top = _fill(halves[row], buffers) if len(halves) else _fill(singles[row], buffers)
-        if _is_adjusted(params, entry):
-            _adjust(params, entry, buffers)
+        if _adjust(params, lists, buffers):
             top = _find_tops(buffers)
         highest[entry] = top
-        if params.inverse_temperature[entry] == 0.0:
+        if params.inverse_temperature == 0.0:
             out[entry] = _first(top, buffers)
         elif abs(top) < np.float32(np.inf):
-            out[entry] = _draw(params, entry, top, buffers)
+            out[entry] = _draw(params, top, buffers)
         else:
             out[entry] = 0
 
 
 def warm_up() -> None:
     """Compile ahead of the first request."""
-    nothing: list[Any] = [np.empty(0, kind) for kind in ROW_DTYPES]
-    nothing[ROW_FIELDS.index("key")] = np.empty((0, 2), np.uint64)
-    nothing[ROW_FIELDS.index("mask")] = np.empty((0, 0), np.uint32)
+    lists = RowLists(
+        np.empty(0, np.int32),
+        np.empty(0, np.int64),
+        np.empty(0, np.float32),
+        np.empty((0, 0), np.uint32),
+    )
     halves, singles = np.empty((0, 1), np.uint16), np.empty((0, 1), np.float32)
     out, highest = np.empty(0, np.int32), np.empty(0, np.float32)
-    draw_rows(halves, singles, RowParameters(*nothing), make_buffers(1), out, highest)
+    draw_rows(halves, singles, np.empty(0, ROW), lists, make_buffers(1), out, highest)
 
 
 def warm_up_greedy() -> None:

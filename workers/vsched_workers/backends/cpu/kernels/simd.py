@@ -69,12 +69,12 @@ def has_amx() -> bool:
     return bool(binding.get_host_cpu_features().get("amx-bf16"))
 
 
-def call_llvm(builder: Any, name: str, kind: Any, *given: Any) -> Any:
+def call_llvm(builder: Any, name: str, kind: Any, *given: Any, fastmath: Sequence[str] = ()) -> Any:
     """Emit a call of an LLVM intrinsic."""
     module = builder.module
     declared = ir.FunctionType(kind, [each.type for each in given])
     function = module.globals.get(name) or ir.Function(module, declared, name)
-    return builder.call(function, given)
+    return builder.call(function, given, fastmath=fastmath)
 
 
 class InstructionWriter:
