@@ -554,10 +554,10 @@ def make_worker_groups(
     config: Config,
     info: ModelInfo,
     policies: ConfiguredPolicies,
+    events: WorkerGroupEvents,
     *,
     launcher: Launcher,
     arena: Arena,
-    events: WorkerGroupEvents,
     sizing: Sizing,
 ) -> list[WorkerGroup]:
     """Create the worker groups, without starting them."""

@@ -17,7 +17,7 @@ from tests.patience import PATIENCE_S
 from vsched import Engine
 from vsched.cli.demo_command import data_url, is_answer
 from vsched.config import LoadedConfig, load_config
-from vsched.media import VideoReference
+from vsched.media import MediaReference
 from vsched.types import SamplingParams
 from vsched.worker.contract import VideoSampling
 from vsched_workers.plugin import TransformersPlugin
@@ -98,7 +98,7 @@ async def test_trained_checkpoint_reads_a_picture_shown_for_a_second() -> None:
             prompt = [{"role": "user", "content": [{"type": "video"}, text]}]
             generation = await engine.generate(
                 prompt=engine.preprocessor.render(prompt),
-                images=[VideoReference((url, url), VideoSampling(fps=2.0))],
+                images=[MediaReference((url, url), is_video=True, sampling=VideoSampling(fps=2.0))],
                 sampling=SamplingParams(max_tokens=12, temperature=0.0),
                 request_id=turn.answer,
             )

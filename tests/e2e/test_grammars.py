@@ -160,6 +160,7 @@ CRASHES: list[Any] = [
     {"anyOf": [CRASH, {"type": "string"}]},
     {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
     {"type": "number", "minimum": -1e300, "maximum": -1e299},
+    {"allOf": [{"multipleOf": 49999}, {"multipleOf": 49998}]},
     *(linked(one, 1000) for one in ("prefixItems", "items", "oneOf", "anyOf", "allOf")),
 ]
 CHAIN = "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(3000)) + '\nr3000: "a"\n'
@@ -167,6 +168,7 @@ GRAMMARS = [
     CHAIN,
     CHAIN.replace("start:", "root:").replace(":", " ::="),
     f"start: %json {json.dumps(CRASH)}",
+    "start: " + "(" * 20_000 + '"a"' + ")" * 20_000,
     f'start: "a" b\nb: %json {json.dumps(CRASH)}',
 ]
 

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import safetensors.numpy
 
-from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, data_url, drawn_image, read
+from tests.e2e.asking import GREEDY, TEXTS, Ask, data_url, drawn_image, read
 from tests.e2e.conftest import SETTINGS, assert_idle
 from tests.e2e.test_video_pruning import prepare, pruned
 from tests.e2e.tower import Tower, packed
@@ -27,7 +27,7 @@ from vsched.api.server import RunningServer, running_server
 from vsched.config import load_config
 from vsched.config.sections import PoliciesConfig
 from vsched.errors import ConfigError
-from vsched.media import EmbeddedVideo, ImageReference, VideoReference
+from vsched.media import ImageReference, MediaReference
 from vsched.media.pruning import make_pruning
 from vsched.worker.contract import view_arrays
 from vsched_policies.pruning import MostChanged
@@ -114,7 +114,7 @@ async def test_embeddings_answer_as_their_images_do(
 
 
 async def embed_video(
-    engine: Engine, tower: Tower, video: VideoReference
+    engine: Engine, tower: Tower, video: MediaReference
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the rows, grid or size, and times of a video that is sent as its frames."""
     assert engine._running is not None
@@ -126,23 +126,22 @@ async def embed_video(
         arrays = view_arrays(item.arrays, engine._running.arena.read(item.extent))
         rows.append(tower.encode_item(arrays, item.tokens, item.metadata))
     prepared.lease.release()
-    fps = video.sampling.fps
+    fps, count = video.sampling.fps, len(video.sources)
     assert fps is not None
     if tower.preprocessor.companion == EMBEDDED_SIZE:
         size = {"image_size": np.array(SIZE[::-1])}
-        seconds = np.array([index / fps for index in range(len(video.source))])
+        seconds = np.array([index / fps for index in range(count)])
         return {"embeds": np.concatenate(rows), **size, "timestamps": seconds}
     grid = np.array([len(rows), *grid_of(prepared.items[0].metadata)[1:]])
-    last = len(video.source) - 1
     times = {"second_per_grid_ts": np.array([2 / fps])}
     if tower.preprocessor.video_times == "timestamps":
-        pairs = [(2 * group, min(2 * group + 1, last)) for group in range(len(rows))]
+        pairs = [(2 * group, min(2 * group + 1, count - 1)) for group in range(len(rows))]
         times = {"timestamps": np.array([(first / fps + end / fps) / 2 for first, end in pairs])}
     return {"embeds": np.concatenate(rows), "grid_thw": grid, **times}
 
 
-def as_video(tensors: dict[str, npt.NDArray[Any]]) -> EmbeddedVideo:
-    return EmbeddedVideo(packed(**tensors).source)
+def as_video(tensors: dict[str, npt.NDArray[Any]]) -> MediaReference:
+    return MediaReference(packed(**tensors).source, is_video=True, is_embedded=True)
 
 
 async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> None:
@@ -165,9 +164,9 @@ async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> N
     for first, second, third in (
         (long, videos[1], image),
         (videos[0], short, served.tower.embed(image)),
-        (long, EmbeddedVideo(f"file://{file}"), image),
+        (long, MediaReference(f"file://{file}", is_video=True, is_embedded=True), image),
     ):
-        parts = [image, first, second, "and ", third, text]
+        parts: list[Any] = [image, first, second, "and ", third, text]
         assert await ask_video(engine, VideoAsk(parts, count=30)) == wanted
     encoded = engine.statistics()["encode"]["items_encoded"]
     assert await ask_video(engine, VideoAsk([long, "Again?"], count=1))
@@ -261,54 +260,6 @@ async def test_a_repeated_embedding_is_cached_like_any_item(served: Served) -> N
     assert engine.statistics()["encode"]["items_encoded"] == encoded
 
 
-async def test_text_only_next_to_embeddings_has_no_items(
-    served: Served, generated: Callable[[str, Sequence[Ask]], list[list[int]]]
-) -> None:
-    text = Ask(TEXTS[4])
-    [wanted] = generated(served.engine.model_name, [text])
-    found, _ = await asyncio.gather(
-        answer(served.engine, text), ask(served.engine, [served.tower.embed(IMAGES[0])])
-    )
-    assert found.token_ids == wanted
-
-
-async def test_bad_embeddings_are_refused_and_others_are_served(served: Served) -> None:
-    """A code per cause; no rank gets them."""
-    engine, tower = served.engine, served.tower
-    rows, grid = tower.encode(IMAGES[0])
-    pids = engine.rank_pids
-    odd = np.array([1, grid[1] - 1, grid[2]])
-    bad = {
-        "grid_thw_missing": packed(embeds=rows),
-        "embeds_missing": packed(grid_thw=grid),
-        "grid_thw_invalid": packed(embeds=rows, grid_thw=odd),
-        "embeds_tokens": packed(embeds=rows[1:], grid_thw=grid),
-        "embeds_hidden_size": packed(embeds=rows[:, 1:], grid_thw=grid),
-        "embeds_dtype": packed(embeds=rows.astype(np.float16), grid_thw=grid),
-        "embeds_not_finite": packed(embeds=rows * np.float32("nan"), grid_thw=grid),
-    }
-    wanted = await ask(engine, [tower.embed(IMAGES[0])])
-    for code, brought in bad.items():
-        beside = asyncio.create_task(ask(engine, [tower.embed(IMAGES[0])]))
-        with pytest.raises(RequestRefused, match="image 1: .*Remedy: ") as caught:
-            await ask(engine, [tower.embed(IMAGES[0]), brought])
-        assert (caught.value.code, caught.value.status) == (code, 400)
-        assert await beside == wanted
-    assert engine.rank_pids == pids
-
-
-async def test_embedding_over_the_token_budget_is_refused(served: Served) -> None:
-    """Index, tokens, limit and remedy."""
-    engine, width = served.engine, served.tower.info.embedding_row_bytes // 4
-    limit = engine.info.item_tokens_max
-    rows = np.zeros((limit + 1, width), np.float32)
-    brought = packed(embeds=rows, grid_thw=np.array([1, 2, 2 * (limit + 1)]))
-    with pytest.raises(RequestRefused) as caught:
-        await ask(engine, [brought])
-    expected = f"image 0: the image has too many tokens: value {limit + 1} tokens, limit {limit}"
-    assert caught.value.message.startswith(expected)
-
-
 async def test_embeddings_over_http(served: Served) -> None:
     """The content part of the chat endpoint, next to a raw image."""
     engine, brought = served.engine, served.tower.embed(IMAGES[0])
@@ -329,10 +280,3 @@ async def test_embeddings_over_http(served: Served) -> None:
             assert reply.status_code == 200, reply.text
             texts.append(reply.json()["choices"][0]["message"]["content"])
     assert texts[0] == texts[1]
-
-
-async def test_embeddings_are_off_by_default(engine: Engine) -> None:
-    rows = np.zeros((1, 64), np.float32)
-    with pytest.raises(RequestRefused, match=r"set media\.allow_embeddings = true") as caught:
-        await ask(engine, [packed(embeds=rows, grid_thw=np.array([1, 2, 2]))])
-    assert caught.value.code == "embeddings_disabled"

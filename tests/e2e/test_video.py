@@ -31,7 +31,7 @@ from tests.workers.driver import values_of
 from tests.workers.reference import Reference
 from vsched import Config, Engine
 from vsched.api.server import RunningServer
-from vsched.media import VideoReference
+from vsched.media import MediaReference
 from vsched.worker.contract import VideoSampling, view_arrays
 from vsched_workers.families.qwen_image import LEVELS
 
@@ -45,7 +45,9 @@ def url_of(file: bytes, kind: str = "video/mp4") -> str:
 def asks() -> list[VideoAsk]:
     """Return questions with videos as frames and as files, of odd lengths, repeated, and mixed with images."""
     long = of_frames(drawn_frames(1, 15))
-    file = VideoReference(url_of(video_file(drawn_frames(2, 16))), VideoSampling(fps=4.0))
+    file = MediaReference(
+        url_of(video_file(drawn_frames(2, 16))), is_video=True, sampling=VideoSampling(fps=4.0)
+    )
     slow = of_frames(drawn_frames(1, 15), fps=0.5)
     text = "What comes first? " * 4
     return [

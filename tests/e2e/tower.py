@@ -11,7 +11,7 @@ import numpy.typing as npt
 from PIL import Image
 from safetensors.numpy import save
 
-from vsched.media import EmbeddedImage
+from vsched.media import MediaReference
 from vsched.types import ModelInfo
 from vsched.worker.contract import Arrays, EncodeJob, EncodeWorker, Preprocessor, WorkerSettings
 from vsched_workers.families.qwen_image import grid_of
@@ -49,10 +49,10 @@ class Tower:
         rows: npt.NDArray[Any] = page[0].view(np.float32)
         return rows
 
-    def embed(self, image: Image.Image) -> EmbeddedImage:
+    def embed(self, image: Image.Image) -> MediaReference:
         rows, grid = self.encode(image)
         return packed(embeds=rows, grid_thw=grid)
 
 
-def packed(**tensors: npt.NDArray[Any]) -> EmbeddedImage:
-    return EmbeddedImage(base64.b64encode(save(tensors)).decode())
+def packed(**tensors: npt.NDArray[Any]) -> MediaReference:
+    return MediaReference(base64.b64encode(save(tensors)).decode(), is_embedded=True)

@@ -18,7 +18,7 @@ from tests.patience import patience
 from tests.workers.driver import values_of
 from tests.workers.reference import Reference
 from vsched import Engine, SamplingParams
-from vsched.media import EmbeddedImage, EmbeddedVideo, ImageReference, VideoReference
+from vsched.media import ImageReference, MediaReference
 from vsched.types import MediaItem
 from vsched.worker.contract import VideoSampling, view_arrays
 from vsched_workers.families.qwen_image import grid_of
@@ -47,26 +47,29 @@ def video_file(frames: Sequence[Image.Image], *, rate: int = 8, codec: str = "li
     return file.getvalue()
 
 
-def of_frames(frames: Sequence[Image.Image], fps: float = 2.0) -> VideoReference:
+def of_frames(frames: Sequence[Image.Image], fps: float = 2.0) -> MediaReference:
     """Return a video that is sent as its frames."""
-    return VideoReference(tuple(map(data_url, frames)), VideoSampling(fps=fps))
+    return MediaReference(
+        tuple(map(data_url, frames)), is_video=True, sampling=VideoSampling(fps=fps)
+    )
 
 
 @dataclass(frozen=True)
 class VideoAsk:
     """A question: images, videos and texts in order."""
 
-    parts: Sequence[Image.Image | EmbeddedImage | VideoReference | EmbeddedVideo | str]
+    parts: Sequence[Image.Image | MediaReference | str]
     count: int = 24
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        kinds = {str: "text", VideoReference: "video", EmbeddedVideo: "video"}
-        content = [
-            {"type": kinds.get(type(part), "image")}
-            | ({"text": part} if isinstance(part, str) else {})
-            for part in self.parts
-        ]
+        content: list[dict[str, Any]] = []
+        for part in self.parts:
+            if isinstance(part, str):
+                content.append({"type": "text", "text": part})
+            else:
+                is_video = isinstance(part, MediaReference) and part.is_video
+                content.append({"type": "video" if is_video else "image"})
         return [{"role": "user", "content": content}]
 
     @property
@@ -103,7 +106,7 @@ async def assert_answers(
     assert after["tokens_cached"] > before["tokens_cached"]
 
 
-async def groups_encoded(engine: Engine, video: VideoReference) -> int:
+async def groups_encoded(engine: Engine, video: MediaReference) -> int:
     """Return the number of frame groups that a question about a video encodes."""
     before = engine.statistics()["encode"]["items_encoded"]
     await ask_video(engine, VideoAsk([video, "?"], count=1))
@@ -129,7 +132,8 @@ def visuals_of(engine: Engine, ask: VideoAsk, items: Sequence[MediaItem]) -> lis
         if isinstance(part, str):
             continue
         kind, groups, seconds = "image", 1, 0.0
-        if isinstance(part, VideoReference):
+        if isinstance(part, MediaReference):
+            assert part.source is not None
             kind, groups = "video", -(-len(part.source) // 2)
             assert part.sampling.fps is not None
             seconds = 2 / part.sampling.fps

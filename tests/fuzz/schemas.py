@@ -1,382 +1,164 @@
-"""Hostile JSON schemas: every keyword of draft-07 and 2020-12, with values at the limits of parsers."""
+"""Random JSON schemas, damage to them, and a validator with exact numbers for the keywords in them."""
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable
+import re
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
-from tests.fuzz.patterns import count, draw_pattern
-
-TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
-EDGES: tuple[Any, ...] = tuple(
-    sign * 2**bits + more for bits in (31, 32, 53, 63, 64, 70, 127) for sign in (1, -1) for more in (-1, 0, 1)
+_KINDS = ("enum", "const", "integer", "number", "boolean", "null", "string", "pattern")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_ODD: list[Any] = [
+    None, -1, 10**12, "x", "(", [], {}, True, 1.5, {"$ref": "#/nowhere"}, ["string", 3], "😀" * 3,
+    -(2**63), 10**400, {"a": 2**53 + 1}, [{}] * 50, "[]",
+]  # fmt: skip
+_KEYS = (
+    "type", "enum", "minimum", "maxLength", "items", "properties", "required", "pattern", "anyOf", "oneOf", "allOf",
+    "$ref", "format", "not", "if", "minItems", "x-guidance", "propertyNames", "discriminator", "multipleOf",
 )  # fmt: skip
-EDGES += (
-    0,
-    -0.0,
-    0.1,
-    1e-9,
-    5e-324,
-    1e15,
-    1e16,
-    1e19,
-    -1e19,
-    1e300,
-    -1e300,
-    1e308,
-    -1.7e308,
-    10**40,
-    -(10**40),
-    10**400,
-)
-FORMATS = (
-    "date", "date-time", "time", "duration", "email", "idn-email", "hostname", "ipv4", "ipv6",
-    "uri", "uri-reference", "iri", "uuid", "uri-template", "json-pointer", "relative-json-pointer",
-    "regex", "int32", "int64", "byte", "password", "", "no",
-)  # fmt: skip
-TEXTS = (
-    "", "a", "b c", 'q"\\', "\n", "\x00", "é", "日本", "\U0001f642", "</tool_call>", "<|im_end|>",
-    "$ref", "type", "x" * 300, "properties", "__proto__", "/", "~0~1", "a/b", "%25", "#", "e\u0301",
-)  # fmt: skip
-REFERENCES = (
-    "#", "#/", "#/$defs/a", "#/$defs/b", "#/$defs/nowhere", "#a", "#/properties/a", "#/items",
-    "#/$defs/a/$defs/b", "", "http://json-schema.org/draft-07/schema#",
-    "https://json-schema.org/draft/2020-12/schema", "file:///etc/passwd", "http://127.0.0.1:9/x",
-    "other.json#/a", "urn:uuid:0", "//a", "#/$defs/~0~1", "#/%24defs/a", "#/allOf/0", "\x00",
-    "#/$defs",
-)  # fmt: skip
-ODD: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1.5, 10**12, "", "x", "(", [], {}, [[]], [None], {"": {}},
-    ["string", 3], {"$ref": 3}, {"$ref": "#"}, {"type": {}}, [{}] * 50, "\ud800", 2**63, 1e308,
-)  # fmt: skip
-NESTED = (1, 3, 10, 40, 64, 65, 130, 300, 400)
-LINKS = (2, 10, 60, 200, 500, 1000, 1500)
-SIZES = (3, 30, 300, 2500)
-DUPLICATE = "duplicate:"
-"""Prefix of a key that becomes, in the text that is sent, a duplicate of the key after it."""
-
-_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
-_ONE = (
-    "items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else",
-    "propertyNames", "unevaluatedItems", "unevaluatedProperties", "contentSchema",
-)  # fmt: skip
-_NAMED = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-    "dependencies",
-)
-_COUNTS = (
-    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
-    "minContains", "maxContains",
-)  # fmt: skip
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_PLAIN = (
-    "type", "enum", "const", "pattern", "format", "required", "dependentRequired", "uniqueItems",
-    "$ref", "$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor", "$schema",
-    "$comment", "title", "description", "default", "examples", "readOnly", "deprecated",
-    "contentEncoding", "contentMediaType", "nullable", "x-guidance", "discriminator", "$vocabulary",
-)  # fmt: skip
-_FLAGS = ("uniqueItems", "readOnly", "deprecated", "nullable")
-_OPTIONS = ("whitespace_flexible", "coerce_one_of", "lenient")
-KEYWORDS = (*_LIST, *_ONE, *_NAMED, *_COUNTS, *_NUMBERS, *_PLAIN)
-_SERVED = (
-    "allOf", "anyOf", "prefixItems", "items", "additionalProperties", "properties",
-    "patternProperties", "minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum",
-    "exclusiveMinimum", "multipleOf", "type", "enum", "const", "pattern", "format", "required",
-    "$ref",
-)  # fmt: skip
-"""Keywords that are mostly served: a schema with any other may fail the check of its keywords."""
 
 
-def draw_schema(rng: random.Random) -> Any:
-    """Draw a schema: few keywords or many, or one excessive construct."""
-    shape = rng.choice(_SHAPES) if rng.random() < 0.4 else _keywords
-    return shape(rng)
+def random_schema(rng: random.Random, depth: int, *, edges: bool = False) -> dict[str, Any]:
+    """Return a schema whose values are of bounded length.
+
+    With `edges`, it may also have numbers at the edges of types, options and references to `#/$defs/shared`; such a
+    schema may be refused.
+    """
+    kinds: list[str] = [*_KINDS, *(("object", "array", "anyOf") * 2 if depth else ())]
+    if edges:
+        kinds += ["edges"] * 5 + (["oneOf", "allOf", "$ref"] if depth else [])
+    return _of_kind(rng.choice(kinds), rng, depth, edges)
 
 
-def _keywords(rng: random.Random, depth: int = 3) -> Any:
-    """Return a schema of random keywords, mostly with valid values, which agree with each other in about half."""
-    if rng.random() < 0.05:
-        return rng.choice((True, False, *ODD))
-    made: dict[str, Any] = {}
-    if rng.random() < 0.5:
-        made.update(_typed(rng, depth))
-    for _ in range(rng.choice((0, 0, 1, 1, 2, 6) if made else (1, 1, 2, 3, 8))):
-        keyword = rng.choice(_SERVED if rng.random() < 0.8 else KEYWORDS)
-        value = rng.choice(ODD) if rng.random() < 0.06 else _value(keyword, rng, depth)
-        made[DUPLICATE + keyword if rng.random() < 0.02 else keyword] = value
-    if depth == 3 and rng.random() < 0.5:
-        made.setdefault("$defs", {"a": _keywords(rng, 1), "b": {"$ref": rng.choice(REFERENCES)}})
-    return made
-
-
-def _typed(rng: random.Random, depth: int) -> dict[str, Any]:
-    """Return a schema of one type and keywords that belong to it."""
-    match kind := rng.choice(TYPES):
+def _of_kind(kind: str, rng: random.Random, depth: int, edges: bool) -> dict[str, Any]:  # noqa: C901
+    match kind:
+        case "enum":
+            return {"enum": rng.sample(["a", 'b"\\', "日本", 3, None, 1.5, "", True, "</a>"], 3)}
+        case "const":
+            return {"const": rng.choice(["c", 0, False, None, "é'"])}
+        case "integer":
+            low = rng.randrange(-20, 20)
+            return {"type": "integer", "minimum": low, "maximum": low + rng.randrange(50)}
+        case "number":
+            return {"type": "number", "minimum": 0, "maximum": 1}
         case "string":
-            keyword = rng.choice(("minLength", "maxLength", "pattern", "format", "enum"))
-        case "integer" | "number":
-            low, high = sorted((number(rng), number(rng)))
-            ends = rng.choice((("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")))
-            return {"type": kind, ends[0]: low, ends[1]: rng.choice((low, low + 1, high))}
-        case "object" if depth:
-            held = _value("properties", rng, depth)
-            names = [name for name in held if rng.random() < 0.7]
+            return {"type": "string", "maxLength": rng.randrange(1, 6)}
+        case "pattern":
+            pattern = rng.choice(["^[a-f]{2,3}$", "^(x|yz)$", r"^\d\d-\d$", r"^[^\s@]@.$"])
+            return {"type": "string", "pattern": pattern}
+        case "object":
+            names = rng.sample(["a", "b c", "ü", "d", 'q"', "type"], rng.randrange(1, 4))
             return {
-                "type": kind,
-                "properties": held,
-                "required": names,
-                "additionalProperties": rng.random() < 0.3,
+                "type": "object",
+                "properties": {name: random_schema(rng, depth - 1, edges=edges) for name in names},
+                "required": names[: rng.randrange(len(names) + 1)],
+                "additionalProperties": rng.choice([False, {"type": "boolean"}]) and edges,
             }
-        case "array" if depth:
+        case "array":
             return {
-                "type": kind,
-                "items": _keywords(rng, depth - 1),
-                rng.choice(("minItems", "maxItems")): count(rng),
+                "type": "array",
+                "items": random_schema(rng, depth - 1, edges=edges),
+                "maxItems": 2,
             }
-        case _:
-            return {"type": kind}
-    return {"type": kind, keyword: _value(keyword, rng, depth)}
+        case "anyOf" | "oneOf":
+            return {kind: [random_schema(rng, depth - 1, edges=edges) for _ in range(2)]}
+        case "allOf":
+            bound = {rng.choice(_BOUNDS): _number(rng)}
+            return {"allOf": [random_schema(rng, depth - 1, edges=True), bound]}
+        case "$ref":
+            return {"$ref": "#/$defs/shared"}
+        case "edges":
+            schema: dict[str, Any] = {"type": rng.choice(["integer", "number"])}
+            schema |= {name: _number(rng) for name in rng.sample(_BOUNDS, 2)}
+            if rng.random() < 0.2:
+                schema["multipleOf"] = rng.choice([1, 2, 0.5, 0.01, 10, 1.5, 0.07])
+            return rng.choice([schema, schema, {"enum": [_number(rng), "a"]}])
+    return {"type": kind}
 
 
-def number(rng: random.Random) -> Any:
-    """Draw a number, mostly at the edge of a type."""
-    if rng.random() < 0.7:
-        return rng.choice(EDGES)
-    return rng.choice((rng.randrange(-100, 100), rng.uniform(-9, 9)))
-
-
-def _value(keyword: str, rng: random.Random, depth: int) -> Any:
-    """Return a value that a keyword takes."""
-    inner: Callable[[], Any] = (
-        (lambda: _keywords(rng, depth - 1)) if depth else (lambda: rng.choice((True, {})))
+def _number(rng: random.Random) -> int | float:
+    sign = rng.choice([1, -1])
+    return rng.choice(
+        [
+            rng.randrange(-20, 20),
+            sign * ((1 << rng.randrange(50, 66)) + rng.randrange(-3, 4)),
+            rng.choice([0, 0.0, -0.0, 0.5, -0.5, 0.25, 3, 3.5, 1e-9, 100]),
+            sign * int(10.0 ** rng.randrange(20)) + rng.randrange(-1, 2),
+            round(rng.uniform(-10, 10), rng.randrange(1, 6)),
+            rng.uniform(-1, 1) * 10.0 ** rng.randrange(-8, 25),
+        ]
     )
-    if keyword in _LIST:
-        return [inner() for _ in range(rng.randrange(1, 4))]
-    if keyword in _ONE:
-        return inner()
-    if keyword in _NAMED:
-        name = draw_pattern if keyword == "patternProperties" else _text
-        return {name(rng): inner() for _ in range(rng.randrange(1, 4))}
-    if keyword in _COUNTS:
-        return count(rng)
-    if keyword in _NUMBERS:
-        return number(rng)
-    return _VALUES.get(keyword, _text)(rng)
 
 
-def _options(rng: random.Random) -> dict[str, Any]:
-    """Return llguidance's own options of a schema."""
-    made: dict[str, Any] = {name: rng.random() < 0.5 for name in _OPTIONS}
-    if rng.random() < 0.3:
-        made |= {"whitespace_pattern": draw_pattern(rng), "item_separator": draw_pattern(rng)}
-    return made
+def damaged(schema: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Return a schema with random changes, which mostly make it invalid."""
+    broken = copy.deepcopy(schema)
+    inner = [broken]
+    for each in inner:
+        below = [*each.get("anyOf", ()), *each.get("properties", {}).values(), each.get("items")]
+        inner += [one for one in below if isinstance(one, dict)]
+    for _ in range(rng.randrange(1, 4)):
+        rng.choice(inner)[rng.choice(_KEYS)] = rng.choice(_ODD)
+    return broken
 
 
-def _reference(rng: random.Random) -> str:
-    return rng.choice(REFERENCES if rng.random() < 0.3 else REFERENCES[:4])
-
-
-def _text(rng: random.Random) -> str:
-    return rng.choice(TEXTS) if rng.random() < 0.4 else rng.choice("abcd")
-
-
-def _literal(rng: random.Random, depth: int) -> Any:
-    """Return a JSON value."""
-    match rng.randrange(8):
-        case 0 | 1 | 2:
-            return number(rng)
-        case 3 if depth:
-            return [_literal(rng, depth - 1) for _ in range(rng.randrange(4))]
-        case 4 if depth:
-            return {_text(rng): _literal(rng, depth - 1) for _ in range(rng.randrange(4))}
-        case 5:
-            return rng.choice((None, True, False))
-    return _text(rng)
-
-
-def _wrapped(rng: random.Random, inner: Any, keyword: str = "") -> dict[str, Any]:
-    """Return a schema that contains another one."""
-    keyword = keyword or rng.choice((*_LIST, *_ONE, *_NAMED))
-    if keyword in _LIST:
-        return {keyword: [inner, *rng.choice(((), ({"type": "null"},), (True,)))]}
-    return {keyword: {rng.choice("ab"): inner} if keyword in _NAMED else inner}
-
-
-def _deep(rng: random.Random) -> Any:
-    """Return schemas within schemas, by one keyword or by all in turn."""
-    keyword = rng.choice((*_LIST, *_ONE, *_NAMED, "", ""))
-    made = _keywords(rng, 1)
-    for _ in range(rng.choice(NESTED)):
-        made = _wrapped(rng, made, keyword)
-    return made
-
-
-def _chain(rng: random.Random) -> Any:
-    """Return references to references, each within a keyword; the last may lead back to the first, or nowhere."""
-    links, keyword = rng.choice(LINKS), rng.choice((*_LIST, *_ONE, *_NAMED, "", "$ref", "$ref"))
-
-    def link(to: int) -> dict[str, Any]:
-        reference = {"$ref": f"#/$defs/d{to}"}
-        if rng.random() < 0.002:
-            reference["$ref"] = rng.choice(REFERENCES)
-        return reference if keyword == "$ref" else _wrapped(rng, reference, keyword)
-
-    made = {f"d{at}": link(at + 1) for at in range(links)}
-    made[f"d{links}"] = rng.choice(({"type": "null"}, {"$ref": "#/$defs/d0"}, _keywords(rng, 1)))
-    return {"$ref": "#/$defs/d0", "$defs": made}
-
-
-def _web(rng: random.Random) -> Any:
-    """Return definitions that each refer to several, perhaps to themselves."""
-    names = [f"d{at}" for at in range(rng.choice((2, 3, 8, 30, 120)))]
-
-    def reference(_: int = 0) -> dict[str, Any]:
-        return {"$ref": f"#/$defs/{rng.choice(names)}"}
-
-    def node() -> dict[str, Any]:
-        keyword = rng.choice((*_LIST, "properties", "items", "additionalProperties"))
-        if keyword in _LIST:
-            return {keyword: [reference() for _ in range(rng.randrange(1, 5))]}
-        if keyword == "properties":
-            held = {name: reference() for name in "abc"[: rng.randrange(1, 4)]}
-            return {
-                "type": "object",
-                "properties": held,
-                "required": list(held)[: rng.randrange(3)],
-            }
-        return {"type": "array" if keyword == "items" else "object", keyword: reference()}
-
-    made = {name: node() if rng.random() < 0.9 else _keywords(rng, 1) for name in names}
-    return {**reference(), "$defs": made, **(node() if rng.random() < 0.2 else {})}
-
-
-def _wide(rng: random.Random) -> Any:
-    """Return very many of one thing: values, properties, alternatives, names."""
-    size = rng.choice(SIZES)
-    match rng.randrange(7):
-        case 0:
-            return {"enum": [f"{at:04}" * rng.choice((1, 3)) for at in range(size)]}
-        case 1:
-            return {
-                "enum": [
-                    rng.choice((at, -at, at / 7, at * 10**15, -(2**63) + at)) for at in range(size)
-                ]
-            }
-        case 2:
-            held = {
-                f"p{at}": rng.choice(({"type": "string"}, {}, _keywords(rng, 0)))
-                for at in range(size)
-            }
-            return {
-                "type": "object",
-                "properties": held,
-                "required": [name for name in held if rng.random() < 0.5],
-            }
-        case 3:
-            return {
-                rng.choice(("anyOf", "oneOf")): [
-                    _keywords(rng, rng.randrange(2)) for _ in range(min(size, 400))
-                ]
-            }
-        case 4:
-            return {
-                "type": "object",
-                "required": [f"p{at}" for at in range(size)],
-                "maxProperties": count(rng),
-            }
-        case 5:
-            return {
-                "patternProperties": {
-                    f"^{draw_pattern(rng)}{at}": {} for at in range(min(size, 100))
-                }
-            }
-    return {
-        "type": "array",
-        "prefixItems": [_keywords(rng, 0) for _ in range(min(size, 600))],
-        "items": False,
+def fits(value: Any, schema: Any, root: Any = None) -> bool:
+    """Return True if a value, whose numbers with a point may be `Decimal`, matches a schema of this module."""
+    root = schema if root is None else root
+    if isinstance(schema, bool):
+        return schema
+    kind = _type(value)
+    whole = kind == "number" and _exact(value).denominator == 1
+    if schema.get("type", kind) not in (kind, "integer" if whole else kind):
+        return False
+    if "$ref" in schema and not fits(value, root["$defs"]["shared"], root):
+        return False
+    values = [schema["const"]] if "const" in schema else schema.get("enum", [value])
+    if not any(_type(each) == kind and _exact(each) == _exact(value) for each in values):
+        return False
+    matching = {
+        key: sum(fits(value, each, root) for each in schema.get(key, ()))
+        for key in ("allOf", "anyOf", "oneOf")
     }
+    if matching["allOf"] < len(schema.get("allOf", ())):
+        return False
+    if ("anyOf" in schema and not matching["anyOf"]) or matching["oneOf"] != ("oneOf" in schema):
+        return False
+    return _fits_kind(value, kind, schema, root)
 
 
-def _products(rng: random.Random) -> Any:
-    """Return alternatives that have to be compared pair by pair."""
-    first, second = rng.choice((3, 12, 40)), rng.choice((3, 12, 40))
-
-    def part(at: int, other: int) -> Any:
-        return rng.choice(
-            (
-                {"pattern": f"a{at}*b{other}"},
-                {"required": [f"p{at}", f"q{other}"]},
-                {"properties": {f"p{at}": {"const": other}}},
-                {"minimum": at, "maximum": other},
-                {"enum": list(range(at, at + other))},
-                {"type": rng.choice(TYPES)},
-            )
+def _fits_kind(value: Any, kind: str, schema: dict[str, Any], root: Any) -> bool:
+    if kind == "number":
+        exact = _exact(value)
+        held = {key: _exact(schema[key]) for key in (*_BOUNDS, "multipleOf") if key in schema}
+        return bool(
+            held.get("minimum", exact) <= exact <= held.get("maximum", exact)
+            and held.get("exclusiveMinimum", exact - 1) < exact
+            and exact < held.get("exclusiveMaximum", exact + 1)
+            and (exact / held.get("multipleOf", Fraction(1, 10**40))).denominator == 1
         )
-
-    groups = [
-        {rng.choice(("anyOf", "oneOf")): [part(i, j) for i in range(first)]} for j in range(second)
-    ]
-    return {"allOf": groups}
-
-
-def _bounded(rng: random.Random) -> Any:
-    """Return numbers between bounds at the edges, or multiples there."""
-    made: dict[str, Any] = {"type": rng.choice(("integer", "number", ["integer", "null"]))}
-    for keyword in rng.sample(_NUMBERS, rng.randrange(1, 4)):
-        made[keyword] = number(rng)
-    if rng.random() < 0.3:
-        made = {"anyOf": [made, {"const": number(rng)}, {"enum": [number(rng), number(rng)]}]}
-    return made
-
-
-def _repeated(rng: random.Random) -> Any:
-    """Return counts within counts."""
-    made: Any = _keywords(rng, 1)
-    for _ in range(rng.randrange(1, 5)):
-        low, high = sorted((count(rng), count(rng)))
-        made = rng.choice(
-            (
-                {"type": "array", "items": made, "minItems": low, "maxItems": high},
-                {
-                    "type": "string",
-                    "minLength": low,
-                    "maxLength": high,
-                    "pattern": draw_pattern(rng),
-                },
-                {
-                    "type": "object",
-                    "additionalProperties": made,
-                    "minProperties": low,
-                    "maxProperties": high,
-                },
-                {"type": "array", "contains": made, "minContains": low, "maxContains": high},
-                {"type": "array", "items": made, "minItems": high, "uniqueItems": True},
-            )
+    if kind == "string":
+        long = len(value) > schema.get("maxLength", len(value))
+        return not long and re.search(schema.get("pattern", ""), value) is not None
+    if kind == "array" and "items" in schema:
+        return len(value) <= 2 and all(fits(each, schema["items"], root) for each in value)
+    if kind == "object" and "properties" in schema:
+        listed, rest = schema["properties"], schema["additionalProperties"]
+        return set(schema["required"]) <= value.keys() and all(
+            fits(each, listed.get(name, rest), root) for name, each in value.items()
         )
-    return made
+    return True
 
 
-_SHAPES: tuple[Callable[[random.Random], Any], ...]
-_SHAPES = (_deep, _chain, _chain, _web, _wide, _products, _bounded, _bounded, _repeated)
+def _type(value: Any) -> str:
+    names = {bool: "boolean", str: "string", list: "array", dict: "object", type(None): "null"}
+    return names.get(type(value), "number")
 
-_VALUES: dict[str, Callable[[random.Random], Any]] = {
-    "type": lambda rng: rng.choice((*TYPES, rng.sample(TYPES, 3), ["string", "string"], "any", [])),
-    "enum": lambda rng: [_literal(rng, 2) for _ in range(rng.choice((0, 1, 3, 10)))],
-    "examples": lambda rng: [_literal(rng, 1)],
-    "format": lambda rng: rng.choice(FORMATS),
-    "required": lambda rng: [_text(rng) for _ in range(rng.choice((0, 1, 3, 300)))],
-    "dependentRequired": lambda rng: {_text(rng): [_text(rng)]},
-    "x-guidance": _options,
-    "pattern": draw_pattern,
-    **dict.fromkeys(("const", "default"), lambda rng: _literal(rng, 3)),
-    **dict.fromkeys(("$ref", "$dynamicRef", "$recursiveRef", "$id", "$schema"), _reference),
-    **dict.fromkeys(("$anchor", "$dynamicAnchor"), lambda rng: rng.choice(("a", "b", "", "#a"))),
-    **dict.fromkeys(_FLAGS, lambda rng: rng.random() < 0.7),
-    **dict.fromkeys(("discriminator", "$vocabulary"), lambda rng: {"propertyName": _text(rng)}),
-}
-"""Generators of values for keywords that hold no schema; others get a text."""
+
+def _exact(value: Any) -> Any:
+    if _type(value) != "number":
+        return value
+    return Fraction(Decimal(repr(value)) if isinstance(value, float) else value)

@@ -149,9 +149,6 @@ class PendingArrivals:
     def oldest(self, most: int) -> list[PendingArrival]:
         return list(itertools.islice(self._live.values(), max(most, 0)))
 
-    def request_ids(self) -> list[str]:
-        return [arrival.request_id for arrival in self._live.values()]
-
     async def wait_idle(self) -> None:
         """Wait until there are no requests.
 

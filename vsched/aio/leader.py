@@ -366,7 +366,6 @@ class Leader:
         kernels_late: Number of kernels that each rank compiled or loaded after it was ready.
         threads: Threads in use by each rank that reports them.
         heartbeats: Number of heartbeats sent.
-        heartbeats_missed: Number of intervals in which nothing was sent, because this process did not run.
     """
 
     def __init__(
@@ -389,7 +388,7 @@ class Leader:
         self.memory: dict[int, dict[str, int]] = {}
         self.kernels_late: dict[int, int] = {}
         self.threads = RankThreads(name) if threads is None else threads
-        self.heartbeats = self.heartbeats_missed = 0
+        self.heartbeats = 0
         self.loaded = _Gather[RankMemory](ranks)
         self.reserved = _Gather[Reserved](ranks)
         self.ready: asyncio.Future[list[Ready]] = asyncio.get_running_loop().create_future()
@@ -479,13 +478,8 @@ class Leader:
 
     def _append(self, entry: LogEntry) -> None:
         frame = self._log.append(entry)
-        now_s = self._loop.time()
-        if self._timer is not None:  # before that, ranks load and expect nothing
-            self.heartbeats += isinstance(entry, Heartbeat)
-            self.heartbeats_missed += max(
-                int((now_s - self._sent_s) / self._deadlines.heartbeat_s) - 1, 0
-            )
-        self._sent_s = now_s
+        self.heartbeats += isinstance(entry, Heartbeat)
+        self._sent_s = self._loop.time()
         self._link.carry(entry)
         for rank in range(self._ranks):
             if not self._link.send(rank, frame):

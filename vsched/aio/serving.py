@@ -147,8 +147,7 @@ def checked_images(images: object) -> list[ImageReference]:
             message = limit_message(
                 f"images[{index}] is not valid",
                 value=f"{image!r:.200}",
-                limit="a list of URLs, as str, or of NamedImage, BoundedImage, VideoReference, "
-                "EmbeddedImage or EmbeddedVideo",
+                limit="a list of URLs, as str, or of MediaReference",
                 remedy="pass images as such a list",
             )
             raise RequestRefused(message, code="invalid_value")

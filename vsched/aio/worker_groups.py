@@ -479,7 +479,7 @@ class ServedGroup:
             "running": running,
             "waiting": waiting,
             "busy_ms": self.busy_ns / 1e6,
-            "heartbeats": {"sent": leader.heartbeats, "missed": leader.heartbeats_missed},
+            "heartbeats": leader.heartbeats,
             "restarts": worker_group.restarts,
             "losses": dict(worker_group.losses),
             "last_loss": loss,

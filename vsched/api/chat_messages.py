@@ -34,17 +34,12 @@ from vsched.api.request_schema import (
     deeper,
 )
 from vsched.media import (
-    BoundedImage,
-    EmbeddedImage,
-    EmbeddedVideo,
     ImageReference,
-    NamedImage,
-    SpannedImage,
-    UnspannedReference,
-    VideoReference,
+    MediaReference,
     frames_of,
     scheme_of,
 )
+from vsched.types import Spans
 from vsched.worker.contract import PixelBounds, VideoSampling
 
 _ROLES = {"developer": "system", "function": "tool"}
@@ -131,26 +126,25 @@ def _content(
             case RedactedThinkingPart():
                 pass
             case ImageEmbedsPart():
-                embedded = EmbeddedImage(_embeds(part.image_embeds, "image_embeds"))
-                images.append(_spanned(embedded, part.attention_spans))
+                source = _embeds(part.image_embeds, "image_embeds")
+                attention = _attention(part)
+                images.append(MediaReference(source, is_embedded=True, attention=attention))
                 content.append({"type": "image"})
             case VideoEmbedsPart():
-                embedded_video = EmbeddedVideo(_embeds(part.video_embeds, "video_embeds"))
-                images.append(_spanned(embedded_video, part.attention_spans))
+                source = _embeds(part.video_embeds, "video_embeds")
+                images.append(
+                    MediaReference(
+                        source, is_video=True, is_embedded=True, attention=_attention(part)
+                    )
+                )
                 content.append({"type": "video"})
             case ImagePart():
-                images.append(_spanned(_bounded(part, defaults.bounds), part.attention_spans))
+                images.append(_image(part, defaults.bounds))
                 content.append({"type": "image"})
             case VideoPart() | FramesPart():
-                images.append(_spanned(_video(part, defaults), part.attention_spans))
+                images.append(_video(part, defaults))
                 content.append({"type": "video"})
     return content
-
-
-def _spanned(
-    reference: UnspannedReference, attention: list[tuple[int, int]] | None
-) -> ImageReference:
-    return reference if attention is None else SpannedImage(reference, tuple(attention))
 
 
 def _thought(message: Message) -> str:
@@ -171,11 +165,25 @@ def _first_bounds(*given: PixelBounds | VideoProcessing | ImagePart) -> PixelBou
     return PixelBounds(least, most)
 
 
-def _bounded(part: ImagePart, bounds: PixelBounds) -> UnspannedReference:
+def _image(part: ImagePart, bounds: PixelBounds) -> MediaReference:
     """Reference to an image with its own pixel bounds, or those of the request."""
+    url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+    if url is None and part.uuid is None:
+        message = "`image_url` is missing. Remedy: send it, or the uuid of an image sent before."
+        raise ParameterRefused(message, param="image_url")
     found = _first_bounds(part, bounds)
-    image = _reference(part)
-    return image if found == PixelBounds() else BoundedImage(image, found)
+    return MediaReference(
+        url if part.uuid is None else url or None,
+        uuid=part.uuid,
+        bounds=None if found == PixelBounds() else found,
+        attention=_attention(part),
+    )
+
+
+def _attention(
+    part: ImagePart | ImageEmbedsPart | VideoEmbedsPart | VideoPart | FramesPart,
+) -> Spans | None:
+    return None if part.attention_spans is None else tuple(part.attention_spans)
 
 
 def _sampling(given: Sequence[VideoOptions | VideoSampling], bounds: PixelBounds) -> VideoSampling:
@@ -187,7 +195,7 @@ def _sampling(given: Sequence[VideoOptions | VideoSampling], bounds: PixelBounds
     return VideoSampling(exact.fps, exact.num_frames, most, bounds)
 
 
-def _video(part: VideoPart | FramesPart, defaults: VideoSampling) -> VideoReference:
+def _video(part: VideoPart | FramesPart, defaults: VideoSampling) -> MediaReference:
     """Reference to a video with its own options; missing ones are from the request."""
     given: list[VideoProcessing] = [part]
     if isinstance(part, FramesPart):
@@ -200,7 +208,12 @@ def _video(part: VideoPart | FramesPart, defaults: VideoSampling) -> VideoRefere
     if isinstance(source, str):
         source = frames_of(source) or source
     bounds = _first_bounds(*given, defaults.bounds)
-    return VideoReference(source, _sampling([*given, defaults], bounds))
+    return MediaReference(
+        source,
+        is_video=True,
+        sampling=_sampling([*given, defaults], bounds),
+        attention=_attention(part),
+    )
 
 
 def _embeds(file: EmbedsFile, param: str) -> str:
@@ -214,16 +227,6 @@ def _embeds(file: EmbedsFile, param: str) -> str:
         message = f"`{param}.url` is not a URL. Remedy: send a data:, file: or https: URL as url."
         raise ParameterRefused(message, param=param)
     return file.data or file.url
-
-
-def _reference(part: ImagePart) -> str | NamedImage:
-    url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
-    if part.uuid is not None:
-        return NamedImage(part.uuid, url or None)
-    if url is None:
-        message = "`image_url` is missing. Remedy: send it, or the uuid of an image sent before."
-        raise ParameterRefused(message, param="image_url")
-    return url
 
 
 ARGUMENTS_CHARACTERS_MAX = 1024 * 1024

@@ -23,7 +23,7 @@ from vsched.errors import ConfigError, limit_message
 from vsched.plugins import convert_value
 from vsched.worker.registry import check_worker_name
 
-_JPEG_BYTES, _WEBP_BYTES = 12, 16
+_JPEG_BYTES, _WEBP_BYTES, _WEBP_PIXELS = 12, 16, 16_000_000
 """Memory of decoding, per pixel."""
 _STRIP_BYTES = 24_000_000
 
@@ -81,7 +81,7 @@ def decode_bytes_needed(media: MediaConfig) -> int:
     """
     pixels = max(
         media.image_pixels_max * _JPEG_BYTES,
-        min(media.webp_pixels_max, media.image_pixels_max) * _WEBP_BYTES,
+        min(_WEBP_PIXELS, media.image_pixels_max) * _WEBP_BYTES,
     )
     return pixels + _STRIP_BYTES + 4 * media.image_bytes_max
 
@@ -120,8 +120,7 @@ def _decode_bytes(media: MediaConfig) -> Iterator[str]:
             "media.decode_bytes: too small to decode the largest image (media.image_pixels_max)",
             value=media.decode_bytes,
             limit=f"at least {needed}",
-            remedy="raise media.decode_bytes, or lower media.image_pixels_max, media.webp_pixels_max and "
-            "media.image_bytes_max",
+            remedy="raise media.decode_bytes, or lower media.image_pixels_max and media.image_bytes_max",
         )
 
 

@@ -439,8 +439,6 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     """Maximum size of an encoded image."""
     image_pixels_max: Positive = 64_000_000
     """Maximum number of pixels of an image, read from its header."""
-    webp_pixels_max: Positive = 16_000_000
-    """Maximum number of pixels of a WEBP image, whose decoder blocks the server."""
     images_max: NonNegative = 64
     """Maximum number of images per request; 0 refuses all images."""
     videos_max: NonNegative = 4
@@ -475,8 +473,6 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     """Memory for decoding and preprocessing; images wait for it."""
     threads: Positive = 2
     """Number of threads for decoding and preprocessing."""
-    plans_max: Positive = 8192
-    """Number of images whose plan is remembered."""
     if TYPE_CHECKING:
         pruning: PolicyTable = {}
 

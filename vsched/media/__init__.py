@@ -3,37 +3,21 @@
 `MediaPipeline.prepare` is the entry point. All client input is limited here, before work is done for it.
 """
 
-from vsched.media.embeddings import (
-    BoundedImage,
-    EmbeddedImage,
-    EmbeddedVideo,
-    ImageReference,
-    NamedImage,
-    SpannedImage,
-    UnspannedReference,
-    VideoReference,
-)
 from vsched.media.measure import refuse_images
-from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings, Prompt
+from vsched.media.pipeline import MediaPipeline, PreparedRequest, Prompt
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
-from vsched.media.sources import frames_of, scheme_of
+from vsched.media.references import ImageReference, MediaReference, scheme_of
+from vsched.media.sources import frames_of
 
 __all__ = [
-    "BoundedImage",
-    "EmbeddedImage",
-    "EmbeddedVideo",
     "ImageReference",
     "MediaPipeline",
-    "NamedImage",
+    "MediaReference",
     "PixelLease",
     "PixelStatistics",
     "PixelStore",
-    "PrepareTimings",
     "PreparedRequest",
     "Prompt",
-    "SpannedImage",
-    "UnspannedReference",
-    "VideoReference",
     "frames_of",
     "refuse_images",
     "scheme_of",

@@ -7,26 +7,18 @@ only the first frame of an animation is read.
 from __future__ import annotations
 
 import io
-import os
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from PIL import ExifTags, Image
-from PIL.JpegImagePlugin import JpegImageFile
 
 from vsched.errors import RequestRefused, limit_message, one_of
-from vsched.media.allocator import free_image
 from vsched.media.estimate import STRIP_PIXELS, Storage, coefficient_bytes
 from vsched.media.formats import FORMATS
 
-_JPEG_END: Final = b"\xff\xd9"
-_MISSING_RATIO: Final = 10
-"""A truncated JPEG may lack 1 / `_MISSING_RATIO` of its rows, or `_PENDING_ROWS` if that is more."""
-_PENDING_ROWS: Final = 32
-"""Rows that libjpeg returns only after it has decoded the blocks below them."""
-_MARKED_PIXELS: Final = 8
+WEBP_PIXELS_MAX: Final = 16_000_000
+"""Maximum pixels of a WEBP, whose decoder takes four times the memory of others."""
 _ORIENTATIONS: Final = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -54,14 +46,6 @@ class ImageHeader:
     storage: Storage
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLimits:
-    """Maximum pixels of any image, and of a WEBP: Pillow copies those with the GIL held, 2 ms per megapixel."""
-
-    image: int
-    webp: int
-
-
 def _refuse(message: str, code: str = "image_invalid", status: int = 400) -> RequestRefused:
     return RequestRefused(message, code=code, status=status)
 
@@ -74,22 +58,22 @@ def _invalid() -> RequestRefused:
     )
 
 
-def _too_many_pixels(value: str, kind: str, pixels_max: int) -> RequestRefused:
+def _too_many_pixels(value: str, pixels_max: int) -> RequestRefused:
     message = limit_message(
         "the image has too many pixels",
         value=value,
-        limit=f"{pixels_max} pixels",
-        remedy=f"send a smaller {kind} or raise media.{kind}_pixels_max",
+        limit=f"{pixels_max} pixels ({WEBP_PIXELS_MAX} of a WEBP)",
+        remedy="send a smaller image or raise media.image_pixels_max",
     )
     return _refuse(message, "image_too_large", 413)
 
 
-def _open(encoded: bytes, limits: DecodeLimits) -> Image.Image:
+def _open(encoded: bytes, pixels_max: int) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(encoded), formats=tuple(FORMATS.values()))
         in_python = any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ()))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise _too_many_pixels("over the decoder's own bound", "image", limits.image) from None
+        raise _too_many_pixels("over the decoder's own bound", pixels_max) from None
     except Exception:  # noqa: BLE001 - a decoder may raise anything on hostile bytes
         raise _invalid() from None
     if in_python:
@@ -104,9 +88,9 @@ def _open(encoded: bytes, limits: DecodeLimits) -> Image.Image:
             remedy="send an image with pixels",
         )
         raise _refuse(message)
-    kind = "webp" if image.format == "WEBP" else "image"
-    if width * height > (limit := min(limits.image, getattr(limits, kind))):
-        raise _too_many_pixels(f"{width}x{height}", kind, limit)
+    limit = min(pixels_max, WEBP_PIXELS_MAX) if image.format == "WEBP" else pixels_max
+    if width * height > limit:
+        raise _too_many_pixels(f"{width}x{height}", pixels_max)
     return image
 
 
@@ -148,13 +132,13 @@ def has_native_header(encoded: bytes) -> bool:
     return encoded.startswith(b"RIFF")
 
 
-def inspect(encoded: bytes, limits: DecodeLimits) -> ImageHeader:
+def inspect(encoded: bytes, pixels_max: int) -> ImageHeader:
     """Read an image's header without decoding pixels.
 
     Raises:
         RequestRefused: If it is not an image, or has another format, no pixels or too many pixels.
     """
-    image = _open(encoded, limits)
+    image = _open(encoded, pixels_max)
     orientation = _orientation(image)
     width, height = image.size
     if orientation in _SIDEWAYS:
@@ -162,7 +146,7 @@ def inspect(encoded: bytes, limits: DecodeLimits) -> ImageHeader:
     return ImageHeader(width, height, _storage(image, encoded, orientation))
 
 
-def decode(encoded: bytes, limits: DecodeLimits) -> Image.Image:
+def decode(encoded: bytes, pixels_max: int) -> Image.Image:
     """Decode to an upright RGB image, with transparency composited on white like transformers' processors.
 
     Blocks: until the image is decoded; call it off the event loop.
@@ -170,81 +154,29 @@ def decode(encoded: bytes, limits: DecodeLimits) -> Image.Image:
     Raises:
         RequestRefused: As in `inspect`, and if the pixels are truncated or damaged.
     """
-    image = _open(encoded, limits)
+    image = _open(encoded, pixels_max)
     # Taken from the header, like the estimate: data after the pixels must not change it.
     orientation = _orientation(image)
     is_transparent = _is_transparent(image)
     try:
-        if isinstance(image, JpegImageFile):
-            _load_jpeg(image, encoded)
         image.load()
         # A WEBP keeps its decoder's canvases, twice the pixels, while it is alive.
         vars(image).pop("_decoder", None)
         if orientation > 1:
-            image = _instead(image, image.transpose(_ORIENTATIONS[orientation]))
-        return _composited(image) if is_transparent else _to_rgb(image)
+            image = image.transpose(_ORIENTATIONS[orientation])
+        if is_transparent:
+            return _composited(image)
+        return image if image.mode == "RGB" else image.convert("RGB")
     except Exception:  # noqa: BLE001 - a decoder may raise anything on hostile bytes
         raise _invalid() from None
 
 
-def _load_jpeg(image: JpegImageFile, encoded: bytes) -> None:
-    """Decode a JPEG that may lack its end marker and its last rows, which libjpeg fills.
-
-    Browsers show such images. Pillow's `LOAD_TRUNCATED_IMAGES` is global to the process and accepts any truncation. So
-    random pixels mark the last row that must be decoded, and the end marker is supplied only after that row.
-
-    Raises:
-        OSError: If more rows are missing, or the image is damaged.
-    """
-    image.load_prepare()
-    row = image.height - 1 - max(image.height // _MISSING_RATIO, _PENDING_ROWS)
-    if coefficient_bytes(encoded, *image.size):
-        row = -1  # A progressive JPEG has all rows; if truncated, it lacks detail.
-    places = [(x, row) for x in range(min(image.width, _MARKED_PIXELS)) if row >= 0]
-    for place in places:
-        image.im.putpixel(place, tuple(os.urandom(len(image.getbands()))))
-    marks = [image.im.getpixel(place) for place in places]
-    read, ends = image.load_read, iter([_JPEG_END])
-
-    def load_read(size: int) -> bytes:
-        content = read(size)
-        if content or (marks and marks == [image.im.getpixel(place) for place in places]):
-            return content
-        return next(ends, b"")
-
-    image.load_read = load_read  # type: ignore[assignment,method-assign]
-    try:
-        image.load()
-    finally:
-        del image.load_read  # it refers to the image
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB":
-        return image
-    return _instead(image, _in_strips(image, lambda strip: strip.convert("RGB")))
-
-
 def _composited(image: Image.Image) -> Image.Image:
-    return _instead(image, _in_strips(image, _composite))
-
-
-def _instead(image: Image.Image, result: Image.Image) -> Image.Image:
-    free_image(image)
-    return result
-
-
-def _in_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    # Pillow holds the GIL during each of these calls: with strips, the event loop can run in between.
+    """Return an image on white; in strips, whose intermediates take less memory."""
     result = Image.new("RGB", image.size, None)
     rows = max(STRIP_PIXELS // image.width, 1)
     for top in range(0, image.height, rows):
-        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
-        result.paste(convert(strip), (0, top))
+        strip = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
+        background = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        result.paste(Image.alpha_composite(background, strip).convert("RGB"), (0, top))
     return result
-
-
-def _composite(image: Image.Image) -> Image.Image:
-    layered = image.convert("RGBA")
-    background = Image.new("RGBA", layered.size, (255, 255, 255, 255))
-    return Image.alpha_composite(background, layered).convert("RGB")

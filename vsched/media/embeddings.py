@@ -11,21 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.types import ModelInfo, Spans
-from vsched.worker.contract import (
-    Companion,
-    ImagePlan,
-    PixelBounds,
-    VideoPlan,
-    VideoSampling,
-)
+from vsched.types import ModelInfo
+from vsched.worker.contract import Companion, ItemPlan, Preprocessor
+
+if TYPE_CHECKING:
+    from vsched.config.sections import MediaConfig
 
 HEADER_BYTES_MAX: Final = 64 * 1024
 EMBEDS: Final = "embeds"
@@ -39,84 +36,6 @@ _INTEGERS: Final = {"I64": "<i8", "I32": "<i4"}
 _SECONDS: Final = {"F64": "<f8", "F32": "<f4"}
 _EXPONENT: Final = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
 """Exponent bits: a value in which all are set is NaN or infinite."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedImage:
-    """An image given as its embedding.
-
-    Attributes:
-        source: Base64 of a safetensors file, or its URL. The file has `embeds`, [tokens, levels * hidden size] in the
-            served dtype or float32, and the model's companion tensor (`Preprocessor.companion`), such as `grid_thw`. A
-            row has the main embedding, then each deepstack level. Left out of the repr, because it is large and
-            private.
-    """
-
-    source: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedVideo:
-    """A video given as the embeddings of its frame groups, one after the other.
-
-    Attributes:
-        source: As for an `EmbeddedImage`, with the times of the groups as another tensor (`Preprocessor.video_times`).
-    """
-
-    source: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class NamedImage:
-    """An image with a client-defined name: sent once with the name, then referred to by the name only.
-
-    Attributes:
-        uuid: The name; each cache salt has its own names.
-        reference: Location of the image; None if it was sent before.
-    """
-
-    uuid: str
-    reference: str | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class BoundedImage:
-    """An image, or a named image, with pixel bounds for resizing that replace the checkpoint's."""
-
-    image: str | NamedImage
-    bounds: PixelBounds
-
-
-@dataclass(frozen=True, slots=True)
-class VideoReference:
-    """A video: the URL of a file, or the URLs of its frames as images of one size."""
-
-    source: str | tuple[str, ...] = field(repr=False)
-    sampling: VideoSampling = field(default_factory=VideoSampling)
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """All URLs."""
-        return (self.source,) if isinstance(self.source, str) else self.source
-
-
-UnspannedReference = (
-    str | EmbeddedImage | NamedImage | BoundedImage | VideoReference | EmbeddedVideo
-)
-"""An image of a request: a URL, an embedding, a named image, or an image with pixel bounds; or a video, or its
-embeddings."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpannedImage:
-    """An image with spans of its tokens, [start, stop), that have bidirectional attention instead of all."""
-
-    image: UnspannedReference
-    attention: Spans
-
-
-ImageReference = UnspannedReference | SpannedImage
-"""An image or video of a request, with attention spans or without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,41 +143,40 @@ def _wrong_dtype(name: str, found: str, expected: str) -> RequestRefused:
 
 
 def read_embedding(
-    file: bytes,
-    info: ModelInfo,
-    companion: Companion,
-    plan_embedding: Callable[[Sequence[int]], ImagePlan],
-) -> tuple[Tensor, ImagePlan]:
-    """Parse the embedding file of an image; check the companion tensor and all shapes.
+    file: bytes, front: Preprocessor, settings: MediaConfig, *, is_video: bool = False
+) -> tuple[Tensor, ItemPlan]:
+    """Parse the embedding file of an image or a video; check the companion tensor and all shapes.
 
     Values are checked by `write_rows`.
 
     Raises:
         RequestRefused: With a code for the missing or mismatched part.
     """
-    tensors = _all_tensors(file, (EMBEDS, companion.name))
-    plan = plan_embedding(_integers(companion, tensors[companion.name]))
-    check_tokens(plan.tokens, info)
-    _check_embeds(tensors[EMBEDS], plan.tokens, info, companion)
-    return tensors[EMBEDS], plan
-
-
-def read_video_embedding(
-    file: bytes,
-    info: ModelInfo,
-    companion: Companion,
-    times: str,
-    *,
-    seconds_max: float,
-    plan_video: Callable[[Sequence[int], Sequence[float]], VideoPlan],
-) -> tuple[Tensor, VideoPlan]:
-    """Parse the embedding file of a video as `read_embedding`; `times` is the name of its tensor of seconds."""
-    tensors = _all_tensors(file, (EMBEDS, companion.name, times))
-    seconds = _seconds(times, tensors[times], seconds_max)
-    plan = plan_video(_integers(companion, tensors[companion.name]), seconds)
-    tokens = sum(group.tokens for group in plan.groups)
-    _check_embeds(tensors[EMBEDS], tokens, info, companion)
-    return tensors[EMBEDS], plan
+    info, companion, times = front.info, front.companion, front.video_times
+    if companion is None or (is_video and not times):
+        noun = "video" if is_video else "image"
+        raise _refuse(
+            f"the model takes no embeddings of {noun}s. Remedy: send the {noun} itself.",
+            "embeddings_not_taken",
+        )
+    names = (EMBEDS, companion.name, times) if is_video else (EMBEDS, companion.name)
+    tensors = _all_tensors(file, names)
+    integers = _integers(companion, tensors[companion.name])
+    plan: ItemPlan
+    if is_video:
+        seconds = _seconds(times, tensors[times], settings.video_seconds_max)
+        plan = front.plan_embedded_video(integers, seconds, frames_max=settings.video_frames_max)
+        tokens = sum(group.tokens for group in plan.groups)
+    else:
+        plan = front.plan_embedding(integers)
+        tokens = plan.tokens
+        check_tokens(tokens, info)
+    embeds = tensors[EMBEDS]
+    accepted = dict.fromkeys((_FILE_DTYPES[info.dtype], "F32"))
+    if embeds.dtype not in accepted:
+        raise _wrong_dtype(EMBEDS, embeds.dtype, " or ".join(accepted))
+    _check_shape(embeds, tokens, info, companion)
+    return embeds, plan
 
 
 def _all_tensors(file: bytes, names: Sequence[str]) -> dict[str, Tensor]:
@@ -271,13 +189,6 @@ def _all_tensors(file: bytes, names: Sequence[str]) -> dict[str, Tensor]:
             )
             raise _refuse(message, f"{name}_missing")
     return tensors
-
-
-def _check_embeds(embeds: Tensor, tokens: int, info: ModelInfo, companion: Companion) -> None:
-    accepted = dict.fromkeys((_FILE_DTYPES[info.dtype], "F32"))
-    if embeds.dtype not in accepted:
-        raise _wrong_dtype(EMBEDS, embeds.dtype, " or ".join(accepted))
-    _check_shape(embeds, tokens, info, companion)
 
 
 def _seconds(name: str, tensor: Tensor, seconds_max: float) -> list[float]:

@@ -2,8 +2,8 @@
 
 The allocations of Pillow, libjpeg and libwebp were measured (`tests/unit/media/test_estimate.py` measures them again):
 
-- Pillow stores a pixel in 1, 2 or 4 bytes. Turning an image upright takes that twice; converting it takes the RGB copy
-  and a strip of intermediates.
+- Pillow stores a pixel in 1, 2 or 4 bytes. Turning an image upright takes that twice; converting it takes the RGB
+  copy, compositing it a strip of intermediates as well.
 - A JPEG that is progressive, or has separate scans for its components, is decoded from the coefficients of the whole
   image: 2 bytes per sample. Pillow does not report the latter case, so the markers are parsed here as in libjpeg.
 - A WEBP is held in two canvases, a copy and Pillow's own storage, 4 bytes per pixel each; its encoded bytes are copied
@@ -22,7 +22,7 @@ from typing import Final
 from vsched.worker.contract import ImagePlan
 
 STRIP_PIXELS: Final = 1_000_000
-"""Pixels converted at a time."""
+"""Pixels composited at a time."""
 
 OVERHEAD_BYTES: Final = 2 << 20
 """Allowance for rows, code tables, metadata, and rounding by the allocator."""
@@ -35,8 +35,8 @@ ARRAYS_RATIO: Final = 2.25
 
 _STORED_BYTES: Final = {"1": 1, "L": 1, "P": 1, "I;16": 2}
 _WEBP_BYTES: Final = 16
-_STRIP_BYTES: Final = 6
-_STRIP_BYTES_TRANSPARENT: Final = 20
+_STRIP_BYTES: Final = 20
+"""Of a pixel, to composite it."""
 
 # Fill bytes, stuffed zeros and markers without a segment are skipped.
 _MARKER: Final = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")
@@ -78,10 +78,11 @@ def decode_bytes(width: int, height: int, storage: Storage) -> int:
         peak = max(pixels * _WEBP_BYTES + encoded, 3 * encoded)
     if storage.turned:
         peak = max(peak, 2 * stored)
-    if storage.mode != "RGB" or storage.transparent:
-        strip = min(pixels, max(STRIP_PIXELS, width))
-        strip *= _STRIP_BYTES_TRANSPARENT if storage.transparent else pixel + _STRIP_BYTES
+    if storage.transparent:
+        strip = min(pixels, max(STRIP_PIXELS, width)) * _STRIP_BYTES
         peak = max(peak, stored + 4 * pixels + strip)
+    elif storage.mode != "RGB":
+        peak = max(peak, stored + 4 * pixels)
     return peak + encoded + OVERHEAD_BYTES
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -22,18 +21,17 @@ from dataclasses import dataclass, field
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.faultpoints import fault_point
 from vsched.isolated.calls import CallCancellation
-from vsched.media.allocator import return_freed_memory
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
-from vsched.media.measure import Filled, MeasuredItem, Pictures, blame, unknown_image
+from vsched.media.items import Filled, MeasuredItem
+from vsched.media.measure import unknown_image
 from vsched.media.pictures.filling import fill_embedding
+from vsched.media.pictures.processes import Pictures
 from vsched.media.pixels import PixelLease, PixelStore
+from vsched.media.references import blame
 from vsched.types import Extent
 from vsched.worker.contract import VideoPlan
 
 logger = logging.getLogger(__name__)
-
-IDLE_S = 1.0
-"""Idle time after which free memory is returned to the system."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +85,6 @@ class Fills:
         self._dtype = dtype
         self._budget = ByteBudget(budget_bytes)
         self._fills: dict[bytes, _Fill] = {}
-        self._is_trim_due = False
 
     def statistics(self) -> BudgetStatistics:
         """Return a snapshot of the budget."""
@@ -201,18 +198,6 @@ class Fills:
         fill.work = None
         fill.give_back()
         fill.outcome.set_result(outcome)
-        if not self._fills and not self._is_trim_due:
-            self._is_trim_due = True
-            # A weak reference: the timer must not keep a closed pipeline, and with it the arena, alive.
-            asyncio.get_running_loop().call_later(IDLE_S, _trim, weakref.ref(self))
-
-    def trim(self) -> None:
-        """Return freed memory to the system in a thread, unless there is work again."""
-        self._is_trim_due = False
-        if not self._fills:
-            # The pool may be closed by now, and its memory with it.
-            with contextlib.suppress(RuntimeError):
-                self._executor.submit(return_freed_memory)
 
     async def _cancelled(self, key: bytes) -> None:
         """Wait for the end of a cancelled fill, whose process may still write to its extents."""
@@ -236,9 +221,3 @@ class Fills:
 def stopping() -> RequestFailed:
     """Error for a request whose thread pool is closed."""
     return RequestFailed("the server is stopping", code="stopping", status=503)
-
-
-def _trim(reference: weakref.ref[Fills]) -> None:
-    fills = reference()
-    if fills is not None:
-        fills.trim()

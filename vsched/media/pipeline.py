@@ -15,50 +15,49 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.media.attention import place_attention, split_attention
 from vsched.media.budget import BudgetStatistics
-from vsched.media.embeddings import ImageReference, UnspannedReference
+from vsched.media.fetch import fetch
 from vsched.media.fills import Fills, stopping
 from vsched.media.held import HeldBytes, Holding
+from vsched.media.items import ImageName, MeasuredItem
 from vsched.media.measure import (
-    ImageName,
-    MeasuredItem,
     Measurer,
     Planned,
     RequestFiles,
-    blame,
     check_permitted,
     check_total,
-    is_video,
-    kind_of,
-    noun_of,
-    pixel_limits,
-    reference_bytes,
     refuse_images,
-    urls_of,
-    video_limits,
 )
-from vsched.media.pictures.filling import LocalPictures
-from vsched.media.pictures.processes import PictureProcesses, picture_processes
+from vsched.media.pictures.processes import LocalPictures, PictureProcesses
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.pruning import Pruning
-from vsched.media.sources import ReadRemote, is_local, read_remote
+from vsched.media.references import (
+    ImageReference,
+    MediaReference,
+    as_reference,
+    blame,
+    check_attention,
+    place_attention,
+)
+from vsched.media.sources import ReadRemote, is_local
+from vsched.media.video import VideoLimits
 from vsched.types import MediaItem, Spans
 from vsched.worker.contract import Preprocessor, VideoPlan
 
 if TYPE_CHECKING:
     from vsched.config.sections import MediaConfig
 
+PLANS_MAX = 8192
+"""Number of images whose plan is remembered, and of remembered names."""
 _INLINE_CHARACTERS_MAX = 4096
 """Prompts up to this length are tokenized on the event loop: a switch to a thread takes longer."""
 
@@ -70,23 +69,6 @@ _LONG_TEXTS_NICE = 5
 """Niceness of the thread for long texts, so that it yields to the event loop on busy cores."""
 
 
-class PrepareTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations of one preparation, in milliseconds.
-
-    `read_ms` covers fetching, base64, digests, headers and tokenizing; `wait_ms` waiting for arena space; `process_ms`
-    waiting for memory, decoding and processing of images that were not cached.
-    """
-
-    read_ms: float = 0.0
-    wait_ms: float = 0.0
-    process_ms: float = 0.0
-
-    @property
-    def total_ms(self) -> float:
-        """Total duration."""
-        return self.read_ms + self.wait_ms + self.process_ms
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request that is ready to submit; release `lease` when the request ends, in any case."""
@@ -94,7 +76,6 @@ class PreparedRequest:
     token_ids: list[int]
     items: tuple[MediaItem, ...]
     lease: PixelLease
-    timings: PrepareTimings
 
 
 class MediaStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +107,7 @@ class MediaPipeline:
         pruning: Pruning | None = None,
         *,
         executor: Executor | None = None,
-        read_remote: ReadRemote = read_remote,
+        read_remote: ReadRemote = fetch,
     ) -> None:
         """Create the pipeline, which owns the executor: by default `settings.threads` and one thread for long texts.
 
@@ -148,10 +129,17 @@ class MediaPipeline:
         self._plans: OrderedDict[bytes, Planned] = OrderedDict()
         self._names: OrderedDict[ImageName, bytes] = OrderedDict()
         self._processes: PictureProcesses | None = None
-        limits = pixel_limits(settings), video_limits(settings)
-        if executor is None and store.shared_fd is not None:
-            self._processes = picture_processes(
-                preprocessor, *limits, arena_fd=store.shared_fd, deadline_s=settings.prepare_s
+        limits = VideoLimits(
+            settings.image_pixels_max, settings.video_seconds_max, settings.video_decode_s
+        )
+        recipe = preprocessor.image_recipe()
+        if executor is None and store.shared_fd is not None and recipe is not None:
+            self._processes = PictureProcesses(
+                recipe,
+                limits,
+                takes_videos=preprocessor.info.takes_videos,
+                arena_fd=store.shared_fd,
+                deadline_s=settings.prepare_s,
             )
         pictures = self._processes or LocalPictures(preprocessor, limits, store.view)
         with_changes = pruning is not None
@@ -190,18 +178,21 @@ class MediaPipeline:
         """
         info = self._preprocessor.info
         try:
-            references, attention = split_attention(images, info)
+            references = [as_reference(image) for image in images]
+            for index, reference in enumerate(references):
+                try:
+                    check_attention(reference, info)
+                except RequestRefused as error:
+                    raise blame(error, index, reference.noun) from None
             check_permitted(references, self._settings)
             with self.place(len(images)):
                 if images:
                     refuse_images(info, references)
                 holding = self._held.open()
                 try:
-                    holding.add(sum(map(reference_bytes, references)))
+                    holding.add(sum(reference.held_bytes for reference in references))
                     async with asyncio.timeout(self._settings.prepare_s):
-                        return await self._prepare(
-                            prompt, references, attention, cache_salt, holding
-                        )
+                        return await self._prepare(prompt, references, cache_salt, holding)
                 finally:
                     holding.drop()
         except TimeoutError:
@@ -318,21 +309,17 @@ class MediaPipeline:
     async def _prepare(
         self,
         prompt: Prompt,
-        images: Sequence[UnspannedReference],
-        attention: Sequence[Spans | None],
+        images: Sequence[MediaReference],
         cache_salt: str,
         holding: Holding,
     ) -> PreparedRequest:
-        started = time.perf_counter()
         prompt_ids, measured = await self._read(prompt, images, cache_salt, holding)
         token_ids, spans = self._preprocessor.expand(prompt_ids, [image.plan for image in measured])
         self._check_context(len(token_ids) - self._tokens_saved(measured))
-        read = time.perf_counter()
         sizes: dict[bytes, int] = {}
         for image in measured:
             sizes |= image.extents
         lease = await self._store.acquire(sizes)
-        acquired = time.perf_counter()
         try:
             self._remember(measured)
             await self._fills.fill(measured, lease)
@@ -343,16 +330,11 @@ class MediaPipeline:
                     plans = [image.plan for image in measured]
                     token_ids, spans = self._preprocessor.expand(prompt_ids, plans)
                 contents, lease = self._store.settle(lease, _left_out(measured))
-            items = _items(measured, spans, attention, contents, lease)
+            items = _items(images, measured, spans, contents, lease)
         except BaseException:
             lease.release()
             raise
-        timings = PrepareTimings(
-            read_ms=(read - started) * 1e3,
-            wait_ms=(acquired - read) * 1e3,
-            process_ms=(time.perf_counter() - acquired) * 1e3,
-        )
-        return PreparedRequest(token_ids, items, lease, timings)
+        return PreparedRequest(token_ids, items, lease)
 
     def _tokens_saved(self, measured: Sequence[MeasuredItem]) -> int:
         """Return the number of tokens of videos that will be pruned at least."""
@@ -380,7 +362,7 @@ class MediaPipeline:
     async def _read(
         self,
         prompt: Prompt,
-        images: Sequence[UnspannedReference],
+        images: Sequence[MediaReference],
         cache_salt: str,
         holding: Holding,
     ) -> tuple[list[int], list[MeasuredItem]]:
@@ -388,7 +370,7 @@ class MediaPipeline:
             return self._tokenize(prompt, images=False), []
         fetched = await self._fetch(images, holding)
         executor = self._executor if _is_short(prompt) else self._long_texts
-        if any(map(is_video, images)):
+        if any(image.is_video for image in images):
             executor = self._videos
 
         files = RequestFiles(fetched, cache_salt, holding.add)
@@ -417,23 +399,22 @@ class MediaPipeline:
         text = prompt if isinstance(prompt, str) else prompt()
         return self._preprocessor.tokenize(text, images=images)
 
-    async def _fetch(
-        self, images: Sequence[UnspannedReference], holding: Holding
-    ) -> dict[str, bytes]:
+    async def _fetch(self, images: Sequence[MediaReference], holding: Holding) -> dict[str, bytes]:
         # One after the other, so that at most one image above the request's limit is ever in memory.
         fetched: dict[str, bytes] = {}
         total = 0
         for index, reference in enumerate(images):
-            kind = kind_of(reference)
-            for url in urls_of(reference):
+            for url in reference.sources:
                 if is_local(url) or url in fetched:
                     continue
                 try:
-                    fetched[url] = await self._read_remote(url, self._settings, holding.add, kind)
+                    fetched[url] = await self._read_remote(
+                        url, self._settings, holding.add, reference.kind
+                    )
                     total += len(fetched[url])
                     check_total(total, self._settings)
                 except RequestRefused as error:
-                    raise blame(error, index, noun_of(reference)) from None
+                    raise blame(error, index, reference.noun) from None
         return fetched
 
     def _check_context(self, tokens: int) -> None:
@@ -456,8 +437,9 @@ class MediaPipeline:
             if image.name is not None:
                 self._names[image.name] = image.key
                 self._names.move_to_end(image.name)
-        _shorten(self._plans, self._settings.plans_max)
-        _shorten(self._names, self._settings.plans_max)
+        for remembered in (self._plans, self._names):
+            while len(remembered) > PLANS_MAX:
+                remembered.popitem(last=False)
 
 
 def _left_out(measured: Sequence[MeasuredItem]) -> set[bytes]:
@@ -471,28 +453,33 @@ def _left_out(measured: Sequence[MeasuredItem]) -> set[bytes]:
 
 
 def _items(
+    images: Sequence[MediaReference],
     measured: Sequence[MeasuredItem],
     spans: Sequence[Spans],
-    attention: Sequence[Spans | None],
     contents: Mapping[bytes, bytes],
     lease: PixelLease,
 ) -> tuple[MediaItem, ...]:
     """Return the items of all images and frame groups.
 
-    `spans` are their placeholders, `attention` the attention spans of images; `contents` has the key of each extent's
-    content.
+    `spans` are their placeholders; `contents` has the key of each extent's content.
 
     Raises:
         RequestRefused: If an attention span is out of bounds.
     """
     items: list[MediaItem] = []
     places = iter(spans)
-    for index, (image, within) in enumerate(zip(measured, attention, strict=True)):
+    for index, (reference, image) in enumerate(zip(images, measured, strict=True)):
         for extent, plan in zip(image.extents, image.groups, strict=True):
             if not plan.placeholders:
                 continue
             key = contents.get(extent, extent)
             runs = next(places)
+            attention = reference.attention
+            if attention is not None:
+                try:
+                    attention = place_attention(attention, runs)
+                except RequestRefused as error:
+                    raise blame(error, index) from None
             items.append(
                 MediaItem(
                     key=key,
@@ -504,7 +491,7 @@ def _items(
                     metadata=plan.metadata,
                     extent=lease.extents[key],
                     encoded=image.is_embedded,
-                    attention=None if within is None else place_attention(within, runs, index),
+                    attention=attention,
                 )
             )
     return tuple(items)
@@ -514,12 +501,6 @@ def _is_short(prompt: Prompt) -> bool:
     """True for token ids, and for texts that are tokenized at once."""
     is_list = isinstance(prompt, list)
     return is_list or (isinstance(prompt, str) and len(prompt) <= _INLINE_CHARACTERS_MAX)
-
-
-def _shorten(kept: OrderedDict[Any, Any], count: int) -> None:
-    """Drop the oldest entries above a count."""
-    while len(kept) > count:
-        kept.popitem(last=False)
 
 
 def _give_way() -> None:

@@ -7,40 +7,30 @@ message quotes it, or a path or an address derived from it.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from vsched.errors import RequestRefused, limit_message, one_of
-from vsched.media.base64_text import (
-    base64_bytes,
-    base64_of,
-    decode_base64,
-    percent_decode,
-    plain_base64_bytes,
-)
+from vsched.media.base64_text import base64_bytes, base64_of, decode_base64
 from vsched.media.embeddings import malformed
-from vsched.media.fetch import Reserve, fetch, uncounted
+from vsched.media.fetch import Reserve, uncounted
 from vsched.media.formats import IMAGE, MediaKind
+from vsched.media.references import scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from vsched.config.sections import MediaConfig
 
-_MEDIA_TYPE = re.compile(r"[!#$%&'*+.^_`|~\w-]+/[!#$%&'*+.^_`|~\w-]+", re.ASCII)
-_BASE64_HEADER = re.compile(r"; *base64\Z", re.IGNORECASE)
-_URL_EDGES = "".join(map(chr, range(ord(" ") + 1)))
-"""Control characters and spaces, which browsers strip from both ends of a URL."""
-_LINE_BREAKS = b"\t\n\r"
-_ENCODED_RATIO_MAX = 3
-"""Percent-encoding expands one character to three."""
+_HEADER_CHARACTERS_MAX = 256
+_WHITESPACE_RATIO_MAX = 1.05
+"""Line breaks of base64: two characters for every 76, or fewer."""
 _BASE64_FAULT = "its base64 is not valid; its alphabet has + and /, not - and _"
 
 
-def refuse_size(size: int | str, limit: int, kind: MediaKind = IMAGE) -> RequestRefused:
+def refuse_size(size: int, limit: int, kind: MediaKind = IMAGE) -> RequestRefused:
     """Error for a file with too many bytes."""
     message = limit_message(
         f"the encoded {kind.noun} is too large",
@@ -51,20 +41,9 @@ def refuse_size(size: int | str, limit: int, kind: MediaKind = IMAGE) -> Request
     return RequestRefused(message, code=f"{kind.noun}_too_large", status=413)
 
 
-def scheme_of(reference: str) -> str:
-    """Scheme of a reference in lower case; empty if it has none."""
-    head, colon, _ = reference.lstrip(_URL_EDGES)[:16].partition(":")
-    return head.lower() if colon else ""
-
-
 def is_local(reference: str) -> bool:
     """True if this reference can be read without the network."""
     return scheme_of(reference) not in {"http", "https"}
-
-
-def is_data(reference: str) -> bool:
-    """True if the reference contains the file itself."""
-    return scheme_of(reference) == "data"
 
 
 _FRAMES_HEADER = "data:video/jpeg;base64,"
@@ -88,7 +67,7 @@ def read_local(
     reserve: Reserve = uncounted,
     kind: MediaKind = IMAGE,
 ) -> bytes:
-    """Read a `data:` or `file:` reference; `reserve` counts the bytes of a file before they are read.
+    """Read a `data:` or `file:` URL, or base64 of an embedding; `reserve` counts a file's bytes before they are read.
 
     Blocks: for base64 and the file system; call it off the event loop.
 
@@ -98,6 +77,9 @@ def read_local(
     scheme = scheme_of(reference)
     if scheme == "data":
         return _read_data(reference, settings, kind)
+    if not scheme and kind.limited_as:
+        limit = kind.bytes_max(settings)
+        return _decode_base64(reference, 0, limit, malformed=malformed, kind=kind)
     if scheme == "file":
         return _read_file(reference, settings, reserve, kind)
     message = limit_message(
@@ -110,23 +92,7 @@ def read_local(
 
 
 ReadRemote: TypeAlias = "Callable[[str, MediaConfig, Reserve, MediaKind], Awaitable[bytes]]"
-"""Signature of `read_remote`."""
-
-
-async def read_remote(
-    reference: str,
-    settings: MediaConfig,
-    reserve: Reserve = uncounted,
-    kind: MediaKind = IMAGE,
-) -> bytes:
-    """Read an `http(s):` reference; `reserve` counts the bytes as they arrive.
-
-    Blocks: up to `settings.fetch_s`.
-
-    Raises:
-        RequestRefused: If the host is not allowed, the fetch fails, or the response is too large.
-    """
-    return await fetch(reference, settings, reserve, kind)
+"""Signature of `fetch`."""
 
 
 def _malformed(detail: str, kind: MediaKind = IMAGE) -> RequestRefused:
@@ -136,19 +102,13 @@ def _malformed(detail: str, kind: MediaKind = IMAGE) -> RequestRefused:
 
 
 def _read_data(reference: str, settings: MediaConfig, kind: MediaKind) -> bytes:
-    """Read a `data:` URL as browsers do: RFC 2397, and the Fetch standard's data: URL processor."""
-    comma = reference.find(",")
-    if comma < 0:
-        raise _malformed("it has no comma", kind)
-    header = reference[:comma].translate(dict.fromkeys(_LINE_BREAKS))
-    header = header.partition(":")[2].strip(_URL_EDGES)
-    is_base64 = _BASE64_HEADER.search(header) is not None
-    media_type, *parameters = (part.strip(_URL_EDGES).lower() for part in header.split(";"))
-    if "base64" in parameters and not is_base64:
-        raise _malformed(";base64 must be last before the comma", kind)
-    # Without a valid media type, the first bytes of the file decide.
-    accepted = media_type in kind.formats or media_type in kind.aliases
-    if _MEDIA_TYPE.fullmatch(media_type) and not accepted:
+    comma = reference.find(",", 0, _HEADER_CHARACTERS_MAX)
+    header = reference[: max(comma, 0)].partition(":")[2].lower()
+    media_type, *parameters = (part.strip() for part in header.split(";"))
+    if parameters[-1:] != ["base64"]:
+        raise _malformed("it has no ;base64, before the data", kind)
+    # Without a media type, the first bytes of the file decide.
+    if "/" in media_type and media_type not in kind.formats and media_type not in kind.aliases:
         message = limit_message(
             f"the {kind.noun}'s media type is not accepted",
             value="another type",
@@ -156,44 +116,13 @@ def _read_data(reference: str, settings: MediaConfig, kind: MediaKind) -> bytes:
             remedy=f"convert the {kind.noun} to one of these",
         )
         raise RequestRefused(message, code=f"{kind.noun}_type_unsupported")
-    if is_base64:
-        return _decode_base64(
-            reference,
-            comma + 1,
-            kind.bytes_max(settings),
-            malformed=lambda detail: _malformed(detail, kind),
-            kind=kind,
-        )
-    return _percent_decode(reference, comma + 1, kind.bytes_max(settings), kind)
-
-
-def _percent_decode(reference: str, start: int, bytes_max: int, kind: MediaKind) -> bytes:
-    size = base64_bytes(reference, start)
-    if size > bytes_max * _ENCODED_RATIO_MAX:
-        raise refuse_size(size // _ENCODED_RATIO_MAX, bytes_max, kind)
-    try:
-        encoded = base64_of(reference, start)
-    except ValueError:
-        raise _malformed("it has characters that are not ASCII", kind) from None
-    content = percent_decode(encoded.translate(None, _LINE_BREAKS).rstrip(_URL_EDGES.encode()))
-    if len(content) > bytes_max:
-        raise refuse_size(len(content), bytes_max, kind)
-    if not content:
-        raise _malformed(f"it holds no {kind.noun}", kind)
-    return content
-
-
-def read_embedded(source: str, settings: MediaConfig, reserve: Reserve, kind: MediaKind) -> bytes:
-    """Read the safetensors file of an embedding: base64, or a reference as in `read_local`.
-
-    Blocks: for base64 and the file system; call it off the event loop.
-
-    Raises:
-        RequestRefused: If it is malformed, not allowed, or too large.
-    """
-    if scheme_of(source):
-        return read_local(source, settings, reserve, kind)
-    return _decode_base64(source, 0, kind.bytes_max(settings), malformed=malformed, kind=kind)
+    return _decode_base64(
+        reference,
+        comma + 1,
+        kind.bytes_max(settings),
+        malformed=lambda detail: _malformed(detail, kind),
+        kind=kind,
+    )
 
 
 def _decode_base64(
@@ -206,13 +135,9 @@ def _decode_base64(
 ) -> bytes:
     # The decoded length follows from the encoded length, so an oversized image is refused without decoding.
     size = base64_bytes(text, start) // 4 * 3
-    if size > (bytes_max + 2) * _ENCODED_RATIO_MAX:
+    if size > bytes_max * _WHITESPACE_RATIO_MAX + 2:
         raise refuse_size(size, bytes_max, kind)
     try:
-        if size > bytes_max + 2:
-            size = plain_base64_bytes(text, start) // 4 * 3  # line breaks do not count
-        if size > bytes_max + 2:
-            raise refuse_size(size, bytes_max, kind)
         content = decode_base64(base64_of(text, start))
     except ValueError:
         raise malformed(_BASE64_FAULT) from None

@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def open_recorder(config: Config, kernel: Scheduler) -> Recorder | None:
 
 
 def check_record_path(config: Config) -> None:
-    """Check that a record could begin, without writing anything.
+    """Check that a record could begin, without writing anything: before models are loaded.
 
     Raises:
         ConfigError: As from `open_recorder`.
@@ -65,17 +66,10 @@ def check_record_path(config: Config) -> None:
     if not config.record.path:
         return
     path = Path(config.record.path)
-    for is_so, reason in (
-        (not path.parent.is_dir(), "its folder does not exist"),
-        (path.is_dir(), "it is a folder"),
-        (not os.access(path.parent, os.W_OK | os.X_OK), "its folder is not writable"),
-    ):
-        if is_so:
-            raise _unwritable(path, reason)
-    try:
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise _unwritable(path, "it is a folder, or its folder does not exist or is not writable")
+    with suppress(OSError):  # which opening the record reports
         _check_alone(path)
-    except OSError as error:
-        raise _unwritable(path, str(error.strerror)) from error
 
 
 def _unwritable(path: Path, reason: str) -> ConfigError:

@@ -25,7 +25,7 @@ from demo_training.samples import held_out
 from vsched import Engine, SamplingParams
 from vsched.cli.demo_command import is_answer
 from vsched.config import load_config
-from vsched.media import VideoReference
+from vsched.media import MediaReference
 from vsched.policy import PruningPolicy, PruningView
 from vsched.policy.videos import default_kept
 from vsched.terminal.options import JsonOption, SetOption, write_json
@@ -120,14 +120,16 @@ async def engines(
         yield found
 
 
-def video_of(frames: Sequence[Image.Image]) -> VideoReference:
+def video_of(frames: Sequence[Image.Image]) -> MediaReference:
     """Return a video as a client sends it."""
     bounds = PixelBounds(min_pixels=PIXELS_MIN)  # drawn pictures are small
-    return VideoReference(tuple(map(data_url, frames)), VideoSampling(fps=2.0, bounds=bounds))
+    return MediaReference(
+        tuple(map(data_url, frames)), is_video=True, sampling=VideoSampling(fps=2.0, bounds=bounds)
+    )
 
 
 async def ask(
-    engine: Engine, video: VideoReference, question: str, count: int, **options: Any
+    engine: Engine, video: MediaReference, question: str, count: int, **options: Any
 ) -> Answer:
     """Ask a question about a video, in place of an image: not every chat template has videos."""
     content = [{"type": "image"}, {"type": "text", "text": question}]

@@ -32,7 +32,7 @@ class SlowMedia:
         self.started.put_nowait(None)
         await self.ready.wait()
         self.leases += 1
-        return SimpleNamespace(token_ids=prompt, items=(), lease=self, timings=None)
+        return SimpleNamespace(token_ids=prompt, items=(), lease=self)
 
     def release(self) -> None:
         self.leases -= 1
@@ -179,7 +179,7 @@ async def test_a_client_that_leaves_as_all_are_interrupted_is_gone() -> None:
     task = asyncio.create_task(prepare())
     await asyncio.sleep(0)
     arrivals.interrupt(RequestFailed("cleared", code="cleared", status=503))
-    assert (len(arrivals), arrivals.request_ids()) == (0, [])
+    assert len(arrivals) == 0
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

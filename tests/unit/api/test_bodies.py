@@ -209,7 +209,6 @@ async def test_large_bodies_are_read_one_by_one_off_the_loop(
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["x"]}}}
-CLOSED = {**SCHEMA, "additionalProperties": False}
 
 
 def named(schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
@@ -218,7 +217,7 @@ def named(schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
 
 def test_constraint_from_schema_keeps_the_order_of_properties() -> None:
     grammar = constraint_from_schema(SCHEMA)
-    assert json.loads(grammar) == {"json_schema": CLOSED}
+    assert json.loads(grammar) == {"json_schema": SCHEMA}
     assert grammar.index('"b"') < grammar.index('"a"')
 
 
@@ -228,17 +227,17 @@ def test_constraint_from_schema_keeps_the_order_of_properties() -> None:
         ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
         (
             {"response_format": {"type": "json_object", "schema": SCHEMA}},
-            {"json_schema": CLOSED},
+            {"json_schema": SCHEMA},
         ),
-        ({"response_format": named(strict=True)}, {"json_schema": CLOSED}),
-        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": CLOSED}),
+        ({"response_format": named(strict=True)}, {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json": True}}, {"json_schema": True}),
-        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": CLOSED}),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
         ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
         ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
         ({"structured_outputs": {"grammar": "start: A"}}, {"grammar": "start: A"}),
-        ({"guided_json": SCHEMA, "guided_decoding_backend": "any"}, {"json_schema": CLOSED}),
+        ({"guided_json": SCHEMA, "guided_decoding_backend": "any"}, {"json_schema": SCHEMA}),
         ({"guided_regex": "a+"}, {"regex": "a+"}),
         ({"guided_choice": ["a"]}, {"choice": ["a"]}),
         ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),

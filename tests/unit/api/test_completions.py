@@ -10,7 +10,7 @@ from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
 from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import BoundedImage, NamedImage, VideoReference
+from vsched.media import MediaReference
 from vsched.worker.contract import PixelBounds, VideoSampling
 
 
@@ -123,7 +123,7 @@ async def test_images_keep_their_order_and_leave_the_template() -> None:
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "audio": None},
     ]
     assert (await post(engine, CHAT, chat(messages=messages))).status == 200
-    assert engine.calls[0]["images"] == ["data:one", "data:two"]
+    assert engine.calls[0]["images"] == [MediaReference("data:one"), MediaReference("data:two")]
     assert engine.calls[0]["prompt"] == "system:be briefuser:\x01and\x01assistant:"
 
 
@@ -138,7 +138,11 @@ async def test_images_may_have_names_and_be_sent_by_them_alone() -> None:
     ]
     reply = await post(engine, CHAT, chat(messages=[{"role": "user", "content": content}]))
     assert reply.status == 200
-    named = [NamedImage("a", "data:one"), *map(NamedImage, "bcd"), "data:two"]
+    named = [
+        MediaReference("data:one", uuid="a"),
+        *(MediaReference(uuid=each) for each in "bcd"),
+        MediaReference("data:two"),
+    ]
     assert engine.calls[0]["images"] == named
 
 
@@ -154,9 +158,9 @@ async def test_images_may_have_bounds_of_their_pixels() -> None:
     sent = chat(messages=messages, mm_processor_kwargs={"min_pixels": 400})
     assert (await post(engine, CHAT, sent)).status == 200
     assert engine.calls[0]["images"] == [
-        BoundedImage("data:one", PixelBounds(400, 900)),
-        BoundedImage(NamedImage("b", "data:two"), PixelBounds(300)),
-        BoundedImage("data:three", PixelBounds(400)),
+        MediaReference("data:one", bounds=PixelBounds(400, 900)),
+        MediaReference("data:two", uuid="b", bounds=PixelBounds(300)),
+        MediaReference("data:three", bounds=PixelBounds(400)),
     ]
     size = {"shortest_edge": 500, "longest_edge": 700}
     for arguments in ({"size": size}, {"size": size, "max_pixels": 600}, {}):
@@ -165,9 +169,9 @@ async def test_images_may_have_bounds_of_their_pixels() -> None:
         ).status == 200
     found = [call["images"][2] for call in engine.calls[1:]]
     wanted: list[object] = [
-        BoundedImage("data:three", PixelBounds(500, most)) for most in (700, 600)
+        MediaReference("data:three", bounds=PixelBounds(500, most)) for most in (700, 600)
     ]
-    assert found == [*wanted, "data:three"]
+    assert found == [*wanted, MediaReference("data:three")]
 
 
 @each_case(
@@ -466,10 +470,14 @@ async def test_videos_have_options_of_their_own_or_of_the_request() -> None:
     others = VideoSampling(None, 8, 20, PixelBounds(500))
     frames = tuple(f"data:image/jpeg;base64,{each}" for each in ("QQ==", "Qg=="))
     assert engine.calls[0]["images"] == [
-        VideoReference("data:one", VideoSampling(3.0, None, 20, PixelBounds(500, 900))),
-        VideoReference(("data:two", "data:three"), others),
-        VideoReference(frames, others),
-        VideoReference("data:four", VideoSampling(5.0, None, 4, PixelBounds(700, 800))),
+        MediaReference(
+            "data:one", is_video=True, sampling=VideoSampling(3.0, None, 20, PixelBounds(500, 900))
+        ),
+        MediaReference(("data:two", "data:three"), is_video=True, sampling=others),
+        MediaReference(frames, is_video=True, sampling=others),
+        MediaReference(
+            "data:four", is_video=True, sampling=VideoSampling(5.0, None, 4, PixelBounds(700, 800))
+        ),
     ]
     engine.preprocessor.info = info
     reply = await post(engine, CHAT, sent)

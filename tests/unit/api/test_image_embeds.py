@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.media.fakes import model_info
-from vsched.media import EmbeddedImage, EmbeddedVideo, SpannedImage
+from vsched.media import MediaReference
 
 
 def user(*parts: object) -> dict[str, object]:
@@ -27,11 +27,11 @@ async def test_embeddings_and_images_keep_their_order() -> None:
     assert (await post(engine, CHAT, body)).status == 200
     call = engine.calls[0]
     assert call["images"] == [
-        EmbeddedImage("one"),
-        "data:two",
-        EmbeddedImage("three"),
-        EmbeddedVideo("https://four"),
-        SpannedImage("data:five", ((0, 4), (6, 8))),
+        MediaReference("one", is_embedded=True),
+        MediaReference("data:two"),
+        MediaReference("three", is_embedded=True),
+        MediaReference("https://four", is_video=True, is_embedded=True),
+        MediaReference("data:five", attention=((0, 4), (6, 8))),
     ]
     assert call["prompt"] == "user:\x01a\x01\x01\x01\x01"
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from tests.patience import PATIENCE_S
 from vsched.errors import RequestRefused
-from vsched.media import EmbeddedImage, EmbeddedVideo
+from vsched.media import MediaReference
 from vsched.types import ArraySpec, ModelInfo, Spans
 from vsched.worker.contract import (
     Arrays,
@@ -308,9 +308,9 @@ def video_embedding_file(
     )
 
 
-def embedded(file: bytes) -> EmbeddedImage:
-    return EmbeddedImage(base64.b64encode(file).decode())
+def embedded(file: bytes) -> MediaReference:
+    return MediaReference(base64.b64encode(file).decode(), is_embedded=True)
 
 
-def embedded_video(file: bytes) -> EmbeddedVideo:
-    return EmbeddedVideo(base64.b64encode(file).decode())
+def embedded_video(file: bytes) -> MediaReference:
+    return MediaReference(base64.b64encode(file).decode(), is_video=True, is_embedded=True)

@@ -17,16 +17,17 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image
 
-from tests.unit.media.fakes import embedding_file, model_info, rows_of
-from vsched.media.decode import DecodeLimits, decode, inspect
+from tests.unit.media.fakes import FakePreprocessor, embedding_file, model_info, rows_of
+from vsched.config import MediaConfig
+from vsched.media.decode import decode, inspect
 from vsched.media.embeddings import read_embedding, write_rows
 from vsched.media.estimate import EMBEDDING_BYTES, decode_bytes, preprocess_bytes
 from vsched.types import ModelInfo
-from vsched.worker.contract import Companion, ImagePlan, extent_bytes, view_arrays
+from vsched.worker.contract import extent_bytes, view_arrays
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor
 from vsched_workers.families.qwen_image import QwenImages, ResizeLimits
 
-LIMITS = DecodeLimits(image=10**8, webp=10**8)
+LIMITS = 10**8
 Save = dict[str, Any]
 
 CASES: Final[dict[str, tuple[str, str, Save]]] = {
@@ -141,8 +142,7 @@ def measure_image(name: str, width: int, height: int, tokens_max: int) -> tuple[
 def measure_embedding(tokens: int) -> tuple[int, int]:
     info: ModelInfo = model_info(dtype="bfloat16", item_tokens_max=tokens)
     file = embedding_file(rows_of(tokens), (1, 2, 2 * tokens))
-    companion = Companion("grid_thw", ("time", "height", "width"))
-    embedding, _ = read_embedding(file, info, companion, lambda _: ImagePlan((), tokens))
+    embedding, _ = read_embedding(file, FakePreprocessor(info), MediaConfig())
     rows = np.ones(tokens * 8 * 2, np.uint8)
     grown = growth(lambda: write_rows(embedding, "bfloat16", rows))
     return grown + len(file), EMBEDDING_BYTES + len(file)

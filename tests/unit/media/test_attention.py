@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -10,8 +12,8 @@ from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, mode
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.kernel.request import chain_hashes, int32
-from vsched.media import ImageReference, MediaPipeline, PixelStore, SpannedImage, VideoReference
-from vsched.media.attention import place_attention
+from vsched.media import ImageReference, MediaPipeline, MediaReference, PixelStore
+from vsched.media.references import as_reference, place_attention
 from vsched.types import MediaItem, Spans
 
 RUNS = ((10, 14), (15, 19))
@@ -29,7 +31,7 @@ IMAGE = data_url(image_bytes(16, 16))
     ],
 )
 def test_spans_are_placed_in_the_prompt(spans: Spans, placed: Spans) -> None:
-    assert place_attention(spans, RUNS, 0) == placed
+    assert place_attention(spans, RUNS) == placed
 
 
 @each_case("span", [(3, 5), (0, 0), (2, 1), (7, 9), (8, 9), (0, 1 << 31)])
@@ -38,20 +40,17 @@ def test_spans_out_of_bounds_are_refused(span: tuple[int, int]) -> None:
         with pytest.raises(
             RequestRefused, match=r"limit ascending .* 8 tokens.* Remedy: "
         ) as caught:
-            place_attention(spans, RUNS, 3)
+            place_attention(spans, RUNS)
         assert caught.value.code == "attention_spans_invalid"
-        assert caught.value.message.startswith("image 3: ")
     with pytest.raises(RequestRefused):
-        place_attention(((0, 3), (2, 4)), RUNS, 0)
+        place_attention(((0, 3), (2, 4)), RUNS)
 
 
 async def prepared(*images: ImageReference, **info: bool | int) -> tuple[MediaItem, ...]:
     facts = msgspec.structs.replace(model_info(video_token_id=2), **info)
     store = PixelStore(memoryview(bytearray(1 << 16)))
     pipeline = MediaPipeline(FakePreprocessor(facts), store, MediaConfig())
-    prompt = "a" + "".join(
-        "\x02" if isinstance(_unwrapped(each), VideoReference) else "\x01" for each in images
-    )
+    prompt = "a" + "".join("\x02" if as_reference(each).is_video else "\x01" for each in images)
     try:
         request = await pipeline.prepare(prompt, images)
         request.lease.release()
@@ -60,12 +59,8 @@ async def prepared(*images: ImageReference, **info: bool | int) -> tuple[MediaIt
         pipeline.close()
 
 
-def _unwrapped(image: ImageReference) -> ImageReference:
-    return image.image if isinstance(image, SpannedImage) else image
-
-
 async def test_items_have_the_spans_of_their_images() -> None:
-    spanned = SpannedImage(IMAGE, ((1, 4),))
+    spanned = MediaReference(IMAGE, attention=((1, 4),))
     first, second = await prepared(IMAGE, spanned, item_atomic=True)
     assert (first.attention, first.atoms) == (None, ((1, 5),))
     assert (second.attention, second.atoms) == (((6, 9),), ((6, 9),))
@@ -77,14 +72,18 @@ async def test_items_have_the_spans_of_their_images() -> None:
     [
         ({}, IMAGE, "image 0: .*: the model's attention is causal. Remedy: leave"),
         ({"prompt_atomic": True}, IMAGE, "bidirectional within the whole prompt"),
-        ({"item_atomic": True}, VideoReference((IMAGE,)), "video 0: .*frames of videos"),
+        (
+            {"item_atomic": True},
+            MediaReference((IMAGE,), is_video=True),
+            "video 0: .*frames of videos",
+        ),
     ],
 )
 async def test_spans_that_no_worker_honours_are_refused(
     info: dict[str, bool], image: str, text: str
 ) -> None:
     with pytest.raises(RequestRefused, match=text) as caught:
-        await prepared(SpannedImage(image, ((0, 1),)), **info)
+        await prepared(replace(as_reference(image), attention=((0, 1),)), **info)
     assert (caught.value.code, caught.value.status) == ("attention_spans_not_taken", 400)
 
 

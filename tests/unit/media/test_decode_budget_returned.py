@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 
@@ -28,7 +27,6 @@ from tests.unit.media.test_decode_budget import (
 )
 from tests.unit.media.test_pipeline import Bench
 from vsched.errors import RequestRefused
-from vsched.media import fills
 
 
 async def test_cancelling_at_work_keeps_the_bytes_until_the_thread_is_done() -> None:
@@ -126,14 +124,3 @@ async def test_closing_fails_what_waits_for_memory() -> None:
         assert [str(other) for other in others] == ["the server is stopping"] * 2
         await stop
         await all_back(bench)
-
-
-async def test_free_memory_goes_back_once_nothing_is_decoded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trimmed = threading.Event()
-    monkeypatch.setattr(fills, "return_freed_memory", trimmed.set)
-    monkeypatch.setattr(fills, "IDLE_S", 0.0)
-    with closing(bench_with(10**9)) as bench:
-        (await bench.pipeline.prepare("\x01", [image_url()])).lease.release()
-        await until(trimmed.is_set)

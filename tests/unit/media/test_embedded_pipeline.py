@@ -35,13 +35,7 @@ from vsched import Config, Engine
 from vsched.aio.serving import RunningParts
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.media import (
-    EmbeddedImage,
-    EmbeddedVideo,
-    ImageReference,
-    MediaPipeline,
-    PixelStore,
-)
+from vsched.media import ImageReference, MediaPipeline, MediaReference, PixelStore
 from vsched.media.fetch import Reserve
 from vsched.media.formats import IMAGE_EMBEDDING, VIDEO_EMBEDDING, MediaKind
 from vsched.media.keys import embedding_key, item_key
@@ -213,19 +207,25 @@ async def test_embeddings_by_reference(tmp_path: Path) -> None:
     ):
         sources = [source_of(file, name) for name, file in files.items()]
         references: list[ImageReference]
-        references = [EmbeddedImage(sources[0]), EmbeddedVideo(sources[1])]
+        references = [
+            MediaReference(sources[0], is_embedded=True),
+            MediaReference(sources[1], is_video=True, is_embedded=True),
+        ]
         prepared = await bench.pipeline.prepare("\x01\x02", references)
         keys.add(tuple(item.key for item in prepared.items))
         prepared.lease.release()
     assert len(keys) == 1
     for url in (f"file://{folder}/link", f"file://{folder}/none", f"file://{folder}/../outside"):
-        for reference in (EmbeddedImage(url), EmbeddedVideo(url)):
+        for reference in (
+            MediaReference(url, is_embedded=True),
+            MediaReference(url, is_video=True, is_embedded=True),
+        ):
             error = await refusal(bench, "\x01", reference)
             assert (error.code, error.status) == ("embedding_file_refused", 400)
-    wrong = EmbeddedImage(data_url(image, "image/png"))
+    wrong = MediaReference(data_url(image, "image/png"), is_embedded=True)
     assert (await refusal(bench, "\x01", wrong)).code == "embedding_type_unsupported"
     (folder / "image").write_bytes(image.ljust(settings.image_bytes_max + 1))
-    error = await refusal(bench, "\x01", EmbeddedImage(f"file://{folder}/image"))
+    error = await refusal(bench, "\x01", MediaReference(f"file://{folder}/image", is_embedded=True))
     assert (error.code, error.status) == ("embedding_too_large", 413)
     assert "media.image_bytes_max" in error.message
     bench.pipeline.close()
@@ -254,7 +254,9 @@ async def test_switch_refuses_with_its_name() -> None:
     """Off by default: refused before anything is decoded or fetched."""
     assert not MediaConfig().allow_embeddings
     bench = Bench(MediaConfig(hosts=("host.invalid",)))
-    error = await refusal(bench, "\x01\x01", "http://host.invalid/x", EmbeddedImage("?"))
+    error = await refusal(
+        bench, "\x01\x01", "http://host.invalid/x", MediaReference("?", is_embedded=True)
+    )
     assert error.code == "embeddings_disabled"
     assert error.message.startswith("image 1: embeddings in requests are switched off")
     assert "Remedy: send the image itself or set media.allow_embeddings = true" in error.message
@@ -264,12 +266,16 @@ async def test_switch_refuses_with_its_name() -> None:
 @pytest.mark.parametrize(
     ("brought", "code", "text"),
     [
-        (EmbeddedImage("???"), "embeddings_invalid", "its base64 is not valid"),
-        (EmbeddedImage("AAA=="), "embeddings_invalid", "its base64"),
-        (EmbeddedImage("AA==="), "embeddings_invalid", "its base64"),
-        (EmbeddedImage("AA\nA"), "embeddings_invalid", "ends within its header"),
-        (EmbeddedImage("\ud800"), "embeddings_invalid", "its base64 is not valid"),
-        (EmbeddedImage(""), "embeddings_invalid", "its base64 is not valid"),
+        (MediaReference("???", is_embedded=True), "embeddings_invalid", "its base64 is not valid"),
+        (MediaReference("AAA==", is_embedded=True), "embeddings_invalid", "its base64"),
+        (MediaReference("AA===", is_embedded=True), "embeddings_invalid", "its base64"),
+        (MediaReference("AA\nA", is_embedded=True), "embeddings_invalid", "ends within its header"),
+        (
+            MediaReference("\ud800", is_embedded=True),
+            "embeddings_invalid",
+            "its base64 is not valid",
+        ),
+        (MediaReference("", is_embedded=True), "embeddings_invalid", "its base64 is not valid"),
         (embedded(b"no tensors at all"), "embeddings_invalid", "malformed|too long"),
         (
             embedded(tensors_file({"embeds": tensor_of(rows_of(2))})),
@@ -291,7 +297,7 @@ async def test_switch_refuses_with_its_name() -> None:
     ],
 )
 async def test_bad_embedding_fails_its_request_alone(
-    bench: Bench, brought: EmbeddedImage, code: str, text: str
+    bench: Bench, brought: MediaReference, code: str, text: str
 ) -> None:
     """The error has index and code; the other request is not affected."""
     beside = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes())]))
@@ -333,7 +339,7 @@ async def test_file_size_is_bounded_exactly(surplus: int, accepted: bool) -> Non
 
 async def test_length_is_checked_before_base64(bench: Bench) -> None:
     """50 MB cost the memory of a few pieces."""
-    brought = EmbeddedImage("A" * 50_000_000)
+    brought = MediaReference("A" * 50_000_000, is_embedded=True)
     tracemalloc.start()
     try:
         assert (await refusal(bench, "\x01", brought)).status == 413
@@ -372,13 +378,6 @@ def test_embedding_key_separates_every_part() -> None:
     assert {len(key) for key in keys} == {32}
     key = embedding_key(**base)  # type: ignore[arg-type]
     assert key.hex().startswith("b3ef8ecba8d550b4")
-
-
-async def test_salt_separates_tenants(bench: Bench) -> None:
-    brought = embedded(embedding_file())
-    first = await bench.pipeline.prepare("\x01", [brought], "tenant a")
-    second = await bench.pipeline.prepare("\x01", [brought], "tenant b")
-    assert first.items[0].key != second.items[0].key
 
 
 async def test_embedding_never_has_the_key_of_an_image(bench: Bench) -> None:

@@ -22,19 +22,19 @@ from tests.unit.media.fakes import (
     tensor_of,
     tensors_file,
 )
+from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.media.embeddings import (
     HEADER_BYTES_MAX,
-    EmbeddedImage,
     Tensor,
     read_embedding,
     read_tensors,
     write_rows,
 )
+from vsched.media.references import MediaReference
 from vsched.types import ModelInfo
-from vsched.worker.contract import Companion, ImagePlan
+from vsched.worker.contract import ImagePlan
 
-COMPANION = Companion("grid_thw", ("time", "height", "width"))
 NAMES = ("embeds", "grid_thw")
 GRID = tensor_of(np.array([1, 2, 4]))
 EMBEDS = tensor_of(rows_of(2))
@@ -50,7 +50,9 @@ class Read(NamedTuple):
 
 def read(file: bytes, info: ModelInfo | None = None) -> Read:
     info = info or model_info()
-    return Read(*read_embedding(file, info, COMPANION, FakePreprocessor(info).plan_embedding))
+    embeds, plan = read_embedding(file, FakePreprocessor(info), MediaConfig())
+    assert isinstance(plan, ImagePlan)
+    return Read(embeds, plan)
 
 
 def written(embedding: Read, info: ModelInfo) -> npt.NDArray[np.uint8]:
@@ -312,5 +314,5 @@ def test_write_rows_looks_at_every_strip(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_embedded_image_is_never_shown() -> None:
     """Neither a log nor an error holds the client's data."""
-    assert "AAAA" not in repr(EmbeddedImage("AAAA"))
-    assert "AAAA" not in str([EmbeddedImage("AAAA")])
+    assert "AAAA" not in repr(MediaReference("AAAA", is_embedded=True))
+    assert "AAAA" not in str([MediaReference("AAAA", is_embedded=True)])

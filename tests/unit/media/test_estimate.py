@@ -19,13 +19,13 @@ from vsched.config import Config
 from vsched.config.checks import decode_bytes_needed
 from vsched.config.loading import load_config
 from vsched.errors import ConfigError
-from vsched.media.decode import DecodeLimits, inspect
+from vsched.media.decode import WEBP_PIXELS_MAX, inspect
 from vsched.media.estimate import Storage, coefficient_bytes, decode_bytes, preprocess_bytes
 from vsched.types import ArraySpec
 from vsched.worker.contract import ImagePlan
 
 ROOT = Path(__file__).parents[3]
-LIMITS = DecodeLimits(image=10**6, webp=10**6)
+LIMITS = 10**6
 MEBIBYTE = 1 << 20
 
 
@@ -159,7 +159,7 @@ def test_needed_budget_admits_every_legal_image(
 ) -> None:
     """The smallest budget that the configuration accepts can decode any image within the limits."""
     media = msgspec.structs.replace(LEGAL, image_pixels_max=pixels_max)
-    limit = min(media.webp_pixels_max, pixels_max) if kind == "WEBP" else pixels_max
+    limit = min(WEBP_PIXELS_MAX, pixels_max) if kind == "WEBP" else pixels_max
     width = min(width, limit)
     height = min(height, limit // width)
     coefficients = 0

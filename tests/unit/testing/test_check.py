@@ -296,17 +296,6 @@ def test_check_policy_names_seed_and_fault(policy: type[Policy], words: str) -> 
     assert f"{policy.__module__}.{policy.__qualname__}: seed " in str(caught.value)
 
 
-@pytest.mark.slow
-def test_check_policy_failure_repeats_with_its_seed() -> None:
-    with pytest.raises(PolicyError) as caught:
-        check_policy(RaisesRarely)
-    found = re.search(r"seed (\d+)", str(caught.value))
-    assert found is not None
-    with pytest.raises(PolicyError) as again:
-        check_policy(RaisesRarely, seeds=[int(found[1])])
-    assert str(again.value) == str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("policy", "words"),
     [

@@ -24,7 +24,7 @@ from tests.unit.media.fakes import (
 from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
-from vsched.media import EmbeddedImage, MediaPipeline, PixelStore
+from vsched.media import MediaPipeline, MediaReference, PixelStore
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.testing import ModelCluster
 from vsched.transport.arena import Arena
@@ -178,7 +178,7 @@ async def test_an_array_that_was_not_planned_fails_the_request(pipeline: MediaPi
         assert caught.value.code == "image_processing_failed"
 
 
-def brought(size: tuple[int, ...], rows: int) -> EmbeddedImage:
+def brought(size: tuple[int, ...], rows: int) -> MediaReference:
     tensors = {"embeds": tensor_of(rows_of(rows)), "image_size": tensor_of(np.array(size))}
     return embedded(tensors_file(tensors))
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.e2e.random_schemas import damaged, random_schema
+from tests.fuzz.schemas import damaged, fits, random_schema
 from tests.unit.api.tools.test_reader import read_with
 from tests.unit.api.tools.written_calls import written_calls
 from vsched.api.errors import ParameterRefused
@@ -169,18 +169,6 @@ POINT = {
 }
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_token_grammars_hold_blind_draws_to_a_schema(
-    grammars: TokenGrammars, text_of: Callable[[list[int]], str], seed: int
-) -> None:
-    tokens, reason = drawn(grammars, constraint_from_schema(POINT), seed)
-    assert reason is FinishReason.STOP
-    found = json.loads(text_of(tokens))
-    assert list(found) == ["x", "k"]
-    assert 0 <= found["x"] <= 99
-    assert found["k"] in {"a", "b"}
-
-
 @pytest.mark.parametrize(
     ("grammar", "pattern"),
     [
@@ -299,92 +287,14 @@ def test_bad_grammars_are_refused_in_a_sentence(grammars: TokenGrammars, grammar
     assert "\n" not in refusal.value.message
 
 
-def test_deep_schemas_end_in_a_refusal(grammars: TokenGrammars) -> None:
-    deep: dict[str, Any] = {"type": "integer"}
-    for _ in range(300):
-        deep = {"type": "array", "items": deep}
-    with pytest.raises(RequestRefused):
-        grammars.check(constraint_from_schema(deep))
-
-
-def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
-    """Return a random schema whose values are of bounded length."""
-    kinds = ["enum", "integer", "boolean", "null", "string"]
-    kind = rng.choice(kinds + (["object", "array", "anyOf"] if depth else []))
-    match kind:
-        case "enum":
-            return {"enum": rng.sample(["a", 'b"\\', "日本", 3, None, 1.5, "", True], 3)}
-        case "integer":
-            low = rng.randrange(-20, 20)
-            return {"type": "integer", "minimum": low, "maximum": low + rng.randrange(50)}
-        case "string":
-            return {"type": "string", "maxLength": rng.randrange(1, 6)}
-        case "object":
-            names = rng.sample(["a", "b c", "ü", "d"], rng.randrange(1, 4))
-            properties = {name: _schema(rng, depth - 1) for name in names}
-            required = names[: rng.randrange(len(names) + 1)]
-            return {
-                "type": "object",
-                "properties": properties,
-                "required": required,
-                "additionalProperties": False,
-            }
-        case "array":
-            return {"type": "array", "items": _schema(rng, depth - 1), "maxItems": 2}
-        case "anyOf":
-            return {"anyOf": [_schema(rng, depth - 1) for _ in range(2)]}
-    return {"type": kind}
-
-
-def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Return whether a value matches one of these schemas: an independent check of the keywords that they use."""
-    if "enum" in schema:
-        return any(value == each and type(value) is type(each) for each in schema["enum"])
-    if "anyOf" in schema:
-        return any(fits(value, each) for each in schema["anyOf"])
-    match schema["type"]:
-        case "integer":
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            return whole and schema["minimum"] <= value <= schema["maximum"]
-        case "string":
-            return isinstance(value, str) and len(value) <= schema["maxLength"]
-        case "array":
-            items = isinstance(value, list) and len(value) <= schema["maxItems"]
-            return items and all(fits(each, schema["items"]) for each in value)
-        case "object":
-            known = isinstance(value, dict) and value.keys() <= schema["properties"].keys()
-            return (
-                known
-                and set(schema["required"]) <= value.keys()
-                and all(fits(value[name], schema["properties"][name]) for name in value)
-            )
-        case "null":
-            return value is None
-    return isinstance(value, bool)
-
-
 def test_random_schemas_hold_blind_draws(
     grammars: TokenGrammars, text_of: Callable[[list[int]], str]
 ) -> None:
     for seed in range(40):
-        schema = _schema(random.Random(seed), 3)
+        schema = random_schema(random.Random(seed), 3)
         tokens, reason = drawn(grammars, constraint_from_schema(schema), seed)
         assert reason is FinishReason.STOP, (seed, schema)
         assert fits(json.loads(text_of(tokens)), schema), (seed, schema, text_of(tokens))
-
-
-def test_damaged_schemas_and_grammars_are_compiled_or_refused(grammars: TokenGrammars) -> None:
-    rng, refused = random.Random(1), []
-    for seed in range(60):
-        text = list(constraint_from_schema(_schema(random.Random(seed), 3)))
-        for _ in range(rng.randrange(1, 4)):
-            text[rng.randrange(len(text))] = rng.choice('{}[]",:a0\\u')
-        try:
-            grammars.check("".join(text))
-        except RequestRefused as refusal:
-            refused.append(refusal.code)
-    assert set(refused) == {"invalid_grammar"}
-    assert len(refused) < 60, "nothing was compiled"
 
 
 def test_no_grammars_without_an_end_token(info: ModelInfo) -> None:
@@ -398,52 +308,10 @@ def test_tokens_beyond_the_model_s_vocabulary_are_never_allowed() -> None:
     assert allowed(small.matcher(encoded(regex="[ab]{3}"))) == [0, 1]
 
 
-def calls(*, between: str | None, shared: bool = False) -> str:
-    """Return the grammar of calls in tags, or in a list."""
-    options = [
-        {"all": [f'{{"name": "{name}", "arguments": ', {"schema": POINT}, "}"]}
-        for name in ("f", "g")
-    ]
-    opening, closing = ("[", "]") if shared else ("<tool_call>\n", "\n</tool_call>")
-    call: Any = {"all": [opening, {"rule": "call"}, closing]}
-    rules = {"call": {"many": {"any": options}, "between": between} if shared else {"any": options}}
-    if between is not None and not shared:
-        call = {"many": call, "between": between}
-    return encoded(calls={"start": call, "rules": rules})
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("between", [None, "", "\n"])
-def test_token_grammars_hold_blind_draws_to_calls(
-    grammars: TokenGrammars, text_of: Callable[[list[int]], str], seed: int, between: str | None
-) -> None:
-    tokens, reason = drawn(grammars, calls(between=between), seed)
-    assert reason is FinishReason.STOP
-    found = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text_of(tokens), re.DOTALL)
-    assert found
-    assert len(found) == 1 or between is not None
-    for text in found:
-        call = json.loads(text)
-        assert call["name"] in {"f", "g"}
-        assert fits(call["arguments"], POINT)
-    whole = (between or "").join(f"<tool_call>\n{text}\n</tool_call>" for text in found)
-    assert text_of(tokens) == whole
-
-
-def test_token_grammars_hold_blind_draws_to_a_list_of_calls(
-    grammars: TokenGrammars, text_of: Callable[[list[int]], str]
-) -> None:
-    tokens, reason = drawn(grammars, calls(between=", ", shared=True), 1)
-    assert reason is FinishReason.STOP
-    found = json.loads(text_of(tokens))
-    assert {call["name"] for call in found} <= {"f", "g"}
-    assert all(fits(call["arguments"], POINT) for call in found)
-
-
-def test_a_schema_of_calls_that_cannot_be_used_is_refused(grammars: TokenGrammars) -> None:
-    bad = calls(between=None).replace('"integer"', '"nothing"')
-    with pytest.raises(RequestRefused, match="cannot be used: .*Remedy"):
-        grammars.check(bad)
+CALLS: dict[str, Any] = {
+    "start": {"many": {"all": ["<tool_call>", {"schema": POINT}, "</tool_call>"]}, "between": "\n"},
+    "rules": {},
+}
 
 
 @pytest.mark.parametrize(
@@ -455,7 +323,7 @@ def test_a_schema_of_calls_that_cannot_be_used_is_refused(grammars: TokenGrammar
         ({"grammar": '?start: "yes" | "no"'}, "yes|no"),
         ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
         ({"json_schema": POINT}, r"\{.*\}"),
-        (json.loads(calls(between="\n")), r"(<tool_call>.*</tool_call>)+"),
+        ({"calls": CALLS}, r"(<tool_call>.*</tool_call>)+"),
     ],
 )
 def test_token_grammars_hold_what_follows_a_thought(

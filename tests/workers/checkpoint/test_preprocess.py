@@ -30,10 +30,11 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers.driver import Stage, drawn_image, values_of
 from tests.workers.properties import REPEATABLE
+from vsched.config import MediaConfig
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.media.embeddings import read_embedding
 from vsched.types import ArraySpec, ModelInfo
-from vsched.worker.contract import AnswerPart, ImagePlan, PixelBounds, Preprocessor
+from vsched.worker.contract import AnswerPart, ImagePlan, ItemPlan, PixelBounds, Preprocessor
 from vsched_workers.checkpoint.preprocess.qwen import QwenPreprocessor
 from vsched_workers.checkpoint.preprocess.text import TemplateParser
 from vsched_workers.checkpoint.tokenize import ByteDetokenizer, TokenTable
@@ -571,11 +572,8 @@ def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage])
         ),
     ]
     front = stage.preprocessor
-    assert front.companion is not None
-    read = [
-        read_embedding(file, stage.info, front.companion, front.plan_embedding) for file in files
-    ]
-    assert [(grid_of(plan.metadata), plan.tokens) for _, plan in read] == [((1, 4, 6), 6)] * 2
+    read = [read_embedding(file, front, MediaConfig()) for file in files]
+    assert {plan for _, plan in read} == {front.plan_embedding((1, 4, 6))}
     assert bytes(read[0][0].data) == bytes(read[1][0].data) == rows.tobytes()
 
 
@@ -600,10 +598,9 @@ def test_brought_rows_are_planned_by_the_size_of_their_image(name: str, tmp_path
     width = info.hidden_size * info.embedding_levels
     rows = np.ones((plan.tokens, width), np.float32)
 
-    def read(size: tuple[int, int]) -> ImagePlan:
+    def read(size: tuple[int, int]) -> ItemPlan:
         file = safetensors.numpy.save({"embeds": rows, "image_size": np.array(size)})
-        assert front.companion is not None
-        return read_embedding(file, info, front.companion, front.plan_embedding)[1]
+        return read_embedding(file, front, MediaConfig())[1]
 
     assert read((30, 90)) == plan
     for size, code in (

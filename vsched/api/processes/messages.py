@@ -10,6 +10,7 @@ is dropped once too many bytes wait for it, and so is a peer that sends too larg
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import socket
 from collections.abc import Callable
@@ -23,21 +24,12 @@ from vsched.api.metrics import Report
 from vsched.config import Config
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.commands import Finish
-from vsched.media import ImageReference
+from vsched.media import ImageReference, MediaReference
 from vsched.media.base64_text import TextWithBase64
-from vsched.media.embeddings import (
-    BoundedImage,
-    EmbeddedImage,
-    EmbeddedVideo,
-    NamedImage,
-    SpannedImage,
-    UnspannedReference,
-    VideoReference,
-)
+from vsched.media.references import as_reference
 from vsched.record.journal import PartialOutput
-from vsched.types import FinishReason, ModelInfo, Request, Spans
+from vsched.types import FinishReason, ModelInfo, Request
 from vsched.wire import PromptPiece
-from vsched.worker.contract import PixelBounds, VideoSampling
 
 logger = logging.getLogger(__name__)
 WAITING_BYTES_MAX = 64 << 20
@@ -231,63 +223,27 @@ class SentText(msgspec.Struct, frozen=True):
         return TextWithBase64.of(self.text, self.start, self.base64)
 
 
-class SentImage(msgspec.Struct, frozen=True, kw_only=True):
-    """Serializable form of an `ImageReference`."""
+class SentImage(msgspec.Struct, frozen=True):
+    """Serializable form of a `MediaReference`, with its sources apart; one alone is not a frame of a list."""
 
-    url: SentText | None = None
-    embedding: SentText | None = None
-    is_video: bool = False
-    uuid: str | None = None
-    bounds: PixelBounds | None = None
-    frames: list[SentText] = []
-    sampling: VideoSampling | None = None
-    attention: Spans | None = None
+    reference: MediaReference
+    sources: list[SentText]
+    is_list: bool
 
     @classmethod
-    def of(cls, reference: ImageReference) -> SentImage:
+    def of(cls, image: ImageReference) -> SentImage:
         """Convert a reference."""
-        if isinstance(reference, SpannedImage):
-            image = cls.of(reference.image)
-            return msgspec.structs.replace(image, attention=reference.attention)
-        if isinstance(reference, VideoReference):
-            if isinstance(reference.source, str):
-                return cls(url=SentText.of(reference.source), sampling=reference.sampling)
-            frames = [SentText.of(each) for each in reference.source]
-            return cls(frames=frames, sampling=reference.sampling)
-        bounds = None
-        if isinstance(reference, BoundedImage):
-            bounds, reference = reference.bounds, reference.image
-        match reference:
-            case EmbeddedImage(source) | EmbeddedVideo(source):
-                is_video = isinstance(reference, EmbeddedVideo)
-                return cls(embedding=SentText.of(source), is_video=is_video)
-            case NamedImage(uuid, url):
-                sent = None if url is None else SentText.of(url)
-                return cls(url=sent, uuid=uuid, bounds=bounds)
-        return cls(url=SentText.of(reference), bounds=bounds)
+        reference = as_reference(image)
+        sources = [*map(SentText.of, reference.sources)]
+        is_list = isinstance(reference.source, tuple)
+        return cls(dataclasses.replace(reference, source=None), sources, is_list)
 
     @property
-    def reference(self) -> ImageReference:
+    def original(self) -> MediaReference:
         """The original reference."""
-        image = self._unspanned
-        return image if self.attention is None else SpannedImage(image, self.attention)
-
-    @property
-    def _unspanned(self) -> UnspannedReference:
-        if self.embedding is not None:
-            embedded = EmbeddedVideo if self.is_video else EmbeddedImage
-            return embedded(self.embedding.original)
-        url = None if self.url is None else self.url.original
-        if self.sampling is not None:
-            frames = tuple(each.original for each in self.frames)
-            return VideoReference(frames if url is None else url, self.sampling)
-        image: str | NamedImage
-        if self.uuid is not None:
-            image = NamedImage(self.uuid, url)
-        else:
-            assert url is not None, "an image has a URL, an embedding or a uuid"
-            image = url
-        return image if self.bounds is None else BoundedImage(image, self.bounds)
+        sources = tuple(each.original for each in self.sources)
+        source = sources if self.is_list else next(iter(sources), None)
+        return dataclasses.replace(self.reference, source=source)
 
 
 class AdmitRequest(msgspec.Struct, frozen=True, tag=True):

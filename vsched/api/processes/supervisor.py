@@ -244,7 +244,7 @@ class ProcessSession:
         with parts.media.place(arrive.images):
             self._box.turn.entered.append(arrive.number)
             submit = await submitted
-        images = [image.reference for image in submit.images]
+        images = [image.original for image in submit.images]
         return await parts.media.prepare(submit.token_ids, images, arrive.request.cache_salt)
 
     def _give_up(self, message: CancelRequest) -> None:
@@ -264,7 +264,7 @@ class ProcessSession:
 
     async def _tokenize(self, message: Tokenize) -> None:
         try:
-            images = [image.reference for image in message.images]
+            images = [image.original for image in message.images]
             token_ids = await self._engine.tokenize(message.token_ids, images)
         except Exception as error:  # noqa: BLE001 - `_refusal` reports it
             self._box.turn.refused.append(_refusal(message.number, error))

@@ -34,7 +34,6 @@ from vsched.api.request_schema import (
     ToolChoice,
     deeper,
 )
-from vsched.api.structured_outputs import closed
 from vsched.api.tools.arguments import resolved, types_of
 from vsched.api.tools.formats import CallFormat, TaggedArguments, ValueArguments, call_format
 from vsched.api.unsupported import unsupported_type
@@ -75,7 +74,7 @@ def forced_calls(known: CallFormat, functions: Sequence[FunctionTool], *, single
 
 def _call(known: CallFormat, function: FunctionTool, rules: dict[str, Node]) -> Node:
     # Without a type, a schema with `properties` allows numbers and strings as well; arguments are an object.
-    schema = {"type": "object", **closed(function.parameters or _NO_ARGUMENTS)}
+    schema = {"type": "object", **(function.parameters or _NO_ARGUMENTS)}
     before = f"{known.before}{function.name}{known.middle}"
     if known.arguments is None:
         return _all(before, {"schema": schema}, known.after)

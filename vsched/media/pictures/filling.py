@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,54 +11,13 @@ import numpy.typing as npt
 from PIL import Image
 
 from vsched.errors import RequestFailed
-from vsched.isolated.calls import CallCancellation
-from vsched.media.allocator import free_image
-from vsched.media.decode import DecodeLimits, ImageHeader, decode, inspect
+from vsched.media.decode import decode
 from vsched.media.embeddings import Tensor, write_rows
+from vsched.media.items import Filled, MeasuredItem, VideoOrder, within
 from vsched.media.keys import content_key
-from vsched.media.measure import Filled, MeasuredItem, VideoOrder, within
-from vsched.media.video import VideoLimits, inspect_video, read_frames
-from vsched.types import ArraySpec, Extent
-from vsched.worker.contract import (
-    Arrays,
-    ImageProcessing,
-    Preprocessor,
-    VideoFacts,
-    view_arrays,
-)
-
-
-class LocalPictures:
-    """Decodes in the calling thread, for preprocessors without an `ImageRecipe` and for simulations."""
-
-    def __init__(
-        self,
-        preprocessor: Preprocessor,
-        limits: tuple[DecodeLimits, VideoLimits],
-        view: Callable[[Extent], npt.NDArray[np.uint8]],
-    ) -> None:
-        self._preprocessor = preprocessor
-        self._limits = limits
-        self._view = view
-
-    def inspect(self, encoded: bytes) -> ImageHeader:
-        return inspect(encoded, self._limits[0])
-
-    def inspect_video(self, encoded: bytes, cancellation: CallCancellation) -> VideoFacts:
-        del cancellation
-        return inspect_video(encoded, self._limits[1])
-
-    def fill(
-        self, item: MeasuredItem, places: Sequence[Extent], cancellation: CallCancellation
-    ) -> tuple[Filled, ...]:
-        del cancellation
-        assert isinstance(item.content, bytes)
-        extents, limits = [*map(self._view, places)], self._limits
-        if item.video is not None:
-            return process_video(item.content, item.video, extents, self._preprocessor, limits)
-        bounded = within(self._preprocessor, item.bounds, limits[0].image)
-        process_encoded(item.content, item.groups[0].arrays, extents[0], bounded, limits[0])
-        return (Filled(item.key),)
+from vsched.media.video import VideoLimits, read_frames
+from vsched.types import ArraySpec
+from vsched.worker.contract import Arrays, ImageProcessing, PixelBounds, view_arrays
 
 
 def fill_embedding(
@@ -84,7 +43,8 @@ def process_encoded(
     specs: Sequence[ArraySpec],
     extent: npt.NDArray[np.uint8],
     preprocessor: ImageProcessing,
-    limits: DecodeLimits,
+    bounds: PixelBounds | None,
+    pixels_max: int,
 ) -> None:
     """Fill an extent with the planned arrays of an encoded image.
 
@@ -92,12 +52,8 @@ def process_encoded(
         RequestRefused: If the image is damaged.
         RequestFailed: If the processor's output differs from its plan.
     """
-    decoded = decode(encoded, limits)
-    try:
-        arrays = preprocessor.process_image(decoded)
-    finally:
-        free_image(decoded)
-    _store(arrays, specs, extent)
+    processing = within(preprocessor, bounds, pixels_max)
+    _store(processing.process_image(decode(encoded, pixels_max)), specs, extent)
 
 
 def process_video(
@@ -105,7 +61,7 @@ def process_video(
     order: VideoOrder,
     extents: Sequence[npt.NDArray[np.uint8]],
     preprocessor: ImageProcessing,
-    limits: tuple[DecodeLimits, VideoLimits],
+    limits: VideoLimits,
 ) -> tuple[Filled, ...]:
     """Fill the extent of each frame group of a video.
 
@@ -116,9 +72,9 @@ def process_video(
         RequestFailed: If the processor's output differs from its plan.
     """
     if order.files:
-        images = _frame_files(encoded, order.files, limits[0])
+        images = _frame_files(encoded, order.files, limits.pixels)
     else:
-        images = read_frames(encoded, list(dict.fromkeys(order.frames)), limits[1])
+        images = read_frames(encoded, list(dict.fromkeys(order.frames)), limits)
     frames = _repeated(images, order.frames)
     count = len(order.frames) // len(order.groups)
     filled: list[Filled] = []
@@ -150,12 +106,10 @@ def _repeated(images: Iterator[Image.Image], numbers: Sequence[int]) -> Iterator
         yield image
 
 
-def _frame_files(
-    encoded: bytes, files: Sequence[int], limits: DecodeLimits
-) -> Iterator[Image.Image]:
+def _frame_files(encoded: bytes, files: Sequence[int], pixels_max: int) -> Iterator[Image.Image]:
     start = 0
     for size in files:
-        yield decode(encoded[start : start + size], limits)
+        yield decode(encoded[start : start + size], pixels_max)
         start += size
 
 

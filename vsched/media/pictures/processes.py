@@ -1,4 +1,4 @@
-"""The engine's end of picture processes: images are opened, decoded and processed outside the engine.
+"""Decoding and processing of images and videos: orders, and the processes that carry them out.
 
 Decoders are native code that parses client input: in a process, a crash costs one image. Also, Pillow and numpy hold
 the GIL for single calls whose time grows with the image, which would block the event loop. The processes write to the
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.isolated.calls import (
@@ -23,11 +26,18 @@ from vsched.isolated.calls import (
     CallFailedError,
     IsolatedCalls,
 )
-from vsched.media.decode import DecodeLimits, ImageHeader, has_native_header, inspect
-from vsched.media.measure import Filled, MeasuredItem, VideoOrder
-from vsched.media.video import HEADER_BYTES, VideoLimits
+from vsched.media.decode import ImageHeader, has_native_header, inspect
+from vsched.media.items import Filled, MeasuredItem, VideoOrder
+from vsched.media.pictures.filling import process_encoded, process_video
+from vsched.media.video import HEADER_BYTES, VideoLimits, inspect_video
 from vsched.types import ArraySpec, Extent
-from vsched.worker.contract import ImageRecipe, PixelBounds, Preprocessor, VideoFacts
+from vsched.worker.contract import (
+    ImageProcessing,
+    ImageRecipe,
+    PixelBounds,
+    Preprocessor,
+    VideoFacts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,37 +47,28 @@ SERVER_MODULE = "vsched.media.pictures.server"
 
 
 class PictureWork(msgspec.Struct, frozen=True):
-    """The setup of the server: the recipe of the image processor, and the limits of decoding.
-
-    `video_limits` is None if the model takes no videos.
-    """
+    """The setup of the server: the recipe of the image processor, and the limits of decoding."""
 
     recipe: ImageRecipe
-    limits: DecodeLimits
-    video_limits: VideoLimits | None = None
+    limits: VideoLimits
+    takes_videos: bool
 
 
 class PictureOrder(msgspec.Struct, frozen=True):
-    """One image to process, or only to inspect if `place` is None; a frame with its encoded bytes follows.
+    """One image or video to process into `places`, or only to inspect without them; its file or files follow.
 
-    With `video_bytes`, the memory that it may take, it is a video: to process according to `video` into `places`, or
-    only to inspect.
+    An image has `specs`, its arrays; a video has `video_bytes`, the memory that it may take, and a `video` to process.
     """
 
     specs: tuple[ArraySpec, ...] = ()
-    place: Extent | None = None
     bounds: PixelBounds | None = None
-    video_bytes: int = 0
     video: VideoOrder | None = None
+    video_bytes: int = 0
     places: tuple[Extent, ...] = ()
 
 
 class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for one image or video.
-
-    The message is empty on success: its arrays are in the arena, with `groups` for those of a video, or `header` or
-    `facts` is set.
-    """
+    """The result for one image or video: its header, its facts, or the filled extents of a video; or an error."""
 
     header: ImageHeader | None = None
     facts: VideoFacts | None = None
@@ -78,37 +79,123 @@ class PictureOutcome(msgspec.Struct, frozen=True, kw_only=True):
     refused: bool = False
 
 
-def picture_processes(
-    preprocessor: Preprocessor,
-    limits: DecodeLimits,
-    video_limits: VideoLimits,
-    *,
-    arena_fd: int,
-    deadline_s: float,
-) -> PictureProcesses | None:
-    """Start the processes for images; None if the preprocessor has no image recipe.
+def carry_out(
+    order: PictureOrder,
+    encoded: bytes,
+    preprocessor: ImageProcessing,
+    limits: VideoLimits,
+    view: Callable[[Extent], npt.NDArray[np.uint8]],
+) -> PictureOutcome:
+    """Process or inspect an image or a video; `view` returns the bytes of an extent.
 
-    `arena_fd` is the arena, which begins with the pixel region, and `deadline_s` the maximum time of one image.
+    Raises:
+        RequestRefused: If it cannot be served.
+        RequestFailed: If the processor's output differs from its plan.
     """
-    recipe = preprocessor.image_recipe()
-    if recipe is None:
-        return None
-    videos = video_limits if preprocessor.info.takes_videos else None
-    work = msgspec.json.encode(PictureWork(recipe, limits, videos))
-    return PictureProcesses(work, limits, arena_fd=arena_fd, deadline_s=deadline_s)
+    extents = [*map(view, order.places)]
+    if order.video is not None:
+        groups = process_video(encoded, order.video, extents, preprocessor, limits)
+        return PictureOutcome(groups=groups)
+    if order.video_bytes:
+        return PictureOutcome(facts=inspect_video(encoded, limits))
+    if not extents:
+        return PictureOutcome(header=inspect(encoded, limits.pixels))
+    process_encoded(encoded, order.specs, extents[0], preprocessor, order.bounds, limits.pixels)
+    return PictureOutcome()
 
 
-class PictureProcesses:
-    """Processes for images; every method may be called from any thread."""
+class Pictures(ABC):
+    """Decoders of untrusted images and videos; called in threads.
+
+    Each method raises `RequestRefused` for content that cannot be served, and `RequestFailed` for other failures.
+    """
+
+    @abstractmethod
+    def _carry_out(
+        self,
+        order: PictureOrder,
+        encoded: bytes,
+        cancellation: CallCancellation | None,
+        *,
+        keep: bool,
+    ) -> PictureOutcome:
+        """Carry out an order; with `keep`, in a process for several."""
+
+    def inspect(self, encoded: bytes) -> ImageHeader:
+        """Return the header of an image."""
+        header = self._carry_out(PictureOrder(), encoded, None, keep=True).header
+        assert header is not None
+        return header
+
+    def inspect_video(self, encoded: bytes, cancellation: CallCancellation) -> VideoFacts:
+        """Return the facts of a video."""
+        order = PictureOrder(video_bytes=HEADER_BYTES + 2 * len(encoded))
+        facts = self._carry_out(order, encoded, cancellation, keep=False).facts
+        assert facts is not None
+        return facts
+
+    def fill(
+        self, item: MeasuredItem, places: Sequence[Extent], cancellation: CallCancellation
+    ) -> tuple[Filled, ...]:
+        """Fill the extents of an item that is not embedded; nothing writes to them afterwards.
+
+        Blocks: until all frames are decoded; call it in a thread of the pool.
+        """
+        assert isinstance(item.content, bytes)
+        if item.video is not None:
+            order = PictureOrder(
+                video_bytes=item.work_bytes, video=item.video, places=tuple(places)
+            )
+            return self._carry_out(order, item.content, cancellation, keep=False).groups
+        order = PictureOrder(item.groups[0].arrays, item.bounds, places=tuple(places))
+        self._carry_out(order, item.content, None, keep=item.work_bytes < LARGE_BYTES)
+        return (Filled(item.key),)
+
+
+class LocalPictures(Pictures):
+    """Decodes in the calling thread, for preprocessors without an `ImageRecipe` and for simulations."""
 
     def __init__(
-        self, work: bytes, limits: DecodeLimits, *, arena_fd: int, deadline_s: float
+        self,
+        preprocessor: Preprocessor,
+        limits: VideoLimits,
+        view: Callable[[Extent], npt.NDArray[np.uint8]],
     ) -> None:
-        """Start the server that processes are forked from; `work` is a `PictureWork`."""
+        self._preprocessor = preprocessor
+        self._limits = limits
+        self._view = view
+
+    def _carry_out(
+        self,
+        order: PictureOrder,
+        encoded: bytes,
+        cancellation: CallCancellation | None,
+        *,
+        keep: bool,
+    ) -> PictureOutcome:
+        return carry_out(order, encoded, self._preprocessor, self._limits, self._view)
+
+
+class PictureProcesses(Pictures):
+    """Processes for images and videos; every method may be called from any thread."""
+
+    def __init__(
+        self,
+        recipe: ImageRecipe,
+        limits: VideoLimits,
+        *,
+        takes_videos: bool,
+        arena_fd: int,
+        deadline_s: float,
+    ) -> None:
+        """Start the server that processes are forked from.
+
+        `arena_fd` is the arena, which begins with the pixel region, and `deadline_s` the maximum time of one image.
+        """
         self._limits = limits
         self._calls = IsolatedCalls(
             SERVER_MODULE,
-            work,
+            msgspec.json.encode(PictureWork(recipe, limits, takes_videos)),
             name="image",
             failure="the image could not be processed",
             code="image_processing_failed",
@@ -123,89 +210,19 @@ class PictureProcesses:
         return self._calls.pid
 
     def inspect(self, encoded: bytes) -> ImageHeader:
-        """Like `vsched.media.decode.inspect`, in a process if native code parses the header.
+        """Return the header of an image; a process is only needed if native code parses it."""
+        if has_native_header(encoded):
+            return super().inspect(encoded)
+        return inspect(encoded, self._limits.pixels)
 
-        Raises:
-            RequestRefused: When the image cannot be served.
-            RequestFailed: When the process died or took too long.
-        """
-        if not has_native_header(encoded):
-            return inspect(encoded, self._limits)
-        header = self._call(PictureOrder(), encoded, keep=True).header
-        assert header is not None
-        return header
-
-    def fill(
-        self, item: MeasuredItem, places: Sequence[Extent], cancellation: CallCancellation
-    ) -> tuple[Filled, ...]:
-        """Fill extents of the arena in a process; nothing writes to them after this has returned or raised.
-
-        Blocks: for the deadline at most; call it in a thread of the pool.
-
-        Raises:
-            RequestRefused: When the image or video is damaged.
-            RequestFailed: When the processor failed, or the process died or took too long.
-        """
-        assert isinstance(item.content, bytes)
-        if item.video is not None:
-            order = PictureOrder(
-                video_bytes=item.work_bytes, video=item.video, places=tuple(places)
-            )
-            return self._call_video(order, item.content, cancellation).groups
-        order = PictureOrder(item.groups[0].arrays, places[0], item.bounds)
-        self._call(order, item.content, keep=item.work_bytes < LARGE_BYTES)
-        return (Filled(item.key),)
-
-    def inspect_video(self, encoded: bytes, cancellation: CallCancellation) -> VideoFacts:
-        """Like `vsched.media.video.inspect_video`, in a process of its own.
-
-        Raises:
-            RequestRefused: When the video cannot be served.
-            RequestFailed: When the process was killed from outside.
-        """
-        memory = HEADER_BYTES + 2 * len(encoded)
-        facts = self._call_video(PictureOrder(video_bytes=memory), encoded, cancellation).facts
-        assert facts is not None
-        return facts
-
-    def _call_video(
-        self, order: PictureOrder, encoded: bytes, cancellation: CallCancellation
+    def _carry_out(
+        self,
+        order: PictureOrder,
+        encoded: bytes,
+        cancellation: CallCancellation | None,
+        *,
+        keep: bool,
     ) -> PictureOutcome:
-        """Carry out an order for a video in a new process; if the video kills it, that is the client's error."""
-        try:
-            outcome = self._calls.call(
-                msgspec.json.encode(order),
-                encoded,
-                answer_type=PictureOutcome,
-                deadline_s=self._deadline_s,
-                cancellation=cancellation,
-            )
-        except CallFailedError as error:
-            if cancellation.is_cancelled:
-                raise RequestFailed("the request was cancelled") from None
-            logger.error("the process of a video %s", error)  # noqa: TRY400 - the traceback adds nothing
-            if error.signal in EXTERNAL_SIGNALS:
-                # At the deadline, too: it is within its CPU time, so the cores are busy with other work.
-                raise RequestFailed(
-                    f"the video could not be processed: its process {error}. "
-                    "Remedy: try again later, send fewer frames, or raise media.prepare_s.",
-                    code="video_processing_failed",
-                    status=503,
-                    retry_after_s=RETRY_AFTER_S,
-                ) from None
-            reason = f"its process {error}"
-            if error.signal is signal.SIGPROF:
-                reason = "it takes too long; media.video_decode_s is the limit of CPU time"
-            raise RequestRefused(
-                f"the video cannot be decoded: {reason}. "
-                "Remedy: send another encoding of the video, or a shorter or smaller one.",
-                code="video_invalid",
-            ) from None
-        _raise(outcome)
-        return outcome
-
-    def _call(self, order: PictureOrder, encoded: bytes, *, keep: bool) -> PictureOutcome:
-        """Carry out an order in a process; return its outcome, or raise its error."""
         try:
             # No retry for a large image: it may have caused the shortage of memory that its process was killed for.
             outcome = self._calls.call(
@@ -215,15 +232,25 @@ class PictureProcesses:
                 deadline_s=self._deadline_s,
                 keep=keep,
                 retry=keep,
+                cancellation=cancellation,
             )
         except CallFailedError as error:
-            logger.error("the process of an image %s", error)  # noqa: TRY400 - the traceback adds nothing
-            raise RequestFailed(
-                f"the image could not be processed: its process {error}. "
-                "Remedy: send another encoding of the image, or a smaller one.",
-                code="image_processing_failed",
+            if cancellation is not None and cancellation.is_cancelled:
+                raise RequestFailed("the request was cancelled") from None
+            noun = "video" if order.video_bytes else "image"
+            logger.error("the process of a %s %s", noun, error)  # noqa: TRY400 - the traceback adds nothing
+            raise (
+                _video_error(error)
+                if order.video_bytes
+                else RequestFailed(
+                    f"the image could not be processed: its process {error}. "
+                    "Remedy: send another encoding of the image, or a smaller one.",
+                    code="image_processing_failed",
+                )
             ) from None
-        _raise(outcome)
+        if outcome.message:
+            kind = RequestRefused if outcome.refused else RequestFailed
+            raise kind(outcome.message, code=outcome.code, status=outcome.status)
         return outcome
 
     def close(self) -> None:
@@ -231,10 +258,22 @@ class PictureProcesses:
         self._calls.close()
 
 
-def _raise(outcome: PictureOutcome) -> None:
-    """Raise the error of an outcome, if it has one."""
-    if not outcome.message:
-        return
-    if outcome.refused:
-        raise RequestRefused(outcome.message, code=outcome.code, status=outcome.status)
-    raise RequestFailed(outcome.message, code=outcome.code, status=outcome.status)
+def _video_error(error: CallFailedError) -> RequestRefused | RequestFailed:
+    """Error for a video whose process died: the client's, unless it was killed from outside."""
+    if error.signal in EXTERNAL_SIGNALS:
+        # At the deadline, too: it is within its CPU time, so the cores are busy with other work.
+        return RequestFailed(
+            f"the video could not be processed: its process {error}. "
+            "Remedy: try again later, send fewer frames, or raise media.prepare_s.",
+            code="video_processing_failed",
+            status=503,
+            retry_after_s=RETRY_AFTER_S,
+        )
+    reason = f"its process {error}"
+    if error.signal is signal.SIGPROF:
+        reason = "it takes too long; media.video_decode_s is the limit of CPU time"
+    return RequestRefused(
+        f"the video cannot be decoded: {reason}. "
+        "Remedy: send another encoding of the video, or a shorter or smaller one.",
+        code="video_invalid",
+    )

@@ -13,7 +13,7 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel import Scheduler
 from vsched.kernel.encode.embedding_cache import EntryPhase
 from vsched.kernel.request import Phase as KernelPhase
-from vsched.media import VideoReference
+from vsched.media import MediaReference
 from vsched.sim.faults import RequestPhase
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
 from vsched.sim.ranks.symbolic_model import (
@@ -317,8 +317,10 @@ class ClientSession:
             if all(one.reason for one in self.answers):
                 self.outcome = "finished"
 
-    def _reference(self, part: Image | Video) -> str | VideoReference:
-        return self._url(part) if isinstance(part, Image) else VideoReference(self._frames(part))
+    def _reference(self, part: Image | Video) -> str | MediaReference:
+        if isinstance(part, Image):
+            return self._url(part)
+        return MediaReference(self._frames(part), is_video=True)
 
     def _frames(self, video: Video) -> tuple[str, ...]:
         """Return the URLs of all frames; those of a group are equal."""

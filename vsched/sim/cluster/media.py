@@ -12,7 +12,6 @@ from vsched.config import MediaConfig
 from vsched.engine import MakeMedia
 from vsched.errors import RequestRefused
 from vsched.media import MediaPipeline, PixelStore
-from vsched.media.allocator import return_freed_memory
 from vsched.media.fetch import Reserve
 from vsched.media.formats import IMAGE, MediaKind
 from vsched.media.pruning import Pruning
@@ -49,9 +48,6 @@ class SimulatedThreads(Executor):
         if self._closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
         outcome: Future[T] = Future()
-        if fn is return_freed_memory:  # it concerns the real process
-            outcome.set_result(None)  # type: ignore[arg-type]
-            return outcome
         self._waiting.append(_Work(outcome, lambda: fn(*args, **kwargs)))
         self._begin()
         return outcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,16 +25,9 @@ from vsched.api.processes.messages import (
 )
 from vsched.api.processes.process_main import ProcessOutbox
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import (
-    BoundedImage,
-    EmbeddedImage,
-    EmbeddedVideo,
-    ImageReference,
-    NamedImage,
-    SpannedImage,
-    VideoReference,
-)
+from vsched.media import ImageReference, MediaReference
 from vsched.media.base64_text import TextWithBase64, base64_of
+from vsched.media.references import as_reference
 from vsched.types import FinishReason
 from vsched.worker.contract import PixelBounds, VideoSampling
 
@@ -41,26 +35,28 @@ LONG = TextWithBase64.of("data:image/png;base64,stand-in", 22, b"iVBORw0KGgo=")
 BOUNDS = PixelBounds(28, 784)
 
 
-def sent(reference: ImageReference) -> ImageReference:
+def sent(reference: ImageReference) -> MediaReference:
     frame = msgspec.msgpack.encode([Submit(1, [2, 3], [SentImage.of(reference)])])
     (submit,) = msgspec.msgpack.decode(frame, type=list[ProcessMessage])
     assert isinstance(submit, Submit)
-    return submit.images[0].reference
+    return submit.images[0].original
 
 
 @pytest.mark.parametrize(
     "reference",
     [
         "https://example.com/a.png",
-        EmbeddedImage("c2FmZQ=="),
-        EmbeddedVideo("file:///a.safetensors"),
-        NamedImage("a name", None),
-        VideoReference("data:video/mp4;base64,AA==", VideoSampling(2.0, bounds=BOUNDS)),
-        VideoReference(("data:one", LONG), VideoSampling(num_frames=4)),
-        NamedImage("a name", "https://example.com/a.png"),
-        BoundedImage("https://example.com/a.png", BOUNDS),
-        SpannedImage(EmbeddedImage("c2FmZQ=="), ((0, 3), (5, 8))),
-        BoundedImage(NamedImage("a name", "https://example.com/a.png"), BOUNDS),
+        MediaReference("c2FmZQ==", is_embedded=True),
+        MediaReference("file:///a.safetensors", is_video=True, is_embedded=True),
+        MediaReference(None, uuid="a name"),
+        MediaReference(
+            "data:video/mp4;base64,AA==", is_video=True, sampling=VideoSampling(2.0, bounds=BOUNDS)
+        ),
+        MediaReference(("data:one", LONG), is_video=True, sampling=VideoSampling(num_frames=4)),
+        MediaReference("https://example.com/a.png", uuid="a name"),
+        MediaReference("https://example.com/a.png", bounds=BOUNDS),
+        MediaReference("c2FmZQ==", is_embedded=True, attention=((0, 3), (5, 8))),
+        MediaReference("https://example.com/a.png", uuid="a name", bounds=BOUNDS),
     ],
     ids=[
         "url",
@@ -76,17 +72,13 @@ def sent(reference: ImageReference) -> ImageReference:
     ],
 )
 def test_messages_bring_every_form_of_an_image(reference: ImageReference) -> None:
-    assert sent(reference) == reference
+    assert sent(reference) == as_reference(reference)
 
 
-@pytest.mark.parametrize(
-    "wrap", [str, EmbeddedImage, EmbeddedVideo, lambda url: NamedImage("name", url)]
-)
-def test_messages_bring_long_base64_as_bytes(wrap: object) -> None:
+@pytest.mark.parametrize("options", [{}, {"is_embedded": True}, {"uuid": "name"}])
+def test_messages_bring_long_base64_as_bytes(options: dict[str, Any]) -> None:
     """It is kept apart from its text: as a text it would be copied under the GIL."""
-    reference = LONG if wrap is str else wrap(LONG)  # type: ignore[operator]
-    found = sent(reference)
-    text = found if isinstance(found, str) else getattr(found, "source", None) or found.reference  # type: ignore[union-attr]
+    text = sent(MediaReference(LONG, **options)).source
     assert isinstance(text, TextWithBase64)
     assert (text, base64_of(text, 22)) == (LONG, LONG.base64)
 

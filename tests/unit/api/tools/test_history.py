@@ -11,6 +11,7 @@ from vsched.api.chat_messages import ARGUMENTS_CHARACTERS_MAX, split_messages, w
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import CalledFunction, Message, ToolCall
+from vsched.media import MediaReference
 
 
 def call(arguments: object, name: str = "add") -> dict[str, Any]:
@@ -94,7 +95,7 @@ def test_images_are_taken_as_responses_have_them() -> None:
     part = {"type": "input_image", "image_url": "data:,x", "detail": "auto"}
     sent = [{"role": "user", "content": [part]}]
     _, images = split_messages(msgspec.convert(sent, list[Message]), ApiSettings())
-    assert images == ["data:,x"]
+    assert images == [MediaReference("data:,x")]
 
 
 @each_case(

@@ -17,7 +17,7 @@ from tests.unit.media.fakes import (
 )
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.media import BoundedImage, ImageReference, MediaPipeline, NamedImage
+from vsched.media import ImageReference, MediaPipeline, MediaReference
 from vsched.media.pictures import processes
 from vsched.media.pixels import PixelStore
 from vsched.transport.arena import Arena
@@ -48,7 +48,9 @@ async def items(media: MediaPipeline, *images: ImageReference) -> tuple[MediaIte
 
 
 async def test_two_sizes_of_one_picture_are_two_items(media: MediaPipeline) -> None:
-    plain, small, again = await items(media, URL, BoundedImage(URL, TWO), BoundedImage(URL, TWO))
+    plain, small, again = await items(
+        media, URL, MediaReference(URL, bounds=TWO), MediaReference(URL, bounds=TWO)
+    )
     assert [item.tokens for item in (plain, small, again)] == [8, 2, 2]
     assert small.key == again.key != plain.key
     assert media.statistics().processed == 2
@@ -56,16 +58,18 @@ async def test_two_sizes_of_one_picture_are_two_items(media: MediaPipeline) -> N
 
 
 async def test_bounds_of_the_checkpoint_keep_the_image_key(media: MediaPipeline) -> None:
-    plain, same = await items(media, URL, BoundedImage(URL, PixelBounds(max_pixels=64 * 64)))
+    plain, same = await items(
+        media, URL, MediaReference(URL, bounds=PixelBounds(max_pixels=64 * 64))
+    )
     assert plain.key == same.key
 
 
 async def test_a_name_is_of_an_image_of_one_size(media: MediaPipeline) -> None:
-    (sent,) = await items(media, BoundedImage(NamedImage("cat", URL), TWO))
-    (found,) = await items(media, BoundedImage(NamedImage("cat"), TWO))
+    (sent,) = await items(media, MediaReference(URL, uuid="cat", bounds=TWO))
+    (found,) = await items(media, MediaReference(uuid="cat", bounds=TWO))
     assert found.key == sent.key
     with pytest.raises(RequestRefused, match="image 0: no image is kept"):
-        await items(media, NamedImage("cat"))
+        await items(media, MediaReference(uuid="cat"))
 
 
 async def test_an_embedding_has_its_size(media: MediaPipeline) -> None:
@@ -76,7 +80,7 @@ async def test_an_embedding_has_its_size(media: MediaPipeline) -> None:
 async def test_settings_out_of_bounds_are_refused() -> None:
     media = pipeline(BoundedPreprocessor(), MediaConfig(image_pixels_max=1000))
     with pytest.raises(RequestRefused, match="image 1: above") as refused:
-        await items(media, URL, BoundedImage(URL, PixelBounds(max_pixels=1001)))
+        await items(media, URL, MediaReference(URL, bounds=PixelBounds(max_pixels=1001)))
     assert refused.value.code == "pixel_bounds_invalid"
     media.close()
 
@@ -84,7 +88,7 @@ async def test_settings_out_of_bounds_are_refused() -> None:
 async def test_a_model_without_bounds_refuses_them() -> None:
     media = pipeline(FakePreprocessor(), MediaConfig())
     with pytest.raises(RequestRefused, match="Remedy: leave min_pixels and max_pixels") as refused:
-        await items(media, BoundedImage(URL, TWO))
+        await items(media, MediaReference(URL, bounds=TWO))
     assert (refused.value.code, refused.value.status) == ("pixel_bounds_not_taken", 400)
     media.close()
 
@@ -97,6 +101,9 @@ async def test_picture_processes_know_the_bounds(monkeypatch: pytest.MonkeyPatch
         PixelStore(arena.pixels, arena.fd),
         MediaConfig(prepare_s=PATIENCE_S),  # imports take long on a busy machine
     )
-    assert [item.tokens for item in await items(media, BoundedImage(URL, TWO), URL)] == [2, 8]
+    assert [item.tokens for item in await items(media, MediaReference(URL, bounds=TWO), URL)] == [
+        2,
+        8,
+    ]
     media.close()
     arena.close()

@@ -26,23 +26,16 @@ from tests.unit.media.fakes import (
 from vsched.config import MediaConfig
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.isolated.calls import CallCancellation
-from vsched.media import MediaPipeline, PixelStore, VideoReference
-from vsched.media.decode import DecodeLimits
-from vsched.media.measure import (
-    MeasuredItem,
-    Measurer,
-    RequestFiles,
-    pixel_limits,
-    video_limits,
-)
+from vsched.media import MediaPipeline, MediaReference, PixelStore
+from vsched.media.items import MeasuredItem
+from vsched.media.measure import Measurer, RequestFiles
 from vsched.media.pictures import filling, processes
-from vsched.media.pictures.filling import LocalPictures
-from vsched.media.pictures.processes import LARGE_BYTES, PictureProcesses, picture_processes
+from vsched.media.pictures.processes import LARGE_BYTES, LocalPictures, PictureProcesses
 from vsched.media.video import VideoLimits
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, Extent
 
-LIMITS = DecodeLimits(image=1 << 20, webp=1 << 20), VideoLimits(1 << 20, 60.0, 60.0)
+LIMITS = VideoLimits(1 << 20, 60.0, 60.0)
 PIXEL_BYTES = 1 << 20
 DIES = data_url(image_bytes(value=FaultyPreprocessor.DIES))
 HANGS = data_url(image_bytes(value=FaultyPreprocessor.HANGS))
@@ -91,9 +84,10 @@ def measured(
 ) -> MeasuredItem:
     """Return the measured image of a URL."""
     preprocessor, settings = preprocessor or FaultyPreprocessor(), settings or MediaConfig()
-    limits = pixel_limits(settings), video_limits(settings)
+    limits = VideoLimits(settings.image_pixels_max, 60.0, 60.0)
     local = LocalPictures(preprocessor, limits, PixelStore(memoryview(b"")).view)
-    [found] = Measurer(preprocessor, settings, {}, {}, local).measure([url], RequestFiles({}, ""))
+    measurer = Measurer(preprocessor, settings, {}, {}, local)
+    [found] = measurer.measure([MediaReference(url)], RequestFiles({}, ""))
     return found
 
 
@@ -200,10 +194,11 @@ def test_decoded_bytes_are_bounded(kind: str) -> None:
 async def test_undecodable_input_is_refused(bench: ArenaBench, content: bytes, code: str) -> None:
     """By the process itself, with the same limits as for the check of the header."""
     image = measured(data_url(image_bytes()))
-    made = picture_processes(
-        FaultyPreprocessor(), *LIMITS, arena_fd=bench.arena.fd, deadline_s=30.0
+    recipe = FaultyPreprocessor().image_recipe()
+    assert recipe is not None
+    made = PictureProcesses(
+        recipe, LIMITS, takes_videos=False, arena_fd=bench.arena.fd, deadline_s=30.0
     )
-    assert made is not None
     try:
         with pytest.raises(RequestRefused, match="Remedy: ") as caught:
             await fill(made, replace(image, content=content))
@@ -249,7 +244,7 @@ async def test_process_that_hangs_is_killed(hasty: ArenaBench) -> None:
 async def test_process_of_a_cancelled_video_is_killed(patient: ArenaBench) -> None:
     """At once, not at its deadline; another request for the video then starts a new one."""
     bench = patient
-    video = VideoReference((data_url(image_bytes()), HANGS))
+    video = MediaReference((data_url(image_bytes()), HANGS), is_video=True)
     first = asyncio.ensure_future(bench.pipeline.prepare("\x02", [video]))
     await until(lambda: bool(children(bench.pictures.pid)))
     [child] = children(bench.pictures.pid)
@@ -263,7 +258,7 @@ async def test_process_of_a_cancelled_video_is_killed(patient: ArenaBench) -> No
 
 async def test_inspection_of_a_cancelled_video_is_killed() -> None:
     bench = ArenaBench(MediaConfig(prepare_s=NEVER_S), HangingPreprocessor)
-    file = VideoReference(data_url(b"any file", "video/mp4"))
+    file = MediaReference(data_url(b"any file", "video/mp4"), is_video=True)
     request = asyncio.ensure_future(bench.pipeline.prepare("\x02", [file]))
     await until(lambda: bool(children(bench.pictures.pid)))
     request.cancel()
@@ -317,14 +312,10 @@ def children(pid: int) -> list[int]:
 
 
 def test_text_alone_needs_no_image_server() -> None:
-    """A server without encode ranks has an empty arena."""
+    """A server without encode ranks has an empty arena; without a recipe, threads process images."""
     arena = Arena.create(ArenaLayout(pixel_bytes=0, pages=0, page_rows=1, row_bytes=0))
     store = PixelStore(arena.pixels, arena.fd)
     pipeline = MediaPipeline(FaultyPreprocessor(), store, MediaConfig())
     assert pipeline._processes is None
     pipeline.close()
     arena.close()
-
-
-def test_preprocessor_without_a_recipe_leaves_images_to_threads() -> None:
-    assert picture_processes(FakePreprocessor(), *LIMITS, arena_fd=0, deadline_s=1.0) is None

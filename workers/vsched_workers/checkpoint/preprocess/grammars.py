@@ -2,7 +2,7 @@
 
 The vocabulary is a `TokenTable`, whose bytes are the text of a client: a grammar constrains exactly that text, for
 any kind of tokenizer. Compiling and following a grammar is limited by counts of work, not by time, so that the engine
-and every rank get the same result. JSON schemas in Lark grammars are prepared like others.
+and every rank get the same result. A grammar that crashes the library ends the process that checks it, and is refused.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import random
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +19,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.errors import CheckpointError, RequestRefused
 from vsched.types import FinishReason, ModelInfo
 from vsched.worker.drafts import allows, foresee_with, only_token
 from vsched_workers.checkpoint.files import checkpoint_directory
-from vsched_workers.checkpoint.preprocess.disjoint import longest_chain
-from vsched_workers.checkpoint.preprocess.schema_numbers import (
-    PatternError,
-    split_lookaheads,
-    translate_pattern,
-)
-from vsched_workers.checkpoint.preprocess.schemas import SchemaError, rewrite_schema
+from vsched_workers.checkpoint.preprocess.schemas import SchemaError, patterns_of, rewrite_schema
 from vsched_workers.checkpoint.tokenize import TokenTable
 from vsched_workers.checkpoint.tokenizer_files import TOKENIZER_JSON, load_tokenizer
 
@@ -39,106 +32,8 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 
-RULES_MAX = 600
-"""Maximum depth of rules through other rules, brackets included: the library recurses (1,000 need 4 MiB of stack)."""
-GUIDANCE = "x-guidance"
-"""The keyword for options of the grammar library, which a schema in a grammar may have."""
-_TOKENS = re.compile(
-    r"""
-      (?P<comment> (?:\#|//)[^\n]* )
-    | (?P<string> "(?:\\.|[^"\\])*" )
-    | (?P<regexp> /(?:\\.|[^/\\])+/ )
-    | (?P<special> <[^<>\s]+> )
-    | (?P<json> %(?:json|regex|llguidance)(?![\w-]) )
-    | (?P<definition> (?:^|(?<=\n))[ \t]*+[!?]*+_?[A-Za-z][\w-]*+(?=[^\n:"/]*:) )
-    | (?P<name> [?!]*_?[A-Za-z][\w-]* )
-    | (?P<other> . )
-    """,
-    re.VERBOSE | re.DOTALL,
-)
-
-
-def rewrite_lark(text: str) -> str:
-    """Return a grammar with its JSON schemas rewritten by `rewrite_schema`.
-
-    Raises:
-        SchemaError: When a schema cannot be used, or the rules are nested too deep.
-    """
-    parts: list[str] = []
-    depths: dict[str, int] = {}
-    references: dict[str, dict[str, int]] = {}
-    rule, depth = "", 0
-    for kind, part in _tokens(text):
-        parts.append(part)
-        match kind:
-            case "definition":
-                rule, depth = part.strip(" \t!?"), 1
-                depths.setdefault(rule, 1)
-                references.setdefault(rule, {})
-            case "name" if rule:
-                name = part.strip("!?")
-                references[rule][name] = max(references[rule].get(name, 0), depth)
-            case "other" if rule and part in "([{":
-                depth += 1
-                depths[rule] = max(depths[rule], depth)
-            case "other" if part in ")]}":
-                depth -= 1
-    known = {
-        rule: {name: at for name, at in held.items() if name in depths}
-        for rule, held in references.items()
-    }
-    chain, names = longest_chain(depths, known)
-    if chain > RULES_MAX:
-        through = ", ".join(names[:3])
-        remedy = "use fewer rules that refer to each other"
-        raise SchemaError(
-            limit_message(
-                f"rules are nested too deep ({through} ...)",
-                value=chain,
-                limit=RULES_MAX,
-                remedy=remedy,
-            )
-        )
-    return "".join(parts)
-
-
-def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the kind and text of each token of a grammar, with its JSON schemas rewritten."""
-    at = 0
-    while match := _TOKENS.match(text, at):
-        kind, at = match.lastgroup or "", match.end()
-        yield kind, match[0]
-        if kind != "json":
-            continue
-        begin = at + len(text[at:]) - len(text[at:].lstrip(" \t\r\n"))
-        try:
-            value, at = _JSON.raw_decode(text, begin)
-        except (ValueError, RecursionError):
-            raise SchemaError(f"{match[0]} is not followed by JSON. Remedy: correct it") from None
-        yield "value", " " + _written(match[0], value)
-
-
-def _written(keyword: str, value: Any) -> str:
-    if keyword == "%json":
-        schema = rewrite_schema(value)
-        made = schema if isinstance(schema, dict) else {"allOf": [schema]}
-        if isinstance(value, dict) and GUIDANCE in value:
-            made[GUIDANCE] = value[GUIDANCE]
-        value = made
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(text)
-
-
-_JSON = json.JSONDecoder(parse_constant=_no_number)
-
-
 logger = logging.getLogger(__name__)
 
-NESTING_MAX = 64
-"""Maximum depth of brackets in a grammar or regex: parsing is recursive, and a stack overflow ends the process."""
 MESSAGE_CHARACTERS_MAX = 2000
 COMPILE_S_MAX = 0.25
 """Maximum CPU time of the engine's compilation: a rank compiles accepted grammars between two steps, and others wait.
@@ -154,8 +49,11 @@ FORCED_TOKENS_MIN = 16
 Encode = Callable[[str], list[int]]
 """Tokenizes a text."""
 
-_WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ \n]{0,1}[ ]{0,16}"}
-"""Whitespace in JSON; without a bound, a model with uncertain output may write spaces up to `max_tokens`."""
+_OPTIONS: JsonCompileOptions = {
+    "whitespace_pattern": r"[ \n]{0,1}[ ]{0,16}",
+    "coerce_one_of": True,  # `rewrite_schema` has checked that the options exclude each other
+}
+"""Options for JSON; without a bound, a model with uncertain output may write whitespace up to `max_tokens`."""
 
 
 def load_grammars(info: ModelInfo) -> TokenGrammars | None:
@@ -406,8 +304,7 @@ class _Tree:
             case {"rule": name}:
                 return str(name)
             case {"schema": schema}:
-                held = {**schema, "x-guidance": _WHITESPACE}
-                return f"%json {json.dumps(held, ensure_ascii=False)}"
+                return f"%json {_written_schema(schema)}"
             case {"text": text}:
                 return self._text(**text)
         raise TypeError("a part of a grammar is none")
@@ -434,14 +331,21 @@ class _Tree:
         if not least and most is None:
             body = [r"/(.|\n)*/"]
         if pattern is not None:
-            held = [translate_pattern(each) for each in split_lookaheads(pattern)]
-            body += [f"/{_whole(each)}/" for each in held]
+            body += [f"/{_whole(each)}/" for each in patterns_of(pattern)]
         body.append(rf"~/(.|\n)*{_quoted(without)}(.|\n)*/")
         text = self._terminal(" & ".join(body))
         return self._terminal(f"{text} {json.dumps(end, ensure_ascii=False)}")
 
     def _terminal(self, text: str) -> str:
         return self._terminals.setdefault(text, f"TEXT_{len(self._terminals)}")
+
+
+def _written_schema(schema: Any) -> str:
+    """Return the JSON of a schema in the form that the library enforces, with its options."""
+    made = rewrite_schema(schema)
+    # A schema of `true` allows anything, `false` nothing: the wrapper can hold the options.
+    held = made if isinstance(made, dict) else {"allOf": [made]}
+    return json.dumps({**held, "x-guidance": _OPTIONS}, ensure_ascii=False)
 
 
 def _quoted(literal: str) -> str:
@@ -472,30 +376,26 @@ def _in_its_form(grammar: str) -> str:
         ((kind, value),) = msgspec.json.decode(grammar, type=dict[str, Any]).items()
         match kind:
             case "json_schema":
-                # A schema of `true` allows anything, `false` nothing: the wrapper can hold the options.
-                kept = rewrite_schema(value)
-                schema = kept if isinstance(kept, dict) else {"allOf": [kept]}
-                return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WHITESPACE)
+                return LLMatcher.grammar_from_json_schema(_written_schema(value))
             case "regex":
-                _check_nesting(value)
                 return LLMatcher.grammar_from_regex(value)
             case "choice":
                 options = [json.dumps(option, ensure_ascii=False) for option in value]
                 return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(options))
             case "grammar":
-                _check_nesting(value)
+                if "%json" in value:
+                    raise SchemaError("%json is not supported in a grammar. Remedy: send a schema")
                 # The library mistakes Lark with attributes or modifiers of rules for GBNF.
                 lark = any_to_lark(value) if "::=" in value else value
-                return LLMatcher.grammar_from_lark(rewrite_lark(lark))
+                return LLMatcher.grammar_from_lark(lark)
             case "thought":
                 answer = msgspec.json.encode(value["answer"]).decode()
                 return _behind_thought(value["end"], _in_its_form(answer))
             case "calls":
-                lark = _Tree().in_lark(value["start"], value["rules"])
-                return LLMatcher.grammar_from_lark(rewrite_lark(lark))
+                return LLMatcher.grammar_from_lark(_Tree().in_lark(**value))
     except RequestRefused:
         raise
-    except (SchemaError, PatternError) as error:
+    except SchemaError as error:
         raise _unusable(str(error)) from None
     except Exception as error:  # the converter raises plain exceptions, and msgspec its own
         raise _refused(str(error)) from error
@@ -516,19 +416,6 @@ def _behind_thought(end: str, answer: str) -> str:
         'gap: "\\n\\n"\n'
     )
     return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
-
-
-def _check_nesting(text: str) -> None:
-    """Check the nesting of brackets; brackets in strings and classes count as well, which is acceptable."""
-    depth = deepest = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth -= 1
-    if deepest > NESTING_MAX:
-        raise _refused(f"brackets are nested {deepest} deep, the limit is {NESTING_MAX}")
 
 
 def _refused(reason: str) -> RequestRefused:

@@ -1,65 +1,71 @@
-"""Rewriting of JSON schemas to a form that the grammar library enforces exactly.
+r"""Rewriting of JSON schemas to a form that the grammar library (llguidance) enforces exactly.
 
-The library ignores or misreads some keywords, and crashes on some schemas. `rewrite_schema` returns an equivalent or
-stricter schema with only the keywords that the library enforces, or refuses the schema with the keyword, its JSON
-pointer, the reason and a remedy. Annotations and unknown keywords are dropped, as JSON Schema specifies.
+The library refuses many keywords, but misreads some: it computes numbers as 64-bit floats, and it reads patterns as
+Rust's `regex` does. `rewrite_schema` returns an equivalent or stricter schema with only the keywords that the library
+enforces, or refuses the schema with the keyword, its JSON pointer, the reason and a remedy. Annotations and unknown
+keywords are dropped, as JSON Schema specifies.
+
+JSON Schema uses ECMA-262 for patterns. If JavaScript, Python and Rust disagree about `.` or whitespace, only the
+characters that all of them accept match.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NoReturn
-from urllib.parse import unquote, urldefrag, urljoin
+from decimal import Decimal
+from typing import Any
+from urllib.parse import unquote
 
 from vsched.errors import limit_message
-from vsched_workers.checkpoint.preprocess.disjoint import Disjointness, LocatedSchema, longest_chain
-from vsched_workers.checkpoint.preprocess.schema_numbers import (
-    MULTIPLE_MAX,
-    NumberError,
-    PatternError,
-    bounds,
-    constant,
-    make_inclusive,
-    multiple_as_number,
-    multiple_of,
-    shown,
-    split_lookaheads,
-    translate_pattern,
-)
 
 Schema = dict[str, Any] | bool
 
 NESTING_MAX = 100
 """Maximum depth of nested objects and lists."""
-CHAIN_MAX = 400
-"""Maximum depth of schemas through references, which the library follows recursively (900 need 4 MiB of stack)."""
-PATTERNS_MAX = 100
-"""Maximum number of `patternProperties`: the library compares each with every other."""
+OPTIONS_MAX = 256
+"""Maximum number of options of `oneOf`, which are compared in pairs."""
+EXACT = 2**53
+"""Integers up to this are exact as 64-bit floats."""
+DIGITS_MAX, DECIMALS_MAX = 15, 22
+"""Decimal digits of a number, and digits after the point, that parsers of 64-bit floats read exactly."""
+MULTIPLE_MAX = 50_000
+"""Maximum of an integer `multipleOf`: each remainder is a state of an automaton."""
 COUNT_MAX = 2**30
 """Larger counts of characters or items exceed every output."""
-TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 )
 """The formats that the library enforces; others are annotations."""
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = (
-    "items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties",
-    "contains", "not", "if", "then", "else", "propertyNames",
+_TYPES = {
+    type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object",
+}  # fmt: skip
+_PLAIN = frozenset(
+    ["type", "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"]
 )  # fmt: skip
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_APPLICATORS = frozenset(
-    ["$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas", "$dynamicRef", "contains"]
-)  # fmt: skip
-_NAMES_BY_FORMAT = {
-    "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
-    "date": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
+_SINGLE = frozenset(["items", "additionalItems", "additionalProperties"])
+_LISTS = frozenset(["allOf", "anyOf", "oneOf", "prefixItems", "items"])
+_NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions"])
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_CASES = "use anyOf with one option for each case"
+_REFUSED = {
+    "uniqueItems": "leave it out and check the answer",
+    "not": "leave it out, or describe what is allowed",
+    "if": _CASES,
+    "then": _CASES,
+    "else": _CASES,
+    "contains": "leave it out, or use prefixItems",
+    "dependentRequired": _CASES,
+    "dependentSchemas": _CASES,
+    "dependencies": _CASES,
+    "unevaluatedProperties": "use additionalProperties",
+    "unevaluatedItems": "use items",
+    "$dynamicRef": "use $ref",
+    "$recursiveRef": "use $ref",
 }
-"""Patterns for property names with a format; dates end at day 28, which every month has."""
+"""Keywords that the library does not enforce, with the remedy."""
 
 
 class SchemaError(ValueError):
@@ -67,647 +73,389 @@ class SchemaError(ValueError):
 
 
 def rewrite_schema(schema: Any) -> Schema:
-    """Return the schema to pass to the library.
+    """Return the schema to pass to the library, whose option `coerce_one_of` must be set.
+
+    Objects that list their properties get no others, unless the schema allows them or several schemas apply to one
+    object.
 
     Raises:
         SchemaError: When the library cannot enforce the schema.
     """
-    _check_nesting(schema)
-    return _SchemaRewriter(schema).run()
+    return _Rewriter(schema).run()
 
 
-def _check_nesting(schema: Any) -> None:
-    waiting = [(schema, 1)]
-    while waiting:
-        node, depth = waiting.pop()
-        if depth > NESTING_MAX:
-            remedy = "put inner schemas under $defs, and refer to them"
-            raise SchemaError(
-                limit_message(
-                    "the schema is nested too deep",
-                    value=f"{depth} or more",
-                    limit=NESTING_MAX,
-                    remedy=remedy,
-                )
-            )
-        inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-        waiting += ((each, depth + 1) for each in inner if isinstance(each, dict | list))
-
-
-class _Resources:
-    """The schemas of a document, by `$id` and `$anchor`, and the base URI of each."""
+class _Rewriter:
+    """The rewriting of one document; pointers of schemas are the same before and after."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._resources: dict[str, Any] = {"": root}
-        self._anchors: dict[tuple[str, str], Any] = {}
-        self._bases: dict[int, str] = {}
-        waiting = [(root, "")]
-        while waiting:
-            node, base = waiting.pop()
-            if not isinstance(node, dict):
-                continue
-            name = node.get("$id")
-            if isinstance(name, str) and name.startswith("#"):
-                self._anchors.setdefault((base, name[1:]), node)
-            elif isinstance(name, str):
-                base = urldefrag(_joined(base, name))[0]
-                self._resources.setdefault(base, node)
-            if isinstance(anchor := node.get("$anchor"), str):
-                self._anchors.setdefault((base, anchor), node)
-            self._bases[id(node)] = base
-            waiting += ((each, base) for _, each in _parts(node))
-
-    def base_of(self, node: Any, otherwise: str) -> str:
-        """Return the base URI of the references in a schema."""
-        return self._bases.get(id(node), otherwise)
-
-    def find(self, reference: Any, place: LocatedSchema) -> LocatedSchema:
-        """Resolve a reference in a place."""
-        if not isinstance(reference, str):
-            raise SchemaError(
-                f"{_at(place, '$ref')} is not a string. Remedy: send one such as #/$defs/name"
-            )
-        url, fragment = urldefrag(_joined(place.base, reference))
-        if url not in self._resources:
-            raise SchemaError(
-                f"{_at(place, '$ref')} points outside the schema, to {reference[:200]}, and nothing is fetched. "
-                "Remedy: put that schema under $defs, and refer to it with #/$defs/name"
-            )
-        node = self._resources[url]
-        fragment = unquote(fragment)
-        if fragment and not fragment.startswith("/"):
-            node = self._anchors.get((url, fragment))
-            steps = []
-        else:
-            steps = fragment.split("/")[1:]
-        for step in steps:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, dict):
-                node = node.get(step)
-            elif isinstance(node, list):
-                node = node[int(step)] if step.isdecimal() and int(step) < len(node) else None
-        if not isinstance(node, dict | bool):
-            raise SchemaError(
-                f"{_at(place, '$ref')} does not point to a schema: {reference[:200]}. "
-                "Remedy: correct it, as in #/$defs/name"
-            )
-        return LocatedSchema(
-            node, fragment if url in {"", place.base} else reference, self.base_of(node, url)
-        )
-
-
-def _joined(base: str, reference: str) -> str:
-    return base + reference if reference.startswith("#") else urljoin(base, reference)
-
-
-def _parts(node: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the direct subschemas of a schema, with the steps of their JSON pointers."""
-    for keyword, held in node.items():
-        if keyword in _NAMED and isinstance(held, dict):
-            yield from (((keyword, name), each) for name, each in held.items())
-        elif keyword in {*_LISTS, "items"} and isinstance(held, list):
-            yield from (((keyword, str(index)), each) for index, each in enumerate(held))
-        elif keyword in _SINGLE:
-            yield (keyword,), held
-
-
-def _at(place: LocatedSchema, keyword: str) -> str:
-    return f"`{keyword}` at {_step(place.pointer, keyword)}"
-
-
-def _step(pointer: str, *steps: str) -> str:
-    for step in steps:
-        pointer += "/" + step.replace("~", "~0").replace("/", "~1")
-    return pointer
-
-
-class _SchemaRewriter:
-    """The rewriting of one document."""
-
-    def __init__(self, root: Any) -> None:
-        self._resources = _Resources(root)
-        self._root = root
-        self._names: dict[int, str] = {id(root): "#"}
-        self._waiting: list[tuple[str, LocatedSchema]] = []
-        self._tagged: dict[tuple[int, str], dict[str, Any]] = {}
-        self._current = "#"
-        self._depths: dict[str, int] = {}
-        self._references: dict[str, dict[str, int]] = {}
-        self._multiples: set[tuple[int, int]] = set()
+        self._made: dict[str, Schema] = {}
+        self._references: list[tuple[str, Any]] = []
+        self._one_of: list[tuple[str, dict[str, Any], Any]] = []
+        self._open: list[dict[str, Any]] = []
         self._combines = False
-        self._bounded: list[dict[str, Any]] = []
-        self._disjointness = Disjointness(self._resources.find)
 
     def run(self) -> Schema:
-        base = self._resources.base_of(self._root, "")
-        made = self._walked_whole("#", LocatedSchema(self._root, "", base))
-        found: dict[str, Schema] = {}
-        while self._waiting:
-            name, place = self._waiting.pop()
-            found[name] = self._walked_whole("#/$defs/" + name, place)
-        chain, names = longest_chain(self._depths, self._references)
-        if chain > CHAIN_MAX:
-            through = ", ".join(name.rpartition("/")[2] for name in names[:3])
-            remedy = "use fewer schemas that refer to each other"
-            raise SchemaError(
-                limit_message(
-                    f"schemas are nested too deep through `$ref` ({through} ...)",
-                    value=chain,
-                    limit=CHAIN_MAX,
-                    remedy=remedy,
-                )
-            )
-        self._check_multiples()
-        for each in self._bounded if self._combines else ():
-            make_inclusive(each)
-        if isinstance(made, dict) and found:
-            made["$defs"] = found
+        made = self._schema(self._root, "", 1)
+        for pointer, reference in self._references:
+            if not isinstance(reference, str) or _pointer(reference) not in self._made:
+                raise _refused(pointer, "is not a schema of this document", "use #/$defs/name")
+        for node in self._open if not self._combines else ():
+            node["additionalProperties"] = False
+        for pointer, node, tag in self._one_of:
+            self._check_one_of(pointer, node, tag)
         return made
 
-    def _walked_whole(self, name: str, place: LocatedSchema) -> Schema:
-        self._current = name
-        self._depths[name] = 1
-        self._references[name] = {}
-        return self._walked(place, 1)
-
-    def _check_multiples(self) -> None:
-        """Refuse values of `multipleOf` whose common multiple, which the library may need, exceeds its limit."""
-        decimals = max((each for _, each in self._multiples), default=0)
-        common = math.lcm(*(digits * 10 ** (decimals - own) for digits, own in self._multiples))
-        if self._combines and common > MULTIPLE_MAX:
-            values = ", ".join(
-                str(multiple_as_number(*each)) for each in sorted(self._multiples)[:4]
-            )
-            remedy = "use one value of `multipleOf`, or schemas without allOf"
+    def _schema(self, node: Any, pointer: str, depth: int) -> Schema:
+        if depth > NESTING_MAX:
+            remedy = "put inner schemas under $defs, and refer to them"
+            raise _beyond("the schema is nested too deep", f"{depth} or more", NESTING_MAX, remedy)
+        if not isinstance(node, dict | bool):
             raise SchemaError(
-                limit_message(
-                    f"the common multiple of `multipleOf` {values} is too large",
-                    value=common,
-                    limit=MULTIPLE_MAX,
-                    remedy=remedy,
-                )
+                f"{pointer or 'the root'} is not a schema. Remedy: send an object, true or false"
             )
-
-    def _walked(self, place: LocatedSchema, depth: int) -> Schema:
-        """Rewrite the schema of a place, including its subschemas."""
-        self._depths[self._current] = max(self._depths[self._current], depth)
-        if isinstance(place.schema, bool):
-            return place.schema
-        if not isinstance(place.schema, dict):
-            where = place.pointer or "the root"
-            raise SchemaError(f"{where} is not a schema. Remedy: send an object, true or false")
-        if place.schema.get("not") in (True, {}):
-            return False
-        base = self._resources.base_of(place.schema, place.base)
-        place = LocatedSchema(_without_trivial(place.schema), place.pointer, base)
-        for keyword, remedy in _UNSERVED.items():
-            if keyword in place.schema:
-                raise SchemaError(f"{_at(place, keyword)} is not supported. Remedy: {remedy}")
-        made = self._written(place, depth)
-        if "propertyNames" in made:
-            _name_properties(made, place)
-        _check_free_names(made, place)
-        if "patternProperties" in made and "additionalProperties" in made:
-            made = _together(made, "patternProperties", "additionalProperties")
-        used = len(made.get("allOf", ())) + len({"$ref", "anyOf"} & made.keys())
-        self._combines |= used > 1 or (
-            used == 1 and bool({"multipleOf", "patternProperties"} & made.keys())
-        )
-        return made
-
-    def _written(self, place: LocatedSchema, depth: int) -> dict[str, Any]:
-        """Rewrite each keyword; annotations and unknown keywords are dropped."""
+        if isinstance(node, dict) and node.get("not") in (True, {}) and "not" in node:
+            node = False
         made: dict[str, Any] = {}
-        for keyword, value in place.schema.items():
-            try:
-                if keyword in _PLAIN:
-                    _PLAIN[keyword](made, keyword, value, place)
-                elif keyword in self._INNER:
-                    self._INNER[keyword](self, made, keyword, value, place, depth)
-            except (NumberError, PatternError) as error:
-                raise SchemaError(f"{_at(place, keyword)}: {error}") from None
-        return made
+        self._made[pointer] = made if isinstance(node, dict) else node
+        if isinstance(node, dict):
+            for keyword, value in node.items():
+                self._add(made, keyword, value, node, f"{pointer}/{_step(keyword)}", depth + 1)
+            self._finish(made, node, pointer)
+        return self._made[pointer]
 
-    def _inner(self, place: LocatedSchema, depth: int, value: Any, *steps: str) -> Schema:
-        return self._walked(
-            LocatedSchema(value, _step(place.pointer, *steps), place.base), depth + 1
-        )
-
-    def _add_reference(
-        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
+    def _add(
+        self,
+        made: dict[str, Any],
+        keyword: str,
+        value: Any,
+        node: dict[str, Any],
+        at: str,
+        depth: int,
     ) -> None:
-        target = self._resources.find(value, place)
-        if isinstance(target.schema, bool):
-            made.setdefault("allOf", []).append(target.schema)
-            return
-        made["$ref"] = self._reference(target, depth)
-
-    def _reference(self, target: LocatedSchema, depth: int) -> str:
-        """Return a reference to a schema, and queue the schema to be written under `$defs`."""
-        key = id(target.schema)
-        if key not in self._names:
-            last = (
-                re.sub(r"[^A-Za-z0-9_.-]", "_", target.pointer.rpartition("/")[2])[:64] or "schema"
-            )
-            name = last
-            while f"#/$defs/{name}" in self._names.values():
-                name = f"{last}-{len(self._names)}"
-            self._names[key] = f"#/$defs/{name}"
-            self._waiting.append((name, target))
-        reached = self._references[self._current]
-        name = self._names[key]
-        reached[name] = max(reached.get(name, 0), depth + 1)
-        return name
-
-    def _list(self, keyword: str, value: Any, place: LocatedSchema, depth: int) -> list[Schema]:
-        _check_list(value, keyword, place, empty=keyword == "prefixItems")
-        return [self._inner(place, depth, each, keyword, str(at)) for at, each in enumerate(value)]
-
-    def _add_one_of(
-        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
-    ) -> None:
-        """Add `oneOf` as `anyOf`, if its options are disjoint."""
-        _check_list(value, "oneOf", place)
-        places = [
-            LocatedSchema(each, _step(place.pointer, "oneOf", str(at)), place.base)
-            for at, each in enumerate(value)
-        ]
-        tag = place.schema.get("discriminator")
-        tag = tag.get("propertyName") if isinstance(tag, dict) else None
-        if isinstance(tag, str):
-            places = [self._with_tag(each, tag) for each in places]
-        overlap = self._disjointness.overlapping(places)
-        if overlap:
-            first, second = (_step(place.pointer, "oneOf", str(at)) for at in overlap)
-            raise SchemaError(
-                f"{_at(place, 'oneOf')}: {first} and {second} may match the same value, and exactly one must. Remedy: "
-                "use anyOf, or give the options different types or a required property with a different `const`"
-            )
-        _add_options(made, [self._option(each, depth) for each in places])
-
-    def _option(self, place: LocatedSchema, depth: int) -> Schema:
-        if any(place.schema is each for each in self._tagged.values()):
-            return {"$ref": self._reference(place, depth + 1)}
-        return self._walked(place, depth + 1)
-
-    def _with_tag(self, place: LocatedSchema, tag: str) -> LocatedSchema:
-        """Return an option of a discriminated union with its tag required, which pydantic does not do for a default."""
-        target = self._followed(place)
-        node = target.schema
-        needed = node.get("required", []) if isinstance(node, dict) else None
-        if (
-            not isinstance(needed, list)
-            or tag in needed
-            or tag not in (node.get("properties") or {})
-        ):
-            return place
-        key = (id(node), tag)
-        if key not in self._tagged:
-            self._tagged[key] = {**node, "required": [*needed, tag]}
-        return LocatedSchema(self._tagged[key], target.pointer, target.base)
-
-    def _add_list(
-        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
-    ) -> None:
-        inner = self._list(keyword, value, place, depth)
-        if keyword == "anyOf":
-            _add_options(made, inner)
+        """Add one keyword of `node` to `made`, including its subschemas."""
+        if keyword in _REFUSED and not (keyword == "uniqueItems" and value is False):
+            raise _refused(at, "is not supported", _REFUSED[keyword])
+        if keyword in _LISTS and isinstance(value, list):
+            made[keyword] = [
+                self._schema(each, f"{at}/{index}", depth) for index, each in enumerate(value)
+            ]
+        elif keyword in _SINGLE:
+            made[keyword] = self._schema(value, at, depth)
+        elif keyword in _LISTS:
+            raise _refused(at, "is not a list of schemas", "send one")
+        elif keyword in _NAMED:
+            if not isinstance(value, dict):
+                raise _refused(at, "is not an object of schemas", "send one")
+            inner = {
+                name: self._schema(each, f"{at}/{_step(name)}", depth)
+                for name, each in value.items()
+            }
+            if keyword == "patternProperties":
+                inner = {_translated(name, at): each for name, each in inner.items()}
+            made[keyword] = inner
+        elif keyword == "$ref":
+            self._references.append((at, value))
+            made[keyword] = value
+        elif keyword == "$id" and depth > 2:
+            raise _refused(at, "is supported only in the root", "use $ref with #/$defs/name")
         else:
-            made[keyword] = [*made.get(keyword, ()), *inner]
+            _add_value(made, keyword, value, node, at)
 
-    def _add_inner(
-        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
-    ) -> None:
-        made[keyword] = self._inner(place, depth, value, keyword)
+    def _finish(self, made: dict[str, Any], node: dict[str, Any], pointer: str) -> None:
+        """Add the keywords that depend on each other."""
+        _add_bounds(made, node, pointer, _LOWER, 1)
+        _add_bounds(made, node, pointer, _UPPER, -1)
+        if "pattern" in node:
+            made["pattern"], *others = patterns_of(node["pattern"], f"{pointer}/pattern")
+            made["allOf"] = [*made.get("allOf", ()), *({"pattern": each} for each in others)]
+        if "propertyNames" in node:
+            self._add_names(made, node["propertyNames"], f"{pointer}/propertyNames")
+        needed, listed = made.get("required", []), made.get("properties")
+        closed = made.get("additionalProperties") is False and "patternProperties" not in made
+        least = made.get("minProperties", 0)
+        if type(least) is int and least - len(needed) > 1 and not closed:
+            # An output could reach the count by repeating a property.
+            remedy = "list the properties in `required`, or ask for fewer"
+            message = (
+                f"{pointer}/minProperties asks for too many properties that are not in `required`"
+            )
+            raise _beyond(message, least - len(needed), 1, remedy)
+        if "oneOf" in made:
+            tag = node.get("discriminator")
+            tag = tag.get("propertyName") if isinstance(tag, dict) else None
+            self._one_of.append((f"{pointer}/oneOf", made, tag))
+        is_object, parts = "properties" in node or "required" in node, node.get("allOf", ())
+        siblings = is_object and {"$ref", "allOf", "anyOf", "oneOf"} & node.keys()
+        self._combines |= "patternProperties" in node or len(parts) > 1 or bool(siblings)
+        says = {"additionalProperties", "patternProperties", "minProperties"} & made.keys()
+        if listed is not None and not says and set(needed) <= listed.keys():
+            self._open.append(made)
 
-    def _add_multiple(
-        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
-    ) -> None:
-        integer = _is_integer(place.schema)
-        found = multiple_of(value, integer=integer)
-        if found != (1, 0) or not integer:
-            made[keyword] = multiple_as_number(*found)
-            self._multiples.add(found)
-
-    def _add_bounds(
-        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
-    ) -> None:
-        if not set(_NUMBERS) & made.keys():
-            made.update(bounds(place.schema, integer=_is_integer(place.schema)))
-            self._bounded.append(made)
-
-    def _add_items(
-        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
-    ) -> None:
-        if not isinstance(value, list):
-            made["items"] = self._inner(place, depth, value, "items")
+    def _add_names(self, made: dict[str, Any], rules: Any, at: str) -> None:
+        """Replace `propertyNames` by `properties` or `patternProperties`."""
+        if isinstance(rules, dict) and isinstance(rules.get("$ref"), str):
+            rules = self._found(rules["$ref"])
+        rules = {} if rules is True else rules
+        said = rules.keys() - {"type", "title", "description"} if isinstance(rules, dict) else {"?"}
+        rest = made.get("additionalProperties", True)
+        if not said and rules.get("type", "string") == "string":
             return
-        made["prefixItems"] = [
-            self._inner(place, depth, each, "items", str(at)) for at, each in enumerate(value)
-        ]
-        if "additionalItems" in place.schema:
-            made["items"] = self._inner(
-                place, depth, place.schema["additionalItems"], "additionalItems"
-            )
+        if "patternProperties" in made:
+            said = {"?"}
+        if said in ({"enum"}, {"const"}) and "properties" not in made:
+            names = [each for each in _values(rules) or () if isinstance(each, str)]
+            made["properties"] = dict.fromkeys(names, rest)
+        elif said == {"pattern"} and "properties" not in made:
+            made["patternProperties"] = {_translated(rules["pattern"], at): rest}
+        else:
+            reason = "is supported with `enum`, `const` or `pattern`, and without listed properties"
+            raise _refused(at, reason, "list the properties")
+        made["additionalProperties"] = False
 
-    def _add_properties(
-        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
-    ) -> None:
-        if not isinstance(value, dict):
-            raise SchemaError(
-                f"{_at(place, keyword)} is not an object of schemas. Remedy: send one"
-            )
-        inner = {
-            name: self._inner(place, depth, each, keyword, name) for name, each in value.items()
-        }
-        if keyword == "patternProperties":
-            if len(value) > PATTERNS_MAX:
-                message, remedy = f"{_at(place, keyword)} has too many patterns", "use fewer"
-                raise SchemaError(
-                    limit_message(message, value=len(value), limit=PATTERNS_MAX, remedy=remedy)
+    def _found(self, reference: str) -> Any:
+        """Return the schema in the sent document that a reference points to; None if there is none."""
+        found = self._root
+        for step in (_pointer(reference) or "").split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
+
+    def _check_one_of(self, pointer: str, node: dict[str, Any], tag: Any) -> None:
+        """Check that an output of one option matches no other; with a tag, each option must have the property."""
+        options = node["oneOf"]
+        if len(options) > OPTIONS_MAX:
+            raise _beyond(f"{pointer} has too many options", len(options), OPTIONS_MAX, "use anyOf")
+        targets = [self._target(each) for each in options]
+        for index, target in enumerate(targets):
+            needed = target.get("required", [])
+            if isinstance(tag, str) and tag in target.get("properties", {}) and tag not in needed:
+                options[index] = targets[index] = {**target, "required": [*needed, tag]}
+        for (at, first), (other, second) in itertools.combinations(enumerate(targets), 2):
+            if not self._disjoint(first, second):
+                reason = (
+                    f"is supported if its options exclude each other by type, const, enum or a required property: "
+                    f"{at} and {other} may not"
                 )
-            inner = {translate_pattern(name): each for name, each in inner.items()}
-        made[keyword] = inner
+                raise _refused(pointer, reason, "use anyOf")
 
-    def _add_names(
-        self, made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema, depth: int
-    ) -> None:
-        target = self._followed(LocatedSchema(value, _step(place.pointer, keyword), place.base))
-        if rules := _rules_of_names(target.schema, place):
-            made[keyword] = rules
-
-    def _followed(self, place: LocatedSchema) -> LocatedSchema:
-        """Follow `$ref` to its target, through chains of references."""
-        for _ in range(CHAIN_MAX):
-            if not isinstance(place.schema, dict) or "$ref" not in place.schema:
+    def _target(self, node: Schema) -> dict[str, Any]:
+        """Follow references, as far as they have no other keywords; `false` matches nothing, like an empty `enum`."""
+        for _ in range(NESTING_MAX):
+            if not isinstance(node, dict) or node.keys() != {"$ref"}:
                 break
-            place = self._resources.find(place.schema["$ref"], place)
-        return place
+            node = self._made[_pointer(node["$ref"]) or ""]
+        return node if isinstance(node, dict) else {} if node else {"enum": []}
 
-    _INNER: ClassVar[dict[str, Callable[..., None]]] = {
-        "$ref": _add_reference,
-        "allOf": _add_list,
-        "anyOf": _add_list,
-        "oneOf": _add_one_of,
-        "prefixItems": _add_list,
-        "items": _add_items,
-        "properties": _add_properties,
-        "patternProperties": _add_properties,
-        "additionalProperties": _add_inner,
-        "propertyNames": _add_names,
-        "multipleOf": _add_multiple,
-        **dict.fromkeys(_NUMBERS, _add_bounds),
-    }
-    """Keywords with subschemas, and keywords that need the state of the document."""
-
-
-def _without_trivial(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without unsupported keywords that have no effect, or are equivalent to a supported keyword."""
-    node = dict(schema)
-    if node.get("not") is False:
-        del node["not"]
-    if "if" not in node or all(node.get(key, True) in (True, {}) for key in ("then", "else")):
-        _leave_out(node, "if", "then", "else")
-    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-        held = node.get(keyword)
-        if isinstance(held, dict) and all(each in ([], {}, True) for each in held.values()):
-            del node[keyword]
-    if "contains" not in node or (node.get("minContains") == 0 and "maxContains" not in node):
-        _leave_out(node, "contains")
-    most: Any = node.get("maxItems")
-    if node.get("uniqueItems") is False or (_is_count(most) and most <= 1):
-        _leave_out(node, "uniqueItems")
-    for keyword, plain in (
-        ("unevaluatedProperties", "additionalProperties"),
-        ("unevaluatedItems", "items"),
-    ):
-        if node.get(keyword, True) in (True, {}) or (
-            plain in node and not isinstance(node[plain], list)
-        ):
-            _leave_out(node, keyword)
-        elif plain not in node and not _APPLICATORS & node.keys():
-            node[plain] = node.pop(keyword)
-    return node
-
-
-def _leave_out(node: dict[str, Any], *keywords: str) -> None:
-    for keyword in keywords:
-        node.pop(keyword, None)
-
-
-def _rules_of_names(node: Any, place: LocatedSchema) -> dict[str, Any]:
-    """Return the keywords of `propertyNames` that apply to names."""
-    if isinstance(node, bool):
-        return {} if node else {"enum": []}
-    if not isinstance(node, dict):
-        raise SchemaError(f"{_at(place, 'propertyNames')} is not a schema. Remedy: send one")
-    kinds = node.get("type", "string")
-    if kinds != "string" and not (isinstance(kinds, list) and "string" in kinds):
-        return {"enum": []}
-    rules = {key: node[key] for key in _RULES_OF_NAMES if key in node}
-    if rules.get("format", "") not in FORMATS:
-        rules.pop("format", None)
-    unknown = _ASSERTIONS & node.keys() - _RULES_OF_NAMES
-    if unknown or (len(rules) > 1 and rules.keys() != {"minLength", "maxLength"}):
-        _refuse_names(place)
-    return rules
-
-
-def _refuse_names(place: LocatedSchema) -> NoReturn:
-    raise SchemaError(
-        f"{_at(place, 'propertyNames')} is supported with a list of names (enum), or a pattern or lengths without "
-        "properties and patternProperties. Remedy: list the properties, or use patternProperties with "
-        "additionalProperties: false"
-    )
-
-
-def _name_properties(made: dict[str, Any], place: LocatedSchema) -> None:
-    """Replace `propertyNames` by `properties` or `patternProperties`."""
-    rules = made.pop("propertyNames")
-    listed = made.get("properties", {})
-    rest = made.pop("additionalProperties", True)
-    if "patternProperties" in made:
-        _refuse_names(place)
-    if "enum" in rules or "const" in rules:
-        names = rules.get("enum", [rules.get("const")])
-        if not isinstance(names, list):
-            _refuse_names(place)
-        allowed = [each for each in names if isinstance(each, str)]
-        made["properties"] = {
-            **{name: each if name in allowed else False for name, each in listed.items()},
-            **{name: rest for name in allowed if name not in listed},
-        }
-    else:
-        if listed:
-            _refuse_names(place)
-        made["patternProperties"] = {_pattern_of_names(rules, place): rest}
-    made["additionalProperties"] = False
-
-
-def _pattern_of_names(rules: dict[str, Any], place: LocatedSchema) -> str:
-    try:
-        match rules:
-            case {"pattern": str(pattern)}:
-                return translate_pattern(pattern)
-            case {"format": name} if name in _NAMES_BY_FORMAT:
-                return _NAMES_BY_FORMAT[name]
-            case {"pattern": _} | {"format": _}:
-                _refuse_names(place)
-    except PatternError as error:
-        raise SchemaError(f"{_at(place, 'propertyNames')}: {error}") from None
-    held: dict[str, Any] = {}
-    for keyword, value in rules.items():
-        _add_count(held, keyword, value, place)
-    return f"^[\\s\\S]{{{held.get('minLength', 0)},{held.get('maxLength', '')}}}$"
-
-
-def _check_free_names(made: dict[str, Any], place: LocatedSchema) -> None:
-    """Refuse a `minProperties` that an output could reach by repeating a property that is not in `required`."""
-    free = made.get("minProperties", 0) - len(set(made.get("required", ())))
-    closed = made.get("additionalProperties") is False and "patternProperties" not in made
-    if free > 1 and not closed:
-        raise SchemaError(
-            f"{_at(place, 'minProperties')} asks for {free} properties that are not in `required`, limit 1. Remedy: "
-            "list them in `required`, or ask for fewer"
+    def _disjoint(self, first: dict[str, Any], second: dict[str, Any]) -> bool:
+        types = _types(first) & _types(second)
+        if not types or _differ(first, second):
+            return True
+        if types != {"object"}:
+            return False
+        both = ((first, second), (second, first))
+        if all(_lacks(one, other) for one, other in both):
+            return True
+        shared = {name for name in first.get("required", ()) if name in second.get("required", ())}
+        held, others = first.get("properties", {}), second.get("properties", {})
+        return any(
+            _differ(self._target(held[name]), self._target(others[name]))
+            for name in shared & held.keys() & others.keys()
         )
 
 
-_UNSERVED = {
-    "uniqueItems": "leave it out and check the answer, or set maxItems to 1",
-    "not": "leave it out, or describe what is allowed",
-    "if": "use anyOf with one option for each case",
-    "then": "use anyOf with one option for each case",
-    "else": "use anyOf with one option for each case",
-    "contains": "leave it out, or use prefixItems",
-    "dependentRequired": "use anyOf with one option for each case",
-    "dependentSchemas": "use anyOf with one option for each case",
-    "dependencies": "use anyOf with one option for each case",
-    "unevaluatedProperties": "use additionalProperties in each option",
-    "unevaluatedItems": "use items in each option",
-    "$dynamicRef": "use $ref",
-    "$recursiveRef": "use $ref",
-}
-_RULES_OF_NAMES = frozenset(["enum", "const", "pattern", "minLength", "maxLength", "format"])
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _add_count(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
-    """Add a count of characters, items or properties; a maximum that no output reaches is dropped."""
-    if type(value) is float and value.is_integer():
-        value = int(value)
-    if not _is_count(value):
-        raise SchemaError(f"{_at(place, keyword)} is not a non-negative integer. Remedy: send one")
-    if value < COUNT_MAX:
+def _add_value(
+    made: dict[str, Any], keyword: str, value: Any, node: dict[str, Any], at: str
+) -> None:
+    """Add a keyword without subschemas; annotations and unknown keywords are dropped."""
+    if keyword == "required":
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise _refused(at, "is not a list of names", "send one")
         made[keyword] = value
-    elif keyword.startswith("min"):
-        message, remedy = f"{_at(place, keyword)} is too large", "use a smaller number"
-        raise SchemaError(
-            limit_message(message, value=shown(value), limit=COUNT_MAX, remedy=remedy)
-        )
+    elif keyword in _PLAIN:
+        if not (keyword.startswith("max") and type(value) is int and value >= COUNT_MAX):
+            made[keyword] = value
+    elif keyword in {"const", "enum"}:
+        made[keyword] = _constant(value, at)
+    elif keyword == "format":
+        # With a pattern, a format is an annotation: zod's patterns of dates and times disagree with RFC 3339.
+        if "pattern" not in node and isinstance(value, str) and value in FORMATS:
+            made[keyword] = value
+    elif keyword == "multipleOf":
+        made[keyword] = _number(value, at)
+        if Decimal(str(value)).as_integer_ratio()[0] > MULTIPLE_MAX:
+            remedy = "use a smaller or rounder number, or leave it out"
+            raise _beyond(f"{at} is too large", value, MULTIPLE_MAX, remedy)
 
 
-def _add_type(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
-    names = value if isinstance(value, list) else [value]
-    if not names or not all(isinstance(each, str) and each in TYPES for each in names):
-        known = ", ".join(TYPES)
-        raise SchemaError(
-            f"{_at(place, keyword)} is not one of {known}, or a list of them. Remedy: correct it"
-        )
-    made[keyword] = value
+def _lacks(node: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return True if no output of an object has all properties that another object requires."""
+    closed = node.get("additionalProperties") is False and "patternProperties" not in node
+    return closed and not set(other.get("required", ())) <= node.get("properties", {}).keys()
 
 
-def _add_values(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
-    if keyword == "enum":
-        _check_list(value, keyword, place)
-    made[keyword] = _constant(value, _step(place.pointer, keyword), keyword)
+def _differ(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Return True if both schemas list their values, and have none in common, or have no type in common."""
+    values, others = _values(first), _values(second)
+    if values is not None and others is not None:
+        return not {_text(each) for each in values} & {_text(each) for each in others}
+    return not _types(first) & _types(second)
 
 
-def _add_format(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
-    # With a pattern, a format is an annotation: zod's patterns of dates and times disagree with RFC 3339.
-    if isinstance(value, str) and value in FORMATS and "pattern" not in place.schema:
-        made[keyword] = value
+def _values(node: dict[str, Any]) -> list[Any] | None:
+    held = [node["const"]] if "const" in node else node.get("enum")
+    return held if isinstance(held, list) else None
 
 
-def _add_required(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
-    _check_list(value, keyword, place, empty=True)
-    if not all(isinstance(each, str) for each in value):
-        raise SchemaError(
-            f"{_at(place, keyword)} has an item that is not a string. Remedy: send names"
-        )
-    made[keyword] = value
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
-def _add_pattern(made: dict[str, Any], keyword: str, value: Any, place: LocatedSchema) -> None:
-    if not isinstance(value, str):
-        raise SchemaError(
-            f"{_at(place, keyword)} is not a string. Remedy: send a regular expression"
-        )
-    first, *others = (translate_pattern(each) for each in split_lookaheads(value))
-    made["pattern"] = first
-    if others:
-        made.setdefault("allOf", []).extend({"pattern": each} for each in others)
-
-
-def _check_list(value: Any, keyword: str, place: LocatedSchema, *, empty: bool = False) -> None:
-    if not isinstance(value, list) or not (value or empty):
-        wanted = "a list" if empty else "a non-empty list"
-        raise SchemaError(f"{_at(place, keyword)} is not {wanted}. Remedy: send one")
-
-
-def _is_integer(node: dict[str, Any]) -> bool:
-    """Return True if the only numbers that a schema allows are integers."""
-    kinds = node.get("type")
+def _types(node: dict[str, Any]) -> frozenset[str]:
+    """Return the types that a schema allows; `integer` counts as `number`."""
+    kinds = node.get("type", [*_TYPES.values()])
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    return "integer" in kinds and "number" not in kinds
+    found = {"number" if each == "integer" else str(each) for each in kinds}
+    values = _values(node)
+    return frozenset(found if values is None else found & {_TYPES[type(each)] for each in values})
 
 
-def _add_options(made: dict[str, Any], options: list[Schema]) -> None:
-    """Add `anyOf`; if the schema has one already, in an `allOf`."""
-    if "anyOf" in made:
-        made.setdefault("allOf", []).append({"anyOf": options})
-    else:
-        made["anyOf"] = options
+def _pointer(reference: str) -> str | None:
+    """Return the JSON pointer of a reference; None for a reference to another document or an anchor."""
+    pointer = unquote(reference.removeprefix("#"))
+    return pointer if reference.startswith("#") and (not pointer or pointer[0] == "/") else None
 
 
-def _together(made: dict[str, Any], first: str, second: str) -> dict[str, Any]:
-    """Return a schema with keyword `second` right after `first`: the library combines only adjacent keywords."""
-    found = {}
-    for keyword, value in made.items():
-        if keyword != second:
-            found[keyword] = value
-        if keyword == first:
-            found[second] = made[second]
-    return found
+def _step(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
 
 
-def _constant(value: Any, pointer: str, keyword: str) -> Any:
-    """Return a value of `const` or `enum` with its numbers in a form that the library represents exactly."""
+def _refused(at: str, reason: str, remedy: str) -> SchemaError:
+    return SchemaError(f"{at} {reason}. Remedy: {remedy}")
+
+
+def _beyond(message: str, value: Any, limit: Any, remedy: str) -> SchemaError:
+    return SchemaError(limit_message(message, value=value, limit=limit, remedy=remedy))
+
+
+def _constant(value: Any, at: str) -> Any:
+    """Return a value of `const` or `enum`; its numbers must be exact as 64-bit floats."""
     if isinstance(value, dict):
-        return {
-            name: _constant(each, _step(pointer, name), keyword) for name, each in value.items()
-        }
+        return {name: _constant(each, f"{at}/{_step(name)}") for name, each in value.items()}
     if isinstance(value, list):
-        return [_constant(each, _step(pointer, str(at)), keyword) for at, each in enumerate(value)]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            return constant(value)
-        except NumberError as error:
-            raise SchemaError(f"`{keyword}` at {pointer}: {error}") from None
-    return value
+        return [_constant(each, f"{at}/{index}") for index, each in enumerate(value)]
+    return _number(value, at) if type(value) in {int, float} else value
 
 
-_PLAIN: dict[str, Callable[[dict[str, Any], str, Any, LocatedSchema], None]] = {
-    "type": _add_type,
-    "const": _add_values,
-    "enum": _add_values,
-    "required": _add_required,
-    "pattern": _add_pattern,
-    "format": _add_format,
-    **dict.fromkeys(_COUNTS, _add_count),
+def _number(value: Any, at: str) -> int | float:
+    """Return a number in the form that the library reads exactly."""
+    if type(value) is not int and (type(value) is not float or not math.isfinite(value)):
+        raise _refused(at, "is not a number", "send one")
+    if abs(value) <= EXACT:
+        if value == int(value):
+            return int(value)
+        _, digits, exponent = Decimal(repr(value)).as_tuple()
+        if len(digits) <= DIGITS_MAX and -int(exponent) <= DECIMALS_MAX:
+            return value
+    limit = f"2^53, {DIGITS_MAX} digits and {DECIMALS_MAX} decimals"
+    shown = str(value) if abs(value) < 10**40 else "a number of many digits"
+    remedy = "use a string, or a rounder number"
+    raise _beyond(f"{at} is not exact as a 64-bit float", shown, limit, remedy)
+
+
+def _add_bounds(
+    made: dict[str, Any], node: dict[str, Any], pointer: str, keywords: tuple[str, str], sign: int
+) -> None:
+    """Add the bounds of numbers on one side: exact, and inclusive unless only integers are allowed.
+
+    Bounds beyond 2^53 are moved inwards. In a range shorter than 1 with an exclusive integer bound, the library allows
+    the bound itself; therefore exclusive bounds are moved as well, by 1e-9 or 1e-12 of the bound.
+    """
+    inclusive, exclusive = keywords
+    for keyword in keywords:
+        value: Any = node.get(keyword)
+        at = f"{pointer}/{keyword}"
+        if keyword not in node or (keyword == exclusive and isinstance(value, bool)):
+            continue  # a boolean, from draft 4, modifies the inclusive keyword
+        if type(value) in {int, float} and sign * value < -EXACT:
+            value = -sign * EXACT
+        bound = _number(value, at)
+        if keyword == exclusive or node.get(exclusive) is True:
+            if node.get("type") == "integer":
+                bound = _number(math.floor(bound) + 1 if sign > 0 else math.ceil(bound) - 1, at)
+            else:
+                moved = bound + sign * max(1e-9, abs(bound) * 1e-12)
+                bound = _number(float(f"{moved:.{DIGITS_MAX}g}"), at)
+        if inclusive in made:
+            bound = sign * max(sign * bound, sign * made[inclusive])
+        made[inclusive] = bound
+
+
+_ANY = r"[^\n\r\x{2028}\x{2029}]"
+_SPACE, _NO_SPACE = r"[\t\n\x0b\x0c\r ]", r"[^\s\x1c-\x1f\x{feff}]"
+_ESCAPES = {r"\s": _SPACE, r"\S": _NO_SPACE}
+_NEGATED = {r"\s": r"[\s\x1c-\x1f\x{feff}]", r"\S": r"[^\t\n\x0b\x0c\r ]"}
+"""Whitespace in negated classes: all characters that some validator treats as such."""
+_PARTS = re.compile(r"\\.|\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_HEADS = {
+    r"(?!^[-+.]*$)": r"[^-+.]",
+    r"(?!\.)": r"^(?:$|[^.])",
+    r"(?!.*\.\.)": r"^(?:\.?[^.])*\.?$",
 }
-"""Keywords without subschemas."""
-_ASSERTIONS = frozenset([*_PLAIN, *_SchemaRewriter._INNER, *_UNSERVED]) - {"type"}  # noqa: SLF001
+"""Lookaheads at the start of a pattern, in pydantic's `Decimal` and zod's `email`, with equivalent patterns."""
+_DECIMAL = re.compile(
+    r"\[\+-\]\?0\*\(\?:\\d\{0,(\d+)\}\|\(\?=\[\\d\.\]\{1,\d+\}0\*\$\)\\d\{0,\d+\}\\\.\\d\{0,(\d+)\}0\*\$\)"
+)
+"""Pydantic's pattern of a `Decimal` with `max_digits` and `decimal_places`."""
+
+
+def patterns_of(pattern: Any, at: str = "pattern") -> list[str]:
+    """Translate a pattern from ECMA-262 to patterns for the grammar library, all of which a string must match.
+
+    Raises:
+        SchemaError: When it is not a pattern; the library refuses what is not regular.
+    """
+    found, rest = [], pattern.removeprefix("^") if isinstance(pattern, str) else ""
+    while head := next((each for each in _HEADS if rest.startswith(each)), ""):
+        found.append(_HEADS[head])
+        rest = rest.removeprefix(head)
+    if not found or not pattern.startswith("^") or _has_alternatives(rest):
+        return [_translated(pattern, at)]
+    if match := _DECIMAL.fullmatch(rest):
+        rest = rf"[+-]?\d{{0,{match[1]}}}(?:\.\d{{0,{match[2]}}})?$"
+    return [_translated(each, at) for each in ["^" + rest, *found]]
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Return True if a pattern has alternatives outside groups."""
+    text = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", pattern)
+    while (less := re.sub(r"\([^()]*\)", "", text)) != text:
+        text = less
+    return "|" in text
+
+
+def _translated(pattern: Any, at: str) -> str:
+    if not isinstance(pattern, str):
+        raise _refused(at, "is not a string", "send a regular expression")
+
+    def part(match: re.Match[str]) -> str:
+        text = match[0]
+        if text == ".":
+            return _ANY
+        if text[0] == "\\":
+            return _ESCAPES.get(text, text)
+        begin = "[^" if text[1] == "^" else "["
+        spaces = _NEGATED if begin == "[^" else _ESCAPES
+        inner = text[len(begin) : -1]
+        if not inner:
+            raise _refused(at, f"has an empty character class, {text}", r"write \] for a bracket")
+        # Rust's classes nest, and have operators.
+        inner = re.sub(
+            r"\\.|\[|([&~-])(?=\1)",
+            lambda each: spaces.get(each[0], each[0] if len(each[0]) > 1 else "\\" + each[0]),
+            inner,
+            flags=re.DOTALL,
+        )
+        return f"{begin}{inner}]"
+
+    return _PARTS.sub(part, pattern)
