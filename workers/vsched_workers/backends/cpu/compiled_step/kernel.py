@@ -198,7 +198,7 @@ class Chunks(NamedTuple):
     tag: npt.NDArray[Any]
 
 
-class StepRows(NamedTuple):
+class PackedRows(NamedTuple):
     """Rows of a step: decode rows, then prefill rows.
 
     Attributes:
@@ -347,7 +347,7 @@ def _norm_heads(kernels: Any, tables: Tables, layer: int, qkv_at: int, rows: int
 
 @compiled()
 def _attend_chunks(
-    kernels: Any, tables: Tables, layer: int, rows: StepRows, at: Places, keys: Any, values: Any
+    kernels: Any, tables: Tables, layer: int, rows: PackedRows, at: Places, keys: Any, values: Any
 ) -> None:
     """Rotate the heads of prefill rows, write keys and values to the cache, and attend, chunk by chunk."""
     chunks, heads, model = rows.chunks, tables.heads[layer], tables.model[0]
@@ -402,7 +402,7 @@ def run_layers(
     kernels: Any,
     tag: Any,
     tables: Tables,
-    rows: StepRows,
+    rows: PackedRows,
     at: Places,
     kept_at: Any,
     kept: Any,

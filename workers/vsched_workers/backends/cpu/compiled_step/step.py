@@ -32,8 +32,8 @@ from vsched_workers.backends.cpu.compiled_step.kernel import (
     PRODUCT,
     PRODUCTS,
     Chunks,
+    PackedRows,
     Places,
-    StepRows,
     Tables,
     run_layers,
 )
@@ -213,7 +213,7 @@ class CompiledStep:
         longest = max((each.context for each in step.segments), default=0)
         keys, head_dim = padded_context(longest, self._head_dim, tiles=self._traits.tiles)
         packed = hidden.new_empty(self._kv_heads * keys * 2 * head_dim)
-        rows = StepRows(
+        rows = PackedRows(
             *angles,
             step.slots.numpy(),
             step.tables,
@@ -286,7 +286,7 @@ def compile_for(kept: npt.NDArray[Any]) -> None:
             np.empty(0, dtype=HEADS),
             np.empty((0, 0), dtype=np.int64),
         ),
-        StepRows(
+        PackedRows(
             *(halves, halves, none, np.empty((0, 0), dtype=np.int32)),
             *(np.empty(0, dtype=np.int32), 1, 0),
             Chunks(*_NO_CHUNKS, 0, 0, 0, attention_kernel()[1]),
