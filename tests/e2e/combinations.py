@@ -18,7 +18,6 @@ CORE: dict[str, dict[str, tuple[str, ...]]] = {
         "chunk-aware": (),
         "look-ahead": ("encode.encoding.look_ahead_chunks=1",),
         "eager": ("encode.encoding.look_ahead_chunks=100",),
-        "combined": ("encode.encoding.use=combined",),
     },
     "eviction": {
         "lru": (),

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import safetensors.numpy
 
-from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, data_url, drawn_image, read
+from tests.e2e.asking import GREEDY, TEXTS, Ask, data_url, drawn_image, read
 from tests.e2e.conftest import SETTINGS, assert_idle
 from tests.e2e.test_video_pruning import prepare, pruned
 from tests.e2e.tower import Tower, packed
@@ -260,54 +260,6 @@ async def test_a_repeated_embedding_is_cached_like_any_item(served: Served) -> N
     assert engine.statistics()["encode"]["items_encoded"] == encoded
 
 
-async def test_text_only_next_to_embeddings_has_no_items(
-    served: Served, generated: Callable[[str, Sequence[Ask]], list[list[int]]]
-) -> None:
-    text = Ask(TEXTS[4])
-    [wanted] = generated(served.engine.model_name, [text])
-    found, _ = await asyncio.gather(
-        answer(served.engine, text), ask(served.engine, [served.tower.embed(IMAGES[0])])
-    )
-    assert found.token_ids == wanted
-
-
-async def test_bad_embeddings_are_refused_and_others_are_served(served: Served) -> None:
-    """A code per cause; no rank gets them."""
-    engine, tower = served.engine, served.tower
-    rows, grid = tower.encode(IMAGES[0])
-    pids = engine.rank_pids
-    odd = np.array([1, grid[1] - 1, grid[2]])
-    bad = {
-        "grid_thw_missing": packed(embeds=rows),
-        "embeds_missing": packed(grid_thw=grid),
-        "grid_thw_invalid": packed(embeds=rows, grid_thw=odd),
-        "embeds_tokens": packed(embeds=rows[1:], grid_thw=grid),
-        "embeds_hidden_size": packed(embeds=rows[:, 1:], grid_thw=grid),
-        "embeds_dtype": packed(embeds=rows.astype(np.float16), grid_thw=grid),
-        "embeds_not_finite": packed(embeds=rows * np.float32("nan"), grid_thw=grid),
-    }
-    wanted = await ask(engine, [tower.embed(IMAGES[0])])
-    for code, brought in bad.items():
-        beside = asyncio.create_task(ask(engine, [tower.embed(IMAGES[0])]))
-        with pytest.raises(RequestRefused, match="image 1: .*Remedy: ") as caught:
-            await ask(engine, [tower.embed(IMAGES[0]), brought])
-        assert (caught.value.code, caught.value.status) == (code, 400)
-        assert await beside == wanted
-    assert engine.rank_pids == pids
-
-
-async def test_embedding_over_the_token_budget_is_refused(served: Served) -> None:
-    """Index, tokens, limit and remedy."""
-    engine, width = served.engine, served.tower.info.embedding_row_bytes // 4
-    limit = engine.info.item_tokens_max
-    rows = np.zeros((limit + 1, width), np.float32)
-    brought = packed(embeds=rows, grid_thw=np.array([1, 2, 2 * (limit + 1)]))
-    with pytest.raises(RequestRefused) as caught:
-        await ask(engine, [brought])
-    expected = f"image 0: the image has too many tokens: value {limit + 1} tokens, limit {limit}"
-    assert caught.value.message.startswith(expected)
-
-
 async def test_embeddings_over_http(served: Served) -> None:
     """The content part of the chat endpoint, next to a raw image."""
     engine, brought = served.engine, served.tower.embed(IMAGES[0])
@@ -328,10 +280,3 @@ async def test_embeddings_over_http(served: Served) -> None:
             assert reply.status_code == 200, reply.text
             texts.append(reply.json()["choices"][0]["message"]["content"])
     assert texts[0] == texts[1]
-
-
-async def test_embeddings_are_off_by_default(engine: Engine) -> None:
-    rows = np.zeros((1, 64), np.float32)
-    with pytest.raises(RequestRefused, match=r"set media\.allow_embeddings = true") as caught:
-        await ask(engine, [packed(embeds=rows, grid_thw=np.array([1, 2, 2]))])
-    assert caught.value.code == "embeddings_disabled"

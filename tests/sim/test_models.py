@@ -17,7 +17,7 @@ from vsched.sim.cluster.client_sessions import ClientBehaviour
 from vsched.sim.cluster.plugin import HYBRID, SEES_IMAGES, SEES_PROMPTS
 from vsched.sim.cluster.scenario import draw_scenario, run_scenario
 from vsched.sim.faults import FaultPlan
-from vsched.sim.ranks.symbolic_model import DRAFT, drafted_token, extend, next_token
+from vsched.sim.ranks.symbolic_model import DRAFT
 from vsched.sim.workload.requests import Arrival, Image, Text, Video
 from vsched.worker.drafts import DraftModel
 
@@ -104,13 +104,6 @@ def test_blocks_that_adapters_share_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 DRAFT_SEEDS = (*range(5, 125, 10), 1005, 1015, 1025)
-
-
-def test_a_drafted_token_is_right_as_often_as_is_said() -> None:
-    seen = [extend(number, 7) for number in range(2000)]
-    for acceptance in (0.0, 0.3, 1.0):
-        right = sum(drafted_token(one, acceptance) == next_token(one) for one in seen)
-        assert abs(right / len(seen) - acceptance) < 0.03
 
 
 def test_requests_get_their_tokens_while_groups_are_lost_and_drafts_are_wrong() -> None:

@@ -52,11 +52,6 @@ def test_swarm_takes_a_plan(tmp_path: Path) -> None:
         swarm(1, faults=file)
 
 
-def test_command_says_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    run_swarm(2, seed=3, faults=None)
-    assert "2 scenarios in" in capsys.readouterr().out
-
-
 def test_command_fails_with_the_swarm(capsys: pytest.CaptureFixture[str]) -> None:
     pinned = next(plant for plant in PLANTS if plant.name == "a cache view pinning its buffer")
     with planted(pinned), pytest.raises(typer.Exit) as caught:

@@ -28,12 +28,6 @@ def test_choice_is_followed_to_its_end() -> None:
     assert matcher.follow([40]) is FinishReason.STOP
 
 
-def test_a_token_that_fits_no_choice_is_an_error() -> None:
-    matcher = SymbolicGrammars().matcher(grammar("20 21"))
-    assert matcher.follow([22]) is FinishReason.ERROR
-    assert matcher.mask.all()
-
-
 @pytest.mark.parametrize(
     "bad", ["", "[]", grammar(), grammar(""), grammar("x"), grammar("3"), grammar("20", "20 21")]
 )

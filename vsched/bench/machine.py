@@ -6,17 +6,11 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-from vsched.config import Config, resolve_policies
-from vsched.config.sections import StageConfig
 from vsched.sim.cost.model import Machine
-from vsched.types import ModelInfo
 from vsched.worker.spec import usable_cores
 
-PACKAGES = ("vsched", "numpy", "torch", "transformers")
 STATISTICS = Path("/proc/stat")
 PROCESSOR = Path("/proc/cpuinfo")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -70,39 +64,14 @@ def _process_s(pid: int) -> float:
         return 0.0
 
 
-def describe_machine(config: Config, info: ModelInfo, *, others: float) -> Machine:
-    """Describe the machine and the configuration that figures depend on."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+def describe_machine(*, others: float) -> Machine:
+    """Describe the machine that figures depend on."""
     return Machine(
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
         processor=_processor(),
         cores=usable_cores(),
         others=others,
-        versions=versions,
-        settings={
-            "model": config.model.served_name,
-            "dtype": info.dtype,
-            "placement": config.placement,
-            "media_threads": config.media.threads,
-            "encode_items": resolve_policies(config).encode_items_max,
-            **_stage("encode", config.encode, config.threads("encode")),
-            **_stage("generate", config.generate, config.threads("generate")),
-        },
     )
-
-
-def _stage(name: str, section: StageConfig, threads: int) -> dict[str, Any]:
-    return {
-        f"{name}_device": section.device,
-        f"{name}_threads": threads,
-        f"{name}_replicas": section.replicas,
-        f"{name}_tensor_parallel": section.tensor_parallel,
-    }
 
 
 def _processor() -> str:

@@ -101,7 +101,7 @@ class Tuning:
         self.trials: list[PlacementTrial] = []
         self.ends_s = time.monotonic() + limit_s
         self._clients, self._repeats = clients, repeats
-        self._run_s = limit_s / (splits * repeats * len(CASES))
+        self._split_s = limit_s / splits
 
     @property
     def is_over(self) -> bool:
@@ -119,7 +119,10 @@ class Tuning:
         from vsched.api.server import running_server
         from vsched.bench.load.client_processes import LoadOrder, ready_clients, run_clients
 
+        began_s = time.monotonic()
         async with running_server(config, on_progress=report) as running:
+            start_s = time.monotonic() - began_s
+            run_s = max(self._split_s - start_s, 0.0) / (self._repeats * len(CASES))
 
             async def rate_of(case: str, requests: int, seed: int) -> float:
                 order = LoadOrder(
@@ -135,7 +138,7 @@ class Tuning:
 
             for first in () if self.requests else CASES:
                 rate = await rate_of(first, REQUESTS_MIN, 1 << 20)
-                most = max(min(int(rate * self._run_s), 3 * self._clients), REQUESTS_MIN)
+                most = max(min(int(rate * run_s), 3 * self._clients), REQUESTS_MIN)
                 self.requests[first] = most
             runs: dict[str, list[float]] = {case: [] for case in self.requests}
             for number in range(self._repeats):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,7 +66,7 @@ def show(
             f"policies show {name}: no such policy; `vsched policies` lists them.{idea}"
         )
     for policy in found:
-        typer.echo("\n".join([*_about(policy), *_effect(policy)]))
+        typer.echo("\n".join(_about(policy)))
 
 
 @policies_app.command("try")
@@ -163,18 +162,6 @@ def gallery(
             typer.echo(f"wrote {path}")
 
 
-def _effect(policy: RegisteredPolicy) -> Iterable[str]:
-    """Return a policy's results next to the alternatives of its gallery case, as lines."""
-    from vsched.sim.gallery import case_of, lines_of, run_case
-
-    case = case_of(policy.kind, policy.name)
-    if case is not None:
-        return lines_of(case, run_case(case))
-    is_simulated = policy.kind in DECISIONS and DECISIONS[policy.kind].in_kernel
-    more = "; compare with vsched simulate" if is_simulated else ""
-    return [f"No case of the gallery shows its effect{more}."]
-
-
 def _about(policy: RegisteredPolicy) -> list[str]:
     """Return the description of a policy as lines."""
     if policy.error:
@@ -182,7 +169,11 @@ def _about(policy: RegisteredPolicy) -> list[str]:
     cls = load_policy_class(policy.kind, policy.name)
     lines = [f"{policy.kind}: {policy.name} ({policy.target})", "", inspect.getdoc(cls) or "", ""]
     lines += [f"  {field.name} = {_default(field)}  ({field.type})" for field in policy.fields]
-    return [*lines, ""] if policy.fields else lines
+    return [
+        *lines,
+        *([""] if policy.fields else []),
+        f"Its effect: vsched policies try {policy.name}",
+    ]
 
 
 def _about_class(policy: RegisteredPolicy) -> list[str]:

@@ -87,28 +87,6 @@ def simulate(
     ] = None,
     ttft_target_ms: TargetOption = 2000.0,
     tpot_target_ms: TargetOption = 100.0,
-    draft_acceptance: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Acceptance probability of a draft token after accepted ones; 0 for no drafting.",
-        ),
-    ] = 0.0,
-    draft_model_time: Annotated[
-        float,
-        typer.Option(min=0, help="Time of a draft-model token, as a share of a decode step."),
-    ] = 0.2,
-    link_mbit: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            help="Megabits per second of the link to each host of `cluster`, in each direction.",
-        ),
-    ] = 1000.0,
-    link_latency_ms: Annotated[
-        float, typer.Option(min=0, help="Latency to a host of `cluster`, in milliseconds.")
-    ] = 0.2,
     outage: Annotated[
         list[str] | None,
         typer.Option(
@@ -168,8 +146,7 @@ def simulate(
     from vsched.sim.cost.model import load_cost_model
     from vsched.sim.fast.metrics import Targets
     from vsched.sim.fast.recorded import load_record
-    from vsched.sim.network.links import HostLinkProfile
-    from vsched.sim.setup import DraftLuck, inspect_checkpoint
+    from vsched.sim.setup import inspect_checkpoint
 
     files = {"--html": html, "--json": json}
     check_writable(files)
@@ -189,10 +166,6 @@ def simulate(
         targets=Targets(ttft_ms=ttft_target_ms, tpot_ms=tpot_target_ms),
         info=info,
         kv_tokens=kv_tokens,
-        drafts=DraftLuck(draft_acceptance, draft_model_time),
-        host_links=HostLinkProfile(
-            latency_ns=int(link_latency_ms * 1e6), bytes_per_s=link_mbit * 125_000
-        ),
     )
     _say(load_of, outcomes, costs)
     _write(outcomes, files)

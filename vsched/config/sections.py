@@ -473,8 +473,6 @@ class MediaConfig(Section, frozen=True, kw_only=True):
     """Memory for decoding and preprocessing; images wait for it."""
     threads: Positive = 2
     """Number of threads for decoding and preprocessing."""
-    plans_max: Positive = 8192
-    """Number of images whose plan is remembered."""
     if TYPE_CHECKING:
         pruning: PolicyTable = {}
 

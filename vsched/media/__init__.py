@@ -4,7 +4,7 @@
 """
 
 from vsched.media.measure import refuse_images
-from vsched.media.pipeline import MediaPipeline, PreparedRequest, PrepareTimings, Prompt
+from vsched.media.pipeline import MediaPipeline, PreparedRequest, Prompt
 from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
 from vsched.media.references import ImageReference, MediaReference, scheme_of
 from vsched.media.sources import frames_of
@@ -16,7 +16,6 @@ __all__ = [
     "PixelLease",
     "PixelStatistics",
     "PixelStore",
-    "PrepareTimings",
     "PreparedRequest",
     "Prompt",
     "frames_of",

@@ -18,11 +18,10 @@ import msgspec
 
 
 class BudgetStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of a budget: total, used and peak bytes, and the number of waiting images."""
+    """A snapshot of a budget: total and used bytes, and the number of waiting images."""
 
     bytes_total: int
     bytes_used: int
-    bytes_peak: int
     waiting: int
 
 
@@ -52,7 +51,6 @@ class ByteBudget:
     def __init__(self, size: int) -> None:
         self._size = size
         self._used = 0
-        self._peak = 0
         self._waiters: deque[Grant] = deque()
         self._is_serving = False
 
@@ -83,7 +81,6 @@ class ByteBudget:
         return BudgetStatistics(
             bytes_total=self._size,
             bytes_used=self._used,
-            bytes_peak=self._peak,
             waiting=len(self._waiters),
         )
 
@@ -97,7 +94,6 @@ class ByteBudget:
                 grant = self._waiters.popleft()
                 grant.state = _State.HELD
                 self._used += grant.size
-                self._peak = max(self._peak, self._used)
                 grant.begin(grant)
         finally:
             self._is_serving = False

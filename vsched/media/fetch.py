@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import re
 import socket
 import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import httpcore
 
@@ -87,50 +86,36 @@ def parse(reference: str, settings: MediaConfig, kind: MediaKind = IMAGE) -> Tar
         raise _refuse(kind, message)
     reference = reference.strip()  # like browsers
     malformed = _refuse(
-        kind, f"the {kind.noun} URL is malformed. Remedy: send a plain http(s)://host/path URL."
+        kind,
+        f"the {kind.noun} URL is malformed. Remedy: send a plain http(s)://host/path URL of at most "
+        f"{_URL_CHARACTERS_MAX} characters.",
     )
-    if len(reference) > _URL_CHARACTERS_MAX:
-        message = limit_message(
-            f"the {kind.noun} URL is too long",
-            value=f"{len(reference)} characters",
-            limit=f"{_URL_CHARACTERS_MAX} characters",
-            remedy="send a shorter URL",
-        )
-        raise _refuse(kind, message)
-    if any(not "!" <= character <= "~" or character in '\\<>"{}|^`' for character in reference):
+    if len(reference) > _URL_CHARACTERS_MAX or any(
+        not "!" <= character <= "~" or character in '\\<>"{}|^`' for character in reference
+    ):
         raise malformed
     try:
         parts = urlsplit(reference)
         host, port = (parts.hostname or "").lower(), parts.port
     except ValueError:
         raise malformed from None
-    if parts.scheme.lower() not in _PORTS or not host or "@" in parts.netloc or "%" in parts.netloc:
+    scheme = parts.scheme.lower()
+    if scheme not in _PORTS or not host or "@" in parts.netloc or "%" in parts.netloc:
         raise malformed
     target = Target(
-        scheme=parts.scheme.lower(),
-        host=f"[{host}]" if ":" in host else host,
-        port=_PORTS[parts.scheme.lower()] if port is None else port,
-        request_target=_request_target(parts),
+        scheme,
+        f"[{host}]" if ":" in host else host,
+        _PORTS[scheme] if port is None else port,
+        (parts.path or "/") + (f"?{parts.query}" if parts.query else ""),
     )
     if not _is_listed(target, settings.hosts):
-        if any(_host_of(entry) == target.host for entry in settings.hosts):
-            message = limit_message(
-                f"the {kind.noun} URL's port is not allowed, though its host is",
-                value=target.port,
-                limit="the ports in media.hosts; an entry without a port allows http on 80 and https on 443",
-                remedy="use such a port or add host:port to media.hosts",
-            )
-            raise _refuse(kind, message)
         raise _refuse(
             kind,
-            f"the {kind.noun} URL's host is not allowed. "
-            f"Remedy: send the {kind.noun} as a data: URL or add the host to media.hosts.",
+            f"the {kind.noun} URL's host and port are not allowed: an entry of media.hosts without a port "
+            f"allows http on 80 and https on 443. Remedy: send the {kind.noun} as a data: URL or add host or "
+            "host:port to media.hosts.",
         )
     return target
-
-
-def _request_target(parts: SplitResult) -> str:
-    return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
 
 def _is_listed(target: Target, hosts: tuple[str, ...]) -> bool:
@@ -138,11 +123,6 @@ def _is_listed(target: Target, hosts: tuple[str, ...]) -> bool:
     if target.port == _PORTS[target.scheme]:
         names.add(target.host)
     return any(entry.lower() in names for entry in hosts)
-
-
-def _host_of(entry: str) -> str:
-    """An entry without its port; brackets separate the colons of an IPv6 address."""
-    return re.sub(r":\d+$", "", entry.lower())
 
 
 def is_public(address: Address) -> bool:

@@ -15,12 +15,11 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -57,6 +56,8 @@ from vsched.worker.contract import Preprocessor, VideoPlan
 if TYPE_CHECKING:
     from vsched.config.sections import MediaConfig
 
+PLANS_MAX = 8192
+"""Number of images whose plan is remembered, and of remembered names."""
 _INLINE_CHARACTERS_MAX = 4096
 """Prompts up to this length are tokenized on the event loop: a switch to a thread takes longer."""
 
@@ -68,23 +69,6 @@ _LONG_TEXTS_NICE = 5
 """Niceness of the thread for long texts, so that it yields to the event loop on busy cores."""
 
 
-class PrepareTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations of one preparation, in milliseconds.
-
-    `read_ms` covers fetching, base64, digests, headers and tokenizing; `wait_ms` waiting for arena space; `process_ms`
-    waiting for memory, decoding and processing of images that were not cached.
-    """
-
-    read_ms: float = 0.0
-    wait_ms: float = 0.0
-    process_ms: float = 0.0
-
-    @property
-    def total_ms(self) -> float:
-        """Total duration."""
-        return self.read_ms + self.wait_ms + self.process_ms
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request that is ready to submit; release `lease` when the request ends, in any case."""
@@ -92,7 +76,6 @@ class PreparedRequest:
     token_ids: list[int]
     items: tuple[MediaItem, ...]
     lease: PixelLease
-    timings: PrepareTimings
 
 
 class MediaStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -330,16 +313,13 @@ class MediaPipeline:
         cache_salt: str,
         holding: Holding,
     ) -> PreparedRequest:
-        started = time.perf_counter()
         prompt_ids, measured = await self._read(prompt, images, cache_salt, holding)
         token_ids, spans = self._preprocessor.expand(prompt_ids, [image.plan for image in measured])
         self._check_context(len(token_ids) - self._tokens_saved(measured))
-        read = time.perf_counter()
         sizes: dict[bytes, int] = {}
         for image in measured:
             sizes |= image.extents
         lease = await self._store.acquire(sizes)
-        acquired = time.perf_counter()
         try:
             self._remember(measured)
             await self._fills.fill(measured, lease)
@@ -354,12 +334,7 @@ class MediaPipeline:
         except BaseException:
             lease.release()
             raise
-        timings = PrepareTimings(
-            read_ms=(read - started) * 1e3,
-            wait_ms=(acquired - read) * 1e3,
-            process_ms=(time.perf_counter() - acquired) * 1e3,
-        )
-        return PreparedRequest(token_ids, items, lease, timings)
+        return PreparedRequest(token_ids, items, lease)
 
     def _tokens_saved(self, measured: Sequence[MeasuredItem]) -> int:
         """Return the number of tokens of videos that will be pruned at least."""
@@ -462,8 +437,9 @@ class MediaPipeline:
             if image.name is not None:
                 self._names[image.name] = image.key
                 self._names.move_to_end(image.name)
-        _shorten(self._plans, self._settings.plans_max)
-        _shorten(self._names, self._settings.plans_max)
+        for remembered in (self._plans, self._names):
+            while len(remembered) > PLANS_MAX:
+                remembered.popitem(last=False)
 
 
 def _left_out(measured: Sequence[MeasuredItem]) -> set[bytes]:
@@ -525,12 +501,6 @@ def _is_short(prompt: Prompt) -> bool:
     """True for token ids, and for texts that are tokenized at once."""
     is_list = isinstance(prompt, list)
     return is_list or (isinstance(prompt, str) and len(prompt) <= _INLINE_CHARACTERS_MAX)
-
-
-def _shorten(kept: OrderedDict[Any, Any], count: int) -> None:
-    """Drop the oldest entries above a count."""
-    while len(kept) > count:
-        kept.popitem(last=False)
 
 
 def _give_way() -> None:

@@ -298,7 +298,6 @@ CASES: dict[str, GalleryCase] = {
                 "look-ahead": (
                     ("encode.encoding", {"use": "chunk-aware", "look_ahead_chunks": 100}),
                 ),
-                "combined": (("encode.encoding", {"use": "combined"}),),
             },
             shown=("single", "albums"),
         ),
@@ -339,33 +338,6 @@ def run_policies(
     )
 
 
-DEFAULTS = {
-    ("admission", "fifo"): "long-context",
-    ("step", "in-order"): "long-context",
-    ("arrival", "open"): "overload",
-    ("routing", "least-loaded"): "conversations",
-    ("eviction", "lru"): "scan",
-    ("insertion", "everything"): "scan",
-    ("encoding", "chunk-aware"): "albums",
-    ("dispatch", "fewest-held-up"): "albums",
-}
-"""Cases that show the default policy of each kind, which needs no change of tables."""
-
-
-def case_of(kind: str, name: str) -> GalleryCase | None:
-    """Return the case that compares a policy; None if there is none."""
-    for case in CASES.values():
-        for changes in case.choices.values():
-            if any(
-                POLICY_TABLES.get(table, table) == kind and fields["use"] == name
-                for table, fields in changes
-            ):
-                return case
-    default = DEFAULTS.get((kind, name))
-    return None if default is None else CASES[default]
-
-
-BAR_COLUMNS = 30
 COLOURS = ("#2563eb", "#ea580c")
 FIGURE_SETTINGS: dict[Any, Any] = {
     "text.parse_math": False,
@@ -428,28 +400,3 @@ def draw_case(case: GalleryCase, outcomes: Sequence[SimulationOutcome], path: Pa
         handles, names = panels[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(names))
         figure.savefig(path, dpi=90)
-
-
-def lines_of(case: GalleryCase, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
-    """Yield the same figures as lines of text."""
-    yield f"{case.title} (simulated, cost model {COST})"
-    width = max(len(one.label) for one in outcomes)
-    names = max(len(tenant) for tenant in case.shown)
-    for measure in measures_of(case):
-        yield ""
-        yield f"{measure.title}, {measure.unit}"
-        values = [
-            (one.label, tenant, measure.value(one.figures.tenants[tenant]))
-            for one in outcomes
-            for tenant in case.shown
-        ]
-        most = max(value for _, _, value in values) or 1.0
-        for label, tenant, value in values:
-            bar = "█" * round(BAR_COLUMNS * value / most)
-            shown = label if tenant == case.shown[0] else ""
-            yield f"  {shown:{width}}  {tenant:{names}} {value:>9,.0f} {bar}"
-    yield ""
-    yield "Answers overruled, and the longest time that a request was passed over"
-    for one in outcomes:
-        overruled = sum(one.figures.policy_overruled.values())
-        yield f"  {one.label:{width}}  {overruled:>9,} {one.figures.passed_over_s:>9,.1f} s"

@@ -23,19 +23,6 @@ from vsched.types import ModelInfo
 from vsched.worker.registry import load_worker
 
 
-class DraftLuck(msgspec.Struct, frozen=True):
-    """Speculative decoding in a simulation, which has no real tokens.
-
-    Attributes:
-        acceptance: Probability that a draft token is accepted if all before it were; 0 turns
-            speculative decoding off.
-        model_time: Time of one draft-model token, as a share of a decode step.
-    """
-
-    acceptance: float = 0.0
-    model_time: float = 0.2
-
-
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """A configuration ready for simulation."""
 
@@ -43,7 +30,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     info: ModelInfo
     limits: SchedulerLimits
     policies: ConfiguredPolicies
-    drafts: DraftLuck = DraftLuck()
 
     @property
     def item_tokens_max(self) -> int:
@@ -64,7 +50,6 @@ def prepare(
     policies: Mapping[str, Policy] | None = None,
     info: ModelInfo | None = None,
     kv_tokens: int | None = None,
-    drafts: DraftLuck | None = None,
 ) -> Setup:
     """Resolve a configuration for simulation.
 
@@ -78,7 +63,6 @@ def prepare(
             `model.path`.
         kv_tokens: KV cache size of a replica; by default as pinned by `generate.memory`, else the
             cost model's.
-        drafts: Speculative decoding parameters; off by default.
 
     Raises:
         ConfigError: When the shape or the KV cache size is unknown, or settings contradict each
@@ -104,15 +88,10 @@ def prepare(
             )
         )
     arena_layout(config, info)  # raises ConfigError if a page does not fit
-    drafts = drafts or DraftLuck()
-    limits = msgspec.structs.replace(
-        scheduler_limits(config, info, configured, blocks=blocks),
-        drafts=drafts.acceptance > 0,
-        draft_model=bool(config.generate.draft_model),
-    )
+    limits = scheduler_limits(config, info, configured, blocks=blocks)
     if cost.host.depth:
         limits = msgspec.structs.replace(limits, generate_depth=cost.host.depth)
-    return Setup(config=config, info=info, limits=limits, policies=configured, drafts=drafts)
+    return Setup(config=config, info=info, limits=limits, policies=configured)
 
 
 def _replace(

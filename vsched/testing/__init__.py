@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vsched.testing.contracts.worker import check_worker
     from vsched.testing.policy_check import check_policy
     from vsched.testing.policy_run import PolicyRun, RequestAt, run_policy
-    from vsched.testing.strategies import fault_plans, faults
+    from vsched.testing.strategies import fault_plans
 
 __all__ = [
     "ContractBroken",
@@ -35,7 +35,6 @@ __all__ = [
     "check_worker",
     "default_policies",
     "fault_plans",
-    "faults",
     "make_request",
     "random_limits",
     "random_request",
@@ -53,7 +52,6 @@ _MODULES = {
     "check_worker": "vsched.testing.contracts.worker",
     "default_policies": "vsched.testing.cluster",
     "fault_plans": "vsched.testing.strategies",
-    "faults": "vsched.testing.strategies",
     "make_request": "vsched.testing.cluster",
     "random_request": "vsched.testing.cluster",
     "random_limits": "vsched.testing.cluster",

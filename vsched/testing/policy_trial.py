@@ -18,11 +18,7 @@ from vsched.policy_host.seats import Ask
 from vsched.sim.cluster.scenario import SwarmFailure, swarm
 from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.gallery import CASES, GalleryCase, policies_of, run_policies
-from vsched.sim.setup import DraftLuck
 from vsched.testing.policy_check import PolicyReport, check_policy
-
-DRAFTS = DraftLuck(acceptance=0.7)
-"""Speculative decoding in the cases for a drafting policy."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a part's name, the number of its finished steps, and of all its steps."""
@@ -120,7 +116,8 @@ def try_policy(
     placed = {path: policy for path in trial.tables if path in KERNEL_TABLES}
     if placed:
         _swarm({**table, "seats": [*placed]}, trial, effort, on_progress)
-        _gallery(placed, trial, effort, on_progress)
+        if placed.keys() - {"generate.drafting"}:  # simulated texts have no drafts
+            _gallery(placed, trial, effort, on_progress)
     return trial
 
 
@@ -179,10 +176,9 @@ def _gallery(
     placed: Mapping[str, Policy], trial: PolicyTrial, effort: Effort, on_progress: OnProgress
 ) -> None:
     cases = [case for case in CASES.values() if effort.all_cases or _compared(case, placed)]
-    options = {"drafts": DRAFTS} if "generate.drafting" in placed else {}
     for number, case in enumerate(cases):
         on_progress("gallery", number, len(cases))
-        trial.cases.append(_run_case(case, placed, trial, effort.seconds / len(cases), options))
+        trial.cases.append(_run_case(case, placed, trial, effort.seconds / len(cases)))
     on_progress("gallery", len(cases), len(cases))
 
 
@@ -200,11 +196,10 @@ def _run_case(
     placed: Mapping[str, Policy],
     trial: PolicyTrial,
     seconds: float,
-    options: Mapping[str, Any],
 ) -> CaseTrial:
-    first = run_policies(case, "default", {}, **options)
+    first = run_policies(case, "default", {})
     watch = CallWatch(placed, seconds)
-    own = run_policies(case, trial.label, placed, watch=watch, **options)
+    own = run_policies(case, trial.label, placed, watch=watch)
     if watch.stopped:
         return CaseTrial(case, [first], too_slow=True)
     for path, calls in watch.seats.items():
@@ -222,7 +217,7 @@ def _run_case(
     for name, text in own.policy_failures.items():
         trial.tracebacks.setdefault(name, text)
     others = [
-        run_policies(case, label, policies_of(case.choices[label]), **options)
+        run_policies(case, label, policies_of(case.choices[label]))
         for label in _compared(case, placed)
     ]
     return CaseTrial(case, [first, own, *others])

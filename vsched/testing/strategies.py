@@ -31,35 +31,6 @@ class _DrawnChoices:
         return option
 
 
-def faults(
-    groups: Sequence[str],
-    span_ns: int,
-    *,
-    ranks: int = 1,
-    kinds: Sequence[type[AnyFault]] | None = None,
-    hosts: Sequence[str] = (),
-) -> strategies.SearchStrategy[AnyFault]:
-    """Return a strategy for one fault; earlier `kinds` are simpler.
-
-    Args:
-        groups: Target groups; the first is the simplest.
-        span_ns: Latest start of a fault.
-        ranks: Number of ranks per group.
-        kinds: Kinds of faults; by default all, with host faults if there are other hosts.
-        hosts: The other hosts, by their names in `cluster.hosts`.
-
-    Raises:
-        ValueError: When a kind needs a host and there is none.
-    """
-    stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks, hosts=tuple(hosts))
-
-    @strategies.composite
-    def fault(draw: Draw, kind: Any) -> AnyFault:
-        return draw_fault(_DrawnChoices(draw), kind, stage)
-
-    return strategies.one_of([fault(kind) for kind in drawn_kinds(hosts, kinds)])
-
-
 def fault_plans(
     groups: Sequence[str],
     span_ns: int,
@@ -69,8 +40,26 @@ def fault_plans(
     hosts: Sequence[str] = (),
     faults_max: int = FAULTS_MAX,
 ) -> strategies.SearchStrategy[FaultPlan]:
-    """Return a strategy for plans of at most `faults_max` faults; the other arguments are those of `faults`."""
-    fault = faults(groups, span_ns, ranks=ranks, kinds=kinds, hosts=hosts)
+    """Return a strategy for plans of faults; earlier groups and `kinds` are simpler.
+
+    Args:
+        groups: Target groups.
+        span_ns: Latest start of a fault.
+        ranks: Number of ranks per group.
+        kinds: Kinds of faults; by default all, with host faults if there are other hosts.
+        hosts: The other hosts, by their names in `cluster.hosts`.
+        faults_max: Maximum number of faults.
+
+    Raises:
+        ValueError: When a kind needs a host and there is none.
+    """
+    stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks, hosts=tuple(hosts))
+
+    @strategies.composite
+    def draw_one(draw: Draw, kind: Any) -> AnyFault:
+        return draw_fault(_DrawnChoices(draw), kind, stage)
+
+    fault = strategies.one_of([draw_one(kind) for kind in drawn_kinds(hosts, kinds)])
 
     @strategies.composite
     def plan(draw: Draw) -> FaultPlan:

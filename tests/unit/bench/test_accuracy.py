@@ -22,7 +22,6 @@ from tests.bench.parts.accuracy import (
 )
 from vsched.checkpoint_tools import CheckpointTools, ExamTurn
 from vsched.config import load_config
-from vsched.errors import ConfigError
 
 SIZE = (3, 2)
 
@@ -62,17 +61,6 @@ def questions(count: int = 2) -> list[list[Question]]:
 # --- the exam ---
 
 
-def test_exam_reports_turns_before_with_their_right_answers() -> None:
-    opening, following = questions()[4]
-    assert (opening.task, opening.turn, len(opening.images)) == ("pair", 0, 2)
-    assert (following.turn, following.images) == (1, opening.images)
-    assert [message["role"] for message in following.messages] == ["user", "assistant", "user"]
-    assert following.messages[:1] == opening.messages
-    assert following.messages[1]["content"] == "two"
-    kinds = [part["type"] for part in opening.messages[0]["content"]]
-    assert kinds == ["image_url", "image_url", "text"]
-
-
 def test_exam_chains_turns_of_several_tasks_with_an_image_each() -> None:
     chains = [turns for turns in questions() if turns[0].task == CHAINED]
     assert [[turn.expected for turn in turns] for turns in chains] == [
@@ -99,15 +87,6 @@ def graded(variant: Variant, *passes: list[ExamAnswer], preemptions: int = 0) ->
     return grade(requested, answered(requested), Sitting(variant, given, statistics, 1.0))
 
 
-def test_grade_counts_by_task_and_forgives_only_white_space() -> None:
-    requested = list(itertools.chain.from_iterable(questions()))
-    answers = answered(requested, number="number.", colour=" colour\n")
-    answers[-1] = answers[-1]._replace(error="lost")
-    result = graded(VARIANTS[0], answers)
-    expected = {"number": (0, 2), "colour": (2, 2), "pair": (4, 4), CHAINED: (5, 6)}
-    assert (result.tasks, result.failed, result.images_asked) == (expected, 1, 24)
-
-
 def test_answers_that_differ_in_a_character_or_fail_are_faults_in_any_pass() -> None:
     requested = list(itertools.chain.from_iterable(questions()))
     after = answered(requested)
@@ -132,17 +111,6 @@ def test_only_a_clamp_may_change_answers_and_preemptions_must_be_seen() -> None:
 
 
 # --- settings ---
-
-
-def test_choose_keeps_the_reference_first() -> None:
-    assert [one.name for one in choose(["clamp-6", "no-cache"])] == [
-        "default",
-        "no-cache",
-        "clamp-6",
-    ]
-    assert choose([]) == list(VARIANTS)
-    with pytest.raises(ConfigError, match="'fly' is not one of default, no-embedding-cache"):
-        choose(["fly"])
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda one: one.name)

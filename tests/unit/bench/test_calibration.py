@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from vsched.bench.fidelity.calibration import (
-    CONTENTION_DECODES,
     ROUND_COST_MIN,
     CalibrationLimits,
-    CalibrationTrial,
-    PlannedRequest,
     plan_round,
 )
-from vsched.bench.machine import OtherLoad, describe_machine
-from vsched.config import load_config
-from vsched.sim.cost.model import COST_MODELS
 
 LARGE = CalibrationLimits(
     slots=64,
@@ -75,33 +68,3 @@ def test_round_costs_what_it_may_and_the_cheapest_come_first() -> None:
     few = [one for one in plan_round(LARGE, 1) if not one.beside]
     assert 0 < sum(one.cost for one in few) <= ROUND_COST_MIN
     assert any(ask.images for trial in few for ask in trial.asks)
-
-
-def test_cost_of_a_trial_counts_images_and_steps() -> None:
-    text, image = (
-        CalibrationTrial((PlannedRequest(100),)),
-        CalibrationTrial((PlannedRequest(100, (100,)),)),
-    )
-    assert image.cost > text.cost + 200
-    assert CalibrationTrial((PlannedRequest(100, outputs=10),)).cost > text.cost
-    assert len(CONTENTION_DECODES) == 2
-
-
-def test_machine_is_described() -> None:
-    config = load_config(None, sets=["encode.threads=3"], environ={}).config
-    shape = COST_MODELS["tiny25"].shape
-    assert shape is not None
-    machine = describe_machine(config, shape, others=0.25)
-    assert machine.cores >= 1
-    assert machine.others == 0.25
-    assert machine.settings["encode_threads"] == 3
-    assert machine.settings["dtype"] == "bfloat16"
-    assert "vsched" in machine.versions
-    assert msgspec.json.decode(msgspec.json.encode(machine), type=type(machine)) == machine
-
-
-def test_others_are_counted_without_oneself() -> None:
-    """Work of this process and of ended processes does not count."""
-    others = OtherLoad(lambda: [2**22 + 1])
-    sum(range(10**6))
-    assert 0 <= others.cores() < 1000

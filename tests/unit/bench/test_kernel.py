@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.bench import kernel
-from tests.bench.kernel import Fleet, Row, most_replicas
+from tests.bench.kernel import Fleet
 from vsched.testing import default_policies
 
 
@@ -26,16 +26,6 @@ def test_every_replica_runs_its_requests_and_visitors_come_and_go(replicas: int)
     assert not statistics["policy_faults"]
     each = [one["decoding"] for one in statistics["generate"]["groups"].values()]
     assert each == [2] * replicas
-
-
-def test_replicas_of_a_core_follow_from_a_line_through_the_costs_of_a_step() -> None:
-    rows = [Row(1, [9.0, 11.0], [1.0], [1.0]), Row(101, [110.0], [1.0], [1.0])]
-    # A step costs 9 + 1 x replicas: with 137 of them 146 µs, and all of them 20,002.
-    assert most_replicas(rows, 20.0) == 136
-    # If nothing grows, it is the time of a step by the cost of one.
-    assert most_replicas([rows[0], Row(10, [10.0], [1.0], [1.0])], 20.0) == pytest.approx(
-        2000, rel=0.01
-    )
 
 
 def test_the_command_prints_a_table_and_how_far_a_kernel_goes(

@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.patience import PATIENCE_S
 from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
 from vsched.bench.load.generator import (
     NOT_ASKED,
@@ -20,7 +17,6 @@ from vsched.bench.load.generator import (
     Figures,
     LoadPlan,
     draw,
-    draw_image,
     draw_session,
     fixed_length_fields,
     run,
@@ -32,7 +28,6 @@ from vsched.bench.load.generator import (
 from vsched.bench.load.shapes import Case, Shape, shape_of
 from vsched.config import MediaConfig
 from vsched.errors import ConfigError
-from vsched.media.decode import inspect
 from vsched.media.formats import VIDEO
 from vsched.media.sources import read_local
 from vsched.media.video import VideoLimits, inspect_video
@@ -145,20 +140,6 @@ async def test_client_waits_for_a_server_that_is_loading(monkeypatch: pytest.Mon
     assert (sample.text, len(server.bodies)) == ("abc", 2)
 
 
-async def test_client_gives_up_on_a_server_that_never_loads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a clock of its own, which advances by a tenth of the timeout whenever it is read."""
-    clock = itertools.count(step=PATIENCE_S / 10)
-    monkeypatch.setattr("vsched.bench.load.client._READY_POLL_S", 0.0)
-    own_time = SimpleNamespace(perf_counter=lambda: next(clock))
-    monkeypatch.setattr("vsched.bench.load.client.time", own_time)
-    async with serving(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n") as server:
-        client = BenchClient(server.url, timeout_s=PATIENCE_S)
-        assert (await client.chat_when_ready(b"{}")).status == 503
-        assert len(server.bodies) > 1
-
-
 async def test_client_requests_the_model() -> None:
     async with serving(b"") as server:
         assert await BenchClient(server.url + "/v1").model() == "demo"
@@ -198,18 +179,6 @@ async def test_run_keeps_the_concurrency_and_sends_every_session() -> None:
     assert len({str(body["messages"]) for body in server.bodies}) == 6
     assert server.bodies[0]["min_tokens"] == 3
     assert server.bodies[0]["stream_options"] == {"include_usage": True}
-
-
-def test_body_without_extra_has_openai_fields_only() -> None:
-    body = msgspec.json.decode(chat_body("demo", [], 3, {}))
-    assert set(body) == {
-        "max_tokens",
-        "messages",
-        "model",
-        "stream",
-        "stream_options",
-        "temperature",
-    }
 
 
 async def test_conversation_grows_by_an_image_a_turn() -> None:
@@ -267,11 +236,6 @@ def test_cases_are_drawn_from_the_seed() -> None:
     conversation = shape_of(Case.CONVERSATION, words=2, output_tokens=3, image_pixels=32, turns=8)
     turns = draw_session(Case.CONVERSATION, conversation, 1)
     assert len({str(turn["content"][0]) for turn in turns}) == 8
-
-
-def test_images_are_ones_that_a_server_takes() -> None:
-    encoded = read_local(draw_image(3, 448), MediaConfig())
-    assert inspect(encoded, 10**6).width == 448
 
 
 def test_sessions_follow_the_concurrency() -> None:

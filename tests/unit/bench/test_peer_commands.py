@@ -17,8 +17,7 @@ from tests.bench.servers import setup, sides, torchvision
 from tests.bench.servers.peers import PEERS, PeerStart
 from tests.bench.servers.server import HOST, Server, ServerError, Spec
 from tests.bench.servers.session import Session
-from vsched.bench.load.generator import Figures, LoadPlan, draw, fixed_length_fields
-from vsched.bench.load.shapes import Case, Shape
+from vsched.bench.load.generator import Figures
 from vsched.errors import ConfigError
 
 FIGURES = Figures(
@@ -82,44 +81,12 @@ def test_a_peer_that_is_not_installed_is_reported(tmp_path: Path, name: str) -> 
         PEERS[name].spec(start)
 
 
-def test_answers_of_a_side_are_exactly_so_long() -> None:
-    spec = Spec(side="x", command=[], model="m", port=1, version="v", exactly=fixed_length_fields)
-    body = msgspec.json.decode(spec.body([{"role": "user", "content": "a"}], 7))
-    assert (body["max_tokens"], body["temperature"], body["stream"]) == (7, 0, True)
-    assert body["min_tokens"] == 7
-    assert body["ignore_eos"], "llama.cpp does not know min_tokens"
-
-
 def write_config(folder: Path) -> None:
     content = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     (folder / "config.json").write_bytes(msgspec.json.encode({**content, "hidden_size": 32}))
 
 
 # --- requests ---
-
-
-def plan(case: Case, *, seed: str = "0", concurrency: int = 2, turns: int = 1) -> LoadPlan:
-    shape = Shape(words=4, output_tokens=3, image_pixels=16, turns=turns)
-    return LoadPlan(case=case, shape=shape, concurrency=concurrency, sessions=3, seed=seed)
-
-
-@pytest.mark.parametrize("case", Case)
-def test_both_sides_get_the_same_and_each_repeat_something_else(case: Case) -> None:
-    turns = 2 if case == "conversation" else 1
-    first = draw(plan(case, turns=turns))
-    assert first == draw(plan(case, turns=turns))
-    texts = {
-        str(session)
-        for drawn in (
-            first,
-            draw(plan(case, seed="1", turns=turns)),
-            draw(plan(case, concurrency=3, turns=turns)),
-        )
-        for session in [*drawn.sessions, [drawn.warmup[0]]]
-    }
-    counts = {"mixed": 4 + 4 + 6 + 3}
-    assert len(texts) == counts.get(case, 12)
-    assert first.plan.requests == {"mixed": 4, "conversation": 6}.get(case, 3)
 
 
 # --- records ---
@@ -140,15 +107,6 @@ def test_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
     store.add(run_with(key_of("vsched", 0)))
     assert Store(tmp_path / "new").report == store.report
     assert len(store.report.runs) == 1
-
-
-def test_store_lists_missing_runs(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    keys = [key_of("vsched", index) for index in range(3)]
-    store.add(run_with(keys[0]))
-    assert store.missing(keys) == keys[1:]
-    changed = key_of("vsched", 0, settings="other")
-    assert store.missing([changed]) == [changed]
 
 
 # --- servers ---
@@ -174,18 +132,6 @@ def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> N
         session_in(tmp_path).server(spec),
     ):
         pass
-
-
-def test_a_server_is_not_waited_for_longer_than_said(tmp_path: Path) -> None:
-    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    server = Server(Spec(side="x", command=command, model="m", port=1, version="v"), tmp_path / "l")
-    try:
-        assert server.pids()
-        with pytest.raises(ServerError, match="not ready after"):
-            server.wait_ready(0.01)
-    finally:
-        server.end()
-    assert not server.pids()
 
 
 # --- the peer's environment ---

@@ -11,7 +11,6 @@ from tests.bench.options import PAGES, TABLED
 from tests.bench.records import Key, Run
 from tests.bench.report import rows
 from vsched.bench.load.generator import Figures, Times
-from vsched.errors import ConfigError
 
 
 def figures_of(rate: float, *, failed: int = 0, ttft: float | None = None) -> Figures:
@@ -74,19 +73,6 @@ def test_ratio_is_of_each_pair() -> None:
     assert ratio.text == "1.50 (1.50 to 2.00)"
 
 
-def test_rows_leave_out_runs_without_their_pair() -> None:
-    ours = [run_of("vsched", 1, repeat=index) for index in range(3)]
-    theirs = [run_of("vllm", 1, repeat=1), run_of("vllm", 1, repeat=1, concurrency=32)]
-    (row,) = rows(ours, theirs, ["text"])
-    assert [run.key.repeat for run in row.ours] == [1]
-
-
-def test_ratio_of_what_is_not_there_is_none() -> None:
-    (row,) = rows([run_of("vsched", 1)], [run_of("vllm", 0.0)], ["text"])
-    assert row.ratio(report.requests_s) is None
-    assert row.ratio(report.quantile("ttft_ms", "p50")) is None
-
-
 # --- the page ---
 
 PAGE = "# Title\n\n<!-- bench: one -->\nold\n<!-- end: one -->\n\nrest\n"
@@ -108,9 +94,3 @@ def test_page_replaces_what_lies_between_its_markers(tmp_path: Path) -> None:
 )
 def test_page_of_benchmarks_has_a_place_for_each(name: str) -> None:
     assert "\nfound\n" in report.replaced(report.holding(PAGES, name).read_text(), name, "found")
-
-
-@pytest.mark.parametrize("text", ["", PAGE + PAGE, "<!-- end: one -->\n<!-- bench: one -->\n"])
-def test_page_refuses_to_guess_a_place(text: str) -> None:
-    with pytest.raises(ConfigError, match="bench: one"):
-        report.replaced(text, "one", "new")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -15,10 +14,7 @@ import pytest
 
 from tests.bench.servers import llamacpp, openvino_server, sides
 from tests.bench.servers.peers import PEERS, PeerStart
-from tests.bench.servers.processes import LOOP, identities, neighbours
-from tests.bench.servers.sides import spec_of
-from tests.bench.servers.start import stages
-from tests.patience import PATIENCE_S
+from tests.bench.servers.processes import identities, neighbours
 from vsched.errors import ConfigError
 
 
@@ -171,26 +167,6 @@ async def test_requests_of_several_clients_are_written_one_by_one() -> None:
     assert not front._streams
 
 
-LOG = """2026-11-25 23:59:59.500 INFO [engine] vsched.loading: encode: loading the vision tower
-2026-11-25 23:59:59.900 INFO [generate rank 0] vsched.rank: something else
-2026-11-26 00:00:01.750 INFO [engine] vsched.serve: tiny25 is served at http://127.0.0.1:1/v1
-a line of something else
-"""
-
-
-def test_stages_are_those_of_the_engine_by_seconds_over_midnight() -> None:
-    assert list(stages(LOG)) == [
-        (0.0, "encode: loading the vision tower"),
-        (2.2, "tiny25 is served at http://127.0.0.1:1/v1"),
-    ]
-
-
-def test_settings_reach_the_command() -> None:
-    command = spec_of(Path("/somewhere/tiny25"), ["placement=together"]).command
-    assert command[-2:] == ["--set", "placement=together"]
-    assert "/somewhere/tiny25" in command
-
-
 def test_neighbours_run_until_the_end_whatever_happens() -> None:
     pids: list[int] = []
 
@@ -205,9 +181,3 @@ def test_neighbours_run_until_the_end_whatever_happens() -> None:
     assert not identities(pids)
     with neighbours(0) as found:
         assert not found
-
-
-def test_neighbour_ends_when_another_process_is_its_parent() -> None:
-    """As after a kill of the bench, which has no time to end it."""
-    command = [sys.executable, "-S", "-c", LOOP, "1"]
-    assert subprocess.run(command, timeout=PATIENCE_S, check=False).returncode == 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -130,27 +129,6 @@ def test_a_side_that_does_not_start_keeps_no_other_from_being_measured(
     assert {run.key.side for run in Store(found.out).report.runs} == {"vsched", "llamacpp"}
     servers["vsched-best"] = fake("vsched-best")
     assert "error" not in run_table(found)
-
-
-@pytest.mark.slow
-def test_table_measures_quiet_and_next_to_neighbours_in_turns(
-    tmp_path: Path, servers: dict[str, Spec], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[int] = []
-
-    @contextlib.contextmanager
-    def beside(count: int) -> Iterator[list[int]]:
-        started.append(count)
-        yield []
-
-    monkeypatch.setattr(sessions, "neighbours", beside)
-    del servers["vsched-best"], servers["llamacpp"]
-    found = parsed(tmp_path, "--neighbours", "0,1", "--concurrency", "8")
-    run_table(found)
-    assert started == [0, 1, 1, 0], "each comes first every other round"
-    page = (found.out / "table-mid25.md").read_text()
-    assert "| kept of quiet |" in page
-    assert "| text x 8, 1 loop | vsched |" in page
 
 
 # --- sides ---

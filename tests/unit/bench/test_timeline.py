@@ -6,15 +6,11 @@ import argparse
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
-import msgspec
 import pytest
 
 from tests.bench import options, timeline
-from tests.bench.records import Run
-from tests.unit.bench.test_peer_tables import run_of
 from vsched.bench.load.client import BenchClient, Sample
 from vsched.errors import ConfigError
 
@@ -31,10 +27,6 @@ def rates(before: float, beside: float, after: float, *, late: int = 0) -> list[
     return [before] * 20 + [beside] * (40 + late) + [after] * (30 - late)
 
 
-def timed(side: str, found: list[float], repeat: int = 0) -> Run:
-    return msgspec.structs.replace(run_of(side, 1.0, repeat=repeat), rates=found)
-
-
 def test_rates_count_each_piece_as_its_share_of_a_request() -> None:
     pieces = [(-0.1, 0.5), (0.0, 0.5), (0.4, 0.5), (0.5, 1.0), (1.9, 0.25), (2.0, 1.0)]
     assert timeline.rates_of(pieces, 2) == [2.0, 2.0, 0.0, 0.5]
@@ -47,23 +39,6 @@ def test_rate_is_back_when_it_holds_95_percent(
     after: float, late: int, expected: float | None
 ) -> None:
     assert timeline.back_s(rates(10.0, 4.0, after, late=late), SECONDS) == expected
-
-
-@pytest.mark.slow
-def test_table_has_a_line_a_side_and_the_picture_is_drawn(tmp_path: Path) -> None:
-    found = {
-        "vsched": [
-            timed("vsched", rates(10.0, 6.0, 10.0)),
-            timed("vsched", rates(10.0, 4.0, 10.0, late=2), repeat=1),
-        ],
-        "vllm": [timed("vllm", rates(8.0, 2.0, 4.0))],
-    }
-    ours, theirs = timeline.lines(found, SECONDS).splitlines()[2:]
-    assert ours.startswith("| vsched | 10.0 | 5.00 | ")
-    assert "| 0.50 (0.40 to 0.60) | 0.0, 1.0 | 0 | 2 |" in ours
-    assert "| 0.25 (0.25 to 0.25) | not | 0 | 1 |" in theirs
-    timeline.draw_rates(found, SECONDS, "mid25", tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").stat().st_size > 1000
 
 
 class InstantClient:
@@ -101,12 +76,6 @@ def run_load(client: InstantClient, monkeypatch: pytest.MonkeyPatch, sessions: i
     figures = asyncio.run(work)
     assert (figures.failed, figures.wrong_length) == (0, 0)
     return came
-
-
-def test_first_answers_of_clients_differ_in_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = InstantClient()
-    assert run_load(client, monkeypatch, sessions=100) == [3]
-    assert client.lengths[:3] == [32, 16, 32]
 
 
 def test_load_that_runs_out_of_requests_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

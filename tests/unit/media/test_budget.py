@@ -25,13 +25,6 @@ class Bench:
         return statistics.bytes_used, statistics.waiting
 
 
-def test_budget_grants_at_once_what_fits() -> None:
-    bench = Bench()
-    first, second = bench.ask(60), bench.ask(40)
-    assert bench.started == [first, second]
-    assert bench.state == (100, 0)
-
-
 def test_budget_serves_in_order_without_overtaking() -> None:
     bench = Bench()
     first, large, small = bench.ask(60), bench.ask(90), bench.ask(10)
@@ -40,14 +33,6 @@ def test_budget_serves_in_order_without_overtaking() -> None:
     first.release()
     assert bench.started == [first, large, small]
     assert bench.state == (100, 0)
-
-
-def test_budget_release_counts_once() -> None:
-    bench = Bench()
-    first, _ = bench.ask(60), bench.ask(30)
-    first.release()
-    first.release()
-    assert bench.state == (30, 0)
 
 
 def test_budget_leaving_the_queue_lets_the_next_one_in() -> None:
@@ -68,14 +53,6 @@ def test_budget_release_while_beginning_does_not_nest() -> None:
         bench.budget.ask(100, Grant.release)
     first.release()
     assert bench.state == (0, 0)
-
-
-def test_budget_remembers_its_peak() -> None:
-    bench = Bench()
-    bench.ask(70).release()
-    bench.ask(20)
-    statistics = bench.budget.statistics()
-    assert (statistics.bytes_total, statistics.bytes_peak) == (100, 70)
 
 
 def test_budget_rejects_what_never_fits() -> None:

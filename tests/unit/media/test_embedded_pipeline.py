@@ -380,13 +380,6 @@ def test_embedding_key_separates_every_part() -> None:
     assert key.hex().startswith("b3ef8ecba8d550b4")
 
 
-async def test_salt_separates_tenants(bench: Bench) -> None:
-    brought = embedded(embedding_file())
-    first = await bench.pipeline.prepare("\x01", [brought], "tenant a")
-    second = await bench.pipeline.prepare("\x01", [brought], "tenant b")
-    assert first.items[0].key != second.items[0].key
-
-
 async def test_embedding_never_has_the_key_of_an_image(bench: Bench) -> None:
     """Not even one whose bytes are those of the file."""
     file = embedding_file()

@@ -80,7 +80,6 @@ async def test_prepare_yields_items_and_pixels(bench: Bench) -> None:
         assert item.extent.size == item.tokens * 4 * 48 * 4
         assert set(bench.store.view(item.extent).view(np.float32).tolist()) == {value}
         assert len(item.key) == 32
-    assert prepared.timings.total_ms > 0
     prepared.lease.release()
     assert bench.store.statistics().bytes_held == 0
 
@@ -234,23 +233,6 @@ async def test_cancelling_while_processing_returns_everything(bench: Bench) -> N
     assert bench.preprocessor.processed == 1
 
 
-async def test_cancelling_before_processing_begins_gives_it_up() -> None:
-    settings = MediaConfig(threads=1)
-    bench = Bench(FakePreprocessor(), settings, items=8)
-    bench.preprocessor.gate.clear()
-    images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
-    task = asyncio.ensure_future(bench.pipeline.prepare("\x01\x01", images))
-    await entered(bench)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert bench.store.statistics().bytes_held == ITEM_BYTES
-    bench.preprocessor.gate.set()
-    await settled(bench)
-    assert bench.preprocessor.processed == 1
-    bench.pipeline.close()
-
-
 async def test_one_of_two_sharers_cancelled_leaves_the_other(bench: Bench) -> None:
     bench.preprocessor.gate.clear()
     image = data_url(image_bytes())
@@ -385,8 +367,9 @@ async def test_bytes_of_one_request_are_bounded() -> None:
     bench.pipeline.close()
 
 
-async def test_memo_of_plans_is_bounded() -> None:
-    bench = Bench(FakePreprocessor(), MediaConfig(plans_max=2), items=8)
+async def test_memo_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vsched.media.pipeline.PLANS_MAX", 2)
+    bench = Bench(FakePreprocessor(), MediaConfig(), items=8)
     for value in range(4):
         image = data_url(image_bytes(value=value))
         (await bench.pipeline.prepare("\x01", [image])).lease.release()

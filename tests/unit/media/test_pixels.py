@@ -48,30 +48,11 @@ def test_extents_do_not_share_cache_lines() -> None:
     assert store.view(lease.extents[b"b"]).view(np.float32).shape == (2,)
 
 
-def test_view_writes_into_the_buffer() -> None:
-    buffer = bytearray(2 * UNIT)
-    store = PixelStore(memoryview(buffer))
-    lease = take(store, a=1, b=1)
-    store.view(lease.extents[b"b"]).view(np.float32)[:] = 3.5
-    assert np.frombuffer(buffer, np.float32).tolist() == [0.0] * 16 + [3.5] * 16
-
-
 def test_unfilled_entries_are_not_kept() -> None:
     store = store_of(2)
     take(store, a=1).release()
     assert store.statistics().entries == 0
     assert store.statistics().bytes_kept == 0
-
-
-def test_release_is_idempotent() -> None:
-    store = store_of(2)
-    first, second = fill(store, take(store, a=1)), take(store, a=1)
-    first.release()
-    first.release()
-    assert store.statistics().bytes_held == UNIT
-    second.release()
-    assert store.statistics().bytes_held == 0
-    assert store.statistics().bytes_kept == UNIT
 
 
 def test_eviction_takes_the_oldest_unheld_first() -> None:

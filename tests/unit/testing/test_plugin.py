@@ -153,21 +153,6 @@ async def test_plan(sim):
     )
 
 
-def test_plugin_does_not_show_the_plan_of_another_test(project: pytest.Pytester) -> None:
-    source = """
-@pytest.mark.sim(seeds=[1])
-@pytest.mark.parametrize("draws", [True, False])
-async def test_plan(sim, draws):
-    if draws:
-        sim.draw_faults(["generate-0"], 10**9)
-    else:
-        assert False
-"""
-    result = run(project, source)
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.no_fnmatch_line("faults:*")
-
-
 def test_plugin_fails_a_test_whose_loop_has_seen_an_error(project: pytest.Pytester) -> None:
     """Exceptions in callbacks are only logged by asyncio."""
     source = """

@@ -304,7 +304,7 @@ async def measure(
         for index, trial in enumerate(trials, 1):
             await driver.run(trial)
             advanced(round_number * len(trials) + index, ROUNDS * len(trials))
-    machine = describe_machine(engine.config, engine.info, others=others.cores())
+    machine = describe_machine(others=others.cores())
     model = calibrate(
         watch.observation(rounds_ns, driver.requests),
         name=engine.model_name,

@@ -42,7 +42,6 @@ def serve(
     ] = True,
     api_key: Annotated[str, typer.Option(envvar="VSCHED_API_KEY", help="Bearer token.")] = "",
     timeout_s: Annotated[float, typer.Option(min=0.001, help="Limit for one request.")] = 600.0,
-    label: Annotated[str, typer.Option(help="A name for this run in the report.")] = "",
     json: Annotated[
         Path | None, typer.Option(help="Write the figures as JSON; - for standard output.")
     ] = None,
@@ -70,7 +69,7 @@ def serve(
     ]
     client = BenchClient(url, api_key=api_key, timeout_s=timeout_s)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        work = measure(client, plans, url=url, model=model, label=label, fixed_length=extra)
+        work = measure(client, plans, url=url, model=model, fixed_length=extra)
         report = runner.run(work)
     write_report(report, json)
     if any(figures.failed == figures.requests for figures in report.results):

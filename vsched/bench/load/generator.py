@@ -486,7 +486,6 @@ _CLIENT_CPU_MAX = 0.7
 class LoadReport(msgspec.Struct, kw_only=True):
     """Format of the `--json` report."""
 
-    label: str
     url: str
     model: str
     created: str
@@ -504,7 +503,6 @@ async def measure(
     *,
     url: str,
     model: str,
-    label: str,
     fixed_length: bool,
 ) -> LoadReport:
     """Run the plans against a model, by default the server's first.
@@ -521,7 +519,7 @@ async def measure(
 
     results = await run_plans(client, plans, body)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return LoadReport(label=label, url=url, model=name, created=created, results=results)
+    return LoadReport(url=url, model=name, created=created, results=results)
 
 
 async def run_plans(client: BenchClient, plans: Sequence[LoadPlan], body: Body) -> list[Figures]:
@@ -555,7 +553,7 @@ def write_report(report: LoadReport, path: Path | None) -> None:
     stream = sys.stderr if to_stdout else sys.stdout
     width = None if stream.isatty() else PIPE_COLUMNS
     console = Console(stderr=to_stdout, width=width, markup=False)
-    console.print(table(report.results, " ".join(filter(None, (report.label, report.model)))))
+    console.print(table(report.results, report.model))
     for figures in report.results:
         if figures.turns:
             console.print(turns_table(figures))

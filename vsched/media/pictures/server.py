@@ -30,7 +30,8 @@ NAME = "vsched: pictures"
 VIDEO_NICE, INSPECTION_NICE = 5, 19
 """Niceness of a process that decodes a video, which takes longer than images, and of one that reads its header.
 
-Most damaged files end in the latter; on two busy cores, 30 of them in a second made decode steps half as long again.
+Most damaged files end in the latter. With 40 of them in a second on two busy cores, decode steps took 1.4 times as long
+with a niceness of 5, and take 1.2 times as long with 19.
 """
 STACK_BYTES = 8 << 20
 WALL_S = 3600.0

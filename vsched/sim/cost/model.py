@@ -99,15 +99,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         others: Average number of cores kept busy by other programs; lower means more accurate
             figures.
-        settings: Configuration values that affect the figures.
     """
 
     measured: str
     processor: str
     cores: int
     others: float
-    versions: dict[str, str]
-    settings: dict[str, Any]
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,8 +4,7 @@ A sequence yields a token in every step from the one with its last chunk until i
 decision contains only changes. So the last step of a sequence is known when it starts to decode,
 and the sequence is not visited before then: a steady step costs the same for any number of
 sequences. Context lengths all grow by one per step, so their sum is a constant plus the number of
-sequences times the step number. Accepted draft tokens move the end of a sequence earlier; only
-sequences with a draft grant are visited.
+sequences times the step number.
 """
 
 from __future__ import annotations
@@ -19,153 +18,20 @@ from typing import Protocol
 
 import msgspec
 
-from vsched.config import Config
-from vsched.config.sections import OWN_HOST, RAY_HOST
 from vsched.errors import ConfigError
 from vsched.kernel.decisions import (
-    ChunkPlan,
     Decision,
-    DraftGrant,
     EncodeDecision,
     GenerateDecision,
     Join,
 )
-from vsched.kernel.events import Drafted, Encoded, Event, Finished, Stepped
+from vsched.kernel.events import Encoded, Event, Finished, Stepped
 from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.calibration import Span, united
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.metrics import LiveRequest, Sketch
-from vsched.sim.network.links import HostLinkProfile
-from vsched.sim.setup import DraftLuck
 from vsched.sim.workload.requests import OUTPUT_TOKEN
-from vsched.types import FinishReason, ModelInfo
-
-
-class LinkWay:
-    """One direction of the link to a host.
-
-    Attributes:
-        bytes: Total bytes sent.
-        busy_ns: Total time spent sending.
-    """
-
-    def __init__(self, profile: HostLinkProfile, rng: Random) -> None:
-        self.bytes = 0
-        self.busy_ns = 0
-        self._profile = profile
-        self._rng = rng
-        self._free_ns = self._latest_ns = 0
-        # A transfer larger than the window waits for an acknowledgement after each window.
-        window_ns = profile.window_bytes * 1e9 / profile.bytes_per_s
-        self._wait_ns = max(2 * profile.latency_ns - window_ns, 0.0)
-
-    def arrival_ns(self, size: int, now_ns: int) -> int:
-        """Return when `size` bytes sent now arrive."""
-        profile, leaves_ns = self._profile, max(now_ns, self._free_ns)
-        if size:
-            took_ns = size * 1e9 / profile.bytes_per_s
-            took_ns += (size - 1) // profile.window_bytes * self._wait_ns
-            self.bytes += size
-            self.busy_ns += int(took_ns)
-            leaves_ns = self._free_ns = leaves_ns + int(took_ns)
-        arrives_ns = leaves_ns + profile.latency_ns
-        if profile.jitter_ns:
-            arrives_ns += int(self._rng.expovariate(1 / profile.jitter_ns))
-        self._latest_ns = max(self._latest_ns, arrives_ns)
-        return self._latest_ns
-
-
-class GroupLink:
-    """The link of a group on another host; groups on one host share the directions `there` and `back`."""
-
-    def __init__(self, *, there: LinkWay, back: LinkWay, row_bytes: int) -> None:
-        self.there = there
-        self.back = back
-        self._row_bytes = row_bytes
-
-    def decision_ns(self, decision: Decision, now_ns: int) -> int:
-        """Return when a decision and all its inputs have arrived."""
-        if isinstance(decision, EncodeDecision):
-            size = sum(task.extent.size for task in decision.tasks)
-        else:
-            size = sum(map(_covered_rows, decision.chunks)) * self._row_bytes
-        return self.there.arrival_ns(size, now_ns)
-
-    def result_ns(self, decision: Decision, now_ns: int) -> int:
-        """Return when the engine receives the result of a step that ended now."""
-        size = 0
-        if isinstance(decision, EncodeDecision):
-            size = sum(task.tokens for task in decision.tasks) * self._row_bytes
-        return self.back.arrival_ns(size, now_ns)
-
-
-def _covered_rows(chunk: ChunkPlan) -> int:
-    """Return the number of embedding rows in a chunk."""
-    return sum(
-        max(min(chunk.stop, item.offset + item.tokens) - max(chunk.start, item.offset), 0)
-        for item in chunk.items
-    )
-
-
-class Links:
-    """The links of a simulation.
-
-    Attributes:
-        groups: The link of each group on another host, by name.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        info: ModelInfo,
-        profile: HostLinkProfile,
-        *,
-        encoders: Sequence[str],
-        generators: Sequence[str],
-        rng: Random,
-    ) -> None:
-        hosts = hosts_of(config, encoders, generators)
-        ways = {
-            host: (LinkWay(profile, rng), LinkWay(profile, rng))
-            for host in dict.fromkeys(hosts.values())
-            if host != OWN_HOST
-        }
-        self._ways = [way for both in ways.values() for way in both]
-        together = config.placement == "together"
-        self.groups = {
-            group: GroupLink(
-                there=ways[host][0],
-                back=ways[host][1],
-                # With both stages in one process, rows stay there.
-                row_bytes=0 if together else info.embedding_row_bytes,
-            )
-            for group, host in hosts.items()
-            if host != OWN_HOST
-        }
-
-    @property
-    def bytes(self) -> int:
-        """Total bytes to and from other hosts."""
-        return sum(way.bytes for way in self._ways)
-
-    @property
-    def busiest_ns(self) -> int:
-        """Sending time of the busiest direction."""
-        return max((way.busy_ns for way in self._ways), default=0)
-
-
-def hosts_of(
-    config: Config, encoders: Sequence[str], generators: Sequence[str]
-) -> Mapping[str, str]:
-    """Return the initial host of each group."""
-    hosts: dict[str, str] = {}
-    for stage, groups in (("encode", encoders), ("generate", generators)):
-        placed = "generate" if config.placement == "together" else stage
-        for replica, group in enumerate(groups):
-            host = config.cluster.first_host(placed, replica)
-            hosts[group] = f"{RAY_HOST}-{placed}-{replica}" if host == RAY_HOST else host
-    return hosts
-
+from vsched.types import FinishReason
 
 EMPTY_STEP_NS = 20_000.0
 """Duration of a step without work."""
@@ -204,11 +70,8 @@ class SimulatedGroup:
     """One group; computes when each step ends or pauses, and the resulting event.
 
     Attributes:
-        link: The link to its host; None on the engine's host.
-        log: Pending decisions, each with the times it was decided and received; the first one is
-            running if the device runs this group.
-        losses: Number of losses.
-        reported_ns: When the engine receives the result of the last step.
+        log: Pending decisions, each with the time it was decided; the first one is running if the
+            device runs this group.
         incarnation: Counts losses and rescheduled ends; an end announced in an earlier incarnation
             is void.
         steps: Number of completed steps; `busy_ns` is the time in them and in the time slices of a
@@ -218,10 +81,7 @@ class SimulatedGroup:
     def __init__(self, name: str, cost: CostModel, device: SharedDevice, rng: Random) -> None:
         self.name = name
         self.device = device
-        self.link: GroupLink | None = None
-        self.log: deque[tuple[Decision, int, int]] = deque()
-        self.losses = 0
-        self.reported_ns = 0
+        self.log: deque[tuple[Decision, int]] = deque()
         self.incarnation = 0
         self.steps = 0
         self.busy_ns = 0
@@ -240,8 +100,7 @@ class SimulatedGroup:
 
     def decide(self, decision: Decision, now_ns: int) -> int:
         """Take a decision; return the end of its step, or 0 if it cannot start yet."""
-        there_ns = now_ns if self.link is None else self.link.decision_ns(decision, now_ns)
-        self.log.append((decision, now_ns, there_ns))
+        self.log.append((decision, now_ns))
         device = self.device
         device.ready.append(self)
         return self.begin(now_ns) if device.running is None else 0
@@ -251,13 +110,13 @@ class SimulatedGroup:
         device = self.device
         device.ready.popleft()
         device.running = self
-        decision, decided_ns, there_ns = self.log[0]
+        decision, decided_ns = self.log[0]
         took_ns = self._start(decision)
         if now_ns == decided_ns:
             took_ns *= self._cold  # the ranks were idle when it was decided
         if self._noise:
             took_ns *= max(self._rng.gauss(1.0, self._noise), NOISE_LEAST)
-        self._start_ns = max(there_ns + self._decision_ns, now_ns + self._gap_ns)
+        self._start_ns = max(decided_ns + self._decision_ns, now_ns + self._gap_ns)
         return self._start_ns + (int(took_ns) or 1)
 
     def end(self, now_ns: int) -> Event | None:
@@ -270,15 +129,13 @@ class SimulatedGroup:
         if self._left_ns:
             device.ready.append(self)  # continues after decisions made in the meantime
             return None
-        decision, _, _ = self.log.popleft()
-        self.reported_ns = now_ns if self.link is None else self.link.result_ns(decision, now_ns)
+        decision, _ = self.log.popleft()
         self.steps += 1
         return self._finish(decision, now_ns)
 
     def lose(self) -> None:
         """Forget everything, as a loss of the processes does."""
         self.incarnation += 1
-        self.losses += 1
         self._left_ns = 0.0
         self.log.clear()
         device = self.device
@@ -317,13 +174,9 @@ class TimedEncodeGroup(SimulatedGroup):
 
 
 class _Sequence:
-    """A request in a slot; `first_step` is -1 until it decodes.
+    """A request in a slot; `first_step` is -1 until it decodes."""
 
-    `last` is its last step, `gained` the number of accepted draft tokens, and `blocks` its number
-    of KV blocks.
-    """
-
-    __slots__ = ("blocks", "first_step", "gained", "last", "length", "live", "number", "slot")
+    __slots__ = ("first_step", "length", "live", "number", "slot")
 
     def __init__(self, join: Join, live: LiveRequest) -> None:
         self.number = join.number
@@ -331,8 +184,6 @@ class _Sequence:
         self.length = join.length
         self.live = live
         self.first_step = -1
-        self.last = self.gained = 0
-        self.blocks = len(join.blocks)
 
 
 class TimedGenerateGroup(SimulatedGroup):
@@ -356,14 +207,11 @@ class TimedGenerateGroup(SimulatedGroup):
         itl: Sketch,
         block_bytes: int = 0,
         exact_tokens: bool = False,
-        drafts: DraftLuck | None = None,
-        block_size: int = 16,
     ) -> None:
         """Create an empty group.
 
         With `exact_tokens`, the token batch of each step shows which slots yielded a token;
         otherwise all steps share one batch, since the scheduler reads only slots that yielded.
-        `drafts` models speculative decoding.
         """
         super().__init__(name, cost, device, rng)
         self.decoded = 0
@@ -373,8 +221,6 @@ class TimedGenerateGroup(SimulatedGroup):
         self._itl = itl
         self._exact_tokens = exact_tokens
         self._block_bytes = block_bytes
-        self._block_size = block_size
-        self._luck = drafts or DraftLuck()
         self._tokens = array("i", [OUTPUT_TOKEN]) * slots
         costs = cost.generate
         self._costs = costs.step_ns, costs.decode_ns, costs.context_ns
@@ -390,8 +236,6 @@ class TimedGenerateGroup(SimulatedGroup):
         self._started: list[_Sequence] = []
         self._stepped_ns = 0
         self._swapped = NOTHING_SWAPPED
-        self._grants: dict[int, DraftGrant] = {}
-        self._drafts: list[tuple[_Sequence, int]] = []
 
     def lose(self) -> None:
         """Forget everything except the times of tokens already yielded."""
@@ -417,7 +261,6 @@ class TimedGenerateGroup(SimulatedGroup):
             self._swapped = int(swap_ns), decision.swaps.blocks
         if decision.left:
             for leave in decision.left:
-                self._grants.pop(leave.slot, None)
                 self._leave(self._slots.pop(leave.slot))
         if decision.joined:
             for join in decision.joined:
@@ -429,48 +272,7 @@ class TimedGenerateGroup(SimulatedGroup):
             prefill_ns = self._prefill(decision)
         elif not yielding:
             return EMPTY_STEP_NS + swap_ns  # all requests finished in the previous step
-        if self._luck.acceptance:
-            prefill_ns += self._draft(decision)
         return step_ns + decode_ns * yielding + context_ns * context + prefill_ns + swap_ns
-
-    def _draft(self, decision: GenerateDecision) -> float:
-        """Draft tokens for the granted slots, within their blocks and output limits; return the time."""
-        for slot in decision.grown[::2]:
-            self._slots[slot].blocks += 1
-        self._grants |= {grant.slot: grant for grant in decision.granted}
-        step, rows, deepest = decision.step, 0, 0
-        for slot, grant in self._grants.items():
-            sequence = self._slots[slot]
-            if not 0 <= sequence.first_step < step:
-                continue
-            known = sequence.length + step - sequence.first_step + sequence.gained
-            room = min(sequence.blocks * self._block_size - known, sequence.last - step)
-            drafts = min(grant.tokens, room)
-            if drafts > 0:
-                self._drafts.append((sequence, drafts))
-                rows += drafts
-                deepest = max(deepest, drafts if grant.model else 0)
-        step_ns, decode_ns, _ = self._costs
-        model_ns = self._luck.model_time * (step_ns + decode_ns * len(self._drafts))
-        return decode_ns * rows + deepest * model_ns
-
-    def _verify(self) -> list[Drafted]:
-        """Draw the accepted draft tokens, and move the ends of their sequences."""
-        reported: list[Drafted] = []
-        for sequence, drafts in self._drafts:
-            right = 0
-            while right < drafts and self._rng.random() < self._luck.acceptance:
-                right += 1
-            reported.append(Drafted(sequence.slot, drafts, [OUTPUT_TOKEN] * right))
-            if right:
-                self._ends[sequence.last].remove(sequence)
-                sequence.last -= right
-                self._ends.setdefault(sequence.last, []).append(sequence)
-                sequence.gained += right
-                self._offset += right
-                self.decoded += right
-        self._drafts = []
-        return reported
 
     def _prefill(self, decision: GenerateDecision) -> float:
         """Apply the chunks of a step; return their time."""
@@ -486,8 +288,8 @@ class TimedGenerateGroup(SimulatedGroup):
                 self._started.append(sequence)
                 self._decoding += 1
                 self._offset += sequence.length - step
-                sequence.last = step + sequence.live.total - sequence.length - 1
-                self._ends.setdefault(sequence.last, []).append(sequence)
+                last = step + sequence.live.total - sequence.length - 1
+                self._ends.setdefault(last, []).append(sequence)
         self.prefilled += tokens
         cost = self._cost.generate
         return cost.prefill_ns * tokens + cost.pair_ns * pairs
@@ -500,7 +302,7 @@ class TimedGenerateGroup(SimulatedGroup):
 
     def _stop(self, sequence: _Sequence) -> None:
         self._decoding -= 1
-        self._offset -= sequence.length + sequence.gained - sequence.first_step
+        self._offset -= sequence.length - sequence.first_step
         sequence.first_step = -1
 
     def _finish(self, decision: Decision, now_ns: int) -> Event:
@@ -515,10 +317,9 @@ class TimedGenerateGroup(SimulatedGroup):
                 if sequence.live.last_token_ns:  # from an earlier incarnation
                     self._itl.add(now_ns - sequence.live.last_token_ns)
             self._started.clear()
-        drafted = self._verify() if self._drafts else _NONE_DRAFTED
         ending = self._ends.pop(step, None)
         if ending is None:
-            return self._stepped(step, tokens, _NONE_FINISHED, drafted)
+            return self._stepped(step, tokens, _NONE_FINISHED)
         finished = []
         if len(ending) > 1:
             # Same order as in ranks: decodes by slot, then chunks in their order.
@@ -527,17 +328,15 @@ class TimedGenerateGroup(SimulatedGroup):
             if sequence.first_step >= 0:  # otherwise it was removed early
                 self._stop(sequence)
                 finished.append(Finished(sequence.slot, sequence.number, FinishReason.LENGTH))
-        return self._stepped(step, tokens, finished, drafted)
+        return self._stepped(step, tokens, finished)
 
-    def _stepped(
-        self, step: int, tokens: array[int], finished: list[Finished], drafted: list[Drafted]
-    ) -> Stepped:
+    def _stepped(self, step: int, tokens: array[int], finished: list[Finished]) -> Stepped:
         if self._swapped is NOTHING_SWAPPED:
-            return Stepped(step, tokens, finished, self._took_ns, self.name, drafted)
+            return Stepped(step, tokens, finished, self._took_ns, self.name)
         swap_ns, blocks = self._swapped
         self._swapped = NOTHING_SWAPPED
         swap_ns = min(swap_ns, self._took_ns)
-        return Stepped(step, tokens, finished, self._took_ns, self.name, drafted, swap_ns, blocks)
+        return Stepped(step, tokens, finished, self._took_ns, self.name, [], swap_ns, blocks)
 
     def _yielded(self) -> array[int]:
         tokens = array("i", [-1]) * self._slots_max
@@ -549,8 +348,6 @@ class TimedGenerateGroup(SimulatedGroup):
 
 _NONE_FINISHED: list[Finished] = []
 """Shared by all steps in which no request finished; never changed."""
-_NONE_DRAFTED: list[Drafted] = []
-"""Shared by all steps without draft tokens; never changed."""
 
 
 class SharedWork(Protocol):

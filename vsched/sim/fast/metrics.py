@@ -178,8 +178,6 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
         reasons: Requests shed by the arrival policy, by reason, cut before its first value, with
             numbers as `#`.
         encode_busy: Busy share of encode groups over the span; likewise `generate_busy`.
-        link_bytes: Bytes to and from other hosts.
-        link_busy: Share of the span that the busiest direction to or from a host was sending.
         policy_overruled: Valid answers that the kernel did not follow, by the use of the policy and the reason.
         passed_over_s: Longest time for which policies let others pass a request or an image.
         arrivals_s: Times of the first and of the last arrival, in the time of `Series`.
@@ -211,8 +209,6 @@ class SimulationFigures(msgspec.Struct, frozen=True, kw_only=True):
     generate_busy: float
     policy_faults: dict[str, int]
     tenants: dict[str, TenantFigures]
-    link_bytes: int = 0
-    link_busy: float = 0.0
     reasons: dict[str, int] = {}
     policy_overruled: dict[str, int] = {}
     passed_over_s: float = 0.0
@@ -570,13 +566,11 @@ def figures_of(
     *,
     groups: tuple[int, int],
     kernel: Mapping[str, Any],
-    links: tuple[int, int] = (0, 0),
 ) -> SimulationFigures:
     """Compute the figures.
 
-    `totals` are the values of `SUMS`, `groups` the numbers of encode and generate groups, `kernel`
-    its statistics, and `links` the total bytes of all links and the busy time of the busiest
-    direction.
+    `totals` are the values of `SUMS`, `groups` the numbers of encode and generate groups, and `kernel` its
+    statistics.
     """
     hits, misses = kernel["encode"]["cache_hits"], kernel["encode"]["cache_misses"]
     of = dict(zip(SUMS, totals, strict=True))
@@ -616,8 +610,6 @@ def figures_of(
         ),
         passed_over_s=max(kernel["passed_over_s"].values()),
         arrivals_s=collector.arrivals_s,
-        link_bytes=links[0],
-        link_busy=links[1] / span_ns,
         reasons=dict(sorted(collector.reasons.items())),
         tenants={name: one.figures() for name, one in collector.tenants.items()},
     )

@@ -55,7 +55,6 @@ from vsched.sim.fast.groups import (
     GroupDown,
     GroupOutage,
     GroupUp,
-    Links,
     SharedWork,
     SimulatedGroup,
     TimedEncodeGroup,
@@ -75,15 +74,14 @@ from vsched.sim.fast.metrics import (
     over_replicas,
 )
 from vsched.sim.invariants import Oracles, SimulationFailed
-from vsched.sim.network.links import HostLinkProfile
-from vsched.sim.setup import DraftLuck, Setup, prepare
+from vsched.sim.setup import Setup, prepare
 from vsched.sim.workload.requests import Arrival, RequestMaker, Workload
 from vsched.types import FinishReason, ModelInfo, group_names
 
 START_NS = 1_000_000
 """Kernel time of the start of a workload: the kernel reads 0 as "never"."""
 PROGRESS_EVERY = 64
-STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB, LEAVE, TOLD, DISCONNECT = range(10)
+STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB, LEAVE, DISCONNECT = range(9)
 """Kinds of heap entries: a step ends, a request is prepared, sent, sent as a later turn, and so on."""
 LEFT = FinishReason.ABORT.value
 """Code of requests whose clients disconnected."""
@@ -112,7 +110,6 @@ class Simulation:
         seed: int,
         targets: Targets,
         observers: Sequence[EventObserver] = (),
-        host_links: HostLinkProfile | None = None,
     ) -> None:
         self.setup = setup
         self.kernel = Scheduler(setup.limits, setup.kernel_policies)
@@ -151,16 +148,6 @@ class Simulation:
         )
         self._contention = Contention.of(cost.host.contention, self._announce)
         self._make_groups(exact_tokens=bool(observers))
-        self._links = Links(
-            setup.config,
-            setup.info,
-            host_links or HostLinkProfile(),
-            encoders=[group.name for group in self.encoders],
-            generators=[group.name for group in self.generators],
-            rng=Random(f"links {seed}"),  # noqa: S311 - jitter
-        )
-        for name, link in self._links.groups.items():
-            self._groups[name].link = link
 
     def _make_groups(self, *, exact_tokens: bool) -> None:
         limits, cost = self.setup.limits, self._cost
@@ -186,8 +173,6 @@ class Simulation:
                 itl=self.collector.itl,
                 block_bytes=block_bytes,
                 exact_tokens=exact_tokens,
-                drafts=self.setup.drafts,
-                block_size=limits.block_size,
             )
             for name in generators
         ]
@@ -279,14 +264,11 @@ class Simulation:
             self._contention.enter(work, end_ns - now_ns, now_ns)
 
     def _end(self, group: SimulatedGroup, now_ns: int) -> Event | None:
-        """End the step of a group; return the resulting event if the scheduler receives it now."""
+        """End the step of a group; return the resulting event, if any."""
         event = group.end(now_ns)
         if self._contention is not None or group.device.ready:
             self._leave(group, now_ns)
-        if event is None or group.reported_ns <= now_ns:
-            return event
-        self._push(group.reported_ns, TOLD, (group, group.losses, event))
-        return None
+        return event
 
     def _leave(self, group: SimulatedGroup, now_ns: int) -> None:
         """Free the group's device: a group that shares it starts its step, or the same group continues."""
@@ -317,8 +299,6 @@ class Simulation:
             return self._arrive(subject, now_ns)
         if kind == LEAVE:
             return Withdrawn(subject)
-        if kind == TOLD:
-            return _received(*subject)
         if kind == JOB:
             if incarnation == subject.incarnation:  # else its end was rescheduled
                 if self._contention is not None:
@@ -525,7 +505,6 @@ class Simulation:
                 self._totals(),
                 groups=groups,
                 kernel=self.kernel.statistics(),
-                links=(self._links.bytes, self._links.busiest_ns),
             ),
             series=self.sampler.series(),
             cdf={**collector.cdf(), "itl": cdf_ms(collector.itl), "e2e": cdf_ms(collector.e2e)},
@@ -535,11 +514,6 @@ class Simulation:
                 name: "".join(trace.format()) for name, trace in self.kernel.policy_failures.items()
             },
         )
-
-
-def _received(group: SimulatedGroup, losses: int, reported: Event) -> Event | None:
-    """Return the result of a step from another host, unless the group was lost on the way."""
-    return reported if losses == group.losses else None
 
 
 def simulate(
@@ -556,8 +530,6 @@ def simulate(
     targets: Targets | None = None,
     info: ModelInfo | None = None,
     kv_tokens: int | None = None,
-    drafts: DraftLuck | None = None,
-    host_links: HostLinkProfile | None = None,
     observers: Sequence[EventObserver] = (),
     check_every: int | None = None,
     watch: Callable[[str, Ask], Ask] | None = None,
@@ -579,8 +551,6 @@ def simulate(
         targets: Latency targets for goodput.
         info: The model's shape, if not the cost model's.
         kv_tokens: Tokens of a replica's KV cache, if not pinned by `generate.memory`.
-        drafts: Speculative decoding parameters; off by default.
-        host_links: Properties of the links to the hosts of `cluster`.
         observers: Called with every event; with observers, the tokens of a step show which slots
             yielded one.
         check_every: Events between full-state checks of the kernel, with `oracles`; by default
@@ -591,14 +561,13 @@ def simulate(
         ConfigError: When the configuration, the model and the outages do not fit together.
         SimulationFailed: When the kernel or an oracle found an error.
     """
-    setup = prepare(config, cost, policies=policies, info=info, kv_tokens=kv_tokens, drafts=drafts)
+    setup = prepare(config, cost, policies=policies, info=info, kv_tokens=kv_tokens)
     simulation = Simulation(
         setup,
         cost,
         seed=seed,
         targets=targets or Targets(),
         observers=observers,
-        host_links=host_links,
     )
     if watch is not None:
         simulation.kernel.watch_policies(watch)

@@ -28,7 +28,6 @@ class Measure(NamedTuple):
     Attributes:
         better: `less` or `more`; empty if neither is better.
         text: Format of a value.
-        hosts: Whether it concerns other hosts only, and is left out of the table if there are none.
         part: Whether it is a breakdown of the row above, and indented.
     """
 
@@ -36,7 +35,6 @@ class Measure(NamedTuple):
     value: Callable[[SimulationFigures], float]
     better: str = ""
     text: str = "{:,.0f}"
-    hosts: bool = False
     part: bool = False
 
 
@@ -79,10 +77,6 @@ MEASURES = [
     Measure("generators busy", lambda one: one.generate_busy, "", "{:.1%}"),
     Measure("encoder steps", lambda one: one.encode_steps),
     Measure("generator steps", lambda one: one.generate_steps),
-    Measure(
-        "to and from hosts, MB", lambda one: one.link_bytes / 1e6, "less", "{:,.1f}", hosts=True
-    ),
-    Measure("busiest link busy", lambda one: one.link_busy, "", "{:.1%}", hosts=True),
     Measure("simulated time, s", lambda one: one.span_s, "", "{:,.1f}"),
 ]
 """Compared measures, in order."""
@@ -93,14 +87,12 @@ def measures_of(
 ) -> list[Measure]:
     """Return the rows of a comparison, with one for each code, reason and policy in any of the outcomes.
 
-    Rows about other hosts are omitted if no outcome has other hosts; those of tenants follow with `with_tenants`.
+    Those of tenants follow with `with_tenants`.
     """
     every = [one.figures for one in outcomes]
-    hosts = any(one.link_bytes for one in every)
     found: list[Measure] = []
     for measure in MEASURES:
-        if hosts or not measure.hosts:
-            found.append(measure)
+        found.append(measure)
         if measure.name == FAILED:
             found += _counts("", every, lambda one: one.failed)
             found += _counts("shed: ", every, lambda one: one.reasons)

@@ -195,7 +195,6 @@ class StagedDraw:
     ) -> None:
         """Gather the inputs; with `ahead`, the last token is not known yet, and every row is foreseeable."""
         self._special = list(special)
-        self._ahead = ahead
         params = [entry.sequence.sampling for entry in special]
         self.rows = np.array([entry.row for entry in special], np.int64)
         self._numbers = np.array(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 
 import msgspec
@@ -29,9 +28,6 @@ from vsched.sim.cost.model import (
     GenerateCost,
     GenerateSample,
     HostCost,
-    Machine,
-    load_cost_model,
-    save_cost_model,
 )
 
 MS = 1_000_000
@@ -221,16 +217,6 @@ def test_calibrate_counts_the_threads_of_the_engine_as_one() -> None:
     assert concurrency.within(90, 105).tolist() == [0.0, 5.0, 10.0]
 
 
-def test_calibrate_leaves_out_steps_without_work() -> None:
-    """Steps without decodes, and copies of embeddings, teach no price."""
-    scene = Scene()
-    scene.round()
-    for sample in (GenerateSample(ns=1), EncodeSample(items=0, tokens=0, pairs=0, ns=1)):
-        for _ in range(50):
-            scene.step(sample, 0.001, idle=True)
-    assert_close(found(scene), rel=0.001)
-
-
 def test_calibrate_reports_how_much_slower_a_machine_has_become() -> None:
     scene = Scene()
     scene.round(1.3)
@@ -256,11 +242,6 @@ def test_rehearsal_distinguishes_steps_on_cold_ranks() -> None:
     image = EncodeSample(items=1, tokens=64, pairs=4096, ns=1)
     assert predict(model, image) == pytest.approx(1.1 * predict(TRUE, image))
     assert slowness(model, scene.observation()) == pytest.approx({"encode": 1.0, "generate": 1.0})
-
-
-def test_calibrate_knows_nothing_of_a_machine_that_did_nothing() -> None:
-    nothing = Observation(rounds_ns=[0], steps=[], jobs=[], requests=[])
-    assert slowness(TRUE, nothing) == {"encode": 1.0, "generate": 1.0}
 
 
 @pytest.mark.parametrize("took_ns", [0.0, -5.0, float("nan"), float("inf"), 1e12])
@@ -290,23 +271,3 @@ def test_calibrate_needs_to_see_everything(part: str, message: str) -> None:
         scene.steps = [step for step in scene.steps if step.group != part]
     with pytest.raises(ConfigError, match=message):
         found(scene)
-
-
-def test_calibrated_model_reads_as_it_was_written(tmp_path: Path) -> None:
-    scene = Scene(noise=0.05)
-    for _ in range(2):
-        scene.round()
-        scene.company(1.5)
-    machine = Machine(
-        measured="2026-01-01T00:00:00+00:00",
-        processor="abacus",
-        cores=2,
-        others=0.1,
-        versions={"python": "3.11"},
-        settings={"placement": "separate", "encode_threads": 1},
-    )
-    model = calibrate(scene.observation(), name="found", source="a scene", machine=machine)
-    assert len(model.host.contention) == 2
-    path = tmp_path / "cost.json"
-    save_cost_model(model, path)
-    assert load_cost_model(str(path)) == model

@@ -67,19 +67,6 @@ def test_cost_of_steps_is_the_sum_of_parts() -> None:
     assert host.image_ns(3) == 5 + 2 * 3 * 400
 
 
-def test_fit_finds_the_costs_again() -> None:
-    found = fit(samples(), name="found", source="samples", kv_tokens=7)
-    for field in EncodeCost.__struct_fields__:
-        assert getattr(found.encode, field) == pytest.approx(getattr(ENCODE, field), rel=1e-3)
-    for field in GenerateCost.__struct_fields__:
-        assert getattr(found.generate, field) == pytest.approx(getattr(GENERATE, field), rel=1e-3)
-    assert found.encode_error is not None
-    assert found.encode_error.p95 < 1e-6
-    assert found.generate_error is not None
-    assert found.generate_error.samples == 60
-    assert found.kv_tokens == 7
-
-
 def test_fit_of_noisy_samples_is_close_and_reports_how_close() -> None:
     found = fit(samples(noise=0.1), name="found", source="samples")
     assert found.encode_error is not None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
-import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
@@ -17,8 +15,6 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Finish
 from vsched.kernel.events import Event, Stepped
 from vsched.policy import (
-    KERNEL_TABLES,
-    POLICY_TABLES,
     Admission,
     AdmissionView,
     Admit,
@@ -31,13 +27,11 @@ from vsched.policy import (
     StepView,
 )
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
-from vsched.sim.fast import metrics
 from vsched.sim.fast.metrics import SimulationOutcome, Targets
 from vsched.sim.fast.simulation import START_NS, simulate
 from vsched.sim.invariants import Oracles
-from vsched.sim.setup import DraftLuck, prepare
-from vsched.sim.workload.generators import conversations
-from vsched.sim.workload.requests import Arrival, Image, Text, Video, Workload, workload_of
+from vsched.sim.setup import prepare
+from vsched.sim.workload.requests import Image, Text, Video, Workload, workload_of
 from vsched_policies.admission import Fifo, TokenBudget
 
 PLAIN = CostModel(
@@ -129,20 +123,6 @@ def test_run_delays_a_step_by_what_a_decision_takes() -> None:
     _, seen = run(workload)
     _, later = run(workload, cost=slow)
     assert later.end_ns("r1") - seen.end_ns("r1") == 500_000
-
-
-def test_run_counts_times_between_tokens_once_for_each() -> None:
-    outcome, seen = run(
-        workload_of("two", [arrival(n, 0, Text(n, 20), outputs=11) for n in (1, 2)])
-    )
-    figures = outcome.figures
-    assert figures.output_tokens_s * figures.span_s == pytest.approx(22)
-    steps_ns = [step.busy_ns for step in seen.steps]
-    # When the second request arrives, two steps are decided already, so its own first step is the third.
-    gaps_ns = steps_ns[1:11] + steps_ns[3:13]
-    assert figures.itl_ms.mean == pytest.approx(sum(gaps_ns) / 20 / 1e6, rel=1e-6)
-    assert figures.tpot_ms.p50 == pytest.approx(figures.itl_ms.mean, rel=0.01)
-    assert figures.generate_steps == len(seen.steps)
 
 
 def test_run_stages_that_share_a_process_take_turns() -> None:
@@ -364,31 +344,9 @@ def test_run_own_target_of_a_request_comes_first() -> None:
     assert run(workload_of("two", arrivals))[0].figures.good_share == 0.5
 
 
-def test_run_reports_how_far_it_is() -> None:
-    reported: list[int] = []
-    workload = conversations(seed=0, requests=200, rate=50.0, turns=2, think_s=0.1, image_tokens=9)
-    simulate(config(), workload, cost=COST, progress=reported.append)
-    assert reported == [64, 128, 192]
-
-
-def test_run_of_nothing() -> None:
-    outcome = simulate(config(), workload_of("none", []), cost=COST)
-    assert outcome.figures.requests == 0
-    assert outcome.figures.ttft_ms.p99 == 0
-
-
-def test_simulations_take_policies_of_every_table_that_the_kernel_asks() -> None:
-    assert set(KERNEL_TABLES) == POLICY_TABLES.keys() - {"generate.memory", "media.pruning"}
-
-
 class YoungestFirst(RequestPolicy, frozen=True, kw_only=True):
     def admit(self, view: AdmissionView) -> Admission:
         return Admission(range(len(view.waiting) - 1, -1, -1)[: view.entries_free])
-
-
-class Failing(RequestPolicy, frozen=True, kw_only=True):
-    def admit(self, view: AdmissionView) -> Admission:
-        raise LookupError("a bug in the policy")
 
 
 def test_run_checks_the_order_of_the_policy_that_decides() -> None:
@@ -410,17 +368,6 @@ def test_run_limits_follow_from_the_policies_that_decide() -> None:
     assert prepare(config(), COST).item_tokens_max > 64
 
 
-def test_run_names_the_place_of_a_policy_failure() -> None:
-    lone = workload_of("one", [arrival(1, 0)])
-    outcome = simulate(config(), lone, cost=COST, policies={"generate.admission": Failing()})
-    assert outcome.figures.policy_faults == {"Failing": 1}
-    assert outcome.figures.finished == 1
-    failure = outcome.policy_failures["Failing"]
-    line = Failing.admit.__code__.co_firstlineno + 1
-    assert f'File "{__file__}", line {line}, in admit' in failure
-    assert failure.endswith("LookupError: a bug in the policy\n")
-
-
 def test_run_counts_refusals_by_tenant_and_reason() -> None:
     """Reasons that differ only in their numbers count as one."""
     arrivals = [arrival(n, n, tenant="ab"[n % 2]) for n in range(12)]
@@ -431,25 +378,6 @@ def test_run_counts_refusals_by_tenant_and_reason() -> None:
     assert figures.tenants["a"].failed == {}
     assert figures.tenants["b"].failed == {"shed": 5}
     assert figures.tenants["b"].finished == 1
-
-
-def test_run_drafts_and_takes_fewer_steps_the_more_drafts_prove_right() -> None:
-    """One request of 200 tokens, three draft tokens a step: at the end a step yields four."""
-    lone = workload_of("lone", [arrival(1, 0, outputs=200)])
-    drafting = config(
-        "generate.drafting={use='draft-model',tokens=3,gain_min=0,speedup_min=0}",
-        "generate.draft_model=small",
-    )
-    figures = {
-        (acceptance, time): simulate(
-            drafting, lone, cost=COST, oracles=True, drafts=DraftLuck(acceptance, time)
-        ).figures
-        for acceptance, time in ((0.0, 0.2), (0.5, 0.2), (1.0, 0.2), (1.0, 0.0))
-    }
-    steps = [each.generate_steps for each in figures.values()]
-    assert steps[0] > 200 > 150 > steps[1] > 80 > 65 > steps[2] == steps[3] > 50
-    assert figures[1.0, 0.2].span_s > figures[1.0, 0.0].span_s
-    assert all(each.finished == 1 for each in figures.values())
 
 
 class Calls(msgspec.Struct):
@@ -496,50 +424,6 @@ def test_run_twice_is_the_same() -> None:
     assert one.digest == same.digest != other.digest
     assert (one.figures, one.cdf) == (same.figures, same.cdf)
     assert one.series == same.series
-
-
-def test_run_with_an_observer_is_the_same() -> None:
-    class Nobody:
-        def see(self, *_: object) -> None:
-            pass
-
-    one, same = (
-        simulate(config(*SCARCE), scarce(5), cost=COST, observers=observers)
-        for observers in ([], [Nobody()])
-    )
-    assert one.digest == same.digest
-
-
-@pytest.mark.slow
-def test_run_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times the requests at the same rate take the same memory at the peak."""
-    monkeypatch.setattr(metrics, "SAMPLES_MAX", 16)  # a bound that short runs reach, too
-    small = config("arena.embedding_bytes=100000", "arena.pixel_bytes=100000")
-
-    def peak(requests: int) -> int:
-        def arrivals() -> Iterator[Arrival]:
-            for number in range(requests):
-                if number % 50 == 0:
-                    gc.collect()  # here, and not when the objects of other tests trigger it
-                yield arrival(number, 20 * number, Text(number, 40), Image(f"{number}", 20))
-
-        tracemalloc.start()
-        try:
-            outcome = simulate(small, Workload("alike", arrivals), cost=COST)
-            assert outcome.figures.finished == requests
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        peak(20)
-        # Python itself keeps some freed tuples and numbers; a kept object of a hundred bytes a request would show.
-        assert peak(1000) < 1.1 * peak(300)
-    finally:
-        gc.enable()
 
 
 CPU = CostModel(

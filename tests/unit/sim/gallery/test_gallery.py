@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vsched.plugins import list_policies
 from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
-from vsched.sim.gallery import CASES, DEFAULTS, case_of, draw_case, lines_of, run_case
+from vsched.sim.gallery import CASES, draw_case, run_case
 
 
 @cache
@@ -97,22 +96,9 @@ def test_a_case_is_the_same_every_time() -> None:
     assert again.digest == outcome("long-context", "fifo").digest
 
 
-def test_every_registered_choice_is_found_by_its_name() -> None:
-    found = case_of("arrival", "tenant-fair")
-    assert found is not None
-    assert found.name == "overload"
-    for kind, name in DEFAULTS:
-        assert case_of(kind, name) is not None
-        assert name in {one.name for one in list_policies() if one.kind == kind}
-    assert case_of("memory", "pinned") is None
-
-
-def test_figures_are_drawn_and_reported(tmp_path: Path) -> None:
+def test_figures_are_drawn(tmp_path: Path) -> None:
     case = CASES["long-context"]
     outcomes = [outcome(case.name, label) for label in ("fifo", "tenant-fair")]
-    lines = "\n".join(lines_of(case, outcomes))
-    assert "Time to first token, p95 (less is better), ms" in lines
-    assert "tenant-fair" in lines
     pytest.importorskip("matplotlib")
     draw_case(case, outcomes, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

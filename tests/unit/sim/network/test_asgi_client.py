@@ -89,26 +89,6 @@ async def test_client_leaves_at_any_moment(at_s: float) -> None:
 
 
 @pytest.mark.sim
-async def test_client_leaves_by_leaving_the_block() -> None:
-    service = Service()
-    async with service.client.open("GET", "/count") as call:
-        async for event in call.events():
-            if event.json()["n"] == 2:
-                break
-    assert service.left == [("count", 4.5)]
-    assert call.over
-
-
-@pytest.mark.sim
-async def test_client_that_leaves_hears_no_more() -> None:
-    async with Service().client.open("GET", "/slow") as call:
-        await asyncio.sleep(1)
-        call.disconnect()
-        with pytest.raises(Disconnected, match="the client left"):
-            await call.started()
-
-
-@pytest.mark.sim
 async def test_client_sends_a_body_in_pieces_and_can_leave_between_them() -> None:
     async def pieces(pause_s: float) -> AsyncIterator[bytes]:
         for piece in (b"ab", b"cd", b"ef"):
@@ -161,20 +141,3 @@ async def test_application_is_told_of_the_end_of_a_complete_response() -> None:
 
     assert (await AsgiClient(app).request("GET", "/")).status == 204
     assert [message["type"] for message in received] == ["http.request", "http.disconnect"]
-
-
-@pytest.mark.sim
-async def test_messages_after_a_disconnect_are_dropped() -> None:
-    async def stubborn(_scope: Any, _receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for index in range(10):
-            await asyncio.sleep(1)
-            await send({"type": "http.response.body", "body": b"x", "more_body": index < 9})
-
-    async with AsgiClient(stubborn).open("GET", "/") as call:
-        await asyncio.sleep(1.5)
-        call.disconnect()
-        await asyncio.sleep(20)
-        assert call.over
-        with pytest.raises(Disconnected):
-            await call.response()

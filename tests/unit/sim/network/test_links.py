@@ -24,9 +24,7 @@ from vsched.sim.network.links import (
     Network,
     RankEnd,
     SimulatedLeaderEnd,
-    wait_readable,
 )
-from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import Beat, FollowerLog, Heartbeat, LeaderLog, LogEntry, Pulse, encode_report
 
 MS = 1_000_000
@@ -85,16 +83,6 @@ async def test_link_delivers_everything_once_in_order_after_its_latency() -> Non
     wire = Wire()
     await wire.send(100, every_ms=0.5)
     assert wire.taken == [(1 + index / 2, index) for index in range(100)]
-
-
-@pytest.mark.sim
-async def test_link_carries_reports_to_the_leader_under_the_identity() -> None:
-    wire = Wire(ranks=2)
-    pulse = wire.network.connect(wire.leader.address, 1, pulse=True)
-    wire.ranks[1].send(b"report")
-    pulse.send(b"pulse")
-    await asyncio.sleep(1)
-    assert wire.received == [(1, rank_identity(1), b"report"), (1, pulse_identity(1), b"pulse")]
 
 
 @pytest.mark.sim
@@ -172,34 +160,6 @@ async def test_link_refuses_frames_when_its_queue_is_full() -> None:
     assert [end.send(b"y") for _ in range(4)] == [True] * 3 + [False]
 
 
-@pytest.mark.sim
-async def test_link_to_a_rank_that_is_not_there_refuses_frames() -> None:
-    wire = Wire()
-    assert not wire.leader.send(1, b"x")
-    wire.leader.send(0, b"lost")
-    wire.ranks[0].send(b"last words")
-    wire.ranks[0].close()
-    assert not wire.leader.send(0, b"x")
-    await asyncio.sleep(1)
-    assert [frame for _, _, frame in wire.received] == [b"last words"]
-    assert not wire.ranks[0].readable
-
-
-@pytest.mark.sim
-async def test_leader_that_has_closed_hears_nothing_and_another_can_take_its_place() -> None:
-    wire = Wire()
-    wire.ranks[0].send(b"too late")
-    wire.leader.close()
-    assert not wire.leader.send(0, b"x")
-    await asyncio.sleep(1)
-    assert wire.received == []
-    received: list[bytes] = []
-    wire.network.listen(wire.leader.address, lambda _, frame: received.append(frame))
-    wire.ranks[0].send(b"hello")
-    await asyncio.sleep(1)
-    assert received == [b"hello"]
-
-
 # --- faults of a plan ---
 
 
@@ -227,13 +187,6 @@ async def test_partition_loses_frames_of_both_directions_while_it_lasts() -> Non
         wire.ranks[0].send(b"x")
         await asyncio.sleep(0.001)
     assert [at for at, *_ in wire.received] == [*range(1, 10), *range(31, 41)]
-
-
-@pytest.mark.sim
-async def test_partition_backs_up_to_the_sender() -> None:
-    wire = Wire(partition("held"), profile=LinkProfile(queue_max=5))
-    await asyncio.sleep(0.01)
-    assert [wire.leader.send(0, b"x") for _ in range(7)] == [True] * 5 + [False] * 2
 
 
 @pytest.mark.sim
@@ -305,16 +258,6 @@ async def test_rank_waits_for_a_frame_as_a_task() -> None:
     assert wire.loop.time() == 5.001
     wire.loop.call_later(1, end.close)
     assert await end.next_frame() is None
-
-
-@pytest.mark.sim
-async def test_rank_waits_for_any_of_several_links() -> None:
-    wire = Wire(ranks=2)
-    assert not await wait_readable(wire.ranks, 1)
-    wire.leader.send(1, b"x")
-    assert await wait_readable(wire.ranks, 1)
-    assert [end.readable for end in wire.ranks] == [False, True]
-    assert await wait_readable(wire.ranks, 0)
 
 
 def test_ties_permute_links_with_each_other_and_no_link_by_itself() -> None:

@@ -21,7 +21,6 @@ from vsched.sim.workload.generators import (
     generate_workload,
     poisson,
     shared_prefixes,
-    thin_images,
     video_seconds,
     videos,
     weibull,
@@ -82,12 +81,6 @@ def test_bursts_come_at_once() -> None:
     with_images = [one for one in arrivals if one.images]
     assert 0.3 < len(with_images) / 200 < 0.7
     assert len({one.at_ns for one in with_images[:10]}) == 1
-
-
-def test_thin_images_are_many_and_small() -> None:
-    for one in thin_images(seed=0, requests=20, rate=1.0):
-        assert len(one.images) >= 8
-        assert max(image.tokens for image in one.images) <= 32
 
 
 def test_shared_prefixes_are_shared() -> None:

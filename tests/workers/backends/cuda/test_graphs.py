@@ -23,7 +23,7 @@ from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, WorkerSettings
 from vsched_workers import language
 from vsched_workers.backends.base import RunModel
-from vsched_workers.backends.cuda.graphs import TRIED_STEPS, DecodeGraphs
+from vsched_workers.backends.cuda.graphs import DecodeGraphs
 from vsched_workers.backends.reference.attention import decode_by_gather
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.batching.kv_cache import KvCache
@@ -33,6 +33,8 @@ from vsched_workers.batching.recurrent_state import RecurrentStates
 Stages = Callable[..., Stage]
 GREEDY = SamplingParams(temperature=0.0)
 SETTINGS = WorkerSettings(threads=1, adapters=1, adapter_rank_max=4)
+TRIED_STEPS = 2
+"""Replays in the trial of captured steps, at a load."""
 
 
 class CapturableGather:

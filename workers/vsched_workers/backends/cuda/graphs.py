@@ -152,9 +152,8 @@ logger = logging.getLogger(__name__)
 STEADY_STEPS = 2
 """Decode-only steps in a row before steps run ahead: earlier, requests that come and go would make it futile."""
 
-TRIED_STEPS = 2
 _TRIED_TOKEN = 1
-"""Replays in the trial of a captured step, and their token."""
+"""Token of the replays in the trial of a captured step."""
 
 _TOKEN, _AT, _DELTA, _GROWS, _STATE, _HEADER = 0, 1, 2, 3, 4, 5
 _HOST_BUFFERS = 2
