@@ -350,8 +350,8 @@ def load_registered(group: str, name: str, *, path: str, extra: str = "") -> obj
     try:
         return _import(target)
     except ModuleNotFoundError as error:
-        hint = f" ({extra})" if extra else ""
-        raise ConfigError(f"{path}: cannot import {target!r}: {error}{hint}") from error
+        remedy = extra or "install its package, or name its folder in PYTHONPATH"
+        raise ConfigError(f"{path}: cannot import {target!r}: {error}. Remedy: {remedy}") from error
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot import {target!r}: {error}") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
 
 from vsched.policy import Count, EncodingView, ImagePolicy
 
@@ -33,21 +32,3 @@ class ChunkAware(ImagePolicy, frozen=True, kw_only=True):
             for index, item in enumerate(view.items)
             if not item.ready and item.start < stop and item.stop > view.chunk_start
         ]
-
-
-class Combined(ImagePolicy, frozen=True, kw_only=True):
-    """Encodes all images of a request at once, as soon as a chunk needs one of them.
-
-    The cache only has entries for the whole set of images of a request. So a conversation that adds
-    an image encodes all its images again in each turn, except those in the prefix cache.
-    """
-
-    scope: ClassVar[Literal["item", "request"]] = "request"
-
-    def select(self, view: EncodingView) -> Sequence[int]:
-        missing = [index for index, item in enumerate(view.items) if not item.ready]
-        needed = any(
-            view.items[index].start < view.chunk_stop and view.items[index].stop > view.chunk_start
-            for index in missing
-        )
-        return missing if needed else []

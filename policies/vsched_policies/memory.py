@@ -12,7 +12,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from vsched import policy
 from vsched.errors import DeviceOutOfMemory, limit_message
 from vsched.memory import group_pools, size_text
 from vsched.policy import (
@@ -182,34 +181,6 @@ def _round_up(tokens: int, block_size: int) -> int:
 
 def _sized(view: MemoryView, attempt: Attempt) -> str:
     return f"{attempt.tokens} tokens ({size_text(attempt.tokens * view.bytes_per_token)})"
-
-
-class Fraction(MemoryPolicy, frozen=True, kw_only=True):
-    """Builds the KV cache from a share of the memory left by the weights, without a profiling run.
-
-    Ignores reservations of encoders. `check_policy` finds both faults.
-    """
-
-    mem_fraction: policy.Fraction = 0.9
-
-    def plan(self, view: MemoryView) -> MemoryPlan:
-        tokens = min(
-            max(
-                int(self.mem_fraction * pool.available_bytes) - view.state_bytes * len(pool.ranks),
-                0,
-            )
-            // (view.bytes_per_token * len(pool.ranks))
-            for pool in group_pools(view.ranks, ())
-        )
-        if tokens < view.tokens_min:
-            raise _out_of_memory(
-                "the memory left by the weights holds too few tokens for one block",
-                value=f"{tokens} tokens",
-                limit=f"at least {view.tokens_min} tokens",
-                remedy=f"raise generate.memory.mem_fraction (now {self.mem_fraction:g}), "
-                "free the device, or take a larger one",
-            )
-        yield Build(tokens, profile=False)
 
 
 class Pinned(MemoryPolicy, frozen=True, kw_only=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.waiting import SECOND_NS, Item, admit, ask
-from vsched.config.policies import items_per_replica
 from vsched.policy import RequestPolicy
 from vsched_policies.admission import Fifo, Priority, Tiers, TokenBudget
 
@@ -59,12 +58,6 @@ def test_budget_holds_count_and_tokens(
 
 
 @BUDGETED
-def test_budget_of_zero_is_the_count_cap_alone(cls: Budgeted) -> None:
-    """0 disables the budget, not the count cap."""
-    assert admit(cls(max_tokens=0, max_items=3), [9999] * 4) == ([9999] * 3, [9999])
-
-
-@BUDGETED
 def test_budget_default_derives_from_the_view(cls: Budgeted) -> None:
     """Without a value of its own it takes the stage's."""
     assert admit(cls(), [10, 10, 10], default_tokens=20) == ([10, 10], [10])
@@ -103,14 +96,6 @@ def test_fifo_takes_what_there_is_room_for() -> None:
     assert admit(Fifo(), [60, 60, 60], divisible=True, tokens_free=100) == ([60, 60], [60])
     assert admit(Fifo(), [60, 60], divisible=True, tokens_free=60) == ([60], [60])
     assert admit(Fifo(), []) == ([], [])
-
-
-@pytest.mark.parametrize(
-    ("batch", "replicas", "each"), [(8, 2, 4), (8, 3, 2), (1, 2, 1), (8, 1, 8), (3, 8, 1)]
-)
-def test_batch_cap_is_shared_by_replicas(batch: int, replicas: int, each: int) -> None:
-    """`max(batch // replicas, 1)`: 8 over 2 is 4, and never 0."""
-    assert items_per_replica(batch, replicas) == each
 
 
 # --- priority ---

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import pytest
 
 from vsched.policy import EncodingView, EvictionOrder, ImagePolicy, ItemSpan
-from vsched_policies.encoding import ChunkAware, Combined
+from vsched_policies.encoding import ChunkAware
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 
 
@@ -54,15 +54,6 @@ def test_chunk_aware_selects_items_that_meet_the_chunk(
 def test_chunk_aware_looks_so_many_chunks_ahead(chunks: int, chosen: list[int]) -> None:
     """The chunk is [0, 10), and a chunk has 10 tokens."""
     assert select(ChunkAware(look_ahead_chunks=chunks), (0, 10), ready=()) == chosen
-
-
-@pytest.mark.parametrize(
-    ("chunk", "chosen"), [((0, 10), []), ((0, 11), [0, 2]), ((45, 60), [0, 2]), ((30, 40), [])]
-)
-def test_combined_selects_all_or_none(chunk: tuple[int, int], chosen: list[int]) -> None:
-    """The kernel leaves out items behind the chunk, for every policy."""
-    assert select(Combined(), chunk) == chosen
-    assert Combined.scope == "request"
 
 
 def test_lru_evicts_what_was_let_go_first() -> None:

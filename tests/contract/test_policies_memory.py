@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,20 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.memory.views import (
-    TOTAL,
     attempted,
     rank_memory,
     requested,
     reserved,
 )
 from tests.workers.properties import REPEATABLE
-from vsched.errors import ConfigError, DeviceOutOfMemory, MemoryLeak
+from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import Accepted, KvNegotiation
 from vsched.plugins import list_policies, resolve_policy
 from vsched.policy import Attempt, Build, MemoryPolicy, Probe
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.testing.memory_check import KvSizingRank, load_view, negotiate
-from vsched_policies.memory import AutoProfile, Fraction, Pinned
+from vsched_policies.memory import AutoProfile, Pinned
 
 MIB = 1 << 20
 REGISTERED = [policy.name for policy in list_policies() if policy.kind == "memory"]
@@ -164,13 +163,6 @@ def test_auto_profile_clamps_at_nothing(changes: dict[str, int], tokens: int) ->
     assert requested(PLAIN, attempted("probe", 8192, **changes)) == Build(tokens // 16 * 16)
 
 
-def test_auto_profile_target_is_at_least_one_token() -> None:
-    """On an overcommitted device, with a block of one token, the target is one token, not none or less."""
-    probe = attempted("probe", 8192, peak_bytes=3 * TOTAL)
-    build = requested(AutoProfile(), probe, block_size=1, context_tokens=1)
-    assert build == Build(1, headroom_bytes=256 * MIB)
-
-
 @REPEATABLE
 @given(
     total=st.integers(10**5, 10**12),
@@ -209,23 +201,6 @@ def test_auto_profile_has_one_safety_margin(
     assert build == Build(wanted, headroom_bytes=headroom)
 
 
-@pytest.mark.parametrize("name", REGISTERED)
-@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("inf"), float("nan")])
-def test_mem_fraction_is_refused_outside_its_bounds(name: str, fraction: float) -> None:
-    """A share above 0 and at most 1; 1.0 is legal."""
-    table = {"use": name, **FIELDS.get(name, {})}
-    with pytest.raises(ConfigError, match=r"mem_fraction.*limit .*above 0, at most 1"):
-        resolve_policy("memory", {**table, "mem_fraction": fraction})
-    policy = resolve_policy("memory", {**table, "mem_fraction": 1.0})
-    assert cast("MemoryPolicy", policy).mem_fraction == 1.0
-
-
-def test_mem_fraction_defaults() -> None:
-    """0.95 of the measured budget, with a headroom of 256 MiB."""
-    assert AutoProfile().mem_fraction == Pinned(tokens=1).mem_fraction == 0.95
-    assert AutoProfile().headroom_bytes == 256 * MIB
-
-
 # --- after a build ---
 
 
@@ -251,13 +226,6 @@ def test_auto_profile_shrinks_by_a_share() -> None:
     refused(requested(PLAIN, *attempts))
 
 
-def test_auto_profile_shrinks_by_a_block_at_least() -> None:
-    """A retry of the same size would be useless."""
-    attempts = attempted("probe", 8192), attempted("build", 160, "out_of_memory")
-    policy = AutoProfile(headroom_bytes=0, shrink=0.01)
-    assert requested(policy, *attempts, context_tokens=16) == Build(144)
-
-
 def test_auto_profile_reports_all_when_it_gives_up() -> None:
     """Initial, final, peak, total, headroom, and the settings in the order to try."""
     builds = [attempted("build", tokens, "out_of_memory") for tokens in (4096, 3888, 3680, 3488)]
@@ -278,21 +246,13 @@ def test_auto_profile_reports_all_when_it_gives_up() -> None:
     )
 
 
-def test_auto_profile_stops_shrinking_below_one_request() -> None:
-    """Checked after every rebuild."""
-    attempts = attempted("probe", 8192), attempted("build", 1040, "out_of_memory")
-    message = refused(requested(AutoProfile(headroom_bytes=0), *attempts, context_tokens=1024))
-    assert "value 976 tokens" in message
-    assert "limit at least 1024 tokens" in message
-
-
 def test_auto_profile_makes_room_for_a_peer_that_came() -> None:
     """After a failed build the peers are those of that build, if a reduction of 5 % would not suffice."""
     taken = attempted("build", 64_992, "out_of_memory", available_bytes=0, reserved_bytes=500_000)
     assert requested(PLAIN, attempted("probe", 8192), taken) == Build(25_000 // 16 * 16)
 
 
-# --- pinned and fraction ---
+# --- pinned ---
 
 
 def test_pinned_builds_once_and_proves_it() -> None:
@@ -329,35 +289,10 @@ def test_pinned_fits_the_fraction_of_what_is_left(fraction: float, tokens_max: i
     assert f"Remedy: lower generate.memory.tokens to {tokens_max} or less" in message
 
 
-def test_pinned_leaves_what_encoders_do_not_hold_yet() -> None:
-    """50,000 bytes of growth are not available for the KV cache."""
-    policy = Pinned(tokens=65_001, mem_fraction=1.0)
-    assert isinstance(requested(policy), Build)
-    assert "65000 tokens" in refused(requested(policy, reservations=[reserved(50_000)]))
-
-
 def test_pinned_refuses_less_than_one_block() -> None:
     message = refused(requested(Pinned(tokens=15)))
     assert "value 15 tokens, limit at least 16 tokens." in message
     assert "Remedy: raise generate.memory.tokens to 16 or more" in message
-
-
-def test_pinned_needs_the_size_once() -> None:
-    with pytest.raises(ValueError, match="value neither of tokens and bytes"):
-        Pinned()
-    with pytest.raises(ValueError, match="value both of tokens and bytes"):
-        Pinned(tokens=1, bytes=1)
-
-
-def test_fraction_takes_a_share_and_hopes() -> None:
-    """A baseline: of 700,000 free bytes, whatever encoders reserve, without a profiling run."""
-    encoder = [reserved(650_000)]
-    assert requested(Fraction(), reservations=encoder) == Build(63_000, profile=False)
-    half = Fraction(mem_fraction=0.5)
-    assert requested(half, reservations=encoder) == Build(35_000, profile=False)
-    assert requested(Fraction(), attempted("build", 63_000)) is None
-    full = [rank_memory(available_bytes=100)]
-    assert "value 9 tokens" in refused(requested(Fraction(), ranks=full))
 
 
 def test_every_policy_leaves_room_for_states() -> None:
@@ -370,7 +305,6 @@ def test_every_policy_leaves_room_for_states() -> None:
     assert "65000 tokens" in refused(requested(pinned, state_bytes=50_000))
     pinned = Pinned(tokens=65_000, mem_fraction=1.0)
     assert requested(pinned, state_bytes=50_000) == Build(65_000)
-    assert requested(Fraction(), state_bytes=50_000) == Build(58_000, profile=False)
     measured = attempted("probe", 8192, peak_bytes=350_000 + 81_920, state_bytes=100_000)
     policy = AutoProfile(headroom_bytes=0, mem_fraction=1.0)
     assert requested(policy, attempted("probe", 8192)) == Build(65_000 // 16 * 16, True, 0)

@@ -80,11 +80,6 @@ def test_shortest_first_learns_lengths_by_prompt() -> None:
     assert state.means == before, "each end counts once"
 
 
-def test_shortest_first_reads_its_table() -> None:
-    policy = ShortestFirst(table=((50, 400), (500, 10)))
-    assert chosen(policy, [Item(40), Item(300), Item(900)], state=OutputLengths()) == [1, 2, 0]
-
-
 def test_shortest_first_ages() -> None:
     waiting = [Item(1000, arrived_ns=0), Item(10, arrived_ns=9 * SECOND_NS)]
     policy = ShortestFirst(ageing_s=10.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -60,11 +59,6 @@ def test_cli_config_show_reports_origins() -> None:
     assert "slots = 2  # command line\n" in output
     assert 'name = "x"  # environment VSCHED__MODEL__NAME\n' in output
     assert "block_size = 16  # default\n" in output
-
-
-def test_cli_config_schema_is_json() -> None:
-    schema = json.loads(run("config", "schema"))
-    assert "generate" in schema["$defs"]["Config"]["properties"]
 
 
 def test_cli_config_keys_prints_the_documented_table() -> None:

@@ -116,7 +116,7 @@ def test_resolve_policy_by_module_and_class() -> None:
         ),
         (
             {"use": "no_such_module:Class"},
-            "a.b.use: cannot import 'no_such_module:Class': No module named",
+            "a.b.use: cannot import 'no_such_module:Class': No module named 'no_such_module'. Remedy: install",
         ),
         (
             {"use": "vsched_policies.admission:Nope"},

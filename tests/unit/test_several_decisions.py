@@ -129,15 +129,6 @@ def test_policy_that_makes_several_decisions_has_one_state_for_all() -> None:
     assert door.state == first.state == second.state == Counts(1, 2)
 
 
-def test_policy_in_two_tables_has_a_state_for_each() -> None:
-    policy = Counting()
-    seats = PolicySeats(default_policies(arrival=policy, generate_admission=policy))
-    door, admission = seats.add_seat("arrival"), seats.add_seat("generate.admission")
-    door.state.arrived += 1
-    door.accept()
-    assert admission.state == Counts()
-
-
 def test_answers_of_the_base_class_are_valid_for_the_kernel() -> None:
     """What a subclass does not override decides as the kernel's defaults do."""
     policies = default_policies(

@@ -233,14 +233,11 @@ def _words(refuse: Refuse) -> tuple[str, object, object, str]:
             what = "an image can never fit the embedding cache"
             return what, value, tokens, f"send a smaller image, or raise {setting}"
         case RefusalCode.IMAGES_EXCEED_CACHE:
-            rows, by_choice = detail
             return (
                 "the images of a request can never fit the embedding cache together",
-                f"{value} tokens, each image in whole pages of {rows}",
+                f"{value} tokens, each image in whole pages of {detail[0]}",
                 tokens,
-                f"send fewer images, raise {setting}, or encode by item (encode.encoding)"
-                if by_choice
-                else f"send fewer images, or raise {setting}",
+                f"send fewer images, or raise {setting}",
             )
         case RefusalCode.CHUNK_EXCEEDED:
             what = "positions of this model see later ones, so one step must hold them together"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from vsched.cli import app
-from vsched.config import config_schema, keys_table, to_toml
+from vsched.config import keys_table, to_toml
 from vsched.terminal.options import ConfigOption, SetOption, load
 
 config_app = typer.Typer(help="Check, show and document the configuration.", no_args_is_help=True)
@@ -39,12 +38,6 @@ def show(
 ) -> None:
     """Print the configuration in force, as TOML."""
     typer.echo(to_toml(load(config, assignments), origin=origin), nl=False)
-
-
-@config_app.command()
-def schema() -> None:
-    """Print the JSON Schema of the configuration file, for editors."""
-    typer.echo(json.dumps(config_schema(), indent=2))
 
 
 @config_app.command(hidden=True)

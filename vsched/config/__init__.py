@@ -1,6 +1,6 @@
 """The configuration: its sections, loading, policies and documentation."""
 
-from vsched.config.document import config_schema, keys_table, to_toml, toml_value
+from vsched.config.document import keys_table, to_toml, toml_value
 from vsched.config.loading import LoadedConfig, load_config, plain_config
 from vsched.config.policies import ConfiguredPolicies, resolve_policies
 from vsched.config.sections import (
@@ -27,7 +27,6 @@ __all__ = [
     "ModelConfig",
     "RecordConfig",
     "ServerConfig",
-    "config_schema",
     "keys_table",
     "load_config",
     "plain_config",

@@ -55,15 +55,6 @@ def check_texts(config: Config) -> None:
     _refuse(_texts(config))
 
 
-def check_together(config: Config) -> None:
-    """Reject stages that share processes but differ in their number of replicas or ranks.
-
-    Raises:
-        ConfigError: With value, limit and remedy.
-    """
-    _refuse(_together(config))
-
-
 def check_cluster(cluster: ClusterConfig, *, together: bool, adapters: int) -> None:
     """Reject a cluster section on whose hosts no rank can start.
 

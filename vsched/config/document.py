@@ -1,4 +1,4 @@
-"""The configuration as text: effective values as TOML, a JSON Schema for editors, a table for the documentation."""
+"""The configuration as text: effective values as TOML, and a table for the documentation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import inspect
 import itertools
 import json
 from functools import cache
-from typing import Any
 
 import msgspec
 
@@ -15,8 +14,8 @@ from vsched.config import sections
 from vsched.config.loading import LoadedConfig
 from vsched.config.policies import policy_table
 from vsched.config.sections import Config, config_keys
-from vsched.plugins import list_policies, load_policy_class, type_text
-from vsched.policy import DECISIONS, POLICY_TABLES, SEVERAL, TABLES
+from vsched.plugins import type_text
+from vsched.policy import DECISIONS, SEVERAL, TABLES
 
 
 def to_toml(loaded: LoadedConfig, *, origin: bool = False) -> str:
@@ -58,54 +57,6 @@ def toml_value(value: object) -> str:
     return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def config_schema() -> dict[str, Any]:
-    """JSON Schema of the whole file, including the fields of registered policies."""
-    schema = msgspec.json.schema(Config)
-    definitions = schema["$defs"]
-    for path, text in key_descriptions().items():
-        section, _, name = path.rpartition(".")
-        definitions[_owner(section)]["properties"][name]["description"] = text
-    for path, kind in POLICY_TABLES.items():
-        section, _, name = path.rpartition(".")
-        key = definitions[_owner(section)]["properties"][name]
-        default = policy_table(Config(), path)
-        key["default"] = default
-        key["anyOf"] = [
-            *_policy_schemas(kind, default["use"], definitions),
-            {
-                "properties": {"use": {"type": "string", "pattern": "^[^:]+:[^:]+$"}},
-                "required": ["use"],
-            },
-        ]
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "vsched"
-    return schema
-
-
-def _policy_schemas(
-    kind: str, default_name: str, definitions: dict[str, Any]
-) -> list[dict[str, Any]]:
-    schemas = []
-    for found in list_policies():
-        if found.kind != kind or found.error is not None:
-            continue
-        cls = load_policy_class(kind, found.name)
-        (_, components) = msgspec.json.schema_components([cls], ref_template="#/$defs/{name}")
-        own = components.pop(cls.__name__)
-        definitions.update(components)
-        properties = {"use": {"const": found.name}, **own["properties"]}
-        required = own.get("required", [])
-        schemas.append(
-            {
-                "description": found.summary,
-                "properties": properties,
-                "additionalProperties": False,
-                "required": required if found.name == default_name else ["use", *required],
-            }
-        )
-    return schemas
-
-
 def keys_table() -> str:
     """Every key as Markdown: a heading and a table per section, top-level keys first."""
     sections: dict[str, list[str]] = {"": []}
@@ -124,11 +75,6 @@ def keys_table() -> str:
         for name, rows in sections.items()
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _owner(section: str) -> str:
-    """Name of the class of a section; empty for the top level."""
-    return f"{section.capitalize()}Config"
 
 
 @cache

@@ -7,7 +7,6 @@ table of the lower layers.
 
 from __future__ import annotations
 
-import logging
 import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from vsched.plain_values import InvalidValue, plain_struct
 from vsched.plugins import convert_value, did_you_mean
 from vsched.policy import POLICY_TABLES, SEVERAL, TABLES
 
-logger = logging.getLogger(__name__)
 ENVIRONMENT_PREFIX = "VSCHED__"
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -150,8 +148,6 @@ def _layers(
         if name.startswith(ENVIRONMENT_PREFIX):
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             _merge(environment, _assignment(key, environ[name]))
-        else:
-            _warn_of_underscores(name)
     yield lambda path: f"environment {_environment_variable(path)}", environment
     command_line: Tree = {}
     for assignment in sets:
@@ -161,15 +157,6 @@ def _layers(
             continue
         _merge(command_line, _assignment(key.strip(), text.strip()))
     yield lambda _: COMMAND_LINE, command_line
-
-
-def _warn_of_underscores(name: str) -> None:
-    """Warn about a variable that would be a key with double underscores; it may belong to another program."""
-    if name.startswith("VSCHED_"):
-        for key in config_keys():
-            wanted = _environment_variable(key)
-            if name.replace("_", "") == wanted.replace("_", ""):
-                logger.warning("environment %s is not read. Did you mean %s?", name, wanted)
 
 
 def _environment_variable(path: str) -> str:

@@ -19,7 +19,6 @@ from vsched.policy import (
     KERNEL_TABLES,
     POLICY_TABLES,
     SEVERAL,
-    ImagePolicy,
     MemoryPolicy,
     Policy,
     PruningPolicy,
@@ -54,11 +53,6 @@ class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
         """The policies that the kernel calls."""
         several = self.by_table[self.several[0]] if self.several else None
         return SeatPolicies(by_table=self.by_table, several=several, build=resolve_policy)
-
-    @property
-    def scope(self) -> str:
-        """Key of cached embeddings: `item` or `request`."""
-        return cast("ImagePolicy", self.by_table["encode.encoding"]).scope
 
     @property
     def memory(self) -> MemoryPolicy:
@@ -153,9 +147,6 @@ def check_replacement(
     if not checked:
         raise ConfigError("no policy is named. Remedy: name tables, such as generate.step")
     after = configured_policies(config, {**current.by_table, **built})
-    if after.scope != current.scope:
-        value, limit = f"scope {after.scope!r}", f"scope {current.scope!r}, as at the start"
-        raise _needs_restart("encode.encoding", value, limit)
     allowed, tokens = current.item_tokens_max, after.item_tokens_max
     if tokens is not None and (allowed is None or tokens < allowed):
         limit = (

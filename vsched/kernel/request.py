@@ -278,19 +278,6 @@ def host_bytes(request: Request, *, items: bool = True) -> int:
     return 4 * len(request.prompt_token_ids) + len(request.sampling.grammar) + extents
 
 
-def keyed_by_set(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
-    """Return the items with keys that depend on all images of the request."""
-    whole = blake2b(
-        b"".join(item.key for item in items), digest_size=32, person=b"vsched.set"
-    ).digest()
-    return tuple(
-        msgspec.structs.replace(
-            item, key=blake2b(whole + index.to_bytes(4, "little"), digest_size=32).digest()
-        )
-        for index, item in enumerate(items)
-    )
-
-
 Counted = TypeVar("Counted", bound=Hashable)
 
 

@@ -32,10 +32,9 @@ from vsched.kernel.request import (
     choices_root,
     host_bytes,
     int32,
-    keyed_by_set,
     root_hash,
 )
-from vsched.policy import EncodingView, ImagePolicy, ItemSpan, ReplicaView, RoutingView
+from vsched.policy import EncodingView, ItemSpan, ReplicaView, RoutingView
 from vsched.policy.measured import Measured
 from vsched.policy.router import default_replica
 from vsched.policy_host.seats import PolicySeat, PolicySeats
@@ -45,11 +44,11 @@ from vsched.types import FinishReason, MediaItem, Request, count_of
 
 
 def refuse_impossible(
-    request: Request, limits: SchedulerLimits, *, scope: str, emitted: int = 0
+    request: Request, limits: SchedulerLimits, *, emitted: int = 0
 ) -> Refuse | None:
     """Return the refusal of a request that can never be served with these limits; None for others.
 
-    `scope` is from the encoding policy. `emitted` is the number of outputs from an earlier engine.
+    `emitted` is the number of outputs from an earlier engine.
     """
     name, prompt = request.request_id, len(request.prompt_token_ids)
     outputs = request.sampling.max_tokens
@@ -65,7 +64,7 @@ def refuse_impossible(
     if limits.blocks_for(total) > limits.blocks:
         room = limits.blocks * limits.block_size
         return Refuse(name, RefusalCode.KV_EXCEEDED, total, room, "generate.memory")
-    return _refuse_atoms(request, limits) or _refuse_images(request, limits, scope)
+    return _refuse_atoms(request, limits) or _refuse_images(request, limits)
 
 
 def _refuse_atoms(request: Request, limits: SchedulerLimits) -> Refuse | None:
@@ -81,22 +80,21 @@ def _refuse_atoms(request: Request, limits: SchedulerLimits) -> Refuse | None:
     return Refuse(request.request_id, code, largest, limits.atom_tokens, setting)
 
 
-def _refuse_images(request: Request, limits: SchedulerLimits, scope: str) -> Refuse | None:
+def _refuse_images(request: Request, limits: SchedulerLimits) -> Refuse | None:
     name, setting = request.request_id, "arena.embedding_bytes"
     room = limits.pages * limits.page_rows
     for item in request.items:
         if limits.pages_for(item.tokens) > limits.pages:
             return Refuse(name, RefusalCode.IMAGE_EXCEEDS_CACHE, item.tokens, room, setting)
-    by_choice = scope == "request"
-    if not (by_choice or limits.prompt_atomic):
+    if not limits.prompt_atomic:
         return None
-    # All images must be in the cache at once: with an entry each in a set, or one for equal images in a chunk.
-    entries = {index if by_choice else item.key: item for index, item in enumerate(request.items)}
-    pages = sum(limits.pages_for(item.tokens) for item in entries.values())
+    # All images must be in the cache at once, with one entry for equal ones.
+    entries = {item.key: item.tokens for item in request.items}
+    pages = sum(map(limits.pages_for, entries.values()))
     if pages > limits.pages:
         tokens, rows = pages * limits.page_rows, limits.page_rows
         code = RefusalCode.IMAGES_EXCEED_CACHE
-        return Refuse(name, code, tokens, room, setting, detail=(rows, int(by_choice)))
+        return Refuse(name, code, tokens, room, setting, detail=(rows,))
     return None
 
 
@@ -267,7 +265,6 @@ class RequestMoves(Restorable):
     ) -> None:
         self._limits = limits
         self._encoding = seats.add_seat("encode.encoding")
-        self._scope = cast("ImagePolicy", self._encoding.policy).scope  # new policies must have it
         self._table = table
         self._cache = cache
         self._groups = groups
@@ -302,7 +299,6 @@ class RequestMoves(Restorable):
         commands: list[Command] = []
         first, choices = table.arrivals + 1, len(requests)
         root = self._root(request, first, choices)
-        items = request.items if self._scope == "item" else keyed_by_set(request.items)
         for number, each in enumerate(requests, start=first):
             tokens = int32(each.prompt_token_ids) + int32(event.emitted if number == first else ())
             state = RequestState(
@@ -310,7 +306,7 @@ class RequestMoves(Restorable):
                 number=number,
                 order=(number, 0),
                 stop_token_ids=event.stop_token_ids,
-                items=items,
+                items=request.items,
                 tokens=tokens,
                 host_bytes=host_bytes(each, items=number == first),  # the choices share the items
                 root=root,
@@ -334,7 +330,7 @@ class RequestMoves(Restorable):
         request, emitted = event.request, len(event.emitted)
         if self.given_up:
             return Refuse(request.request_id, RefusalCode.GIVEN_UP, reason=self.given_up)
-        refusal = refuse_impossible(request, self._limits, scope=self._scope, emitted=emitted)
+        refusal = refuse_impossible(request, self._limits, emitted=emitted)
         if refusal is None and any(self._table.find(one.request_id) for one in requests):
             refusal = Refuse(request.request_id, RefusalCode.DUPLICATE_ID)
         return refusal or self._refuse_full(request, len(requests))

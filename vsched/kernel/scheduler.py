@@ -590,7 +590,6 @@ class Scheduler(SnapshotRoot):
             "policy_replaced": self._seats.replaced(),
             "passed_over_s": self._passed_over_s(),
             "policy_tables": dict(self._installed.tables),
-            "policy_state_bytes": {name: len(data) for name, data in self._seats.states().items()},
             "encode": self.encode.statistics(),
             "generate": generate,
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import index as to_int
-from typing import ClassVar, Literal
 
 import msgspec
 
@@ -204,9 +203,6 @@ class ImagePolicy(Policy, frozen=True, kw_only=True):
 
     A subclass overrides the methods of the decisions that it makes. The kernel's defaults decide the others.
     """
-
-    scope: ClassVar[Literal["item", "request"]] = "item"
-    """Key of a cached embedding: `item` for the image's content, `request` for all images of a request in order."""
 
     @decides(
         "encoding",

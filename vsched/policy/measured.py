@@ -71,11 +71,6 @@ class EncodeTime(msgspec.Struct, frozen=True):
     items: int
     tokens: int
 
-    @property
-    def ns_per_token(self) -> float:
-        """Time per encoder output token."""
-        return self.took_ns / max(self.tokens, 1)
-
 
 class FirstTokenTime(msgspec.Struct, frozen=True):
     """A request that produced its first token.

@@ -39,6 +39,3 @@ from vsched.policy_host.shares import decide_shares as decide_shares
 from vsched.policy_host.step_times import PrefillBudget as PrefillBudget
 from vsched.policy_host.step_times import StepTimeModel as StepTimeModel
 from vsched.policy_host.waiting import OrderedQueue as OrderedQueue
-
-API_VERSION = 1
-"""Version of this package: a change that a host must follow increases it."""

@@ -298,7 +298,6 @@ CASES: dict[str, GalleryCase] = {
                 "look-ahead": (
                     ("encode.encoding", {"use": "chunk-aware", "look_ahead_chunks": 100}),
                 ),
-                "combined": (("encode.encoding", {"use": "combined"}),),
             },
             shown=("single", "albums"),
         ),

@@ -122,7 +122,6 @@ class Oracles:
         self._fifo = _is_fifo(setup)
         self._lines: dict[str, list[ReadyEntry]] = {}
         self._image_tokens_max = setup.policies.item_tokens_max or 0
-        self._by_item = setup.policies.scope == "item"
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         self._prompts: dict[int, int] = {}
         self._ids: dict[int, str] = {}
@@ -309,10 +308,9 @@ class Oracles:
 
     def _check_read(self, pages: Sequence[int], item: MediaItem) -> None:
         assert len(pages) == self._limits.pages_for(item.tokens), "pages and tokens disagree"
-        if self._by_item:  # else keys cover whole sets of images
-            assert all(self._pages.get(page) == item.key for page in pages), (
-                "a step reads pages that hold something else than its image"
-            )
+        assert all(self._pages.get(page) == item.key for page in pages), (
+            "a step reads pages that hold something else than its image"
+        )
 
     # --- encode steps ---
 

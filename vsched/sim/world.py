@@ -10,7 +10,6 @@ from collections import Counter
 
 import msgspec
 
-from vsched.kernel.request import keyed_by_set
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost
 from vsched.sim.faults import FaultPlan, Injector
 from vsched.sim.loop import VirtualLoop
@@ -52,8 +51,6 @@ class World:
         injector: Injects the planned faults.
         launches: Number of times the ranks of each group were started.
         items: Images of accepted requests, by request number.
-        cached: The same images under their embedding-cache keys.
-        by_set: Whether embedding-cache keys cover all images of a request rather than one.
         appearances: Simulated image contents, by key.
         violations: Broken invariants, in order.
         hints: Suspicious events that may explain a violation.
@@ -83,8 +80,6 @@ class World:
             loop, self.generator("network"), self.injector, profile=links or LinkProfile()
         )
         self.items: dict[int, tuple[MediaItem, ...]] = {}
-        self.cached: dict[int, tuple[MediaItem, ...]] = {}
-        self.by_set = False
         self.appearances: dict[bytes, Appearance] = {}
         self.violations: list[str] = []
         self.hints: list[str] = []
@@ -103,10 +98,6 @@ class World:
     def accept(self, number: int, items: tuple[MediaItem, ...]) -> None:
         """Record the images of an accepted request."""
         self.items[number] = items
-        self.cached[number] = keyed_by_set(items) if self.by_set else items
-        for item, cached in zip(items, self.cached[number], strict=True):
-            if item.key in self.appearances:
-                self.appearances[cached.key] = self.appearances[item.key]
 
     def violate(self, what: str) -> None:
         """Record a broken invariant; the simulation continues and fails at the end."""

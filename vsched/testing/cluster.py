@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from heapq import heappop, heappush
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -58,7 +58,6 @@ from vsched.policy import (
     KERNEL_TABLES,
     POLICY_TABLES,
     SEVERAL,
-    ImagePolicy,
     Policy,
     decisions_of,
     tables_of,
@@ -161,11 +160,8 @@ class ModelCluster:
         self.encode_logs: dict[str, deque[EncodeDecision]] = {
             name: deque() for name in group_names("encode", limits.encoders)
         }
-        self._by_set = cast("ImagePolicy", policies.by_table["encode.encoding"]).scope != "item"
         self.generators = {
-            name: SteppedGenerator(
-                name, limits, self.make_rank, self._request_of, by_set=self._by_set
-            )
+            name: SteppedGenerator(name, limits, self.make_rank, self._request_of)
             for name in group_names("generate", limits.generators)
         }
         self.groups = [*self.encode_logs, *self.generators]
@@ -178,7 +174,7 @@ class ModelCluster:
 
     def make_rank(self, group: SteppedGenerator) -> GenerateRank:
         """Return an empty rank of a generate group."""
-        return symbolic_rank(group, self.limits, self.arena, self._request_of, by_set=self._by_set)
+        return symbolic_rank(group, self.limits, self.arena, self._request_of)
 
     def _request_of(self, number: int) -> Request:
         return self.requests[self.names[number]]

@@ -92,7 +92,7 @@ def check_growth(policies: SeatPolicies, seed: int) -> None:
     class GrowthWatch(ModelCluster):
         def _handle(self, event: Event) -> list[Command]:
             commands = super()._handle(event)
-            sizes.append(self.kernel.statistics()["policy_state_bytes"])
+            sizes.append({seat: len(data) for seat, data in self.kernel.policy_states().items()})
             return commands
 
     def make(limits: SchedulerLimits, policies: SeatPolicies | None) -> ModelCluster:

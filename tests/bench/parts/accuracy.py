@@ -74,7 +74,6 @@ VARIANTS = (
     Variant("no-cache", (NO_EMBEDDING_CACHE, NO_PREFIX_CACHE), passes=2),
     *(Variant(f"chunk-{tokens}", (f"generate.chunk_tokens={tokens}",)) for tokens in (16, 48)),
     Variant("eager", ("encode.encoding.look_ahead_chunks=100", NO_PREFIX_CACHE)),
-    Variant("combined", ("encode.encoding.use=combined", NO_PREFIX_CACHE)),
     Variant("tensor-parallel-2", ("encode.tensor_parallel=2", "generate.tensor_parallel=2")),
     Variant("preempted", (f"generate.block_size={BLOCK_TOKENS}",), passes=2, starved=True),
     *(

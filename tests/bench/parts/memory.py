@@ -29,6 +29,7 @@ from vsched.config.sections import size_bytes
 from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused, VschedError
 from vsched.memory import size_text
+from vsched.policy import Build, MemoryPlan, MemoryPolicy, MemoryView
 from vsched.terminal.options import JsonOption, SetOption, write_json
 from vsched.types import SamplingParams
 
@@ -38,10 +39,19 @@ OUTPUT_TOKENS = 8
 FILLER_TOKENS = 64
 
 
+class Share(MemoryPolicy, frozen=True, kw_only=True):
+    """A share of the memory left by the weights, without a profiling run."""
+
+    def plan(self, view: MemoryView) -> MemoryPlan:
+        free = min(rank.available_bytes for rank in view.ranks)
+        tokens = int(self.mem_fraction * free) // view.bytes_per_token
+        yield Build(tokens // view.block_size * view.block_size, profile=False)
+
+
 POLICIES = {
     "auto-profile": ['generate.memory={use="auto-profile"}'],
-    "fraction 0.9, nothing reserved": [
-        'generate.memory={use="fraction", mem_fraction=0.9}',
+    "share 0.9, nothing reserved": [
+        'generate.memory={use="tests.bench.parts.memory:Share", mem_fraction=0.9}',
         "encode.reserved=0",
     ],
 }

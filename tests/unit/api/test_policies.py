@@ -87,7 +87,6 @@ async def test_engine_replaces_policies_while_requests_run() -> None:
             "generate.memory: cannot be replaced while requests run",
         ),
         ({"generate.memory": Pinned(tokens=400)}, "the policy of the start, which is not called"),
-        ({"encode.encoding": {"use": "combined"}}, "limit scope 'item', as at the start"),
         (
             {"encode.admission": {"use": "token-budget", "max_tokens": 8}},
             "value 8 tokens of an image, limit",

@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_cost_model(COST, tmp_path / "cost.json")
     (tmp_path / "trace.csv").write_text(TRACE)
     (tmp_path / "a.toml").write_text("")
-    (tmp_path / "b.toml").write_text('[encode.encoding]\nuse = "combined"\n')
+    (tmp_path / "b.toml").write_text("[encode.encoding]\nlook_ahead_chunks = 9\n")
     return tmp_path
 
 
@@ -45,7 +45,9 @@ def run(*words: str, status: int = 0) -> str:
 
 def test_simulate_compares_configurations(folder: Path) -> None:
     said = run("-c", "a.toml", "-c", "b.toml", "--trace", "trace.csv", "--json", "out.json")
-    assert "encode.encoding: ChunkAware(look_ahead_chunks=0) | Combined()" in said
+    assert (
+        "encode.encoding: ChunkAware(look_ahead_chunks=0) | ChunkAware(look_ahead_chunks=9)" in said
+    )
     assert "trace: 3 rows without output tokens were left out" in said
     assert "cost model test: made up" in said
     first, second = read_json(folder / "out.json")

@@ -30,6 +30,7 @@ from vsched.policy import (
     Hold,
     ImagePolicy,
     InsertionView,
+    Policy,
     Preemption,
     PreemptionView,
     ReclaimView,
@@ -48,7 +49,7 @@ from vsched_policies.admission import Fifo, Priority, ShortestFirst, Tiers, Toke
 from vsched_policies.arrival import DeadlineShed, Open
 from vsched_policies.dispatch import FewestHeldUp
 from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup
-from vsched_policies.encoding import ChunkAware, Combined
+from vsched_policies.encoding import ChunkAware
 from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
 from vsched_policies.insertion import Everything, Matching
 from vsched_policies.preemption import Youngest
@@ -118,8 +119,20 @@ def digest(measured: Measured) -> int:
     return crc32(msgspec.msgpack.encode([reported, counts])) % 1000
 
 
-class TalliedAdmission(RequestPolicy, frozen=True, kw_only=True):
-    """Admits a number that depends on its state, from the front or from the back."""
+class Every(
+    RequestPolicy,
+    ImagePolicy,
+    RoutingPolicy,
+    CachePolicy,
+    DraftingPolicy,
+    frozen=True,
+    kw_only=True,
+):
+    """Base of the policies that make every decision."""
+
+
+class Tallied(Every, frozen=True, kw_only=True):
+    """Each decision follows from all calls before and from all measurements; every n-th call fails, 0 for none."""
 
     state_type = Tally
     fails: int = 0
@@ -130,40 +143,120 @@ class TalliedAdmission(RequestPolicy, frozen=True, kw_only=True):
         chosen = order if number % 3 else order[::-1]
         return Admission(list(chosen)[: 1 + number % max(view.entries_free, 1)])
 
-
-class TalliedEncoding(ImagePolicy, frozen=True, kw_only=True):
-    """Encodes ahead by a number that depends on its state."""
-
-    state_type = Tally
-    fails: int = 0
-
     def select(self, view: EncodingView) -> Sequence[int]:
         number = tally(self.fails, view, str(view.arriving), view.prompt_tokens)
         return [index for index, item in enumerate(view.items) if not item.ready][: number % 3]
 
-
-class TalliedPreemption(RequestPolicy, frozen=True, kw_only=True):
-    """The victim follows from the calls before."""
-
-    state_type = Tally
-    fails: int = 0
-
     def victim(self, view: PreemptionView) -> int:
-        number = tally(self.fails, view, "victim", len(view.running))
-        return number % len(view.running)
-
-
-class TalliedRouting(RoutingPolicy, frozen=True, kw_only=True):
-    """A healthy replica that follows from the calls before."""
-
-    state_type = Tally
-    fails: int = 0
+        return tally(self.fails, view, "victim", len(view.running)) % len(view.running)
 
     def choose(self, view: RoutingView) -> int:
         measured = sum(digest(replica.measured) for replica in view.replicas)
         number = tally(self.fails, view, str(len(view.item_keys)), measured)
         healthy = [replica.index for replica in view.replicas if replica.healthy]
         return healthy[number % len(healthy)] if healthy else 0
+
+    def share(self, view: StepView) -> StepShares:
+        number = tally(self.fails, view, "share", view.decodes)
+        order = list(range(len(view.prefilling)))
+        return StepShares(order[:: -1 if number % 2 else 1], time_ns=number * 100)
+
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
+        inside = view.held + view.preparing + view.waiting + view.running + view.tenant_requests
+        number = tally(self.fails, view, "arrive", inside + view.load_tokens)
+        if view.request.asks > 3 or number % 3 == 0:
+            return Admit()
+        return Shed("no", 1 + number % 9) if number % 7 == 0 else Hold(view.now_ns + number)
+
+    def dispatch(self, view: DispatchView) -> Dispatch:
+        number = tally(self.fails, view, "dispatch", len(view.waiting))
+        free = [index for index, group in enumerate(view.groups) if group.free]
+        order = list(range(len(view.waiting)))
+        return Dispatch(free[number % len(free)], order[:: -1 if number % 2 else 1])
+
+    def reclaim(self, view: ReclaimView) -> Sequence[int]:
+        number = tally(self.fails, view, "choose", view.pages)
+        return list(range(len(view.ready)))[:: -1 if number % 2 else 1]
+
+    def keep(self, view: InsertionView) -> int:
+        return tally(self.fails, view, "keep", len(view.hashes)) % (len(view.hashes) + 1)
+
+
+class Anything(Every, frozen=True, kw_only=True):
+    """Any legal decision; `wrong` of a hundred are invalid, or an error."""
+
+    wrong: int = 0
+
+    def _draw(self, view: Any, count: int, *invalid: Any) -> tuple[random.Random, Any]:
+        """Return the generator of a call, and the invalid answer that it gives, if any."""
+        rng = random.Random(view.now_ns + count)
+        if rng.randrange(100) >= self.wrong:
+            return rng, None
+        if rng.random() < 0.3:
+            raise RuntimeError("a bug in the policy")
+        return rng, rng.choice(invalid)
+
+    def admit(self, view: AdmissionView) -> Admission:
+        count = len(view.waiting)
+        bad = Admission([count]), Admission([-1]), Admission([0, 0]), Admission((), 0)
+        rng, invalid = self._draw(view, count, *bad)
+        if invalid is None and view.running and rng.random() < 0.3:
+            return Admission()
+        return invalid or Admission(rng.sample(range(count), rng.randint(1, count)))
+
+    def select(self, view: EncodingView) -> Sequence[int]:
+        count = len(view.items)
+        rng, invalid = self._draw(view, count, [count])
+        return invalid or rng.sample(range(count), rng.randint(0, count))
+
+    def victim(self, view: PreemptionView) -> int | Preemption:
+        count = len(view.running)
+        rng, invalid = self._draw(view, count, count)
+        index = rng.randrange(count)
+        return invalid or (index if rng.randrange(4) == 0 else Preemption(index, "swap"))
+
+    def choose(self, view: RoutingView) -> int:
+        rng, invalid = self._draw(view, view.routed, 10)
+        return invalid or rng.randrange(len(view.replicas))
+
+    def share(self, view: StepView) -> StepShares:
+        count = len(view.prefilling)
+        bad = StepShares([count]), StepShares([0, 0]), StepShares([], [1])
+        rng, invalid = self._draw(view, count, *bad)
+        order = rng.sample(range(count), rng.randint(0, count))
+        tokens = [rng.choice([0, 1, 7, 500]) for _ in order] if rng.random() < 0.5 else None
+        return invalid or StepShares(order, tokens, rng.choice([None, 0, 1_000, 10**9]))
+
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
+        bad = Hold(view.now_ns), Shed(""), Redirect("ftp://other")
+        rng, invalid = self._draw(view, view.held, *bad)
+        hold = Hold(view.now_ns + rng.choice([1, 10_000, 10_000_000]))
+        late = view.now_ns > view.request.arrived_ns + 10_000_000_000
+        return invalid or rng.choice([Admit(), Admit(), Shed("no"), Admit() if late else hold])
+
+    def dispatch(self, view: DispatchView) -> Dispatch:
+        count = len(view.waiting)
+        bad = Dispatch(len(view.groups)), Dispatch(None, ()), Dispatch(0, [count])
+        rng, invalid = self._draw(view, count, *bad)
+        free = [index for index, group in enumerate(view.groups) if group.free]
+        if invalid is None and any(one.items for one in view.groups) and rng.random() < 0.3:
+            return Dispatch(None)
+        order = rng.sample(range(count), rng.randint(1, count)) if rng.random() < 0.7 else None
+        return invalid or Dispatch(rng.choice(free), order)
+
+    def reclaim(self, view: ReclaimView) -> Sequence[int]:
+        count = len(view.ready)
+        rng, invalid = self._draw(view, count, [count], [0, 0])
+        return invalid or rng.sample(range(count), rng.randint(0, count))
+
+    def keep(self, view: InsertionView) -> int:
+        count = len(view.hashes)
+        rng, invalid = self._draw(view, count, count + 1)
+        return invalid or rng.randint(0, count)
+
+    def grant(self, view: DraftingView) -> Draft:
+        rng, invalid = self._draw(view, view.outputs, Draft(-1), Draft(60))
+        return invalid or Draft(rng.randint(0, 8), rng.randint(0, 5), 1, rng.random() < 0.5)
 
 
 class Reversed(RequestPolicy, frozen=True, kw_only=True):
@@ -182,19 +275,6 @@ class LastAlone(RequestPolicy, frozen=True, kw_only=True):
         if self.patient and view.running:
             return Admission()
         return Admission([len(view.waiting) - 1])
-
-
-class Holding(RequestPolicy, frozen=True, kw_only=True):
-    """Refuses everything, however often it is called, until the oldest has waited long enough."""
-
-    for_ns: int = 1_000_000
-    step_ns: int = 50_000
-
-    def admit(self, view: AdmissionView) -> Admission:
-        oldest_ns = min(entry.arrived_ns for entry in view.waiting)
-        if view.now_ns >= oldest_ns + self.for_ns:
-            return Admission(range(min(len(view.waiting), view.entries_free)))
-        return Admission(hold_until_ns=view.now_ns + self.step_ns)
 
 
 class HoldingForEver(RequestPolicy, frozen=True, kw_only=True):
@@ -216,43 +296,6 @@ class HoldingBack(RequestPolicy, frozen=True, kw_only=True):
         if view.now_ns // 300_000 % 2:
             return Admission(hold_until_ns=view.now_ns + 100_000)
         return Admission(last)
-
-
-class Shuffling(RequestPolicy, frozen=True, kw_only=True):
-    """Any order, sometimes none, an index out of range, a duplicate, or an error."""
-
-    wrong: int = 0
-
-    def admit(self, view: AdmissionView) -> Admission:
-        rng = random.Random(view.now_ns)
-        count = len(view.waiting)
-        if rng.randrange(100) < self.wrong:
-            bad = [Admission([count]), Admission([-1]), Admission([0, 0]), Admission((), 0)]
-            if rng.random() < 0.5:
-                raise RuntimeError("a bug in the policy")
-            return rng.choice(bad)
-        if view.running and rng.random() < 0.3:
-            return Admission()
-        return Admission(rng.sample(range(count), rng.randint(1, count)))
-
-
-class Scattered(ImagePolicy, frozen=True, kw_only=True):
-    """Any items, ready or not, sometimes invalid ones."""
-
-    wrong: int = 0
-
-    def select(self, view: EncodingView) -> Sequence[int]:
-        rng = random.Random(view.chunk_stop + len(view.items))
-        if rng.randrange(100) < self.wrong:
-            return [len(view.items)]
-        return rng.sample(range(len(view.items)), rng.randint(0, len(view.items)))
-
-
-class FromTheEnd(ImagePolicy, frozen=True, kw_only=True):
-    """The last item first: the one that is needed last."""
-
-    def select(self, view: EncodingView) -> Sequence[int]:
-        return [len(view.items) - 1]
 
 
 class Stubborn(CachePolicy, frozen=True, kw_only=True):
@@ -308,331 +351,88 @@ class StubbornOrder:
         return iter(self._keys)
 
 
-class Oldest(RequestPolicy, frozen=True, kw_only=True):
-    """Always the oldest, which must go on."""
-
-    def victim(self, view: PreemptionView) -> int:
-        return 0
-
-
-class AnyVictim(RequestPolicy, frozen=True, kw_only=True):
-    """Any victim, in any mode, or an index out of range."""
-
-    wrong: int = 0
-
-    def victim(self, view: PreemptionView) -> int | Preemption:
-        rng = random.Random(view.now_ns)
-        if rng.randrange(100) < self.wrong:
-            return len(view.running)
-        index = rng.randrange(len(view.running))
-        return index if rng.randrange(4) == 0 else Preemption(index, "swap")
+Maker = Callable[[random.Random], Policy]
+ADVERSARIES: list[Maker] = [
+    lambda rng: Anything(wrong=rng.choice([0, 10, 60])),
+    lambda rng: Tallied(fails=rng.choice([0, 2, 5])),
+]
 
 
-WRONG = (0, 10, 60)
-
-
-def random_admission(rng: random.Random) -> RequestPolicy:
+def random_admission(rng: random.Random) -> Policy:
     budget = rng.choice([None, 0, 1, 10, 64])
     items = rng.choice([1, 2, 8])
     seconds = rng.choice([0.0, 0.000_01, 0.001, 0.1, 10.0])
-    makers: list[Callable[[], RequestPolicy]] = [
-        Fifo,
-        lambda: TokenBudget(max_tokens=budget, max_items=items),
-        lambda: Gathering(count=items, deadline_s=seconds),
-        lambda: Priority(max_tokens=budget, max_items=items, ageing_s=seconds),
-        lambda: Tiers(ageing_s=seconds, mode=rng.choice(["recompute", "swap"])),
-        lambda: TenantFair(output_weight=rng.choice([1, 5]), max_items=rng.choice([None, 1])),
-        lambda: ShortestFirst(ageing_s=rng.choice([0.001, 10.0]), forget=rng.choice([0.1, 1.0])),
-        Reversed,
-        lambda: LastAlone(patient=rng.random() < 0.5),
-        lambda: Holding(for_ns=rng.choice([10_000, 1_000_000])),
-        HoldingForEver,
-        lambda: HoldingBack(both=rng.random() < 0.3),
-        lambda: Shuffling(wrong=rng.choice(WRONG)),
-        lambda: TalliedAdmission(fails=rng.choice([0, 2, 5])),
+    makers: list[Maker] = [
+        lambda _: Fifo(),
+        lambda _: TokenBudget(max_tokens=budget, max_items=items),
+        lambda _: Gathering(count=items, deadline_s=seconds),
+        lambda _: Priority(max_tokens=budget, max_items=items, ageing_s=seconds),
+        lambda rng: Tiers(ageing_s=seconds, mode=rng.choice(["recompute", "swap"])),
+        lambda rng: TenantFair(output_weight=rng.choice([1, 5]), max_items=rng.choice([None, 1])),
+        lambda rng: ShortestFirst(
+            ageing_s=rng.choice([0.001, 10.0]), forget=rng.choice([0.1, 1.0])
+        ),
+        lambda _: Reversed(),
+        lambda rng: LastAlone(patient=rng.random() < 0.5),
+        lambda _: HoldingForEver(),
+        lambda rng: HoldingBack(both=rng.random() < 0.3),
+        *ADVERSARIES,
     ]
-    return rng.choice(makers)()
+    return rng.choice(makers)(rng)
 
 
-def random_encoding(rng: random.Random) -> ImagePolicy:
-    ahead = rng.choice([0, 1, 3, 100])
-    makers: list[Callable[[], ImagePolicy]] = [
-        lambda: ChunkAware(look_ahead_chunks=ahead),
-        Combined,
-        lambda: Scattered(wrong=rng.choice(WRONG)),
-        FromTheEnd,
-        lambda: TalliedEncoding(fails=rng.choice([0, 2, 5])),
+def random_eviction(rng: random.Random) -> Policy:
+    makers: list[Maker] = [
+        lambda _: Lru(),
+        lambda rng: S3Fifo(
+            small_share=rng.choice([0.1, 0.5, 1.0]), ghosts=rng.choice([0, 2, 1024])
+        ),
+        lambda _: KeepNothing(),
+        lambda rng: Stubborn(calls=rng.choice([0, 10, 1 << 30]), keeps=rng.choice([1, 100])),
     ]
-    return rng.choice(makers)()
-
-
-def random_eviction(rng: random.Random) -> CachePolicy:
-    makers: list[Callable[[], CachePolicy]] = [
-        Lru,
-        lambda: S3Fifo(small_share=rng.choice([0.1, 0.5, 1.0]), ghosts=rng.choice([0, 2, 1024])),
-        KeepNothing,
-        lambda: Stubborn(calls=rng.choice([0, 10, 1 << 30]), keeps=rng.choice([1, 100])),
-    ]
-    return rng.choice(makers)()
-
-
-def random_preemption(rng: random.Random) -> RequestPolicy:
-    makers: list[Callable[[], RequestPolicy]] = [
-        Youngest,
-        Oldest,
-        lambda: TalliedPreemption(fails=rng.choice([0, 2, 5])),
-        lambda: AnyVictim(wrong=rng.choice(WRONG)),
-    ]
-    return rng.choice(makers)()
-
-
-class AnyReplica(RoutingPolicy, frozen=True, kw_only=True):
-    """Any replica, healthy or not; sometimes one that does not exist."""
-
-    wrong: int = 0
-
-    def choose(self, view: RoutingView) -> int:
-        if self.wrong and view.routed % 3 == 0:
-            return self.wrong
-        return (view.routed * 7 + view.prompt_tokens) % len(view.replicas)
-
-
-def random_routing(rng: random.Random) -> RoutingPolicy:
-    makers: list[Callable[[], RoutingPolicy]] = [
-        RoundRobin,
-        lambda: TalliedRouting(fails=rng.choice([0, 2, 5])),
-        AnyReplica,
-        lambda: AnyReplica(wrong=rng.choice(WRONG)),
-    ]
-    return rng.choice(makers)()
-
-
-class AnyGrant(DraftingPolicy, frozen=True, kw_only=True):
-    """Any number of tokens for any number of steps; sometimes an invalid grant."""
-
-    tokens: int = 8
-    steps: int = 3
-    wrong: int = 0
-
-    def grant(self, view: DraftingView) -> Draft:
-        if self.wrong and view.outputs % 3 == 0:
-            return Draft(self.wrong)
-        return Draft(
-            (view.outputs * 7 + self.tokens) % (self.tokens + 1),
-            view.outputs % (self.steps + 1),
-            1,
-            model=view.outputs % 2 == 0,
-        )
-
-
-def random_drafting(rng: random.Random) -> DraftingPolicy:
-    makers: list[Callable[[], DraftingPolicy]] = [
-        NoDrafts,
-        ForcedTokens,
-        lambda: PromptLookup(steps=rng.randint(1, 4), tokens=rng.randint(1, 8)),
-        lambda: AnyGrant(tokens=rng.randint(1, 8), steps=rng.randint(0, 5)),
-        lambda: AnyGrant(wrong=rng.choice(WRONG)),
-    ]
-    return rng.choice(makers)()
-
-
-class AnyShares(RequestPolicy, frozen=True, kw_only=True):
-    """Any order of some requests, by any number of tokens, in any time; or none, or an illegal decision."""
-
-    wrong: int = 0
-
-    def share(self, view: StepView) -> StepShares:
-        rng = random.Random(view.now_ns)
-        count = len(view.prefilling)
-        if rng.randrange(100) < self.wrong:
-            return rng.choice([StepShares([count]), StepShares([0, 0]), StepShares([], [1])])
-        order = rng.sample(range(count), rng.randint(0, count))
-        tokens = [rng.choice([0, 1, 7, 500]) for _ in order] if rng.random() < 0.5 else None
-        return StepShares(order, tokens, rng.choice([None, 0, 1_000, 10**9]))
-
-
-class TalliedShares(RequestPolicy, frozen=True, kw_only=True):
-    """The order follows from the calls before."""
-
-    state_type = Tally
-    fails: int = 0
-
-    def share(self, view: StepView) -> StepShares:
-        number = tally(self.fails, view, "share", view.decodes)
-        order = list(range(len(view.prefilling)))
-        return StepShares(order[:: -1 if number % 2 else 1], time_ns=number * 100)
-
-
-def random_step(rng: random.Random) -> RequestPolicy:
-    makers: list[Callable[[], RequestPolicy]] = [
-        InOrder,
-        lambda: TenantFair(quantum_tokens=rng.choice([1, 7, 256])),
-        lambda: SloFeedback(itl_target_ms=rng.choice([1, 50]), least_ms=0.001, gain=0.5),
-        lambda: AnyShares(wrong=rng.choice(WRONG)),
-        lambda: TalliedShares(fails=rng.choice([0, 2, 5])),
-    ]
-    return rng.choice(makers)()
-
-
-class AnyDoor(RequestPolicy, frozen=True, kw_only=True):
-    """Any decision, by the time; or an illegal one."""
-
-    wrong: int = 0
-
-    def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        rng = random.Random(view.now_ns)
-        if rng.randrange(100) < self.wrong:
-            wrong: list[ArrivalDecision] = [Hold(view.now_ns), Shed(""), Redirect("ftp://other")]
-            return rng.choice(wrong)
-        hold = Hold(view.now_ns + rng.choice([1, 10_000, 10_000_000]))
-        late = view.now_ns > view.request.arrived_ns + 10_000_000_000
-        choices: list[ArrivalDecision] = [Admit(), Admit(), Shed("no"), Admit() if late else hold]
-        return rng.choice(choices)
-
-
-class TalliedDoor(RequestPolicy, frozen=True, kw_only=True):
-    """Holds follow from the calls before."""
-
-    state_type = Tally
-    fails: int = 0
-
-    def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        inside = view.held + view.preparing + view.waiting + view.running + view.tenant_requests
-        number = tally(self.fails, view, "door", inside + view.load_tokens)
-        if view.request.asks > 3 or number % 3 == 0:
-            return Admit()
-        return Shed("no", 1 + number % 9) if number % 7 == 0 else Hold(view.now_ns + number)
-
-
-def random_arrival(rng: random.Random) -> RequestPolicy:
-    makers: list[Callable[[], RequestPolicy]] = [
-        Open,
-        lambda: TenantFair(rate=rng.choice([1, 1e4]), burst=rng.randint(1, 4), wait_s=rng.random()),
-        lambda: DeadlineShed(ttft_target_ms=rng.choice([1, 2000, None])),
-        lambda: AnyDoor(wrong=rng.choice(WRONG)),
-        lambda: TalliedDoor(fails=rng.choice([0, 2, 5])),
-    ]
-    return rng.choice(makers)()
-
-
-class AnyDispatch(ImagePolicy, frozen=True, kw_only=True):
-    """Any free group and any waiting images, or none while others are encoded; or an illegal decision."""
-
-    wrong: int = 0
-
-    def dispatch(self, view: DispatchView) -> Dispatch:
-        rng = random.Random(view.now_ns)
-        count = len(view.waiting)
-        if rng.randrange(100) < self.wrong:
-            return rng.choice([Dispatch(len(view.groups)), Dispatch(None), Dispatch(0, [count])])
-        free = [index for index, group in enumerate(view.groups) if group.free]
-        if any(group.items for group in view.groups) and rng.random() < 0.3:
-            return Dispatch(None)
-        order = rng.sample(range(count), rng.randint(1, count)) if rng.random() < 0.7 else None
-        return Dispatch(rng.choice(free), order)
-
-
-class TalliedDispatch(ImagePolicy, frozen=True, kw_only=True):
-    """The order of images follows from the calls before."""
-
-    state_type = Tally
-    fails: int = 0
-
-    def dispatch(self, view: DispatchView) -> Dispatch:
-        number = tally(self.fails, view, "dispatch", len(view.waiting))
-        free = [index for index, group in enumerate(view.groups) if group.free]
-        order = list(range(len(view.waiting)))
-        return Dispatch(free[number % len(free)], order[:: -1 if number % 2 else 1])
-
-
-def random_dispatch(rng: random.Random) -> ImagePolicy:
-    makers: list[Callable[[], ImagePolicy]] = [
-        FewestHeldUp,
-        lambda: AnyDispatch(wrong=rng.choice(WRONG)),
-        lambda: TalliedDispatch(fails=rng.choice([0, 2, 5])),
-    ]
-    return rng.choice(makers)()
-
-
-class AnyEmbeddings(ImagePolicy, frozen=True, kw_only=True):
-    """Any of them, or none, or an index out of range, or a duplicate."""
-
-    wrong: int = 0
-
-    def reclaim(self, view: ReclaimView) -> Sequence[int]:
-        rng = random.Random(view.now_ns)
-        count = len(view.ready)
-        if rng.randrange(100) < self.wrong:
-            return rng.choice([[count], [0, 0]])
-        return rng.sample(range(count), rng.randint(0, count))
-
-
-class TalliedReclaim(ImagePolicy, frozen=True, kw_only=True):
-    """The evicted embedding follows from the calls before."""
-
-    state_type = Tally
-    fails: int = 0
-
-    def reclaim(self, view: ReclaimView) -> Sequence[int]:
-        number = tally(self.fails, view, "choose", view.pages)
-        return list(range(len(view.ready)))[:: -1 if number % 2 else 1]
-
-
-def random_reclaim(rng: random.Random) -> ImagePolicy:
-    makers: list[Callable[[], ImagePolicy]] = [
-        YoungestEmbedding,
-        lambda: AnyEmbeddings(wrong=rng.choice(WRONG)),
-        lambda: TalliedReclaim(fails=rng.choice([0, 2, 5])),
-    ]
-    return rng.choice(makers)()
-
-
-class AnyBlocks(CachePolicy, frozen=True, kw_only=True):
-    """Any number of blocks, or one too many."""
-
-    wrong: int = 0
-
-    def keep(self, view: InsertionView) -> int:
-        rng = random.Random(view.now_ns)
-        count = len(view.hashes)
-        return count + 1 if rng.randrange(100) < self.wrong else rng.randint(0, count)
-
-
-class TalliedInsertion(CachePolicy, frozen=True, kw_only=True):
-    """The number of blocks follows from the calls before."""
-
-    state_type = Tally
-    fails: int = 0
-
-    def keep(self, view: InsertionView) -> int:
-        number = tally(self.fails, view, "keep", len(view.hashes))
-        return number % (len(view.hashes) + 1)
-
-
-def random_insertion(rng: random.Random) -> CachePolicy:
-    makers: list[Callable[[], CachePolicy]] = [
-        Everything,
-        lambda: Matching(tokens_min=rng.choice([0, 20]), tokens_max=rng.choice([None, 40])),
-        lambda: AnyBlocks(wrong=rng.choice(WRONG)),
-        lambda: TalliedInsertion(fails=rng.choice([0, 2, 5])),
-    ]
-    return rng.choice(makers)()
+    return rng.choice(makers)(rng)
+
+
+OTHERS: dict[str, list[Maker]] = {
+    "encoding": [lambda rng: ChunkAware(look_ahead_chunks=rng.choice([0, 1, 3, 100]))],
+    "dispatch": [lambda _: FewestHeldUp()],
+    "reclaim": [lambda _: YoungestEmbedding()],
+    "insertion": [
+        lambda _: Everything(),
+        lambda rng: Matching(tokens_min=rng.choice([0, 20]), tokens_max=rng.choice([None, 40])),
+    ],
+    "preemption": [lambda _: Youngest()],
+    "routing": [lambda _: RoundRobin()],
+    "drafting": [
+        lambda _: NoDrafts(),
+        lambda _: ForcedTokens(),
+        lambda rng: PromptLookup(steps=rng.randint(1, 4), tokens=rng.randint(1, 8)),
+    ],
+    "step": [
+        lambda _: InOrder(),
+        lambda rng: TenantFair(quantum_tokens=rng.choice([1, 7, 256])),
+        lambda _: SloFeedback(itl_target_ms=1, least_ms=0.001, gain=0.5),
+    ],
+    "arrival": [
+        lambda _: Open(),
+        lambda rng: TenantFair(
+            rate=rng.choice([1, 1e4]), burst=rng.randint(1, 4), wait_s=rng.random()
+        ),
+        lambda rng: DeadlineShed(ttft_target_ms=rng.choice([1, 2000, None])),
+    ],
+}
 
 
 def random_policies(rng: random.Random) -> SeatPolicies:
     """Return any combination."""
+    drafts = ADVERSARIES[:1]
     return default_policies(
         encode_admission=random_admission(rng),
         generate_admission=random_admission(rng),
-        encoding=random_encoding(rng),
-        dispatch=random_dispatch(rng),
         encode_eviction=random_eviction(rng),
-        reclaim=random_reclaim(rng),
         generate_eviction=random_eviction(rng),
-        insertion=random_insertion(rng),
-        preemption=random_preemption(rng),
-        routing=random_routing(rng),
-        drafting=random_drafting(rng),
-        step=random_step(rng),
-        arrival=random_arrival(rng),
+        **{
+            kind: rng.choice([*makers, *(drafts if kind == "drafting" else ADVERSARIES)])(rng)
+            for kind, makers in OTHERS.items()
+        },
     )

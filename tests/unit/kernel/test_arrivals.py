@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.unit.kernel.policy_pool import TalliedDoor
+from tests.unit.kernel.policy_pool import Tallied
 from tests.unit.record.recorded import record_run
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import AdmitArrival, RejectArrival
@@ -190,7 +190,7 @@ def test_snapshot_contains_held_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [TenantFair(rate=5, burst=1, wait_s=2), DeadlineShed(), TalliedDoor(fails=5)]
+    "policy", [TenantFair(rate=5, burst=1, wait_s=2), DeadlineShed(), Tallied(fails=5)]
 )
 def test_a_record_of_the_door_is_replayed(policy: RequestPolicy, tmp_path: Path) -> None:
     path = tmp_path / "run.vlog"

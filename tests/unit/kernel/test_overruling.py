@@ -38,7 +38,6 @@ from vsched.policy import (
     StepView,
     WaitingEntry,
 )
-from vsched.policy.checks import put_first
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy_host.waiting import OrderedQueue
 from vsched.testing import ModelCluster, default_policies, make_request
@@ -151,16 +150,6 @@ def test_queue_notes_since_when_each_entry_is_passed_over(seed: int) -> None:
             assert late == (found is not None)
             assert found is None or since[queue.entries[found]] == oldest
         assert queue.shown() == tuple(entry.view for entry in queue)
-
-
-def test_put_first_moves_only_what_is_passed_over() -> None:
-    assert put_first([2, 1], 0) == [0, 2, 1]
-    assert put_first([2, 0, 1], 0) == [0, 2, 1]
-    assert put_first([0, 1, 3], 1) == [0, 1, 3]
-    assert put_first([0, 1], 2) == [0, 1]
-    assert put_first([0, 3, 2], 2) == [2, 0, 3]
-    assert put_first((), 0) == ()
-    assert put_first(range(4), 2) == range(4)
 
 
 def test_snapshot_has_what_is_passed_over() -> None:

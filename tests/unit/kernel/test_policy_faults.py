@@ -207,13 +207,6 @@ def test_admission_that_admits_no_request_is_overruled_when_nothing_runs() -> No
     assert any("nothing is admitted" in notice for notice in cluster.notices)
 
 
-def test_encoding_that_forgets_the_needed_items_is_completed() -> None:
-    """An empty list is legal: items that the chunk needs are always added."""
-    cluster = serve_all({"encoding": broken("encoding", [])})
-    assert cluster.notices == []
-    assert cluster.kernel.statistics()["policy_faults"] == {}
-
-
 def test_youngest_embedding_is_evicted_after_a_failure() -> None:
     cluster = ModelCluster(
         make_limits(pages=8, slots=1, chunk_tokens=16),

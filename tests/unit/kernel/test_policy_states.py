@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.policy_pool import TalliedAdmission, TalliedRouting, Tally
+from tests.unit.kernel.policy_pool import Tallied, Tally
 from tests.unit.kernel.setups import make_limits, words
 from vsched.errors import PolicyError, RecordError
 from vsched.kernel import Scheduler
@@ -122,14 +122,6 @@ def test_state_is_as_it_was_after_a_call_that_failed(act: Any) -> None:
     assert sorted(cluster.ended) == ["r0", "r1", "r2"], "the default served it"
 
 
-def test_state_that_is_too_large_is_reported_with_the_limit() -> None:
-    ACTS[:] = [remembers_too_much]
-    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Doing()))
-    serve(cluster, 1)
-    assert "its state is too large: value 16," in cluster.notices[0]
-    assert "limit 16,384" in cluster.notices[0]
-
-
 def test_state_is_another_object_in_every_call() -> None:
     """Keeping a reference to it cannot change the state of the next call."""
     held: list[Any] = []
@@ -168,9 +160,9 @@ def test_state_has_the_declared_types_in_the_next_call() -> None:
 def test_states_are_kept_by_place_and_replica() -> None:
     limits = msgspec.structs.replace(make_limits(), generators=2)
     policies = default_policies(
-        encode_admission=TalliedAdmission(),
-        generate_admission=TalliedAdmission(),
-        routing=TalliedRouting(),
+        encode_admission=Tallied(),
+        generate_admission=Tallied(),
+        routing=Tallied(),
     )
     cluster = ModelCluster(limits, policies)
     serve(cluster, 6)
@@ -180,19 +172,6 @@ def test_states_are_kept_by_place_and_replica() -> None:
     assert calls[0] == 0
     assert calls[1] + calls[2] >= calls[3] == 6
     assert min(calls[1:]) > 0
-    assert list(cluster.kernel.statistics()["policy_state_bytes"]) == [
-        "encode.admission",
-        "generate-0.admission",
-        "generate-1.admission",
-        "routing",
-    ]
-
-
-def test_state_costs_nothing_if_there_is_none() -> None:
-    cluster = ModelCluster(make_limits(), default_policies())
-    serve(cluster, 1)
-    assert cluster.kernel.policy_states() == {}
-    assert cluster.kernel.statistics()["policy_state_bytes"] == {}
 
 
 def test_snapshot_refuses_the_state_of_another_policy() -> None:
@@ -201,14 +180,10 @@ def test_snapshot_refuses_the_state_of_another_policy() -> None:
     data = encode_snapshot(cluster.kernel)
     with pytest.raises(RecordError, match="Fifo: it has no state, and one was recorded"):
         restore_snapshot(Scheduler(limits, default_policies()), data)
-    seat = PolicySeat(TalliedRouting(), DECISIONS["routing"], PolicyFaults())
+    seat = PolicySeat(Tallied(), DECISIONS["routing"], PolicyFaults())
     seat.kept = b"\xc0"
-    with pytest.raises(RecordError, match="TalliedRouting: its state cannot be kept"):
+    with pytest.raises(RecordError, match="Tallied: its state cannot be kept"):
         seat.rebuild()
-
-
-def test_seat_begins_with_the_defaults() -> None:
-    assert PolicySeat(TalliedRouting(), DECISIONS["routing"], PolicyFaults()).state == Tally()
 
 
 class Colour(enum.Enum):

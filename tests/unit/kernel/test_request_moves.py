@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import Reversed
@@ -113,21 +112,6 @@ def test_embedding_of_a_preempted_prefill_stays_until_it_joins_again() -> None:
     assert_served(cluster, "old", "young")
 
 
-def test_image_that_was_consumed_is_not_claimed_again() -> None:
-    """Whatever the policy proposes: its content is in the KV cache."""
-    limits = make_limits(chunk_tokens=16, batch_tokens=16, generate_depth=1, encode_items=1)
-    Watching.views.clear()
-    cluster = ModelCluster(limits, default_policies(encoding=Watching()))
-    cluster.submit(make_request("r", words(40), [(0, 16, b"a"), (16, 16, b"b")]))
-    cluster.run_encode()
-    assert (claims(cluster, b"a"), claims(cluster, b"b")) == (1, 1)
-    cluster.run_generate()
-    assert (claims(cluster, b"a"), claims(cluster, b"b")) == (0, 1)
-    cluster.drain()
-    assert cluster.encoded == [[b"a"], [b"b"]]
-    assert_served(cluster, "r")
-
-
 def test_image_that_ends_where_the_cached_prefix_ends_is_not_claimed() -> None:
     """Whatever the policy proposes, as long as a later image is to come."""
     Watching.views.clear()
@@ -158,17 +142,6 @@ def test_policy_is_told_once_that_a_request_is_new_and_not_asked_once_its_images
     assert Watching.views[0].arriving
     assert len(Watching.views) > 3
     assert all(view.items[-1].stop > view.chunk_start for view in Watching.views)
-    assert_served(cluster, "r")
-
-
-def test_request_that_moves_has_its_image_encoded_once() -> None:
-    """The request keeps its pixels, whichever group it belongs to."""
-    cluster = ModelCluster(make_limits(generators=2), default_policies(routing=First()))
-    cluster.submit(image_request("r", (b"a", 16)))
-    cluster.lose("generate-0")
-    cluster.run_encode()
-    cluster.drain()
-    assert cluster.encoded == [[b"a"]]
     assert_served(cluster, "r")
 
 
@@ -234,20 +207,6 @@ def test_load_of_a_group_counts_the_tokens_of_what_left_its_slot(how: str) -> No
     assert_served(cluster, *names)
 
 
-def test_group_learns_how_long_its_steps_take() -> None:
-    """The delay that others may impose follows from it."""
-    cluster = ModelCluster(make_limits(step_target_ns=50_000_000))
-    cluster.submit(make_request("r", words(5), max_tokens=60))
-    group = cluster.kernel.generators[0]
-    for _ in range(3):
-        cluster.run_generate()
-    before_ns = group.decode_slack_ns
-    for _ in range(20):
-        result, _ = cluster.generators["generate"].step()
-        cluster.send(msgspec.structs.replace(result, busy_ns=30_000_000))
-    assert group.decode_slack_ns != before_ns
-
-
 def test_limit_of_a_step_is_shorter_the_more_requests_decode_for_a_waiting_one() -> None:
     """A long prompt next to many streams takes short steps; a queue of prompts takes long ones."""
     limits = make_limits(slots=16, blocks=400, batch_tokens=64, step_target_ns=50_000_000)
@@ -265,16 +224,6 @@ def test_limit_of_a_step_is_shorter_the_more_requests_decode_for_a_waiting_one()
     cluster.kernel.check_invariants()
     assert [one / found[0] for one in found] == pytest.approx([1, 0.5, 0.5, 1], rel=0.01)
     assert found[0] == pytest.approx(50_000_000 * 5 / 8, rel=0.01)
-
-
-def test_steps_that_were_out_when_a_group_was_lost_are_forgotten() -> None:
-    cluster = ModelCluster(make_limits(step_target_ns=50_000_000))
-    cluster.submit(make_request("r", words(5), max_tokens=60))
-    cluster.run_generate()
-    times = cluster.kernel.generators[0].step_times
-    assert times._planned
-    cluster.lose("generate")
-    assert not times._planned
 
 
 # --- policy calls ---

@@ -21,7 +21,6 @@ from tests.unit.kernel.setups import (
 from vsched.aio.arrivals import refusal_error
 from vsched.failures import ErrorKind, StartFailed
 from vsched.kernel.events import Drain, GroupRetired, Resume
-from vsched.kernel.request_moves import ITEMS_MAX
 from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import FinishReason
@@ -72,18 +71,6 @@ def test_encoders_share_one_line() -> None:
     assert_served(cluster, "r")
 
 
-def test_encoders_lose_one_and_go_on_with_the_other() -> None:
-    """Items in flight in the lost group go to the other, one by one."""
-    cluster = ModelCluster(make_limits(encoders=2))
-    cluster.submit(image_request("r", (b"a", 4), (b"b", 4)))
-    assert list(cluster.encode_logs["encode-0"])
-    cluster.lose("encode-0")
-    assert cluster.restarts == ["encode-0"]
-    assert [task.key for task in cluster.encode_logs["encode-1"][0].tasks] == [b"a"]
-    assert_served(cluster, "r")
-    assert cluster.encoded == [[b"a", b"b"], [b"a"], [b"b"]]
-
-
 # --- routing ---
 
 
@@ -117,23 +104,6 @@ def test_router_shows_prefixes_and_images_that_a_replica_has_seen() -> None:
     assert (here.prefix_tokens, here.items_seen) == (8, 1)
     assert (there.prefix_tokens, there.items_seen) == (0, 0)
     cluster.drain()
-
-
-def test_router_forgets_images_beyond_its_bound() -> None:
-    SEEN.clear()
-    cluster = ModelCluster(
-        make_limits(generators=2, encode_items=1), default_policies(routing=Fixed(index=0))
-    )
-    router = cluster.kernel._moves._router
-    cluster.submit(image_request("first", (b"first", 1)))
-    cluster.drain()
-    router._sent.update((b"%d" % number, 1) for number in range(ITEMS_MAX - 1))
-    cluster.submit(image_request("again", (b"first", 1)))
-    cluster.submit(image_request("one more", (b"one more", 1)))
-    cluster.submit(image_request("asked", (b"0", 1), (b"first", 1)))
-    assert len(router._sent) == ITEMS_MAX
-    assert SEEN[-1].replicas[1].items_seen == 0, "the least recently used were evicted first"
-    assert SEEN[-1].replicas[0].items_seen == 1
 
 
 # --- losses ---
@@ -334,13 +304,3 @@ def test_waiting_requests_expire_by_number_wherever_they_stand() -> None:
     assert sorted(cluster.ended) == ["w0", "w1", "w2", "w3"]
     assert_served(cluster, "runs")
     assert_holds_nothing(cluster)
-
-
-def test_text_alone_outlives_the_retirement_of_one_group() -> None:
-    """No encode group is left, for there was none: that ends nothing."""
-    cluster = ModelCluster(make_limits(encoders=0, pages=0, generators=2))
-    for index in range(4):
-        cluster.submit(text(f"t{index}", start=10 * index))
-    cluster.lose("generate-0")
-    cluster.retire("generate-0")
-    assert_served(cluster, *(f"t{index}" for index in range(4)))

@@ -23,7 +23,7 @@ AUTO = AutoProfile(headroom_bytes=HEADROOM)
 PINNED = Pinned(tokens=20_000, headroom_bytes=HEADROOM)
 WITHOUT_FAILURE = 53_504
 """Tokens that `AUTO` finds on these ranks."""
-ORDERS_MAX = {"AutoProfile": 6, "Pinned": 1, "Fraction": 1}
+ORDERS_MAX = {"AutoProfile": 6, "Pinned": 1}
 KNOBS = ("generate.max_batch_tokens", "generate.slots", "encode.admission.max_tokens")
 
 

@@ -13,7 +13,7 @@ from tests.unit.record.recorded import record_run
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.events import Event, PolicyReplaced
 from vsched.policy import Admission, AdmissionView, RequestPolicy
-from vsched.policy_host.call_times import PolicyTimes, QueueClock
+from vsched.policy_host.call_times import PolicyTimes
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.record import replay
 from vsched.testing import ModelCluster, make_request
@@ -92,18 +92,6 @@ def test_waits_for_a_core_replace_nothing(queued_ms: int, slow: int) -> None:
     times.watch("s", clock.ask(100, queued_ms))("view")
     assert times.statistics()["s"]["slow"] == slow
     assert len(clock.received) == slow
-
-
-def test_queue_clock_never_goes_back() -> None:
-    clock = QueueClock()
-    assert 0 <= clock() <= clock()
-
-
-def test_no_budget_replaces_nothing() -> None:
-    clock = Clock()
-    ask = clock.times(budget_ms=0, slow_max=0).watch("s", clock.ask(10_000))
-    ask("view")
-    assert clock.received == []
 
 
 def two_requests(cluster: ModelCluster) -> int:

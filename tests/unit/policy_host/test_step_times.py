@@ -127,13 +127,6 @@ def test_model_takes_no_decode_for_dearer_than_the_mean_of_those_it_saw() -> Non
     assert model.decode_ns(2 * DECODES) <= 2 * DECODE_NS
 
 
-def test_model_keeps_a_target_that_is_above_that_multiple() -> None:
-    target_ns = 40_000_000
-    assert learned(target_ns, 8.0).budget_for(5_000, decodes=DECODES).tokens_at(0) == pytest.approx(
-        learned(target_ns, 2.0).budget_for(5_000, decodes=DECODES).tokens_at(0), abs=16
-    )
-
-
 def test_model_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> None:
     """A target that nothing fits in must not stop prefill."""
     budget = learned(6_000_000).budget_for(5_000, decodes=DECODES)
@@ -141,13 +134,6 @@ def test_model_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> N
     budget.take(10_000_000, 16)
     assert budget.spent
     assert budget.tokens_at(0) == 0
-
-
-def test_model_shares_a_step_between_its_chunks() -> None:
-    budget = learned(40_000_000).budget_for(5_000, decodes=DECODES)
-    alone = budget.tokens_at(0)
-    budget.take(0, 128)
-    assert 0 < budget.tokens_at(0) < alone
 
 
 def test_model_begins_no_further_chunk_in_less_than_the_time_of_a_block() -> None:

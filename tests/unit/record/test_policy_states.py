@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.kernel.policy_pool import (
-    TalliedAdmission,
-    TalliedEncoding,
-    TalliedPreemption,
-    TalliedRouting,
+    Tallied,
 )
 from tests.unit.kernel.test_snapshot import RestoredCluster, noting
 from tests.unit.record.recorded import record_run
@@ -22,13 +19,13 @@ from vsched.testing import ModelCluster, default_policies, run_random
 
 
 def remembering(fails: int) -> SeatPolicies:
-    admission = TalliedAdmission(fails=fails)
+    admission = Tallied(fails=fails)
     return default_policies(
         encode_admission=admission,
         generate_admission=admission,
-        encoding=TalliedEncoding(fails=fails),
-        preemption=TalliedPreemption(fails=fails),
-        routing=TalliedRouting(fails=fails),
+        encoding=Tallied(fails=fails),
+        preemption=Tallied(fails=fails),
+        routing=Tallied(fails=fails),
     )
 
 

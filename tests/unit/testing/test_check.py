@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from tests.unit.kernel.policy_pool import TalliedRouting
+from tests.unit.kernel.policy_pool import Tallied
 from vsched.errors import DeviceOutOfMemory, PolicyError, limit_message
 from vsched.policy import (
     Admission,
@@ -29,7 +29,7 @@ from vsched.policy import (
     RoutingView,
 )
 from vsched.testing import check_policy
-from vsched_policies.memory import AutoProfile, Fraction, Pinned
+from vsched_policies.memory import AutoProfile, Pinned
 from vsched_policies.routing import RoundRobin
 
 
@@ -249,7 +249,7 @@ class Misses(RequestPolicy, frozen=True, kw_only=True):
         Shortest(most=1),
         Misses(need=2),
         Learns,
-        TalliedRouting,
+        Tallied,
         RoundRobin,
         Pinned(tokens=64),
         AutoProfile,
@@ -286,7 +286,6 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
         (Curt, "must give value, limit and remedy"),
         (IgnoresEncoders, "it leaves no room for what encode ranks reserve"),
         (Unproved, "accepted without a profiling run"),
-        (Fraction, "it proves no build"),
     ],
 )
 def test_check_policy_names_seed_and_fault(policy: type[Policy], words: str) -> None:

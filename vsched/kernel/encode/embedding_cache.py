@@ -153,12 +153,6 @@ class EmbeddingCache(Restorable):
         """Claim an item for a request; return whether its embedding is ready."""
         item, order = state.items[index], (state.number, index)
         entry = self.entries.get(item.key)
-        if entry is not None and entry.item.tokens != item.tokens and entry.is_idle:
-            # An equal digest with another length: the cached entry cannot be trusted.
-            self._order.drop(item.key)
-            self._evictable_pages -= len(entry.pages)
-            self._drop(entry)
-            entry = None
         if entry is None:
             self._misses += 1
             entry = EmbeddingEntry(
@@ -176,7 +170,7 @@ class EmbeddingCache(Restorable):
         if state.number not in entry.claims:
             self._hits += 1
             self._use(entry)
-            if entry.item.tokens == item.tokens:
+            if entry.item.tokens == item.tokens:  # else the request ends
                 entry.item = item  # the pixels of an earlier claimant may be freed
             entry.inherit_priority(state)
             if entry.phase is QUEUED:

@@ -107,7 +107,6 @@ class EngineObserver:
         self.events = 0
         self._world = world
         policies = resolve_policies(config)
-        world.by_set = policies.scope != "item"
         setup = Setup(config=config, info=info, limits=kernel.limits, policies=policies)
         self._oracles = Oracles(setup, check_every=1)
         self._digest = blake2b(digest_size=16)

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from vsched.config import Config
-from vsched.config.checks import check_cluster, check_combinations, check_together
+from vsched.config.checks import check_cluster, check_combinations
 from vsched.config.policies import (
     policy_table,
     seats_of_table,
@@ -484,7 +484,7 @@ def draw_config(rng: random.Random) -> Config:
                     {"use": "chunk-aware"},
                     {"use": "chunk-aware"},
                     {"use": "chunk-aware", "look_ahead_chunks": 100},
-                    {"use": "combined"},
+                    {"use": "chunk-aware", "look_ahead_chunks": 1},
                 ]
             ),
             admission={"use": "token-budget", "max_items": rng.choice([1, 4, 8])},
@@ -495,7 +495,6 @@ def draw_config(rng: random.Random) -> Config:
             base.deadlines, waiting_s=rng.choice([0.0, 0.0, 0.0, 2.0])
         ),
     )
-    check_together(config)
     check_combinations(config)
     return config
 

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.decisions import ChunkPlan, EncodeTask, GenerateDecision, Join
 from vsched.kernel.events import Stepped
-from vsched.kernel.request import keyed_by_set
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_model import (
     ROOT,
@@ -73,7 +72,6 @@ class _Untimed:
     def __init__(self) -> None:
         self.memory = SimulatedMemory(1 << 60)
         self.items: dict[int, tuple[MediaItem, ...]] = {}
-        self.cached: dict[int, tuple[MediaItem, ...]] = {}
 
     def expect(self, condition: object, what: str) -> None:
         assert condition, what
@@ -96,12 +94,9 @@ class _Untimed:
 class _SteppedWorker(SymbolicGenerator):
     """The symbolic model with the requests of a caller."""
 
-    def __init__(
-        self, limits: SchedulerLimits, request_of: Callable[[int], Request], *, by_set: bool
-    ) -> None:
+    def __init__(self, limits: SchedulerLimits, request_of: Callable[[int], Request]) -> None:
         self._surroundings = _Untimed()
         self._request_of = request_of
-        self._by_set = by_set
         self._slots = limits.slots
         info = stand_in_info(state_bytes=int(limits.state_snapshots is not None))
         settings = WorkerSettings(
@@ -123,8 +118,6 @@ class _SteppedWorker(SymbolicGenerator):
         request = self._request_of(sequence.number)
         assert sequence.adapter == request.adapter, "another adapter than requested"
         items = self._surroundings.items[sequence.number] = request.items
-        keyed = keyed_by_set(items) if self._by_set else items
-        self._surroundings.cached[sequence.number] = keyed
         positions = sequence.prompt_length + sequence.sampling.max_tokens + 1
         sequence.state = Known(items, positions, _root(request))
 
@@ -173,12 +166,10 @@ def symbolic_rank(
     limits: SchedulerLimits,
     arena: SteppedArena,
     request_of: Callable[[int], Request],
-    *,
-    by_set: bool,
 ) -> GenerateRank:
     """Return an empty rank with the symbolic model; see `SteppedGenerator`."""
     rank = GenerateRank(
-        _SteppedWorker(limits, request_of, by_set=by_set),
+        _SteppedWorker(limits, request_of),
         arena.embeddings,
         slots=limits.slots,
         context_tokens=limits.context_tokens,
@@ -208,15 +199,12 @@ class SteppedGenerator:
         limits: SchedulerLimits,
         make_rank: Callable[[SteppedGenerator], GenerateRank],
         request_of: Callable[[int], Request],
-        *,
-        by_set: bool,
     ) -> None:
-        """Create an empty group; `request_of` looks up requests by number, `by_set` is the key of embeddings."""
+        """Create an empty group; `request_of` looks up requests by number."""
         self.name = name
         self._limits = limits
         self._make_rank = make_rank
         self._request_of = request_of
-        self._by_set = by_set
         self.lose()
 
     def lose(self) -> None:
@@ -314,6 +302,9 @@ class SteppedGenerator:
             atoms = [atom for item in request.items for atom in item.atoms]
         cut = [one for one in atoms if one[0] < chunk.stop < one[1]]
         assert not cut, f"a chunk that ends at {chunk.stop} cuts {cut}"
-        items = keyed_by_set(request.items) if self._by_set else request.items
-        due = [item.offset for item in items if item.offset < chunk.stop and item.end > chunk.start]
+        due = [
+            item.offset
+            for item in request.items
+            if item.offset < chunk.stop and item.end > chunk.start
+        ]
         assert [item.offset for item in chunk.items] == due, "the images of a chunk"

@@ -451,7 +451,7 @@ class SymbolicGenerator(StandInGenerator):
         """
         if not chunk.items:
             return True
-        items = self._world.cached[chunk.sequence.number]
+        items = self._world.items[chunk.sequence.number]
         for rows in chunk.items:
             item = items[rows.index]
             expected = embedding_rows(item.key, item.tokens, embeddings.shape[2])

@@ -9,15 +9,10 @@ from tests.unit.kernel.setups import (
     encode_statistics,
     image_request,
     make_limits,
-    request_state,
 )
 from vsched.failures import EncodeErrorKind
-from vsched.kernel.encode.embedding_cache import EmbeddingCache
-from vsched.kernel.request import RequestState
-from vsched.policy import Admission, AdmissionView, ImagePolicy, RequestPolicy
-from vsched.policy_host.seats import PolicySeats
+from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.testing import ModelCluster, default_policies
-from vsched_policies.reclaim import YoungestEmbedding
 
 
 class Noting(RequestPolicy, frozen=True, kw_only=True):
@@ -75,38 +70,3 @@ def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None
     cluster.run_encode(fail=EncodeErrorKind.FAILED)
     assert len(cluster.encoded) == 1
     assert_served(cluster, "r")
-
-
-def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
-    return request_state(image_request(f"r{number}", *images), number)
-
-
-def cached(*claims: tuple[int, bytes], reclaim: ImagePolicy | None = None) -> EmbeddingCache:
-    """A full cache of ready images of four pages each, claimed by the requests of these numbers."""
-    policies = default_policies(reclaim=reclaim or YoungestEmbedding())
-    pages = 4 * len({key for _, key in claims})
-    cache = EmbeddingCache(make_limits(pages=pages), PolicySeats(policies))
-    for number, key in claims:
-        cache.claim(arrived(number, (key, 16)), 0, 0)
-    for entry in list(cache):
-        assert cache.start_encoding(entry, 0)
-        assert cache.finish_encoding(entry)
-    return cache
-
-
-def test_embeddings_are_taken_from_the_youngest_and_no_more_than_needed() -> None:
-    """An image that several requests claim is as old as the oldest of them."""
-    cache = cached((2, b"shared"), (5, b"shared"), (4, b"young"), (3, b"old"))
-    assert not cache.claim(arrived(1, (b"wanted", 16)), 0, 0)
-    wanted = cache.entries[b"wanted"]
-    assert cache.start_encoding(wanted, 0)
-    ready = [key for key in (b"shared", b"young", b"old") if cache.is_ready(key)]
-    assert ready == [b"shared", b"old"]
-    assert cache.statistics()["cache_preemptions"] == 1
-
-
-def test_older_request_that_claims_a_ready_image_changes_nothing_of_its_place() -> None:
-    """The request waits for nothing."""
-    cache = cached((2, b"a"))
-    assert cache.claim(arrived(1, (b"a", 16)), 0, 0)
-    assert not cache.queue

@@ -7,8 +7,30 @@ from typing import ClassVar
 
 import pytest
 
-from tests.unit.kernel.encode.test_embedding_cache import arrived, cached
+from tests.unit.kernel.setups import image_request, make_limits, request_state
+from vsched.kernel.encode.embedding_cache import EmbeddingCache
+from vsched.kernel.request import RequestState
 from vsched.policy import ImagePolicy, ReclaimView
+from vsched.policy_host.seats import PolicySeats
+from vsched.testing import default_policies
+from vsched_policies.reclaim import YoungestEmbedding
+
+
+def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
+    return request_state(image_request(f"r{number}", *images), number)
+
+
+def cached(*claims: tuple[int, bytes], reclaim: ImagePolicy | None = None) -> EmbeddingCache:
+    """A full cache of ready images of four pages each, claimed by the requests of these numbers."""
+    policies = default_policies(reclaim=reclaim or YoungestEmbedding())
+    pages = 4 * len({key for _, key in claims})
+    cache = EmbeddingCache(make_limits(pages=pages), PolicySeats(policies))
+    for number, key in claims:
+        cache.claim(arrived(number, (key, 16)), 0, 0)
+    for entry in list(cache):
+        assert cache.start_encoding(entry, 0)
+        assert cache.finish_encoding(entry)
+    return cache
 
 
 class Chosen(ImagePolicy, frozen=True, kw_only=True):

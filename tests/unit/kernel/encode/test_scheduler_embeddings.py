@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from tests.unit.kernel.setups import (
-    assert_holds_nothing,
     assert_served,
     encode_statistics,
     image_request,
@@ -59,32 +57,6 @@ def test_embedding_of_an_older_waiting_request_stays() -> None:
     assert cluster.encoded == [[b"a"], [b"b"]]
     assert encode_statistics(cluster)["cache_preemptions"] == 0
     assert_served(cluster, "running", "old", "young")
-
-
-def test_embedding_of_a_younger_request_is_taken_for_an_older_one() -> None:
-    """The oldest always gets its next item, so two half-encoded requests cannot block each other."""
-    cluster = ModelCluster(make_limits(pages=4, slots=2, chunk_tokens=16, generate_depth=1))
-    cluster.submit(make_request("old", words(40), [(0, 16, b"a"), (20, 16, b"b")]))
-    cluster.submit(image_request("young", (b"c", 16)))
-    assert_served(cluster, "old", "young")
-    assert_holds_nothing(cluster)
-
-
-def test_embedding_nothing_is_evicted_for_an_item_that_cannot_fit() -> None:
-    """If an item does not fit even with everything evictable gone, nothing is evicted."""
-    cluster = ModelCluster(make_limits(pages=8, slots=1, generate_depth=1))
-    cluster.submit(image_request("cached", (b"a", 16)))
-    cluster.drain()
-    cluster.submit(make_request("running", words(3), max_tokens=6))
-    cluster.submit(image_request("holder", (b"b", 12)))
-    cluster.run_encode()
-    cluster.submit(image_request("large", (b"c", 24)))
-    assert cluster.encoded == [[b"a"], [b"b"]]
-    assert encode_statistics(cluster)["cache_evictions"] == 0
-    cluster.submit(image_request("again", (b"a", 16)))
-    cluster.drain()
-    assert cluster.encoded[:3] == [[b"a"], [b"b"], [b"c"]]
-    assert_served(cluster, "running", "holder", "large", "again")
 
 
 def test_embedding_of_an_item_that_waits_for_room_counts_only_as_waiting() -> None:
@@ -165,35 +137,6 @@ def test_embedding_chunks_name_only_the_items_that_they_meet() -> None:
     assert any(not chunk.items for chunk in chunks)
     assert any(len(chunk.items) == 2 for chunk in chunks)
     assert_served(cluster, "r")
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_embedding_cached_from_an_earlier_request_is_not_encoded_again(keep: bool) -> None:
-    """The key is one item's content; with space it stays, without it is evicted and encoded again."""
-    cluster = ModelCluster(make_limits(pages=8 if keep else 4, prefix_cache=False))
-    cluster.submit(image_request("r1", (b"a", 16)))
-    cluster.drain()
-    cluster.submit(image_request("r2", (b"b", 16)))
-    cluster.drain()
-    cluster.submit(image_request("r3", (b"a", 16)))
-    cluster.drain()
-    assert cluster.encoded == ([[b"a"], [b"b"]] if keep else [[b"a"], [b"b"], [b"a"]])
-    assert encode_statistics(cluster)["cache_evictions"] == (0 if keep else 2)
-    assert_served(cluster, "r1", "r2", "r3")
-
-
-def test_embedding_text_requests_have_no_multimodal_inputs() -> None:
-    """No items in the prompt data, none in a chunk, and nothing for the encoder to do."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(make_request("r", words(30)))
-    cluster.submit(make_request("single", [9], max_tokens=1))
-    cluster.drain()
-    assert cluster.encoded == []
-    assert all(not chunk.items for step in cluster.decisions for chunk in step.chunks)
-    data = [join.data for step in cluster.decisions for join in step.joined]
-    assert [one.items for one in data if one is not None] == [[], []]
-    assert encode_statistics(cluster)["cache_misses"] == 0
-    assert_served(cluster, "r", "single")
 
 
 def test_embedding_text_requests_run_while_the_encoder_is_down() -> None:

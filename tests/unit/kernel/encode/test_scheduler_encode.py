@@ -177,19 +177,6 @@ def test_encode_chunk_encodes_only_items_that_it_meets(
     assert_served(cluster, "r")
 
 
-def test_encode_only_misses_that_the_chunk_needs() -> None:
-    """Items that are cached, or that only a later chunk reads, are not encoded."""
-    cluster = ModelCluster(make_limits(chunk_tokens=40))
-    cluster.submit(image_request("earlier", (b"cached", 10)))
-    cluster.drain()
-    items = [(0, 10, b"cached"), (12, 10, b"needed"), (60, 10, b"later")]
-    cluster.submit(make_request("r", words(100), items))
-    assert cluster.encoded[1:] == [[b"needed"]]
-    cluster.run_encode()
-    assert cluster.encoded[2:] == [[b"later"]], "as late as the chunk before it runs"
-    assert_served(cluster, "r")
-
-
 def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
     """The image of a chunk that is never reached is never encoded."""
     cluster = ModelCluster(make_limits(chunk_tokens=40))
@@ -214,26 +201,6 @@ def test_encode_same_image_of_many_requests_is_one_task() -> None:
     ]
     assert joined(cluster) == ["busy", "r1", "r2", "r3"]
     assert_served(cluster, "r1", "r2", "r3")
-
-
-def test_encode_image_twice_in_one_request_is_one_task() -> None:
-    """Also within a request, and across its chunks."""
-    cluster = ModelCluster(make_limits(chunk_tokens=16))
-    cluster.submit(image_request("r", (b"same", 12), (b"same", 12), (b"same", 12)))
-    cluster.drain()
-    assert cluster.encoded == [[b"same"]]
-    assert_served(cluster, "r")
-
-
-def test_encode_hit_of_another_length_is_encoded_again() -> None:
-    """A cached entry whose length differs from the span is dropped."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r1", (b"a", 10)))
-    cluster.drain()
-    cluster.submit(image_request("r2", (b"a", 12)))
-    cluster.drain()
-    assert cluster.encoded == [[b"a"], [b"a"]]
-    assert_served(cluster, "r1", "r2")
 
 
 @pytest.mark.parametrize("encoded", [False, True])
@@ -335,16 +302,6 @@ def test_encode_suspects_run_alone() -> None:
     assert cluster.encoded[0] == [b"a", b"b"]
     assert cluster.encoded[1:] == [[b"late"], [b"a"], [b"b"]]
     assert_served(cluster, "older", "younger")
-
-
-def test_encode_item_that_failed_once_is_encoded_after_all() -> None:
-    """A transient failure ends no request."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r", (b"a", 10), (b"b", 10)))
-    cluster.run_encode(fail=EncodeErrorKind.OUT_OF_MEMORY)
-    cluster.drain()
-    assert cluster.encoded == [[b"a", b"b"], [b"a"], [b"b"]]
-    assert_served(cluster, "r")
 
 
 def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.kernel.policy_pool import random_policies
 from vsched.kernel.commands import Command
 from vsched.kernel.groups import DirtyGroups
-from vsched.policy_host.waiting import Holds, OrderedQueue
+from vsched.policy_host.waiting import Holds
 from vsched.testing import ModelCluster, run_random
 
 
@@ -64,39 +64,3 @@ def test_checks_find_a_hold_whose_end_is_missed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Holds, "take_ended", miss)
     with pytest.raises(AssertionError, match=r"is not marked|than is noted"):
         run_many()
-
-
-def test_marks_are_walked_in_order_and_taken() -> None:
-    marks = DirtyGroups(5)
-    for index in (4, 1, 4):
-        marks.mark(index)
-    walked = []
-    for index in marks.walk():
-        walked.append(index)
-        if index == 1:
-            for other in (1, 0, 2):
-                marks.mark(other)
-    assert walked == [1, 2, 4], "a group marked meanwhile is planned if its turn is still to come"
-    assert [index in marks for index in range(5)] == [True, True, False, False, False]
-    assert list(marks.walk()) == [0, 1]
-    assert list(marks.walk()) == []
-
-
-def test_holds_report_the_first_end_that_still_holds() -> None:
-    queues: list[OrderedQueue[object]] = [OrderedQueue() for _ in range(3)]  # type: ignore[type-var]
-    holds = Holds(queues)
-    queues[0].hold_until_ns, queues[2].hold_until_ns = 30, 20
-    for _ in range(2):
-        for index in range(3):
-            holds.note(index, 10)
-    assert holds.first_end() == 20
-    queues[2].hold_until_ns = None  # an entry came that the policy has not seen
-    assert holds.first_end() == 30
-    queues[2].hold_until_ns = 20
-    holds.note(2, 10)
-    assert holds.first_end() == 20, "held again, until the same time"
-    assert holds.take_ended(29) == [2]
-    assert holds.first_end() == 30
-    assert holds.take_ended(30) == [0]
-    holds.note(0, 30)
-    assert holds.first_end() is None, "an expired hold counts as none"

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from tests.unit.kernel.setups import (
@@ -17,8 +13,6 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel.events import Cleared
-from vsched.kernel.generate.measures import Measures
-from vsched.kernel.generate.steps import InFlightSteps
 from vsched.probes import observed
 from vsched.testing import ModelCluster, make_request
 
@@ -93,34 +87,3 @@ def test_tokens_are_kept_of_the_steps_that_a_running_request_took_part_in() -> N
     cluster.drain()
     assert len(steps._log.batches) <= 1, "of the last step, after which nothing ended"
     assert_served(cluster, "short", "old", "young")
-
-
-def _in_flight(first_steps: dict[int, int]) -> InFlightSteps:
-    """Steps in flight, of requests by number and first step; a request's order is its number."""
-    requests: Any = {
-        number: SimpleNamespace(number=number, order=(number, 0), first_step=first, yielded_ns=0)
-        for number, first in first_steps.items()
-    }
-    return InFlightSteps(0, requests, Measures())
-
-
-def test_only_requests_older_than_a_preempted_one_may_join() -> None:
-    steps = _in_flight({3: 1, 1: 1, 2: 1})
-    assert steps.oldest_preempted() is None
-    for number in (3, 1, 2):
-        steps.preempted[number] = (number, steps.planned)
-    assert steps.oldest_preempted() == (1, 0)
-    steps._requests[1].yielded_ns = 5  # it gave its slot to a younger one, which may join
-    assert steps.oldest_preempted() == (2, 0)
-
-
-def test_tokens_are_forgotten_though_a_request_without_any_waits_for_its_last_step() -> None:
-    """It was preempted during its prefill: no step has a token of it."""
-    steps = _in_flight({1: -1, 2: 3})
-    for step in range(1, 5):
-        steps.planned = step
-        steps.complete(step, array("i", [7]), now_ns=0)
-    steps.preempted[1] = (0, steps.planned)
-    steps.trim(steps._requests[2])
-    assert steps._log.first_step == 3
-    assert len(steps._log.batches) == 2

@@ -32,15 +32,19 @@ from vsched.sim.workload.requests import workload_of
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[SimulationOutcome]:
-    settings = {"chunk <aware>": "chunk-aware", "combined": "combined"}
+    settings = {"chunk <aware>": 0, "ahead": 9}
     return [
         simulate(
-            config(*SCARCE, f"encode.encoding.use={use}", "generate.context_tokens=100"),
+            config(
+                *SCARCE,
+                f"encode.encoding.look_ahead_chunks={chunks}",
+                "generate.context_tokens=100",
+            ),
             scarce(3),
             cost=COST,
             label=label,
         )
-        for label, use in settings.items()
+        for label, chunks in settings.items()
     ]
 
 
@@ -57,7 +61,7 @@ def printed(outcomes: list[SimulationOutcome]) -> str:
 
 def test_table_has_a_column_for_each_outcome(outcomes: list[SimulationOutcome]) -> None:
     text = printed(outcomes)
-    assert re.search(r"chunk <aware> .* combined", text)
+    assert re.search(r"chunk <aware> .* ahead", text)
     for measure in MEASURES:
         assert measure.name in text
     first = outcomes[0].figures
@@ -125,7 +129,7 @@ def test_best_trial_must_be_measurably_better(outcomes: list[SimulationOutcome])
 
 def test_differences_are_the_policies_that_differ(outcomes: list[SimulationOutcome]) -> None:
     assert differences(outcomes) == {
-        "encode.encoding": ["ChunkAware(look_ahead_chunks=0)", "Combined()"]
+        "encode.encoding": ["ChunkAware(look_ahead_chunks=0)", "ChunkAware(look_ahead_chunks=9)"]
     }
 
 
@@ -183,7 +187,7 @@ def test_html_charts_have_titles_units_and_values(
 ) -> None:
     elements = elements_of(report)
     data = json.loads(elements.texts["script"][0])
-    assert data["labels"] == ["chunk <aware>", "combined"]
+    assert data["labels"] == ["chunk <aware>", "ahead"]
     charts = {chart["key"]: chart for chart in data["charts"]}
     assert len(charts) == len(elements.texts["figcaption"]) == 4 + 10
     for chart, caption in zip(charts.values(), elements.texts["figcaption"], strict=True):
