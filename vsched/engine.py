@@ -51,7 +51,7 @@ from vsched.aio.streams import (
     interrupt_all,
     timeline_of,
 )
-from vsched.aio.worker_groups import STOP_GRACE_S
+from vsched.aio.worker_groups import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.assembly import (
     FrontEnd,
     adapter_table,
@@ -221,15 +221,7 @@ class Engine:
             loading = asyncio.ensure_future(asyncio.to_thread(load_front_end, info))
             started.callback(loading.cancel)
             shell = await start_shell(
-                partial(
-                    make_worker_groups,
-                    config,
-                    info,
-                    self._policies,
-                    launcher=launcher,
-                    arena=arena,
-                    sizing=self._sizing,
-                ),
+                partial(self._worker_groups, arena, launcher, self._sizing),
                 limits=lambda blocks: scheduler_limits(
                     config, info, self._policies, blocks=blocks, drafts=drafts
                 ),
@@ -715,7 +707,6 @@ class Engine:
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             **served,
             "media": msgspec.to_builtins(media) if media else {},
-            "grammars": running.grammars.statistics() if running is not None else {},
             "memory": {}
             if running is None
             else engine_memory(
@@ -774,4 +765,18 @@ class Engine:
                 "processes": statistics["memory"],
                 "ranks": statistics["ranks"],
             },
+        )
+
+    def _worker_groups(
+        self, arena: Arena, launcher: Launcher, sizing: Sizing, events: WorkerGroupEvents
+    ) -> list[WorkerGroup]:
+        """Create the worker groups; the engine of a calibration overrides it to observe their results."""
+        return make_worker_groups(
+            self.config,
+            self.info,
+            self._policies,
+            launcher=launcher,
+            arena=arena,
+            events=events,
+            sizing=sizing,
         )

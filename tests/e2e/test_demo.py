@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.e2e.command_line import run_vsched
 from tests.patience import PATIENCE_S
 from vsched import Engine
 from vsched.cli.demo_command import data_url, is_answer
-from vsched.config import LoadedConfig, load_config
+from vsched.config import load_config
 from vsched.media import MediaReference
 from vsched.types import SamplingParams
 from vsched.worker.contract import VideoSampling
 from vsched_workers.plugin import TransformersPlugin
 
 TRAINED = Path(__file__).parents[2] / "workers" / "demo-model"
-
-
-def load_small(load: Callable[..., LoadedConfig], path: None, **options: Any) -> LoadedConfig:
-    """Load a configuration whose memory is sized for requests of a thousand tokens."""
-    options["sets"] = [*options["sets"], "generate.context_tokens=1024"]
-    return load(path, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_demo_shows_answer_timeline_and_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    small = functools.partial(load_small, load_config)
-    monkeypatch.setattr("vsched.config.load_config", small)
-    output = run_vsched("demo", "--random-weights", "--max-tokens", "5", columns=100)
-    assert "Traceback" not in output + capfd.readouterr().err
-    assert (tmp_path / ".demo" / "picture.png").exists()
-    for wanted in (
-        "5.3 M random parameters",
-        "Serving at http://127.0.0.1:",
-        "What is in this picture?",
-        "assistant",
-        "1 image encoded, 5 tokens",
-        "prefill",
-        "generate rank 0",
-        "Stopped",
-    ):
-        assert wanted in output
 
 
 @pytest.mark.slow
@@ -78,7 +44,8 @@ def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> Non
     assert [cells[-1] for cells in turns] == ["right"] * 3
     for name in ("picture", "turn-1", "turn-2", "turn-3"):
         assert (tmp_path / ".demo" / f"{name}.png").exists()
-    assert "Stopped" in done.stdout
+    for wanted in ("Serving at http://127.0.0.1:", "prefill", "generate rank 0", "Stopped"):
+        assert wanted in done.stdout
 
 
 def test_trained_checkpoint_is_found_and_small() -> None:

@@ -13,8 +13,6 @@ import pytest
 
 from tests.bench.parts.memory import measure_memory
 from tests.e2e.command_line import run_vsched
-from tests.parity.architectures import make_checkpoint as make_text_checkpoint
-from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.patience import until
 from vsched import assembly
 from vsched.config import load_config
@@ -40,35 +38,17 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(
-    params=[
-        "nano25",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("llava", "lfm2")),
-    ]
-)
-def path(
-    request: pytest.FixtureRequest, checkpoints: Callable[[str], Path], tmp_path: Path
-) -> Path:
-    """A model with a path of its own, one like LLaVA, and one of text whose layers keep a state."""
-    if request.param == "nano25":
-        return checkpoints(request.param)
-    make = make_vision_checkpoint if request.param == "llava" else make_text_checkpoint
-    make(request.param, tmp_path)
-    return tmp_path
-
-
 @on_one_loop
 @pytest.mark.timeout(LOAD_S + 300)
 @pytest.mark.usefixtures("own_fork_server")
 async def test_adversarial_load_within_a_hard_limit_loses_nothing(
-    path: Path, capfd: pytest.CaptureFixture[str]
+    checkpoints: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Largest images, full contexts and all slots at once."""
     run = await measure_memory(
         [
             *SETTINGS,
-            *("generate.context_tokens=0",) * (path.name != "nano25"),
-            f"model.path={path}",
+            f"model.path={checkpoints('nano25')}",
             f"generate.memory_limit={LIMIT_BYTES}",
             'generate.memory={use="auto-profile"}',
         ],

@@ -10,8 +10,8 @@ import gc
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from math import isqrt
 
 import msgspec
 
@@ -21,23 +21,15 @@ from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.memory import limit_process_memory
 from vsched.worker.sizing import BatchArena, reserve_encoder
 from vsched.worker.spec import EncodeRole
-from vsched_workers.checkpoint.facts import (
-    image_factor,
-    image_limits,
-    processor_settings,
-)
-from vsched_workers.checkpoint.files import checkpoint_directory, read_json
-from vsched_workers.families import family_of
-from vsched_workers.families.qwen_image import image_plan, largest_units
 from vsched_workers.memory.worst_case import worst_batches
 from vsched_workers.plugin import plugin
-from vsched_workers.vision import VisionWorker
 
 LIMIT_BYTES = 4 << 30
 ITEMS = 8
 PIXELS_MAX = 1 << 20
 WORST_EVERY = 10
-BLOCKS = "run only this number of blocks of the tower, the last over whole images, to save time"
+RATIO_MAX = 100
+"""Maximum ratio of the sides of an image; from 200 on it is refused."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +45,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     above: int
 
 
-def measure(path: str, *, tokens: int, batches: int, seed: int, blocks: int) -> Found:
+def measure(path: str, *, tokens: int, batches: int, seed: int) -> Found:
     """Reserve for a budget, then run random batches, and every tenth time one of the worst."""
     limit_process_memory(LIMIT_BYTES, keys="encode.memory_limit")
     gc.collect()
@@ -61,11 +53,6 @@ def measure(path: str, *, tokens: int, batches: int, seed: int, blocks: int) -> 
     info = plugin.inspect(path, dtype="auto", item_tokens_max=tokens)
     settings = WorkerSettings()
     worker = plugin.load_encoder(info, settings, lambda *_: None)
-    if blocks:
-        assert isinstance(worker, VisionWorker)
-        tower: Any = worker._tower.module
-        tower.blocks = tower.blocks[:blocks]
-        tower.fullatt_block_indexes = [blocks - 1]  # both kinds of attention run
     role = EncodeRole(
         address="", plugin="", settings=settings, items=ITEMS, tokens=tokens, pixels_max=PIXELS_MAX
     )
@@ -94,40 +81,23 @@ def measure(path: str, *, tokens: int, batches: int, seed: int, blocks: int) -> 
 
 
 def random_batches(info: ModelInfo, tokens: int, rng: random.Random) -> Iterator[list[ImagePlan]]:
-    """Yield batches of images of any legal shape, most of which use the budget up."""
-    directory = checkpoint_directory(info.path)
-    config = read_json(directory, "config.json")
-    family = family_of(config)
-    factor = image_factor(family, config)
-    limits = image_limits(family, config, processor_settings(directory), tokens)
-    units = largest_units(limits, factor=factor, tokens_max=tokens, pixels_max=PIXELS_MAX)
-    merge = int(family.vision(config, "spatial_merge_size"))
-    patch, channels = (int(family.vision(config, each)) for each in ("patch_size", "in_channels"))
-    least = -(-limits.minimum // (factor * factor))
+    """Yield batches of images of any shape, most of which use the budget up."""
+    plan = plugin.load_preprocessor(info).plan_image
+    token_pixels = 224 * 224 / plan(224, 224).tokens
     while True:
         batch: list[ImagePlan] = []
-        left, count = tokens, rng.choice([1, 2, 3, ITEMS, ITEMS])
-        while len(batch) < count and (sides := _sides(units, left, least, rng)):
-            few, many = sides if rng.random() < 0.5 else sides[::-1]
-            grid = (1, few * merge, many * merge)
-            batch.append(image_plan(grid, merge=merge, patch=patch, channels=channels))
-            left -= few * many
+        left = tokens
+        for remaining in range(rng.choice([1, 2, 3, ITEMS, ITEMS]), 0, -1):
+            area = min(
+                PIXELS_MAX, int(token_pixels * left / remaining * rng.uniform(0.6, 1.05)) + 1
+            )
+            short = rng.randint(isqrt(area // RATIO_MAX) + 1, isqrt(area) + 1)
+            made = plan(*rng.sample((short, area // short + 1), 2))
+            if made.tokens <= left:
+                batch.append(made)
+                left -= made.tokens
         if batch:
             yield batch
-
-
-def _sides(
-    units: Mapping[int, int], left: int, least: int, rng: random.Random
-) -> tuple[int, int] | None:
-    """Return the sides of an image of at most `left` tokens, with uniformly drawn short sides."""
-    fitting = [
-        (few, max(few, -(-least // few)), min(many, left // few)) for few, many in units.items()
-    ]
-    fitting = [each for each in fitting if each[1] <= each[2]]
-    if not fitting:
-        return None
-    few, lowest, highest = rng.choice(fitting)
-    return few, rng.randint(lowest, highest)
 
 
 def run(
@@ -136,7 +106,6 @@ def run(
     tokens: int,
     batches: int,
     seed: int = 0,
-    blocks: int = 0,
     timeout_s: float | None = None,
 ) -> Found:
     """Measure in a process of its own, as a rank is started: the C library reads its environment at start.
@@ -144,7 +113,7 @@ def run(
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: When it failed, or took too long.
     """
-    options = {"tokens": tokens, "batches": batches, "seed": seed, "blocks": blocks}
+    options = {"tokens": tokens, "batches": batches, "seed": seed}
     words = [f"--{name}={value}" for name, value in options.items()]
     done = subprocess.run(
         [sys.executable, "-m", "tests.reservation", checkpoint, "--one", *words],
@@ -163,10 +132,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 256, 512], help="budgets")
     parser.add_argument("--batches", type=int, default=1000, help="number for each budget")
     parser.add_argument("--seed", type=int, default=0, help="seed of a run")
-    parser.add_argument("--blocks", type=int, default=0, help=BLOCKS)
     parser.add_argument("--one", action="store_true", help="measure in this process")
     options = parser.parse_args()
-    sizes = {"batches": options.batches, "seed": options.seed, "blocks": options.blocks}
+    sizes = {"batches": options.batches, "seed": options.seed}
     if options.one:
         found = measure(options.checkpoint, tokens=options.tokens[0], **sizes)
         sys.stdout.write(msgspec.json.encode(found).decode())

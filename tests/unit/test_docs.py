@@ -15,7 +15,6 @@ import re
 import shlex
 import subprocess
 import sys
-from array import array
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -26,16 +25,14 @@ import pytest
 import typer
 
 from tests.patience import PATIENCE_S
+from tests.unit.sim.shapes import COST, arrival
 from vsched.cli import app
 from vsched.cli.main import import_commands
 from vsched.cli.vllm_flags import ServeCommand, translate
 from vsched.config import Config, load_config
-from vsched.kernel import Scheduler, SchedulerLimits
-from vsched.kernel.commands import Decide
-from vsched.kernel.decisions import GenerateDecision
-from vsched.kernel.events import Finished, GroupReady, Stepped, Submitted
 from vsched.probes import PROBES
-from vsched.types import FinishReason, Request, SamplingParams
+from vsched.sim.fast.simulation import simulate
+from vsched.sim.workload.requests import Text, workload_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -361,34 +358,6 @@ def test_docs_examples_are_python() -> None:
     check_pages(syntax_errors)
 
 
-def serve_one(config: Path) -> list[GenerateDecision]:
-    """Serve two requests with the policies of a configuration; return the kernel's decisions."""
-    loaded = load_config(config, environ={})
-    limits = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16)
-    kernel = Scheduler(limits, loaded.policies.for_kernel())
-    commands = [*kernel.handle(GroupReady("encode"), 0), *kernel.handle(GroupReady("generate"), 0)]
-    for name, length in (("long", 30), ("short", 3)):
-        request = Request(
-            request_id=name,
-            prompt_token_ids=list(range(length)),
-            sampling=SamplingParams(max_tokens=1),
-        )
-        commands += kernel.handle(Submitted(request), 1)
-    decisions = []
-    while commands:
-        command = commands.pop(0)
-        if isinstance(command, Decide) and isinstance(command.decision, GenerateDecision):
-            decisions.append(command.decision)
-            ended = [
-                Finished(join.slot, join.number, FinishReason.LENGTH)
-                for join in decisions[-1].joined
-            ]
-            commands += kernel.handle(Stepped(decisions[-1].step, array("i", [7, 7]), ended), 2)
-    assert kernel.statistics()["finished"]["length"] == 2
-    assert kernel.statistics()["policy_faults"] == {}
-    return decisions
-
-
 @pytest.mark.parametrize(
     ("folder", "page"),
     [(page, page) for page in pages_with("toml")],
@@ -400,4 +369,8 @@ def test_docs_configurations_load_and_serve(folder: Path, page: Path) -> None:
     for number, block in enumerate(block for block in blocks(page) if block.language == "toml"):
         config = folder / f"{number}.toml"
         config.write_text(block.text)
-        assert serve_one(config)
+        loaded = load_config(config, environ={})
+        requests = workload_of("two", [arrival(n, n, Text(n, 30 * n + 3)) for n in range(2)])
+        outcome = simulate(loaded, requests, cost=COST, oracles=True)
+        assert outcome.figures.finished == 2
+        assert not outcome.policy_failure_counts

@@ -117,27 +117,19 @@ def run(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_import_leaves_parts_out() -> None:
-    """No part is loaded, and torch computes."""
-    run(
-        "import sys\n"
-        "import vsched_workers.lean_torch, torch\n"
-        "assert torch.nn.functional.softmax(torch.zeros(2), 0).sum() == 1\n"
-        f"for name in {sorted(DEFERRED)}:\n"
-        "    assert '_deferred' in vars(sys.modules[name]), name\n"
-    )
-
-
-def test_parts_are_loaded_when_they_are_used() -> None:
-    run("\n".join(["import vsched_workers.lean_torch, torch", *USES]))
-
-
-def test_registrations_are_loaded_for_operators_without_data() -> None:
-    run(
-        "import vsched_workers.lean_torch, torch\n"
-        "assert torch._meta_registrations.aten\n"
-        "torch.empty(2, 3, 4, device='meta').logcumsumexp(1)"
-    )
+def test_parts_of_torch_are_loaded_when_they_are_used() -> None:
+    """Not by its import, and not by computing; registrations are for operators without data."""
+    lines = [
+        "import sys",
+        "import vsched_workers.lean_torch, torch",
+        "assert torch.nn.functional.softmax(torch.zeros(2), 0).sum() == 1",
+        f"for name in {sorted(DEFERRED)}:",
+        "    assert '_deferred' in vars(sys.modules[name]), name",
+        "assert torch._meta_registrations.aten",
+        "torch.empty(2, 3, 4, device='meta').logcumsumexp(1)",
+        *USES,
+    ]
+    run("\n".join(lines))
 
 
 def test_torch_that_is_loaded_stays_as_it_is() -> None:

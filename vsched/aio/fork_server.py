@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import msgspec
@@ -65,9 +65,7 @@ class ForkServerLostError(Exception):
 class ForkServer:
     """A process that has imported `modules` and forks ranks; it ends with the engine, even if that is killed.
 
-    If it dies while idle, it is replaced at once, to be ready for the next restart of a rank. If it dies during its
-    imports, it is replaced at the next request. It may be started before the event loop, and is watched from the first
-    request on.
+    If it dies, it is replaced at the next request. It may be started before the event loop.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
@@ -75,13 +73,13 @@ class ForkServer:
         self._imports = Imports(modules, rank_environment(1))
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
-        self._stop_watching: Callable[[], None] | None = None
         self._imported = False
 
     @property
     def pid(self) -> int:
         """The process id; 0 while it is not running."""
-        return self._process.pid if self._process is not None else 0
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else 0
 
     async def open(self) -> socket.socket:
         """Return a channel for one order after the server's imports are done; the caller closes it.
@@ -91,11 +89,11 @@ class ForkServer:
         Raises:
             ForkServerLostError: When the server dies or does not respond; it is killed then.
         """
-        if self._process is None or self._process.poll() is not None:
+        if not self.pid:
+            if self._process is not None:
+                logger.warning("the fork server ended (exit code %d)", self._process.returncode)
             self._forget()
             self.begin()
-        if self._stop_watching is None:
-            self._watch(asyncio.get_running_loop())
         assert self._orders is not None
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setblocking(False)
@@ -175,31 +173,7 @@ class ForkServer:
             orders.send(msgspec.json.encode(self._imports))
         self._imported = False
 
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        assert self._process is not None
-        pidfd = os.pidfd_open(self._process.pid)
-
-        def stop() -> None:
-            if not loop.is_closed():
-                loop.remove_reader(pidfd)
-            os.close(pidfd)
-
-        self._stop_watching = stop
-        loop.add_reader(pidfd, self._ended)
-
-    def _ended(self) -> None:
-        assert self._process is not None
-        code, imported = self._process.wait(), self._imported
-        logger.warning("the fork server ended (exit code %d)", code)
-        self._forget()
-        if imported:
-            self.begin()
-            self._watch(asyncio.get_running_loop())
-
     def _forget(self) -> None:
-        if self._stop_watching is not None:
-            self._stop_watching()
-            self._stop_watching = None
         if self._orders is not None:
             self._orders.close()
         self._process = self._orders = None

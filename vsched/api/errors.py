@@ -40,6 +40,30 @@ class ParameterRefused(RequestRefused):
         self.param = param
 
 
+SentError = tuple[str, dict[str, str | int | None]]
+"""An error of a request in a message between processes: its class and its fields."""
+
+
+def sent_error(error: RequestRefused | RequestFailed) -> SentError:
+    """Convert an error for a message."""
+    return type(error).__name__, dict(vars(error))
+
+
+def received_error(sent: SentError) -> RequestRefused | RequestFailed:
+    """Return the error of a message."""
+    name, fields = sent
+    error: RequestRefused | RequestFailed
+    if name == RequestFailed.__name__:
+        error = RequestFailed("")
+    elif name == ParameterRefused.__name__:
+        error = ParameterRefused("", param=None)
+    else:
+        error = RequestRefused("", code="")
+    error.args = (fields["message"],)
+    vars(error).update(fields)
+    return error
+
+
 class ErrorBody(msgspec.Struct):
     """Body of an OpenAI error."""
 

@@ -34,8 +34,6 @@ from vsched.worker.contract import Detokenizer, Preprocessor
 _LOGPROB_MIN = -9999.0
 """OpenAI's substitute for minus infinity, which JSON cannot represent."""
 _ENCODER = msgspec.json.Encoder()
-_NORMALIZED_CHARACTERS_MAX = 4
-"""Maximum characters of a prompt that a tokenizer may normalize to one, such as a letter and its accents."""
 _BLANK = "\x00"
 """A text that cannot occur in a name."""
 
@@ -314,30 +312,16 @@ class TextOffsets:
     A token that continues a character has the offset of that character.
     """
 
-    def __init__(self, detokenizer: Detokenizer, *, start: int = 0, known: str = "") -> None:
-        """Start at offset `start`; or locate tokens in a `known` text, which may differ from their spelling."""
+    def __init__(self, detokenizer: Detokenizer, *, start: int = 0) -> None:
+        """Start at offset `start`."""
         self._detokenizer = detokenizer
         self._at = start
-        self._known = known
-        self._missing = 0
 
     def next(self, token_id: int) -> int:
         """Return the offset of the next token."""
-        text = self._detokenizer.push((token_id,))
-        if not self._known:
-            begin = self._at
-            self._at += len(text)
-            return begin
-        # Tokenizers may add special tokens and a space at the start, and normalize characters. If a token is not found
-        # at the current offset, skip the characters of the preceding tokens that were not found either.
-        for slack in (0, _NORMALIZED_CHARACTERS_MAX * self._missing):
-            for piece in (text, text.removeprefix(" ")):
-                begin = self._known.find(piece, self._at, self._at + len(piece) + slack)
-                if begin >= 0:
-                    self._at, self._missing = begin + len(piece), 0
-                    return begin
-        self._missing += len(text)
-        return self._at
+        begin = self._at
+        self._at += len(self._detokenizer.push((token_id,)))
+        return begin
 
 
 class CompletionFormatter(_Formatting):
@@ -393,7 +377,7 @@ class CompletionFormatter(_Formatting):
         result = CompletionLogprobs([], [], [], [])
         report = self._generation.prompt_report
         if self.options.echo and not self._started and report is not None:
-            offsets = TextOffsets(self._preprocessor.detokenizer(special=True), known=echoed)
+            offsets = TextOffsets(self._preprocessor.detokenizer(special=self._echo is None))
             first, count = self._generation.prompt_token_ids[0], self.options.echo_logprobs
             self._add(result, first, None, None, offsets)
             for prompt_token in report.tokens():

@@ -40,10 +40,9 @@ from vsched.errors import ConfigError, RequestRefused, limit_message
 from vsched.media.allocator import map_large_blocks, return_freed_memory
 from vsched.worker.registry import load_worker
 
-_HEAD_BEGINNING = b"HTTP/1.1 "
-"""The first bytes of every response."""
-_CHUNK_BEGINNING = b"0" * 8
-"""Leading zeros, which are valid before the size of any chunk."""
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_COMMENT = b"3\r\n:\n\n\r\n"
+"""A chunk with a comment of a stream of events, which clients ignore."""
 _FIRST_PROBE_S = 0.05
 
 
@@ -283,7 +282,7 @@ class BoundedProtocol(HttpToolsProtocol):
         is_answering = cycle is not None and not cycle.response_complete
         if is_answering and not cycle.more_body:
             cycle.keep_alive = cycle.waiting_for_100_continue = False
-            if not self.pipeline:
+            if not self.pipeline and self.parser.get_http_version() == "1.1":
                 self._probe(cycle)
             return True
         if is_answering or self._in_head:
@@ -294,32 +293,15 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(RequestRefused(message, code="request_incomplete"))
         return False
 
-    def _probe(self, cycle: RequestResponseCycle) -> None:
+    def _probe(self, cycle: RequestResponseCycle, pause_s: float = _FIRST_PROBE_S) -> None:
         """Find out whether the client has closed the connection or only half-closed it.
 
         Both look the same until data is sent: after a close, the first write is answered with a reset, and the next
-        write fails. So the first bytes of the response are written one by one, at growing intervals.
+        write fails. So interim responses are sent at growing intervals, and comments once a stream has started.
         """
-        started: _StartedTransport | None = None
-        beginning = _CHUNK_BEGINNING if cycle.chunked_encoding else b""
-        if not cycle.response_started:
-            beginning = _HEAD_BEGINNING
-            cycle.transport = started = _StartedTransport(self.transport)
-
-        def write(index: int) -> None:
-            is_over = cycle.disconnected or cycle.response_complete
-            if (
-                is_over
-                or index == len(beginning)
-                or (started is not None and cycle.response_started)
-            ):
-                return
-            self.transport.write(beginning[index : index + 1])
-            if started is not None:
-                started.written += 1
-            self.loop.call_later(_FIRST_PROBE_S * 2**index, write, index + 1)
-
-        write(0)
+        if not (cycle.disconnected or cycle.response_complete):
+            self.transport.write(_COMMENT if cycle.response_started else _CONTINUE)
+            self.loop.call_later(pause_s, self._probe, cycle, 2 * pause_s)
 
     # --- clients that do not read ---
 
@@ -361,25 +343,6 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
-
-
-class _StartedTransport(asyncio.Transport):
-    """A transport that skips the first `written` bytes of the next write, because they have been sent already."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        super().__init__()
-        self._transport = transport
-        self.written = 0
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._transport.write(data[self.written :])
-        self.written = 0
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 def _end_by_closing(cycle: RequestResponseCycle) -> None:

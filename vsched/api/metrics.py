@@ -10,9 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -485,9 +484,13 @@ class ApiMetrics(Collector):
 
     def report(self) -> Report:
         """Return the metrics of this process."""
-        return Report(
-            self.in_flight, [MetricSamples.of(metric) for metric in self.registry.collect()]
-        )
+        families: list[Family] = []
+        for metric in self.registry.collect():
+            # Without creation times, which cannot be added.
+            kept = [one for one in metric.samples if not one.name.endswith("_created")]
+            samples = [(one.name, one.labels, float(one.value)) for one in kept]
+            families.append((metric.name, metric.documentation, metric.type, samples))
+        return Report(self.in_flight, families)
 
     def render(self) -> bytes:
         """Return the exposition text."""
@@ -496,9 +499,13 @@ class ApiMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of all processes and of the engine."""
         model_name = self._engine.model_name if self._engine is not None else ""
-        everywhere = Added([self.report(), *self.reports()])
+        everywhere = []
+        for name, what, kind, samples in added([self.report(), *self.reports()]):
+            everywhere.append(Metric(name, what, kind))
+            for sample in samples:
+                everywhere[-1].add_sample(*sample)
         yield from exposed(
-            chain(everywhere.collect(), self._of_engine.collect()),
+            chain(everywhere, self._of_engine.collect()),
             model_name=model_name,
             vllm_names=self._vllm_names,
         )
@@ -542,64 +549,28 @@ class RequestRecord:
         self._metrics.request_s.observe(time.perf_counter() - self._began)
 
 
-Sample = tuple[str, dict[str, str], float]
-"""Name, labels and value."""
+Family = tuple[str, str, str, list[tuple[str, dict[str, str], float]]]
+"""Name, description, type and samples of a metric: name, labels and value."""
 
 
-class MetricSamples(msgspec.Struct, frozen=True, array_like=True):
-    """The samples of one metric."""
-
-    name: str
-    what: str
-    kind: str
-    samples: list[Sample]
-
-    @classmethod
-    def of(cls, metric: Metric) -> MetricSamples:
-        """Convert a metric, without creation times, which cannot be added."""
-        samples = [
-            (one.name, one.labels, float(one.value))
-            for one in metric.samples
-            if not one.name.endswith("_created")
-        ]
-        return cls(metric.name, metric.documentation, metric.type, samples)
-
-
-class Report(msgspec.Struct, frozen=True, array_like=True):
+class Report(NamedTuple):
     """Metrics of one process: requests in flight, and metric families."""
 
     in_flight: int = 0
-    families: list[MetricSamples] = []
+    families: Sequence[Family] = ()
 
 
-class Added(Collector):
-    """Sums the counters and histograms of several processes."""
-
-    def __init__(self, reports: Iterable[Report]) -> None:
-        self._reports = reports
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every family, with the sums of its samples."""
-        for family in added(self._reports):
-            metric = Metric(family.name, family.what, family.kind)
-            for name, labels, value in family.samples:
-                metric.add_sample(name, labels, value)
-            yield metric
-
-
-def added(reports: Iterable[Report]) -> list[MetricSamples]:
-    """Sum all families; samples are in order of first occurrence."""
-    families: dict[str, MetricSamples] = {}
-    sums: dict[str, dict[tuple[str, tuple[str, ...]], Sample]] = {}
+def added(reports: Iterable[Report]) -> list[Family]:
+    """Sum all families, in order of first occurrence."""
+    families: dict[str, Family] = {}
     for report in reports:
-        for family in report.families:
-            families.setdefault(family.name, family)
-            known = sums.setdefault(family.name, {})
-            for name, labels, value in family.samples:
-                key = (name, tuple(labels.values()))
-                found = known.get(key)
-                known[key] = (name, labels, value + (found[2] if found is not None else 0))
-    return [
-        msgspec.structs.replace(family, samples=list(sums[name].values()))
-        for name, family in families.items()
-    ]
+        for name, what, kind, samples in report.families:
+            held = families.setdefault(name, (name, what, kind, []))[3]
+            known = {(one, tuple(labels.values())): at for at, (one, labels, _) in enumerate(held)}
+            for one, labels, value in samples:
+                at = known.get((one, tuple(labels.values())))
+                if at is None:
+                    held.append((one, labels, value))
+                else:
+                    held[at] = (one, labels, held[at][2] + value)
+    return list(families.values())

@@ -49,8 +49,6 @@ _ROLES = "system, developer, user, assistant, tool or function"
 _PARTS = "text, image_url, video_url, video, image_embeds, video_embeds, refusal or thinking"
 _TOKEN_DIGITS_MAX = 10
 _COMPLETION_TOKENS = 16
-_NAMED_MAX = 4
-"""Maximum number of invalid `logit_bias` keys listed in an error."""
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>[^`]{1,64})")
 
 
@@ -247,20 +245,14 @@ def _logit_bias(
 ) -> tuple[tuple[int, float], ...]:
     biases = biases or {}
     check_count("logit_bias", len(biases), settings.logit_bias_max, "tokens")
-    strange = [
-        name
-        for name in biases
-        if not (name.isascii() and name.isdecimal() and len(name) <= _TOKEN_DIGITS_MAX)
-    ]
-    if strange:
-        named = ", ".join(map(shown, strange[:_NAMED_MAX]))
-        raise out_of_bounds(
-            "logit_bias",
-            value=f"the key{'s' if len(strange) > 1 else ''} {named}"
-            + (f" and {len(strange) - _NAMED_MAX} more" if len(strange) > _NAMED_MAX else ""),
-            limit=f"token ids from 0 to {info.vocab_size - 1}",
-            remedy="send token ids of this model as keys",
-        )
+    for name in biases:
+        if not (name.isascii() and name.isdecimal() and len(name) <= _TOKEN_DIGITS_MAX):
+            raise out_of_bounds(
+                "logit_bias",
+                value=f"the key {shown(name)}",
+                limit=f"token ids from 0 to {info.vocab_size - 1}",
+                remedy="send token ids of this model as keys",
+            )
     pairs = tuple((int(name), float(bias)) for name, bias in biases.items())
     check_vocabulary("logit_bias", [token for token, _ in pairs], info)
     return pairs

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -97,7 +97,15 @@ class BufferedChoice:
 
 
 class BufferedGeneration:
-    """A `Generation` that replays a choice from the start."""
+    """A `Generation` that replays a choice from the start; everything else is the choice's."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    prompt_tokens: int
+    cached_tokens: int
+    prompt_report: PromptReport | None
+    times: RequestTimes
+    reason: FinishReason | None
 
     def __init__(self, answer: BufferedChoice) -> None:
         self._answer = answer
@@ -105,33 +113,8 @@ class BufferedGeneration:
         self._has_failed = False
         self.output_tokens = 0
 
-    @property
-    def request_id(self) -> str:
-        return self._answer.source.request_id
-
-    @property
-    def prompt_token_ids(self) -> Sequence[int]:
-        return self._answer.source.prompt_token_ids
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self._answer.source.prompt_tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        return self._answer.source.cached_tokens
-
-    @property
-    def prompt_report(self) -> PromptReport | None:
-        return self._answer.source.prompt_report
-
-    @property
-    def times(self) -> RequestTimes:
-        return self._answer.source.times
-
-    @property
-    def reason(self) -> FinishReason | None:
-        return self._answer.source.reason
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._answer.source, name)
 
     def one_by_one(self) -> None:
         """No-op: each delta has one token."""
@@ -429,10 +412,10 @@ class Resumption:
     # --- for clients ---
 
     def find(self, name: str, path: str, tenant: str) -> ResumedRequest:
-        """Find a request by path, tenant, and response id or client-defined id.
+        """Find the last request with this path, tenant, and response id or client-defined id.
 
         Raises:
-            RequestRefused: If there is none or several, or the journal has not been read yet.
+            RequestRefused: If there is none, or the journal has not been read yet.
         """
         if not self._is_read:
             message = "the server is loading, and has not read the resumed requests yet. Remedy: try again."
@@ -445,13 +428,8 @@ class Resumption:
             and name in (one.request.request_id, one.request.given_id)
         ]
         exact = [one for one in mine if one.request.request_id == name]
-        found = exact or mine
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(one.request.request_id for one in found[:8])
-            message = f"several requests have this X-Request-Id. Remedy: ask by one of {names}."
-            raise ParameterRefused(message, param="id", code="ambiguous_id", status=409)
+        if found := exact or mine:
+            return found[-1]
         message = (
             "no answer is kept under this id: answers are kept that a server began before it was killed, with "
             "record.resume, until they are read or record.resume_keep_s is over. Remedy: send the request again."

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Protocol
 
 from vsched.aio.worker_groups import STOP_GRACE_S
 from vsched.api.app import create_app
@@ -29,16 +28,6 @@ from vsched.record.recorder import check_record_path
 logger = logging.getLogger(__name__)
 LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - only compared with
 """Wildcard addresses, and the loopback address that reaches each."""
-
-
-class _Frontend(Protocol):
-    """HTTP side of a server: in the engine's process, or in API processes."""
-
-    @property
-    def pids(self) -> list[int]: ...
-    async def begin(self) -> None: ...
-    async def ready(self) -> None: ...
-    async def stop(self) -> None: ...
 
 
 class _InProcessFrontend:
@@ -75,7 +64,10 @@ class RunningServer:
     """A running server and its engine."""
 
     def __init__(
-        self, listener: socket.socket, engine: Engine, front: _Frontend | None = None
+        self,
+        listener: socket.socket,
+        engine: Engine,
+        front: ApiProcesses | _InProcessFrontend | None = None,
     ) -> None:
         self._listener = listener
         self._front = front
@@ -121,7 +113,7 @@ async def running_server(
         check_record_path(config)  # the journal is part of the record
         resumption = open_resumption(config)
         settings = api_settings(config, listener.getsockname()[0])
-        front: _Frontend
+        front: ApiProcesses | _InProcessFrontend
         if config.server.processes > 1:
             front = ApiProcesses(engine, settings, listener)
         else:

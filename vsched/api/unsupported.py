@@ -142,79 +142,34 @@ def find_unsupported_type(
     return None
 
 
-_MODEL = "send these requests to a server of such a model"
 _HISTORY = "send the whole history with each request; nothing is kept between requests"
-_SERVICES = {
-    "embeddings, scores and classes": (
-        "send these requests to a server of an embedding model; ranks here sample tokens and send no hidden states",
-        "/v1/embeddings /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank",
-    ),
-    "batches": (
-        "send the requests themselves, as many at a time as you like; the server batches them",
-        "/v1/batches /v1/messages/batches",
-    ),
-    "files and uploads": (
-        "send images within the request, as URLs or data URLs",
-        "/v1/files /v1/uploads",
-    ),
-    "moderations": (_MODEL, "/v1/moderations"),
-    "reviews of content and safety": (
-        "leave it out; the server keeps no content that could be reviewed",
-        "/v1/compliance /v1/content_provenance_checks /v1/safety",
-    ),
-    "generation of images and videos": (_MODEL, "/v1/images /v1/videos"),
-    "audio": (_MODEL, "/v1/audio"),
-    "live sessions": ("stream a chat", "/v1/realtime /v1/live"),
-    "vector stores": (
-        "search in the client, and send the results with the request",
-        "/v1/vector_stores",
-    ),
-    "conversations, assistants and threads": (
-        _HISTORY,
-        "/v1/conversations /v1/assistants /v1/threads",
-    ),
-    "fine-tuning and its graders": (
-        "train elsewhere, and have an operator load the result as a LoRA adapter",
-        "/v1/fine_tuning /v1/fine-tunes",
-    ),
-    "agents, skills, containers and evaluations": (
-        "run them in the client; the server only answers requests",
-        """
-        /v1/agents /v1/chatkit /v1/containers /v1/decisions /v1/deployments /v1/deployment_runs
-        /v1/dreams /v1/environments /v1/evals /v1/memory_stores /v1/sessions /v1/skills
-        /v1/tunnels /v1/vaults
-        """,
-    ),
-    "administration of accounts": (
-        "name keys and tenants in the server's configuration",
-        """
-        /v1/organization /v1/organizations /v1/projects /v1/user_profiles /v1/webhook_endpoints
-        /v1/webhook_event_types
-        """,
-    ),
-    "older completions": (
-        "send it to /v1/completions, /v1/chat/completions or /v1/messages",
-        "/v1/complete /v1/edits /v1/engines",
-    ),
-    "counting the tokens of a response": (
-        "send its input as messages to /tokenize or /v1/messages/count_tokens",
-        "/v1/responses/input_tokens",
-    ),
-    "compaction of a history": ("shorten the history in the client", "/v1/responses/compact"),
-    "cancelling a response by its id": (
-        "close the connection that waits for it; that ends the request",
-        "/v1/responses/{id}/cancel",
-    ),
-    "stored inputs and messages": (
-        _HISTORY,
-        "/v1/responses/{id}/input_items /v1/chat/completions/{id}/messages",
-    ),
+_NOT_SERVED = {
+    "send it to a server of such a model; this one generates text": """
+        /v1/embeddings /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank /v1/moderations
+        /v1/images /v1/videos /v1/audio /v1/realtime /v1/live""",
+    "send requests, with images as URLs or data URLs, as many at a time as you like; the server batches them": """
+        /v1/batches /v1/messages/batches /v1/files /v1/uploads""",
+    _HISTORY: """
+        /v1/conversations /v1/assistants /v1/threads /v1/responses/compact
+        /v1/responses/{id}/input_items /v1/chat/completions/{id}/messages""",
+    "send it to /v1/completions, /v1/chat/completions or /v1/messages": "/v1/complete /v1/edits /v1/engines",
+    "send its input as messages to /tokenize or /v1/messages/count_tokens": "/v1/responses/input_tokens",
+    "close the connection that waits for it; that ends the request": "/v1/responses/{id}/cancel",
+    "leave it to the client or an operator; the server only answers requests": """
+        /v1/agents /v1/chatkit /v1/compliance /v1/containers /v1/content_provenance_checks /v1/decisions
+        /v1/deployments /v1/deployment_runs /v1/dreams /v1/environments /v1/evals /v1/fine_tuning /v1/fine-tunes
+        /v1/memory_stores /v1/organization /v1/organizations /v1/projects /v1/safety /v1/sessions /v1/skills
+        /v1/tunnels /v1/user_profiles /v1/vaults /v1/vector_stores /v1/webhook_endpoints /v1/webhook_event_types""",
 }
-"""Remedy and paths of a service, which include all paths below them."""
-_STORED = ("changing or deleting a stored answer", "leave it out; answers are not stored")
+"""Paths of other servers' APIs, which include all paths below them, by remedy."""
+_STORED = "leave it out; answers are not stored"
 _PATTERNS = [
-    (re.compile(re.escape(path).replace(r"\{id\}", "[^/]+") + "(/.*)?"), (name, remedy))
-    for name, (remedy, paths) in _SERVICES.items()
+    (
+        re.compile(re.escape(path).replace(r"\{id\}", "[^/]+") + "(/.*)?"),
+        path.rpartition("/")[2],
+        remedy,
+    )
+    for remedy, paths in _NOT_SERVED.items()
     for path in paths.split()
 ]
 _STORED_PATH = re.compile("/v1/(chat/completions|responses)/.+")
@@ -222,14 +177,13 @@ _STORED_PATH = re.compile("/v1/(chat/completions|responses)/.+")
 
 def not_served(path: str, method: str = "GET") -> str | None:
     """Return the error message for a known path that is not served; None for any other path."""
-    for pattern, service in _PATTERNS:
+    for pattern, name, remedy in _PATTERNS:
         if pattern.fullmatch(path):
-            return _message(path, service)
+            return _message(path, name, remedy)
     if method != "GET" and _STORED_PATH.fullmatch(path):
-        return _message(path, _STORED)
+        return _message(path, "a stored answer", _STORED)
     return None
 
 
-def _message(path: str, service: tuple[str, str]) -> str:
-    name, remedy = service
+def _message(path: str, name: str, remedy: str) -> str:
     return f"`{path[:100]}` is not served ({name}). Remedy: {remedy}."

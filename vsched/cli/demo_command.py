@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import io
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 
 from vsched.checkpoint_tools import ExamTurn
 from vsched.cli import app
+from vsched.errors import CheckpointError
 from vsched.terminal.options import new_table
 
 if TYPE_CHECKING:
@@ -21,33 +21,18 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-QUESTION = "What is in this picture?"
-SIZE = "tiny25"
 TASKS = ("number", "colour", "count")
 """Tasks of the first question and of each turn of the conversation."""
 TABLE_COLUMNS = 72
-PICTURE_COLUMNS = 56
-PICTURES_COLUMNS = 120
-"""Maximum total width of pictures side by side."""
-GAP_COLUMNS = 2
 
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Option(help="Folder for pictures and random weights.")] = (
-        Path(".demo")
-    ),
+    folder: Annotated[Path, typer.Option(help="Folder for pictures.")] = Path(".demo"),
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 40,
     *,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the pictures.")] = 0,
-    random_weights: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights", help="Use random weights instead of the trained checkpoint."
-        ),
-    ] = False,
 ) -> None:
     """Serve a small checkpoint, ask it about pictures, and show where time and memory went."""
     import uvloop
@@ -59,26 +44,19 @@ def demo(
     folder.mkdir(parents=True, exist_ok=True)
     plugin = load_tools("transformers", "exam_tasks")
     trained = plugin.trained_checkpoint()
-    if trained and not random_weights:
-        size = sum(path.stat().st_size for path in Path(trained).iterdir() if path.is_file())
-        console.print(f"The trained checkpoint of the repository, {size / 1e6:.1f} MB.")
-
-        def turn(task: str, place: int) -> ExamTurn:
-            """Return the turn of a task; another place gives another picture."""
-            return plugin.exam(task, 1, seed=2 * seed + place)[0][0]
-
-        uvloop.run(_examine(trained, turn, folder, max_tokens, console))
-        return
-    if not random_weights:
-        console.print(
-            "The trained checkpoint is not available: it is in the repository, but not in wheels."
+    if not trained:
+        raise CheckpointError(
+            "the trained checkpoint is in the repository, but not in wheels. Remedy: run the demo in a checkout, "
+            "or serve another checkpoint: vsched serve ORG/NAME"
         )
-    checkpoint = folder / SIZE
-    if not (checkpoint / "config.json").exists():
-        with console.status(f"Making a Qwen2.5-VL checkpoint with random weights ({SIZE}) …"):
-            parameters = plugin.make_checkpoint(str(checkpoint), SIZE)
-        console.print(f"Made {checkpoint}: {parameters / 1e6:.1f} M random parameters.")
-    uvloop.run(_ask_noise(checkpoint, folder, max_tokens, console))
+    size = sum(path.stat().st_size for path in Path(trained).iterdir() if path.is_file())
+    console.print(f"The trained checkpoint of the repository, {size / 1e6:.1f} MB.")
+
+    def turn(task: str, place: int) -> ExamTurn:
+        """Return the turn of a task; another place gives another picture."""
+        return plugin.exam(task, 1, seed=2 * seed + place)[0][0]
+
+    uvloop.run(_examine(trained, turn, folder, max_tokens, console))
 
 
 def is_answer(text: str, expected: str) -> bool:
@@ -201,41 +179,8 @@ async def _converse(client: _Client, turns: Sequence[ExamTurn]) -> Table:
     return table
 
 
-async def _ask_noise(checkpoint: Path, folder: Path, max_tokens: int, console: Console) -> None:
-    turn = ExamTurn((draw_picture(),), QUESTION, "")
-    _show(turn.images, folder, "picture", console)
-    async with _serving(str(checkpoint), max_tokens, console) as client:
-        console.print(f"\n[bold]user[/]       {QUESTION}")
-        console.print("[bold]assistant[/]  ", end="")
-        await client.ask([user_message(turn)], temperature=1.0, seed=7)
-        console.print(
-            "\n\nThe weights are random, so the answer is noise; the path that it took is real:\n"
-            "HTTP, preprocessing, an encode process, shared memory, a generate process.\n",
-            style="dim",
-        )
-        statistics = await client.statistics()
-        console.print(timeline_table(statistics["recent"][-1]))
-        console.print(memory_table(statistics))
-
-
-def draw_picture() -> bytes:
-    """Return a picture of a red circle, a blue square and a green triangle, as a PNG file."""
-    from PIL import Image, ImageDraw
-
-    picture = Image.new("RGB", (448, 336), "#f4f1ea")
-    draw = ImageDraw.Draw(picture)
-    draw.ellipse((40, 100, 160, 220), fill="#d1495b")
-    draw.rectangle((180, 110, 290, 220), fill="#2e6f95")
-    draw.polygon([(310, 220), (420, 220), (365, 105)], fill="#5b8e55")
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def _show(pictures: Sequence[bytes], folder: Path, name: str, console: Console) -> None:
-    """Write pictures as PNG files, and show them side by side if the console has colours."""
-    from rich.table import Table
-
+    """Write pictures as PNG files."""
     several = len(pictures) > 1
     paths = [
         folder / (f"{name}-{number}.png" if several else f"{name}.png")
@@ -247,34 +192,7 @@ def _show(pictures: Sequence[bytes], folder: Path, name: str, console: Console) 
         f"The picture{'s' * several}, which the model has never seen "
         f"([dim]{', '.join(map(str, paths))}[/]):"
     )
-    if console.color_system and not console.no_color:
-        width = min(console.width, PICTURES_COLUMNS) - GAP_COLUMNS
-        columns = min(width // len(pictures) - GAP_COLUMNS, PICTURE_COLUMNS)
-        row = Table.grid(padding=(0, GAP_COLUMNS, 0, 0))
-        row.add_row(*(thumbnail(png, columns) for png in pictures))
-        console.print(row)
     console.print()
-
-
-def thumbnail(png: bytes, columns: int) -> Text:
-    """Return a picture as coloured half blocks, two pixels per character; small ones are not enlarged."""
-    from PIL import Image
-    from rich.text import Text
-
-    with Image.open(io.BytesIO(png)) as opened:
-        picture = opened.convert("RGB")
-    # Limit the height to the width, so that a tall picture does not fill the screen.
-    scale = min(columns / picture.width, columns / picture.height, 1.0)
-    columns = max(round(picture.width * scale), 1)
-    rows = max(round(picture.height * scale / 2), 1) * 2
-    small = picture.resize((columns, rows), Image.Resampling.LANCZOS).tobytes().hex()
-    pixels = [f"#{small[at : at + 6]}" for at in range(0, len(small), 6)]
-    text = Text(no_wrap=True)
-    for row in range(0, rows, 2):
-        for column in range(row * columns, (row + 1) * columns):
-            text.append("▀", style=f"{pixels[column]} on {pixels[column + columns]}")
-        text.append("\n")
-    return text
 
 
 def _verdict(answer: str, turn: ExamTurn) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vsched.config import Config
-    from vsched.memory import Ledger, LedgerLine
+    from vsched.memory import Ledger
 
-COLOURS = ("blue", "magenta", "green", "yellow", "cyan", "red", "bright_blue", "bright_magenta")
-BAR_CELLS = 72
 SERVERS_S = 1.5
 """Time for the image server, which starts last, to load before its memory is read."""
 _PROCESSES = {
@@ -90,8 +88,6 @@ def profile(
     console.print(f"\n{sized.tokens} tokens of KV cache, found in {spent_s:.1f} s\n")
     _show_processes(console, sized)
     console.print(ledger.render(), markup=False, highlight=False)
-    for pool, total in ledger.totals.items():
-        _draw_bar(console, pool, total, ledger.of_pool(pool))
 
 
 class _SizedMemory(NamedTuple):
@@ -133,24 +129,6 @@ def _show_processes(console: Console, sized: _SizedMemory) -> None:
         if size := sized.memory.get(name):
             console.print(f"{process} uses {size / 2**20:,.1f} MiB", highlight=False)
     console.print()
-
-
-def _draw_bar(console: Console, pool: str, total: int, lines: Sequence[LedgerLine]) -> None:
-    """Draw a memory pool as a bar of coloured cells; each non-empty line gets at least one cell."""
-    from rich.text import Text
-
-    bar, legend = Text(), Text()
-    drawn = [line for line in lines if line.bytes > 0]
-    for index, line in enumerate(drawn):
-        is_rest = line.line == "unclaimed"
-        colour = "bright_black" if is_rest else COLOURS[index % len(COLOURS)]
-        cells = max(round(BAR_CELLS * line.bytes / total), 1)
-        bar.append(("░" if is_rest else "█") * cells, style=colour)
-        legend.append("■ ", style=colour).append(f"{line.owner} {line.line}  ".lstrip())
-    console.print()
-    console.print(Text(pool, style="bold"))
-    console.print(bar)
-    console.print(legend)
 
 
 @app.command("calibrate-vllm")

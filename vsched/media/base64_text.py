@@ -1,9 +1,9 @@
-"""Base64 within a text, or stored separately if it is long."""
+"""Base64 within a long text."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pybase64
 
@@ -12,56 +12,23 @@ _PIECE_BYTES = 1024 * 1024
 _WHITESPACE = b"\t\n\f\r "
 
 
-class TextWithBase64(str):
-    """A text that ends with base64, stored separately as bytes and represented in the text by a substitute.
-
-    A text of megabytes would be copied under the GIL whenever it is created, hashed or sliced. Equal substitutes mean
-    equal base64.
-    """
-
-    __slots__ = ("base64", "start")
-    base64: bytes
-    start: int
-
-    @classmethod
-    def of(cls, text: str, start: int, base64: bytes) -> TextWithBase64:
-        """Create a text whose end, from `start` on, is the substitute of this base64."""
-        made = cls(text)
-        made.start, made.base64 = start, base64
-        return made
-
-
-def base64_of(text: str, start: int) -> bytes:
-    """The base64 of a text from `start` on.
-
-    Raises:
-        ValueError: If it has characters that are not ASCII.
-    """
-    if isinstance(text, TextWithBase64) and text.start == start:
-        return text.base64
-    return text[start:].encode("ascii")
-
-
-def base64_bytes(text: str, start: int = 0) -> int:
-    """Number of base64 bytes in a text from `start` on."""
-    if isinstance(text, TextWithBase64):
-        return len(text.base64)
-    return max(len(text) - start, 0)
-
-
-def decode_base64(base64: bytes) -> bytes:
-    """Decode base64 in pieces, so that the event loop can run in between.
+def decode_base64(text: str, start: int = 0) -> bytes:
+    """Decode the base64 of a text from `start` on, in pieces, so that the event loop can run in between.
 
     It may contain whitespace and lack padding.
 
     Raises:
         ValueError: If it is invalid, empty or wrongly padded.
     """
-    pieces = [base64[at : at + _PIECE_BYTES] for at in range(0, len(base64), _PIECE_BYTES)]
     try:
-        return _decode_pieces(pieces)
+        return _decode_pieces(_pieces(text, start))
     except ValueError:
-        return _decode_pieces(piece.translate(None, _WHITESPACE) for piece in pieces)
+        return _decode_pieces(piece.translate(None, _WHITESPACE) for piece in _pieces(text, start))
+
+
+def _pieces(text: str, start: int) -> Iterator[bytes]:
+    for at in range(start, len(text), _PIECE_BYTES):
+        yield text[at : at + _PIECE_BYTES].encode("ascii")
 
 
 def _decode_pieces(pieces: Iterable[bytes]) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.media.base64_text import base64_bytes
 from vsched.media.formats import IMAGE, IMAGE_EMBEDDING, VIDEO, VIDEO_EMBEDDING, MediaKind
 from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import PixelBounds, VideoSampling
@@ -70,7 +69,7 @@ class MediaReference:
         held = len(self.uuid or "")
         for source in self.sources:
             holds_file = scheme_of(source) == "data" or (self.is_embedded and not scheme_of(source))
-            held += base64_bytes(source) * 7 // 4 if holds_file else len(source)
+            held += len(source) * 7 // 4 if holds_file else len(source)
         return held
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from vsched.errors import RequestRefused, limit_message, one_of
-from vsched.media.base64_text import base64_bytes, base64_of, decode_base64
+from vsched.media.base64_text import decode_base64
 from vsched.media.embeddings import malformed
 from vsched.media.fetch import Reserve, uncounted
 from vsched.media.formats import IMAGE, MediaKind
@@ -54,11 +54,7 @@ def frames_of(url: str) -> tuple[str, ...]:
     start = len(_FRAMES_HEADER)
     if url[:start].lower() != _FRAMES_HEADER:
         return ()
-    try:
-        parts = base64_of(url, start).split(b",")
-    except ValueError:
-        return ()
-    return tuple(f"data:image/jpeg;base64,{part.decode()}" for part in parts)
+    return tuple(f"data:image/jpeg;base64,{part}" for part in url[start:].split(","))
 
 
 def read_local(
@@ -134,11 +130,11 @@ def _decode_base64(
     kind: MediaKind = IMAGE,
 ) -> bytes:
     # The decoded length follows from the encoded length, so an oversized image is refused without decoding.
-    size = base64_bytes(text, start) // 4 * 3
+    size = (len(text) - start) // 4 * 3
     if size > bytes_max * _WHITESPACE_RATIO_MAX + 2:
         raise refuse_size(size, bytes_max, kind)
     try:
-        content = decode_base64(base64_of(text, start))
+        content = decode_base64(text, start)
     except ValueError:
         raise malformed(_BASE64_FAULT) from None
     if len(content) > bytes_max:

@@ -10,7 +10,7 @@ import pytest
 from tests.patience import patience
 from tests.unit.aio.ranks import ShellHarness
 from tests.unit.aio.test_preparations import SlowMedia, begin, engine_with
-from vsched.errors import RequestFailed, RequestRefused
+from vsched.errors import RequestRefused
 from vsched.kernel.events import TimerFired
 from vsched.policy import (
     Admit,
@@ -113,13 +113,3 @@ async def test_clients_that_leave_leave_nothing_at_the_door(
         )
     assert door(played) == (0, 0)
     assert played.shell.statistics()["waiting"] == 0
-
-
-async def test_clear_ends_held_requests(engine: Any, played: ShellHarness) -> None:
-    task = asyncio.create_task(ask(engine, "held"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    await engine.clear()
-    with pytest.raises(RequestFailed, match="cleared"):
-        await task
-    assert door(played) == (0, 0)

@@ -108,24 +108,6 @@ async def test_clear_interrupts_requests_in_preparation(
     assert (await again).request_id == "r0"
 
 
-async def test_a_request_in_preparation_ends_like_one_that_waits(played: ShellHarness) -> None:
-    media = SlowMedia()
-    engine = engine_with(played, media)
-    media.ready.set()
-    waiting = [await task for task in await begin(engine, media, 2)]
-    media.ready.clear()
-    sampling = SamplingParams(max_tokens=3)
-    late = asyncio.create_task(engine.generate(prompt=[1], sampling=sampling, request_id="late"))
-    await media.started.get()
-    await engine.clear()
-    found = []
-    for reading in (anext(waiting[1]), late):
-        with pytest.raises(RequestFailed) as caught:
-            await reading
-        found.append((caught.value.message, caught.value.code, caught.value.status))
-    assert found[0] == found[1]
-
-
 async def test_stop_ends_requests_in_preparation_with_a_reply(played: ShellHarness) -> None:
     media = SlowMedia()
     engine = engine_with(played, media)

@@ -22,9 +22,7 @@ from tests.unit.aio.ranks import (
 from tests.unit.aio.test_shell_groups import ITEM, state_of, streams_of
 from tests.unit.api.fakes import Client
 from tests.unit.rank.fake_plugin import expected_tokens
-from vsched.aio.worker_groups import LOSSES_MAX
 from vsched.api import ApiSettings, create_app
-from vsched.config import Config
 from vsched.engine import Engine
 from vsched.errors import RequestRefused
 from vsched.testing import make_request
@@ -210,17 +208,6 @@ async def test_retired_group_can_be_restarted(played: ShellHarness) -> None:
     await played.run_out(streams)
 
 
-@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_group_that_was_lost_too_often_can_be_restarted(played: ShellHarness) -> None:
-    """An operator's restart resets the count of attempts."""
-    ranks = played.ranks
-    for _ in range(LOSSES_MAX):
-        ranks.of("generate-1").exit(-9)
-        await ranks.until(lambda: state_of(played, "generate-1") in ("up", "retired"))
-    assert state_of(played, "generate-1") == "retired"
-    assert await played.shell.groups.restart("generate-1") is True
-
-
 async def refusal(played: ShellHarness, action: str, group: str) -> RequestRefused:
     with pytest.raises(RequestRefused) as caught:
         await act(played, action, group)
@@ -315,22 +302,6 @@ async def test_groups_restarted_one_by_one_over_http_under_load(played: ShellHar
         await check_tokens([*four])
     assert all(rank.ended for rank in old)
     assert [row["restarts"] for row in engine.groups()] == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
-async def test_http_refuses_requests_that_the_engine_refuses(played: ShellHarness) -> None:
-    """Even when nothing is served."""
-    engine = Engine(Config())
-    reply = await post(engine, "generate-0", "drain")
-    assert (reply.status, reply.error["code"]) == (503, "loading")
-    engine = played.engine()
-    assert (await post(engine, "nobody", "drain")).status == 400
-    reply = await post(engine, "generate-0", "drain")
-    assert reply.json["done"] is True
-    reply = await post(engine, "generate-1", "drain")
-    assert (reply.status, reply.error["code"]) == (409, "last_group")
-    reply = await post(engine, "generate-0", "resume")
-    assert reply.json == {"group": "generate-0", "action": "resume", "done": True, "state": "up"}
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)

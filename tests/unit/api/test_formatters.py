@@ -13,7 +13,6 @@ from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
 from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings
-from vsched.api.formatters import TextOffsets
 
 PATHS = pytest.mark.parametrize("path", [CHAT, PLAIN])
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
@@ -149,28 +148,6 @@ async def test_offsets_of_a_stop_string_s_tokens_are_within_the_text() -> None:
     engine = FakeEngine(OutputDelta("a", [ord("a")] * 4, reported, "stop"))
     reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 0})
     assert reply.json["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1]
-
-
-@each_case(
-    ("known", "pieces", "offsets"),
-    [
-        ("Hello you", ["<s>", " Hello", " you"], [0, 0, 5]),
-        ("e\u0301t\u00e9", ["\u00e9", "t", "\u00e9"], [0, 2, 3]),  # it was composed
-        ("aa", ["<s>", "a", "a"], [0, 0, 1]),
-    ],
-)
-def test_offsets_in_a_known_text_are_those_of_the_text(
-    known: str, pieces: list[str], offsets: list[int]
-) -> None:
-    class Pieces:
-        def push(self, token_ids: Sequence[int]) -> str:
-            return "".join(pieces[one] for one in token_ids)
-
-        def flush(self) -> str:
-            return ""
-
-    found = TextOffsets(Pieces(), known=known)
-    assert [found.next(index) for index in range(len(pieces))] == offsets
 
 
 async def test_alternatives_that_read_alike_are_all_told() -> None:

@@ -12,7 +12,6 @@ from tests.unit.media.fakes import data_url, image_bytes
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.media import base64_text
-from vsched.media.base64_text import TextWithBase64
 from vsched.media.formats import FORMATS
 from vsched.media.references import scheme_of
 from vsched.media.sources import is_local, read_local
@@ -79,15 +78,11 @@ LINES = pybase64.encodebytes(CONTENT).decode()
     ids=range(14),
 )
 @pytest.mark.parametrize("piece_bytes", [5, 1024 * 1024])
-@pytest.mark.parametrize("is_beside", [False, True])
 def test_data_url_is_read_with_parameters_and_whitespace(
-    reference: str, piece_bytes: int, is_beside: bool, monkeypatch: pytest.MonkeyPatch
+    reference: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any piece boundaries."""
     monkeypatch.setattr(base64_text, "_PIECE_BYTES", piece_bytes)
-    if is_beside:
-        head, _, body = reference.partition(",")
-        reference = TextWithBase64.of(f"{head},stand-in", len(head) + 1, body.encode())
     assert read_local(reference, SETTINGS) == CONTENT
 
 

@@ -20,7 +20,7 @@ def test_load_worker_refuses_input_other_than_plugins() -> None:
 
 def test_load_worker_without_torch_reports_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vsched.plugins._import", _raise_missing_torch)
-    with pytest.raises(ConfigError, match=r"needs torch \(pip install 'vsched\[workers\]'\)"):
+    with pytest.raises(ConfigError, match=r"needs torch. Remedy: pip install 'vsched\[workers\]'"):
         load_worker("transformers")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -10,7 +10,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from vsched.aio.streams import OutputDelta
-from vsched.api.bodies import base64_fields
 from vsched.api.chat_messages import as_object
 from vsched.api.compat.blocks import (
     BlockDelta,
@@ -48,7 +47,6 @@ from vsched.api.request_schema import (
 )
 from vsched.api.response_schema import Model, Usage
 from vsched.api.unsupported import neutral, refuse_unsupported, unsupported_type, with_fields
-from vsched.media.base64_text import TextWithBase64
 
 
 class ImageSource(msgspec.Struct):
@@ -211,16 +209,6 @@ class MessagesRequest(_FieldsOfApi, kw_only=True, forbid_unknown_fields=True):
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
-
-    def image_fields(self) -> Iterator[tuple[Any, str]]:
-        """Yield each video and image source, and the name of its base64 field."""
-        for message in self.messages:
-            for block in message.content if isinstance(message.content, list) else ():
-                inner = block.content if isinstance(block, ToolResultBlock) else [block]
-                for each in inner if isinstance(inner, list) else ():
-                    if isinstance(each, ImageBlock):
-                        yield each.source, "data"
-                    yield from base64_fields(each)
 
 
 class MessagesUsage(msgspec.Struct):
@@ -568,11 +556,7 @@ def _image(block: ImageBlock) -> ImagePart:
     if source.type == "url" and source.url:
         return ImagePart(source.url)
     if source.type == "base64" and source.data and source.media_type:
-        before, data = f"data:{source.media_type};base64,", source.data
-        if isinstance(data, TextWithBase64):
-            start = len(before) + data.start
-            return ImagePart(TextWithBase64.of(before + data, start, data.base64))
-        return ImagePart(before + data)
+        return ImagePart(f"data:{source.media_type};base64,{source.data}")
     raise out_of_bounds(
         "messages",
         value=f"an image whose source is {shown(source.type)}",

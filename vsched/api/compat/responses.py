@@ -10,7 +10,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from vsched.aio.streams import OutputDelta, TokenLogprob
-from vsched.api.bodies import base64_fields
 from vsched.api.compat.blocks import (
     BlockDelta,
     BlockKind,
@@ -193,15 +192,6 @@ class ResponsesRequest(_FieldsOfApi, kw_only=True, forbid_unknown_fields=True):
     metadata: Any = None
     reasoning: Any = None
     user: Any = None
-
-    def image_fields(self) -> Iterator[tuple[Any, str]]:
-        """Yield each image and video, and the name of its URL field."""
-        for item in self.input if isinstance(self.input, list) else ():
-            for parts in (item.content, item.output):
-                for part in parts if isinstance(parts, list) else ():
-                    if isinstance(part, InputImage):
-                        yield part, "image_url"
-                    yield from base64_fields(part)
 
 
 class OutputTextPart(msgspec.Struct, tag_field="type", tag="output_text"):

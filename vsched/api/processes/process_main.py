@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,75 +19,32 @@ from starlette.types import Receive, Scope, Send
 from vsched.aio.arrivals import PendingArrivals
 from vsched.aio.grammar_checks import GrammarChecks, grammar_processes
 from vsched.aio.serving import check_stop_tokens, prompts_untold
-from vsched.aio.streams import ChoiceInputs, PromptReport, StopScope, StreamTable, TokenStream
+from vsched.aio.streams import (
+    ChoiceInputs,
+    PromptReport,
+    StopScope,
+    StreamTable,
+    TokenLogprob,
+    TokenStream,
+)
 from vsched.api.app import create_frontend
+from vsched.api.errors import SentError, received_error
 from vsched.api.http_exchange import ROOMLESS_BYTES, HttpExchange
 from vsched.api.http_server import favour_event_loop, forgo_models, http_server
 from vsched.api.metrics import ApiMetrics
-from vsched.api.processes.messages import (
-    BEAT_S,
-    SILENT_S,
-    AcceptedRequest,
-    AdmitRequest,
-    CancelRequest,
-    End,
-    EngineMessages,
-    EngineStatus,
-    HttpForward,
-    HttpReply,
-    Link,
-    MetricsReport,
-    Order,
-    ProcessLoaded,
-    ProcessMessage,
-    SentImage,
-    Served,
-    Submit,
-    Tokenize,
-    bodies_bytes,
-    read_order,
-)
+from vsched.api.processes.link import BEAT_S, SILENT_S, WAITING_BYTES_MAX, Link, Order
 from vsched.api.tracing import open_tracing
 from vsched.assembly import load_front_end
+from vsched.config import Config
 from vsched.errors import RequestFailed, RequestRefused, VschedError, limit_message
+from vsched.kernel.commands import Finish
 from vsched.logs import configure_logging
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
 from vsched.record.journal import PartialOutput
 from vsched.types import FinishReason, ModelInfo, Request, SamplingParams
+from vsched.wire import PromptPiece
 from vsched.worker.contract import Preprocessor
 from vsched.worker.registry import load_worker
-
-
-class ProcessOutbox:
-    """Messages of an API process, in order."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._waiting: list[ProcessMessage] = []
-        self._large = asyncio.Lock()
-        self._loop = asyncio.get_running_loop()
-
-    def put(self, message: ProcessMessage) -> None:
-        """Send a message, together with the others of this iteration."""
-        if not self._waiting:
-            self._loop.call_soon(self.flush)
-        self._waiting.append(message)
-
-    async def put_large(self, message: ProcessMessage) -> None:
-        """Send a large message after all earlier ones, once the engine has read previous large messages.
-
-        Blocks: until then, or until the link is lost.
-        """
-        async with self._large:
-            await self._link.writable()
-            self.flush()
-            self._link.send([message])
-
-    def flush(self) -> None:
-        """Send the collected messages."""
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            self._link.send(waiting)
 
 
 class _Pending:
@@ -123,18 +80,19 @@ class RemoteEngine:
     """Implements `ServingContract` over a link.
 
     Attributes:
-        served: Done once the engine has sent the served model and configuration.
+        served: Done once the engine has sent the served configuration and model.
     """
 
     info: ModelInfo
     preprocessor: Preprocessor
 
-    def __init__(self, model_name: str, box: ProcessOutbox) -> None:
+    def __init__(self, model_name: str, link: Link) -> None:
         loop = asyncio.get_running_loop()
         self.model_name = model_name
-        self.served: asyncio.Future[Served] = loop.create_future()
-        self._box = box
-        self._facts = EngineStatus("loading", [])
+        self.served: asyncio.Future[tuple[Config, ModelInfo]] = loop.create_future()
+        self._link = link
+        self._state = "loading"
+        self._adapters: list[dict[str, Any]] = []
         self._lost = False
         self._next = 1
         self._pending: dict[int, _Pending] = {}
@@ -151,8 +109,7 @@ class RemoteEngine:
         Raises:
             CheckpointError, ConfigError: If it cannot be loaded.
         """
-        served = await self.served
-        config, self.info = served.config, served.info
+        config, self.info = await self.served
         self.model_name = config.model.served_name
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
         self.preprocessor, self._has_prompt_logprobs = await asyncio.to_thread(
@@ -168,72 +125,79 @@ class RemoteEngine:
         """State of the engine, or `loading` until this process has loaded, too."""
         if self._lost:
             return "stopped"
-        return "loading" if self._media is None else self._facts.state
+        return "loading" if self._media is None else self._state
 
     def adapters(self) -> list[dict[str, Any]]:
         """Adapters, as last sent by the engine."""
-        return self._facts.adapters
+        return self._adapters
 
-    # --- messages from the engine ---
+    # --- calls from the engine ---
 
-    def take(self, turn: EngineMessages) -> None:
-        """Handle the messages of one event loop iteration of the engine."""
-        if turn.served is not None and not self.served.done():
-            self.served.set_result(turn.served)
-        if turn.status_update is not None:
-            self._facts = turn.status_update
-        for number in turn.entered:
-            pending = self._pending.get(number)
-            if pending is not None and not pending.entered.done():
-                pending.entered.set_result(None)
-        for accepted in turn.accepted:
-            self._accept(accepted)
-        for refusal in turn.refused:
-            self._refuse(refusal.number, refusal.error)
-        for reply in turn.replies:
-            self._answer(reply.number, reply)
-        for tokens in turn.tokenized:
-            self._answer(tokens.number, tokens.token_ids)
-        self._streams.report(turn.prompts)
-        logprobs = turn.logprobs
-        for index, (number, token) in enumerate(zip(turn.numbers, turn.tokens, strict=True)):
-            self._streams.take(number, token, logprobs.get(index) if logprobs else None)
-        for finish in turn.finished:
-            self._choices.pop(finish.request_id, None)
-            self._streams.finish(finish)
+    def on_served(self, config: Config, info: ModelInfo) -> None:
+        """The engine has loaded this configuration and model."""
+        if not self.served.done():
+            self.served.set_result((config, info))
 
-    def lose(self, why: str) -> None:
-        """Fail every request, because the engine is gone."""
-        self._lost = True
-        error = RequestFailed(why, code="stopping", status=503, retry_after_s=5)
-        for number in [*self._pending, *self._calls]:
-            self._refuse(number, error)
-        self._choices.clear()
-        self._streams.fail_all(why, code="stopping")
+    def on_status(self, state: str, adapters: list[dict[str, Any]]) -> None:
+        """The state of the engine and the adapters have changed."""
+        self._state, self._adapters = state, adapters
 
-    def _answer(self, number: int, value: object) -> None:
-        call = self._calls.pop(number, None)
-        if call is not None and not call.done():
-            call.set_result(value)
+    def on_admitted(self, number: int) -> None:
+        """A request may be prepared."""
+        pending = self._pending.get(number)
+        if pending is not None and not pending.entered.done():
+            pending.entered.set_result(None)
 
-    def _refuse(self, number: int, error: RequestRefused | RequestFailed) -> None:
+    def on_accepted(self, number: int, prompt_token_ids: list[int] | None) -> None:
+        """A request was accepted; its prompt is included if the engine prepared it."""
+        pending = self._pending.pop(number, None)
+        if pending is None:
+            return  # it was cancelled meanwhile
+        token_ids = pending.prompt_token_ids if prompt_token_ids is None else prompt_token_ids
+        streams = self._make_streams(pending, token_ids)
+        for choice, stream in enumerate(streams, number):
+            self._choices[stream.request_id] = choice
+            self._streams.add(choice, stream)
+        pending.accepted.set_result(streams)
+
+    def on_failed(self, number: int, sent: SentError) -> None:
+        """A request was refused, or a call failed."""
+        self._fail(number, received_error(sent))
+
+    def _fail(self, number: int, error: RequestRefused | RequestFailed) -> None:
         call, pending = self._calls.pop(number, None), self._pending.pop(number, None)
         if call is not None and not call.done():
             call.set_exception(error)
         if pending is not None:
             pending.refuse(error)
 
-    def _accept(self, accepted: AcceptedRequest) -> None:
-        pending = self._pending.pop(accepted.number, None)
-        if pending is None:
-            return  # it was cancelled meanwhile
-        prompt = accepted.prompt_token_ids
-        token_ids = pending.prompt_token_ids if prompt is None else prompt
-        streams = self._make_streams(pending, token_ids)
-        for number, stream in enumerate(streams, accepted.number):
-            self._choices[stream.request_id] = number
-            self._streams.add(number, stream)
-        pending.accepted.set_result(streams)
+    def on_replied(self, number: int, value: Any) -> None:
+        """A call has this result."""
+        call = self._calls.pop(number, None)
+        if call is not None and not call.done():
+            call.set_result(value)
+
+    def on_prompt(self, piece: PromptPiece) -> None:
+        """Log-probabilities of a prompt, before its first token."""
+        self._streams.report([piece])
+
+    def on_token(self, number: int, token_id: int, logprob: TokenLogprob | None) -> None:
+        """A token of a choice."""
+        self._streams.take(number, token_id, logprob)
+
+    def on_finished(self, finish: Finish) -> None:
+        """The end of a choice."""
+        self._choices.pop(finish.request_id, None)
+        self._streams.finish(finish)
+
+    def lose(self, why: str) -> None:
+        """Fail every request, because the engine is gone."""
+        self._lost = True
+        error = RequestFailed(why, code="stopping", status=503, retry_after_s=5)
+        for number in [*self._pending, *self._calls]:
+            self._fail(number, error)
+        self._choices.clear()
+        self._streams.fail_all(why, code="stopping")
 
     def _make_streams(self, pending: _Pending, token_ids: list[int]) -> list[TokenStream]:
         """Create the token streams of a request's choices, as in the engine's process."""
@@ -262,7 +226,7 @@ class RemoteEngine:
     def _end(self, request_id: str, reason: FinishReason) -> None:
         number = self._choices.get(request_id)
         if number is not None:
-            self._box.put(End(number, reason))
+            self._link.call("end", number, reason)
 
     def _on_broken(self, request_id: str) -> None:
         self._end(request_id, FinishReason.ERROR)
@@ -299,9 +263,8 @@ class RemoteEngine:
         self._check_there()
         number, self._next = self._next, self._next + len(request_ids)
         pending = self._pending[number] = _Pending(request, tuple(request_ids), make_stop_scope)
-        self._box.put(
-            AdmitRequest(number, request, pending.request_ids, len(images), adapter, started)
-        )
+        names = pending.request_ids
+        self._link.call("admit", number, request, names, len(images), adapter, started)
         try:
             await pending.entered
             with pending.preparing.begin(request.request_id):
@@ -310,7 +273,7 @@ class RemoteEngine:
         except BaseException:
             self._pending.pop(number, None)
             if not pending.refused:  # it may already be accepted, or about to be
-                self._box.put(CancelRequest(number, len(request_ids)))
+                self._link.call("cancel", number, len(request_ids))
             raise
 
     async def _prepare(
@@ -324,42 +287,34 @@ class RemoteEngine:
         await self._grammars.check(sampling)
         token_ids = await self._media.tokenize(prompt, images=bool(images))
         if images:
-            await self._box.put_large(Submit(number, token_ids, _to_send(images)))
+            await self._link.call_large("submit", number, token_ids, images)
         else:
             pending.prompt_token_ids = token_ids
-            self._box.put(Submit(number, token_ids))
+            self._link.call("submit", number, token_ids, ())
 
     async def tokenize(self, prompt: Prompt, images: Sequence[ImageReference] = ()) -> list[int]:
         """Like `Engine.tokenize`."""
         assert self._media is not None, "requests arrive only after loading"
         if not images:
             return (await self._media.prepare(prompt, ())).token_ids
-        token_ids, sent = await self._media.tokenize(prompt, images=True), _to_send(images)
-        found: list[int] = await self._call(
-            lambda number: Tokenize(number, token_ids, sent), is_large=True
+        token_ids: list[int] = await self.ask(
+            "tokenize", await self._media.tokenize(prompt, images=True), images
         )
-        return found
+        return token_ids
 
-    async def ask(self, make: Callable[[int], HttpForward]) -> HttpReply:
-        """Forward a complete HTTP request to the engine.
+    async def ask(self, name: str, *arguments: Any) -> Any:
+        """Call the engine and return the result.
 
         Blocks: until the engine has answered it.
 
         Raises:
-            RequestFailed: If the engine is gone.
+            RequestRefused, RequestFailed: If the call fails, or the engine is gone.
         """
-        reply: HttpReply = await self._call(make)
-        return reply
-
-    async def _call(self, make: Callable[[int], ProcessMessage], *, is_large: bool = False) -> Any:
         self._check_there()
         number, self._next = self._next, self._next + 1
         call = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            if is_large:
-                await self._box.put_large(make(number))
-            else:
-                self._box.put(make(number))
+            await self._link.call_large(name, number, *arguments)
             return await call
         finally:
             self._calls.pop(number, None)
@@ -370,16 +325,11 @@ class RemoteEngine:
             raise RequestFailed("the engine is gone", code="stopping", status=503, retry_after_s=5)
 
 
-def _to_send(images: Sequence[ImageReference]) -> list[SentImage]:
-    return [SentImage.of(image) for image in images]
-
-
 class ForwardToEngine:
     """ASGI application that forwards requests to the engine's process; a disconnect does not cancel them."""
 
-    def __init__(self, ask: Callable[[Callable[[int], HttpForward]], Awaitable[HttpReply]]) -> None:
-        """Use `ask` to send messages: it assigns a number to a message and returns the reply."""
-        self._ask = ask
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -387,24 +337,12 @@ class ForwardToEngine:
         await exchange.serve_response(self._answer(exchange, scope, send))
 
     async def _answer(self, exchange: HttpExchange, scope: Scope, send: Send) -> None:
-        pieces = await exchange.read_body(ROOMLESS_BYTES, _no_room)
-
-        def make(number: int) -> HttpForward:
-            return HttpForward(
-                number=number,
-                method=scope["method"],
-                path=scope["path"],
-                query=scope.get("query_string", b""),
-                headers=[(bytes(name), bytes(value)) for name, value in scope["headers"]],
-                body=b"".join(pieces),
-            )
-
-        reply = await self._ask(make)
+        body = b"".join(await exchange.read_body(ROOMLESS_BYTES, _no_room))
+        forwarded = {name: scope.get(name, b"") for name in FORWARDED}
+        messages = await self._engine.ask("forward", forwarded, body)
         exchange.started = True
-        await send(
-            {"type": "http.response.start", "status": reply.status, "headers": reply.headers}
-        )
-        await send({"type": "http.response.body", "body": reply.body})
+        for message in messages:
+            await send(message)
 
 
 async def _no_room(size: int) -> Any:
@@ -418,6 +356,8 @@ async def _no_room(size: int) -> Any:
 
 
 logger = logging.getLogger(__name__)
+FORWARDED = ("method", "path", "query_string", "headers")
+"""Keys of a scope that the engine needs."""
 END_S = 3.0
 """Maximum time to finish responses after the engine is gone."""
 
@@ -428,24 +368,26 @@ class ApiProcess:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._over = asyncio.Event()
-        waiting_bytes_max = 2 * bodies_bytes(order)
-        self._link = Link(
-            EngineMessages, self._take, self._on_lost, waiting_bytes_max=waiting_bytes_max
-        )
-        self._box = ProcessOutbox(self._link)
+        waiting_bytes_max = 2 * order.settings.body_bytes_max + WAITING_BYTES_MAX
+        self._link = Link(on_lost=self._on_lost, waiting_bytes_max=waiting_bytes_max)
         self._metrics = ApiMetrics(tenants_max=order.settings.tenants_max)
-        self._engine = RemoteEngine(order.config.model.served_name, self._box)
-        asking = ForwardToEngine(self._engine.ask)
+        self._engine = RemoteEngine(order.config.model.served_name, self._link)
+        self._link.receivers = (self._engine, self)
+        asking = ForwardToEngine(self._engine)
         self._tracing = open_tracing(order.settings.traces_url)
         app = create_frontend(self._engine, order.settings, self._metrics, asking, self._tracing)
         self._server = http_server(app, order.config)
 
-    def _take(self, turn: EngineMessages) -> None:
-        self._engine.take(turn)
-        if turn.asks_report:
-            self._box.put(MetricsReport(self._metrics.report()))
-        if turn.stop:
-            self._over.set()
+    def on_beat(self) -> None:
+        """The engine is alive."""
+
+    def on_report_wanted(self) -> None:
+        """Send the metrics."""
+        self._link.call("report", self._metrics.report())
+
+    def on_stop(self) -> None:
+        """End."""
+        self._over.set()
 
     def _on_lost(self, why: str) -> None:
         self._engine.lose(f"the engine {why}")
@@ -485,18 +427,18 @@ class ApiProcess:
             first = errors.exceptions[0]
             if not isinstance(first, VschedError):
                 logger.exception("this process cannot serve")
-            self._box.put(ProcessLoaded(str(first) or repr(first)))
-            self._box.flush()
+            self._link.call("loaded", str(first) or repr(first))
+            self._link.flush()
 
     async def _load(self) -> None:
         await self._engine.load()
         favour_event_loop()
-        self._box.put(ProcessLoaded())
+        self._link.call("loaded", "")
 
     async def _beat(self) -> None:
         """Send metrics regularly, and drop the engine if it is silent."""
         while True:
-            self._box.put(MetricsReport(self._metrics.report()))
+            self.on_report_wanted()
             await asyncio.sleep(BEAT_S)
             if self._link.silent_s() > SILENT_S:
                 self._link.lose(f"has said nothing for {SILENT_S:g} s")
@@ -505,7 +447,7 @@ class ApiProcess:
 def main() -> int:
     """Read the order and serve."""
     end = socket.socket(fileno=int(sys.argv[1]))
-    order = msgspec.msgpack.decode(read_order(end), type=Order)
+    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
     setproctitle(f"vsched: api {order.index}")
     configure_logging(f"api {order.index}")
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -3,91 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, MutableMapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Message, Scope
 
 from vsched.aio.serving import RunningParts
 from vsched.aio.streams import ChoiceInputs, PromptReport, TokenLogprob, broken
 from vsched.api.app import create_operations, engine_metrics
 from vsched.api.contract import ApiSettings
+from vsched.api.errors import sent_error
 from vsched.api.http_server import another
 from vsched.api.metrics import Report, added
-from vsched.api.processes.messages import (
-    BEAT_S,
-    SILENT_S,
-    AcceptedRequest,
-    AdmitRequest,
-    CancelRequest,
-    End,
-    EngineMessages,
-    EngineStatus,
-    HttpForward,
-    HttpReply,
-    Link,
-    MetricsReport,
-    Order,
-    ProcessLoaded,
-    ProcessMessage,
-    Refusal,
-    Served,
-    Submit,
-    Tokenize,
-    Tokenized,
-    bodies_bytes,
-    framed,
-)
+from vsched.api.processes.link import BEAT_S, SILENT_S, Link, Order
+from vsched.config import Config
 from vsched.engine import Engine
 from vsched.errors import ConfigError, RequestFailed, RequestRefused
 from vsched.kernel.commands import Finish, RequestTimes
+from vsched.media import ImageReference
 from vsched.media.pipeline import PreparedRequest
-from vsched.types import FinishReason
+from vsched.record.journal import PartialOutput
+from vsched.types import FinishReason, ModelInfo, Request
 from vsched.wire import PromptPiece
 
 logger = logging.getLogger(__name__)
 
 
-class EngineOutbox:
-    """Messages of the engine to one process."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._turn: EngineMessages | None = None
-        self._loop = asyncio.get_running_loop()
-
-    @property
-    def turn(self) -> EngineMessages:
-        """Messages to be sent at the end of this iteration."""
-        if self._turn is None:
-            self._turn = EngineMessages()
-            self._loop.call_soon(self.flush)
-        return self._turn
-
-    def flush(self) -> None:
-        """Send the collected messages."""
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            self._link.send(turn)
-
-
 class _RelayedReport(PromptReport):
     """Forwards prompt log-probabilities."""
 
-    def __init__(self, box: EngineOutbox, number: int) -> None:
+    def __init__(self, link: Link, number: int) -> None:
         super().__init__((), 0)
-        self._box = box
+        self._link = link
         self._number = number
 
     def take(self, piece: PromptPiece) -> None:
         """Forward a piece, with the number that the process uses."""
-        self._box.turn.prompts.append(msgspec.structs.replace(piece, number=self._number))
+        self._link.call("prompt", msgspec.structs.replace(piece, number=self._number))
 
 
 class RelayedChoice:
@@ -99,7 +57,7 @@ class RelayedChoice:
     """
 
     def __init__(
-        self, inputs: ChoiceInputs, number: int, box: EngineOutbox, on_end: Callable[[int], None]
+        self, inputs: ChoiceInputs, number: int, link: Link, on_end: Callable[[int], None]
     ) -> None:
         self.request_id = inputs.request_id
         self.number = number
@@ -109,20 +67,16 @@ class RelayedChoice:
         self.times = RequestTimes()
         self.reason: FinishReason | None = None
         self.prompt_report: PromptReport | None = (
-            None if inputs.report is None else _RelayedReport(box, number)
+            None if inputs.report is None else _RelayedReport(link, number)
         )
-        self._box = box
+        self._link = link
         self._inputs = inputs
         self._on_end = on_end
         self._broken = ""
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Forward a token."""
-        turn = self._box.turn
-        if logprob is not None:
-            turn.logprobs[len(turn.tokens)] = logprob
-        turn.numbers.append(self.number)
-        turn.tokens.append(token_id)
+        self._link.call("token", self.number, token_id, logprob)
         self.output_tokens += 1
 
     def finish(self, finish: Finish) -> None:
@@ -131,7 +85,7 @@ class RelayedChoice:
         if self._broken:
             finish = broken(finish, self._broken)
         self.reason, self.times = finish.reason, finish.times
-        self._box.turn.finished.append(msgspec.structs.replace(finish, number=self.number))
+        self._link.call("finished", msgspec.structs.replace(finish, number=self.number))
         self._on_end(self.number)
         self._inputs.on_end()
 
@@ -152,183 +106,177 @@ class RelayedChoice:
         """No-op: messages are sent at the end of the iteration."""
 
 
+class _Arriving(NamedTuple):
+    """A request that is not accepted yet: its task, and its prompt and images once the process has tokenized them."""
+
+    task: asyncio.Task[None]
+    submitted: asyncio.Future[tuple[list[int], Sequence[ImageReference]]]
+
+
 class ProcessSession:
     """Serves one process and tracks its requests; `operations` handles its forwarded HTTP requests."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        box: EngineOutbox,
-        *,
-        operations: ASGIApp,
-        on_life: Callable[[ProcessLoaded | MetricsReport], None],
-    ) -> None:
+    def __init__(self, engine: Engine, link: Link, *, operations: ASGIApp) -> None:
         self._engine = engine
-        self._box = box
+        self._link = link
         self._operations = operations
-        self._on_life = on_life
-        self._arriving: dict[int, tuple[asyncio.Task[None], asyncio.Future[Submit]]] = {}
+        self._arriving: dict[int, _Arriving] = {}
         self._live: dict[int, RelayedChoice] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._sent_status: EngineStatus | None = None
-
-    def take(self, messages: list[ProcessMessage]) -> None:
-        """Handle messages from the process."""
-        for message in messages:
-            match message:
-                case AdmitRequest(number=number):
-                    submitted: asyncio.Future[Submit] = self._loop.create_future()
-                    task = self._loop.create_task(self._serve(message, submitted))
-                    self._arriving[number] = (task, submitted)
-                case Submit(number=number):
-                    arriving = self._arriving.get(number)
-                    if arriving is not None and not arriving[1].done():
-                        arriving[1].set_result(message)
-                case CancelRequest():
-                    self._give_up(message)
-                case End(number=number, reason=reason):
-                    if number in self._live:
-                        self._live[number].end(reason)
-                case Tokenize():
-                    self._call(self._tokenize(message))
-                case HttpForward():
-                    self._call(self._ask(message))
-                case ProcessLoaded() | MetricsReport():
-                    self._on_life(message)
+        self._sent_status: tuple[str, list[dict[str, Any]]] | None = None
 
     def send_status(self) -> None:
         """Send the engine's state and adapters to the process, if they have changed."""
-        status_update = EngineStatus(self._engine.state, self._engine.adapters())
-        if status_update != self._sent_status:
-            self._sent_status = self._box.turn.status_update = status_update
+        status = self._engine.state, self._engine.adapters()
+        if status != self._sent_status:
+            self._sent_status = status
+            self._link.call("status", *status)
 
     # --- requests ---
 
-    async def _serve(self, arrive: AdmitRequest, submitted: asyncio.Future[Submit]) -> None:
-        number = arrive.number
-        try:
-            choices = await self._engine.accept(
-                arrive.request,
-                arrive.request_ids,
-                adapter=arrive.adapter,
-                images=arrive.images,
-                prepare=partial(self._prepared, arrive, submitted),
-                make_answer=partial(self._answer, arrive),
-                started=arrive.started,
-            )
-        except Exception as error:  # noqa: BLE001 - `_refusal` reports it
-            self._box.turn.refused.append(_refusal(number, error))
-        else:
-            self._live.update((one.number, one) for one in choices if one.reason is None)
-            # The process has the token ids of text prompts, but not those of prompts with images.
-            ids = choices[0].prompt_token_ids if arrive.images else None
-            self._box.turn.accepted.append(AcceptedRequest(number, ids))
-        finally:
-            del self._arriving[number]
+    def on_admit(
+        self,
+        number: int,
+        request: Request,
+        request_ids: tuple[str, ...],
+        images: int,
+        adapter: str,
+        started: PartialOutput | None,
+    ) -> None:
+        """Admit a request; after it, `submit` brings its prompt and images.
 
-    def _answer(self, arrive: AdmitRequest, inputs: ChoiceInputs) -> RelayedChoice:
-        number = arrive.number + arrive.request_ids.index(inputs.request_id)
-        return RelayedChoice(inputs, number, self._box, self._ended)
+        Its choices are numbered from `number` on, by the process. `started` is as in `Engine.generate_choices`.
+        """
+        submitted: asyncio.Future[Any] = self._loop.create_future()
 
-    def _ended(self, number: int) -> None:
+        async def prepare(parts: RunningParts) -> PreparedRequest:
+            # Until the process has tokenized it, within its `media.prepare_s`; the loss of its link cancels this.
+            with parts.media.place(images):
+                self._link.call("admitted", number)
+                token_ids, references = await submitted
+            return await parts.media.prepare(token_ids, references, request.cache_salt)
+
+        def make_answer(inputs: ChoiceInputs) -> RelayedChoice:
+            own = number + request_ids.index(inputs.request_id)
+            return RelayedChoice(inputs, own, self._link, self._forget)
+
+        async def serve() -> None:
+            try:
+                choices = await self._engine.accept(
+                    request,
+                    request_ids,
+                    adapter=adapter,
+                    images=images,
+                    prepare=prepare,
+                    make_answer=make_answer,
+                    started=started,
+                )
+            except Exception as error:  # noqa: BLE001 - `_fail` reports it
+                self._fail(number, error)
+            else:
+                self._live.update((one.number, one) for one in choices if one.reason is None)
+                # The process has the token ids of text prompts, but not those of prompts with images.
+                ids = choices[0].prompt_token_ids if images else None
+                # Before the tokens that an earlier engine generated, which were pushed already.
+                self._link.call("accepted", number, ids, first=True)
+            finally:
+                del self._arriving[number]
+
+        self._arriving[number] = _Arriving(self._loop.create_task(serve()), submitted)
+
+    def _forget(self, number: int) -> None:
         self._live.pop(number, None)
 
-    async def _prepared(
-        self, arrive: AdmitRequest, submitted: asyncio.Future[Submit], parts: RunningParts
-    ) -> PreparedRequest:
-        """Wait for the process to tokenize the prompt, then prepare the images.
+    def on_submit(
+        self, number: int, token_ids: list[int], images: Sequence[ImageReference]
+    ) -> None:
+        """Take the prompt of an admitted request; the engine expands the tokens of its images."""
+        arriving = self._arriving.get(number)
+        if arriving is not None and not arriving.submitted.done():
+            arriving.submitted.set_result((token_ids, images))
 
-        Blocks: until the process has tokenized it, within its `media.prepare_s`; the loss of its link cancels this.
-        """
-        with parts.media.place(arrive.images):
-            self._box.turn.entered.append(arrive.number)
-            submit = await submitted
-        images = [image.original for image in submit.images]
-        return await parts.media.prepare(submit.token_ids, images, arrive.request.cache_salt)
-
-    def _give_up(self, message: CancelRequest) -> None:
-        arriving = self._arriving.get(message.number)
+    def on_cancel(self, number: int, choices: int) -> None:
+        """Cancel a request with this number of choices whose acceptance is not known to the process."""
+        arriving = self._arriving.get(number)
         if arriving is not None:
-            arriving[0].cancel()
-        for number in range(message.number, message.number + message.choices):
-            if number in self._live:
-                self._live[number].abort()
+            arriving.task.cancel()
+        for one in range(number, number + choices):
+            self.on_end(one, FinishReason.ABORT)
 
-    # --- requests with a single reply ---
+    def on_end(self, number: int, reason: FinishReason) -> None:
+        """End a choice: a stop string was found, its client disconnected, or detokenization failed."""
+        if number in self._live:
+            self._live[number].end(reason)
 
-    def _call(self, work: Coroutine[None, None, None]) -> None:
-        call = self._loop.create_task(work)
+    # --- calls with a result ---
+
+    def on_tokenize(
+        self, number: int, token_ids: list[int], images: Sequence[ImageReference]
+    ) -> None:
+        """Expand the image tokens of a prompt."""
+        self._reply(number, self._engine.tokenize(token_ids, images))
+
+    def on_forward(self, number: int, scope: dict[str, Any], body: bytes) -> None:
+        """Serve an HTTP request that only the engine can answer."""
+        self._reply(number, respond(self._operations, scope, body))
+
+    def _reply(self, number: int, work: Coroutine[Any, Any, object]) -> None:
+        async def reply() -> None:
+            try:
+                self._link.call("replied", number, await work)
+            except Exception as error:  # noqa: BLE001 - `_fail` reports it
+                self._fail(number, error)
+
+        call = self._loop.create_task(reply())
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _tokenize(self, message: Tokenize) -> None:
-        try:
-            images = [image.original for image in message.images]
-            token_ids = await self._engine.tokenize(message.token_ids, images)
-        except Exception as error:  # noqa: BLE001 - `_refusal` reports it
-            self._box.turn.refused.append(_refusal(message.number, error))
-        else:
-            self._box.turn.tokenized.append(Tokenized(message.number, token_ids))
-
-    async def _ask(self, message: HttpForward) -> None:
-        try:
-            reply = await respond(self._operations, message)
-        except Exception as error:  # noqa: BLE001 - `_refusal` reports it
-            self._box.turn.refused.append(_refusal(message.number, error))
-        else:
-            self._box.turn.replies.append(reply)
+    def _fail(self, number: int, error: Exception) -> None:
+        if not isinstance(error, RequestRefused | RequestFailed):
+            logger.error("a request of an API process failed", exc_info=error)
+            error = RequestFailed("the server made a mistake")
+        self._link.call("failed", number, sent_error(error))
 
     def close(self) -> None:
         """Abort all requests of the process, which is gone."""
-        for task, _ in list(self._arriving.values()):
-            task.cancel()
+        for arriving in list(self._arriving.values()):
+            arriving.task.cancel()
         for answer in list(self._live.values()):
             answer.abort()
 
 
-def _refusal(number: int, error: Exception) -> Refusal:
-    if not isinstance(error, RequestRefused | RequestFailed):
-        logger.error("a request of an API process failed", exc_info=error)
-    return Refusal.of(number, error)
+async def respond(app: ASGIApp, forwarded: dict[str, Any], body: bytes) -> list[Message]:
+    """Run an application on a forwarded request and return the messages that it sends.
 
-
-async def respond(app: ASGIApp, forwarded: HttpForward) -> HttpReply:
-    """Run an application on a forwarded request and return its response; the client never disconnects.
+    The client never disconnects.
 
     Blocks: until the application is done.
     """
-    bodies = [forwarded.body]
-    status, headers, content = 500, [], bytearray()
+    bodies = [body]
+    sent: list[Message] = []
 
-    async def receive() -> MutableMapping[str, Any]:
+    async def receive() -> Message:
         if bodies:
             return {"type": "http.request", "body": bodies.pop(), "more_body": False}
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
-    async def send(message: MutableMapping[str, Any]) -> None:
-        nonlocal status, headers
-        if message["type"] == "http.response.start":
-            status, headers = message["status"], list(message.get("headers", ()))
-        else:
-            content.extend(message.get("body", b""))
+    async def send(message: Message) -> None:
+        sent.append(message)
 
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
         "scheme": "http",
-        "method": forwarded.method,
-        "path": forwarded.path,
-        "raw_path": forwarded.path.encode(),
-        "query_string": forwarded.query,
+        "raw_path": forwarded["path"].encode(),
         "root_path": "",
-        "headers": forwarded.headers,
         "client": None,
         "server": None,
+        **forwarded,
     }
     await app(scope, receive, send)
-    return HttpReply(forwarded.number, status, headers, bytes(content))
+    return sent
 
 
 PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
@@ -358,41 +306,35 @@ class _Process:
             order = msgspec.structs.replace(order, listener=listener.fileno())
             self.popen = subprocess.Popen(  # noqa: S603 - the command is the engine's own
                 [sys.executable, *_COMMAND, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(), listener.fileno()),
                 start_new_session=True,  # Ctrl-C in a terminal must reach only the engine
             )
-        self._ours.sendall(framed(msgspec.msgpack.encode(order)))
-        self.link = Link(
-            list[ProcessMessage],
-            lambda messages: self.session.take(messages),
-            self._on_lost,
-            frame_bytes_max=bodies_bytes(order),
-        )
-        self.box = EngineOutbox(self.link)
-        self.session = ProcessSession(
-            engine, self.box, operations=operations, on_life=self._on_life
-        )
+        assert self.popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.popen.stdin as stdin:
+            stdin.write(msgspec.msgpack.encode(order))
+        self.link = Link(on_lost=self._on_lost)
+        self.session = ProcessSession(engine, self.link, operations=operations)
+        self.link.receivers = (self.session, self)
 
     async def open(self) -> None:
         await self.link.open(self._ours)
 
-    def _on_life(self, message: ProcessLoaded | MetricsReport) -> None:
-        if isinstance(message, ProcessLoaded):
-            self._on_loaded(message.error)
-            return
-        self.report = message.report
+    def on_report(self, report: Report) -> None:
+        """Take metrics of the process: sent regularly as a sign of life, and on request."""
+        self.report = report
         waiters, self._report_waiters = self._report_waiters, []
         for future in waiters:
             if not future.done():
                 future.set_result(None)
 
-    def _on_loaded(self, error: str) -> None:
+    def on_loaded(self, error: str) -> None:
+        """The process has loaded; `error` is the reason that it cannot serve."""
         if not self.loaded.done():
             self.loaded.set_result(error)
 
     def _on_lost(self, why: str) -> None:
-        self._on_loaded(f"process {self.popen.pid} {why} before it had loaded")
+        self.on_loaded(f"process {self.popen.pid} {why} before it had loaded")
         self.session.close()
         self.popen.kill()
         for future in self._report_waiters:
@@ -406,7 +348,7 @@ class _Process:
         """
         future: asyncio.Future[None] = self._loop.create_future()
         self._report_waiters.append(future)
-        self.box.turn.asks_report = True
+        self.link.call("report_wanted")
         await asyncio.wait([future], timeout=REPORT_S)
 
     async def reap(self) -> int:
@@ -431,7 +373,7 @@ class ApiProcesses:
         self._gone = Report()
         self._running: dict[int, _Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._served: Served | None = None
+        self._served: tuple[Config, ModelInfo] | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -455,10 +397,10 @@ class ApiProcesses:
             ConfigError: If one cannot serve.
         """
         engine = self._engine
-        self._served = Served(engine.config, engine.info)
+        self._served = engine.config, engine.info
         running = list(self._running.values())
         for one in running:
-            one.box.turn.served = self._served
+            one.link.call("served", *self._served)
             one.session.send_status()
         async with asyncio.timeout(engine.config.deadlines.ready_s):
             errors = await asyncio.gather(*(asyncio.shield(one.loaded) for one in running))
@@ -479,7 +421,7 @@ class ApiProcesses:
         one = self._running[index] = _Process(order, self._kept, self._engine, self._operations)
         await one.open()
         if self._served is not None:
-            one.box.turn.served = self._served
+            one.link.call("served", *self._served)
         one.session.send_status()
 
     async def _operations(self, scope: Any, receive: Any, send: Any) -> None:
@@ -520,7 +462,7 @@ class ApiProcesses:
                 if one.link.silent_s() > SILENT_S:
                     one.link.lose(f"has said nothing for {SILENT_S:g} s")
                 elif since_beat_s >= BEAT_S:
-                    _ = one.box.turn  # an empty message
+                    one.link.call("beat")
             if since_beat_s >= BEAT_S:
                 since_beat_s = 0.0
 
@@ -534,7 +476,7 @@ class ApiProcesses:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         running = [one for one in self._running.values() if not one.ended.is_set()]
         for one in running:
-            one.box.turn.stop = True
+            one.link.call("stop")
         ends = [asyncio.create_task(one.ended.wait()) for one in running]
         if ends:
             _, late = await asyncio.wait(ends, timeout=END_S)

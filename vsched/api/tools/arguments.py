@@ -1,10 +1,14 @@
-"""Arguments in JSON: passed on unchanged, up to the closing bracket."""
+"""Arguments of calls as JSON: JSON is passed on as it comes, other notations are converted when complete."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -147,324 +151,152 @@ def first_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
 
 KEY_CHARACTERS_MAX = 256
 """Maximum length of an argument's name: a longer one is not an argument."""
-_TEXT = frozenset(["string"])
-_CAPITALS = tuple(word[0] for word in WORDS)
-"""First letters of Python's constants (`True`, `None`), with which no JSON value begins."""
 
 
 class TaggedScan:
-    """Converts arguments between tags to JSON, incrementally."""
+    """Converts arguments between tags to JSON, each when it is complete."""
 
     def __init__(self, form: TaggedArguments, schema: Mapping[str, Any]) -> None:
         """Start after the head of a call; `schema` is that function's schema."""
         self._form = form
         self._schema = schema
+        self._key = form.key
         self._end = form.after.strip()
         self._break = form.after[: len(form.after) - len(form.after.lstrip())]
-        self._types: frozenset[str] = frozenset()
-        self._count = 0
-        self._out = ""
-        self._text = ""
-        self._ended = False
-        self._done = False
-        self._state: Callable[[], bool] = self._begin
+        self._before = "{"
 
     def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
         """Process the next piece; see `ArgumentScan`."""
-        self._text, self._ended = text, ended
-        while self._state():
-            pass
-        out, self._out = self._out, ""
-        return len(text) - len(self._text), out, self._done
+        del ended
+        out, at, before = "", 0, self._form.before
+        while True:
+            rest = text[at:].lstrip()
+            at = len(text) - len(rest)
+            if not rest or (before.startswith(rest) and rest != before):
+                return at, out, False
+            key = self._key.match(rest)
+            if not rest.startswith(before) or (
+                key is None and len(rest) > len(before) + KEY_CHARACTERS_MAX
+            ):
+                return at, out + ("{}" if self._before == "{" else "}"), True
+            end = rest.find(self._end, key.end()) if key is not None else -1
+            if key is None or end < 0:
+                return at, out, False
+            value = rest[key.end() : end].removeprefix(self._form.lead).removesuffix(self._break)
+            out += (
+                f'{self._before}"{quoted(key["name"])}":{json_of(value, self._types(key["name"]))}'
+            )
+            self._before = ","
+            at += end + len(self._end)
 
-    def _begin(self) -> bool:
-        self._out += "{"
-        self._state = self._between
-        return True
-
-    def _between(self) -> bool:
-        """Before a tag of an argument, or the end of the call."""
-        self._text = self._text.lstrip()
-        before = self._form.before
-        if not self._text or (before.startswith(self._text) and self._text != before):
-            return False
-        if self._text.startswith(before):
-            self._state = self._key
-            return True
-        return self._finish()
-
-    def _finish(self) -> bool:
-        self._out += "}"
-        self._done = True
-        self._state = lambda: False
-        return False
-
-    def _key(self) -> bool:
-        found = self._form.key.match(self._text)
-        if found is None:
-            longer = len(self._form.before) + KEY_CHARACTERS_MAX
-            return self._finish() if len(self._text) > longer else False
-        rest = self._text[found.end() :]
-        lead = self._form.lead
-        if lead and not rest and not self._ended:
-            return False
-        name = found["name"]
+    def _types(self, name: str) -> frozenset[str]:
         properties = resolved(self._schema, self._schema).get("properties")
         known = properties.get(name) if isinstance(properties, Mapping) else None
-        self._types = types_of(known, self._schema) if known is not None else frozenset()
-        self._out += f'{"," if self._count else ""}"{quoted(name)}":'
-        self._count += 1
-        self._text = rest.removeprefix(lead) if lead else rest
-        self._state = self._value
-        if self._types == _TEXT:
-            self._out += '"'
-            self._state = self._piece
-        return True
-
-    def _piece(self) -> bool:
-        """In a string, which is streamed."""
-        at = self._text.find(self._end)
-        if at < 0:
-            marks = (self._end, self._break + self._end)
-            cut = len(self._text) - longest_overlap(self._text, marks)
-            self._out += quoted(self._text[:cut])
-            self._text = self._text[cut:]
-            return False
-        self._out += quoted(self._text[:at].removesuffix(self._break)) + '"'
-        return self._next(at)
-
-    def _value(self) -> bool:
-        """In a value, which is converted when complete."""
-        at = self._text.find(self._end)
-        if at < 0:
-            if self._ended:
-                self._cut()
-            return False
-        self._out += json_of(self._text[:at].removesuffix(self._break), self._types)
-        return self._next(at)
-
-    def _cut(self) -> None:
-        """Emit a truncated value, unless its JSON would begin differently, like a string, which needs a quote."""
-        cut = len(self._text) - longest_overlap(self._text, (self._end,))
-        text, self._text = self._text[:cut].strip(), ""
-        if self._types and "string" not in self._types and not text.startswith(_CAPITALS):
-            self._out += text
-
-    def _next(self, at: int) -> bool:
-        self._text = self._text[at + len(self._end) :]
-        self._state = self._between
-        return True
+        return types_of(known, self._schema) if known is not None else frozenset()
 
 
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_NAMED = frozenset(["true", "false", "null"])
-_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU])", re.DOTALL)
-_HEX_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{0,1}|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7})?")
-_SAME = frozenset('nrtbf"\\/')
-_OTHERS = {"'": "'", "\n": "", "a": "\\u0007", "v": "\\u000b", "0": "\\u0000"}
-
-
-class _Frame:
-    """An open object or list.
-
-    Attributes:
-        is_object: True for an object, with keys and values.
-        count: Items so far.
-    """
-
-    __slots__ = ("count", "is_object")
-
-    def __init__(self, *, is_object: bool) -> None:
-        self.is_object = is_object
-        self.count = 0
+_WORD_CHARACTERS_MAX = 64
+"""Maximum length of a number or constant."""
+_JSON_WORDS = frozenset(["true", "false", "null"])
+_KEY = re.compile(r"[^=:,)\]}]+")
+_VALUE = re.compile(r"[^,)\]}]+")
 
 
 class ValueScan:
-    """Converts arguments in a notation to JSON, incrementally."""
+    """Converts arguments in a notation to JSON, when all are complete."""
 
     def __init__(self, form: ValueArguments) -> None:
         """Start after the opening bracket of the arguments."""
-        self._quotes = (*form.raw_quotes, *form.quotes)
         self._form = form
-        self._frames = [_Frame(is_object=True)]
-        self._quote = ""
-        self._text = ""
-        self._out = "{"
-        self._ended = False
-        self._state: Callable[[], bool] = self._item
+        self._texts = [
+            (quote, re.compile(rf"((?:[^\\]|\\.)*?){quote}", re.DOTALL)) for quote in form.quotes
+        ]
+        self._texts[:0] = [
+            (quote, re.compile(f"(.*?){re.escape(quote)}", re.DOTALL)) for quote in form.raw_quotes
+        ]
+        self._tried = -1
 
     def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
         """Process the next piece; see `ArgumentScan`."""
-        self._text, self._ended = text, ended
-        while self._frames and self._state():
-            pass
-        out, self._out = self._out, ""
-        return len(text) - len(self._text), out, not self._frames
+        del ended
+        last = text.rfind(self._form.closing)
+        found = self._converted(text) if last > self._tried else None
+        self._tried = last
+        return (0, "", False) if found is None else (*found, True)
 
-    def _item(self) -> bool:
-        """Before a key or a list item, or the closing bracket."""
-        self._text = self._text.lstrip()
-        if not self._text:
-            return False
-        if self._text[0] == ",":
-            return self._skip()
-        if self._text[0] in ")]}":
-            return self._close()
-        if not self._knows_quote():
-            return False
-        frame = self._frames[-1]
-        if frame.is_object:
-            return self._key(frame)
-        self._comma(frame)
-        return self._value()
+    def _converted(self, text: str) -> tuple[int, str] | None:
+        """Length of the arguments up to the closing bracket, and their JSON; None if they are incomplete."""
+        out, closing, at = ["{"], ["}"], 0
+        has_key = False
+        while rest := text[at:].lstrip():
+            at = len(text) - len(rest)
+            first, is_key = rest[0], closing[-1] == "}" and not has_key
+            if first in ")]}":
+                out.append(closing.pop())
+                at, has_key = at + 1, False
+                if not closing:
+                    return at, "".join(out)
+                continue
+            if first in ",:=":
+                has_key = first != "," and closing[-1] == "}"
+                at += 1
+                continue
+            if out[-1] not in {"{", "["}:
+                out.append(":" if has_key else ",")
+            if first in "{[(" and not is_key:
+                out.append("{" if first == "{" else "[")
+                closing.append("}" if first == "{" else "]")
+                at, has_key = at + 1, False
+                continue
+            item = self._item(text, at, is_key=is_key)
+            if item is None:
+                return None
+            at, has_key = item[0], False
+            out.append(item[1])
+        return None
 
-    def _knows_quote(self) -> bool:
-        """True if it is certain whether, and which, quote comes next; a partial quote at the end is not."""
-        if self._ended:
-            return True
-        longer = [mark for mark in self._quotes if len(mark) > len(self._text)]
-        return not any(mark.startswith(self._text) for mark in longer)
-
-    def _comma(self, frame: _Frame) -> None:
-        """Write the comma before an item, so that a trailing comma is dropped."""
-        self._out += "," if frame.count else ""
-        frame.count += 1
-
-    def _skip(self) -> bool:
-        self._text = self._text[1:]
-        return True
-
-    def _close(self) -> bool:
-        self._out += "}" if self._frames.pop().is_object else "]"
-        self._state = self._behind
-        return self._skip()
-
-    def _opening_quote(self) -> str:
-        return next((mark for mark in self._quotes if self._text.startswith(mark)), "")
-
-    def _key(self, frame: _Frame) -> bool:
-        if quote := self._opening_quote():
-            self._comma(frame)
-            self._begin_text(quote)
-            return True
-        found = re.search(r"[=:,)\]}]", self._text)
-        if found is None:
-            return False
-        end = found.start()
-        self._comma(frame)
-        self._out += f'"{quoted(self._text[:end].strip())}"'
-        self._text = self._text[end:]
-        self._state = self._behind
-        return True
-
-    def _value(self) -> bool:
-        """Before a value; its first character determines its type."""
-        self._state = self._value
-        self._text = self._text.lstrip()
-        if not self._text or not self._knows_quote():
-            return False
-        if quote := self._opening_quote():
-            self._begin_text(quote)
-            return True
-        if self._text[0] in "{[(":
-            is_object = self._text[0] == "{"
-            self._frames.append(_Frame(is_object=is_object))
-            self._out += "{" if is_object else "["
-            self._state = self._item
-            return self._skip()
-        return self._word()
-
-    def _word(self) -> bool:
-        """In a value without quotes, up to the next separator."""
-        found = re.search(r"[,)\]}]", self._text)
-        if found is None and not (self._ended and _NUMBER.fullmatch(self._text)):
-            return False  # a truncated word could become anything
-        end = found.start() if found else len(self._text)
-        self._out += _json_of_word(self._text[:end].strip())
-        self._text = self._text[end:]
-        self._state = self._behind
-        return True
-
-    def _behind(self) -> bool:
-        """After a key or a value."""
-        self._text = self._text.lstrip()
-        if not self._text:
-            return False
-        if self._text[0] in ",)]}":
-            self._state = self._item
-        elif self._text[0] in ":=" and self._frames[-1].is_object:
-            self._out += ":"
-            self._text = self._text[1:]
-            self._state = self._value
-        else:
-            self._out += quoted(self._text[0])
-            self._text = self._text[1:]
-        return True
-
-    def _begin_text(self, quote: str) -> None:
-        self._quote = quote
-        self._text = self._text[len(quote) :]
-        self._out += '"'
-        self._state = self._piece
-
-    def _piece(self) -> bool:
-        """In a string, which is streamed."""
-        quote, text = self._quote, self._text
-        escapes = quote not in self._form.raw_quotes
-        end = text.find(quote)
-        slash = text.find("\\") if escapes else -1
-        if slash >= 0 and (end < 0 or slash < end):
-            self._out += quoted(text[:slash])
-            self._text = text[slash:]
-            return self._escape()
-        if end < 0:
-            cut = len(text) - longest_overlap(text, (quote,))
-            self._out += quoted(text[:cut])
-            self._text = text[cut:]
-            return False
-        self._out += quoted(text[:end]) + '"'
-        self._text = text[end + len(quote) :]
-        self._state = self._behind
-        return True
-
-    def _escape(self) -> bool:
-        """At a backslash escape."""
-        found = _ESCAPE.match(self._text)
-        if found is None:
-            if not self._ended and _HEX_ESCAPE.fullmatch(self._text):
-                return False
-            self._out += "\\\\"  # an unknown escape, or a truncated one
-            return self._skip()
-        self._out += _json_of_escape(found[0][1:])
-        self._text = self._text[found.end() :]
-        return True
+    def _item(self, text: str, at: int, *, is_key: bool) -> tuple[int, str] | None:
+        """End and JSON of a key or a simple value; None if it is incomplete."""
+        for quote, pattern in self._texts:
+            if text.startswith(quote, at):
+                held = pattern.match(text, at + len(quote))
+                if held is None:
+                    return None
+                is_raw = quote in self._form.raw_quotes
+                return held.end(), f'"{quoted(held[1] if is_raw else _unescaped(held[1]))}"'
+        word = (_KEY if is_key else _VALUE).match(text, at)
+        if word is None:
+            return None
+        stripped = word[0].strip()
+        return word.end(), f'"{quoted(stripped)}"' if is_key else _json_of_word(stripped)
 
 
-def _json_of_escape(escape: str) -> str:
-    """Convert a Python escape, without its backslash, to JSON."""
-    if escape[0] == "u" and len(escape) > 1:
-        return "\\" + escape
-    if escape[0] == "x" and len(escape) > 1:
-        return "\\u00" + escape[1:]
-    if escape[0] == "U" and len(escape) > 1:
-        point = int(escape[1:], 16)
-        return quoted(chr(point)) if point <= 0x10FFFF else "\\ufffd"
-    if escape in _SAME:
-        return "\\" + escape
-    return _OTHERS.get(escape, "\\\\" + quoted(escape))
+_SPECIAL = re.compile(r'\\.|["\n\r\0]', re.DOTALL)
+_WRITTEN = {"\\/": "/", '"': '\\"', "\n": "\\n", "\r": "\\r", "\0": "\\x00"}
+"""Spelling in a Python literal of JSON's `\\/`, and of characters that models do not escape."""
+
+
+def _unescaped(text: str) -> str:
+    """Resolve the escapes of Python and JSON in a text."""
+    if "\\" not in text:
+        return text
+    source = _SPECIAL.sub(lambda found: _WRITTEN.get(found[0], found[0]), text)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            value: str = ast.literal_eval(f'"{source}"')
+    except (SyntaxError, ValueError):
+        return text  # a truncated escape
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _json_of_word(word: str) -> str:
     """Convert a value without quotes to JSON: a number, a constant of Python or JSON, otherwise a string."""
-    if word in _NAMED or _NUMBER.fullmatch(word):
+    if word in _JSON_WORDS:
         return word
-    if word in WORDS:
-        return WORDS[word]
-    for number in (lambda: int(word, 0), lambda: float(word)):
-        try:
-            value = number()
-        except ValueError:
-            continue
-        if math.isfinite(value):
-            return msgspec.json.encode(value).decode() if abs(value) < 2**63 else str(value)
-    return f'"{quoted(word)}"'
+    value: object = word
+    if len(word) <= _WORD_CHARACTERS_MAX:
+        with contextlib.suppress(SyntaxError, ValueError):
+            value = ast.literal_eval(word)
+    if isinstance(value, float) and math.isinf(value):
+        value = word
+    return json.dumps(value if value is None or isinstance(value, bool | int | float) else word)

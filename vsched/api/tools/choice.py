@@ -10,15 +10,14 @@ The grammar is sent to workers as a tree of literals, schemas and texts, and con
 - `schema` is JSON that matches it, `rule` a named part;
 - `text` is any text up to the first `end` that does not contain `without`.
 
-In formats other than JSON, a value whose schema uses unsupported keywords is written as JSON: the parsers of those
-formats accept JSON, too.
+In formats other than JSON, lists and objects are written as JSON: the parsers of those formats accept JSON, too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -60,7 +59,13 @@ def forced_calls(known: CallFormat, functions: Sequence[FunctionTool], *, single
         ParameterRefused: If a schema has constraints on all arguments that this format cannot enforce.
     """
     rules: dict[str, Node] = {}
-    calls = [_call(known, each, rules) for each in functions]
+    try:
+        calls = [_call(known, each, rules) for each in functions]
+    except RecursionError:
+        message = (
+            "a schema of `tools` refers to itself within a union. Remedy: list the alternatives."
+        )
+        raise ParameterRefused(message, param="tools", code="invalid_grammar") from None
     opening = known.opening + known.first
     call: Node = {"any": calls}
     several = not (single or known.alone)
@@ -85,17 +90,11 @@ def _call(known: CallFormat, function: FunctionTool, rules: dict[str, Node]) -> 
             "model's form cannot be held to. Remedy: list the properties, or leave the call to the model (auto)."
         )
         raise ParameterRefused(message, param="tools", code="invalid_grammar")
-    if isinstance(known.arguments, TaggedArguments):
-        return _all(before, _Tagged(known.arguments, schema, rules).arguments(root), known.after)
-    return _all(before, _Values(known.arguments, schema, rules).arguments(root), known.after)
+    return _all(before, _Arguments(known.arguments, schema, rules).arguments(root), known.after)
 
 
 def _all(*parts: Node) -> Node:
     return {"all": [part for part in parts if part != ""]}
-
-
-def _maybe(part: Node) -> Node:
-    return {"any": [part, ""]}
 
 
 def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
@@ -108,14 +107,10 @@ def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     return [(name, known.get(name, {}), name in needed) for name in names]
 
 
-def _said(schema: Mapping[str, Any]) -> set[str]:
-    return set(schema) - _NOTES
-
-
 def _options(schema: Mapping[str, Any]) -> list[Any] | None:
     """Alternative schemas of a value; None if the schema is not a plain union."""
     for key in ("anyOf", "oneOf"):
-        if _said(schema) == {key} and isinstance(schema[key], list) and schema[key]:
+        if set(schema) - _NOTES == {key} and isinstance(schema[key], list) and schema[key]:
             return list(schema[key])
     kinds = schema.get("type")
     if isinstance(kinds, list) and kinds and "enum" not in schema and "const" not in schema:
@@ -124,59 +119,67 @@ def _options(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 class _Arguments:
-    """Common part of both argument formats."""
+    """Arguments between tags, or with assignments and commas; lists and objects within them are JSON."""
 
-    def __init__(self, root: Mapping[str, Any], rules: dict[str, Node]) -> None:
+    def __init__(
+        self,
+        form: TaggedArguments | ValueArguments,
+        root: Mapping[str, Any],
+        rules: dict[str, Node],
+    ) -> None:
+        self._form = form
         self._root = root
         self._rules = rules
-        self._referred: dict[str, Node] = {}
 
-    def _json(self, schema: Mapping[str, Any]) -> Node:
-        """JSON that matches a schema, which may refer to definitions of the root."""
-        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
-        return {"schema": {**shared, **schema}}
+    def arguments(self, schema: Mapping[str, Any]) -> Node:
+        """Arguments of one function, including brackets, in the order of its schema."""
+        form = self._form
+        if isinstance(form, ValueArguments):
+            return _all(form.opening, self._assigned(form, schema), form.closing)
+        parts = []
+        for name, each, needed in _properties(schema):
+            part = _all(f"{form.before}{name}{form.middle}", self._value(each, form.after))
+            parts.append(part if needed else {"any": [part, ""]})
+        return _all(*parts)
+
+    def _assigned(self, form: ValueArguments, schema: Mapping[str, Any]) -> Node:
+        """Names and values, with commas between those present."""
+        rest: Node = ""
+        first: Node = ""
+        for name, each, needed in reversed(_properties(schema)):
+            item = self._rule(_all(name + form.assign, self._value(each, "")))
+            started = _all(item, rest)
+            first = started if needed else {"any": [started, first]}
+            more = _all(form.comma, item, rest)
+            rest = self._rule(more if needed else {"any": [more, rest]})
+        return first
 
     def _rule(self, node: Node) -> Node:
         name = f"part_{len(self._rules)}"
         self._rules[name] = node
         return {"rule": name}
 
-    def _referring(self, reference: str, build: Callable[[Any], Node]) -> Node:
-        """Rule for the target of a reference: one per target, because schemas may be recursive."""
-        if reference not in self._referred:
-            name = f"part_{len(self._rules)}"
-            self._rules[name] = ""
-            self._referred[reference] = {"rule": name}
-            self._rules[name] = build(resolved({"$ref": reference}, self._root))
-        return self._referred[reference]
-
-
-class _Tagged(_Arguments):
-    """Arguments between tags."""
-
-    def __init__(
-        self, form: TaggedArguments, root: Mapping[str, Any], rules: dict[str, Node]
-    ) -> None:
-        super().__init__(root, rules)
-        self._form = form
-
-    def arguments(self, schema: Mapping[str, Any]) -> Node:
-        """Arguments of one function."""
-        form, parts = self._form, []
-        for name, each, needed in _properties(schema):
-            part = _all(f"{form.before}{name}{form.middle}", self._value(each))
-            parts.append(part if needed else _maybe(part))
-        return _all(*parts)
-
-    def _value(self, schema: Any) -> Node:
+    def _value(self, schema: Any, after: str) -> Node:
         """A value and the text after it."""
-        schema, after = resolved(schema, self._root), self._form.after
+        if not isinstance(schema, dict):
+            return _all(self._json({"allOf": [schema]}), after)
+        form, schema = self._form, resolved(schema, self._root)
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
             if isinstance(values, list) and values:
-                return {"any": [written_value(self._form, each) + after for each in values]}
+                return {"any": [written_value(form, each) + after for each in values]}
         if options := _options(schema):
-            return {"any": [self._value(each) for each in options]}
+            return {"any": [self._value(each, after) for each in options]}
+        if isinstance(form, ValueArguments):
+            match schema.get("type"):
+                case "boolean":
+                    return {"any": [form.words[0], form.words[1]]}
+                case "null":
+                    return form.words[2]
+                case "string" if form.raw_quotes:
+                    quote = form.raw_quotes[0]
+                    return _all(quote, _text(schema, quote, without=quote))
+            return self._json(schema)
         types = types_of(schema, self._root)
         if types and "string" not in types:
             return _all(self._json(schema), after)
@@ -184,86 +187,10 @@ class _Tagged(_Arguments):
         text = _text(schema if schema.get("type") == "string" else {}, end, without=end.strip())
         return _all(text, after[len(end) :])
 
-
-class _Values(_Arguments):
-    """Arguments in another notation."""
-
-    def __init__(
-        self, form: ValueArguments, root: Mapping[str, Any], rules: dict[str, Node]
-    ) -> None:
-        super().__init__(root, rules)
-        self._form = form
-
-    def arguments(self, schema: Mapping[str, Any]) -> Node:
-        """Arguments of one function, including the brackets."""
-        form = self._form
-        held = self._keyed(schema, lambda name: name + form.assign)
-        return _all(form.opening, held, form.closing)
-
-    def _keyed(self, schema: Mapping[str, Any], key: Callable[[str], str]) -> Node:
-        """Keys and values in the order of a schema, with commas between those present."""
-        rest: Node = ""
-        first: Node = ""
-        for name, each, needed in reversed(_properties(schema)):
-            item = self._rule(_all(key(name), self._value(each)))
-            started = _all(item, rest)
-            first = started if needed else {"any": [started, first]}
-            more = _all(self._form.comma, item, rest)
-            rest = self._rule(more if needed else {"any": [more, rest]})
-        return first
-
-    def _value(self, schema: Any) -> Node:
-        if not isinstance(schema, dict):
-            return self._json({"allOf": [schema]})
-        if isinstance(reference := schema.get("$ref"), str):
-            return self._referring(reference, self._value)
-        if "enum" in schema or "const" in schema:
-            values = schema["enum"] if "enum" in schema else [schema["const"]]
-            if isinstance(values, list) and values:
-                return {"any": [written_value(self._form, each) for each in values]}
-        if options := _options(schema):
-            return {"any": [self._value(each) for each in options]}
-        return self._typed(schema)
-
-    def _typed(self, schema: Mapping[str, Any]) -> Node:
-        form, said = self._form, _said(schema)
-        match schema.get("type"):
-            case "boolean":
-                return {"any": [form.words[0], form.words[1]]}
-            case "null":
-                return form.words[2]
-            case "string" if form.raw_quotes:
-                quote = form.raw_quotes[0]
-                return _all(quote, _text(schema, quote, without=quote))
-            case "array" if said <= {"type", "items", "minItems", "maxItems"}:
-                return self._list(schema)
-            case "object" if said <= {"type", "properties", "required", "additionalProperties"}:
-                if schema.get("properties") and not schema.get("additionalProperties"):
-                    return _all("{", self._keyed(schema, self._key), "}")
-        return self._json(schema)
-
-    def _key(self, name: str) -> str:
-        form = self._form
-        return (name if form.bare_keys else written_value(form, name)) + form.colon
-
-    def _list(self, schema: Mapping[str, Any]) -> Node:
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if not _is_count(least) or not (most is None or _is_count(most)) or least > (most or least):
-            return self._json(schema)  # JSON, which is refused later
-        if most == 0:
-            return "[]"
-        items = self._value(schema.get("items", {}))
-        many: Node = {
-            "many": items,
-            "between": self._form.comma,
-            "least": max(least, 1),
-            "most": most,
-        }
-        return _all("[", many if least else _maybe(many), "]")
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+    def _json(self, schema: Mapping[str, Any]) -> Node:
+        """JSON that matches a schema, which may refer to definitions of the root."""
+        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        return {"schema": {**shared, **schema}}
 
 
 def _text(schema: Mapping[str, Any], end: str, *, without: str) -> Node:
@@ -288,16 +215,6 @@ def written_value(form: TaggedArguments | ValueArguments, value: Any) -> str:
             return form.words[2]
         case str() if form.raw_quotes:
             return f"{form.raw_quotes[0]}{value}{form.raw_quotes[0]}"
-        case list():
-            return f"[{form.comma.join(written_value(form, each) for each in value)}]"
-        case dict():
-            pairs = [
-                (key if form.bare_keys else written_value(form, key))
-                + form.colon
-                + written_value(form, each)
-                for key, each in value.items()
-            ]
-            return "{" + form.comma.join(pairs) + "}"
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -44,10 +44,9 @@ class ValueArguments(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         opening, closing: Brackets around the arguments.
         assign: Separator between an argument's name and its value.
-        comma, colon: Separators between values, and between keys and values within them.
+        comma: Separator between arguments.
         quotes: Quotes of strings with escapes.
         raw_quotes: Quotes of strings without escapes; models write the first one.
-        bare_keys: Keys within values have no quotes.
         words: Constants for true, false and null.
         begin: Pattern of the beginning of the arguments.
     """
@@ -56,10 +55,8 @@ class ValueArguments(msgspec.Struct, frozen=True, kw_only=True):
     closing: str
     assign: str
     comma: str
-    colon: str
     quotes: tuple[str, ...]
     raw_quotes: tuple[str, ...] = ()
-    bare_keys: bool = False
     words: tuple[str, str, str] = ("true", "false", "null")
     begin: str = ""
 
@@ -211,7 +208,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             closing=")",
             assign="=",
             comma=", ",
-            colon=": ",
             quotes=('"""', "'''", '"', "'"),
             words=("True", "False", "None"),
             begin=r"(?=\s*(?:\)|[^=\s()\[\]'\"]+\s*=))",
@@ -257,10 +253,8 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             closing="}",
             assign=":",
             comma=",",
-            colon=":",
             quotes=('"',),
             raw_quotes=('<|"|>',),
-            bare_keys=True,
         ),
     ),
     "harmony": CallFormat(

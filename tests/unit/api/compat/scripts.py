@@ -8,6 +8,7 @@ import msgspec
 
 from tests.unit.api.fakes import FakeEngine, Reply
 from vsched.aio.streams import OutputDelta
+from vsched.api.request_schema import ChatRequest
 
 CALLS = (
     'Look.<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
@@ -33,3 +34,11 @@ def named_events(reply: Reply) -> list[Any]:
         found.append(msgspec.json.decode(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
     return found
+
+
+def plain(request: ChatRequest) -> list[dict[str, Any]]:
+    """Return messages as builtins, without unset fields."""
+    return [
+        {key: value for key, value in message.items() if value is not None}
+        for message in msgspec.to_builtins(request.messages)
+    ]

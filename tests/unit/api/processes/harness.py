@@ -17,16 +17,9 @@ from vsched.api.app import create_operations
 from vsched.api.contract import ApiSettings
 from vsched.api.metrics import ApiMetrics
 from vsched.api.processes import process_main as remote_engine_module
-from vsched.api.processes.messages import (
-    EngineMessages,
-    Link,
-    MetricsReport,
-    ProcessLoaded,
-    ProcessMessage,
-    Served,
-)
-from vsched.api.processes.process_main import ProcessOutbox, RemoteEngine
-from vsched.api.processes.supervisor import EngineOutbox, ProcessSession
+from vsched.api.processes.link import Link
+from vsched.api.processes.process_main import RemoteEngine
+from vsched.api.processes.supervisor import ProcessSession
 from vsched.config import Config, MediaConfig
 from vsched.engine import Engine
 from vsched.media import MediaPipeline, PixelStore
@@ -34,35 +27,30 @@ from vsched.media import MediaPipeline, PixelStore
 PREPARING_MAX = 2
 
 
-class Wire:
-    """Stands for a link: messages are decoded and delivered, unless the wire is held or cut."""
+class Wire(Link):
+    """Stands for both ends of a link in one direction: frames are delivered, unless the wire is held or cut."""
 
-    def __init__(self, kind: Any, take: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__(on_lost=lambda _: None)
         self.sent: list[Any] = []
         self.held = False
         self.cut = False
-        self._waiting: list[Any] = []
-        self._decoder = msgspec.msgpack.Decoder(kind)
-        self._take = take
+        self._waiting: list[bytes] = []
 
-    def send(self, content: object) -> None:
+    def _send(self, frame: bytes) -> None:
         if self.cut:
             return
-        self.sent.append(content)
-        frame = self._decoder.decode(msgspec.msgpack.encode(content))
+        self.sent += msgspec.msgpack.decode(frame)
         if self.held:
             self._waiting.append(frame)
         else:
-            self._take(frame)
+            self.receive(frame)
 
     def let_go(self) -> None:
         self.held = False
         waiting, self._waiting = self._waiting, []
         for frame in waiting:
-            self._take(frame)
-
-    async def writable(self) -> None:
-        pass
+            self.receive(frame)
 
 
 class Joined:
@@ -89,15 +77,11 @@ class Joined:
         self.engine._running = dataclasses.replace(
             self.engine._running, media=self.media, adapters=cast("Any", adapters)
         )
-        self.life: list[ProcessLoaded | MetricsReport] = []
-        self.up = Wire(list[ProcessMessage], lambda messages: self.session.take(messages))
-        self.down = Wire(EngineMessages, lambda turn: self.remote.take(turn))
-        self.box = EngineOutbox(cast("Link", self.down))
+        self.up, self.down = Wire(), Wire()
         operations = create_operations(self.engine, ApiSettings(), ApiMetrics(self.engine))
-        self.session = ProcessSession(
-            self.engine, self.box, operations=operations, on_life=self.life.append
-        )
-        self.remote = RemoteEngine("demo", ProcessOutbox(cast("Link", self.up)))
+        self.session = ProcessSession(self.engine, self.down, operations=operations)
+        self.remote = RemoteEngine("demo", self.up)
+        self.up.receivers, self.down.receivers = (self.session,), (self.remote,)
 
     async def load(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the process load with the engine's facts."""
@@ -108,7 +92,7 @@ class Joined:
         monkeypatch.setattr(remote_engine_module, "load_worker", lambda *_, **__: None)
         monkeypatch.setattr(remote_engine_module, "load_front_end", load)
         monkeypatch.setattr(remote_engine_module, "grammar_processes", lambda *_: None)
-        self.box.turn.served = Served(Config(), self.engine.info)
+        self.down.call("served", Config(), self.engine.info)
         self.session.send_status()
         await self.remote.load()
 

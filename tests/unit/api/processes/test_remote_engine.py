@@ -13,7 +13,6 @@ from tests.patience import patience
 from tests.unit.aio.ranks import SEPARATE, ShellHarness
 from tests.unit.api.processes.harness import PREPARING_MAX, Joined
 from vsched.aio.streams import StopScope
-from vsched.api.processes.messages import CancelRequest, HttpForward, Submit
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import Aborted, Arrived, Cleared, Event, Submitted, Withdrawn
 from vsched.policy import Admit, ArrivalDecision, ArrivalView, RequestPolicy, Shed
@@ -72,6 +71,10 @@ def ask(
         started=started,
         make_stop_scope=make_stop_scope,
     )
+
+
+def forwarded(path: str) -> dict[str, Any]:
+    return {"method": "GET", "path": path, "query_string": b"", "headers": []}
 
 
 async def test_remote_answer_is_that_of_the_engine(joined: Joined, events: list[Event]) -> None:
@@ -149,9 +152,7 @@ async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
         await ask(joined.remote, render)
     assert (refused.value.code, refused.value.retry_after_s) == ("shed", 7)
     assert rendered == []
-    assert not any(
-        isinstance(one, Submit | CancelRequest) for sent in joined.up.sent for one in sent
-    )
+    assert [name for name, _ in joined.up.sent] == ["admit"]
     assert joined.numbers == (0, 0, 0)
 
 
@@ -286,9 +287,7 @@ async def test_remote_engine_that_is_gone_ends_every_request_once(joined: Joined
     (streaming,) = await ask(joined.remote, names=("streaming",), max_tokens=50)
     joined.up.held = True
     waiting = asyncio.ensure_future(ask(joined.remote, names=("waiting",)))
-    asking = asyncio.ensure_future(
-        joined.remote.ask(lambda number: HttpForward(number, "GET", "/metrics", b"", [], b""))
-    )
+    asking = asyncio.ensure_future(joined.remote.ask("forward", forwarded("/metrics"), b""))
     await joined.turns()
     joined.remote.lose("the engine has closed its link")
     for failing in (waiting, asking, joined.read(streaming), ask(joined.remote)):
@@ -330,15 +329,11 @@ async def test_remote_tokenizes_text_by_itself(joined: Joined) -> None:
 
 
 async def test_remote_asks_the_engine_for_what_operators_ask(joined: Joined) -> None:
-    reply = await joined.remote.ask(
-        lambda number: HttpForward(number, "GET", "/admin/replicas", b"", [], b"")
-    )
-    assert reply.status == 200
-    assert b'"groups"' in reply.body
-    missing = await joined.remote.ask(
-        lambda number: HttpForward(number, "GET", "/admin/nothing", b"", [], b"")
-    )
-    assert missing.status == 404
+    start, body = await joined.remote.ask("forward", forwarded("/admin/replicas"), b"")
+    assert start["status"] == 200
+    assert b'"groups"' in body["body"]
+    start, _ = await joined.remote.ask("forward", forwarded("/admin/nothing"), b"")
+    assert start["status"] == 404
 
 
 async def test_remote_state_is_the_engine_s_once_all_is_loaded(
@@ -355,7 +350,6 @@ async def test_remote_state_is_the_engine_s_once_all_is_loaded(
     made.session.send_status()
     await made.turns()
     assert made.remote.state == "draining"
-    assert sum(turn.status_update is not None for turn in made.down.sent) == 2, (
-        "unchanged values are not reported"
-    )
+    sent = [name for name, _ in made.down.sent]
+    assert sent.count("status") == 2, "unchanged values are not reported"
     made.media.close()

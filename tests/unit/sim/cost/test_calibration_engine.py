@@ -72,7 +72,6 @@ def test_calibration_finds_the_costs_of_an_engine_and_simulates_it() -> None:
     assert model.shape.context_tokens == 1024
     assert model.kv_tokens == 2048
     assert model.machine is not None
-    assert model.machine.settings["generate_device"] == "simulated"
     runs = play(compared(model))
     for run in runs:
         assert run.real.finished == run.simulated.finished == run.requests

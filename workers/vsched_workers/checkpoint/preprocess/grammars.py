@@ -300,7 +300,7 @@ class _Tree:
             case {"any": parts}:
                 return f"({' | '.join(map(self._written, parts))})"
             case {"many": part}:
-                return self._repeated(self._written(part), node)
+                return self._repeated(self._written(part), node["between"])
             case {"rule": name}:
                 return str(name)
             case {"schema": schema}:
@@ -309,14 +309,10 @@ class _Tree:
                 return self._text(**text)
         raise TypeError("a part of a grammar is none")
 
-    def _repeated(self, part: str, node: dict[str, Any]) -> str:
+    def _repeated(self, part: str, between: str) -> str:
         name = f"repeated_{len(self._repetitions)}"
         self._repetitions.append(part)
-        least, most = node.get("least", 1), node.get("most")
-        times = f"{{{least - 1:d},{'' if most is None else most - 1}}}"
-        if most is None and least == 1:
-            times = "*"
-        return f"({name} ({self._written(node['between'])} {name}){times})"
+        return f"({name} ({self._written(between)} {name})*)"
 
     def _text(
         self,
