@@ -128,27 +128,6 @@ def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> N
     assert_holds_nothing(cluster)
 
 
-def test_draining_group_finds_the_poison_among_those_that_waited_for_it() -> None:
-    """Suspects join one at a time there, too, and the one in quarantine is to blame."""
-    cluster = ModelCluster(make_limits(generators=2))
-    names = [f"r{number}" for number in range(4)]
-    for number, name in enumerate(names):
-        cluster.submit(text(name, start=30 * number, max_tokens=20))
-    own = lose_repeatedly(cluster, "generate-0", times=2)
-    sequences = cluster.generators["generate-0"].sequences
-    cluster.send(Drain("generate-0"))
-    cluster.run_generate("generate-0")
-    (first,) = sequences
-    while len(sequences) < 2:
-        cluster.run_generate("generate-0")
-    (poison,) = (cluster.names[number] for number in own - {first})
-    cluster.lose("generate-0")
-    cluster.restore_group("generate-0")
-    cluster.drain()
-    assert cluster.ended[poison].code == "group_lost"
-    assert_served(cluster, *(name for name in names if name != poison))
-
-
 def test_requests_that_are_no_suspects_join_next_to_one() -> None:
     """Only suspects wait for each other."""
     cluster = ModelCluster(make_limits(slots=4))
