@@ -707,7 +707,6 @@ class Engine:
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             **served,
             "media": msgspec.to_builtins(media) if media else {},
-            "grammars": running.grammars.statistics() if running is not None else {},
             "memory": {}
             if running is None
             else engine_memory(

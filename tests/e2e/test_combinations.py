@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,15 +18,6 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.e2e.asking import TEXTS, Ask, data_url, drawn_image, read
-from tests.e2e.combinations import (
-    FACTORS,
-    FAMILIES,
-    Combination,
-    all_combinations,
-    name_of,
-    pairs,
-    settings_of,
-)
 from tests.e2e.conftest import assert_idle
 from tests.e2e.in_process import InProcessEngine
 from tests.e2e.tower import Tower
@@ -41,6 +32,100 @@ from vsched_workers.batching.sampling import SpecialRow, choose_tokens
 from vsched_workers.plugin import plugin
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+FAMILIES = ("nano25", "nano3")
+THRASHING_PAGES = 4
+"""Embedding pages for thrashing: exactly the pages of the images of the largest request."""
+PAGE_ROWS = 64
+
+CORE: dict[str, dict[str, tuple[str, ...]]] = {
+    "encoding": {
+        "chunk-aware": (),
+        "look-ahead": ("encode.encoding.look_ahead_chunks=1",),
+        "eager": ("encode.encoding.look_ahead_chunks=100",),
+    },
+    "eviction": {
+        "lru": (),
+        "s3-fifo": ("encode.eviction.use=s3-fifo",),
+        "none": ("encode.eviction.use=none",),
+    },
+    "embeddings": {"roomy": (), "thrashing": ()},
+    "prefix": {"on": (), "off": ("generate.prefix_cache=false",)},
+}
+"""Factor, its values, and the settings of each."""
+
+
+def admissions(stage: str) -> dict[str, tuple[str, ...]]:
+    """Return the admission policies of a stage with settings small enough to bind."""
+    chosen = {
+        "fifo": (),
+        "token-budget": ("max_tokens=128", "max_items=3"),
+        "priority": ("max_tokens=128", "max_items=2", "ageing_s=0.05"),
+    }
+    return {
+        name: tuple(f"{stage}.admission.{each}" for each in (f"use={name}", *fields))
+        for name, fields in chosen.items()
+    }
+
+
+PAIRED: dict[str, dict[str, tuple[str, ...]]] = {
+    "encode_admission": admissions("encode"),
+    "generate_admission": admissions("generate"),
+    "prefix_eviction": {
+        "lru": (),
+        "s3-fifo": ("generate.eviction.use=s3-fifo",),
+        "none": ("generate.eviction.use=none",),
+    },
+    "features": {"raw": (), "brought": ("media.allow_embeddings=true",)},
+    "family": dict.fromkeys(FAMILIES, ()),
+}
+"""Further factors; each pair of values of any two factors is tried in some combination."""
+
+FACTORS = CORE | PAIRED
+Combination = dict[str, str]
+
+
+def pairs(combination: Combination) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """Yield every two (factor, value) of a combination."""
+    return combinations(combination.items(), 2)
+
+
+def _candidates() -> list[Combination]:
+    """Return the whole product of the core, each with the other values that add most pairs, then the rarest."""
+    seen: Counter[tuple[tuple[str, str], tuple[str, str]]] = Counter()
+    rest = [dict(zip(PAIRED, values, strict=True)) for values in product(*PAIRED.values())]
+    chosen = []
+    for values in product(*CORE.values()):
+        core = dict(zip(CORE, values, strict=True))
+
+        def gain(other: Combination, core: Combination = core) -> tuple[int, int]:
+            counts = [seen[pair] for pair in pairs(core | other)]
+            return counts.count(0), -sum(counts)
+
+        chosen.append(core | max(rest, key=gain))
+        seen.update(pairs(chosen[-1]))
+    return chosen
+
+
+def all_combinations() -> list[Combination]:
+    """Return a few of the candidates that cover all of their pairs."""
+    candidates = _candidates()
+    missing = {pair for one in candidates for pair in pairs(one)}
+    chosen = []
+    while missing:
+        chosen.append(max(candidates, key=lambda one: len(missing.intersection(pairs(one)))))
+        missing.difference_update(pairs(chosen[-1]))
+    return chosen
+
+
+def settings_of(combination: Combination, info: ModelInfo) -> list[str]:
+    """Return the settings of a combination."""
+    found = [line for factor, value in combination.items() for line in FACTORS[factor][value]]
+    if combination["embeddings"] == "thrashing":
+        size = THRASHING_PAGES * PAGE_ROWS * info.embedding_row_bytes
+        found.append(f"arena.embedding_bytes={size}")
+    return found
+
 
 EACH_FAMILY = [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.thorough)]
 KV_TOKENS = 304
@@ -254,7 +339,7 @@ async def test_every_combination_of_policies_equals_generate(
         try:
             counts = await serve(InProcessEngine, combination, model, configure)
         except BaseException as error:
-            error.add_note(name_of(combination))
+            error.add_note(" ".join(combination.values()))
             raise
         steals += counts["encode"]["cache_preemptions"]
         if combination["prefix"] == "on":

@@ -1,19 +1,15 @@
-"""Tool calls: forced ones keep to their schemas, streaming or not, whatever happens to the ranks."""
+"""Tool calls: forced ones keep to their schemas, streaming or not."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from typing import Any
 
 import pytest
 
 openai = pytest.importorskip("openai")
 
-from tests.patience import until  # noqa: E402
-from vsched import Engine  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -87,19 +83,3 @@ async def test_a_bad_schema_is_refused(sdk: Any, choice: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="Remedy") as refusal:
         await chat(sdk, tools=[tool], tool_choice=choice)
     assert (refusal.value.param, refusal.value.code) == ("tools", "invalid_grammar")
-
-
-@pytest.mark.slow
-async def test_a_killed_rank_does_not_disturb_a_forced_call(sdk: Any, engine: Engine) -> None:
-    options = {"tool_choice": NAMED, "temperature": 1.2}
-    wanted = (await chat(sdk, **options)).choices[0].message.tool_calls[0].function.arguments
-    stream = await chat(sdk, stream=True, **options)
-    text = ""
-    async for chunk in stream:
-        for call in chunk.choices[0].delta.tool_calls or []:
-            if not text and call.function.arguments:
-                os.kill(engine.rank_pids[1], signal.SIGKILL)
-            text += call.function.arguments
-    assert text == wanted
-    check_weather(text)
-    await until(lambda: engine.state == "ready", "the lost group is back")

@@ -10,7 +10,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.parity.hybrids import HYBRIDS
 from vsched_workers.checkpoint import random_init
 
 WINDOW = 9
@@ -35,9 +34,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_ROUTED_EXPERTS = {
+ROUTED_EXPERTS = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
@@ -45,7 +44,7 @@ _ROUTED_EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
 }
-_LATENT = {
+LATENT = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
@@ -64,8 +63,80 @@ _SHARED_KV = {
 _ALL_HEADS = {"num_key_value_heads": 4}
 _GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512, **_ALL_HEADS}
 
+_EVERY_OTHER = ["linear_attention", "full_attention"] * 2
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+_DELTA = {
+    "layer_types": _EVERY_OTHER,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+_STATEFUL: Mapping[str, Mapping[str, Any]] = {
+    "bailing_hybrid": {
+        **LATENT,
+        **ROUTED_EXPERTS,
+        "num_experts": 4,
+        "q_lora_rank": 24,
+        "layer_types": _EVERY_OTHER,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": ["mamba", "attention"] * 2,
+        "shared_intermediate_size": 64,
+        "num_local_experts": 0,
+    },
+    "jamba": {
+        "num_experts": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+        "use_mamba_kernels": False,
+    },
+    "kimi_linear": {
+        **LATENT,
+        **ROUTED_EXPERTS,
+        "num_experts": 4,
+        "q_lora_rank": None,
+        "layer_types": _EVERY_OTHER,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 16},
+    "lfm2_moe": {
+        **EXPERTS,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "num_dense_layers": 1,
+    },
+    "lfm3": {},
+    "minimax": {**_LOCAL_EXPERTS, "layer_types": _EVERY_OTHER, "block_size": 8},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
+    "qwen3_5_moe_text": {**EXPERTS, "shared_expert_intermediate_size": 32, **_DELTA},
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": {**EXPERTS, "shared_expert_intermediate_size": 32, **_DELTA},
+}
+"""The architectures with layers that keep a state."""
+
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
-    "afmoe": {**_EXPERTS, "num_dense_layers": 1, **_WINDOWS},
+    "afmoe": {**EXPERTS, "num_dense_layers": 1, **_WINDOWS},
     "apertus": {},
     "arcee": {},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
@@ -73,11 +144,11 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "bitnet": {},
     "cohere": {},
     "cohere2": _WINDOWS,
-    "cohere2_moe": {**_WINDOWS, **_EXPERTS},
+    "cohere2_moe": {**_WINDOWS, **EXPERTS},
     "cwm": {"sliding_window": WINDOW, "layer_types": ALTERNATING},
-    "deepseek_v2": {**_LATENT, **_ROUTED_EXPERTS, "q_lora_rank": None},
-    "deepseek_v3": {**_LATENT, **_ROUTED_EXPERTS, "q_lora_rank": 24},
-    "dots1": {**_ROUTED_EXPERTS, "n_shared_experts": 1, "routed_scaling_factor": 1.0},
+    "deepseek_v2": {**LATENT, **ROUTED_EXPERTS, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, **ROUTED_EXPERTS, "q_lora_rank": 24},
+    "dots1": {**ROUTED_EXPERTS, "n_shared_experts": 1, "routed_scaling_factor": 1.0},
     "ernie4_5": {},
     "ernie4_5_moe": {
         "moe_num_experts": 4,
@@ -88,9 +159,9 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         "moe_layer_end_index": 3,
     },
     "exaone4": {**_WINDOWS, "sliding_window_pattern": 2},
-    "exaone_moe": {**_WINDOWS, **_EXPERTS},
+    "exaone_moe": {**_WINDOWS, **EXPERTS},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
-    "flint": {**_WINDOWS, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    "flint": {**_WINDOWS, **EXPERTS, "shared_expert_intermediate_size": 32},
     "gemma": {},
     "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
     "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 16},
@@ -105,8 +176,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified_text": _WINDOWS,
     "glm": {},
     "glm4": {},
-    "glm4_moe": _ROUTED_EXPERTS,
-    "glm4_moe_lite": {**_LATENT, **_ROUTED_EXPERTS, "q_lora_rank": 24},
+    "glm4_moe": ROUTED_EXPERTS,
+    "glm4_moe_lite": {**LATENT, **ROUTED_EXPERTS, "q_lora_rank": 24},
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gpt_neox": _ALL_HEADS,
@@ -124,7 +195,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "helium": {},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
-    "hy_v3": _EXPERTS,
+    "hy_v3": EXPERTS,
     "hyperclovax": {},
     "internlm3": {},
     "iquestcoder": {},
@@ -134,10 +205,10 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         **_LOCAL_EXPERTS,
         "shared_expert_intermediate_size": 32,
     },
-    "laguna": {**_WINDOWS, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    "laguna": {**_WINDOWS, **EXPERTS, "shared_expert_intermediate_size": 32},
     "llama": {},
     "longcat_flash": {
-        **_LATENT,
+        **LATENT,
         "q_lora_rank": 24,
         "n_routed_experts": 4,
         "moe_topk": 2,
@@ -146,7 +217,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         "ffn_hidden_size": 96,
     },
     "mellum": {**_WINDOWS, **_LOCAL_EXPERTS},
-    "minicpm3": {**_LATENT, "q_lora_rank": 24},
+    "minicpm3": {**LATENT, "q_lora_rank": 24},
     "minimax_m2": {**_LOCAL_EXPERTS, "rotary_dim": 8},
     "ministral": _WINDOWS,
     "ministral3": {
@@ -178,17 +249,17 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"sliding_window": WINDOW, "partial_rotary_factor": 1.0},
     "phimoe": _LOCAL_EXPERTS,
     "qwen2": _QWEN_WINDOWS,
-    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": _QWEN_WINDOWS,
-    "qwen3_moe": _EXPERTS,
+    "qwen3_moe": EXPERTS,
     "seed_oss": {},
     "smollm3": {"no_rope_layer_interval": 2, "no_rope_layers": [1, 0, 1, 0]},
-    "solar_open": _ROUTED_EXPERTS,
+    "solar_open": ROUTED_EXPERTS,
     "stablelm": {},
     "starcoder2": {"sliding_window": WINDOW},
     "vaultgemma": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
-    "youtu": {**_LATENT, "q_lora_rank": 24},
-    **HYBRIDS,
+    "youtu": {**LATENT, "q_lora_rank": 24},
+    **_STATEFUL,
 }
 """Configuration of a model of each `model_type`, in addition to `COMMON`."""
 
@@ -196,8 +267,8 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     "bloom": {"n_layer": 4, "n_head": 4},
     "codegen": {**_ALL_HEADS, "rotary_dim": 8},
     "deepseek_v32": {
-        **_LATENT,
-        **_ROUTED_EXPERTS,
+        **LATENT,
+        **ROUTED_EXPERTS,
         "q_lora_rank": 24,
         "index_topk": 4,
         "index_n_heads": 2,

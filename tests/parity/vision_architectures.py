@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
+from tests.parity.architectures import EXPERTS, LATENT, ROUTED_EXPERTS
+
 Arrays = dict[str, npt.NDArray[Any]]
 
 IMAGE, START, END, VIDEO = 5, 6, 7, 8
@@ -38,24 +40,7 @@ _TEXT: Mapping[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_ROUTED = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_LATENT = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
+_LATENT = {**LATENT, "q_lora_rank": 24}
 _WINDOWS = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -289,7 +274,9 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
     ),
     "glm4v_moe": VisionArchitecture(
         {
-            **_text("glm4v_moe_text", **_rope((4, 2, 2), partial_rotary_factor=1.0), **_ROUTED),
+            **_text(
+                "glm4v_moe_text", **_rope((4, 2, 2), partial_rotary_factor=1.0), **ROUTED_EXPERTS
+            ),
             "vision_config": _GLM,
             **_GLM_TOKENS,
         },
@@ -443,7 +430,7 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
                 "qwen3_5_moe_text",
                 **_rope((2, 1, 1), mrope_interleaved=True, partial_rotary_factor=0.5),
                 **_LINEAR,
-                **_EXPERTS,
+                **EXPERTS,
                 shared_expert_intermediate_size=32,
             ),
             "vision_config": {**_QWEN, **_OUT},
@@ -475,7 +462,7 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
     ),
     "qwen3_omni_moe_thinker": VisionArchitecture(
         {
-            **_text("qwen3_omni_moe_text", **_rope((4, 2, 2), mrope_interleaved=True), **_EXPERTS),
+            **_text("qwen3_omni_moe_text", **_rope((4, 2, 2), mrope_interleaved=True), **EXPERTS),
             "vision_config": _DEEPSTACK,
             "audio_config": {
                 "d_model": 32,
@@ -494,7 +481,7 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
     ),
     "kimi_k25": VisionArchitecture(
         {
-            **_text("deepseek_v3", **_LATENT, **_ROUTED),
+            **_text("deepseek_v3", **_LATENT, **ROUTED_EXPERTS),
             "vision_config": {
                 **_SMALL,
                 "patch_size": 14,

@@ -47,7 +47,7 @@ class GrammarChecker(Protocol):
 
     @property
     def pid(self) -> int: ...
-    def check(self, grammar: str) -> float: ...
+    def check(self, grammar: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -71,8 +71,8 @@ class GrammarProcesses:
     def pid(self) -> int:
         return self._calls.pid
 
-    def check(self, grammar: str) -> float:
-        """Compile a grammar and return the CPU time in seconds; a rank takes about as long.
+    def check(self, grammar: str) -> None:
+        """Compile a grammar.
 
         Blocks: until the check is done or its deadline has passed.
 
@@ -91,7 +91,6 @@ class GrammarProcesses:
             raise _failure(error, deadline_s=self._deadline_s) from None
         if outcome.message:
             raise RequestRefused(outcome.message, code=outcome.code)
-        return outcome.cpu_s
 
     def close(self) -> None:
         self._calls.close()
@@ -150,8 +149,6 @@ class GrammarChecks:
         self._deadline_s = deadline_s
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
         self._accepted: OrderedDict[bytes, None] = OrderedDict()
-        self._compiled = self._repeated = self._refused = 0
-        self._spent_s = self._longest_s = 0.0
 
     async def check(self, sampling: SamplingParams) -> None:
         """Refuse a request whose grammar cannot be used, if it has one.
@@ -174,20 +171,13 @@ class GrammarChecks:
         digest = blake2b(sampling.grammar.encode(), digest_size=16).digest()
         if digest in self._accepted:
             self._accepted.move_to_end(digest)
-            self._repeated += 1
             return
         try:
             async with asyncio.timeout(self._deadline_s):
                 loop = asyncio.get_running_loop()
-                spent_s = await loop.run_in_executor(self._threads, checker.check, sampling.grammar)
+                await loop.run_in_executor(self._threads, checker.check, sampling.grammar)
         except TimeoutError:
             raise _late(self._deadline_s) from None
-        except RequestRefused:
-            self._refused += 1
-            raise
-        self._compiled += 1
-        self._spent_s += spent_s
-        self._longest_s = max(self._longest_s, spent_s)
         self._accepted[digest] = None
         if len(self._accepted) > _ACCEPTED_MAX:
             self._accepted.popitem(last=False)
@@ -195,17 +185,6 @@ class GrammarChecks:
     @property
     def server_pid(self) -> int:
         return 0 if self._checker is None else self._checker.pid
-
-    def statistics(self) -> dict[str, float]:
-        """Return counts, and the CPU time of compilations; ranks keep the last few compiled grammars."""
-        mean_ms = self._spent_s / max(self._compiled, 1) * 1e3
-        return {
-            "compiled": self._compiled,
-            "repeated": self._repeated,
-            "refused": self._refused,
-            "compile_ms": round(mean_ms, 3),
-            "compile_ms_max": round(self._longest_s * 1e3, 3),
-        }
 
     def close(self) -> None:
         if self._checker is not None:

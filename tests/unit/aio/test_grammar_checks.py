@@ -20,12 +20,11 @@ class Compiler:
         self.going = threading.Event()
         self.going.set()
 
-    def check(self, grammar: str) -> float:
+    def check(self, grammar: str) -> None:
         self.going.wait()
         self.seen.append((grammar, threading.current_thread()))
         if grammar == "bad":
             raise RequestRefused("no. Remedy: none.", code="invalid_grammar")
-        return 0.002
 
     def close(self) -> None:
         self.closed = True
@@ -42,9 +41,6 @@ async def test_grammars_compile_off_the_loop_and_refusals_come_back() -> None:
     assert thread is not threading.current_thread()
     with pytest.raises(RequestRefused, match="no"):
         await checks.check(SamplingParams(grammar="bad"))
-    reported = checks.statistics()
-    assert (reported["compiled"], reported["refused"]) == (1, 1)
-    assert (reported["compile_ms"], reported["compile_ms_max"]) == (2.0, 2.0)
     checks.close()
     assert compiler.closed
 
@@ -58,7 +54,6 @@ async def test_grammar_that_was_accepted_is_not_compiled_again() -> None:
         with pytest.raises(RequestRefused):
             await checks.check(SamplingParams(grammar="bad"))
     assert [grammar for grammar, _ in compiler.seen] == ["good", "other", "bad", "bad"]
-    assert checks.statistics()["repeated"] == 1
     checks.close()
 
 

@@ -276,23 +276,10 @@ async def test_switch_refuses_with_its_name() -> None:
             "its base64 is not valid",
         ),
         (MediaReference("", is_embedded=True), "embeddings_invalid", "its base64 is not valid"),
-        (embedded(b"no tensors at all"), "embeddings_invalid", "malformed|too long"),
-        (
-            embedded(tensors_file({"embeds": tensor_of(rows_of(2))})),
-            "grid_thw_missing",
-            "come without grid_thw",
-        ),
-        (embedded(embedding_file(rows_of(2, 9))), "embeds_hidden_size", r"shape \[2, 8\]"),
-        (embedded(embedding_file(rows_of(3))), "embeds_tokens", r"shape \[2, 8\]"),
         (
             embedded(embedding_file(rows_of(2) * np.float32("inf"))),
             "embeds_not_finite",
             "cannot be served",
-        ),
-        (
-            embedded(embedding_file(rows_of(66), (1, 4, 66))),
-            "image_tokens_exceeded",
-            "value 66 tokens, limit 64 tokens. Remedy: ",
         ),
     ],
 )

@@ -348,7 +348,7 @@ def test_learnt_tokenizer_is_filled_with_words_that_no_text_has() -> None:
     assert len(tokenizer) == 500
     assert tokenizer.decode([450, 451]) == " 450w 451w"
     assert max(tokenizer(SMALL_TEXT + " 450w")["input_ids"]) < 384
-    assert SIZES["wide25"].vocab == 152_064
+    assert SIZES["3b25"].vocab == 151_936
 
 
 def test_make_checkpoint_refuses(tmp_path: Path, checkpoints: Checkpoints) -> None:

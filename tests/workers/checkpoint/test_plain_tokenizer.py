@@ -156,7 +156,7 @@ def outcome(render: Callable[..., str], *positional: Any, **arguments: Any) -> s
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
 def test_rendering_equals_transformers(template: str) -> None:
-    """Output or kind of error, also of the last message continued by its content or its reasoning."""
+    """Output or kind of error, also of a last message that is continued."""
 
     def wanted(text: str, chat: list[Any], **arguments: Any) -> str:
         if not chat:
@@ -170,7 +170,6 @@ def test_rendering_equals_transformers(template: str) -> None:
             {"bos_token": "<s>"},
             {"add_generation_prompt": True, "tools": [{"name": "é<"}]},
             {"continue_final_message": True},
-            {"continue_final_message": "reasoning"},
         ):
             assert outcome(render_template, template, chat, **arguments) == outcome(
                 wanted, template, chat, **arguments

@@ -381,10 +381,6 @@ class ApiProcess:
     def on_beat(self) -> None:
         """The engine is alive."""
 
-    def on_report_wanted(self) -> None:
-        """Send the metrics."""
-        self._link.call("report", self._metrics.report())
-
     def on_stop(self) -> None:
         """End."""
         self._over.set()
@@ -438,7 +434,7 @@ class ApiProcess:
     async def _beat(self) -> None:
         """Send metrics regularly, and drop the engine if it is silent."""
         while True:
-            self.on_report_wanted()
+            self._link.call("report", self._metrics.report())
             await asyncio.sleep(BEAT_S)
             if self._link.silent_s() > SILENT_S:
                 self._link.lose(f"has said nothing for {SILENT_S:g} s")

@@ -285,8 +285,6 @@ STEADY_S = 30.0
 """After this lifetime, the pause starts at its minimum again."""
 FACTS_S = 0.1
 """Maximum age of the engine state in API processes."""
-REPORT_S = 1.0
-"""Maximum wait for the metrics of a process; after it, the last ones are used."""
 END_S = 5.0
 _COMMAND = ("-m", "vsched.api.processes.process_main")
 
@@ -300,7 +298,6 @@ class _Process:
         self.ended = asyncio.Event()
         self.began_s = self._loop.time()
         self.report = Report()
-        self._report_waiters: list[asyncio.Future[None]] = []
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs, another(kept) as listener:
             order = msgspec.structs.replace(order, listener=listener.fileno())
@@ -321,12 +318,8 @@ class _Process:
         await self.link.open(self._ours)
 
     def on_report(self, report: Report) -> None:
-        """Take metrics of the process: sent regularly as a sign of life, and on request."""
+        """Take metrics of the process, which are sent regularly as a sign of life."""
         self.report = report
-        waiters, self._report_waiters = self._report_waiters, []
-        for future in waiters:
-            if not future.done():
-                future.set_result(None)
 
     def on_loaded(self, error: str) -> None:
         """The process has loaded; `error` is the reason that it cannot serve."""
@@ -337,19 +330,7 @@ class _Process:
         self.on_loaded(f"process {self.popen.pid} {why} before it had loaded")
         self.session.close()
         self.popen.kill()
-        for future in self._report_waiters:
-            future.cancel()
         self.ended.set()
-
-    async def ask_report(self) -> None:
-        """Update the report.
-
-        Blocks: for at most `REPORT_S`.
-        """
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._report_waiters.append(future)
-        self.link.call("report_wanted")
-        await asyncio.wait([future], timeout=REPORT_S)
 
     async def reap(self) -> int:
         return await asyncio.to_thread(self.popen.wait)
@@ -425,11 +406,9 @@ class ApiProcesses:
         one.session.send_status()
 
     async def _operations(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve operator requests, with up-to-date metrics of all processes."""
-        running = [one for one in self._running.values() if not one.ended.is_set()]
-        await asyncio.gather(*(one.ask_report() for one in running))
+        """Serve operator requests, and send their effects to all processes."""
         await self._operate(scope, receive, send)
-        for one in running:
+        for one in self._running.values():
             one.session.send_status()
 
     async def _watch(self, index: int) -> None:

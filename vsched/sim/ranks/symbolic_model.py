@@ -245,10 +245,9 @@ class SymbolicChecker:
 
     pid = 0
 
-    def check(self, grammar: str) -> float:
+    def check(self, grammar: str) -> None:
         """Refuse a grammar that is not a choice of token sequences."""
         SymbolicGrammars().check(grammar)
-        return 0.0
 
     def close(self) -> None:
         """No-op."""

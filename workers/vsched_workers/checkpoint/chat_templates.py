@@ -27,12 +27,12 @@ def render_template(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     *,
-    continue_final_message: bool | str = False,
+    continue_final_message: bool = False,
     **arguments: Any,
 ) -> str:
     """Render messages; keys without a value count as missing.
 
-    With `continue_final_message` the text ends with the last message's content, or with the key that is named.
+    With `continue_final_message` the text ends with the last message's content.
 
     Raises:
         TemplateError: When the template rejects the messages.
@@ -48,8 +48,7 @@ def render_template(
         return compiled.render(messages=chat, **arguments)
     if arguments["add_generation_prompt"]:
         raise ValueError("a message is either continued or followed by another one")
-    key = continue_final_message if isinstance(continue_final_message, str) else "content"
-    last = _tag_end(chat, key, template)
+    last = _tag_end(chat, template)
     return _cut_at_tag(compiled.render(messages=chat, **arguments), last)
 
 
@@ -60,18 +59,15 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     return stated if found is None else {"thinking": found, **stated, "reasoning_content": found}
 
 
-def _tag_end(chat: list[dict[str, Any]], key: str, template: str) -> str:
-    """Append the tag to the last message, under all names of its key, and return its text."""
-    value = chat[-1].get(key)
+def _tag_end(chat: list[dict[str, Any]], template: str) -> str:
+    """Append the tag to the last message, and return its text."""
+    value = chat[-1].get("content")
     if value is None:
-        raise ValueError(f"the last message has no {key}")
-    keys = (
-        [name for name in REASONING if chat[-1].get(name) == value] if key in REASONING else [key]
-    )
-    if not any(name in template for name in keys):
-        raise ValueError(f"the chat template does not read {key}")
+        raise ValueError("the last message has no content")
+    if "content" not in template:
+        raise ValueError("the chat template does not read content")
     if not isinstance(value, list):
-        chat[-1].update(dict.fromkeys(keys, value + TAG))
+        chat[-1]["content"] = value + TAG
         return str(value)
     parts = [dict(part) for part in value]
     part = next((part for part in reversed(parts) if "text" in part), None)
@@ -79,7 +75,7 @@ def _tag_end(chat: list[dict[str, Any]], key: str, template: str) -> str:
         raise ValueError("the last message has no text")
     text = str(part["text"])
     part["text"] = text + TAG
-    chat[-1][key] = parts
+    chat[-1]["content"] = parts
     return text
 
 

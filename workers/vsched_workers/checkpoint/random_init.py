@@ -169,22 +169,6 @@ SIZES: dict[str, Size] = {
         vision=_vision(6, 128, 344, 4, 256, **_deepstack([1, 2, 3])),
         image_limits=QWEN3_LIMITS,
     ),
-    "tiny3moe": Size(
-        family="qwen3_vl_moe",
-        summary="Qwen3-VL of 14 million parameters, with a mixture of 16 experts",
-        vocab=4096,
-        text=_text(256, 704, 6, 4, 2, [12, 10, 10]) | {"head_dim": 64} | _experts(16, 2, 176),
-        vision=_vision(6, 128, 344, 4, 256, **_deepstack([1, 2, 3])),
-        image_limits=QWEN3_LIMITS,
-    ),
-    "wide25": Size(
-        family="qwen2_5_vl",
-        summary="tiny25 with Qwen2.5-VL's own vocabulary of 152,064; measures the cost of sampling",
-        vocab=152_064,
-        text=_text(256, 704, 4, 4, 2, [8, 12, 12]),
-        vision=_vision(4, 128, 344, 4, 256, **_windows([3])),
-        filled=True,
-    ),
     "small25": Size(
         family="qwen2_5_vl",
         summary="Qwen2.5-VL of 50 million parameters; a faster mid25",
