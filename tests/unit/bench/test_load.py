@@ -181,6 +181,14 @@ async def test_run_keeps_the_concurrency_and_sends_every_session() -> None:
     assert server.bodies[0]["stream_options"] == {"include_usage": True}
 
 
+async def test_sampled_load_leaves_sampling_to_the_server() -> None:
+    """Requests set only a length, like those of clients that set no parameters."""
+    async with serving(whole(ANSWER)) as server:
+        await run_on(server, plan_of(Case.SAMPLED, warmup=1))
+    assert not [body for body in server.bodies if "temperature" in body]
+    assert server.bodies[0]["min_tokens"] == 3
+
+
 async def test_conversation_grows_by_an_image_a_turn() -> None:
     async with serving(whole(ANSWER)) as server:
         plan = plan_of(Case.CONVERSATION, concurrency=1, sessions=1, warmup=0)

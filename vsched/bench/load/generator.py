@@ -108,7 +108,7 @@ def draw_session(case: Case, shape: Shape, seed: int) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for _ in range(shape.turns):
         text = draw_text(rng, shape.words)
-        if case is Case.TEXT:
+        if case in {Case.TEXT, Case.SAMPLED}:
             turns.append({"role": "user", "content": text})
             continue
         seed_of_it = 0 if case is Case.SAME_IMAGE else rng.getrandbits(32)
@@ -437,10 +437,19 @@ async def run(
 ) -> Figures:
     """Warm a server up and run a load against it; `finished` is called after each request."""
     plan = drawn.plan
+    if plan.case is Case.SAMPLED:
+        body = functools.partial(_without_temperature, body)
     for messages in drawn.warmup:
         await client.chat_when_ready(body(messages, plan.shape.output_tokens))
     choices = await _closed_loop(client, drawn, body, finished)
     return summarise(plan.case, plan.concurrency, choices)
+
+
+def _without_temperature(body: Body, messages: list[Message], tokens: int) -> bytes:
+    """Return the body of a request that uses the server's sampling defaults."""
+    content = msgspec.json.decode(body(messages, tokens))
+    del content["temperature"]
+    return msgspec.json.encode(content)
 
 
 async def _closed_loop(

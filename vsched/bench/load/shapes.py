@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 
 class Case(enum.StrEnum):
-    """Contents of the requests, which are greedy; `video` needs PyAV to draw the files."""
+    """Contents of the requests; greedy, except `sampled`: `text` with the server's defaults.
+
+    `video` needs PyAV to draw the files.
+    """
 
     TEXT = "text"
+    SAMPLED = "sampled"
     IMAGE = "image"
     SAME_IMAGE = "same-image"
     CONVERSATION = "conversation"
@@ -28,6 +32,7 @@ class Shape:
 
 _DEFAULT_SIZES = {
     Case.TEXT: (120, 128),
+    Case.SAMPLED: (120, 128),
     Case.IMAGE: (100, 64),
     Case.SAME_IMAGE: (100, 64),
     Case.CONVERSATION: (30, 32),
