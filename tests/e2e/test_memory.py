@@ -142,4 +142,3 @@ def test_profile_shows_and_writes_the_ledger(
     assert [phase["action"] for phase in ledger["phases"]] == ["reserve", "probe", "build"]
     assert "generate: build" in printed
     assert re.search(rf"{limited['pool']} +total", printed)  # the widest pool sets the column
-    assert "█" in printed

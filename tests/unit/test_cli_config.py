@@ -78,11 +78,10 @@ def test_cli_policies_lists_names_fields_and_defaults() -> None:
 
 
 @pytest.mark.slow
-def test_cli_policies_show_reports_one_and_its_effect() -> None:
+def test_cli_policies_show_reports_one() -> None:
     output = run("policies", "show", "tenant-fair")
-    for expected in ("policy: tenant-fair", "output_weight = 2", "VTC", "p95", "chat"):
+    for expected in ("policy: tenant-fair", "output_weight = 2", "VTC", "policies try tenant-fair"):
         assert expected in output
-    assert "compare with vsched simulate" in run("policies", "show", "forced-tokens")
 
 
 def test_cli_policies_show_describes_a_class_that_is_not_registered() -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("numba")
 
 from tests.workers.backends.cpu.kernels.operands import OPERANDS, Operand, use_operand
 from vsched_workers.backends.cpu import attention
+from vsched_workers.backends.cpu.kernels import activation
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import add_normed, norm_parts
@@ -192,6 +193,13 @@ def test_norm_parts_equals_the_modules_and_leaves_the_rest(kind: NormWeights) ->
     mostly_equal(rows[:, 8:40], norm_written_out(before[:, 8:40], weight, kind))
     assert torch.equal(rows[:, :8], before[:, :8])
     assert torch.equal(rows[:, 40:], before[:, 40:])
+
+
+def test_loops_of_activations_have_names_of_their_own() -> None:
+    """Stored code is linked by name: of two loops with one name, a process would call the first in both kernels."""
+    loops = activation._silu_rows, activation._gelu_rows, activation._gelu_tanh_rows
+    assert len({loop.py_func.__qualname__ for loop in loops}) == 3
+    assert all("<locals>" not in loop.py_func.__qualname__ for loop in loops)
 
 
 @pytest.mark.parametrize(
