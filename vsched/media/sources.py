@@ -47,6 +47,8 @@ def is_local(reference: str) -> bool:
 
 
 _FRAMES_HEADER = "data:video/jpeg;base64,"
+_FRAMES_MAX = 1 << 16
+"""Maximum number of URLs made from one: megabytes of commas would be gigabytes of URLs. The rest is in the last one."""
 
 
 def frames_of(url: str) -> tuple[str, ...]:
@@ -54,7 +56,7 @@ def frames_of(url: str) -> tuple[str, ...]:
     start = len(_FRAMES_HEADER)
     if url[:start].lower() != _FRAMES_HEADER:
         return ()
-    return tuple(f"data:image/jpeg;base64,{part}" for part in url[start:].split(","))
+    return tuple(f"data:image/jpeg;base64,{part}" for part in url[start:].split(",", _FRAMES_MAX))
 
 
 def read_local(

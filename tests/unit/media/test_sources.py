@@ -14,7 +14,7 @@ from vsched.errors import RequestRefused
 from vsched.media import base64_text
 from vsched.media.formats import FORMATS
 from vsched.media.references import scheme_of
-from vsched.media.sources import is_local, read_local
+from vsched.media.sources import frames_of, is_local, read_local
 
 SETTINGS = MediaConfig(image_bytes_max=3000)
 
@@ -235,3 +235,8 @@ def test_file_size_is_bounded(tree: Path) -> None:
     with pytest.raises(RequestRefused) as caught:
         read_local(f"file://{tree}/media/big.png", file_settings(tree))
     assert caught.value.status == 413
+
+
+def test_a_video_of_commas_makes_a_bounded_number_of_urls() -> None:
+    frames = frames_of("data:video/jpeg;base64," + 100_000 * ",")
+    assert len(frames) == 65_537  # more than media.video_frames_max: it is refused

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -83,22 +83,47 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Types that a schema allows; empty if it does not specify them."""
-    known = resolved(schema, root)
-    said = known.get("type")
-    if isinstance(said, str):
-        return frozenset([said])
-    if isinstance(said, list):
-        return frozenset(each for each in said if isinstance(each, str))
-    for key in ("enum", "const"):
-        if key in known:
-            values = known[key] if key == "enum" else [known[key]]
-            return frozenset(map(type_name, values if isinstance(values, list) else []))
-    for key in ("anyOf", "oneOf"):
-        options = known.get(key)
-        if isinstance(options, list) and options:
-            found = [types_of(each, root) for each in options]
-            return frozenset().union(*found) if all(found) else frozenset()
-    return frozenset()
+    types: set[str] = set()
+    for known in alternatives(schema, root, _options):
+        said = known.get("type") if isinstance(known, dict) else None
+        found: list[Any] = said if isinstance(said, list) else [said]
+        if said is None and isinstance(known, dict) and {"enum", "const"} & known.keys():
+            values = known["enum"] if "enum" in known else [known["const"]]
+            found = [*map(type_name, values)] if isinstance(values, list) else []
+        own = {each for each in found if isinstance(each, str)}
+        if not own:
+            return frozenset()
+        types |= own
+    return frozenset(types)
+
+
+def _options(schema: Mapping[str, Any]) -> list[Any] | None:
+    if {"type", "enum", "const"} & schema.keys():
+        return None
+    options = [schema[key] for key in ("anyOf", "oneOf") if schema.get(key)]
+    return options[0] if options and isinstance(options[0], list) else None
+
+
+def alternatives(
+    schema: Any, root: Mapping[str, Any], options: Callable[[Mapping[str, Any]], list[Any] | None]
+) -> Iterator[Any]:
+    """Yield the alternatives of a schema, with references resolved; `options` returns those of a union.
+
+    Each union is expanded once: unions that refer to unions may have exponentially many paths, or endless ones.
+    """
+    waiting: list[Any] = [schema]
+    expanded: dict[int, Any] = {}
+    while waiting:
+        known = waiting.pop()
+        if isinstance(known, dict):
+            known = resolved(known, root)
+            if id(known) in expanded:
+                continue
+            if found := options(known):
+                expanded[id(known)] = known
+                waiting += reversed(found)
+                continue
+        yield known
 
 
 def type_name(value: object) -> str:
@@ -200,21 +225,29 @@ _WORD_CHARACTERS_MAX = 64
 _JSON_WORDS = frozenset(["true", "false", "null"])
 _KEY = re.compile(r"[^=:,)\]}]+")
 _VALUE = re.compile(r"[^,)\]}]+")
+_SPACE = re.compile(r"\s*")
 
 
 class ValueScan:
-    """Converts arguments in a notation to JSON, when all are complete."""
+    """Converts arguments in a notation to JSON, when all are complete; each piece is read once.
+
+    Attributes:
+        sought: Index before which an incomplete text has no closing quote.
+    """
 
     def __init__(self, form: ValueArguments) -> None:
         """Start after the opening bracket of the arguments."""
         self._form = form
-        self._texts = [
-            (quote, re.compile(rf"((?:[^\\]|\\.)*?){quote}", re.DOTALL)) for quote in form.quotes
-        ]
-        self._texts[:0] = [
-            (quote, re.compile(f"(.*?){re.escape(quote)}", re.DOTALL)) for quote in form.raw_quotes
+        self._quotes = [
+            *((quote, re.compile(re.escape(quote))) for quote in form.raw_quotes),
+            *((quote, re.compile(rf"\\.|{quote}", re.DOTALL)) for quote in form.quotes),
         ]
         self._tried = -1
+        self._out, self._closing = ["{"], ["}"]
+        self._has_key = False
+        self._at = 0
+        """Everything before is in `_out`."""
+        self.sought = 0
 
     def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
         """Process the next piece; see `ArgumentScan`."""
@@ -226,49 +259,63 @@ class ValueScan:
 
     def _converted(self, text: str) -> tuple[int, str] | None:
         """Length of the arguments up to the closing bracket, and their JSON; None if they are incomplete."""
-        out, closing, at = ["{"], ["}"], 0
-        has_key = False
-        while rest := text[at:].lstrip():
-            at = len(text) - len(rest)
-            first, is_key = rest[0], closing[-1] == "}" and not has_key
+        out, closing = self._out, self._closing
+        while (at := _SPACE.match(text, self._at).end()) < len(text):  # type: ignore[union-attr]
+            first, is_key = text[at], closing[-1] == "}" and not self._has_key
             if first in ")]}":
                 out.append(closing.pop())
-                at, has_key = at + 1, False
+                self._at, self._has_key = at + 1, False
                 if not closing:
-                    return at, "".join(out)
+                    return self._at, "".join(out)
                 continue
             if first in ",:=":
-                has_key = first != "," and closing[-1] == "}"
-                at += 1
+                self._has_key = first != "," and closing[-1] == "}"
+                self._at = at + 1
                 continue
-            if out[-1] not in {"{", "["}:
-                out.append(":" if has_key else ",")
+            between = "" if out[-1] in {"{", "["} else ":" if self._has_key else ","
             if first in "{[(" and not is_key:
-                out.append("{" if first == "{" else "[")
+                out += [between, "{" if first == "{" else "["]
                 closing.append("}" if first == "{" else "]")
-                at, has_key = at + 1, False
+                self._at, self._has_key = at + 1, False
                 continue
             item = self._item(text, at, is_key=is_key)
-            if item is None:
+            if item is None or item[0] == len(
+                text
+            ):  # a word may go on, and "" may begin a long text
                 return None
-            at, has_key = item[0], False
-            out.append(item[1])
+            self._at, self._has_key = item[0], False
+            out += [between, item[1]]
         return None
 
     def _item(self, text: str, at: int, *, is_key: bool) -> tuple[int, str] | None:
         """End and JSON of a key or a simple value; None if it is incomplete."""
-        for quote, pattern in self._texts:
+        for quote, pattern in self._quotes:
             if text.startswith(quote, at):
-                held = pattern.match(text, at + len(quote))
-                if held is None:
+                begin = at + len(quote)
+                end = self._end_of_text(text, begin, quote, pattern)
+                if end < 0:
                     return None
-                is_raw = quote in self._form.raw_quotes
-                return held.end(), f'"{quoted(held[1] if is_raw else _unescaped(held[1]))}"'
+                held = text[begin : end - len(quote)]
+                return (
+                    end,
+                    f'"{quoted(held if quote in self._form.raw_quotes else _unescaped(held))}"',
+                )
         word = (_KEY if is_key else _VALUE).match(text, at)
         if word is None:
             return None
         stripped = word[0].strip()
         return word.end(), f'"{quoted(stripped)}"' if is_key else _json_of_word(stripped)
+
+    def _end_of_text(self, text: str, begin: int, quote: str, pattern: re.Pattern[str]) -> int:
+        """Return the index after the closing quote; -1 if there is none yet."""
+        at = max(begin, self.sought)
+        while found := pattern.search(text, at):
+            at = found.end()
+            if found[0] == quote:
+                return at
+        # An escape or the quote may begin at the end.
+        self.sought = max(at, len(text) - len(quote) + 1 - text.endswith("\\"))
+        return -1
 
 
 _SPECIAL = re.compile(r'\\.|["\n\r\0]', re.DOTALL)

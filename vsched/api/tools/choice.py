@@ -33,7 +33,7 @@ from vsched.api.request_schema import (
     ToolChoice,
     deeper,
 )
-from vsched.api.tools.arguments import resolved, types_of
+from vsched.api.tools.arguments import alternatives, resolved, types_of
 from vsched.api.tools.formats import CallFormat, TaggedArguments, ValueArguments, call_format
 from vsched.api.unsupported import unsupported_type
 
@@ -59,13 +59,7 @@ def forced_calls(known: CallFormat, functions: Sequence[FunctionTool], *, single
         ParameterRefused: If a schema has constraints on all arguments that this format cannot enforce.
     """
     rules: dict[str, Node] = {}
-    try:
-        calls = [_call(known, each, rules) for each in functions]
-    except RecursionError:
-        message = (
-            "a schema of `tools` refers to itself within a union. Remedy: list the alternatives."
-        )
-        raise ParameterRefused(message, param="tools", code="invalid_grammar") from None
+    calls = [_call(known, each, rules) for each in functions]
     opening = known.opening + known.first
     call: Node = {"any": calls}
     several = not (single or known.alone)
@@ -161,15 +155,21 @@ class _Arguments:
 
     def _value(self, schema: Any, after: str) -> Node:
         """A value and the text after it."""
-        if not isinstance(schema, dict):
+        found = [self._one(each, after) for each in alternatives(schema, self._root, _options)]
+        if not found:
+            message = "a schema of `tools` refers to itself alone. Remedy: list the alternatives."
+            raise ParameterRefused(message, param="tools", code="invalid_grammar")
+        return found[0] if len(found) == 1 else {"any": found}
+
+    def _one(self, schema: Any, after: str) -> Node:
+        """A value of a schema that is no union, and the text after it."""
+        if not isinstance(schema, Mapping):
             return _all(self._json({"allOf": [schema]}), after)
-        form, schema = self._form, resolved(schema, self._root)
+        form = self._form
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
             if isinstance(values, list) and values:
                 return {"any": [written_value(form, each) + after for each in values]}
-        if options := _options(schema):
-            return {"any": [self._value(each, after) for each in options]}
         if isinstance(form, ValueArguments):
             match schema.get("type"):
                 case "boolean":

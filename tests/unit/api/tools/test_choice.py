@@ -3,13 +3,17 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from vsched.api.contract import ApiSettings
+from vsched.api.errors import ParameterRefused
 from vsched.api.parameters import decode_body
-from vsched.api.request_schema import ChatRequest
-from vsched.api.tools.choice import tool_use
+from vsched.api.request_schema import ChatRequest, FunctionTool
+from vsched.api.tools.arguments import types_of
+from vsched.api.tools.choice import forced_calls, tool_use
+from vsched.api.tools.formats import CALL_FORMATS
 from vsched.errors import RequestRefused
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -120,6 +124,30 @@ async def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
     reply = await post(FakeEngine(), CHAT, chat(tools=[function(parameters=schema)]))
     assert reply.status == 400
     assert reply.error["param"] == "tools[0].function.parameters"
+
+
+@each_case("name", ["pythonic", "gemma4", "qwen3-coder"])
+def test_unions_that_refer_to_unions_are_expanded_once(name: str) -> None:
+    """The paths through them may be exponentially many, or endless."""
+    count = 64
+    definitions: dict[str, Any] = {
+        f"d{index}": {"anyOf": 2 * [{"$ref": f"#/$defs/d{index + 1}"}]} for index in range(count)
+    }
+    definitions[f"d{count}"] = {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/d0"}]}
+    argument = {"$ref": "#/$defs/d0"}
+    root = {"type": "object", "properties": {"a": argument}, "$defs": definitions}
+    tool = msgspec.convert({"name": "f", "parameters": root}, FunctionTool)
+    assert types_of(argument, root) == {"boolean"}
+    grammar = forced_calls(CALL_FORMATS[name], [tool], single=True)
+    assert ("True" if name == "pythonic" else "true" if name == "gemma4" else "boolean") in grammar
+
+
+def test_a_union_of_nothing_but_itself_is_refused() -> None:
+    definitions = {"d": {"anyOf": [{"$ref": "#/$defs/d"}]}}
+    root = {"properties": {"a": {"$ref": "#/$defs/d"}}, "$defs": definitions}
+    tool = msgspec.convert({"name": "f", "parameters": root}, FunctionTool)
+    with pytest.raises(ParameterRefused, match="Remedy"):
+        forced_calls(CALL_FORMATS["pythonic"], [tool], single=True)
 
 
 @each_case("single", [False, True])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.each_case import each_case
 from tests.unit.api.tools.test_reader import read_with
 from tests.unit.api.tools.written_calls import written_arguments, written_calls
-from vsched.api.tools.arguments import type_name
-from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS
+from vsched.api.tools.arguments import ValueScan, type_name
+from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS, ValueArguments
 
 REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 NASTY = [
@@ -116,6 +116,23 @@ def test_calls_that_are_cut_say_what_there_was_and_no_markup(name: str, forced: 
         started.add("".join(text for _, text in message["calls"]))
     partial = {"pythonic": 1, "gemma4": 1, "qwen3-coder": 4, "glm": 4, "minimax": 4}
     assert len(started) > partial.get(name, 20)
+
+
+@each_case("name", ["pythonic", "gemma4"])
+def test_each_piece_of_an_argument_is_read_once(name: str) -> None:
+    """Closing brackets within a text would otherwise make the time quadratic."""
+    form = CALL_FORMATS[name].arguments
+    assert isinstance(form, ValueArguments)
+    scan, quote = ValueScan(form), (form.raw_quotes or form.quotes)[0]
+    text = f"a{form.assign}{quote}"
+    places: list[int] = []
+    for _ in range(50):
+        text += "x" * 100 + form.closing
+        assert scan.take(text, ended=False) == (0, "", False)
+        places.append(scan.sought)
+    assert all(len(text) // 50 * index < place for index, place in enumerate(places))
+    text += quote + form.closing + " "
+    assert json.loads(scan.take(text, ended=False)[1])["a"] == 50 * ("x" * 100 + form.closing)
 
 
 @each_case("name", CALL_FORMATS)
