@@ -1,4 +1,4 @@
-"""`vsched config`: check, show and document the configuration."""
+"""`vsched config`: check and show the configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vsched.cli import app
 from vsched.config import keys_table, to_toml
 from vsched.terminal.options import ConfigOption, SetOption, load
 
-config_app = typer.Typer(help="Check, show and document the configuration.", no_args_is_help=True)
+config_app = typer.Typer(help="Check and show the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 

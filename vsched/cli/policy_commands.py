@@ -1,4 +1,4 @@
-"""`vsched policies`: list registered policies, describe one, try one, and show its effect in the simulator."""
+"""`vsched policies`: list registered policies, describe one, try one, and draw the figures of the gallery."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def show(
         typer.Argument(help="Name of a policy, as `vsched policies` lists it, or module:Class."),
     ],
 ) -> None:
-    """Describe a policy and its fields, and show its effect on a small workload in the simulator.
+    """Describe a policy and its fields.
 
     A class that is not registered, named as module:Class, is described with all its decisions.
     """
