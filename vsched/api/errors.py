@@ -46,7 +46,9 @@ SentError = tuple[str, dict[str, str | int | None]]
 
 def sent_error(error: RequestRefused | RequestFailed) -> SentError:
     """Convert an error for a message."""
-    return type(error).__name__, dict(vars(error))
+    # Other processes do not know subclasses such as `ServerLostError`.
+    kind = RequestFailed.__name__ if isinstance(error, RequestFailed) else type(error).__name__
+    return kind, dict(vars(error))
 
 
 def received_error(sent: SentError) -> RequestRefused | RequestFailed:

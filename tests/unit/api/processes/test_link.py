@@ -14,6 +14,7 @@ from tests.patience import patience, until
 from vsched.api.errors import ParameterRefused, SentError, received_error, sent_error
 from vsched.api.processes.link import Link
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.isolated.calls import ServerLostError
 from vsched.media import ImageReference, MediaReference
 from vsched.worker.contract import PixelBounds, VideoSampling
 
@@ -35,6 +36,13 @@ def test_link_carries_errors_with_all_fields_for_clients(
     frame = msgspec.msgpack.encode(sent_error(error))
     found = received_error(msgspec.msgpack.decode(frame, type=SentError))
     assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+
+
+def test_failures_of_isolated_processes_stay_failures() -> None:
+    """Otherwise a client would get the failure of a server as an error of its request."""
+    found = received_error(sent_error(ServerLostError("lost", code="image_processing_failed")))
+    assert type(found) is RequestFailed
+    assert found.status == 500
 
 
 REFERENCES: list[ImageReference] = [
