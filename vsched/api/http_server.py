@@ -300,7 +300,10 @@ class BoundedProtocol(HttpToolsProtocol):
         write fails. So interim responses are sent at growing intervals, and comments once a stream has started.
         """
         if not (cycle.disconnected or cycle.response_complete):
-            self.transport.write(_COMMENT if cycle.response_started else _CONTINUE)
+            if not cycle.response_started:
+                self.transport.write(_CONTINUE)
+            elif cycle.chunked_encoding:
+                self.transport.write(_COMMENT)
             self.loop.call_later(pause_s, self._probe, cycle, 2 * pause_s)
 
     # --- clients that do not read ---
