@@ -233,7 +233,7 @@ class FusedLanguage:
                 normed,
                 angles,
                 step,
-                normed,
+                None,
                 attends_together=self._attends_together(step),
                 layers=range(len(self._layers)),
             )
@@ -294,7 +294,7 @@ class FusedLanguage:
         return hidden, places, levels
 
     def _make_compiled_step(self, cached: Any) -> CompiledStep | None:
-        """Return the compiled decode step, or None if the layers do not support it."""
+        """Return the compiled step, or None if the layers do not support it."""
         if not fits(self._layers):
             return None
         traits = Traits(

@@ -129,6 +129,9 @@ _Product = PanelProduct | QuantizedProduct
 _Table = npt.NDArray[Any]
 
 
+_NO_CHUNKS = np.empty((0, 4), dtype=np.int64), np.empty(0, dtype=np.int64)
+
+
 class CompiledStep:
     """Runs a step's rows through layers whose products all use this package's kernels.
 
@@ -175,6 +178,8 @@ class CompiledStep:
         self._wide = max(self._queries + 2 * keys, inner)
         self._other = max(last.width, inner)
         self._addresses = _addresses(traits)
+        self._tag = attention_kernel(tiles=traits.tiles)[1]
+        self._no_chunks = Chunks(*_NO_CHUNKS, 0, 0, 0, self._tag)
         compile_for(traits.kept)
 
     def __call__(
@@ -183,7 +188,7 @@ class CompiledStep:
         normed: torch.Tensor,
         angles: tuple[Bf16Array, Bf16Array],
         step: PagedStep,
-        heads_buffer: torch.Tensor,
+        heads_buffer: torch.Tensor | None,
         *,
         attends_together: bool,
         layers: range,
@@ -191,7 +196,7 @@ class CompiledStep:
         """Run rows through some consecutive layers.
 
         Shape: hidden, normed [rows, hidden], which are overwritten; angles as of `StepAngles`; heads_buffer as of
-        `language_layers`, unused without prefill rows.
+        `language_layers`.
 
         Args:
             hidden: Hidden states.
@@ -199,7 +204,7 @@ class CompiledStep:
                 next layer takes, or the final norms.
             angles: Cosines and sines of the rows.
             step: The step.
-            heads_buffer: Buffer for the heads of prefill rows.
+            heads_buffer: Buffer for the heads of prefill rows; None for a step without them.
             attends_together: Decode attention runs on all threads.
             layers: The layers.
         """
@@ -209,10 +214,15 @@ class CompiledStep:
         buffer_at = buffer.data_ptr()
         wide_at = buffer_at + 2 * widths[0]
         threads = self._traits.threads if attends_together else 1
-        bounds, slots = _chunks_of(step)
-        longest = max((each.context for each in step.segments), default=0)
-        keys, head_dim = padded_context(longest, self._head_dim, tiles=self._traits.tiles)
-        packed = hidden.new_empty(self._kv_heads * keys * 2 * head_dim)
+        chunks = self._no_chunks
+        if heads_buffer is not None:
+            longest = max((each.context for each in step.segments), default=0)
+            keys, head_dim = padded_context(longest, self._head_dim, tiles=self._traits.tiles)
+            packed = hidden.new_empty(self._kv_heads * keys * 2 * head_dim)
+            pool, tag = process_pool().state_at, self._tag
+            chunks = Chunks(
+                *_chunks_of(step), heads_buffer.data_ptr(), packed.data_ptr(), pool, tag
+            )
         rows = PackedRows(
             *angles,
             step.slots.numpy(),
@@ -220,14 +230,7 @@ class CompiledStep:
             step.contexts,
             shares_of(step.decode_rows, self._kv_heads, threads),
             self._pool if attends_together else 0,
-            Chunks(
-                bounds,
-                slots,
-                heads_buffer.data_ptr(),
-                packed.data_ptr(),
-                process_pool().state_at if step.segments else 0,
-                attention_kernel(tiles=self._traits.tiles)[1],
-            ),
+            chunks,
         )
         at = Places(
             hidden.data_ptr(), normed.data_ptr(), buffer_at, wide_at, wide_at + 2 * widths[1]
@@ -244,9 +247,6 @@ class CompiledStep:
             layers.start,
             layers.stop,
         )
-
-
-_NO_CHUNKS = np.empty((0, 4), dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
 def _chunks_of(step: PagedStep) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
