@@ -74,6 +74,16 @@ def processes() -> Iterator[GrammarProcesses]:
     made.close()
 
 
+def test_grammar_server_starts_with_the_first_check() -> None:
+    made = GrammarProcesses(f"{__name__}:plugin", model("shaky"), deadline_s=PATIENCE_S)
+    try:
+        assert made.pid == 0
+        made.check("good")
+        assert made.pid
+    finally:
+        made.close()
+
+
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
