@@ -323,12 +323,11 @@ def _timeline(
         yield ()
         return
     from vsched.record import TraceTimeline
-    from vsched.sim.fast.simulation import header_of
 
     own = path.with_name(f"{path.stem}-{label}{path.suffix}") if label else path
     with open_output("--timeline", own) as file:
         drawn = TraceTimeline(file)
-        drawn.begin(header_of(loaded.config), loaded.config)
+        drawn.begin(loaded.config)
         yield [drawn]
         drawn.close()
 

@@ -34,7 +34,6 @@ from vsched.kernel.events import (
     Resume,
     Stepped,
 )
-from vsched.record.entries import SegmentHeader
 from vsched.types import group_names
 
 SCHEDULER = 1
@@ -82,7 +81,7 @@ class TraceTimeline:
         self.events = 0
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
 
-    def begin(self, header: SegmentHeader, config: Config) -> None:
+    def begin(self, config: Config, kernel: Scheduler | None = None) -> None:
         """Name the tracks."""
         self._name(SCHEDULER, "scheduler")
         for stage, section in (("encode", config.encode), ("generate", config.generate)):
