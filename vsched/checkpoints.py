@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vsched.errors import CheckpointError, limit_message
+from vsched.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,13 +173,11 @@ def _check_size(hub_id: str, fields: dict[str, Any], part: str | None) -> None:
     there = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if sum(missing) + SPARE_BYTES > free:
-        raise CheckpointError(
-            limit_message(
-                f"{hub_id} does not fit on the disk of {cache}",
-                value=f"{sum(missing):,} bytes to download",
-                limit=f"{max(free - SPARE_BYTES, 0):,} bytes",
-                remedy="free some, or set HF_HOME to a folder on another disk",
-            )
+        raise CheckpointError.of_limit(
+            f"{hub_id} does not fit on the disk of {cache}",
+            value=f"{sum(missing):,} bytes to download",
+            limit=f"{max(free - SPARE_BYTES, 0):,} bytes",
+            remedy="free some, or set HF_HOME to a folder on another disk",
         )
     logger.info(
         "downloading %s: %d files, %s MB, to %s",

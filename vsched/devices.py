@@ -26,7 +26,7 @@ from vsched.config.devices import (
     with_devices,
 )
 from vsched.config.sections import AUTO, CPU, StageConfig
-from vsched.errors import ConfigError, VschedError, limit_message
+from vsched.errors import ConfigError, VschedError
 from vsched.memory import size_text
 from vsched.types import ModelInfo
 from vsched.worker.contract import CudaDevice, DeviceSurvey
@@ -169,24 +169,20 @@ def _check_configured(
     last = max(_indices(section))
     if survey.problem or last >= len(survey.devices):
         there = survey.problem or _available(len(survey.devices), environ)
-        raise ConfigError(
-            limit_message(
-                f"{name}.device: {_count(section)} ranks need the devices up to cuda:{last}",
-                value=section.device,
-                limit=there,
-                remedy=f"set {name}.device to auto or cpu, or lower {name}.tensor_parallel or {name}.replicas",
-            )
+        raise ConfigError.of_limit(
+            f"{name}.device: {_count(section)} ranks need the devices up to cuda:{last}",
+            value=section.device,
+            limit=there,
+            remedy=f"set {name}.device to auto or cpu, or lower {name}.tensor_parallel or {name}.replicas",
         )
     for index in _indices(section):
         problem = survey.devices[index].problem
         if problem:
-            raise ConfigError(
-                limit_message(
-                    f"{name}.device: cannot be used",
-                    value=f"cuda:{index}",
-                    limit=problem,
-                    remedy=f"set {name}.device to auto or cpu",
-                )
+            raise ConfigError.of_limit(
+                f"{name}.device: cannot be used",
+                value=f"cuda:{index}",
+                limit=problem,
+                remedy=f"set {name}.device to auto or cpu",
             )
 
 
@@ -198,13 +194,11 @@ def _too_few(
     environ: Mapping[str, str],
 ) -> ConfigError:
     limit = _available(len(usable), environ) + (f" ({missed})" if missed else "")
-    return ConfigError(
-        limit_message(
-            f"{name}.tensor_parallel: more ranks than consecutive CUDA devices that can be used",
-            value=f"{section.replicas} x {section.tensor_parallel}",
-            limit=limit,
-            remedy=f"lower {name}.tensor_parallel or {name}.replicas, or set {name}.device to cpu",
-        )
+    return ConfigError.of_limit(
+        f"{name}.tensor_parallel: more ranks than consecutive CUDA devices that can be used",
+        value=f"{section.replicas} x {section.tensor_parallel}",
+        limit=limit,
+        remedy=f"lower {name}.tensor_parallel or {name}.replicas, or set {name}.device to cpu",
     )
 
 

@@ -92,13 +92,11 @@ def seats_of(policy: Policy, table: Mapping[str, Any], *, without: Sequence[str]
     able = sorted({*tables_of(type(policy))}.difference(without))
     named = table.get("seats", able)
     if not isinstance(named, list) or not named or not {*able}.issuperset(named):
-        raise ConfigError(
-            limit_message(
-                f"policy.seats: not tables for which {type(policy).__name__} has a method",
-                value=repr(named),
-                limit=f"a list of {', '.join(able)}",
-                remedy="leave it out for all of them",
-            )
+        raise ConfigError.of_limit(
+            f"policy.seats: not tables for which {type(policy).__name__} has a method",
+            value=repr(named),
+            limit=f"a list of {', '.join(able)}",
+            remedy="leave it out for all of them",
         )
     return named
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vsched.cli import app
-from vsched.errors import ConfigError, limit_message
+from vsched.errors import ConfigError
 from vsched.terminal.options import (
     JsonOption,
     SetOption,
@@ -403,13 +403,11 @@ def run_swarm(
     from vsched.terminal.progress import counting_progress
 
     if len(configs) > 1:
-        raise ConfigError(
-            limit_message(
-                "--config with --swarm",
-                value=f"{len(configs)} files",
-                limit="one",
-                remedy="give one configuration with the policies to test",
-            )
+        raise ConfigError.of_limit(
+            "--config with --swarm",
+            value=f"{len(configs)} files",
+            limit="one",
+            remedy="give one configuration with the policies to test",
         )
     loaded = load(configs[0] if configs else None, [*assignments])
     policies, unused = _policies_of(loaded)

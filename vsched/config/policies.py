@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from vsched.config.devices import assumed
 from vsched.config.sections import Config, PoliciesConfig, PolicyTable, Section, VllmConfig
-from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
+from vsched.errors import ConfigError, ConfigProblems, PolicyError
 from vsched.plugins import did_you_mean, resolve_policy, resolve_several, seats_of
 from vsched.policy import (
     KERNEL_TABLES,
@@ -168,18 +168,16 @@ def _check_table(path: str, table: object) -> tuple[list[str], Policy]:
         raise _needs_restart(path, "another policy", limit)
     if path not in able:
         what = f"{path}: not a policy table"
-        raise ConfigError(
-            limit_message(
-                what,
-                value=repr(path),
-                limit=", ".join(able),
-                remedy=f"name one of them.{did_you_mean(path, able)}",
-            )
+        raise ConfigError.of_limit(
+            what,
+            value=repr(path),
+            limit=", ".join(able),
+            remedy=f"name one of them.{did_you_mean(path, able)}",
         )
     if not isinstance(table, Mapping):
         what = f"{path}: not a table"
-        raise ConfigError(
-            limit_message(what, value=repr(table), limit='{"use": "NAME"}', remedy="name a policy")
+        raise ConfigError.of_limit(
+            what, value=repr(table), limit='{"use": "NAME"}', remedy="name a policy"
         )
     several = path == SEVERAL
     decision = SEVERAL if several else POLICY_TABLES[path]
@@ -207,8 +205,8 @@ def policy_tables(
 
 def _needs_restart(path: str, value: str, limit: str) -> ConfigError:
     what = f"{path}: cannot be replaced while requests run"
-    return ConfigError(
-        limit_message(what, value=value, limit=limit, remedy="change the configuration and restart")
+    return ConfigError.of_limit(
+        what, value=value, limit=limit, remedy="change the configuration and restart"
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from struct import Struct
 from zlib import crc32
 
-from vsched.errors import RecordError, limit_message
+from vsched.errors import RecordError
 
 FORMAT = b"vsched record "
 VERSION = b"2\n"
@@ -39,13 +39,11 @@ def frame(body: bytes) -> bytes:
         RecordError: If it is too long.
     """
     if len(body) > FRAME_BYTES_MAX:
-        raise RecordError(
-            limit_message(
-                "a record is too long",
-                value=len(body),
-                limit=f"{FRAME_BYTES_MAX} bytes",
-                remedy="lower generate.max_waiting_bytes",
-            )
+        raise RecordError.of_limit(
+            "a record is too long",
+            value=len(body),
+            limit=f"{FRAME_BYTES_MAX} bytes",
+            remedy="lower generate.max_waiting_bytes",
         )
     tail = _TAIL.pack(len(body), crc32(body))
     return _MARK + (crc32(tail) & 0xFFFF).to_bytes(2, "little") + tail + body

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from vsched.config import Config
-from vsched.errors import ConfigError, RecordError, RequestRefused, limit_message
+from vsched.errors import ConfigError, RecordError, RequestRefused
 from vsched.failures import ProcessExited
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Finish
@@ -228,13 +228,11 @@ def open_journal(config: Config) -> RequestJournal | None:
             "Remedy: set record.path (--record FILE), or unset record.resume"
         )
     if config.server.processes > 1:
-        raise ConfigError(
-            limit_message(
-                "record.resume: only a server with one process can keep requests",
-                value=f"server.processes = {config.server.processes}",
-                limit=1,
-                remedy="set server.processes = 1, or unset record.resume",
-            )
+        raise ConfigError.of_limit(
+            "record.resume: only a server with one process can keep requests",
+            value=f"server.processes = {config.server.processes}",
+            limit=1,
+            remedy="set server.processes = 1, or unset record.resume",
         )
     folder = folder_of(Path(config.record.path))
     try:
