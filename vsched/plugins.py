@@ -203,14 +203,14 @@ def registered_policies(kind: str) -> list[str]:
 
 
 def describe_policy(target: str) -> RegisteredPolicy:
-    """Return the facts about a class named as `package.module:Class`; `kind` lists its decisions.
+    """Return the facts about a class named as `package.module:Class`, which may make several decisions.
 
     Raises:
         ConfigError: If it cannot be imported.
         PolicyError: If the class does not meet its contract.
     """
     cls = load_policy_class(SEVERAL, target, path=target)
-    return _described(cls, ", ".join(decisions_of(cls)), cls.__qualname__, target)
+    return _described(cls, SEVERAL, target, target)
 
 
 def _described(cls: type[Policy], kind: str, name: str, target: str) -> RegisteredPolicy:
