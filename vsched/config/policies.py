@@ -6,7 +6,7 @@ The tables of a vsched configuration that another host of policies follows, such
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
@@ -96,15 +96,6 @@ def _several(config: Config) -> dict[str, Policy]:
                 f"the tables that {config.policy['use']} stands for"
             )
     return dict.fromkeys(named, policy)
-
-
-def seats_of_table(table: PolicyTable) -> list[str]:
-    """Return the tables that a table `policy` stands for.
-
-    Raises:
-        ConfigError, PolicyError: As from `resolve_policies`.
-    """
-    return resolve_several(table)[1]
 
 
 class Replacement(msgspec.Struct, frozen=True):
@@ -222,13 +213,8 @@ def configured_policies(config: Config, built: Mapping[str, Policy]) -> Configur
     return ConfiguredPolicies(
         by_table=built,
         item_tokens_max=item_tokens_max or None,
-        encode_items_max=items_per_replica(items_max, config.encode.replicas),
+        encode_items_max=max(items_max // max(config.encode.replicas, 1), 1),
     )
-
-
-def items_per_replica(items: int, replicas: int) -> int:
-    """One replica's share of a batch limit: at least 1."""
-    return max(items // max(replicas, 1), 1)
 
 
 def policy_table(config: Config, path: str) -> PolicyTable:
@@ -237,9 +223,6 @@ def policy_table(config: Config, path: str) -> PolicyTable:
     for part in path.split("."):
         found = getattr(found, part)
     return cast("PolicyTable", found)
-
-
-_Section = TypeVar("_Section", bound=Section)
 
 
 class TimeTarget(Section, frozen=True, kw_only=True):
@@ -294,21 +277,24 @@ def read_host_settings(
                 built[path] = shared
     generate = dict(rest.get("generate", {}))
     keys = {key: generate.pop(key) for key in TimeTarget.__struct_fields__ if key in generate}
-    target, limits, vllm = TimeTarget(), PoliciesConfig(), VllmConfig()
     rest["generate"] = generate
-    with problems.collected():
-        target = _convert(keys, TimeTarget, "generate")
-    with problems.collected():
-        limits = _convert(rest.pop("policies", {}), PoliciesConfig, "policies")
-    with problems.collected():
-        vllm = _convert(rest.pop("vllm", {}), VllmConfig, "vllm")
+    sections: dict[str, Any] = {}
+    for path, wanted, section in (
+        ("generate", TimeTarget, keys),
+        ("policies", PoliciesConfig, rest.pop("policies", {})),
+        ("vllm", VllmConfig, rest.pop("vllm", {})),
+    ):
+        try:
+            sections[path] = msgspec.convert(section, wanted)
+        except msgspec.ValidationError as error:
+            problems.add(f"{path}: {error}. Remedy: see the keys of vsched's configuration")
     problems.tell()
     by_table = {path: one for path, one in built.items() if path in called}
     return HostSettings(
         policies=SeatPolicies(by_table=by_table, several=shared),
-        vllm=vllm,
-        limits=limits,
-        target=target,
+        vllm=sections["vllm"],
+        limits=sections["policies"],
+        target=sections["generate"],
         rest=rest,
     )
 
@@ -323,12 +309,3 @@ def _take(tables: dict[str, Any], path: str) -> Any:
         return None
     tables[head] = {key: value for key, value in inner.items() if key != last}
     return inner[last]
-
-
-def _convert(table: object, wanted: type[_Section], path: str) -> _Section:
-    try:
-        return msgspec.convert(table, wanted)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{path}: {error}. Remedy: see the keys of vsched's configuration"
-        ) from error
