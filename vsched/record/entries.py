@@ -57,7 +57,7 @@ def _name(cls: type) -> str:
     return _NAMES.get(cls.__name__, cls.__name__)
 
 
-_CLASSES: dict[str, type[msgspec.Struct]] = {
+_CLASSES: dict[str, type[Any]] = {
     _name(cls): cls for cls in (*typing.get_args(Event), *typing.get_args(Command))
 }
 
@@ -95,7 +95,7 @@ def _decode(body: bytes | msgspec.Raw) -> Event | Command:
         name, *values = msgspec.msgpack.decode(body)
         cls = _CLASSES[name]
         fields = dict(zip(cls.__struct_encode_fields__, values, strict=True))
-        return msgspec.convert(fields, cls, dec_hook=_unpack)
+        return cast("Event | Command", msgspec.convert(fields, cls, dec_hook=_unpack))
     except (ValueError, TypeError, KeyError) as error:  # an error of msgspec is a ValueError
         raise RecordError(f"an event or a command cannot be read: {error}") from error
 
