@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vsched.api.middleware import NAME, NAME_FORM, read_tenant_keys
 from vsched.config.policies import HostSettings
-from vsched.integrations.vllm.settings import FRONT, read_settings, statistics_path
+from vsched.integrations.vllm.settings import FRONT, read_settings, statistics_path, target_of
 from vsched.policy import (
     Admit,
     ArrivalDecision,
@@ -52,10 +52,7 @@ class InFlight:
         self.choices = max(_number(body, "n"), 1)
         self.outputs_max = _number(body, "max_completion_tokens") or _number(body, "max_tokens")
         more = _table(body.get("vllm_xargs"))
-        target_ms = more.get("ttft_target_ms")
-        self.target_ns: int | None = None
-        if isinstance(target_ms, int | float) and 0 <= target_ms < 1e9:
-            self.target_ns = self.arrived_ns + int(target_ms * 1e6)
+        self.target_ns = target_of(more, self.arrived_ns)
         self.more: dict[str, Any] = more
         self.state, self.asks, self.first_ns, self.replica = "held", 0, 0, 0
 
@@ -85,7 +82,7 @@ class Middleware:
             settings = self.read_settings(app.state.vllm_config)
             limits, server = settings.limits, settings.rest.get("server", {})
             self._passed_over_ns = int(limits.passed_over_max_s * 1e9)
-            self._tenant_header = server.get("tenant_header", "").lower()
+            self._tenant_header = server.get("tenant_header", "")
             if name := server.get("tenant_keys_variable", ""):
                 self._tenants = read_tenant_keys(os.environ.get(name, ""), path=name)
             self._replicas = app.state.vllm_config.parallel_config.data_parallel_size
@@ -113,11 +110,7 @@ class Middleware:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = self._ready(scope["app"])
-        headers = {
-            key.decode("latin-1").lower(): value.decode("latin-1")
-            for key, value in scope["headers"]
-        }
-        tenant = self._tenant(headers)
+        tenant = self._tenant(Headers(scope=scope))
         if tenant and NAME.fullmatch(tenant) is None:
             await _refusal(400, f"the tenant is no name of {NAME_FORM}")(scope, receive, send)
             return
@@ -245,7 +238,7 @@ class Middleware:
 
         return watched
 
-    def _tenant(self, headers: Mapping[str, str]) -> str:
+    def _tenant(self, headers: Headers) -> str:
         if self._tenant_header:
             return headers.get(self._tenant_header, "").strip()
         key = headers.get("authorization", "").removeprefix("Bearer ").encode()
