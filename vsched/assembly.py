@@ -383,26 +383,25 @@ def worker_group_plans(
     config: Config, info: ModelInfo, policies: ConfiguredPolicies
 ) -> list[WorkerGroupPlan]:
     """Plan the groups and roles of each worker group, encoders first."""
-    encoders = group_names("encode", config.encode.replicas)
-    generators = group_names("generate", config.generate.replicas)
-    encode = [_encode_role(config, policies, replica) for replica in range(len(encoders))]
-    generate = [_generate_role(config, info, replica) for replica in range(len(generators))]
+    encoders = [
+        (name, _encode_role(config, policies, replica))
+        for replica, name in enumerate(group_names("encode", config.encode.replicas))
+    ]
+    generators = [
+        (name, _generate_role(config, info, replica))
+        for replica, name in enumerate(group_names("generate", config.generate.replicas))
+    ]
+    encode, generate = config.encode.tensor_parallel, config.generate.tensor_parallel
     if config.placement == "together":
-        ranks = config.generate.tensor_parallel
         return [
-            WorkerGroupPlan(groups=list(names), ranks=ranks, encode=encoder, generate=generator)
-            for names, encoder, generator in zip(
-                zip(encoders, generators, strict=True), encode, generate, strict=True
-            )
+            WorkerGroupPlan(groups=[first, name], ranks=generate, encode=encoder, generate=role)
+            for (first, encoder), (name, role) in zip(encoders, generators, strict=True)
         ]
     return [
+        *(WorkerGroupPlan(groups=[name], ranks=encode, encode=role) for name, role in encoders),
         *(
-            WorkerGroupPlan(groups=[name], ranks=config.encode.tensor_parallel, encode=role)
-            for name, role in zip(encoders, encode, strict=True)
-        ),
-        *(
-            WorkerGroupPlan(groups=[name], ranks=config.generate.tensor_parallel, generate=role)
-            for name, role in zip(generators, generate, strict=True)
+            WorkerGroupPlan(groups=[name], ranks=generate, generate=role)
+            for name, role in generators
         ),
     ]
 

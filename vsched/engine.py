@@ -628,12 +628,12 @@ class Engine:
         """
         running = self._serving()
         try:
-            replacement = check_replacement(self.config, self._policies, tables)
-            verifies_drafts(self.config, self.info, replacement.policies)
+            checked, policies = check_replacement(self.config, self._policies, tables)
+            verifies_drafts(self.config, self.info, policies)
         except (ConfigError, PolicyError) as error:
             raise RequestRefused(str(error), code="invalid_policy") from error
-        self._policies = replacement.policies
-        running.shell.handle(PolicyReplaced(tables=replacement.tables))
+        self._policies = policies
+        running.shell.handle(PolicyReplaced(tables=checked))
 
     def policies(self) -> dict[str, dict[str, Any]]:
         """Return the configuration table of the policy that now decides for each policy table."""

@@ -98,19 +98,13 @@ def _several(config: Config) -> dict[str, Policy]:
     return dict.fromkeys(named, policy)
 
 
-class Replacement(msgspec.Struct, frozen=True):
-    """Checked tables of new policies, with `policy.seats` filled in, and the policies of all seats with them."""
-
-    tables: dict[str, PolicyTable]
-    policies: ConfiguredPolicies
-
-
 def check_replacement(
     config: Config, current: ConfiguredPolicies, changes: Mapping[str, Policy | PolicyTable]
-) -> Replacement:
+) -> tuple[dict[str, PolicyTable], ConfiguredPolicies]:
     """Build the policies of these tables, and check that they may replace the current ones while requests run.
 
-    A policy stands for its own table, which names its class as `module:Class`.
+    Returns the tables, with `policy.seats` filled in, and the policies of all seats with them. A policy stands for its
+    own table, which names its class as `module:Class`.
 
     Raises:
         ConfigError: If a table or a policy is not valid, or needs a restart; each line starts with a table's path.
@@ -148,7 +142,7 @@ def check_replacement(
         raise _needs_restart(
             "encode.admission", f"{tokens} tokens of an image", f"{limit}, as at the start"
         )
-    return Replacement(checked, msgspec.structs.replace(current, by_table=after.by_table))
+    return checked, msgspec.structs.replace(current, by_table=after.by_table)
 
 
 def _check_table(path: str, table: object) -> tuple[list[str], Policy]:

@@ -165,12 +165,14 @@ def find_segments(path: Path) -> list[Path]:
     Raises:
         RecordError: If there are none.
     """
+    if found := _segments(path):
+        return found
+    raise RecordError(f"{path}: no such record")
+
+
+def _segments(path: Path) -> list[Path]:
     found = complete_segments(path) if path.parent.is_dir() else []
-    if path.is_file():
-        found.append(path)
-    if not found:
-        raise RecordError(f"{path}: no such record")
-    return found
+    return [*found, *([path] if path.is_file() else [])]
 
 
 def set_aside(path: Path) -> None:
@@ -179,11 +181,8 @@ def set_aside(path: Path) -> None:
     Raises:
         OSError: If the folder does not allow it.
     """
-    earlier = [*complete_segments(path), *([path] if path.is_file() else [])]
-    if not earlier:
-        return
-    kept = previous(path)
-    for old in [*complete_segments(kept), *([kept] if kept.is_file() else [])]:
+    kept, earlier = previous(path), _segments(path)
+    for old in _segments(kept) if earlier else ():
         old.unlink()
     for one in earlier:
         one.rename(kept.with_name(kept.name + one.name.removeprefix(path.name)))
