@@ -10,7 +10,7 @@ import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
@@ -214,20 +214,17 @@ def describe_policy(target: str) -> RegisteredPolicy:
 
 
 def _described(cls: type[Policy], kind: str, name: str, target: str) -> RegisteredPolicy:
-    fields, summary = tuple(policy_fields(cls)), (inspect.getdoc(cls) or "").partition("\n")[0]
-    return RegisteredPolicy(kind=kind, name=name, target=target, fields=fields, summary=summary)
-
-
-def policy_fields(cls: type[Policy]) -> Iterator[PolicyField]:
-    """Yield the configuration fields of a policy class, in order of declaration."""
+    fields = []
     for field in msgspec.structs.fields(cls):
         default, factory = field.default, cast("Any", field.default_factory)
         if default is msgspec.NODEFAULT:
             default = None if factory is msgspec.NODEFAULT else factory()
-        text = type_text(field.type)
-        yield PolicyField(
-            name=field.encode_name, type=text, required=field.required, default=default
-        )
+        own, text = field.encode_name, type_text(field.type)
+        fields.append(PolicyField(name=own, type=text, required=field.required, default=default))
+    summary = (inspect.getdoc(cls) or "").partition("\n")[0]
+    return RegisteredPolicy(
+        kind=kind, name=name, target=target, fields=tuple(fields), summary=summary
+    )
 
 
 def type_text(annotation: Any) -> str:
