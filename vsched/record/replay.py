@@ -99,18 +99,21 @@ def read_events(path: Path) -> Iterator[SegmentHeader | RecordedEvent]:
     Raises:
         RecordError: If there is no record, it is damaged before its end, or a segment is missing.
     """
-    for _, _, one in _entries(find_segments(path)):
+    for _, _, one in _entries(_readers(find_segments(path))):
         yield one
 
 
+def _readers(segments: Sequence[Path]) -> list[FrameReader]:
+    return [FrameReader(segment, newest=segment is segments[-1]) for segment in segments]
+
+
 def _entries(
-    segments: Sequence[Path],
-) -> Iterator[tuple[FrameReader, int, SegmentHeader | RecordedEvent]]:
-    """Yield the headers and events of consecutive segments, with the positions after them."""
+    readers: Sequence[FrameReader],
+) -> Iterator[tuple[Path, int, SegmentHeader | RecordedEvent]]:
+    """Yield the headers and events of consecutive segments, with their paths and the positions after them."""
     run, due = b"", 0
     one: SegmentHeader | RecordedEvent
-    for segment in segments:
-        reader = FrameReader(segment, newest=segment is segments[-1])
+    for reader in readers:
         for index, (position, body) in enumerate(reader.bodies()):
             try:
                 if index:
@@ -128,11 +131,11 @@ def _entries(
                         )
                     run, due = one.run, one.number
             except RecordError as error:
-                raise RecordError(f"{segment}: {error}") from error
-            yield reader, position, one
+                raise RecordError(f"{reader.path}: {error}") from error
+            yield reader.path, position, one
     if not run:
         raise RecordError(
-            f"{segments[-1]}: nothing was recorded yet: its first entry is not complete"
+            f"{readers[-1].path}: nothing was recorded yet: its first entry is not complete"
         )
 
 
@@ -169,22 +172,21 @@ class Replay:
             RecordError: If they cannot be replayed to their end; `kernel` is the state before the error.
         """
         *starts, total = accumulate([one.stat().st_size for one in segments], initial=0)
-        before = dict(zip(segments, starts, strict=True))
+        before, readers = dict(zip(segments, starts, strict=True)), _readers(segments)
         difference = None
-        for reader, position, one in _entries(segments):
+        for path, position, one in _entries(readers):
             if self._on_progress is not None:
-                self._on_progress(before[reader.path] + position, total)
-            if isinstance(one, SegmentHeader):
-                try:
+                self._on_progress(before[path] + position, total)
+            try:
+                if isinstance(one, SegmentHeader):
                     self._take(one)
-                except RecordError as error:
-                    raise RecordError(f"{reader.path}: {error}") from error
-            else:
-                difference = self._step(one, reader.path.name)
-                if difference is not None:
-                    break
-        else:
-            self._counts["dropped_bytes"] = reader.dropped_bytes
+                else:
+                    difference = self._step(one, path.name)
+            except RecordError as error:
+                raise RecordError(f"{path}: {error}") from error
+            if difference is not None:
+                break
+        self._counts["dropped_bytes"] = readers[-1].dropped_bytes
         assert self.kernel is not None, "there is a segment"
         return ReplayReport(
             recorded_with=self._version,
@@ -237,10 +239,12 @@ class Replay:
         commands: Sequence[Command] = ()
         try:
             commands = self.kernel.handle(entry.event, entry.now_ns)
-            found = _compare(entry, commands)
         except Exception as error:  # noqa: BLE001 - any error is a difference
             expected = "; ".join(_short(decode_command(one)) for one in entry.commands)
-            found = "", expected or "nothing", f"the kernel failed: {type(error).__name__}: {error}"
+            got = f"the kernel failed: {type(error).__name__}: {error}"
+            found: tuple[str, str, str] | None = ("", expected or "nothing", got)
+        else:
+            found = _compare(entry, commands)
         self._counts.update(
             events=1,
             commands=len(commands),
