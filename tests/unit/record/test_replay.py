@@ -129,15 +129,19 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+def tamper(path: Path, target: int, change: Callable[[list[Any]], Any]) -> None:
+    """Let `change` edit the entry of an event."""
+    rewrite(path, lambda number, entry: change(entry) if number == target else None)
+
+
 def test_replay_finds_a_decision_that_was_changed(path: Path) -> None:
     target = decisions(path)[5]
 
-    def tamper(number: int, entry: list[Any]) -> None:
-        if number == target:
-            (row, *_) = [row for row in entry[3] if row[0] == "Decide" and row[2][0] == "g"]
-            row[2][1] += 1000  # the step
+    def change_step(entry: list[Any]) -> None:
+        (row, *_) = [row for row in entry[3] if row[0] == "Decide" and row[2][0] == "g"]
+        row[2][1] += 1000
 
-    rewrite(path, tamper)
+    tamper(path, target, change_step)
     report = replay(path)
     found = report.difference
     assert found is not None
@@ -153,12 +157,10 @@ def test_replay_finds_a_decision_that_was_changed(path: Path) -> None:
 @pytest.mark.parametrize("more", [True, False])
 def test_replay_finds_a_command_more_or_less(path: Path, more: bool) -> None:
     target = decisions(path)[3]
-
-    def tamper(number: int, entry: list[Any]) -> None:
-        if number == target:
-            entry[3] = [*entry[3], ["Drained", "generate"]] if more else entry[3][:-1]
-
-    rewrite(path, tamper)
+    if more:
+        tamper(path, target, lambda entry: entry[3].append(["Drained", "generate"]))
+    else:
+        tamper(path, target, lambda entry: entry[3].pop())
     found = replay(path).difference
     assert found is not None
     assert found.number == target
@@ -168,12 +170,12 @@ def test_replay_finds_a_command_more_or_less(path: Path, more: bool) -> None:
 def test_replay_finds_request_data_that_was_changed(path: Path) -> None:
     changed: list[int] = []
 
-    def tamper(number: int, entry: list[Any]) -> None:
+    def change_first(number: int, entry: list[Any]) -> None:
         if entry[4] and not changed:
             changed.append(number)
             entry[4] = bytes(16)
 
-    rewrite(path, tamper)
+    rewrite(path, change_first)
     found = replay(path).difference
     assert found is not None
     assert [found.number] == changed
@@ -286,12 +288,7 @@ def test_replay_command_lists_what_had_no_end_when_the_engine_was_killed(path: P
 
 def test_replay_command_shows_the_difference_and_exits_with_1(path: Path) -> None:
     target = decisions(path)[5]
-
-    def tamper(number: int, entry: list[Any]) -> None:
-        if number == target:
-            entry[3] = []
-
-    rewrite(path, tamper)
+    tamper(path, target, lambda entry: entry[3].clear())
     done = CliRunner().invoke(app, ["replay", str(path)])
     assert done.exit_code == 1
     assert f"Event {target} (run.vlog, " in done.output

@@ -47,14 +47,13 @@ class InFlight:
     """A request that is held, waiting or running."""
 
     def __init__(self, tenant: str, body: Body) -> None:
-        self.arrived_ns, self.tenant, self.body = time.monotonic_ns(), tenant, body
+        self.arrived_ns, self.tenant = time.monotonic_ns(), tenant
         self.priority = -_number(body, "priority")  # vLLM: less is more urgent
         self.choices = max(_number(body, "n"), 1)
         self.outputs_max = _number(body, "max_completion_tokens") or _number(body, "max_tokens")
-        more = _table(body.get("vllm_xargs"))
-        self.target_ns = target_of(more, self.arrived_ns)
-        self.more: dict[str, Any] = more
-        self.state, self.asks, self.first_ns, self.replica = "held", 0, 0, 0
+        self.more = _table(body.get("vllm_xargs"))
+        self.target_ns = target_of(self.more, self.arrived_ns)
+        self.state, self.asks, self.replica = "held", 0, 0
 
 
 class Middleware:
