@@ -216,7 +216,7 @@ def _run_all(
         for label, loaded in named.items():
             with _timeline(timeline, label if len(named) > 1 else "", loaded) as observers:
                 given = {"label": label, "observers": observers, **settings}
-                progress = partial(report, label, total=load_of.requests)
+                progress = partial(lambda label, done: report(label, done, load_of.requests), label)
                 outcomes.append(run(loaded, load_of, progress=progress, **given))
     return outcomes
 
