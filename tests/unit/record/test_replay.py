@@ -182,6 +182,22 @@ def test_replay_finds_request_data_that_was_changed(path: Path) -> None:
     assert "digest" in found.expected
 
 
+def test_replay_does_not_compare_the_words_of_notices(tmp_path: Path) -> None:
+    """They may quote a policy's message, with memory addresses."""
+    path, changed = tmp_path / "run.vlog", list[int]()
+    failing = dict.fromkeys(STATEFUL, Tallied(fails=3))
+    record_run(path, 3, policies=default_policies(**failing), events=100)
+
+    def change_notices(number: int, entry: list[Any]) -> None:
+        for row in [row for row in entry[3] if row[0] == "Notice"]:
+            row[1] += " at 0x7f"
+            changed.append(number)
+
+    rewrite(path, change_notices)
+    assert changed
+    assert replay(path).difference is None
+
+
 def test_replay_reports_a_kernel_that_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Scheduler.handle
     handled: list[int] = []
