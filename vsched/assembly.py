@@ -17,7 +17,7 @@ from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
 from vsched.config.devices import placed
 from vsched.config.sections import RAY_HOST, size_bytes
-from vsched.errors import ConfigError, limit_message
+from vsched.errors import ConfigError
 from vsched.kernel import SchedulerLimits
 from vsched.media.pipeline import MediaStatistics
 from vsched.memory import LedgerLine
@@ -64,13 +64,11 @@ def verifies_drafts(config: Config, info: ModelInfo, policies: ConfiguredPolicie
     seat = PolicySeats(policies.for_kernel()).add_seat("generate.drafting")
     draft: Draft = seat.decide(msgspec.structs.replace(view, state=seat.state))
     if draft.tokens and not verifies:
-        raise ConfigError(
-            limit_message(
-                f"generate.drafting: the ranks of a model of type {info.family!r} cannot verify drafts on {device}",
-                value=f"{draft.tokens} tokens a step",
-                limit="none: drafts are for CPUs, and for models whose layers keep no state",
-                remedy='set generate.drafting to {use = "none"}, or leave it out',
-            )
+        raise ConfigError.of_limit(
+            f"generate.drafting: the ranks of a model of type {info.family!r} cannot verify drafts on {device}",
+            value=f"{draft.tokens} tokens a step",
+            limit="none: drafts are for CPUs, and for models whose layers keep no state",
+            remedy='set generate.drafting to {use = "none"}, or leave it out',
         )
     if draft.tokens and draft.model and info.draft is None:
         raise ConfigError(
@@ -102,13 +100,11 @@ def inspect_draft(config: Config, plugin: WorkerPlugin, info: ModelInfo) -> Mode
         plugin.check_parallel(draft, stage="generate", ranks=generate.tensor_parallel)
     for model, key in ((info, "model.path"), (draft, "generate.draft_model")):
         if not plugin.verifies_drafts(model, device=generate.device):
-            raise ConfigError(
-                limit_message(
-                    f"generate.draft_model: ranks cannot run drafts with the model of {key} on {generate.device}",
-                    value=f"model_type {model.family!r}",
-                    limit="drafts are for CPUs, and for models whose layers keep no state",
-                    remedy="leave generate.draft_model out",
-                )
+            raise ConfigError.of_limit(
+                f"generate.draft_model: ranks cannot run drafts with the model of {key} on {generate.device}",
+                value=f"model_type {model.family!r}",
+                limit="drafts are for CPUs, and for models whose layers keep no state",
+                remedy="leave generate.draft_model out",
             )
     return draft
 
@@ -123,13 +119,11 @@ def check_vocabulary(info: ModelInfo, own: Preprocessor, other: Preprocessor) ->
     for token in range(0, size, max(size // SAMPLES, 1)):
         one, drafted = own.token_bytes(token), other.token_bytes(token)
         if one != drafted:
-            raise ConfigError(
-                limit_message(
-                    "generate.draft_model: it has another vocabulary",
-                    value=f"token {token} is {drafted!r} there",
-                    limit=f"{one!r}, as in {info.path}",
-                    remedy="choose a smaller model of the same family, or leave it out",
-                )
+            raise ConfigError.of_limit(
+                "generate.draft_model: it has another vocabulary",
+                value=f"token {token} is {drafted!r} there",
+                limit=f"{one!r}, as in {info.path}",
+                remedy="choose a smaller model of the same family, or leave it out",
             )
 
 
@@ -187,14 +181,12 @@ def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInf
 
 def _check_kv_heads(config: Config, info: ModelInfo) -> None:
     if not info.kv_heads_per_token:
-        raise ConfigError(
-            limit_message(
-                f"generate.kv_dtype: {config.generate.plugin} does not report the heads of model_type {info.family!r}, "
-                "each of which would have a scale",
-                value=config.generate.kv_dtype,
-                limit="auto",
-                remedy="set it to auto, or leave it out",
-            )
+        raise ConfigError.of_limit(
+            f"generate.kv_dtype: {config.generate.plugin} does not report the heads of model_type {info.family!r}, "
+            "each of which would have a scale",
+            value=config.generate.kv_dtype,
+            limit="auto",
+            remedy="set it to auto, or leave it out",
         )
 
 
@@ -216,13 +208,11 @@ def arena_layout(config: Config, info: ModelInfo) -> ArenaLayout:
     page_bytes = PAGE_ROWS * info.embedding_row_bytes
     pages = config.arena.embedding_bytes // page_bytes
     if pages < 1:
-        raise ConfigError(
-            limit_message(
-                "arena.embedding_bytes: smaller than one page",
-                value=config.arena.embedding_bytes,
-                limit=f"at least {page_bytes} bytes for this checkpoint",
-                remedy="raise arena.embedding_bytes",
-            )
+        raise ConfigError.of_limit(
+            "arena.embedding_bytes: smaller than one page",
+            value=config.arena.embedding_bytes,
+            limit=f"at least {page_bytes} bytes for this checkpoint",
+            remedy="raise arena.embedding_bytes",
         )
     return ArenaLayout(
         pixel_bytes=config.arena.pixel_bytes,
@@ -240,13 +230,11 @@ def context_tokens(config: Config, info: ModelInfo) -> int:
     """
     wanted = config.generate.context_tokens
     if wanted > info.context_tokens:
-        raise ConfigError(
-            limit_message(
-                "generate.context_tokens: more than the checkpoint supports",
-                value=wanted,
-                limit=f"{info.context_tokens} tokens",
-                remedy="lower it, or set it to 0 for the checkpoint's",
-            )
+        raise ConfigError.of_limit(
+            "generate.context_tokens: more than the checkpoint supports",
+            value=wanted,
+            limit=f"{info.context_tokens} tokens",
+            remedy="lower it, or set it to 0 for the checkpoint's",
         )
     return wanted or info.context_tokens
 
@@ -306,14 +294,12 @@ def _check_atoms(config: Config, info: ModelInfo) -> None:
     sees = info.item_atomic or info.prompt_atomic
     if info.takes_images and sees and info.item_tokens_max > room:
         whose = "within its prompt" if info.prompt_atomic else "within it"
-        raise ConfigError(
-            limit_message(
-                "generate.max_batch_tokens: too small beyond one decode per slot: one step must hold an image whole, "
-                f"because attention {whose} is bidirectional in model_type {info.family!r}",
-                value=room,
-                limit=f"at least {info.item_tokens_max} tokens",
-                remedy=f"set it to {info.item_tokens_max + generate.slots}, or generate.slots lower",
-            )
+        raise ConfigError.of_limit(
+            "generate.max_batch_tokens: too small beyond one decode per slot: one step must hold an image whole, "
+            f"because attention {whose} is bidirectional in model_type {info.family!r}",
+            value=room,
+            limit=f"at least {info.item_tokens_max} tokens",
+            remedy=f"set it to {info.item_tokens_max + generate.slots}, or generate.slots lower",
         )
 
 
@@ -323,14 +309,12 @@ def _check_swapping(config: Config, info: ModelInfo) -> None:
     if not swap_blocks(config, info):
         return
     if not plugin.swaps_kv(info, device=generate.device):
-        raise ConfigError(
-            limit_message(
-                f"generate.swap_memory: the ranks of {generate.plugin} cannot swap KV blocks of model_type "
-                f"{info.family!r} on {generate.device}",
-                value=generate.swap_memory,
-                limit="0",
-                remedy="set it to 0, or leave it out: preempted requests are recomputed",
-            )
+        raise ConfigError.of_limit(
+            f"generate.swap_memory: the ranks of {generate.plugin} cannot swap KV blocks of model_type "
+            f"{info.family!r} on {generate.device}",
+            value=generate.swap_memory,
+            limit="0",
+            remedy="set it to 0, or leave it out: preempted requests are recomputed",
         )
 
 
@@ -345,24 +329,20 @@ def swap_blocks(config: Config, info: ModelInfo) -> int:
     if not size:
         return 0
     if info.state_bytes:
-        raise ConfigError(
-            limit_message(
-                f"generate.swap_memory: layers of model_type {info.family!r} keep a state, and without it swapped KV "
-                "blocks cannot be used",
-                value=generate.swap_memory,
-                limit="0",
-                remedy="set it to 0, or leave it out: preempted requests continue from snapshots",
-            )
+        raise ConfigError.of_limit(
+            f"generate.swap_memory: layers of model_type {info.family!r} keep a state, and without it swapped KV "
+            "blocks cannot be used",
+            value=generate.swap_memory,
+            limit="0",
+            remedy="set it to 0, or leave it out: preempted requests continue from snapshots",
         )
     block_bytes = generate.block_size * rank_kv_bytes_per_token(config, info)
     if size < block_bytes:
-        raise ConfigError(
-            limit_message(
-                "generate.swap_memory: smaller than one KV block",
-                value=generate.swap_memory,
-                limit=f"at least {block_bytes} bytes for this checkpoint",
-                remedy="raise it, or set it to 0 for none",
-            )
+        raise ConfigError.of_limit(
+            "generate.swap_memory: smaller than one KV block",
+            value=generate.swap_memory,
+            limit=f"at least {block_bytes} bytes for this checkpoint",
+            remedy="raise it, or set it to 0 for none",
         )
     return size // block_bytes
 
@@ -403,26 +383,25 @@ def worker_group_plans(
     config: Config, info: ModelInfo, policies: ConfiguredPolicies
 ) -> list[WorkerGroupPlan]:
     """Plan the groups and roles of each worker group, encoders first."""
-    encoders = group_names("encode", config.encode.replicas)
-    generators = group_names("generate", config.generate.replicas)
-    encode = [_encode_role(config, policies, replica) for replica in range(len(encoders))]
-    generate = [_generate_role(config, info, replica) for replica in range(len(generators))]
+    encoders = [
+        (name, _encode_role(config, policies, replica))
+        for replica, name in enumerate(group_names("encode", config.encode.replicas))
+    ]
+    generators = [
+        (name, _generate_role(config, info, replica))
+        for replica, name in enumerate(group_names("generate", config.generate.replicas))
+    ]
+    encode, generate = config.encode.tensor_parallel, config.generate.tensor_parallel
     if config.placement == "together":
-        ranks = config.generate.tensor_parallel
         return [
-            WorkerGroupPlan(groups=list(names), ranks=ranks, encode=encoder, generate=generator)
-            for names, encoder, generator in zip(
-                zip(encoders, generators, strict=True), encode, generate, strict=True
-            )
+            WorkerGroupPlan(groups=[first, name], ranks=generate, encode=encoder, generate=role)
+            for (first, encoder), (name, role) in zip(encoders, generators, strict=True)
         ]
     return [
+        *(WorkerGroupPlan(groups=[name], ranks=encode, encode=role) for name, role in encoders),
         *(
-            WorkerGroupPlan(groups=[name], ranks=config.encode.tensor_parallel, encode=role)
-            for name, role in zip(encoders, encode, strict=True)
-        ),
-        *(
-            WorkerGroupPlan(groups=[name], ranks=config.generate.tensor_parallel, generate=role)
-            for name, role in zip(generators, generate, strict=True)
+            WorkerGroupPlan(groups=[name], ranks=generate, generate=role)
+            for name, role in generators
         ),
     ]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vsched.errors import CheckpointError, limit_message
+from vsched.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,13 +173,11 @@ def _check_size(hub_id: str, fields: dict[str, Any], part: str | None) -> None:
     there = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if sum(missing) + SPARE_BYTES > free:
-        raise CheckpointError(
-            limit_message(
-                f"{hub_id} does not fit on the disk of {cache}",
-                value=f"{sum(missing):,} bytes to download",
-                limit=f"{max(free - SPARE_BYTES, 0):,} bytes",
-                remedy="free some, or set HF_HOME to a folder on another disk",
-            )
+        raise CheckpointError.of_limit(
+            f"{hub_id} does not fit on the disk of {cache}",
+            value=f"{sum(missing):,} bytes to download",
+            limit=f"{max(free - SPARE_BYTES, 0):,} bytes",
+            remedy="free some, or set HF_HOME to a folder on another disk",
         )
     logger.info(
         "downloading %s: %d files, %s MB, to %s",
@@ -213,30 +211,28 @@ def _in_a_sentence(hub_id: str, error: Exception) -> CheckpointError:
     """Return an error of huggingface_hub with its remedy."""
     from huggingface_hub import constants, errors
 
-    host = constants.ENDPOINT.partition("://")[2]
     if isinstance(error, CheckpointError):
         return error
-    if isinstance(error, errors.GatedRepoError):
-        text = (
-            f"{hub_id}: only users who accepted its terms may read it. Remedy: accept them on its page at {host}, "
-            "and set HF_TOKEN"
-        )
-    elif isinstance(error, errors.RevisionNotFoundError):
-        text = f"{hub_id}: {host} has no such revision. Remedy: name a branch, a tag or a commit after the @"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        text = (
-            f"{hub_id!r} is neither a folder nor a repository at {host}. Remedy: check the name, or set HF_TOKEN for a "
-            "private repository"
-        )
-    elif isinstance(error, errors.LocalEntryNotFoundError | errors.IncompleteSnapshotError):
-        reason = (
-            "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no hub answers at {host}"
-        )
-        text = (
-            f"{hub_id!r} is not a folder, {reason}, and no complete copy is in {constants.HF_HUB_CACHE}. Remedy: "
-            "download it once while connected, or give the path of a checkpoint's directory"
-        )
-    else:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        text = f"{hub_id}: the download from {host} failed: {reason}. Remedy: the same command resumes it"
-    return CheckpointError(text)
+    host = constants.ENDPOINT.partition("://")[2]
+    absent = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no hub answers at {host}"
+    offline = (
+        f"{hub_id!r} is not a folder, {absent}, and no complete copy is in {constants.HF_HUB_CACHE}. Remedy: "
+        "download it once while connected, or give the path of a checkpoint's directory"
+    )
+    texts: dict[type[Exception], str] = {  # the first is a subclass of the third
+        errors.GatedRepoError: f"{hub_id}: only users who accepted its terms may read it. Remedy: accept them on its "
+        f"page at {host}, and set HF_TOKEN",
+        errors.RevisionNotFoundError: f"{hub_id}: {host} has no such revision. Remedy: name a branch, a tag or a "
+        "commit after the @",
+        errors.RepositoryNotFoundError: f"{hub_id!r} is neither a folder nor a repository at {host}. Remedy: check "
+        "the name, or set HF_TOKEN for a private repository",
+        errors.LocalEntryNotFoundError: offline,
+        errors.IncompleteSnapshotError: offline,
+    }
+    for kind, text in texts.items():
+        if isinstance(error, kind):
+            return CheckpointError(text)
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return CheckpointError(
+        f"{hub_id}: the download from {host} failed: {reason}. Remedy: the same command resumes it"
+    )

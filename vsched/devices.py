@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
 
 import msgspec
 
@@ -26,7 +25,7 @@ from vsched.config.devices import (
     with_devices,
 )
 from vsched.config.sections import AUTO, CPU, StageConfig
-from vsched.errors import ConfigError, VschedError, limit_message
+from vsched.errors import ConfigError, VschedError
 from vsched.memory import size_text
 from vsched.types import ModelInfo
 from vsched.worker.contract import CudaDevice, DeviceSurvey
@@ -39,13 +38,6 @@ ROOM_BYTES = 1 << 30
 """Free memory that a rank needs next to its weights: CUDA context, smallest steps and smallest KV cache."""
 PARTS = {"auto": 1.0, "int8": 0.55, "int4": 0.32}
 """Size of quantized weights with their scales, compared with 16 bits."""
-
-
-class ResolvedDevices(NamedTuple):
-    """A configuration with concrete devices and defaults, and the reason for the devices."""
-
-    config: Config
-    choice: DeviceChoice
 
 
 def resolve_loaded(loaded: LoadedConfig, *, only_serves: bool = False) -> LoadedConfig:
@@ -69,8 +61,8 @@ def resolve_loaded(loaded: LoadedConfig, *, only_serves: bool = False) -> Loaded
 
 def resolve_devices(
     config: Config, environ: Mapping[str, str], *, only_serves: bool = False
-) -> ResolvedDevices:
-    """Choose devices for stages with `auto`, check configured devices, and resolve all defaults.
+) -> tuple[Config, DeviceChoice]:
+    """Choose devices for stages with `auto`, check configured devices, and resolve all defaults; also say why.
 
     Blocks: up to `SURVEY_S`, on a host with a GPU or if a stage is configured for CUDA.
 
@@ -80,24 +72,17 @@ def resolve_devices(
     config, choice = settle(config, environ)
     on_cuda = config.generate.on_cuda or config.encode.on_cuda
     if choice is not None and (config.cluster.elsewhere or not on_cuda):
-        return ResolvedDevices(config, choice)
-    configured = choice is not None
-    if configured and config.model.dtype != "auto":  # no choice is left, and a survey takes seconds
-        return _unsurveyed(config)
-    survey = _survey(config.generate.plugin)
-    if survey is None or (survey.failed and configured):
-        if configured:
-            return _unsurveyed(config)
+        return config, choice
+    survey = None
+    if choice is None or config.model.dtype == "auto":  # it takes seconds
+        survey = _survey(config.generate.plugin)
+    if choice is not None and (survey is None or survey.failed):
+        # The ranks check the configured devices.
+        return config, DeviceChoice(text=_names(config, ()), uses_cuda=True)
+    if survey is None:
         problem = f"worker plug-in {config.generate.plugin!r} does not report devices"
         survey = DeviceSurvey(problem=problem)
     return _assign(config, survey, _inspected(config, only_serves=only_serves), environ)
-
-
-def _unsurveyed(config: Config) -> ResolvedDevices:
-    """The configured devices, which the ranks check."""
-    return ResolvedDevices(
-        config, DeviceChoice(text=_names(config, DeviceSurvey()), uses_cuda=True)
-    )
 
 
 def log_devices(choice: DeviceChoice | None) -> None:
@@ -125,7 +110,7 @@ def _inspected(config: Config, *, only_serves: bool) -> ModelInfo | None:
 
 def _assign(
     config: Config, survey: DeviceSurvey, info: ModelInfo | None, environ: Mapping[str, str]
-) -> ResolvedDevices:
+) -> tuple[Config, DeviceChoice]:
     """Give the stages devices: the generate stage first, the encode stage devices of its own if there are enough."""
     encode, generate = config.encode, config.generate
     for name, section in (("generate", generate), ("encode", encode)):
@@ -137,9 +122,9 @@ def _assign(
     missed = survey.problem or "; ".join(dict.fromkeys(filter(None, problems)))
     if not usable and is_open(config):
         config = with_device_defaults(with_devices(config, CPU))
-        text = f"{_names(config, survey)}, because no GPU can be used: {missed}"
+        text = f"{_names(config, survey.devices)}, because no GPU can be used: {missed}"
         config = _with_dtype(config, survey, info)
-        return ResolvedDevices(config, DeviceChoice(text=text, missed=True))
+        return config, DeviceChoice(text=text, missed=True)
     encodes = encode.replicas > 0 and (info is None or info.takes_images)
     taken = set(_indices(encode)) if encodes else set()
     if generate.device == AUTO:
@@ -157,9 +142,9 @@ def _assign(
         elif encodes and not usable.issuperset(_indices(encode)):
             raise _too_few("encode", encode, usable, missed, environ)
     config = msgspec.structs.replace(config, encode=encode, generate=generate)
-    text = _names(config, survey) + (f"; not used: {missed}" if missed else "")
+    text = _names(config, survey.devices) + (f"; not used: {missed}" if missed else "")
     config = with_device_defaults(_with_dtype(config, survey, info))
-    return ResolvedDevices(config, DeviceChoice(text=text, uses_cuda=True))
+    return config, DeviceChoice(text=text, uses_cuda=True)
 
 
 def _check_configured(
@@ -169,24 +154,20 @@ def _check_configured(
     last = max(_indices(section))
     if survey.problem or last >= len(survey.devices):
         there = survey.problem or _available(len(survey.devices), environ)
-        raise ConfigError(
-            limit_message(
-                f"{name}.device: {_count(section)} ranks need the devices up to cuda:{last}",
-                value=section.device,
-                limit=there,
-                remedy=f"set {name}.device to auto or cpu, or lower {name}.tensor_parallel or {name}.replicas",
-            )
+        raise ConfigError.of_limit(
+            f"{name}.device: {_count(section)} ranks need the devices up to cuda:{last}",
+            value=section.device,
+            limit=there,
+            remedy=f"set {name}.device to auto or cpu, or lower {name}.tensor_parallel or {name}.replicas",
         )
     for index in _indices(section):
         problem = survey.devices[index].problem
         if problem:
-            raise ConfigError(
-                limit_message(
-                    f"{name}.device: cannot be used",
-                    value=f"cuda:{index}",
-                    limit=problem,
-                    remedy=f"set {name}.device to auto or cpu",
-                )
+            raise ConfigError.of_limit(
+                f"{name}.device: cannot be used",
+                value=f"cuda:{index}",
+                limit=problem,
+                remedy=f"set {name}.device to auto or cpu",
             )
 
 
@@ -198,13 +179,11 @@ def _too_few(
     environ: Mapping[str, str],
 ) -> ConfigError:
     limit = _available(len(usable), environ) + (f" ({missed})" if missed else "")
-    return ConfigError(
-        limit_message(
-            f"{name}.tensor_parallel: more ranks than consecutive CUDA devices that can be used",
-            value=f"{section.replicas} x {section.tensor_parallel}",
-            limit=limit,
-            remedy=f"lower {name}.tensor_parallel or {name}.replicas, or set {name}.device to cpu",
-        )
+    return ConfigError.of_limit(
+        f"{name}.tensor_parallel: more ranks than consecutive CUDA devices that can be used",
+        value=f"{section.replicas} x {section.tensor_parallel}",
+        limit=limit,
+        remedy=f"lower {name}.tensor_parallel or {name}.replicas, or set {name}.device to cpu",
     )
 
 
@@ -276,12 +255,12 @@ def _with_dtype(config: Config, survey: DeviceSurvey, info: ModelInfo | None) ->
     return config
 
 
-def _names(config: Config, survey: DeviceSurvey) -> str:
+def _names(config: Config, devices: Sequence[CudaDevice]) -> str:
     """The devices of the stages in words, such as `generate on cuda:0 (NVIDIA H200, 140 GiB free)`."""
     parts: dict[str, list[str]] = {}
     for name, section in (("encode", config.encode), ("generate", config.generate)):
         if section.replicas:
-            where = _described(section, survey.devices) if section.on_cuda else section.device
+            where = _described(section, devices) if section.on_cuda else section.device
             parts.setdefault(where, []).append(name)
     return ", ".join(f"{' and '.join(stages)} on {where}" for where, stages in parts.items())
 

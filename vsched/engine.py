@@ -24,7 +24,7 @@ from vsched.aio.fork_server import ForkServer
 from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
 from vsched.aio.hosts.remote import placed
 from vsched.aio.kv_sizing import Sizing
-from vsched.aio.launcher import RANK_COMMAND, Launcher, LocalLauncher, Modules
+from vsched.aio.launcher import Launcher, LocalLauncher, Modules
 from vsched.aio.live import COUNTERS, LiveState, live_policies, served_state
 from vsched.aio.serving import (
     RequestIds,
@@ -94,7 +94,6 @@ MakeMedia = Callable[[Preprocessor, PixelStore, MediaConfig, Pruning | None], Me
 def make_launcher(
     config: Config,
     *,
-    command: Sequence[str] = RANK_COMMAND,
     forked: bool = True,
     started: Mapping[Modules, ForkServer] | None = None,
 ) -> Launcher:
@@ -103,7 +102,7 @@ def make_launcher(
     Raises:
         ConfigError: When the key file of other hosts cannot be read, or Ray cannot be reached.
     """
-    own = LocalLauncher(command=command, forked=forked, started=started)
+    own = LocalLauncher(forked=forked, started=started)
     try:
         return placed(config, own) if config.cluster.elsewhere else own
     except BaseException:
@@ -629,12 +628,12 @@ class Engine:
         """
         running = self._serving()
         try:
-            replacement = check_replacement(self.config, self._policies, tables)
-            verifies_drafts(self.config, self.info, replacement.policies)
+            checked, policies = check_replacement(self.config, self._policies, tables)
+            verifies_drafts(self.config, self.info, policies)
         except (ConfigError, PolicyError) as error:
             raise RequestRefused(str(error), code="invalid_policy") from error
-        self._policies = replacement.policies
-        running.shell.handle(PolicyReplaced(tables=replacement.tables))
+        self._policies = policies
+        running.shell.handle(PolicyReplaced(tables=checked))
 
     def policies(self) -> dict[str, dict[str, Any]]:
         """Return the configuration table of the policy that now decides for each policy table."""

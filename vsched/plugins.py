@@ -10,7 +10,7 @@ import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
@@ -92,13 +92,11 @@ def seats_of(policy: Policy, table: Mapping[str, Any], *, without: Sequence[str]
     able = sorted({*tables_of(type(policy))}.difference(without))
     named = table.get("seats", able)
     if not isinstance(named, list) or not named or not {*able}.issuperset(named):
-        raise ConfigError(
-            limit_message(
-                f"policy.seats: not tables for which {type(policy).__name__} has a method",
-                value=repr(named),
-                limit=f"a list of {', '.join(able)}",
-                remedy="leave it out for all of them",
-            )
+        raise ConfigError.of_limit(
+            f"policy.seats: not tables for which {type(policy).__name__} has a method",
+            value=repr(named),
+            limit=f"a list of {', '.join(able)}",
+            remedy="leave it out for all of them",
         )
     return named
 
@@ -205,31 +203,28 @@ def registered_policies(kind: str) -> list[str]:
 
 
 def describe_policy(target: str) -> RegisteredPolicy:
-    """Return the facts about a class named as `package.module:Class`; `kind` lists its decisions.
+    """Return the facts about a class named as `package.module:Class`, which may make several decisions.
 
     Raises:
         ConfigError: If it cannot be imported.
         PolicyError: If the class does not meet its contract.
     """
     cls = load_policy_class(SEVERAL, target, path=target)
-    return _described(cls, ", ".join(decisions_of(cls)), cls.__qualname__, target)
+    return _described(cls, SEVERAL, target, target)
 
 
 def _described(cls: type[Policy], kind: str, name: str, target: str) -> RegisteredPolicy:
-    fields, summary = tuple(policy_fields(cls)), (inspect.getdoc(cls) or "").partition("\n")[0]
-    return RegisteredPolicy(kind=kind, name=name, target=target, fields=fields, summary=summary)
-
-
-def policy_fields(cls: type[Policy]) -> Iterator[PolicyField]:
-    """Yield the configuration fields of a policy class, in order of declaration."""
+    fields = []
     for field in msgspec.structs.fields(cls):
         default, factory = field.default, cast("Any", field.default_factory)
         if default is msgspec.NODEFAULT:
             default = None if factory is msgspec.NODEFAULT else factory()
-        text = type_text(field.type)
-        yield PolicyField(
-            name=field.encode_name, type=text, required=field.required, default=default
-        )
+        own, text = field.encode_name, type_text(field.type)
+        fields.append(PolicyField(name=own, type=text, required=field.required, default=default))
+    summary = (inspect.getdoc(cls) or "").partition("\n")[0]
+    return RegisteredPolicy(
+        kind=kind, name=name, target=target, fields=tuple(fields), summary=summary
+    )
 
 
 def type_text(annotation: Any) -> str:

@@ -24,12 +24,21 @@ from vsched.assembly import (
 from vsched.config import Config, load_config, resolve_policies
 from vsched.errors import CheckpointError, ConfigError
 from vsched.transport.arena import Arena
+from vsched.types import ModelInfo
 
 INFO = model_info()
 
 
+NO_IMAGES = {"encode": {"pages_total": 0, "pages_free": 0, "pages_evictable": 0}}
+
+
 def config_of(*sets: str) -> Config:
     return load_config(None, sets=sets, environ={}).config
+
+
+def with_state(size: int) -> ModelInfo:
+    """Return a model with a recurrent state of this size."""
+    return msgspec.structs.replace(INFO, state_bytes=size)
 
 
 TWO_BY_TWO = (
@@ -95,21 +104,11 @@ def test_replicas_take_the_devices_behind_each_other(device: str, first_devices:
     assert [role.settings.device for role in roles] == first_devices
 
 
-@pytest.mark.parametrize(
-    ("sets", "fixed"),
-    [
-        ((), [False, False]),
-        (("generate.threads=2",), [False, True]),
-        (("encode.threads=1",), [True, False]),
-    ],
-)
-def test_threads_are_fixed_if_the_configuration_sets_them(
-    sets: tuple[str, ...], fixed: list[bool]
-) -> None:
-    config = config_of("placement=separate", *sets)
+def test_threads_are_fixed_if_the_configuration_sets_them() -> None:
+    config = config_of("placement=separate", "generate.threads=2")
     plans = worker_group_plans(config, INFO, resolve_policies(config))
     roles = [plan.encode or plan.generate for plan in plans]
-    assert [role.settings.threads_fixed for role in roles if role is not None] == fixed
+    assert [role.settings.threads_fixed for role in roles if role is not None] == [False, True]
 
 
 def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
@@ -164,22 +163,13 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
     """Bytes of a token on one rank; statistics sum over all ranks."""
     config = config_of(*TWO_BY_TWO)
     policies = resolve_policies(config)
-    arena = Arena.create(LAYOUT)
-    try:
-        specs = [
-            rank_spec(config, INFO, plan, LAYOUT)
-            for plan in worker_group_plans(config, INFO, policies)
-        ]
-    finally:
-        arena.close()
+    plans = worker_group_plans(config, INFO, policies)
+    specs = [rank_spec(config, INFO, plan, LAYOUT) for plan in plans]
     assert {spec.info.kv_bytes_per_token for spec in specs} == {INFO.kv_bytes_per_token // 2}
     assert (
         create_sizing(config, INFO, policies)._view.bytes_per_token == INFO.kv_bytes_per_token // 2
     )
-    statistics = {
-        "encode": {"pages_total": 0, "pages_free": 0, "pages_evictable": 0},
-        "generate": {"blocks_held": 3},
-    }
+    statistics = {**NO_IMAGES, "generate": {"blocks_held": 3}}
     used = memory_in_use(statistics, None, config, INFO)
     one_cache = 3 * config.generate.block_size * INFO.kv_bytes_per_token
     assert used["kv"] == one_cache
@@ -199,10 +189,7 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
 def test_model_with_a_state_has_a_prefix_cache_if_there_are_snapshots(
     sets: tuple[str, ...], places: int
 ) -> None:
-    config, info = (
-        config_of("generate.slots=8", *sets),
-        msgspec.structs.replace(INFO, state_bytes=9),
-    )
+    config, info = config_of("generate.slots=8", *sets), with_state(9)
     policies = resolve_policies(config)
     limits = scheduler_limits(config, info, policies, blocks=9)
     assert (limits.state_snapshots, limits.prefix_cache) == (places, places > 0)
@@ -210,22 +197,14 @@ def test_model_with_a_state_has_a_prefix_cache_if_there_are_snapshots(
     plan = worker_group_plans(config, info, policies)[-1]
     assert plan.generate is not None
     assert plan.generate.settings.state_snapshots == plan.generate.limits.state_snapshots == places
+    assert plan.generate.settings.slots == 8
     assert create_sizing(config, info, policies)._view.state_bytes == (8 + places) * 9
 
 
-def test_model_with_a_state_has_room_for_all_slots() -> None:
-    config, info = config_of("generate.slots=8"), msgspec.structs.replace(INFO, state_bytes=1 << 20)
-    policies = resolve_policies(config)
-    assert create_sizing(config, info, policies)._view.state_bytes == 16 << 20
-    plan = worker_group_plans(config, info, policies)[-1]
-    assert plan.generate is not None
-    assert plan.generate.settings.slots == 8
-    statistics = {
-        "encode": {"pages_total": 0, "pages_free": 0, "pages_evictable": 0},
-        "generate": {"blocks_held": 0, "prefilling": 1, "decoding": 2},
-    }
-    assert memory_in_use(statistics, None, config, info)["state"] == 3 << 20
-    assert "state" not in memory_in_use(statistics, None, config, INFO)
+def test_states_in_use_are_those_of_running_requests() -> None:
+    statistics = {**NO_IMAGES, "generate": {"blocks_held": 0, "prefilling": 1, "decoding": 2}}
+    assert memory_in_use(statistics, None, config_of(), with_state(9))["state"] == 3 * 9
+    assert "state" not in memory_in_use(statistics, None, config_of(), INFO)
 
 
 class OddPlugin:

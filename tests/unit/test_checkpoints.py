@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub.constants
@@ -28,12 +28,10 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 class HubServer(ThreadingHTTPServer):
-    """Repositories by id, as folders.
+    """Repositories by id, as folders; the terms of `org/gated` are not accepted.
 
     Attributes:
         token: Required access token; empty for none.
-        gated: Ids of gated repositories: their terms are not accepted.
-        cuts: Number of downloads that end in the middle of a file.
         requests: Method and path of each request so far.
     """
 
@@ -43,8 +41,6 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = repositories
         self.token = ""
-        self.gated: set[str] = set()
-        self.cuts = 0
         self.requests: list[str] = []
 
     @property
@@ -69,7 +65,6 @@ def hub_server(repositories: dict[str, Path]) -> Iterator[HubServer]:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: HubServer
-    RENAMED: ClassVar[dict[str, str]] = {"org/old-name": "org/model"}
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Write nothing to the test's output."""
@@ -87,17 +82,12 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             repository, _, rest = path.lstrip("/").partition("/resolve/")
             _, _, name = rest.partition("/")
-            repository = self.RENAMED.get(repository, repository)
             if self._may_read(repository, rest.partition("/")[0]):
                 self._redirect_to_file(self.server.repositories[repository] / name)
 
     def _answer_api(self, path: str) -> None:
         parts = path.split("/")
         repository, rest = "/".join(parts[:2]), parts[2:]
-        if repository in self.RENAMED:
-            moved = "/".join((self.RENAMED[repository], *rest))
-            self._send(307, headers={"Location": f"/api/models/{moved}"})
-            return
         revision = rest[1] if len(rest) > 1 else "main"
         if not self._may_read(repository, revision):
             return
@@ -126,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(401, headers={"X-Error-Code": "RepoNotFound"})
         elif repository not in self.server.repositories:
             self._send(404, headers={"X-Error-Code": "RepoNotFound"})
-        elif repository in self.server.gated:
+        elif repository == "org/gated":
             self._send(403, headers={"X-Error-Code": "GatedRepo"})
         elif revision not in ("main", COMMIT):
             self._send(404, headers={"X-Error-Code": "RevisionNotFound"})
@@ -150,21 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_file(self, file: Path) -> None:
         content = file.read_bytes()
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        if self.command == "GET" and self.server.cuts and len(content) > 1000:
-            self.server.cuts -= 1
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content[: len(content) // 2])
-            self.close_connection = True
-            return
-        part = content[start:]
-        headers = {
-            "ETag": f'"{_etag(file)}"',
-            "Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}",
-        }
-        self._send(206 if start else 200, part, headers=headers)
+        self._send(200, content, headers={"ETag": f'"{_etag(file)}"'})
 
     def _send(
         self, status: int, body: bytes = b"", *, headers: Mapping[str, str] = NO_HEADERS
@@ -203,7 +179,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     (tmp_path / "adapter").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.pt"):
         (tmp_path / "adapter" / name).write_bytes(b"{}")
-    folders = {"org/model": "model", "org/pickles": "pickles", "org/adapter": "adapter"}
+    folders = {f"org/{name}": name for name in ("model", "pickles", "adapter", "gated")}
     with hub_server({name: tmp_path / folder for name, folder in folders.items()}) as server:
         cache = tmp_path / "cache"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
@@ -241,16 +217,6 @@ def test_download_takes_the_files_that_a_server_reads_and_once(hub: HubServer) -
     assert not [one for one in hub.requests if "/cdn/" in one]
 
 
-def test_download_resumes_a_file_that_was_cut(hub: HubServer) -> None:
-    hub.cuts = 1
-    folder = download("org/model")
-    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
-
-
-def test_download_follows_a_renamed_repository(hub: HubServer) -> None:
-    assert (download("org/old-name") / "config.json").exists()
-
-
 def test_configuration_gets_folders_and_clients_the_hub_id(hub: HubServer) -> None:
     config = load_config(
         None,
@@ -279,6 +245,7 @@ def test_configuration_gets_folders_and_clients_the_hub_id(hub: HubServer) -> No
         ("org/model@v2", "no such revision"),
         ("org/pickles", "no weights as safetensors, only"),
         ("org/model:Q4_K_M", "no weights as safetensors"),
+        ("org/gated", "accepted its terms"),
     ],
 )
 def test_missing_repository_revision_or_weights_is_one_sentence(
@@ -323,12 +290,6 @@ def test_token_is_sent_and_its_lack_is_one_sentence(
         download("org/model")
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert (download("org/model") / "config.json").exists()
-
-
-def test_gated_repository_is_one_sentence(hub: HubServer) -> None:
-    hub.gated.add("org/model")
-    with pytest.raises(CheckpointError, match="accepted its terms"):
-        download("org/model")
 
 
 def test_earlier_download_serves_without_a_connection(

@@ -14,13 +14,11 @@ from tests.machines import pretend_cores
 from vsched.config import (
     ArenaConfig,
     Config,
-    EncodeConfig,
     GenerateConfig,
     ModelConfig,
     keys_table,
     load_config,
     plain_config,
-    resolve_policies,
     to_toml,
 )
 from vsched.config.devices import assumed
@@ -28,6 +26,7 @@ from vsched.engine import Engine
 from vsched.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+IMAGE_HOSTS = ("images.example.com", "B.example.com:8443", "[::1]", "[::1]:8080", "127.0.0.1:65535")
 
 
 def write(folder: Path, text: str) -> Path:
@@ -101,12 +100,7 @@ def test_config_precedence_is_command_line_environment_file_default(tmp_path: Pa
         ("generate.prefix_cache=false", "generate", "prefix_cache", False),
         ("generate.slots = 1_0", "generate", "slots", 10),
         ("deadlines.step_s=3", "deadlines", "step_s", 3.0),
-        (
-            'media.hosts=["a.org", "b.org"]',
-            "media",
-            "hosts",
-            ("a.org", "b.org"),
-        ),
+        (f"media.hosts={msgspec.json.encode(IMAGE_HOSTS).decode()}", "media", "hosts", IMAGE_HOSTS),
     ],
 )
 def test_config_set_parses_by_the_type_of_the_key(
@@ -152,12 +146,6 @@ def test_config_refusal_starts_with_the_key_and_names_the_limit(
     assignment: str, expected: str
 ) -> None:
     assert refusal([assignment]).startswith(expected)
-
-
-def test_config_takes_image_hosts() -> None:
-    hosts = ["images.example.com", "B.example.com:8443", "[::1]", "[::1]:8080", "127.0.0.1:65535"]
-    sets = [f"media.hosts={msgspec.json.encode(hosts).decode()}"]
-    assert load_config(None, sets=sets, environ={}).config.media.hosts == tuple(hosts)
 
 
 def test_config_reports_all_typos_at_once(tmp_path: Path) -> None:
@@ -281,9 +269,12 @@ def test_config_item_limit_is_the_encode_budget(sets: list[str], expected: int |
         (["encode.admission.max_items=3"], 3),
         (["encode.admission.use=fifo"], 1),
         (["encode.admission.use=fifo", "encode.device=cuda:0"], 8),
+        (["encode.admission.max_items=8", "encode.replicas=2"], 4),
+        (["encode.admission.max_items=1", "encode.replicas=2"], 1),
     ],
 )
 def test_config_encode_items_follow_the_admission_policy(sets: list[str], expected: int) -> None:
+    """Replicas share them."""
     assert load_config(None, sets=sets, environ={}).policies.encode_items_max == expected
 
 
@@ -401,14 +392,6 @@ def test_cluster_shares_cores_out_among_those_that_start_there(
     assert config.threads("generate") == 12 // max(here, 1)
 
 
-@pytest.mark.parametrize(("items", "replicas", "each"), [(8, 2, 4), (1, 2, 1), (8, 1, 8)])
-def test_config_replicas_share_the_batch_cap(items: int, replicas: int, each: int) -> None:
-    """`max(batch // replicas, 1)`, as the policies are resolved."""
-    admission = {"use": "token-budget", "max_items": items}
-    encode = EncodeConfig(replicas=replicas, admission=admission)
-    assert resolve_policies(Config(encode=encode)).encode_items_max == each
-
-
 @pytest.mark.parametrize(
     ("sets", "cores", "threads"),
     [
@@ -455,27 +438,18 @@ def test_config_names_the_setting_that_fixes_the_threads(
 
 
 @pytest.mark.parametrize(
-    ("sets", "expected"),
+    ("sets", "key", "value"),
     [
-        (
-            ["generate.replicas=2"],
-            (
-                "encode.replicas: with placement = together both stages run in the same processes: "
-                "value 1, limit generate.replicas, which is 2. Remedy:"
-            ),
-        ),
-        (
-            ["encode.tensor_parallel=4", "generate.tensor_parallel=2"],
-            (
-                "encode.tensor_parallel: with placement = together both stages run in the same processes: "
-                "value 4, limit generate.tensor_parallel, which is 2. Remedy:"
-            ),
-        ),
+        (["generate.replicas=2"], "replicas", 1),
+        (["encode.tensor_parallel=4", "generate.tensor_parallel=2"], "tensor_parallel", 4),
     ],
 )
-def test_config_stages_together_are_as_many(sets: list[str], expected: str) -> None:
+def test_config_stages_together_are_as_many(sets: list[str], key: str, value: int) -> None:
     """Worker group i serves encode-i and generate-i, so there are as many of both; apart they may differ."""
-    assert refusal([*sets, "placement=together"]).startswith(expected)
+    assert refusal([*sets, "placement=together"]).startswith(
+        f"encode.{key}: with placement = together both stages run in the same processes: "
+        f"value {value}, limit generate.{key}, which is 2. Remedy:"
+    )
     load_config(None, sets=sets, environ={})
     both = ["encode.replicas=2", "generate.replicas=2", "placement=together"]
     assert load_config(None, sets=both, environ={}).config.ranks == 4

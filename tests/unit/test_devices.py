@@ -326,7 +326,7 @@ def test_resolved_configuration_resolves_to_itself(monkeypatch: pytest.MonkeyPat
     """An API process and the engine get what the command line has resolved."""
     pretend(monkeypatch, H200, H200, info=msgspec.structs.replace(model_info(), dtype="float32"))
     config = resolve()
-    assert devices.resolve_devices(plain_config(config), os.environ).config == config
+    assert devices.resolve_devices(plain_config(config), os.environ)[0] == config
 
 
 def test_check_names_the_devices_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from tests.unit.media.fakes import model_info
 from vsched.assembly import inspect_checkpoint
-from vsched.config import Config, load_config
+from vsched.config import load_config
 from vsched.engine import Engine
 from vsched.types import SamplingDefaults, SamplingParams
 
@@ -31,12 +29,7 @@ def test_model_section_decides_what_is_taken_from_the_checkpoint(
     loaded = load_config(None, sets=chosen, environ={})
     info = inspect_checkpoint(loaded.config, loaded.policies)
     assert info.sampling == SamplingDefaults(temperature=temperature)
+    engine = Engine(loaded.config)
+    engine.info = info
+    assert engine.default_sampling() == SamplingParams(max_tokens=0, temperature=temperature)
     assert info.chat_template == "mine.jinja"
-
-
-def test_sampling_defaults_come_from_the_checkpoint() -> None:
-    engine = Engine(Config())
-    engine.info = msgspec.structs.replace(
-        model_info(), sampling=SamplingDefaults(temperature=0.3, top_k=5)
-    )
-    assert engine.default_sampling() == SamplingParams(max_tokens=0, temperature=0.3, top_k=5)

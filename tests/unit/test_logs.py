@@ -28,11 +28,19 @@ warnings.warn("old")
 """
 
 
-def test_logs_carry_time_level_process_and_logger() -> None:
+def run_program(**environment: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **environment},
     )
-    first, of_a_worker, second, third, *_ = done.stderr.splitlines()
+    return done.stderr.splitlines()
+
+
+def test_logs_carry_time_level_process_and_logger() -> None:
+    first, of_a_worker, second, third, *_ = run_program()
     assert of_a_worker.endswith("INFO [generate-0 rank 1] vsched_workers.backends: of a worker")
     assert re.fullmatch(rf"{STAMP} INFO \[generate-0 rank 1\] vsched.aio: a {{brace}}", first)
     assert re.fullmatch(
@@ -46,17 +54,6 @@ def test_logs_leave_a_programs_own_handlers_alone() -> None:
     assert before, "a test runner has handlers"
     configure_logging("engine")
     assert logging.root.handlers == before
-
-
-def run_program(**environment: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, **environment},
-    )
-    return done.stderr.splitlines()
 
 
 def test_logs_are_json_objects_with_time_level_process_and_logger() -> None:

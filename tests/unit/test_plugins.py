@@ -8,7 +8,13 @@ import msgspec
 import pytest
 
 from vsched.errors import ConfigError, PolicyError
-from vsched.plugins import check_contract, list_policies, policy_fields, resolve_policy, type_text
+from vsched.plugins import (
+    check_contract,
+    describe_policy,
+    list_policies,
+    resolve_policy,
+    type_text,
+)
 from vsched.policy import (
     DECISIONS,
     SEVERAL,
@@ -158,13 +164,9 @@ def test_list_policies_reports_kind_fields_and_summary() -> None:
     assert ("max_items", "int, 1 or more", None) in fields
     assert budget.summary.startswith("Admits in order of arrival until")
     assert listed["memory", "pinned"].fields[0].type == "number, above 0, at most 1"
-
-
-def test_policy_fields_mark_what_is_required() -> None:
-    assert [(field.name, field.required) for field in policy_fields(Whole)] == [
-        ("part", False),
-        ("most", True),
-    ]
+    whole = describe_policy(f"{__name__}:Whole")
+    required = [(field.name, field.required) for field in whole.fields]
+    assert required == [("part", False), ("most", True)]
 
 
 def test_type_text_words_bounds() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,14 +16,15 @@ from vsched.errors import CheckpointError
 from vsched.terminal.options import new_table
 
 if TYPE_CHECKING:
-    import httpx
-    from openai import AsyncOpenAI
     from rich.console import Console
     from rich.table import Table
+
+    from vsched.engine import Engine
 
 TASKS = ("number", "colour", "count")
 """Tasks of the first question and of each turn of the conversation."""
 TABLE_COLUMNS = 72
+Ask = Callable[..., Awaitable[str]]
 
 
 @app.command()
@@ -75,45 +75,11 @@ def user_message(turn: ExamTurn) -> dict[str, Any]:
     return {"role": "user", "content": [*images, {"type": "text", "text": turn.question}]}
 
 
-@dataclass(frozen=True, slots=True)
-class _Client:
-    """A server and an OpenAI client for it."""
-
-    url: str
-    model: str
-    openai: AsyncOpenAI
-    http: httpx.AsyncClient
-    console: Console
-    max_tokens: int
-
-    async def ask(self, messages: Sequence[Any], *, show: bool = True, **sampling: Any) -> str:
-        """Send messages, print the answer as it is streamed, and return it."""
-        stream: Any = await self.openai.chat.completions.create(
-            model=self.model,
-            messages=list(messages),
-            max_tokens=self.max_tokens,
-            stream=True,
-            **sampling,
-        )
-        pieces: list[str] = []
-        async for chunk in stream:
-            if chunk.choices and chunk.choices[0].delta.content:
-                pieces.append(chunk.choices[0].delta.content)
-                if show:
-                    self.console.print(pieces[-1], end="", markup=False)
-        return "".join(pieces)
-
-    async def statistics(self) -> dict[str, Any]:
-        """Return the server's statistics."""
-        reply = await self.http.get(f"{self.url}/admin/statistics")
-        found: dict[str, Any] = reply.json()
-        return found
-
-
 @contextlib.asynccontextmanager
-async def _serving(checkpoint: str, max_tokens: int, console: Console) -> AsyncIterator[_Client]:
-    """Serve a checkpoint, with progress bars while it loads."""
-    import httpx
+async def _serving(
+    checkpoint: str, max_tokens: int, console: Console
+) -> AsyncIterator[tuple[Engine, Ask]]:
+    """Serve a checkpoint, with progress bars while it loads; yield the engine, and a client's function to ask it."""
     from openai import AsyncOpenAI
 
     from vsched.api.server import running_server
@@ -126,12 +92,29 @@ async def _serving(checkpoint: str, max_tokens: int, console: Console) -> AsyncI
         with loading_progress(console) as report:
             server = await stack.enter_async_context(running_server(config, on_progress=report))
         console.print(f"Serving at {server.url}/v1")
-        # Clients are closed before the server: an open keep-alive connection would delay its stop.
-        openai = await stack.enter_async_context(
+        # The client is closed before the server: an open keep-alive connection would delay its stop.
+        client = await stack.enter_async_context(
             AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
         )
-        http = await stack.enter_async_context(httpx.AsyncClient())
-        yield _Client(server.url, config.model.served_name, openai, http, console, max_tokens)
+
+        async def ask(messages: Sequence[Any], *, show: bool) -> str:
+            """Send messages, print the answer as it is streamed, and return it."""
+            stream: Any = await client.chat.completions.create(
+                model=config.model.served_name,
+                messages=list(messages),
+                max_tokens=max_tokens,
+                temperature=0,
+                stream=True,
+            )
+            pieces: list[str] = []
+            async for chunk in stream:
+                if chunk.choices and chunk.choices[0].delta.content:
+                    pieces.append(chunk.choices[0].delta.content)
+                    if show:
+                        console.print(pieces[-1], end="", markup=False)
+            return "".join(pieces)
+
+        yield server.engine, ask
     console.print("Stopped: no process and no shared memory is left.")
 
 
@@ -144,23 +127,23 @@ async def _examine(
 ) -> None:
     """Ask about a picture, then hold a conversation; report whether the answers are right."""
     first = turn(TASKS[0], 0)
-    async with _serving(checkpoint, max_tokens, console) as client:
+    async with _serving(checkpoint, max_tokens, console) as (engine, ask):
         _show(first.images, folder, "picture", console)
         console.print(f"[bold]user[/]       {first.question}")
         console.print("[bold]assistant[/]  ", end="")
-        answer = await client.ask([user_message(first)], temperature=0)
+        answer = await ask([user_message(first)], show=True)
         console.print(f"   [dim]({_verdict(answer, first)})[/]\n")
-        first_timeline = (await client.statistics())["recent"][-1]
+        first_timeline = engine.statistics()["recent"][-1]
         turns = [turn(task, 1) for task in TASKS]
         _show([png for one in turns for png in one.images], folder, "turn", console)
-        console.print(await _converse(client, turns))
+        console.print(await _converse(engine, ask, turns))
         console.print()
         console.print(timeline_table(first_timeline))
         console.print()
-        console.print(memory_table(await client.statistics()))
+        console.print(memory_table(engine.statistics()))
 
 
-async def _converse(client: _Client, turns: Sequence[ExamTurn]) -> Table:
+async def _converse(engine: Engine, ask: Ask, turns: Sequence[ExamTurn]) -> Table:
     """Hold a conversation of these turns, each with its own picture; return it as a table."""
     title = "A conversation: the next picture with each turn"
     table = _table(title, "turn", "question", "images", "encoded", "answer", "")
@@ -171,9 +154,9 @@ async def _converse(client: _Client, turns: Sequence[ExamTurn]) -> Table:
     for number, turn in enumerate(turns, 1):
         messages.append(user_message(turn))
         images += len(turn.images)
-        answer = await client.ask(messages, show=False, temperature=0)
+        answer = await ask(messages, show=False)
         messages.append({"role": "assistant", "content": answer})
-        encoded = (await client.statistics())["recent"][-1]["encoded_items"]
+        encoded = engine.statistics()["recent"][-1]["encoded_items"]
         counts = str(images), str(encoded)
         table.add_row(str(number), turn.question, *counts, answer, _verdict(answer, turn))
     return table

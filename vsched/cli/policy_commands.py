@@ -18,7 +18,7 @@ from vsched.plugins import (
     list_policies,
     load_policy_class,
 )
-from vsched.policy import DECISIONS, POLICY_TABLES, SEVERAL
+from vsched.policy import DECISIONS, POLICY_TABLES, SEVERAL, decisions_of
 from vsched.terminal.options import table_console
 
 policies_app = typer.Typer(help="List the registered policies, describe one, or try one.")
@@ -56,16 +56,7 @@ def show(
 
     A class that is not registered, named as module:Class, is described with all its decisions.
     """
-    if ":" in name:
-        typer.echo("\n".join(_about_class(describe_policy(name))))
-        return
-    found = [policy for policy in list_policies() if policy.name == name]
-    if not found:
-        idea = did_you_mean(name, {policy.name for policy in list_policies()})
-        raise ConfigError(
-            f"policies show {name}: no such policy; `vsched policies` lists them.{idea}"
-        )
-    for policy in found:
+    for policy in [describe_policy(name)] if ":" in name else _registered(name):
         typer.echo("\n".join(_about(policy)))
 
 
@@ -101,7 +92,10 @@ def try_(
     from vsched.terminal.progress import counting_progress
     from vsched.testing import policy_trial
 
-    target = name if ":" in name else _target_of(name)
+    targets = [name] if ":" in name else sorted({one.target for one in _registered(name)})
+    if len(targets) > 1:
+        raise ConfigError(f"{name}: several policies. Remedy: name one of {', '.join(targets)}")
+    (target,) = targets
     table: dict[str, Any] = {"use": target}
     for assignment in fields or ():
         key, equals, text = assignment.partition("=")
@@ -123,15 +117,15 @@ def try_(
         raise typer.Exit(1)
 
 
-def _target_of(name: str) -> str:
-    """Return module:Class of a registered policy."""
-    found = sorted({policy.target for policy in list_policies() if policy.name == name})
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"{name}: several policies. Remedy: name one of {', '.join(found)}")
-    idea = did_you_mean(name, {policy.name for policy in list_policies()})
-    raise ConfigError(f"{name}: no such policy. Remedy: name it as module:Class.{idea}")
+def _registered(name: str) -> list[RegisteredPolicy]:
+    """Return the registered policies of this name."""
+    every = list_policies()
+    if found := [policy for policy in every if policy.name == name]:
+        return found
+    idea = did_you_mean(name, {policy.name for policy in every})
+    raise ConfigError(
+        f"{name}: no such policy; `vsched policies` lists them. Remedy: name it as module:Class.{idea}"
+    )
 
 
 @policies_app.command()
@@ -166,21 +160,11 @@ def _about(policy: RegisteredPolicy) -> list[str]:
     """Return the description of a policy as lines."""
     if policy.error:
         return [f"{policy.kind}: {policy.name} cannot be used: {policy.error}"]
-    cls = load_policy_class(policy.kind, policy.name)
-    lines = [f"{policy.kind}: {policy.name} ({policy.target})", "", inspect.getdoc(cls) or "", ""]
-    lines += [f"  {field.name} = {_default(field)}  ({field.type})" for field in policy.fields]
-    return [
-        *lines,
-        *([""] if policy.fields else []),
-        f"Its effect: vsched policies try {policy.name}",
-    ]
-
-
-def _about_class(policy: RegisteredPolicy) -> list[str]:
-    """Return the description of a class that is not registered, as lines."""
-    made = policy.kind.split(", ")
-    cls = load_policy_class(SEVERAL, policy.target)
-    lines = [policy.target, "", inspect.getdoc(cls) or "(no docstring)", "", "Decisions:"]
+    cls = load_policy_class(policy.kind, policy.target)
+    made = decisions_of(cls) if policy.kind == SEVERAL else [policy.kind]
+    registered = f"{policy.kind}: {policy.name} ({policy.target})"
+    heading = registered if policy.name != policy.target else policy.target
+    lines = [heading, "", inspect.getdoc(cls) or "(no docstring)", "", "Decisions:"]
     for kind in made:
         tables = [table for table, decision in POLICY_TABLES.items() if decision == kind]
         lines.append(f"  {kind}: {DECISIONS[kind].method}(), configured in {' or '.join(tables)}")
@@ -190,7 +174,7 @@ def _about_class(policy: RegisteredPolicy) -> list[str]:
         lines.append(f"State: {cls.state_type.__qualname__}")
     lines.append("Fields:" if policy.fields else "Fields: none")
     lines += [f"  {field.name} = {_default(field)}  ({field.type})" for field in policy.fields]
-    return [*lines, "", f"Its effect: vsched policies try {policy.target}"]
+    return [*lines, "", f"Its effect: vsched policies try {policy.name}"]
 
 
 def _fields(policy: RegisteredPolicy) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -71,37 +70,37 @@ def profile(
             console.print(f"Cost model: {out}; use it with vsched simulate --cost {out}")
         return
     started_s = time.monotonic()
-    sized = asyncio.run(_size(settings, console))
-    ledger = sized.ledger
+    ledger, statistics, error = asyncio.run(_size(settings, console))
+    threads, memory = statistics.get("threads", {}), statistics.get("memory", {})
+    blocks = statistics["generate"]["blocks_total"] if statistics else 0
+    tokens = blocks * settings.generate.block_size
     if ledger is not None:
         console.print(ledger.render_phases(), markup=False, highlight=False, soft_wrap=True)
     if out is not None:
+        found = {"kv_tokens": tokens, "error": str(error or ""), "threads": threads}
         figures = ledger.as_dict() if ledger is not None else {}
-        error = str(sized.error or "")
-        found = {"kv_tokens": sized.tokens, "error": error, "threads": sized.threads}
-        write_json(out, {**found, "memory": sized.memory, **figures})
+        write_json(out, {**found, "memory": memory, **figures})
         console.print(f"JSON: {out}")
-    if sized.error is not None:
-        raise sized.error
+    if error is not None:
+        raise error
     assert ledger is not None, "an engine that started has a ledger"
     spent_s = time.monotonic() - started_s
-    console.print(f"\n{sized.tokens} tokens of KV cache, found in {spent_s:.1f} s\n")
-    _show_processes(console, sized)
+    console.print(f"\n{tokens} tokens of KV cache, found in {spent_s:.1f} s\n")
+    for group, ranks in threads.items():
+        for rank, count in ranks.items():
+            used = f"{count['active']} of {count['total']} threads"
+            console.print(f"{group} rank {rank} computes with {used}", highlight=False)
+    for name, process in _PROCESSES.items():
+        if size := memory.get(name):
+            console.print(f"{process} uses {size / 2**20:,.1f} MiB", highlight=False)
+    console.print()
     console.print(ledger.render(), markup=False, highlight=False)
 
 
-class _SizedMemory(NamedTuple):
-    """Result of sizing: the ledger, if there is one, and the KV cache and the ranks' threads, or the error."""
-
-    ledger: Ledger | None
-    tokens: int = 0
-    threads: Mapping[str, Mapping[str, Mapping[str, int]]] = {}
-    memory: Mapping[str, int] = {}
-    error: VschedError | None = None
-
-
-async def _size(settings: Config, console: Console) -> _SizedMemory:
-    """Start an engine, which sizes the memory, and stop it before it serves."""
+async def _size(
+    settings: Config, console: Console
+) -> tuple[Ledger | None, dict[str, Any], VschedError | None]:
+    """Start an engine, which sizes the memory, and stop it; return ledger and statistics, or the error."""
     from vsched.engine import Engine
     from vsched.terminal.progress import loading_progress
 
@@ -110,25 +109,9 @@ async def _size(settings: Config, console: Console) -> _SizedMemory:
         try:
             async with engine:
                 await asyncio.sleep(SERVERS_S)
-                statistics = engine.statistics()
-                tokens = statistics["generate"]["blocks_total"] * settings.generate.block_size
-                return _SizedMemory(
-                    engine.ledger, tokens, statistics["threads"], statistics["memory"]
-                )
+                return engine.ledger, engine.statistics(), None
         except VschedError as error:
-            return _SizedMemory(engine.ledger, error=error)
-
-
-def _show_processes(console: Console, sized: _SizedMemory) -> None:
-    """Print the threads of the ranks and the memory of the other processes."""
-    for group, ranks in sized.threads.items():
-        for rank, threads in ranks.items():
-            used = f"{threads['active']} of {threads['total']} threads"
-            console.print(f"{group} rank {rank} computes with {used}", highlight=False)
-    for name, process in _PROCESSES.items():
-        if size := sized.memory.get(name):
-            console.print(f"{process} uses {size / 2**20:,.1f} MiB", highlight=False)
-    console.print()
+            return engine.ledger, {}, error
 
 
 @app.command("calibrate-vllm")

@@ -9,7 +9,7 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vsched.cli import app
-from vsched.errors import ConfigError, limit_message
+from vsched.errors import ConfigError
 from vsched.terminal.options import (
     JsonOption,
     SetOption,
@@ -129,7 +129,7 @@ def simulate(
     times.
     """
     if swarm is not None:
-        _refuse_given(ctx, but=WITH_SWARM, reason="is not used with --swarm")
+        _refuse_without_swarm(ctx)
         run_swarm(
             swarm,
             seed=seed,
@@ -172,15 +172,16 @@ def simulate(
     _report_policy_failures(outcomes)
 
 
-def _refuse_given(ctx: typer.Context, *, but: Collection[str], reason: str) -> None:
-    """Refuse options given on the command line, except those in `but`."""
+def _refuse_without_swarm(ctx: typer.Context) -> None:
+    """Refuse options on the command line that do not apply to `--swarm`."""
     given = [
         f"--{name.replace('_', '-')}"
         for name in ctx.params
-        if name not in but and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        and name not in WITH_SWARM
     ]
     if given:
-        raise ConfigError(f"{', '.join(given)}: {reason}. Remedy: leave it out")
+        raise ConfigError(f"{', '.join(given)}: is not used with --swarm. Remedy: leave it out")
 
 
 def check_writable(files: Mapping[str, Path | None]) -> None:
@@ -213,18 +214,10 @@ def _run_all(
     outcomes: list[SimulationOutcome] = []
     with counting_progress() as report:
         for label, loaded in named.items():
-            progress = partial(lambda label, done: report(label, done, load_of.requests), label)
             with _timeline(timeline, label if len(named) > 1 else "", loaded) as observers:
-                outcomes.append(
-                    run(
-                        loaded,
-                        load_of,
-                        label=label,
-                        progress=progress,
-                        observers=observers,
-                        **settings,
-                    )
-                )
+                given = {"label": label, "observers": observers, **settings}
+                progress = partial(lambda label, done: report(label, done, load_of.requests), label)
+                outcomes.append(run(loaded, load_of, progress=progress, **given))
     return outcomes
 
 
@@ -249,18 +242,17 @@ def _configs(
 
     With a recorded run, its configuration is the first, and without files, the base of the assignments.
     """
-    named: dict[str, LoadedConfig] = {}
-    every: list[Path | None] = [*paths] if paths else [None]
-    if run is not None:
-        from vsched.config import load_config
+    from vsched.config import load_config
 
-        named["as recorded"] = load_config(None, environ={}, base=run.config)
-        if not paths:
-            if assignments:
-                named["changed"] = load_config(
-                    None, sets=assignments, environ=os.environ, base=run.config
-                )
-            return named
+    named: dict[str, LoadedConfig] = {}
+    every: list[Path | None] = [*(paths or ())]
+    if run is not None:
+        base = run.config
+        named["as recorded"] = load_config(None, environ={}, base=base)
+        if assignments and not paths:
+            named["changed"] = load_config(None, sets=assignments, environ=os.environ, base=base)
+    elif not paths:
+        every = [None]
     for path in every:
         label = wanted = "defaults" if path is None else path.stem
         number = 1
@@ -323,12 +315,11 @@ def _timeline(
         yield ()
         return
     from vsched.record import TraceTimeline
-    from vsched.sim.fast.simulation import header_of
 
     own = path.with_name(f"{path.stem}-{label}{path.suffix}") if label else path
     with open_output("--timeline", own) as file:
         drawn = TraceTimeline(file)
-        drawn.begin(header_of(loaded.config), loaded.config)
+        drawn.begin(loaded.config)
         yield [drawn]
         drawn.close()
 
@@ -371,13 +362,12 @@ def _write(outcomes: Sequence[SimulationOutcome], files: Mapping[str, Path | Non
     from vsched.sim.report.comparison import write_json
     from vsched.sim.report.rendering import render_html
 
-    for option, path in files.items():
-        if path is not None:
-            if option == "--html":
-                path.write_text(render_html(outcomes), encoding="utf-8")
-            else:
-                write_json(outcomes, path)
-            typer.echo(f"wrote {path}")
+    if (page := files["--html"]) is not None:
+        page.write_text(render_html(outcomes), encoding="utf-8")
+    if (figures := files["--json"]) is not None:
+        write_json(outcomes, figures)
+    for path in filter(None, files.values()):
+        typer.echo(f"wrote {path}")
 
 
 def run_swarm(
@@ -404,13 +394,11 @@ def run_swarm(
     from vsched.terminal.progress import counting_progress
 
     if len(configs) > 1:
-        raise ConfigError(
-            limit_message(
-                "--config with --swarm",
-                value=f"{len(configs)} files",
-                limit="one",
-                remedy="give one configuration with the policies to test",
-            )
+        raise ConfigError.of_limit(
+            "--config with --swarm",
+            value=f"{len(configs)} files",
+            limit="one",
+            remedy="give one configuration with the policies to test",
         )
     loaded = load(configs[0] if configs else None, [*assignments])
     policies, unused = _policies_of(loaded)

@@ -192,9 +192,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
 _POWERS = "kmgt"
 
 
-def assign(key: str, value: str = "") -> Convert:
-    """A value for a key, by default the word after the flag."""
-    return lambda words: {key: value or words[0]}
+def assign(keys: str, value: str = "") -> Convert:
+    """A value for each of the keys, by default the word after the flag."""
+    return lambda words: dict.fromkeys(keys.split(), value or words[0])
 
 
 def count(key: str, **special: str) -> Convert:
@@ -262,12 +262,6 @@ def json_list(key: str) -> Convert:
         return {key: to_toml([one for word in words for one in word.split(",")])}
 
     return convert
-
-
-def device(words: Sequence[str]) -> Assignments:
-    """Device of both stages."""
-    name = {"cuda": "cuda:0"}.get(words[0], words[0])
-    return {"generate.device": name, "encode.device": name}
 
 
 def pinned_bytes(words: Sequence[str]) -> Assignments:
@@ -373,7 +367,6 @@ _CONVERT: dict[str, Convert] = {
         {"fcfs": "fifo", "priority": "priority"},
         "choose a policy of generate.admission",
     ),
-    "--device": device,
     "--pipeline-parallel-size": only("1", "raise --tensor-parallel-size instead"),
     "--distributed-executor-backend": choice(
         "cluster.ray",

@@ -133,40 +133,25 @@ def _together(config: Config) -> Iterator[str]:
 def _limits(config: Config) -> Iterator[str]:
     """Keys whose upper limit is another key."""
     generate, adapters, deadlines = config.generate, config.adapters, config.deadlines
-    steps = generate.max_batch_tokens
     loaded = len(adapters.load)
-    for path, value, limit, reason, remedy in (
-        (
-            "generate.chunk_tokens",
-            generate.chunk_tokens,
-            steps,
-            "a chunk cannot be longer than a step (generate.max_batch_tokens)",
-            "",
-        ),
-        (
-            "generate.slots",
-            generate.slots,
-            steps - 1,
-            "a step full of decodes must leave room for prefill (generate.max_batch_tokens)",
-            "",
-        ),
-        (
-            "adapters.load",
-            loaded,
-            adapters.count_max,
-            "more adapters than adapters.count_max allows",
-            f"set adapters.count_max to {loaded}, or name fewer",
-        ),
-        (
-            "deadlines.heartbeat_s",
-            deadlines.heartbeat_s,
-            deadlines.rank_timeout_s / 2,
-            "a rank must not time out over one late heartbeat (half of deadlines.rank_timeout_s)",
-            "",
-        ),
+    if loaded > adapters.count_max:
+        yield limit_message(
+            "adapters.load: more adapters than adapters.count_max allows",
+            value=loaded,
+            limit=adapters.count_max,
+            remedy=f"set adapters.count_max to {loaded}, or name fewer",
+        )
+    late = deadlines.rank_timeout_s / 2
+    chunk = "a chunk cannot be longer than a step (generate.max_batch_tokens)"
+    slots = "a step full of decodes must leave room for prefill (generate.max_batch_tokens)"
+    beat = "a rank must not time out over one late heartbeat (half of deadlines.rank_timeout_s)"
+    for path, value, limit, reason in (
+        ("generate.chunk_tokens", generate.chunk_tokens, generate.max_batch_tokens, chunk),
+        ("generate.slots", generate.slots, generate.max_batch_tokens - 1, slots),
+        ("deadlines.heartbeat_s", deadlines.heartbeat_s, late, beat),
     ):
         if value > limit:
-            remedy = remedy or f"set {path} to {limit:g} or less"
+            remedy = f"set {path} to {limit:g} or less"
             yield limit_message(f"{path}: {reason}", value=value, limit=limit, remedy=remedy)
 
 

@@ -121,14 +121,11 @@ def reason_without_gpu(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def with_devices(config: Config, encode: str, generate: str = "") -> Config:
-    """Replace `auto` by concrete devices; both by the first if there is no second."""
+def with_devices(config: Config, device: str) -> Config:
+    """Replace `auto` by a device."""
     changes = {
         name: msgspec.structs.replace(section, device=device)
-        for name, section, device in (
-            ("encode", config.encode, encode),
-            ("generate", config.generate, generate or encode),
-        )
+        for name, section in (("encode", config.encode), ("generate", config.generate))
         if section.device == AUTO
     }
     return msgspec.structs.replace(config, **changes)

@@ -6,14 +6,14 @@ The tables of a vsched configuration that another host of policies follows, such
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
 
 from vsched.config.devices import assumed
 from vsched.config.sections import Config, PoliciesConfig, PolicyTable, Section, VllmConfig
-from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
+from vsched.errors import ConfigError, ConfigProblems, PolicyError
 from vsched.plugins import did_you_mean, resolve_policy, resolve_several, seats_of
 from vsched.policy import (
     KERNEL_TABLES,
@@ -98,28 +98,13 @@ def _several(config: Config) -> dict[str, Policy]:
     return dict.fromkeys(named, policy)
 
 
-def seats_of_table(table: PolicyTable) -> list[str]:
-    """Return the tables that a table `policy` stands for.
-
-    Raises:
-        ConfigError, PolicyError: As from `resolve_policies`.
-    """
-    return resolve_several(table)[1]
-
-
-class Replacement(msgspec.Struct, frozen=True):
-    """Checked tables of new policies, with `policy.seats` filled in, and the policies of all seats with them."""
-
-    tables: dict[str, PolicyTable]
-    policies: ConfiguredPolicies
-
-
 def check_replacement(
     config: Config, current: ConfiguredPolicies, changes: Mapping[str, Policy | PolicyTable]
-) -> Replacement:
+) -> tuple[dict[str, PolicyTable], ConfiguredPolicies]:
     """Build the policies of these tables, and check that they may replace the current ones while requests run.
 
-    A policy stands for its own table, which names its class as `module:Class`.
+    Returns the tables, with `policy.seats` filled in, and the policies of all seats with them. A policy stands for its
+    own table, which names its class as `module:Class`.
 
     Raises:
         ConfigError: If a table or a policy is not valid, or needs a restart; each line starts with a table's path.
@@ -157,7 +142,7 @@ def check_replacement(
         raise _needs_restart(
             "encode.admission", f"{tokens} tokens of an image", f"{limit}, as at the start"
         )
-    return Replacement(checked, msgspec.structs.replace(current, by_table=after.by_table))
+    return checked, msgspec.structs.replace(current, by_table=after.by_table)
 
 
 def _check_table(path: str, table: object) -> tuple[list[str], Policy]:
@@ -168,18 +153,16 @@ def _check_table(path: str, table: object) -> tuple[list[str], Policy]:
         raise _needs_restart(path, "another policy", limit)
     if path not in able:
         what = f"{path}: not a policy table"
-        raise ConfigError(
-            limit_message(
-                what,
-                value=repr(path),
-                limit=", ".join(able),
-                remedy=f"name one of them.{did_you_mean(path, able)}",
-            )
+        raise ConfigError.of_limit(
+            what,
+            value=repr(path),
+            limit=", ".join(able),
+            remedy=f"name one of them.{did_you_mean(path, able)}",
         )
     if not isinstance(table, Mapping):
         what = f"{path}: not a table"
-        raise ConfigError(
-            limit_message(what, value=repr(table), limit='{"use": "NAME"}', remedy="name a policy")
+        raise ConfigError.of_limit(
+            what, value=repr(table), limit='{"use": "NAME"}', remedy="name a policy"
         )
     several = path == SEVERAL
     decision = SEVERAL if several else POLICY_TABLES[path]
@@ -207,8 +190,8 @@ def policy_tables(
 
 def _needs_restart(path: str, value: str, limit: str) -> ConfigError:
     what = f"{path}: cannot be replaced while requests run"
-    return ConfigError(
-        limit_message(what, value=value, limit=limit, remedy="change the configuration and restart")
+    return ConfigError.of_limit(
+        what, value=value, limit=limit, remedy="change the configuration and restart"
     )
 
 
@@ -224,13 +207,8 @@ def configured_policies(config: Config, built: Mapping[str, Policy]) -> Configur
     return ConfiguredPolicies(
         by_table=built,
         item_tokens_max=item_tokens_max or None,
-        encode_items_max=items_per_replica(items_max, config.encode.replicas),
+        encode_items_max=max(items_max // max(config.encode.replicas, 1), 1),
     )
-
-
-def items_per_replica(items: int, replicas: int) -> int:
-    """One replica's share of a batch limit: at least 1."""
-    return max(items // max(replicas, 1), 1)
 
 
 def policy_table(config: Config, path: str) -> PolicyTable:
@@ -239,9 +217,6 @@ def policy_table(config: Config, path: str) -> PolicyTable:
     for part in path.split("."):
         found = getattr(found, part)
     return cast("PolicyTable", found)
-
-
-_Section = TypeVar("_Section", bound=Section)
 
 
 class TimeTarget(Section, frozen=True, kw_only=True):
@@ -296,21 +271,24 @@ def read_host_settings(
                 built[path] = shared
     generate = dict(rest.get("generate", {}))
     keys = {key: generate.pop(key) for key in TimeTarget.__struct_fields__ if key in generate}
-    target, limits, vllm = TimeTarget(), PoliciesConfig(), VllmConfig()
     rest["generate"] = generate
-    with problems.collected():
-        target = _convert(keys, TimeTarget, "generate")
-    with problems.collected():
-        limits = _convert(rest.pop("policies", {}), PoliciesConfig, "policies")
-    with problems.collected():
-        vllm = _convert(rest.pop("vllm", {}), VllmConfig, "vllm")
+    sections: dict[str, Any] = {}
+    for path, wanted, section in (
+        ("generate", TimeTarget, keys),
+        ("policies", PoliciesConfig, rest.pop("policies", {})),
+        ("vllm", VllmConfig, rest.pop("vllm", {})),
+    ):
+        try:
+            sections[path] = msgspec.convert(section, wanted)
+        except msgspec.ValidationError as error:
+            problems.add(f"{path}: {error}. Remedy: see the keys of vsched's configuration")
     problems.tell()
     by_table = {path: one for path, one in built.items() if path in called}
     return HostSettings(
         policies=SeatPolicies(by_table=by_table, several=shared),
-        vllm=vllm,
-        limits=limits,
-        target=target,
+        vllm=sections["vllm"],
+        limits=sections["policies"],
+        target=sections["generate"],
         rest=rest,
     )
 
@@ -325,12 +303,3 @@ def _take(tables: dict[str, Any], path: str) -> Any:
         return None
     tables[head] = {key: value for key, value in inner.items() if key != last}
     return inner[last]
-
-
-def _convert(table: object, wanted: type[_Section], path: str) -> _Section:
-    try:
-        return msgspec.convert(table, wanted)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{path}: {error}. Remedy: see the keys of vsched's configuration"
-        ) from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-from vsched.errors import ConfigError, limit_message
+from vsched.errors import ConfigError
 from vsched.policy import DECISIONS
 from vsched.worker.spec import default_threads, usable_cores
 
@@ -102,13 +102,11 @@ def size_bytes(size: int | str, *, path: str) -> int:
     """
     found = _FORM.fullmatch(str(size))
     if found is None or found[2] not in _UNITS:
-        raise ConfigError(
-            limit_message(
-                f"{path}: not a size",
-                value=repr(size),
-                limit=f"a number, or one with a unit ({', '.join(filter(None, _UNITS))})",
-                remedy="write it like 4GiB",
-            )
+        raise ConfigError.of_limit(
+            f"{path}: not a size",
+            value=repr(size),
+            limit=f"a number, or one with a unit ({', '.join(filter(None, _UNITS))})",
+            remedy="write it like 4GiB",
         )
     return int(float(found[1]) * _UNITS[found[2]])
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vsched.failures import EncodeErrorKind, GroupFailure
 from vsched.types import FinishReason, Request
+
+if TYPE_CHECKING:
+    Tokens = array[int]
+else:  # `array` takes no type arguments at run time
+    Tokens = array
 
 
 class FurtherChoice(msgspec.Struct, frozen=True, array_like=True):
@@ -85,7 +90,7 @@ class Stepped(msgspec.Struct, frozen=True):
     """
 
     step: int
-    tokens: array[int]
+    tokens: Tokens
     finished: list[Finished] = []
     busy_ns: int = 0
     group: str = "generate"

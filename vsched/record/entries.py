@@ -7,20 +7,16 @@ replaced by a digest.
 
 from __future__ import annotations
 
-import functools
-import operator
 import typing
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, cast
 
 import msgspec
 
 from vsched.errors import RecordError
-from vsched.kernel import commands as kernel_commands
-from vsched.kernel import events as kernel_events
-from vsched.kernel.commands import Command, Decide, Notice
+from vsched.kernel.commands import Command, Decide
 from vsched.kernel.decisions import GenerateDecision
 from vsched.kernel.events import Event
 
@@ -53,31 +49,6 @@ class SegmentHeader(msgspec.Struct, frozen=True, array_like=True):
     layout: int = 1
 
 
-class PackedArray(msgspec.Struct, frozen=True, array_like=True):
-    """An int32 array without its last elements that are -1."""
-
-    length: int
-    data: bytes
-
-    def unpack(self) -> array[int]:
-        """Return the array.
-
-        Raises:
-            RecordError: If the data is longer than the array.
-        """
-        missing = self.length * 4 - len(self.data)
-        if missing < 0:
-            raise RecordError(f"an array of {self.length} numbers has {len(self.data)} bytes")
-        return array("i", self.data + b"\xff" * missing)
-
-
-class _PackedType:
-    """Replaces `array` when the annotations of events are evaluated: `array` takes no type arguments at run time."""
-
-    def __getitem__(self, item: object) -> type[PackedArray]:
-        return PackedArray
-
-
 _NAMES = {"Arrived": "Knocked", "AdmitArrival": "Enter", "RejectArrival": "TurnAway"}
 """Names in records of renamed classes, so that older records stay readable."""
 
@@ -86,27 +57,9 @@ def _name(cls: type) -> str:
     return _NAMES.get(cls.__name__, cls.__name__)
 
 
-def _mirrors(union: Any, module: Any) -> dict[str, tuple[type[msgspec.Struct], Any]]:
-    """Return by recorded name the class of each member of a union, and a tagged struct with the same fields."""
-    found: dict[str, tuple[type[msgspec.Struct], Any]] = {}
-    for cls in typing.get_args(union):
-        hints = typing.get_type_hints(cls, {**vars(module), "array": _PackedType()})
-        mirror = msgspec.defstruct(
-            _name(cls),
-            [(name, hints[name]) for name in cls.__struct_fields__],
-            tag=_name(cls),
-            array_like=True,
-        )
-        found[_name(cls)] = (cls, mirror)
-    return found
-
-
-_EVENTS = _mirrors(kernel_events.Event, kernel_events)
-_COMMANDS = _mirrors(kernel_commands.Command, kernel_commands)
-
-
-def _union(mirrors: Mapping[str, tuple[type[msgspec.Struct], Any]]) -> Any:
-    return functools.reduce(operator.or_, [mirror for _, mirror in mirrors.values()])
+_CLASSES: dict[str, type[Any]] = {
+    _name(cls): cls for cls in (*typing.get_args(Event), *typing.get_args(Command))
+}
 
 
 class _EventFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -127,28 +80,50 @@ class RecordedEvent(msgspec.Struct, frozen=True):
     data_digest: bytes
 
 
-def _pack(one: Any) -> Any:
+def decode_command(body: bytes | msgspec.Raw) -> Command:
+    """Return a command from bytes.
+
+    Raises:
+        RecordError: If they are no command.
+    """
+    return cast("Command", _decode(body))
+
+
+def _decode(body: bytes | msgspec.Raw) -> Event | Command:
+    """Return the event or the command of `[name, field, …]`."""
+    try:
+        name, *values = msgspec.msgpack.decode(body)
+        cls = _CLASSES[name]
+        fields = dict(zip(cls.__struct_encode_fields__, values, strict=True))
+        return cast("Event | Command", msgspec.convert(fields, cls, dec_hook=_unpack))
+    except (ValueError, TypeError, KeyError) as error:  # an error of msgspec is a ValueError
+        raise RecordError(f"an event or a command cannot be read: {error}") from error
+
+
+def _pack(one: Any) -> tuple[int, bytes]:
+    """Encode an int32 array as its length and its bytes without the last elements that are -1."""
     if type(one) is array and one.itemsize == 4:
         # -1 is four bytes of 255, and no token ends in one.
-        return PackedArray(len(one), one.tobytes().rstrip(b"\xff"))
+        return len(one), one.tobytes().rstrip(b"\xff")
     raise NotImplementedError(f"{type(one).__qualname__} cannot be recorded")
 
 
+def _unpack(_: type, packed: Any) -> array[int]:
+    length, data = packed
+    missing = length * 4 - len(data)
+    if missing < 0:
+        raise ValueError(f"an array of {length} numbers has {len(data)} bytes")
+    return array("i", data + b"\xff" * missing)
+
+
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
-_headers: msgspec.msgpack.Decoder[SegmentHeader] = msgspec.msgpack.Decoder(SegmentHeader)
-_entries: msgspec.msgpack.Decoder[_EventFrame] = msgspec.msgpack.Decoder(_EventFrame)
-_event_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_union(_EVENTS))
-_command_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_union(_COMMANDS))
+_headers = msgspec.msgpack.Decoder(SegmentHeader)
+_entries = msgspec.msgpack.Decoder(_EventFrame)
 _astuple = msgspec.structs.astuple
 
 
 REMOVED_SETTINGS = (("cluster", "direct"), ("cluster", "encrypt_rows"))
 """Settings in the configurations of older records, without influence on decisions."""
-
-
-def encode_header(header: SegmentHeader) -> bytes:
-    """Return the bytes of a header."""
-    return msgspec.msgpack.encode(header)
 
 
 def decode_header(body: bytes) -> SegmentHeader:
@@ -203,30 +178,7 @@ def decode_entry(body: bytes) -> RecordedEvent:
     """
     try:
         entry = _entries.decode(body)
-        event = cast("Event", _restore(_event_decoder.decode(entry.event), _EVENTS))
     except msgspec.MsgspecError as error:
         raise RecordError(f"an entry cannot be read: {error}") from error
-    commands = [bytes(command) for command in entry.commands]
+    event, commands = cast("Event", _decode(entry.event)), [bytes(one) for one in entry.commands]
     return RecordedEvent(entry.number, entry.now_ns, event, commands, entry.data_digest)
-
-
-def decode_command(body: bytes) -> Command:
-    """Return a command from bytes.
-
-    Raises:
-        RecordError: If they are no command.
-    """
-    try:
-        return cast("Command", _restore(_command_decoder.decode(body), _COMMANDS))
-    except msgspec.MsgspecError as error:
-        raise RecordError(f"a command cannot be read: {error}") from error
-
-
-def _restore(mirror: Any, mirrors: Mapping[str, tuple[type[msgspec.Struct], Any]]) -> object:
-    values = [value.unpack() if type(value) is PackedArray else value for value in _astuple(mirror)]
-    return mirrors[type(mirror).__name__][0](*values)
-
-
-def is_notice(body: bytes) -> bool:
-    """Return True if a recorded command is a notice, which replays do not compare."""
-    return isinstance(decode_command(body), Notice)

@@ -21,7 +21,7 @@ from pathlib import Path
 from struct import Struct
 from zlib import crc32
 
-from vsched.errors import RecordError, limit_message
+from vsched.errors import RecordError
 
 FORMAT = b"vsched record "
 VERSION = b"2\n"
@@ -39,13 +39,11 @@ def frame(body: bytes) -> bytes:
         RecordError: If it is too long.
     """
     if len(body) > FRAME_BYTES_MAX:
-        raise RecordError(
-            limit_message(
-                "a record is too long",
-                value=len(body),
-                limit=f"{FRAME_BYTES_MAX} bytes",
-                remedy="lower generate.max_waiting_bytes",
-            )
+        raise RecordError.of_limit(
+            "a record is too long",
+            value=len(body),
+            limit=f"{FRAME_BYTES_MAX} bytes",
+            remedy="lower generate.max_waiting_bytes",
         )
     tail = _TAIL.pack(len(body), crc32(body))
     return _MARK + (crc32(tail) & 0xFFFF).to_bytes(2, "little") + tail + body
@@ -167,12 +165,14 @@ def find_segments(path: Path) -> list[Path]:
     Raises:
         RecordError: If there are none.
     """
+    if found := _segments(path):
+        return found
+    raise RecordError(f"{path}: no such record")
+
+
+def _segments(path: Path) -> list[Path]:
     found = complete_segments(path) if path.parent.is_dir() else []
-    if path.is_file():
-        found.append(path)
-    if not found:
-        raise RecordError(f"{path}: no such record")
-    return found
+    return [*found, *([path] if path.is_file() else [])]
 
 
 def set_aside(path: Path) -> None:
@@ -181,11 +181,8 @@ def set_aside(path: Path) -> None:
     Raises:
         OSError: If the folder does not allow it.
     """
-    earlier = [*complete_segments(path), *([path] if path.is_file() else [])]
-    if not earlier:
-        return
-    kept = previous(path)
-    for old in [*complete_segments(kept), *([kept] if kept.is_file() else [])]:
+    kept, earlier = previous(path), _segments(path)
+    for old in _segments(kept) if earlier else ():
         old.unlink()
     for one in earlier:
         one.rename(kept.with_name(kept.name + one.name.removeprefix(path.name)))

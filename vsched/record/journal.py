@@ -23,13 +23,12 @@ from pathlib import Path
 import msgspec
 
 from vsched.config import Config
-from vsched.errors import ConfigError, RecordError, RequestRefused, limit_message
+from vsched.errors import ConfigError, RecordError, RequestRefused
 from vsched.failures import ProcessExited
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Finish
 from vsched.kernel.events import Event, GroupLost
 from vsched.kernel.request import RequestState
-from vsched.record.entries import SegmentHeader
 from vsched.record.files import FORMAT, VERSION, FrameReader, find_segments, frame
 from vsched.record.recorder import MODE, write_all
 from vsched.record.replay import Replay
@@ -100,45 +99,50 @@ def read_left(path: Path, request_ids: Collection[str]) -> Left:
         segments = find_segments(path)
     except RecordError as error:
         return Left({}, {}, str(error))
-    running, left = _read_segments(segments[-1:], request_ids)
-    if running.kernel is None and len(segments) > 1:
-        _, left = _read_segments(segments, request_ids)
-    return left
-
-
-def _read_segments(segments: Sequence[Path], request_ids: Collection[str]) -> tuple[Replay, Left]:
     seen = _Seen(frozenset(request_ids))
-    running = seen.replay = Replay(None, seen)
-    trouble = ""
-    try:
-        report = running.run(segments)
-        if report.difference is not None:
-            trouble = f"this version decides otherwise after event {report.difference.number}"
-    except RecordError as error:
-        trouble = str(error)
-    if running.kernel is not None:
-        seen.end(running.kernel)
-    return running, Left(seen.started(), seen.ended, trouble)
+    trouble = seen.replay(segments[-1:])
+    if seen.kernel is None and len(segments) > 1:
+        trouble = seen.replay(segments)
+    return Left(seen.started(), seen.ended, trouble)
 
 
 class _Seen:
     """Follows requests through a replay."""
 
-    replay: Replay
-
     def __init__(self, wanted: frozenset[str]) -> None:
+        self.kernel: Scheduler | None = None
+        self.ended: dict[str, Ended] = {}
         self._wanted = wanted
         self._states: dict[str, RequestState] = {}
         self._reported: set[str] = set()
         self._now_ns = 0
-        self.ended: dict[str, Ended] = {}
 
-    def begin(self, header: SegmentHeader, config: Config) -> None:
+    def replay(self, segments: Sequence[Path]) -> str:
+        """Replay segments as far as possible; return why they could not be replayed to their end, empty if they could.
+
+        At the end all generate groups are lost, so that the tokens of running requests are added to them.
+        """
+        trouble = ""
+        try:
+            report = Replay(None, self).run(segments)
+            if report.difference is not None:
+                trouble = f"this version decides otherwise after event {report.difference.number}"
+        except RecordError as error:
+            trouble = str(error)
+        if self.kernel is not None:
+            self._take(self.kernel)
+            for group in self.kernel.generators:
+                if group.ready:
+                    failure = ProcessExited((group.name,), 0, -_KILLED)
+                    self.kernel.handle(GroupLost(group.name, failure, planned=True), self._now_ns)
+        return trouble
+
+    def begin(self, config: Config, kernel: Scheduler) -> None:
         """Add the requests of the snapshot."""
-        assert self.replay.kernel is not None
-        self._take(self.replay.kernel)
+        self._take(kernel)
 
     def _take(self, kernel: Scheduler) -> None:
+        self.kernel = kernel
         for state in kernel.requests:
             if state.request.request_id in self._wanted:
                 self._states[state.request.request_id] = state
@@ -147,7 +151,7 @@ class _Seen:
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
         """Note requests that are accepted or end."""
-        self._now_ns = now_ns
+        self.kernel, self._now_ns = kernel, now_ns
         for command in commands:
             match command:
                 case Accept(request_id=name) if name in self._wanted:
@@ -157,14 +161,6 @@ class _Seen:
                         self.ended[name] = Ended(command.message, command.code)
                     else:
                         self._reported.add(name)
-
-    def end(self, kernel: Scheduler) -> None:
-        """Report all generate groups as lost, so that the tokens of running requests are added to them."""
-        self._take(kernel)
-        for group in kernel.generators:
-            if group.ready:
-                failure = ProcessExited((group.name,), 0, -_KILLED)
-                kernel.handle(GroupLost(group.name, failure, planned=True), self._now_ns)
 
     def started(self) -> dict[str, PartialOutput]:
         """Return the answers to resume. One that had ended lacks its last token, which will end it again."""
@@ -232,13 +228,11 @@ def open_journal(config: Config) -> RequestJournal | None:
             "Remedy: set record.path (--record FILE), or unset record.resume"
         )
     if config.server.processes > 1:
-        raise ConfigError(
-            limit_message(
-                "record.resume: only a server with one process can keep requests",
-                value=f"server.processes = {config.server.processes}",
-                limit=1,
-                remedy="set server.processes = 1, or unset record.resume",
-            )
+        raise ConfigError.of_limit(
+            "record.resume: only a server with one process can keep requests",
+            value=f"server.processes = {config.server.processes}",
+            limit=1,
+            remedy="set server.processes = 1, or unset record.resume",
         )
     folder = folder_of(Path(config.record.path))
     try:

@@ -28,7 +28,7 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
 from vsched.policy_host.snapshot import LAYOUT, encode_snapshot
-from vsched.record.entries import SegmentHeader, encode_entry, encode_header
+from vsched.record.entries import SegmentHeader, encode_entry
 from vsched.record.files import FORMAT, VERSION, complete_segments, frame, numbered, set_aside
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Recorder:
             layout=LAYOUT,
             **self._about,
         )
-        start = FORMAT + VERSION + frame(encode_header(header))
+        start = FORMAT + VERSION + frame(msgspec.msgpack.encode(header))
         fresh = self._path.with_name(f"{self._path.name}.new")
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, MODE)
         try:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -18,7 +19,7 @@ from vsched.config import Config
 from vsched.config.policies import resolve_policies
 from vsched.errors import ConfigError, PolicyError, RecordError
 from vsched.kernel import Scheduler, SchedulerLimits
-from vsched.kernel.commands import Accept, Command, Decide
+from vsched.kernel.commands import Accept, Command, Decide, Notice
 from vsched.kernel.events import Event
 from vsched.policy_host.snapshot import LAYOUT, restore_snapshot
 from vsched.record.entries import (
@@ -28,13 +29,11 @@ from vsched.record.entries import (
     decode_entry,
     decode_header,
     encode_commands,
-    is_notice,
 )
 from vsched.record.files import FrameReader, find_segments
 
 SHOWN_MAX = 2000
 """Maximum number of shown characters of an event or a command."""
-NOTHING = "nothing was recorded yet: its first entry is not complete"
 Progress = Callable[[int, int], None]
 """Called with the number of bytes that are replayed, and of all."""
 
@@ -42,8 +41,8 @@ Progress = Callable[[int, int], None]
 class ReplayObserver(Protocol):
     """Gets every replayed event."""
 
-    def begin(self, header: SegmentHeader, config: Config) -> None:
-        """Take the header of the first segment."""
+    def begin(self, config: Config, kernel: Scheduler) -> None:
+        """Take the configuration, and the kernel before the first event."""
 
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
@@ -100,30 +99,44 @@ def read_events(path: Path) -> Iterator[SegmentHeader | RecordedEvent]:
     Raises:
         RecordError: If there is no record, it is damaged before its end, or a segment is missing.
     """
-    segments = find_segments(path)
+    for _, _, one in _entries(_readers(find_segments(path))):
+        yield one
+
+
+def _readers(segments: Sequence[Path]) -> list[FrameReader]:
+    return [FrameReader(segment, newest=segment is segments[-1]) for segment in segments]
+
+
+def _entries(
+    readers: Sequence[FrameReader],
+) -> Iterator[tuple[Path, int, SegmentHeader | RecordedEvent]]:
+    """Yield the headers and events of consecutive segments, with their paths and the positions after them."""
     run, due = b"", 0
-    for segment in segments:
-        for _, one in _entries(FrameReader(segment, newest=segment is segments[-1])):
-            if isinstance(one, RecordedEvent):
-                due += 1
-            elif run and (one.run, one.number) != (run, due):
-                raise RecordError(f"{segment}: does not follow the segment before it")
-            else:
-                run, due = one.run, one.number
-            yield one
-    if not run:
-        raise RecordError(f"{path}: {NOTHING}")
-
-
-def _entries(reader: FrameReader) -> Iterator[tuple[int, SegmentHeader | RecordedEvent]]:
-    """Yield the header and the events of a segment, with the positions after them."""
     one: SegmentHeader | RecordedEvent
-    for index, (position, body) in enumerate(reader.bodies()):
-        try:
-            one = decode_entry(body) if index else decode_header(body)
-        except RecordError as error:
-            raise RecordError(f"{reader.path}: {error}") from error
-        yield position, one
+    for reader in readers:
+        for index, (position, body) in enumerate(reader.bodies()):
+            try:
+                if index:
+                    one = decode_entry(body)
+                    if one.number != due:
+                        raise RecordError(f"event {one.number} follows, {due} was due")
+                    due += 1
+                else:
+                    one = decode_header(body)
+                    if run and one.run != run:
+                        raise RecordError("a segment belongs to another record")
+                    if run and one.number != due:
+                        raise RecordError(
+                            f"a segment is missing: event {one.number} follows, {due} was due"
+                        )
+                    run, due = one.run, one.number
+            except RecordError as error:
+                raise RecordError(f"{reader.path}: {error}") from error
+            yield reader.path, position, one
+    if not run:
+        raise RecordError(
+            f"{readers[-1].path}: nothing was recorded yet: its first entry is not complete"
+        )
 
 
 def replay(
@@ -150,8 +163,6 @@ class Replay:
         self._counts = Counter(dict.fromkeys((*names, "first_event"), 0))
         self._first_ns = self._last_ns = 0
         self.kernel: Scheduler | None = None
-        self._run: bytes | None = None
-        self._number = 0
         self._version = ""
 
     def run(self, segments: Sequence[Path]) -> ReplayReport:
@@ -160,29 +171,23 @@ class Replay:
         Raises:
             RecordError: If they cannot be replayed to their end; `kernel` is the state before the error.
         """
-        total = sum(segment.stat().st_size for segment in segments)
-        before = 0
+        *starts, total = accumulate([one.stat().st_size for one in segments], initial=0)
+        before, readers = dict(zip(segments, starts, strict=True)), _readers(segments)
         difference = None
-        for segment in segments:
-            reader = FrameReader(segment, newest=segment is segments[-1])
-            for position, one in _entries(reader):
-                if self._on_progress is not None:
-                    self._on_progress(before + position, total)
-                try:
-                    if isinstance(one, SegmentHeader):
-                        self._take(one)
-                    else:
-                        difference = self._step(one, segment.name)
-                except RecordError as error:
-                    raise RecordError(f"{segment}: {error}") from error
-                if difference is not None:
-                    break
-            self._counts["dropped_bytes"] += reader.dropped_bytes
+        for path, position, one in _entries(readers):
+            if self._on_progress is not None:
+                self._on_progress(before[path] + position, total)
+            try:
+                if isinstance(one, SegmentHeader):
+                    self._take(one)
+                else:
+                    difference = self._step(one, path.name)
+            except RecordError as error:
+                raise RecordError(f"{path}: {error}") from error
             if difference is not None:
                 break
-            before += segment.stat().st_size
-        if self.kernel is None:
-            raise RecordError(f"{segments[-1]}: {NOTHING}")
+        self._counts["dropped_bytes"] = readers[-1].dropped_bytes
+        assert self.kernel is not None, "there is a segment"
         return ReplayReport(
             recorded_with=self._version,
             span_s=(self._last_ns - self._first_ns) / 1e9,
@@ -199,17 +204,6 @@ class Replay:
             **self._counts,
         )
 
-    def _count(self, entry: RecordedEvent, commands: Sequence[Command]) -> None:
-        if not self._counts["events"]:
-            self._first_ns = entry.now_ns
-        self._last_ns = entry.now_ns
-        self._counts.update(
-            events=1,
-            commands=len(commands),
-            decisions=sum(isinstance(command, Decide) for command in commands),
-            requests=sum(isinstance(command, Accept) for command in commands),
-        )
-
     def _take(self, header: SegmentHeader) -> None:
         try:
             config = msgspec.convert(header.config, Config)
@@ -219,13 +213,8 @@ class Replay:
             raise RecordError(
                 f"recorded with vsched {header.version}, and its configuration does not load here: {error}"
             ) from error
+        self._counts["segments"] += 1
         is_first = self.kernel is None
-        if not is_first and header.run != self._run:
-            raise RecordError("a segment belongs to another record")
-        if not is_first and header.number != self._number:
-            raise RecordError(
-                f"a segment is missing: event {header.number} follows, {self._number} was due"
-            )
         if header.layout == LAYOUT:
             self.kernel = restore_snapshot(Scheduler(limits, policies), header.state)
         elif header.number and is_first:
@@ -236,76 +225,71 @@ class Replay:
         elif is_first:  # later, the events before lead to the state
             self.kernel = Scheduler(limits, policies)
         if is_first:
-            self._run, self._number, self._version = header.run, header.number, header.version
-            self._counts["first_event"] = header.number
+            self._version, self._counts["first_event"] = header.version, header.number
             if self._observer is not None:
-                self._observer.begin(header, config)
-        self._counts["segments"] += 1
+                assert self.kernel is not None
+                self._observer.begin(config, self.kernel)
 
     def _step(self, entry: RecordedEvent, segment: str) -> Difference | None:
         """Let the kernel handle an event; return the difference to the record, if any."""
         assert self.kernel is not None
-        if entry.number != self._number:
-            raise RecordError(f"event {entry.number} follows, {self._number} was due")
-        self._number += 1
+        if not self._counts["events"]:
+            self._first_ns = entry.now_ns
+        self._last_ns = entry.now_ns
+        commands: Sequence[Command] = ()
         try:
             commands = self.kernel.handle(entry.event, entry.now_ns)
         except Exception as error:  # noqa: BLE001 - any error is a difference
-            self._count(entry, ())
-            got = f"the kernel failed: {type(error).__name__}: {error}"
             expected = "; ".join(_short(decode_command(one)) for one in entry.commands)
-            return self._difference(entry, segment, "", expected or "nothing", got)
-        self._count(entry, commands)
-        found = _compare(entry, commands)
+            got = f"the kernel failed: {type(error).__name__}: {error}"
+            found: tuple[str, str, str] | None = ("", expected or "nothing", got)
+        else:
+            found = _compare(entry, commands)
+        self._counts.update(
+            events=1,
+            commands=len(commands),
+            decisions=sum(isinstance(command, Decide) for command in commands),
+            requests=sum(isinstance(command, Accept) for command in commands),
+        )
         if found is not None:
-            return self._difference(entry, segment, *found)
+            group, expected, got = found
+            return Difference(
+                number=entry.number,
+                at_s=(entry.now_ns - self._first_ns) / 1e9,
+                segment=segment,
+                group=group,
+                event=_short(entry.event),
+                expected=expected,
+                got=got,
+            )
         if self._observer is not None:
             self._observer.see(entry.now_ns, entry.event, commands, self.kernel)
         return None
-
-    def _difference(
-        self, entry: RecordedEvent, segment: str, group: str, expected: str, got: str
-    ) -> Difference:
-        return Difference(
-            number=entry.number,
-            at_s=(entry.now_ns - self._first_ns) / 1e9,
-            segment=segment,
-            group=group,
-            event=_short(entry.event),
-            expected=expected,
-            got=got,
-        )
 
 
 def _compare(entry: RecordedEvent, commands: Sequence[Command]) -> tuple[str, str, str] | None:
     """Return group, recorded and replayed text of the first command that differs."""
     bodies, digest = encode_commands(commands)
-    for index, command in enumerate(commands):
-        expected = entry.commands[index] if index < len(entry.commands) else None
-        if expected == bodies[index]:
+    for expected, got in zip_longest(entry.commands, bodies):
+        if expected == got:
             continue
-        if expected is not None and is_notice(expected) and is_notice(bodies[index]):
+        was, now = (None if body is None else decode_command(body) for body in (expected, got))
+        if isinstance(was, Notice) and isinstance(now, Notice):
             continue  # it may quote a policy's message, with memory addresses
-        shown = "nothing" if expected is None else _short(decode_command(expected))
-        return _group(command), shown, _short(decode_command(bodies[index]))
-    if len(commands) < len(entry.commands):
-        missing = decode_command(entry.commands[len(commands)])
-        return _group(missing), _short(missing), "nothing"
+        return _group(was if now is None else now), _short(was), _short(now)
     if digest != entry.data_digest:
-        joins = next((one for one in commands if _group(one)), None)
-        return (
-            "" if joins is None else _group(joins),
-            f"request data with the digest {entry.data_digest.hex()}",
-            f"request data with the digest {digest.hex()}",
+        group = next(filter(None, map(_group, commands)), "")
+        was_data, now_data = (
+            f"request data with the digest {one.hex()}" for one in (entry.data_digest, digest)
         )
+        return group, was_data, now_data
     return None
 
 
-def _group(command: Command) -> str:
-    group: Any = getattr(command, "group", "")
-    return str(group)
+def _group(command: Command | None) -> str:
+    return str(getattr(command, "group", ""))
 
 
 def _short(one: object) -> str:
-    text = repr(one)
+    text = "nothing" if one is None else repr(one)
     return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import msgspec
 
@@ -34,7 +34,6 @@ from vsched.kernel.events import (
     Resume,
     Stepped,
 )
-from vsched.record.entries import SegmentHeader
 from vsched.types import group_names
 
 SCHEDULER = 1
@@ -44,20 +43,13 @@ NOTICE_SHOWN_MAX = 300
 PHASES = ("queued", "prefill", "decode")
 
 
-class _Step(NamedTuple):
-    """A step in flight."""
-
-    decision: Decision
-    decided_ns: int
-
-
 class _Track:
-    """A group: its steps in flight, and when its latest step was done."""
+    """A group: its steps in flight, with the times of their decisions, and when its latest step was done."""
 
     def __init__(self, process: int, ranks: int) -> None:
         self.process = process
         self.ranks = ranks
-        self.steps: deque[_Step] = deque()
+        self.steps: deque[tuple[Decision, int]] = deque()
         self.free_ns = 0
         self.lengths: dict[int, int] = {}
 
@@ -82,7 +74,7 @@ class TraceTimeline:
         self.events = 0
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
 
-    def begin(self, header: SegmentHeader, config: Config) -> None:
+    def begin(self, config: Config, kernel: Scheduler | None = None) -> None:
         """Name the tracks."""
         self._name(SCHEDULER, "scheduler")
         for stage, section in (("encode", config.encode), ("generate", config.generate)):
@@ -134,7 +126,7 @@ class TraceTimeline:
 
     def _land(self, event: Stepped | Encoded | EncodeFailed) -> None:
         track = self._track(event.group)
-        if not track.steps or track.steps[0].decision.step != event.step:
+        if not track.steps or track.steps[0][0].step != event.step:
             return  # it was decided before the first segment of the record
         step = track.steps.popleft()
         if isinstance(event, Stepped):
@@ -143,12 +135,14 @@ class TraceTimeline:
         else:
             self._slice(track, step, {})
 
-    def _slice(self, track: _Track, step: _Step, more: dict[str, Any], busy_ns: int = 0) -> None:
-        start_ns = max(step.decided_ns, track.free_ns)
+    def _slice(
+        self, track: _Track, step: tuple[Decision, int], more: dict[str, Any], busy_ns: int = 0
+    ) -> None:
+        decision, decided_ns = step
+        start_ns = max(decided_ns, track.free_ns)
         if busy_ns:
             start_ns = max(start_ns, self._now_ns - busy_ns)
         track.free_ns = self._now_ns
-        decision = step.decision
         args: dict[str, Any] = {"step": decision.step, **more}
         if isinstance(decision, GenerateDecision):
             firsts = track.finishes(decision)
@@ -181,7 +175,7 @@ class TraceTimeline:
     def _see_command(self, command: Command) -> None:
         match command:
             case Decide(group, decision):
-                self._track(group).steps.append(_Step(decision, self._now_ns))
+                self._track(group).steps.append((decision, self._now_ns))
             case Accept(request_id, number):
                 self._live[number] = (request_id, self._now_ns)
             case Finish():

@@ -74,44 +74,20 @@ def test_check_reports_all_of_a_checkpoint_that_can_be_served() -> None:
     assert "in bfloat16; 1 file," in parameters
 
 
-@pytest.mark.parametrize(
-    ("sets", "expected"),
-    [
-        (
-            ["encode.threads=3"],
-            [
-                "encode rank: 3 threads (fixed by encode.threads)",
-                "generate rank: 8 threads (adapts to other programs' load)",
-            ],
-        ),
-        (
-            ["generate.threads=1", "generate.tensor_parallel=2"],
-            ["encode rank: 5 threads (adapts to other programs' load)", "generate rank: 1 thread"],
-        ),
-        (
-            ["generate.tensor_parallel=2", "encode.replicas=0"],
-            ["generate rank: 8 threads (fixed by generate.tensor_parallel)"],
-        ),
-    ],
-)
-def test_check_reports_the_threads_of_each_stage(
-    sets: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The number at the start, and whether a rank may use fewer."""
+def test_check_reports_threads_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of threads at the start, and whether a rank may use fewer; processes beside the engine's."""
     pretend_cores(monkeypatch, 16)
-    words = [word for one in ("placement=separate", *sets) for word in ("--set", one)]
-    _, output = check(DEMO, *words)
+    sets = ["--set", "placement=separate", "--set", "encode.threads=3"]
+    _, output = check(DEMO, *sets, "--set", "server.processes=3")
     lines = [" ".join(line.split()) for line in output.splitlines()]
-    assert [line for line in lines if line.startswith("threads")] == [
-        f"threads {line}" for line in expected
+    assert [line for line in lines if line.startswith(("threads", "HTTP"))] == [
+        "threads encode rank: 3 threads (fixed by encode.threads)",
+        "threads generate rank: 8 threads (adapts to other programs' load)",
+        "HTTP in 3 processes beside the engine's",
     ]
-
-
-def test_check_reports_processes_next_to_the_engine_s() -> None:
-    lines = [" ".join(line.split()) for line in check(DEMO)[1].splitlines()]
-    assert not any(line.startswith("HTTP") for line in lines)
-    _, output = check(DEMO, "--set", "server.processes=3")
-    assert "HTTP in 3 processes beside the engine's" in " ".join(output.split())
+    _, output = check(DEMO, "--set", "generate.threads=1")
+    assert "generate rank: 1 thread\n" in output
+    assert "HTTP" not in output
 
 
 def test_check_reports_what_the_states_of_all_slots_take(tmp_path: Path) -> None:
@@ -204,18 +180,14 @@ def test_check_reports_why_a_checkpoint_cannot_be_served(
     assert output.splitlines()[-1].startswith("It cannot be served: ")
 
 
-def test_check_reads_tokenizer_and_template_as_serving_does(copy: Callable[..., Path]) -> None:
+def test_check_reports_a_tokenizer_and_a_limit_that_cannot_serve(copy: Callable[..., Path]) -> None:
     path = copy()
     (path / "tokenizer.json").write_text("{}")
-    status, report = check_json(path)
+    status, report = check_json(path, "--set", "generate.memory_limit=1KiB")
     assert status == 1
-    assert "tokenizer cannot be loaded" in report["problems"][0]
-
-
-def test_check_compares_the_weights_with_the_limit() -> None:
-    status, report = check_json(DEMO, "--set", "generate.memory_limit=1KiB")
-    assert status == 1
-    assert report["problems"][0].startswith("generate.memory_limit: no room beside the weights")
+    tokenizer, limit = report["problems"]
+    assert "tokenizer cannot be loaded" in tokenizer
+    assert limit.startswith("generate.memory_limit: no room beside the weights")
 
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])

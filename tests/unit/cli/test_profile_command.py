@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -23,14 +24,15 @@ def test_profile_reports_the_threads_of_each_rank(
     ledger = group_ledger(memory_view(), [attempted("build", 1_000)])
     threads = {"generate": {"0": {"active": 1, "total": 2}}}
 
-    async def size(*_: object) -> profile_command._SizedMemory:
-        return profile_command._SizedMemory(ledger, tokens=64, threads=threads)
+    async def size(*_: object) -> tuple[Ledger, dict[str, Any], None]:
+        return ledger, {"generate": {"blocks_total": 4}, "threads": threads, "memory": {}}, None
 
     monkeypatch.setattr(profile_command, "_size", size)
     main.import_commands()
     out = tmp_path / "ledger.json"
     done = CliRunner().invoke(app, ["profile", DEMO, "--json", str(out)], catch_exceptions=False)
     assert "generate rank 0 computes with 1 of 2 threads\n" in done.output
+    assert "64 tokens of KV cache, found" in done.output
     assert json.loads(out.read_text())["threads"] == threads
 
 
@@ -46,8 +48,8 @@ def test_profile_prints_and_writes_what_it_has_before_it_raises(
 ) -> None:
     error = DeviceOutOfMemory("nothing fits. Remedy: raise generate.memory_limit.")
 
-    async def size(*_: object) -> profile_command._SizedMemory:
-        return profile_command._SizedMemory(ledger, error=error)
+    async def size(*_: object) -> tuple[Ledger | None, dict[str, Any], DeviceOutOfMemory]:
+        return ledger, {}, error
 
     monkeypatch.setattr(profile_command, "_size", size)
     main.import_commands()

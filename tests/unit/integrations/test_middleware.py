@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from vsched.integrations.middleware import MiddlewareSettings, PolicyMiddleware
+from vsched.config.policies import HostSettings
+from vsched.integrations.vllm.middleware import Middleware
+from vsched.integrations.vllm.settings import statistics_path, write_file
 from vsched.policy import (
     Admit,
     ArrivalDecision,
@@ -65,18 +67,20 @@ class Server:
         await send({"type": "http.response.body", "body": b"two", "more_body": False})
 
 
-class Door(PolicyMiddleware):
-    """The middleware with given settings."""
+class Door(Middleware):
+    """The middleware with given policies and keys of the table `server`."""
 
-    def __init__(self, app: Any, by_table: Mapping[str, Policy], **more: Any) -> None:
+    def __init__(self, app: Any, by_table: Mapping[str, Policy], **server: Any) -> None:
         super().__init__(app)
-        self.settings = MiddlewareSettings(policies=SeatPolicies(by_table=by_table), **more)
+        policies = SeatPolicies(by_table=by_table)
+        self.settings = HostSettings(policies=policies, rest={"server": server})
 
-    def read_settings(self, app: Any) -> MiddlewareSettings:
+    def read_settings(self, vllm_config: Any) -> HostSettings:
         return self.settings
 
-    def server_figures(self, app: Any) -> Any:
-        return {"waiting": 3}
+
+PARALLEL = SimpleNamespace(data_parallel_size=3, data_parallel_rank=0)
+VLLM = SimpleNamespace(parallel_config=PARALLEL, instance_id="test-middleware")
 
 
 async def call(
@@ -90,7 +94,7 @@ async def call(
         "type": "http",
         "method": method,
         "path": path,
-        "app": SimpleNamespace(),
+        "app": SimpleNamespace(state=SimpleNamespace(vllm_config=VLLM)),
         "headers": [(key.encode(), value.encode()) for key, value in (headers or {}).items()],
     }
     pieces = [data[:5], data[5:]]
@@ -158,7 +162,10 @@ async def test_held_and_failing_decisions_end_in_admission(tenant: str) -> None:
     door = Door(server, {"arrival": ByTenant()}, tenant_header="x-tenant")
     status, _, _ = await call(door, {}, {"x-tenant": tenant})
     assert status == 200
+    path = statistics_path(VLLM)
+    write_file(path, b'{"waiting":3}')
     _, _, text = await call(door, path="/vsched")
+    path.unlink()
     figures = json.loads(text)
     assert figures["scheduler"] == {"waiting": 3}
     assert figures["arrival"]["policy_faults"] == ({"ByTenant": 1} if tenant == "broken" else {})
@@ -168,9 +175,9 @@ async def test_held_and_failing_decisions_end_in_admission(tenant: str) -> None:
 
 async def test_routing_policy_names_the_replica() -> None:
     server = Server()
-    door = Door(server, {"routing": LastReplica()}, replicas=3, replica_header="x-rank")
+    door = Door(server, {"routing": LastReplica()})
     await call(door, {})
-    assert server.headers[0]["x-rank"] == "2"
+    assert server.headers[0]["x-data-parallel-rank"] == "2"
 
 
 async def test_broken_bodies_and_names_are_answered() -> None:

@@ -128,16 +128,26 @@ def record_run(
     return cluster
 
 
+def read_bodies(path: Path) -> list[bytes]:
+    """Return the header and the entries of a segment."""
+    return [body for _, body in FrameReader(path, newest=True).bodies()]
+
+
+def write_bodies(path: Path, bodies: list[bytes], tail: bytes = b"") -> None:
+    """Write a segment."""
+    path.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies)) + tail)
+
+
 def downgrade(path: Path) -> None:
     """Rewrite a record as an earlier version wrote it: with unreadable snapshots and settings that are gone."""
     for segment in find_segments(path):
-        bodies = [body for _, body in FrameReader(segment, newest=True).bodies()]
+        bodies = read_bodies(segment)
         *header, _, layout = msgspec.msgpack.decode(bodies[0])
         assert layout == LAYOUT
         for section, name in REMOVED_SETTINGS:
             header[5].setdefault(section, {})[name] = False
         bodies[0] = msgspec.msgpack.encode([*header, b"a state as it once was"])
-        segment.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies)))
+        write_bodies(segment, bodies)
 
 
 if __name__ == "__main__":

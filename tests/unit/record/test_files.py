@@ -15,8 +15,6 @@ from vsched.kernel.commands import (
     Accept,
     AdmitArrival,
     Decide,
-    EmitTokens,
-    Notice,
     RejectArrival,
 )
 from vsched.kernel.decisions import GenerateDecision, Join, RequestData
@@ -45,7 +43,6 @@ from vsched.record.entries import (
     decode_entry,
     encode_commands,
     encode_entry,
-    is_notice,
 )
 from vsched.record.files import FORMAT, VERSION, FrameReader, frame
 from vsched.types import Extent, FinishReason, ItemPlace, MediaItem, Request, SamplingParams
@@ -229,12 +226,6 @@ def test_entries_hold_a_digest_in_place_of_a_prompt() -> None:
     assert isinstance(command.decision, GenerateDecision)
     assert [join.data for join in command.decision.joined] == [None, None]
     assert command.decision.step == 9
-
-
-def test_entries_know_a_notice() -> None:
-    bodies, digest = encode_commands([Notice("words"), EmitTokens(1)])
-    assert [is_notice(body) for body in bodies] == [True, False]
-    assert digest == b""
 
 
 @pytest.mark.parametrize(

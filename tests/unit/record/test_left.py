@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
-from tests.unit.record.recorded import downgrade, record_run
+from tests.unit.record.recorded import downgrade, read_bodies, record_run, write_bodies
 from vsched.errors import RequestRefused
 from vsched.kernel.commands import RefusalCode
 from vsched.kernel.events import Submitted
 from vsched.record.entries import decode_header
-from vsched.record.files import FORMAT, VERSION, FrameReader, find_segments, frame
+from vsched.record.files import find_segments
 from vsched.record.journal import PartialOutput, prompt_digest, read_left
 from vsched.sim.ranks.stepped import correct_outputs
 from vsched.testing import ModelCluster
@@ -23,9 +23,9 @@ from vsched.types import FinishReason
 
 def cut(path: Path, share: float) -> tuple[int, int]:
     """Cut the newest segment, as if the engine had been killed there; return the range of its remaining events."""
-    bodies = [body for _, body in FrameReader(path, newest=True).bodies()]
+    bodies = read_bodies(path)
     kept = max(2, int(len(bodies) * share))
-    path.write_bytes(FORMAT + VERSION + b"".join(map(frame, bodies[:kept])) + b"\xb5\x1e half")
+    write_bodies(path, bodies[:kept], b"\xb5\x1e half")
     first = decode_header(bodies[0]).number
     return first, first + min(kept, len(bodies)) - 1
 

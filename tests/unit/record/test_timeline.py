@@ -14,7 +14,6 @@ from tests.unit.record.recorded import RecordedCluster, config_for, record_run
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Stepped
 from vsched.record import TraceTimeline, replay
-from vsched.record.entries import SegmentHeader
 from vsched.testing.cluster import default_policies
 
 LIMITS = SchedulerLimits(
@@ -111,20 +110,9 @@ def test_timeline_has_a_track_for_each_rank(tmp_path: Path) -> None:
     config = msgspec.structs.replace(
         config, generate=msgspec.structs.replace(config.generate, tensor_parallel=4)
     )
-    header = SegmentHeader(
-        run=b"",
-        segment=1,
-        version="",
-        started_s=0.0,
-        number=0,
-        config={},
-        limits={},
-        policies={},
-        state=b"",
-    )
     file = io.BytesIO()
     drawn = TraceTimeline(file)
-    drawn.begin(header, config)
+    drawn.begin(config)
     drawn.close()
     trace = msgspec.json.decode(file.getvalue())["traceEvents"]
     process = named(trace, "process_name")["generate"]

@@ -31,23 +31,15 @@ def test_loading_is_reported_line_by_line_without_a_terminal(
     ]
 
 
-def test_loading_writes_nothing_but_log_lines_into_a_file(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_loading_is_a_bar_on_a_terminal_and_a_log_line_elsewhere(
+    caplog: pytest.LogCaptureFixture, *, terminal: bool
+) -> None:
     file = io.StringIO()
     with (
         caplog.at_level(logging.INFO, "vsched"),
-        loading_progress(Console(file=file)) as report,
+        loading_progress(Console(file=file, force_terminal=terminal)) as report,
     ):
         report("generate", "starting", 0.0)
-    assert caplog.messages == ["generate: starting"]
-    assert file.getvalue() == ""
-
-
-def test_loading_shows_bars_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
-    file = io.StringIO()
-    with (
-        caplog.at_level(logging.INFO, "vsched"),
-        loading_progress(Console(file=file, force_terminal=True)) as report,
-    ):
-        report("generate", "starting", 0.0)
-    assert caplog.messages == []
-    assert "starting" in file.getvalue()
+    assert caplog.messages == ([] if terminal else ["generate: starting"])
+    assert ("starting" in file.getvalue()) == bool(file.getvalue()) == terminal

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from vsched.integrations.vllm.settings import target_of
 from vsched.policy_host import HostedRequest, OrderedQueue
 
 VllmRequest = Any
@@ -26,17 +27,13 @@ class Entry(HostedRequest):
         extra = (params.extra_args if params is not None else None) or {}
         waited_s = min(max(time.time() - request.arrival_time, 0.0), 3600.0)
         arrived_ns = time.monotonic_ns() - int(waited_s * 1e9)
-        target_ms = extra.get("ttft_target_ms")
-        target_ns = None
-        if isinstance(target_ms, int | float) and 0 <= target_ms < 1e9:
-            target_ns = arrived_ns + int(target_ms * 1e6)
         super().__init__(
             (number, 0),
             arrived_ns=arrived_ns,
             priority=-request.priority,  # vLLM: less is more urgent
             tenant=str(extra.get("tenant", "")),
             session=str(request.session_id or ""),
-            target_ns=target_ns,
+            target_ns=target_of(extra, arrived_ns),
             images=len(request.mm_features),
             image_tokens=sum(one.mm_position.length for one in request.mm_features),
             max_tokens=request.max_tokens,

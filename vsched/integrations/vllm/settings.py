@@ -62,6 +62,14 @@ def capabilities(version: str) -> HostCapabilities:
     return HostCapabilities(host=host, tables=tables, refused=REFUSED, features=features)
 
 
+def target_of(arguments: Mapping[str, Any], arrived_ns: int) -> int | None:
+    """Return the time by which a request should have its first token, from its extra arguments."""
+    target_ms = arguments.get("ttft_target_ms")
+    if isinstance(target_ms, int | float) and 0 <= target_ms < 1e9:
+        return arrived_ns + int(target_ms * 1e6)
+    return None
+
+
 def statistics_path(vllm_config: Any) -> Path:
     """Return the file with the figures of the scheduler; the middleware, another process, finds it by the same name."""
     rank = vllm_config.parallel_config.data_parallel_rank

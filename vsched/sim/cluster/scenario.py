@@ -30,16 +30,14 @@ import msgspec
 
 from vsched.config import Config
 from vsched.config.checks import check_cluster, check_combinations
-from vsched.config.policies import (
-    policy_table,
-    seats_of_table,
-)
+from vsched.config.policies import policy_table
 from vsched.config.sections import (
     OWN_HOST,
     AdaptersConfig,
     ClusterConfig,
     PolicyTable,
 )
+from vsched.plugins import resolve_several
 from vsched.policy import SEVERAL
 from vsched.probes import PROBES, observed
 from vsched.sim.cluster.client_sessions import adapter_name
@@ -242,7 +240,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """
         config, reset = self.config, {}
         if SEVERAL in tables:
-            reset = {path: policy_table(Config(), path) for path in seats_of_table(tables[SEVERAL])}
+            reset = {
+                path: policy_table(Config(), path) for path in resolve_several(tables[SEVERAL])[1]
+            }
         for path, table in {**reset, **tables}.items():
             section, _, name = path.rpartition(".")
             if section:

@@ -48,7 +48,6 @@ from vsched.kernel.events import (
 )
 from vsched.policy import Policy
 from vsched.policy_host.seats import Ask
-from vsched.record.entries import SegmentHeader
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.groups import (
     Contention,
@@ -590,18 +589,3 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def header_of(config: Config) -> SegmentHeader:
-    """Return the header of a timeline for a run that was not recorded."""
-    return SegmentHeader(
-        run=b"",
-        segment=1,
-        version="",
-        started_s=0.0,
-        number=0,
-        config=msgspec.to_builtins(config),
-        limits={},
-        policies={},
-        state=b"",
-    )
