@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -37,7 +37,7 @@ from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.middleware import log_field, new_id, refusal_of, sent_id, tenant_of
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
-from vsched.api.response_schema import ChatResponse, CompletionResponse, Usage
+from vsched.api.response_schema import ChatChunk, ChatResponse, CompletionResponse, Usage
 from vsched.api.structured_outputs import after_reasoning, constraint_of, with_forced_calls
 from vsched.api.tools.choice import ToolUse, tool_use
 from vsched.api.tools.formats import call_format, reasoning_format
@@ -164,29 +164,42 @@ def _effort(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> int:
     return calls + sum(map(len, whole + parts)) + _PART_CHARACTERS * (len(messages) + len(parts))
 
 
-class CompletionEndpoint:
-    """Continue a text."""
+class Serving(NamedTuple):
+    """What the generating endpoints of one process share; without a journal, requests are not resumed."""
 
+    engine: ServingContract
+    settings: ApiSettings
+    metrics: ApiMetrics
+    bodies: RequestBodies
+    journal: RequestJournal | None = None
+    tracing: Tracing | None = None
+
+
+class CompletionEndpoint:
+    """Continue a text.
+
+    Attributes:
+        path: Path of the endpoint.
+        name: Name in metrics.
+        operation: Name of the operation in traces.
+        id_prefix: Beginning of response ids.
+        kinds: Types of the body, the response, events, and errors other than OpenAI's.
+    """
+
+    path = "/v1/completions"
     name = "completions"
     operation = "text_completion"
     id_prefix = "cmpl"
+    kinds: ClassVar[dict[str, type]] = {
+        "request": CompletionRequest,
+        "response": CompletionResponse,
+        "event": CompletionResponse,
+    }
     _formatter_class: type[ChatFormatter | CompletionFormatter] = CompletionFormatter
 
-    def __init__(
-        self,
-        engine: ServingContract,
-        settings: ApiSettings,
-        metrics: ApiMetrics,
-        bodies: RequestBodies,
-        journal: RequestJournal | None = None,
-        tracing: Tracing | None = None,
-    ) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._metrics = metrics
-        self._bodies = bodies
-        self._journal = journal
-        self._tracing = tracing
+    def __init__(self, serving: Serving) -> None:
+        self._engine, self._settings, self._metrics, self._bodies = serving[:4]
+        self._journal, self._tracing = serving[4:]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every outcome is counted and answered exactly once."""
@@ -241,8 +254,16 @@ class CompletionEndpoint:
             RequestRefused: If it cannot be served.
             ClientDisconnected: If the client disconnected before it was complete.
         """
-        tokens = self._engine.info.context_tokens
-        request = await self._bodies.read(exchange, CompletionRequest, tokens=tokens)
+        kind, tokens = self.kinds["request"], self._engine.info.context_tokens
+        return await self.check(await self._bodies.read(exchange, kind, tokens=tokens), request_id)
+
+    async def check(self, request: Any, request_id: str) -> CheckedRequest:
+        """Check a body of the type of this endpoint.
+
+        Raises:
+            RequestRefused: If it cannot be served.
+        """
+        assert isinstance(request, CompletionRequest)
         check_model(request.model, self._engine)
         prompts = parameters.completion_prompts(request, self._engine.info)
         return await self._job(
@@ -533,29 +554,20 @@ def _id_header(job: CheckedRequest) -> list[tuple[bytes, bytes]]:
 class ChatEndpoint(CompletionEndpoint):
     """Continue a conversation, with images."""
 
+    path = "/v1/chat/completions"
     name = "chat"
     operation = "chat"
     id_prefix = "chatcmpl"
+    kinds: ClassVar[dict[str, type]] = {
+        "request": ChatRequest,
+        "response": ChatResponse,
+        "event": ChatChunk,
+    }
     _formatter_class = ChatFormatter
 
-    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
-        """Read and check a request.
-
-        Raises:
-            RequestRefused: If it cannot be served.
-            ClientDisconnected: If the client disconnected before it was complete.
-        """
-        tokens = self._engine.info.context_tokens
-        return await self.job_of(
-            await self._bodies.read(exchange, ChatRequest, tokens=tokens), request_id
-        )
-
-    async def job_of(self, request: ChatRequest, request_id: str) -> CheckedRequest:
-        """Check a request; long messages are rendered during preparation.
-
-        Raises:
-            RequestRefused: If it cannot be served.
-        """
+    async def check(self, request: Any, request_id: str) -> CheckedRequest:
+        """Check a request; long messages are rendered during preparation."""
+        assert isinstance(request, ChatRequest)
         check_model(request.model, self._engine)
         refuse_unsupported(request)
         messages, images = split_messages(

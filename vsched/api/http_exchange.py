@@ -133,16 +133,6 @@ class HttpExchange:
         if not self._finished:
             raise ClientDisconnected
 
-    async def answer(self, work: Awaitable[object]) -> None:
-        """Send the result of `work` as JSON unless it has responded itself; otherwise as `serve_response`."""
-
-        async def answered() -> None:
-            result = await work
-            if not self.started:
-                await self.send_json(result)
-
-        await self.serve_response(answered())
-
     async def serve_response(self, work: Awaitable[None]) -> None:
         """Let `work` send its response; send its error, if any, and nothing if the client has disconnected."""
         try:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -502,17 +502,11 @@ _EVENTS_MAX = 2**53
 class KeptResponseRoute(ApiRoute):
     """The route of kept answers below a path; other methods, and known paths that are not served, do not match."""
 
-    def __init__(self, route: ApiRoute, resumption: Resumption) -> None:
-        """Serve the answers of requests to `route`."""
-        endpoint = cast("CompletionEndpoint", route.endpoint)
-        super().__init__(
-            "GET",
-            f"{route.path}/{{request_id:path}}",
-            KeptResponseEndpoint(resumption, route.path, endpoint),
-            response=route.response,
-            event=route.event,
-            error=route.error,
-        )
+    def __init__(self, endpoint: CompletionEndpoint, resumption: Resumption) -> None:
+        """Serve the answers of requests to `endpoint`."""
+        kept = KeptResponseEndpoint(resumption, endpoint)
+        kinds = {**endpoint.kinds, "request": None}
+        super().__init__("GET", f"{endpoint.path}/{{request_id:path}}", kept, **kinds)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Match in full or not at all."""
@@ -524,9 +518,8 @@ class KeptResponseRoute(ApiRoute):
 class KeptResponseEndpoint:
     """Fetch the response to a request that was resumed after a crash."""
 
-    def __init__(self, resumption: Resumption, path: str, endpoint: CompletionEndpoint) -> None:
+    def __init__(self, resumption: Resumption, endpoint: CompletionEndpoint) -> None:
         self._resumption = resumption
-        self._path = path
         self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -539,7 +532,7 @@ class KeptResponseEndpoint:
         query = QueryParams(scope.get("query_string", b""))
         after, stream = _after(exchange, query), _flag(query)
         name = scope["path_params"]["request_id"]
-        resumed = self._resumption.find(name, self._path, tenant_of(scope))
+        resumed = self._resumption.find(name, self._endpoint.path, tenant_of(scope))
         job, choices = await resumed.read()
         if stream is not None:
             job = msgspec.structs.replace(job, stream=stream)

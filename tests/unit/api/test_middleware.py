@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, Reply, chat, served
 from vsched.api import ApiSettings, create_app
 from vsched.api import server as server_module
-from vsched.api.middleware import RequireKey, read_tenant_keys
+from vsched.api.middleware import CheckAccess, read_tenant_keys
 from vsched.api.openapi import JsonEndpoint
 from vsched.config import Config, ServerConfig, load_config
 from vsched.errors import ConfigError, RequestRefused
@@ -452,7 +452,7 @@ async def status_of(authorization: str | None) -> int:
 
     headers = [] if authorization is None else [(b"authorization", authorization.encode())]
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
-    await RequireKey(app, settings=ApiSettings(api_key=KEY))(scope, receive, send)
+    await CheckAccess(app, ApiSettings(api_key=KEY))(scope, receive, send)
     return int(sent[0]["status"])
 
 

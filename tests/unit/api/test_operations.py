@@ -14,7 +14,7 @@ from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api.app import create_frontend
 from vsched.api.metrics import ApiMetrics
-from vsched.api.middleware import RequireKey
+from vsched.api.middleware import CheckAccess
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.types import ModelInfo
 
@@ -463,7 +463,7 @@ async def test_key_is_needed_everywhere_but_for_probes(
 def test_key_is_required_by_every_route() -> None:
     """Routes added later included."""
     app = create_app(FakeEngine(), ApiSettings(api_key="right"))
-    assert all(isinstance(cast("Route", route).app, RequireKey) for route in app.routes)
+    assert all(isinstance(cast("Route", route).app, CheckAccess) for route in app.routes)
 
 
 async def test_right_key_opens() -> None:

@@ -27,7 +27,7 @@ from vsched.api.completions import ChatEndpoint, CheckedRequest, check_ready
 from vsched.api.contract import Generation
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
 from vsched.api.formatters import Formatter
-from vsched.api.http_exchange import HttpExchange, StreamEvent
+from vsched.api.http_exchange import HttpExchange, MessagesError, StreamEvent
 from vsched.api.request_schema import (
     CalledFunction,
     ChatRequest,
@@ -279,21 +279,21 @@ class MessagesModelList(msgspec.Struct):
 class MessagesEndpoint(ChatEndpoint):
     """Continue a conversation, with Anthropic's Messages API."""
 
+    path = "/v1/messages"
     name = "messages"
     id_prefix = "msg"
+    kinds: ClassVar[dict[str, type]] = {
+        "request": MessagesRequest,
+        "response": MessagesResponse,
+        "event": MessagesEvent,
+        "error": MessagesError,
+    }
 
-    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
-        """Read a request and convert it to a chat request.
-
-        Raises:
-            RequestRefused: If it cannot be served.
-            ClientDisconnected: If the client disconnected before it was complete.
-        """
-        tokens = self._engine.info.context_tokens
-        request = await self._bodies.read(exchange, MessagesRequest, tokens=tokens)
+    async def check(self, request: Any, request_id: str) -> CheckedRequest:
+        """Convert a request to a chat request, and check it."""
         refuse_unsupported(request)
         with named_as(NAMES):
-            return await self.job_of(chat_request(request), request_id)
+            return await super().check(chat_request(request), request_id)
 
     async def count_tokens(self, exchange: HttpExchange) -> CountedTokens:
         """Count the tokens of a conversation, with Anthropic's Messages API."""

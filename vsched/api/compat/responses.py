@@ -26,7 +26,7 @@ from vsched.api.completions import ChatEndpoint, CheckedRequest
 from vsched.api.contract import Generation
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
 from vsched.api.formatters import Formatter, chat_logprob
-from vsched.api.http_exchange import HttpExchange, NumberedEvent
+from vsched.api.http_exchange import NumberedEvent
 from vsched.api.request_schema import (
     AllowedTools,
     AnswerTextPart,
@@ -326,21 +326,20 @@ class ResponsesEvent(NumberedEvent, kw_only=True):
 class ResponsesEndpoint(ChatEndpoint):
     """Continue a conversation, with OpenAI's Responses API, without state."""
 
+    path = "/v1/responses"
     name = "responses"
     id_prefix = "resp"
+    kinds: ClassVar[dict[str, type]] = {
+        "request": ResponsesRequest,
+        "response": ResponseObject,
+        "event": ResponsesEvent,
+    }
 
-    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
-        """Read a request and convert it to a chat request.
-
-        Raises:
-            RequestRefused: If it cannot be served.
-            ClientDisconnected: If the client disconnected before it was complete.
-        """
-        tokens = self._engine.info.context_tokens
-        request = await self._bodies.read(exchange, ResponsesRequest, tokens=tokens)
+    async def check(self, request: Any, request_id: str) -> CheckedRequest:
+        """Convert a request to a chat request, and check it."""
         refuse_unsupported(request)
         with named_as(NAMES):
-            job = await self.job_of(chat_request(request), request_id)
+            job = await super().check(chat_request(request), request_id)
         return msgspec.structs.replace(job, original=msgspec.structs.replace(request, input=""))
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
